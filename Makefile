@@ -50,7 +50,7 @@ package: setup ## wheel and sdist into dist/, checked as the package index check
 	@rm -rf dist && $(BIN)/python -m build --no-isolation && $(BIN)/python -m twine check --strict dist/*
 
 docs: setup ## the documentation, from docs/ and from the code, into build/docs
-	@$(BIN)/python -m pip install --quiet --editable ".[docs]" && NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	@$(BIN)/python -m pip install --quiet --editable ".[docs]" && $(BIN)/python -m scripts.docs_pages && NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 screens: setup ## the screens of README and documentation, by running the examples: minutes
 	@$(BIN)/python scripts/screens.py

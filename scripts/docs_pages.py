@@ -1,31 +1,50 @@
-"""A hook of MkDocs: the pages that say what the code says, one for each command and each code, and the config."""
+"""What the documentation takes from the code.
+
+As a hook of MkDocs it adds a page for each command and each code. As a program it writes the tables that stand in
+pages of docs/ between two comments, where GitHub shows them too: `make docs` runs it first.
+"""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from typer.testing import CliRunner
 
+import ampdbg
+from ampdbg import errors
 from ampdbg.commands.app import COMMANDS, program
 from ampdbg.config.schema import json_schema
+from ampdbg.lint.settings import CODES as LINT_CODES
 from ampdbg.record.codes import CODES
 from ampdbg.report.explanation import SECTIONS, Explanation, explanations
 
-EXIT_CODES = """
-| exit code | meaning |
-| --- | --- |
-| 0 | nothing is wrong |
-| 1 | something was found |
-| 2 | it could not run: the message says what was given, what is allowed and what to type |
-| 130 | interrupted; what was seen so far is in the record |
-"""
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+MADE = re.compile(r"(<!-- made from the code: (.*?) -->\n).*?(<!-- until here -->)", re.DOTALL)
+"""A table in a page: its first line, its name in TABLES, and its last line."""
+
+
+def main() -> None:
+    """Writes the tables of all pages anew."""
+    for page in sorted(DOCS.rglob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        if text != (now := with_tables(text)):
+            page.write_text(now, encoding="utf-8")
+            print(f"{page.relative_to(DOCS.parent)}: written")
+
+
+def with_tables(page: str) -> str:
+    """The text of a page, its tables made from the code as it is now."""
+    return MADE.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n\n{found[3]}", page)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -43,7 +62,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def pages() -> dict[str, str]:
     """Every page by its path below docs/."""
-    return {**command_pages(), "config.md": config_page(), **code_pages()}
+    return {**command_pages(), **code_pages()}
 
 
 # Commands
@@ -52,8 +71,9 @@ def pages() -> dict[str, str]:
 def command_pages() -> dict[str, str]:
     """A page a command, and their list."""
     rows = [f"| [`ampdbg {name}`]({name}.md) | {_escaped(_said(command)[0])} |" for name, command in COMMANDS.items()]
-    table = "\n".join(["| command | what it does |", "| --- | --- |", *rows])
-    listing = f"# Commands\n\n{table}\n\nResults go to stdout, progress and messages to stderr.\n{EXIT_CODES}"
+    table = _table("| command | what it does |", rows)
+    said = "Results go to stdout, progress and messages to stderr."
+    listing = f"# Commands\n\n{table}\n\n{said}\n\n{exit_code_table()}\n"
     return {
         "commands/index.md": listing,
         **{f"commands/{name}.md": _command_page(name, command) for name, command in COMMANDS.items()},
@@ -79,18 +99,10 @@ def _escaped(text: str) -> str:
 # The config
 
 
-def config_page() -> str:
+def key_table() -> str:
     """Every key with what is allowed and its default, from the JSON schema."""
     schema = json_schema()
-    rows = "\n".join(_keys(schema, schema["$defs"]))
-    return (
-        "# Config\n\nA YAML file; `ampdbg init` writes one to start from. Mistakes are reported all together, each "
-        "with its line. `ampdbg schema` prints the schema that this page is made from, for editors:\n\n"
-        "```yaml\n# yaml-language-server: $schema=ampdbg.schema.json\n```\n\n"
-        f"| key | meaning | allowed | default |\n| --- | --- | --- | --- |\n{rows}\n\n"
-        "Any of them can be given for one run: `--set train.steps=200`. Targets are `FILE.py:NAME`, relative to the "
-        "file, or `package.module:NAME`.\n"
-    )
+    return _table("| key | meaning | allowed | default |", _keys(schema, schema["$defs"]))
 
 
 def _keys(section: Mapping[str, Any], known: Mapping[str, Any], above: str = "") -> Iterator[str]:
@@ -122,6 +134,43 @@ def _forms(value: Mapping[str, Any]) -> str:
     """What the alternatives of a key allow."""
     forms = value.get("anyOf", ())
     return ", or ".join(str(form.get("description") or form.get("type")) for form in forms)
+
+
+# Exit codes, functions, what lint finds
+
+EXIT_CODES = {
+    errors.EXIT_HEALTHY: "nothing is wrong",
+    errors.EXIT_FOUND: "something was found",
+    errors.EXIT_COULD_NOT_RUN: "it could not run: the message says what was given, what is allowed and what to type",
+    errors.EXIT_INTERRUPTED: "interrupted; the record has what was seen so far",
+}
+
+
+def exit_code_table() -> str:
+    """What each exit code means."""
+    return _table("| exit code | meaning |", [f"| {code} | {meaning} |" for code, meaning in EXIT_CODES.items()])
+
+
+def function_table() -> str:
+    """Every public function of the package, and the first line of what it says of itself."""
+    rows = []
+    for name, home in ampdbg._HOMES.items():
+        function = getattr(importlib.import_module(home, "ampdbg"), name)
+        first = (inspect.getdoc(function) or "").partition("\n\n")[0]
+        # A package of that name takes its place in `ampdbg` as soon as it is imported.
+        named = f"ampdbg{home}.{name}" if importlib.util.find_spec(f"ampdbg.{name}") else f"ampdbg.{name}"
+        rows.append(f"| `{named}` | {_escaped(re.sub(':func:|`(?=`)', '', ' '.join(first.split())))} |")
+    return _table("| function | what it does |", rows)
+
+
+def lint_table() -> str:
+    """Every code that `ampdbg lint` finds."""
+    titles = {entry.code: entry.title for entry in explanations()}
+    return _table("| code | what it is |", [f"| `{code}` | {titles[code]} |" for code in LINT_CODES])
+
+
+def _table(head: str, rows: Iterable[str]) -> str:
+    return "\n".join([head, re.sub(r"[^|]+", " --- ", head), *rows])
 
 
 # Codes
@@ -158,3 +207,15 @@ def _linked(markdown: str, entry: Explanation) -> str:
         return f"[`{code}`]({code}.md)" if code in CODES and code != entry.code else found[0]
 
     return "".join(part if part.startswith("```") else re.sub(r"`([a-z0-9-]+)`", link, part) for part in parts)
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "config keys": key_table,
+    "exit codes": exit_code_table,
+    "functions": function_table,
+    "lint codes": lint_table,
+}
+"""By the name in the comment above each."""
+
+if __name__ == "__main__":
+    main()

@@ -19,10 +19,11 @@ from rich.text import Text
 ROOT = Path(__file__).resolve().parent.parent
 SCREENS = ROOT / "docs" / "screens"
 README = ROOT / "README.md"
-IN_README = re.compile(r"```console\n\$ ampdbg scan .*?\n```", re.DOTALL)
+IN_README = re.compile(r"```console\n\$ ampdbg run .*?\n```", re.DOTALL)
 COLUMNS = 80
 
 COMMANDS = {
+    "run": "ampdbg run --emulate examples/train.py",
     "scan": "ampdbg scan configs/linear_attention.yaml",
     "ranges": "ampdbg ranges configs/linear_attention.yaml",
     "suggest-fp32": "ampdbg suggest-fp32 configs/linear_attention.yaml",
@@ -31,6 +32,7 @@ COMMANDS = {
     "vit": "ampdbg scan configs/vit.yaml",
     "vit-ranges": "ampdbg ranges configs/vit.yaml",
     "vit-bisect": "ampdbg bisect configs/vit.yaml",
+    "cost": "ampdbg cost configs/vit.yaml --steps 20",
     "doctor": "ampdbg doctor",
 }
 """By the name of the file."""
@@ -52,7 +54,7 @@ def made(name: str, command: str) -> int:
     plain = Text.from_ansi(screen).plain
     lines = "\n".join(line.rstrip() for line in plain.splitlines())
     (SCREENS / f"{name}.txt").write_text(f"$ {command}\n{lines}\n", encoding="utf-8")
-    if name == "scan":
+    if name == "run":
         readme = README.read_text(encoding="utf-8")
         README.write_text(IN_README.sub(lambda _: f"```console\n$ {command}\n{lines}\n```", readme), encoding="utf-8")
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
@@ -67,6 +69,8 @@ def made(name: str, command: str) -> int:
 def shown(command: str) -> tuple[int, str]:
     """The exit code, and the page in colour as a terminal shows it; a patch goes to its own file."""
     arguments = command.split()[1:]
+    if arguments[0] == "run":
+        return in_terminal(arguments, also_stderr=True)  # where its report goes: stdout is the script's
     if arguments[0] != "suggest-fp32":
         return in_terminal([*arguments, *(["--quiet"] if arguments[0] != "doctor" else [])])
     done = subprocess.run(
@@ -75,12 +79,14 @@ def shown(command: str) -> tuple[int, str]:
     return done.returncode, done.stdout.decode() + in_terminal(["report"])[1]
 
 
-def in_terminal(arguments: list[str]) -> tuple[int, str]:
+def in_terminal(arguments: list[str], *, also_stderr: bool = False) -> tuple[int, str]:
     """Runs the program with stdout in a terminal of its own."""
     ours, theirs = pty.openpty()
     variables = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(COLUMNS)}
     variables.pop("NO_COLOR", None)
-    running = subprocess.Popen([sys.executable, "-m", "ampdbg", *arguments], cwd=ROOT, stdout=theirs, env=variables)
+    program = [sys.executable, "-m", "ampdbg", *arguments]
+    stderr = theirs if also_stderr else None
+    running = subprocess.Popen(program, cwd=ROOT, stdout=theirs, stderr=stderr, env=variables)
     os.close(theirs)
     seen = b""
     while True:

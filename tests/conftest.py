@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -25,8 +26,17 @@ for name, handler in (("SIGINT", signal.default_int_handler), ("SIGHUP", signal.
 Golden = Callable[[Path, str], None]
 
 
+def pytest_collection_finish() -> None:
+    """What was imported stays to the end: a look through it, for garbage or for models, takes a third of a second."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write what is produced into the golden files")
+    parser.addoption(
+        "--update-records", action="store_true", help="with it: make the runs again whose pages are golden"
+    )
 
 
 @pytest.fixture

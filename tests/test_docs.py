@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -10,13 +11,20 @@ from html import unescape
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from typer.testing import CliRunner
 
-from ampdbg.commands.app import COMMANDS
+import ampdbg
+from ampdbg.commands.app import COMMANDS, program
 from ampdbg.config.schema import ConfigFile
+from ampdbg.lint.settings import read_settings
 from ampdbg.record.codes import CODES
+from ampdbg.record.file import read_record
 from ampdbg.report.explanation import explanation
+from scripts.docs_pages import TABLES, with_tables
 from tests.commands.program import start
+from tests.report.pages import rendered
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -62,7 +70,7 @@ def test_every_code_has_a_page_with_its_explanation(site: Path) -> None:
 def test_every_key_of_the_config_is_described(site: Path) -> None:
     rows = re.findall(r"<tr>\s*(.*?)</tr>", (site / "config" / "index.html").read_text(encoding="utf-8"), re.DOTALL)
     cells = [[unescape(re.sub(r"<[^>]+>", "", cell)) for cell in re.findall(r"<td>(.*?)</td>", row)] for row in rows]
-    known = {row[0]: row for row in cells if row}
+    known = {row[0]: row for row in cells if len(row) == 4}
     assert set(ConfigFile.model_fields) <= known.keys()
     assert {"precision.loss_scale.growth_interval", "train.device", "checkpoint.optimizer"} <= known.keys()
     assert known["train.steps"] == ["train.steps", "optimizer steps", "a whole number of at least 1, below 2**63", "50"]
@@ -91,9 +99,76 @@ def test_no_screen_is_of_this_machine_alone() -> None:
         assert not re.search(r"/(tmp|home|root|work)/", text), path
 
 
-def test_the_readme_shows_the_screen_of_the_documentation() -> None:
+def without_values(text: str) -> str:
+    return re.sub(r"\d{1,3}(,\d{3})+", "VALUE", text)
+
+
+def test_the_finding_on_the_screen_of_scan_is_what_scan_prints() -> None:
     screen = (SCREENS / "scan.txt").read_text(encoding="utf-8")
+    config = screen.partition("\n")[0].removeprefix("$ ampdbg scan ")
+    text = rendered(ampdbg.scan(ROOT / config, steps=1), folder=str(ROOT))
+    start, end = "error forward-overflow", "  ampdbg explain forward-overflow\n"
+    # The text that the example trains on is Python's own, and another release words it differently.
+    assert without_values(text[text.index(start) : text.index(end)]) in without_values(screen)
+    assert end in screen
+
+
+def test_the_readme_shows_the_screen_of_the_documentation() -> None:
+    screen = (SCREENS / "run.txt").read_text(encoding="utf-8")
     assert f"```console\n{screen}```" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+PAGES = {str(path.relative_to(DOCS)): path.read_text(encoding="utf-8") for path in sorted(DOCS.rglob("*.md"))}
+
+
+def test_tables_made_from_the_code_are_those_of_this_code() -> None:
+    for name, text in PAGES.items():
+        assert with_tables(text) == text, f"docs/{name} is older than the code; run: make docs"
+    made = {table for text in PAGES.values() for table in re.findall(r"<!-- made from the code: (.*?) -->", text)}
+    assert made == set(TABLES)
+
+
+@pytest.mark.parametrize("page", ["python.md"])
+def test_the_python_of_a_page_runs_as_it_stands(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Linear(3, 1)
+    given = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "path": "record.json"}
+    for example in re.findall(r"^```python\n(.*?)^```", PAGES[page], re.DOTALL | re.MULTILINE):
+        exec(example, {**given, "train": train})
+    assert len(read_record(tmp_path / "record.json").steps) == 1
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 3)).square().mean().backward()
+    optimizer.step()
+
+
+def test_the_example_of_a_config_is_one() -> None:
+    [example] = re.findall(r"^```yaml\n(model:.*?)^```", PAGES["config.md"], re.DOTALL | re.MULTILINE)
+    assert ConfigFile.model_validate(yaml.safe_load(example)).model.args == {"depth": 12}
+
+
+def test_the_pyproject_example_of_lint_is_taken(tmp_path: Path) -> None:
+    [example] = re.findall(r"^```toml\n(.*?)^```", PAGES["lint.md"], re.DOTALL | re.MULTILINE)
+    (tmp_path / "pyproject.toml").write_text(example, encoding="utf-8")
+    settings = read_settings([str(tmp_path)])
+    assert (settings.ignore, settings.exclude) == (("deprecated-amp",), ("third_party",))
+
+
+@pytest.mark.parametrize("page", [name for name in PAGES if "`ampdbg " in PAGES[name] or "```sh" in PAGES[name]])
+def test_commands_and_options_that_a_page_names_exist(page: str) -> None:
+    typed = re.findall(r"^```sh\n(.*?)^```", PAGES[page], re.DOTALL | re.MULTILINE)
+    typed += re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", PAGES[page], flags=re.DOTALL | re.MULTILINE))
+    for verb, given in re.findall(r"ampdbg ([a-z][a-z0-9-]*)([^\n#|>&]*)", "\n".join(typed)):
+        assert verb in COMMANDS
+        assert set(re.findall(r"--[a-z][a-z0-9-]+", given)) - {"--its", "--arguments"} <= options_of(verb)
+    alone = {option for code in typed for option in re.findall(r"^(--[a-z][a-z0-9-]+)", code)}
+    assert alone <= {option for verb in COMMANDS for option in options_of(verb)}
+
+
+@functools.cache
+def options_of(verb: str) -> set[str]:
+    return set(re.findall(r"--[a-z][a-z0-9-]+", CliRunner().invoke(program(), [verb, "--help"]).stdout))
 
 
 ACTION = yaml.safe_load((DOCS / "github-action.yml").read_text(encoding="utf-8"))

@@ -49,19 +49,7 @@ FLOOR = {name: floor for floor, names in enumerate(LAYERS) for name in names}
 
 # Where a live model is touched. Everything else answers without torch, so that `ampdbg --help` is fast.
 TORCH_LAYERS = frozenset(
-    {
-        "workload",
-        "precision",
-        "environment",
-        "probes",
-        "replay",
-        "training",
-        "script",
-        "costs",
-        "pinning",
-        "patch",
-        "proof",
-    }
+    "workload precision environment probes replay training script costs pinning patch proof".split()
 )
 
 

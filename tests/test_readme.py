@@ -1,21 +1,104 @@
-"""What the README shows is so: its Python runs as it stands, and its screen is what scan prints."""
+"""What the README shows is so: its screen, patch, Python, config, commands and links; and it is short."""
 
 from __future__ import annotations
 
 import re
+import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from torch.amp.grad_scaler import GradScaler
 
-import ampdbg
+from ampdbg.commands.app import COMMANDS
+from ampdbg.config.schema import ConfigFile
 from ampdbg.record.file import read_record
-from tests.report.pages import rendered
+from tests.commands.program import ROOT, Result, start
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+
+
+def test_it_is_read_in_two_minutes() -> None:
+    lines = README.splitlines()
+    assert len(lines) <= 120
+    assert max(map(len, lines)) <= 125
+
+
+# Its screen and its patch
+
+[SCREEN] = blocks("console")
+[PATCH] = blocks("diff")
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The script of the screen, in a git repository of its own."""
+    folder = tmp_path_factory.mktemp("clone")
+    (folder / "examples").mkdir()
+    shutil.copy(ROOT / "LICENSE", folder)
+    shutil.copy(ROOT / "examples" / "train.py", folder / "examples")
+    git(folder, "init", "-q")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(repository: Path) -> Result:
+    """What the command of the screen prints."""
+    command = SCREEN.partition("\n")[0].removeprefix("$ ampdbg ")
+    return start(repository, *shlex.split(command), COLUMNS="80")
+
+
+def git(folder: Path, *arguments: str, given: str = "") -> str:
+    done = subprocess.run(["git", *arguments], cwd=folder, input=given, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def of_any_machine(text: str) -> list[str]:
+    """The words of a screen, without what differs from one machine or torch to another: times, versions, digits."""
+    text = re.sub(r"torch \S+ · .*? autocast policy(, emulated)?", "MACHINE", " ".join(text.split()))
+    text = re.sub(r"· [\d.,]+ (ms|s|min)\b", "· TIME", re.sub(r"\d{8}T\d{6}Z", "MOMENT", text))
+    return re.sub(r"\d[\d.,]*", "NUMBER", text).split()
+
+
+def test_its_screen_is_what_the_script_and_ampdbg_print(run: Result) -> None:
+    command, *lines = SCREEN.splitlines()
+    of_script = [line for line in lines if re.match(r"step \d+: loss", line)]
+    of_ampdbg = [line for line in lines if line not in of_script]
+    assert command.startswith("$ ampdbg run --emulate examples/train.py")
+    assert run.code == 1
+    assert of_any_machine("\n".join(of_script)) == of_any_machine(run.stdout)
+    assert of_any_machine("\n".join(of_ampdbg)) == of_any_machine(run.stderr)
+
+
+def test_the_line_on_its_screen_stands_in_the_script(run: Result) -> None:
+    found = re.search(r"examples/train\.py:(\d+) in forward\n\s+(.*)", SCREEN)
+    assert found is not None
+    script = (ROOT / "examples" / "train.py").read_text(encoding="utf-8").splitlines()
+    assert script[int(found[1]) - 1].strip() == found[2]
+    assert f"examples/train.py:{found[1]} in forward" in run.stderr
+
+
+@pytest.mark.slow  # a search, a proof, and the script twice more
+def test_its_way_from_the_screen_to_a_healthy_script(repository: Path, run: Result) -> None:
+    way = next(text for text in blocks("sh") if "git apply" in text)
+    assert re.findall(r"^ampdbg (\S+)", way, re.MULTILINE) == ["run", "suggest-fp32"]
+    assert run.code == 1
+    patched = start(repository, "suggest-fp32")
+    assert patched.code == 0, patched.stderr
+    assert all(line in patched.stdout.splitlines() for line in PATCH.splitlines())
+    git(repository, "apply", given=patched.stdout)
+    again = start(repository, "run", "--emulate", "examples/train.py")
+    assert (again.code, again.stderr.partition(":")[0]) == (0, "✓ Healthy")
+
+
+# Its Python and its config
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -28,25 +111,54 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         scaler.update()
 
 
-def without_values(text: str) -> str:
-    return re.sub(r"\d{1,3}(,\d{3})+", "VALUE", text)
-
-
-def test_the_finding_on_its_screen_is_what_scan_prints() -> None:
-    [(config, screen)] = re.findall(r"^```console\n\$ ampdbg scan (\S+)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-    text = rendered(ampdbg.scan(ROOT / config, steps=1), folder=str(ROOT))
-    start, end = "error forward-overflow", "  ampdbg explain forward-overflow\n"
-    # The text that the example trains on is Python's own, and another release words it differently.
-    assert without_values(text[text.index(start) : text.index(end)]) in without_values(screen)
-    assert end in screen
-
-
-def test_the_example_of_a_watched_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    [example] = [text for text in EXAMPLES if "ampdbg.watch(" in text]
+def test_the_example_of_a_watched_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [example] = blocks("python")
+    monkeypatch.chdir(tmp_path)
     model = torch.nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    path = tmp_path / "record.json"
-    exec(example, {"model": model, "optimizer": optimizer, "train": train, "path": path})
-    assert capsys.readouterr().out.startswith("misuse-clip-scaled Source(file=")
-    record = read_record(path)
+    exec(example, {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "train": train})
+    record = read_record(Path("run.json"))
     assert (record.command, record.verdict, len(record.steps)) == ("watch", "other", 3)
+    assert record.findings[0].code == "misuse-clip-scaled"
+
+
+def test_the_example_of_a_config() -> None:
+    [example] = blocks("yaml")
+    config = ConfigFile.model_validate(yaml.safe_load(example))
+    assert config.model.target == "model.py:build_model"
+    assert config.train.steps == 50
+    assert f"trains {config.train.steps} steps" in README
+
+
+# Its commands and its links
+
+
+def test_every_command_is_in_its_table() -> None:
+    rows = [line for line in README.splitlines() if line.startswith("| `ampdbg ")]
+    listed = {word for row in rows for word in re.findall(r"`(?:ampdbg )?([a-z][a-z0-9-]+)[^`]*`", row.split("|")[1])}
+    assert listed == set(COMMANDS)
+
+
+def test_its_commands_and_their_options_exist(tmp_path: Path) -> None:
+    prose = re.sub(r"^```.*?^```", "", README, flags=re.DOTALL | re.MULTILINE)
+    typed = re.findall(
+        r"ampdbg ([a-z][a-z0-9-]+)((?: --[a-z-]+)*)", "\n".join(blocks("sh") + re.findall(r"`[^`\n]+`", prose))
+    )
+    assert {"run", "suggest-fp32", "init", "scan"} <= {verb for verb, _ in typed}
+    for verb, given in set(typed):
+        assert verb in COMMANDS
+        printed = start(tmp_path, verb, "--help").stdout if given else ""
+        assert all(option in printed for option in given.split()), (verb, given)
+
+
+def test_its_targets_of_make_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = re.findall(r"^make ([a-z]+)", "\n".join(blocks("sh")), re.MULTILINE)
+    assert targets == ["demo", "test"]
+    for target in targets:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_its_links_lead_somewhere() -> None:
+    links = re.findall(r"\]\(([^)#]+)", README)
+    assert len(links) > 8
+    assert [link for link in links if not (ROOT / link).exists()] == []

@@ -103,9 +103,11 @@ CONFIG_OR_RECORD = "The YAML config of the run, or a record, whose config is run
 DEFAULT_CONFIG = Path("ampdbg.yaml")
 """What ``ampdbg init`` writes."""
 
-OR_CAPTURE = "The YAML config of the run, a record, or the capture of a script's failing step; by default ampdbg.yaml."
+STEP = "The YAML config of the run, a record, or the capture of a script's failing step"
 OptionalConfig = Annotated[Path | None, typer.Argument(metavar="CONFIG", help=CONFIG_OR_RECORD, show_default=False)]
-StepOrConfig = Annotated[Path | None, typer.Argument(metavar="CONFIG", help=OR_CAPTURE, show_default=False)]
+StepOrConfig = Annotated[
+    Path | None, typer.Argument(metavar="CONFIG", help=f"{STEP}; by default ampdbg.yaml.", show_default=False)
+]
 ScriptToStart = Annotated[
     str,
     typer.Option(

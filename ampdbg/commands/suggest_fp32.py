@@ -24,7 +24,10 @@ from .output import Saved, failure_of_page, in_form, look_of, results_only, save
 
 @options.with_run_options
 def command(
-    config: options.StepOrConfig = None,
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="CONFIG", help=f"{options.STEP}; by default the latest record.", show_default=False),
+    ] = None,
     format_: Annotated[
         Form, typer.Option("--format", help="diff; module: a file of its own; yaml: the pins; json.")
     ] = "diff",
@@ -43,8 +46,9 @@ def command(
 ) -> int:
     """Print the patch that cures it, proven.
 
-    Finds what must run in FP32, edits the code so that it does, and proves the patch on the failing step. Without an
-    argument the latest record is taken. Try: ampdbg suggest-fp32 CONFIG | git apply
+    Finds what must run in FP32, edits the code so that it does, and proves the patch on the failing step.
+
+    Try: ampdbg suggest-fp32 CONFIG | git apply
     """
     _check(format_, module, apply=apply)
     if output is not None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
-from ampdbg.lint.expressions import alternatives, is_none
+from ampdbg.lint.expressions import alternatives, is_none, method
 from ampdbg.syntax_tree import syntax_tree
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -92,6 +92,10 @@ class Document:
     def calls(self) -> list[ast.Call]:
         """Every call."""
         return self.find(ast.Call)
+
+    def owners(self, *names: str) -> list[ast.expr]:
+        """What the methods of these names are called on."""
+        return [owner for call in self.calls if (owner := method(call, *names)) is not None]
 
     # What is around a node
 
@@ -220,11 +224,24 @@ class Document:
         return self._attribute_key(node)
 
     def values(self, node: ast.AST) -> list[ast.AST]:
-        """All that the file assigns to a name or an attribute, without None; imports and parameters as they stand."""
+        """All that the file assigns to a name or an attribute, without None; imports and parameters as they stand.
+
+        Of an item that nothing is assigned to, what the list or dict is made of.
+        """
         found = (
             self.binders(node) if isinstance(node, ast.Name) else self._attributes.get(self._attribute_key(node), [])
         )
+        if isinstance(node, ast.Subscript) and not found:
+            made = [value for value in self.values(node.value) if isinstance(value, (ast.List, ast.Tuple, ast.Dict))]
+            found = [item for one in made for item in (one.values if isinstance(one, ast.Dict) else one.elts)]
         return [value for one in found for value in alternatives(one) if not is_none(value)]
+
+    def target(self, value: ast.AST) -> ast.expr | None:
+        """What a value is assigned to, as a whole and alone."""
+        parent = self.parents.get(value)
+        if isinstance(parent, ast.Assign) and parent.value is value and len(parent.targets) == 1:
+            return parent.targets[0]
+        return None
 
     def last_value(self, name: ast.Name) -> ast.AST | None:
         """What a name was assigned last, on every way to where it is read; None where that is not one statement."""
@@ -237,10 +254,9 @@ class Document:
             block = self.block(outer)
             for one in reversed(block[: block.index(outer)]):
                 if _assigns(one, name.id):
-                    is_plain = isinstance(one, ast.Assign) and any(
-                        name.id == getattr(to, "id", "") for to in one.targets
-                    )
-                    return one.value if is_plain and isinstance(one, ast.Assign) else None
+                    if isinstance(one, ast.Assign) and name.id in [getattr(to, "id", "") for to in one.targets]:
+                        return one.value
+                    return None
         return None
 
     # Where it stands

@@ -47,16 +47,6 @@ def is_movable(document: Document, statements: Sequence[ast.stmt]) -> bool:
     )
 
 
-def indented(document: Document, statements: Sequence[ast.stmt], head: str, unit: str) -> list[Edit]:
-    """Neighbouring statements put under ``head``, a line that ends with a colon; ``unit`` is one step of indenting."""
-    first, last = statements[0], statements[-1]
-    span = document.lines(first).start, document.lines(last).end
-    at = document.lines(first).start
-    edits = [Edit(at, at, f"{document.indent(first)}{head}{document.newline}")]
-    edits += (Edit(start, start, unit) for start in _line_starts(document, *span))
-    return _merged(edits)
-
-
 def dedented(document: Document, statements: Sequence[ast.stmt], by: str) -> list[Edit]:
     """Neighbouring statements moved out by ``by``, with the comments between them and right above the first."""
     first = statements[0].lineno
@@ -75,20 +65,6 @@ def _line_starts(document: Document, start: int, end: int) -> list[int]:
     return [start + found.start() for found in re.finditer(r"(?m)^(?=[^\r\n])[^\r\n]*\S", document.text[start:end])]
 
 
-def _merged(edits: Sequence[Edit]) -> list[Edit]:
-    """What is put at one place, as one edit."""
-    by_place: dict[tuple[int, int], str] = {}
-    for edit in edits:
-        by_place[edit.start, edit.end] = by_place.get((edit.start, edit.end), "") + edit.new
-    return [Edit(start, end, new) for (start, end), new in by_place.items()]
-
-
 def indent_unit(document: Document, inner: ast.stmt, outer: ast.stmt) -> str:
     """How much further in one statement is than the one around it."""
     return document.indent(inner)[len(document.indent(outer)) :]
-
-
-def usual_indent(document: Document) -> str:
-    """One step of indenting, as the file has it."""
-    found = re.search(r"(?m)^([ \t]+)\S", document.text)
-    return "\t" if found and found[1].startswith("\t") else "    "

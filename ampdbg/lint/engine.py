@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 
 from ampdbg.errors import AmpdbgError
 from ampdbg.lint.document import Document
@@ -156,26 +156,10 @@ def wanted_rules(content: bytes, settings: Settings) -> tuple[Rule, ...]:
     """The rules that a file may break, as its bytes tell."""
     return tuple(
         rule
-        for rule, mentions, pattern in _mentions()
-        if all(any(word in content for word in words) for words in mentions)
-        and (pattern is None or pattern.search(content))
+        for rule in RULES
+        if rule.may_find(content)
         and any(map(settings.wants, rule.codes))
         and not (rule.since and settings.torch and settings.torch < rule.since)
-    )
-
-
-_Mentions = tuple[Rule, tuple[tuple[bytes, ...], ...], re.Pattern[bytes] | None]
-
-
-@cache
-def _mentions() -> tuple[_Mentions, ...]:
-    return tuple(
-        (
-            rule,
-            tuple(tuple(word.encode() for word in words.split("|")) for words in rule.mentions),
-            re.compile(rule.pattern.encode()) if rule.pattern else None,
-        )
-        for rule in RULES
     )
 
 

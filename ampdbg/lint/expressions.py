@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Iterator
 
 
@@ -35,11 +36,23 @@ def takes_stars(call: ast.Call) -> bool:
     return any(isinstance(one, ast.Starred) for one in call.args) or any(one.arg is None for one in call.keywords)
 
 
-def method(node: ast.AST, *names: str) -> ast.expr | None:
+def given(call: ast.Call) -> list[ast.expr]:
+    """Every argument, by its place or its name."""
+    return [*call.args, *(keyword.value for keyword in call.keywords)]
+
+
+def method(node: ast.AST | None, *names: str) -> ast.expr | None:
     """What a method of one of these names is called on; None for any other node."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in names:
         return node.func.value
     return None
+
+
+def unmoved(node: ast.AST) -> ast.AST:
+    """A model as it was made: ``Net()`` of ``Net().to(device).half()``."""
+    while (inner := method(node, "to", "cuda", "train", "eval", "half", "float")) is not None:
+        node = inner
+    return node
 
 
 def constant(node: ast.AST | None) -> object:
@@ -63,6 +76,8 @@ def _number(node: ast.AST | None) -> float:
             return float(value)
         case ast.UnaryOp(op=ast.USub(), operand=inner):
             return -_number(inner)
+        case ast.Attribute(attr="inf"):
+            return math.inf
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
             made = _number(left) ** _number(right)
             return float(made) if isinstance(made, float) else _refuse()

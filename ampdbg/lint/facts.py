@@ -5,23 +5,26 @@ from __future__ import annotations
 import ast
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
 from ampdbg.lint.document import FUNCTIONS, Document
-from ampdbg.lint.expressions import argument, constant, is_none, method, number, takes_stars
+from ampdbg.lint.expressions import argument, constant, is_none, method, number, takes_stars, unmoved
 
+Kind = Literal["scaler", "optimizer", "scheduler"]
 AUTOCASTS = ("torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast", "torch.cpu.amp.autocast")
-SCALERS = ("torch.amp.GradScaler", "torch.cuda.amp.GradScaler", "torch.GradScaler")
 CLIPS = tuple(f"torch.nn.utils.{name}" for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm"))
 HOMES_OF_CLIPS = "torch.nn.utils.clip_grad."
-_SCHEDULERS = re.compile(r"torch\.optim\.lr_scheduler\.|(transformers|diffusers)\.(\w+\.)*get_(\w+_)?sched")
-_OPTIMIZERS = re.compile(
-    r"torch\.optim\.(?!lr_scheduler|swa_utils)(\w+\.)?[A-Z]\w+$|apex\.optimizers\.(Fused|Distributed)\w+$"
-    r"|(transformers|torch_optimizer|timm\.optim|bitsandbytes\.optim|lion_pytorch)\.(\w+\.)*[A-Z]\w+$"
-)
+_MAKERS: Mapping[Kind, re.Pattern[str]] = {
+    "scaler": re.compile(r"torch\.((cuda\.)?amp\.)?GradScaler$"),
+    "optimizer": re.compile(
+        r"torch\.optim\.(?!lr_scheduler|swa_utils)(\w+\.)?[A-Z]\w+$|apex\.optimizers\.(Fused|Distributed)\w+$"
+        r"|(transformers|torch_optimizer|timm\.optim|bitsandbytes\.optim|lion_pytorch)\.(\w+\.)*[A-Z]\w+$"
+    ),
+    "scheduler": re.compile(r"torch\.optim\.lr_scheduler\.|(transformers|diffusers)\.(\w+\.)*get_(\w+_)?sched"),
+}
 _DTYPES = {"torch.float16": "float16", "torch.half": "float16", "torch.bfloat16": "bfloat16"} | {
     "torch.float32": "float32",
     "torch.float": "float32",
@@ -47,9 +50,6 @@ class AutocastUse:
         return self.dtype == "float16" and self.enabled is not False
 
 
-Kind = Literal["scaler", "optimizer", "scheduler"]
-
-
 @dataclass(frozen=True, eq=False)
 class Facts:
     """What is known of a document, each fact computed once."""
@@ -59,21 +59,21 @@ class Facts:
 
     # Objects
 
-    def is_scaler(self, node: ast.AST) -> bool:
+    def is_scaler(self, node: ast.AST | None) -> bool:
         """Whether an expression is a GradScaler: made as one, or used as one (``s.scale(loss).backward()``)."""
         return self._is("scaler", node)
 
-    def is_optimizer(self, node: ast.AST) -> bool:
-        """Whether an expression is an optimizer of torch's kind: made as one, or handed to a scaler as one."""
+    def is_optimizer(self, node: ast.AST | None) -> bool:
+        """Whether an expression is an optimizer of torch's kind: made as one, or handed to a scaler or scheduler."""
         return self._is("optimizer", node)
 
-    def is_scheduler(self, node: ast.AST) -> bool:
+    def is_scheduler(self, node: ast.AST | None) -> bool:
         """Whether an expression is a learning-rate scheduler."""
         return self._is("scheduler", node)
 
-    def _is(self, kind: Kind, node: ast.AST) -> bool:
+    def _is(self, kind: Kind, node: ast.AST | None) -> bool:
         if not isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)):
-            return kind == "scaler" and self.document.call_origin(node) in SCALERS
+            return _MAKERS[kind].match(self.document.call_origin(node)) is not None
         key = (kind, self.document.key(node))
         if key not in self._kinds:
             self._kinds[key] = False  # for a name that is assigned itself
@@ -81,43 +81,56 @@ class Facts:
         return self._kinds[key]
 
     def _is_made(self, kind: Kind, node: ast.AST) -> bool:
-        values = self.document.values(node)
-        return bool(values) and all(self._makes(kind, value) for value in values)
+        key = self.document.key(node)
+        made = [value for value in self.document.values(node) if not self._is_handed(value, key)]
+        return bool(made) and all(self._is(kind, value) for value in made)
 
-    def _makes(self, kind: Kind, value: ast.AST) -> bool:
-        if isinstance(value, (ast.Name, ast.Attribute)):
-            return self._is(kind, value)
-        origin = self.document.call_origin(value)
-        if kind == "scaler":
-            return origin in SCALERS
-        return bool((_OPTIMIZERS if kind == "optimizer" else _SCHEDULERS).match(origin))
+    def _is_handed(self, value: ast.AST, key: tuple[object, str]) -> bool:
+        """Whether a call is handed a variable: ``amp.initialize`` and its like give back what that was."""
+        return isinstance(value, ast.Call) and key in map(self.document.key, value.args)
 
     def _is_used(self, kind: Kind, node: ast.AST) -> bool:
         key = self.document.key(node)
         if kind == "scaler":
             return key in self._used_as_scalers
-        return kind == "optimizer" and key in self._used_as_optimizers
+        return kind == "optimizer" and key in self._scaled | self._scheduled
 
     @cached_property
     def _used_as_scalers(self) -> set[tuple[object, str]]:
         """``x.scale(loss).backward()``; nothing else of the field has that form."""
-        backward = filter(None, (method(call, "backward") for call in self.document.calls))
-        scaled = filter(None, (method(loss, "scale") for loss in backward))
+        scaled = (method(loss, "scale") for loss in self.document.owners("backward"))
         return {self.document.key(one) for one in scaled if isinstance(one, (ast.Name, ast.Attribute))}
 
+    def is_scaled(self, optimizer: ast.expr) -> bool:
+        """Whether a scaler steps or unscales it."""
+        return self.document.key(optimizer) in self._scaled
+
     @cached_property
-    def _used_as_optimizers(self) -> set[tuple[object, str]]:
-        handed = (call for call in self.document.calls if method(call, "step", "unscale_") is not None and call.args)
-        return {
-            self.document.key(call.args[0])
-            for call in handed
-            if isinstance(call.args[0], (ast.Name, ast.Attribute, ast.Subscript)) and self.is_scaler(call.func.value)  # type: ignore[attr-defined]
-        }
+    def _scheduled(self) -> set[tuple[object, str]]:
+        schedulers = (call for call in self.document.calls if self.is_scheduler(call))
+        return {self.document.key(call.args[0]) for call in schedulers if call.args}
+
+    @cached_property
+    def _scaled(self) -> set[tuple[object, str]]:
+        return {self.document.key(call.args[0]) for call, _ in self.scaler_calls("step", "unscale_")}
+
+    def scaler_calls(self, *names: str) -> Iterator[tuple[ast.Call, ast.expr]]:
+        """Every call of these methods of a scaler that is given something, and the scaler: of ``step`` most often."""
+        for call in self.document.calls:
+            owner = method(call, *names) if call.args else None
+            if owner is not None and self.is_scaler(owner):
+                yield call, owner
+
+    def scaler_of(self, loss: ast.expr | None) -> ast.expr | None:
+        """The scaler that has scaled a loss, here or wherever its name was assigned."""
+        values = self.document.values(loss) if isinstance(loss, ast.Name) else [loss]
+        by = [method(value, "scale") for value in values]
+        return by[0] if by and all(map(self.is_scaler, by)) else None
 
     @cached_property
     def scalers(self) -> list[ast.Call]:
         """Every call that makes a GradScaler."""
-        return [call for call in self.document.calls if self.document.call_origin(call) in SCALERS]
+        return list(filter(self.is_scaler, self.document.calls))
 
     def is_surely_on(self, scaler: ast.Call) -> bool:
         """Whether a scaler is made without ``enabled``, or with True."""
@@ -134,9 +147,7 @@ class Facts:
         """Whether a call clips gradients by a function of torch's; one whose limit is infinite only measures them."""
         if self.document.call_origin(call).replace(HOMES_OF_CLIPS, "torch.nn.utils.") not in CLIPS:
             return False
-        limit = argument(call, "max_norm", 1)
-        is_infinite = limit is not None and ast.unparse(limit) in ("math.inf", "torch.inf", "np.inf", "numpy.inf")
-        return not is_infinite and number(limit) != math.inf
+        return number(argument(call, "max_norm", 1)) != math.inf
 
     # AutocastUse
 
@@ -182,11 +193,8 @@ class Facts:
         """The autocast that a ``with`` enters, also by a name that holds one."""
         if made := self.autocast(manager):
             return made
-        if isinstance(manager, (ast.Name, ast.Attribute)):
-            values = self.document.values(manager)
-            found = [self.autocast(value) for value in values]
-            return found[0] if len(found) == 1 else None
-        return None
+        found = list(map(self.autocast, self.document.values(manager)))
+        return found[0] if len(found) == 1 else None
 
     @cached_property
     def _lowered(self) -> dict[ast.ClassDef, AutocastUse]:
@@ -212,11 +220,8 @@ class Facts:
         self, node: ast.AST, classes: dict[str, ast.ClassDef], *, is_made: bool = False
     ) -> Iterator[ast.ClassDef]:
         """The class of the file that a call makes, or that a variable holds an instance of."""
-        made = [node] if is_made else self.document.values(node) if isinstance(node, (ast.Name, ast.Attribute)) else []
-        for value in made:
-            whole = value
-            while (inner := method(whole, "to", "cuda", "train", "eval", "half", "float")) is not None:
-                whole = inner
+        made = [node] if is_made else self.document.values(node)
+        for whole in map(unmoved, made):
             if isinstance(whole, ast.Call) and isinstance(whole.func, ast.Name) and whole.func.id in classes:
                 yield classes[whole.func.id]
 
@@ -227,7 +232,7 @@ class Facts:
             return region.is_half
         function, owner = self.document.function(node), self.document.class_of(node)
         is_own = function is not None and function.name not in ("__init__", "extra_repr", "reset_parameters")
-        return is_own and owner is not None and owner in self._lowered and not self._is_cast_up(node)
+        return is_own and owner in self._lowered and not self._is_cast_up(node)
 
     def _is_cast_up(self, node: ast.AST) -> bool:
         return any(
@@ -248,10 +253,8 @@ class Facts:
         found: dict[tuple[object, str], str] = {}
         for call in self.document.calls:
             origin = self.document.call_origin(call)
-            parent = self.document.parents.get(call)
-            if origin.startswith("torch.nn.") and isinstance(parent, ast.Assign) and len(parent.targets) == 1:
-                target = parent.targets[0]
-                if isinstance(target, (ast.Name, ast.Attribute)):
-                    key = self.document.key(target)
-                    found[key] = "" if found.get(key, origin) != origin else origin
+            target = self.document.target(call) if origin.startswith("torch.nn.") else None
+            if isinstance(target, (ast.Name, ast.Attribute)):
+                key = self.document.key(target)
+                found[key] = "" if found.get(key, origin) != origin else origin
         return found

@@ -21,10 +21,7 @@ def fixed(text: str, hits_of: Callable[[Document], Sequence[RuleHit]]) -> str:
     """
     for _ in range(MOST_ROUNDS):
         document = Document(text)
-        fixes = _together(hits_of(document))
-        if not fixes:
-            return text
-        after = _applied(document, fixes)
+        after = _applied(document, _together(hits_of(document)))
         if after == text:
             return text
         try:

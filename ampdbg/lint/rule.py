@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ampdbg.record.findings import Severity
@@ -67,3 +69,28 @@ class Rule:
     valid: tuple[str, ...]
     pattern: str = ""
     since: tuple[int, int] | None = None
+
+    @cached_property
+    def _mentions(self) -> list[list[bytes]]:
+        return [[word.encode() for word in words.split("|")] for words in self.mentions]
+
+    def may_find(self, content: bytes) -> bool:
+        """Whether a file may hold something for it, as its bytes tell."""
+        is_mentioned = all(any(word in content for word in words) for words in self._mentions)
+        return is_mentioned and re.search(self.pattern.encode(), content) is not None
+
+
+LOOP = """
+import torch
+
+def train(model, loader):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda"):
+            loss = model(x).mean()
+"""
+"""A training loop up to its loss; with BACKWARD and STEP it is as it should be. The examples begin so."""
+BACKWARD = "        scaler.scale(loss).backward()\n"
+STEP = "        scaler.step(optimizer)\n        scaler.update()\n"

@@ -11,7 +11,7 @@ from functools import cached_property
 from ampdbg.call_order import Call, CallKind, CallOrder
 from ampdbg.lint.branches import TooManyWays, Values, Way, changed_names, lasting, rounds
 from ampdbg.lint.document import FUNCTIONS, LOOPS, Document
-from ampdbg.lint.expressions import argument, constant, method
+from ampdbg.lint.expressions import argument, constant, given
 from ampdbg.lint.facts import Facts
 
 STEPS = ("step", "bare step")
@@ -184,10 +184,11 @@ def training_loops(facts: Facts) -> Iterator[TrainingLoop]:
             continue
         if _touches_gradients(unit):
             continue
+        lists = _lists(facts, calls)
         hidden = [
             LoopCall(node, None)
             for node in document.calls
-            if document.unit(node) is unit and _hides(facts, node, helpers) and _call(facts, node) is None
+            if document.unit(node) is unit and _hides(facts, node, helpers, lists) and _call(facts, node) is None
         ]
         every = tuple(sorted([*calls, *hidden], key=lambda call: _end(call.node)))
         yield TrainingLoop(facts, unit, _smallest(document, unit, calls), every)
@@ -249,35 +250,30 @@ def _scalers(facts: Facts, node: ast.Call, scaler: str) -> LoopCall | None:
 
 def _backward(facts: Facts, node: ast.Call, loss: ast.expr) -> LoopCall | None:
     """A loss goes backward, scaled in place or before."""
-    if (scaler := _scaler_of(facts, loss)) is not None:
+    if scaler := facts.scaler_of(loss):
         return LoopCall(node, "backward", scaler=ast.unparse(scaler))
-    return LoopCall(node, "backward") if not node.args else LoopCall(node, None)
+    return LoopCall(node, None if node.args else "backward")
 
 
-def _scaler_of(facts: Facts, loss: ast.expr) -> ast.expr | None:
-    """The scaler that has scaled a loss, here or where the name was assigned."""
-    by = method(loss, "scale")
-    if by is not None:
-        return by if facts.is_scaler(by) else None
-    if isinstance(loss, ast.Name):
-        by_name = [method(value, "scale") for value in facts.document.values(loss)]
-        scalers = [one for one in by_name if one is not None and facts.is_scaler(one)]
-        return scalers[0] if scalers and len(scalers) == len(by_name) else None
-    return None
+def _lists(facts: Facts, calls: Sequence[LoopCall]) -> set[ast.AST]:
+    """What makes the parameters that are clipped, there or by a name: ``amp.master_params(optimizer)``."""
+    clipped = [argument(call.node, "parameters", 0) for call in calls if call.kind == "clip"]
+    made = [value for one in clipped for value in (facts.document.values(one) if isinstance(one, ast.Name) else [one])]
+    return {node for value in made if value is not None for node in ast.walk(value)}
 
 
-def _hides(facts: Facts, node: ast.Call, helpers: set[str]) -> bool:
-    """Whether a call may do with scaler, optimizer or gradients what cannot be seen here."""
+def _hides(facts: Facts, node: ast.Call, helpers: set[str], lists: set[ast.AST]) -> bool:
+    """Whether a call may do with scaler, optimizer or gradients what cannot be seen here.
+
+    One that lists parameters does nothing to their gradients, unless it is handed the scaler too.
+    """
     name = ast.unparse(node.func).rpartition(".")[2]
     if name in helpers:
         return True
     if facts.document.call_origin(node).startswith(("torch.", "print")) or name in _HARMLESS:
         return False
-    given = [*node.args, *(keyword.value for keyword in node.keywords)]
-    return any(
-        isinstance(one, (ast.Name, ast.Attribute)) and (facts.is_scaler(one) or facts.is_optimizer(one))
-        for one in given
-    )
+    names = [one for one in given(node) if isinstance(one, (ast.Name, ast.Attribute))]
+    return any(map(facts.is_scaler, names)) or (node not in lists and any(map(facts.is_optimizer, names)))
 
 
 _HARMLESS = frozenset("print isinstance len id get_lr state_dict load_state_dict adjust_learning_rate set_lr".split())

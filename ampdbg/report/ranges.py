@@ -250,14 +250,12 @@ def _site_table(sites: Sequence[Site], typed: view.Typed) -> view.Table:
     shown = sorted(tightest, key=lambda site: site.order) if is_ordered else tightest
     with_text = {site.order for site in tightest[:SHOWN_LINES]}
     return view.Table(
-        "Tightest against FP16's limit" + (", in order of execution" if is_ordered else ""),
+        f"Tightest against FP16's limit{', in order of execution' * is_ordered} (bits: doublings left to 65,504)",
         SITE_COLUMNS,
         tuple(_site_row(site, site.order in with_text) for site in shown),
         below=(*more(len(sites) - len(shown), "site"), *_legend(shown)),
     )
 
-
-BITS = "bits: the doublings left to 65,504"
 
 LEGEND: tuple[tuple[Callable[[Site], bool], str], ...] = (
     (lambda site: site.overflow == "starts", "✗ an overflow starts here"),
@@ -269,7 +267,7 @@ LEGEND: tuple[tuple[Callable[[Site], bool], str], ...] = (
 
 def _legend(shown: Sequence[Site]) -> tuple[view.Line, ...]:
     legend = [text for applies, text in LEGEND if any(map(applies, shown))]
-    return (line(" · ".join((*legend, BITS)), tone="faint"),)
+    return (line(" · ".join(legend), tone="faint"),) if legend else ()
 
 
 def _is_lowest(site: Site) -> bool:

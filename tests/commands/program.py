@@ -145,6 +145,19 @@ class Here:
         assert isinstance(exit_.value.code, int)
         return Result(exit_.value.code, captured.out, captured.err)
 
+    def stub(self, *names: str) -> None:
+        """Writes configs of those names, of a model and batches that do nothing."""
+        (self.folder / "net.py").write_text("class Net: ...\ndef batches(): ...\n", encoding="utf-8")
+        for name in names:
+            config = "model: {target: net.py:Net}\ndata: {target: net.py:batches}\n"
+            (self.folder / name).write_text(config, encoding="utf-8")
+
+    def refused(self, *arguments: str) -> Result:
+        """What it says of a call that ends with exit code 2 and no result."""
+        result = self(*arguments)
+        assert (result.code, result.stdout) == (2, ""), result
+        return result
+
 
 @contextlib.contextmanager
 def stdout_given_back() -> Iterator[None]:

@@ -68,6 +68,9 @@ def test_the_version_is_that_of_the_package(here: Here) -> None:
     assert here("--version").stdout == f"ampdbg {__version__}\n"
 
 
+EITHER = "give either a config or a module file: CONFIG, or --module FILE.py\n"
+NO_RECORD = "error: no record given, and none here (.ampdbg/latest.json); make one with: ampdbg scan CONFIG\n"
+NO_CODE = "error: 'forward-overlow' is not a code; did you mean forward-overflow? All codes: ampdbg explain\n"
 WRONG = {
     "no config": (("scan",), "Missing argument 'CONFIG'"),
     "two configs": (("scan", "a.yaml", "b.yaml"), "b.yaml"),
@@ -83,15 +86,39 @@ WRONG = {
         r"No such option: --\u202ename\x1b[2J",
     ),
     "an unknown command": (("scam", "a.yaml"), "Did you mean 'scan'"),
+    "an unknown device": (("scan", "c.yaml", "--device", "gpu"), "--set train.device=gpu: "),
+    "a setting without a value": (("scan", "c.yaml", "--set", "train.steps"), "write it as dotted.key=value"),
+    "a setting without a key": (("scan", "c.yaml", "--set", "=5"), "write it as dotted.key=value"),
+    "no steps of ranges": (("ranges", "c.yaml", "--steps", "0"), "--steps"),
+    "no rows of ranges": (("ranges", "c.yaml", "--top", "0"), "--top"),
+    "an unknown order": (("ranges", "c.yaml", "--order", "loudest"), "--order"),
+    "an unknown strategy": (("bisect", "c.yaml", "--strategy", "random"), "'guided', 'ddmin'"),
+    "no trials": (("bisect", "c.yaml", "--max-trials", "0"), "--max-trials"),
+    "nothing to run": (("bisect",), f"error: got nothing to run; {EITHER}"),
+    "two things to run": (
+        ("bisect", "c.yaml", "--module", "net.py"),
+        f"error: got both c.yaml and --module net.py; {EITHER}",
+    ),
+    "an absent record": (("bisect", "r.json"), "error: r.json: cannot be read: No such file or directory\n"),
+    "a diff that is none": (
+        ("suggest-fp32", "c.yaml", "--apply", "--format", "yaml"),
+        "error: got --apply with --format yaml; --apply writes the files that a diff is of\n",
+    ),
+    "a record to compare with none": (("compare", "a.json"), "Missing argument"),
+    "an argument of doctor": (("doctor", "now"), "now"),
+    "no record to report": (("report",), NO_RECORD),
+    "no record to search from": (("suggest-fp32",), NO_RECORD),
+    "an unknown code": (("explain", "forward-overlow"), NO_CODE),
+    "an unknown code as JSON": (("explain", "forward-overlow", "--json"), NO_CODE),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_usage_error_exits_2_and_says_what_is_allowed(name: str, here: Here) -> None:
+    here.stub("c.yaml")
     arguments, message = WRONG[name]
-    result = here(*arguments)
-    assert (result.code, result.stdout) == (2, "")
-    assert message in result.stderr
+    result = here.refused(*arguments)
+    assert result.stderr == message if message.startswith("error: ") else message in result.stderr
     assert "Traceback" not in result.stderr
 
 
@@ -106,58 +133,36 @@ def test_a_run_without_a_folder_that_torch_needs_is_refused(asked: str, message:
     Path("c.yaml").touch()
     with here.monkeypatch.context() as patched:
         patched.setattr(asked, raising)
-        result = here("scan", "c.yaml")
-    assert (result.code, result.stdout) == (2, "")
+        result = here.refused("scan", "c.yaml")
     assert result.stderr.startswith(f"error: {message}")
     assert result.stderr.count("\n") == 1
 
 
 def test_a_config_in_a_folder_that_may_not_be_entered_is_refused(here: Here) -> None:
     here.monkeypatch.setattr("os.access", lambda path, mode: False)
-    result = here("scan", "c.yaml")
-    assert (result.code, result.stdout) == (2, "")
+    result = here.refused("scan", "c.yaml")
     assert result.stderr == f"error: c.yaml: got 'c.yaml', but the folder {here.folder} may not be entered\n"
 
 
-WRONG_VALUES = {
-    "an unknown device": (("--device", "gpu"), "--set train.device=gpu: "),
-    "a setting without a value": (("--set", "train.steps"), "write it as dotted.key=value"),
-    "a setting without a key": (("--set", "=5"), "write it as dotted.key=value"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG_VALUES)
-def test_a_wrong_value_for_the_config_is_named(name: str, here: Here) -> None:
-    Path("net.py").write_text("class Net: ...\ndef batches(): ...\n", encoding="utf-8")
-    Path("c.yaml").write_text("model: {target: net.py:Net}\ndata: {target: net.py:batches}\n", encoding="utf-8")
-    arguments, message = WRONG_VALUES[name]
-    result = here("scan", "c.yaml", *arguments)
-    assert (result.code, result.stdout) == (2, "")
-    assert message in result.stderr
-
-
 @pytest.mark.parametrize(
-    "arguments", [("scan",), ("scan", "a.yaml", "--steps", "0"), ("report", "absent.json"), ("scam",)]
+    ("arguments", "code", "said"),
+    [
+        ("scan", 2, "Missing argument"),
+        ("scan a.yaml --steps 0", 2, "'--steps': "),
+        ("scan broken.yaml --quiet", 2, "\nerror: "),
+        ("scam", 2, "No such command"),
+        ("bisect", 2, "error: got nothing to run"),
+        ("suggest-fp32 --format docx", 2, "'--format': "),
+        ("report absent.json", 2, "error: absent.json: cannot be read"),
+        ("report r.json", 0, "✓ Healthy"),
+    ],
 )
-def test_a_usage_error_answers_without_torch(arguments: tuple[str, ...], tmp_path: Path) -> None:
-    result = start(tmp_path, *arguments, flags=("-X", "importtime"))
-    assert result.code == 2
-    assert "torch" not in imported_by(result)
-
-
-def test_a_broken_config_is_told_without_torch(tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text("model: {target: 3}\n", encoding="utf-8")
-    result = start(tmp_path, "scan", "c.yaml", "--quiet", flags=("-X", "importtime"))
-    assert (result.code, result.stdout) == (2, "")
-    assert "\nerror: " in result.stderr
-    assert "torch" not in imported_by(result)
-
-
-def test_report_answers_without_torch(tmp_path: Path) -> None:
+def test_what_needs_no_model_is_answered_without_torch(arguments: str, code: int, said: str, tmp_path: Path) -> None:
+    (tmp_path / "broken.yaml").write_text("model: {target: 3}\n", encoding="utf-8")
     write_record(healthy(), tmp_path / "r.json")
-    result = start(tmp_path, "report", "r.json", flags=("-X", "importtime"))
-    assert result.code == 0
-    assert result.stdout.startswith("✓ Healthy")
+    result = start(tmp_path, *arguments.split(), flags=("-X", "importtime"))
+    assert result.code == code
+    assert said in (result.stderr if code else result.stdout)
     assert "torch" not in imported_by(result)
 
 
@@ -166,7 +171,6 @@ def test_report_answers_without_torch(tmp_path: Path) -> None:
     ["scan", "ranges", "bisect", "suggest-fp32", "cost", "replay", "report", "lint", "run", "init", "compare a"],
 )
 def test_a_name_that_no_file_can_have_is_one_message(words: str, here: Here) -> None:
-    result = here(*words.split(), "n" * 300)
-    assert (result.code, result.stdout) == (2, "")
+    result = here.refused(*words.split(), "n" * 300)
     assert "ampdbg itself failed" not in result.stderr
     assert result.stderr.startswith("error: ")

@@ -49,8 +49,7 @@ def test_the_page_and_progress_of_each_level(here: Here) -> None:
 @pytest.mark.slow
 def test_where_nothing_runs_the_exit_code_is_2(here: Here) -> None:
     written(here.folder, NET.replace("self.first(x)", "self.third(x)"))
-    result = here("cost", "c.yaml", "--quiet")
-    assert (result.code, result.stdout) == (2, "")
+    result = here.refused("cost", "c.yaml", "--quiet")
     assert "has no attribute 'third'" in result.stderr
 
 
@@ -75,8 +74,7 @@ def test_an_interrupt_exits_130_with_what_there_is(here: Here, fake: Faked) -> N
 
 @pytest.mark.parametrize("size", ["", " ", "64", "GiB", "-1GiB", "16 gallons", "1e9", "9" * 400 + "GiB"])
 def test_a_size_without_a_unit_is_refused(size: str, here: Here) -> None:
-    result = here("cost", "c.yaml", "--batch-size", size)
-    assert (result.code, result.stdout) == (2, "")
+    result = here.refused("cost", "c.yaml", "--batch-size", size)
     told = "".join(line.strip("│ ") for line in result.stderr.splitlines()).replace(" ", "")
     assert f"got'{size.replace(' ', '')}'" in told
     assert "allowed:anumberanditsunit,suchas16GiBor800MB" in told

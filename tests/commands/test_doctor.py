@@ -99,6 +99,15 @@ def answering(monkeypatch: pytest.MonkeyPatch, *lines: Any, then: str = "") -> N
     monkeypatch.setattr(facts, "ASK_TORCH", program)
 
 
+def with_tools(monkeypatch: pytest.MonkeyPatch, folder: Path, **scripts: str) -> None:
+    """These tools come first, torch imports, and no variable names another CUDA."""
+    answering(monkeypatch, ["imported", "2.13.0", ""], ["device", "cpu", ""])
+    for name, script in scripts.items():
+        monkeypatch.setenv("PATH", tool(folder, name.replace("_", "-"), script))
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(variable, raising=False)
+
+
 def test_json_has_the_facts_and_the_lines_and_torch_stays_outside(tmp_path: Path) -> None:
     result = start_anew(tmp_path, "doctor", "--json", flags=("-X", "importtime"))
     data = json.loads(result.stdout)
@@ -131,8 +140,7 @@ def test_a_driver_whose_calls_raise_is_a_line_of_a_page_of_one_screen(tmp_path: 
 def test_an_old_gpu_is_judged_by_what_its_driver_says(
     here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answering(monkeypatch, ["imported", "2.13.0", ""], ["device", "cpu", ""])
-    monkeypatch.setenv("PATH", tool(tmp_path, "nvidia-smi", OLD))
+    with_tools(monkeypatch, tmp_path, nvidia_smi=OLD)
     text = told(here("doctor"))
     assert "2 x NVIDIA GeForce GTX 1080 (compute capability 6.1)" in text
     assert "none: that begins at 7.0, this is 6.1; FP16 saves memory here, and hardly any time" in text
@@ -140,8 +148,7 @@ def test_an_old_gpu_is_judged_by_what_its_driver_says(
 
 
 def test_a_tool_that_fails_is_a_line(here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answering(monkeypatch, ["imported", "2.13.0", ""], ["device", "cpu", ""])
-    monkeypatch.setenv("PATH", tool(tmp_path, "nvidia-smi", BROKEN))
+    with_tools(monkeypatch, tmp_path, nvidia_smi=BROKEN)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "absent"))
     text = told(here("doctor"))
     assert "✗ GPU nvidia-smi: NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver." in text
@@ -211,11 +218,7 @@ exit 1
 
 
 def test_the_tools_are_asked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answering(monkeypatch, ["imported", "2.13.0", ""])
-    tool(tmp_path, "nvidia-smi", WAITS)
-    monkeypatch.setenv("PATH", tool(tmp_path, "nvcc", WAITS))
-    monkeypatch.delenv("CUDA_HOME", raising=False)
-    monkeypatch.delenv("CUDA_PATH", raising=False)
+    with_tools(monkeypatch, tmp_path, nvidia_smi=WAITS, nvcc=WAITS)
     assert facts.this_machine().nvcc == "13.0"
 
 
@@ -237,8 +240,7 @@ CSV = "535.104.05, NVIDIA H100 80GB HBM3, 9.0"
 def test_a_line_is_a_gpu_where_it_has_the_columns_that_were_asked_for(
     printed: str, gpus: list[Any], problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answering(monkeypatch, ["imported", "2.13.0", ""])
-    monkeypatch.setenv("PATH", tool(tmp_path, "nvidia-smi", f"#!/bin/sh\nprintf '{printed}'\n"))
+    with_tools(monkeypatch, tmp_path, nvidia_smi=f"#!/bin/sh\nprintf '{printed}'\n")
     driver = facts.this_machine().driver
     assert ([(gpu.name, gpu.capability) for gpu in driver.gpus], driver.problem) == (gpus, problem)
 
@@ -276,9 +278,3 @@ def test_each_question_is_answered_or_says_what_it_raised(
         ["b", None, "Torch not compiled with CUDA enabled"],
         ["c", 3, ""],
     ]
-
-
-def test_it_takes_no_argument(here: Here) -> None:
-    result = here("doctor", "now")
-    assert (result.code, result.stdout) == (2, "")
-    assert "now" in result.stderr

@@ -35,15 +35,6 @@ def test_json_is_the_data_of_one_or_of_all(here: Here) -> None:
     assert one in every
 
 
-@pytest.mark.parametrize("form", [(), ("--json",)])
-def test_a_wrong_code_exits_2_and_suggests(form: tuple[str, ...], here: Here) -> None:
-    result = here("explain", "forward-overlow", *form)
-    assert (result.code, result.stdout) == (2, "")
-    assert result.stderr == (
-        "error: 'forward-overlow' is not a code; did you mean forward-overflow? All codes: ampdbg explain\n"
-    )
-
-
 def test_the_program_answers_without_torch_in_plain_text(tmp_path: Path) -> None:
     result = start(tmp_path, "explain", "mask-constant", flags=("-X", "importtime"), FORCE_COLOR="1", NO_COLOR="1")
     assert result.code == 0
@@ -51,12 +42,6 @@ def test_the_program_answers_without_torch_in_plain_text(tmp_path: Path) -> None
     assert "torch" not in imported_by(result)
     assert "\x1b" not in result.stdout
     assert "masked_fill(~keep, torch.finfo(scores.dtype).min)" in result.stdout
-
-
-def test_the_program_tells_a_wrong_code_in_one_line(tmp_path: Path) -> None:
-    result = start(tmp_path, "explain", "overflow")
-    assert (result.code, result.stdout) == (2, "")
-    assert len(result.stderr.splitlines()) == 1
 
 
 def test_a_terminal_without_unicode_gets_ascii(tmp_path: Path) -> None:

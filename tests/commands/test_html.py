@@ -23,8 +23,7 @@ PAGE = "<!doctype html>\n<!-- A report of ampdbg "
 
 @pytest.fixture(autouse=True)
 def _config(here: Here) -> None:
-    Path("net.py").write_text("class Net: ...\ndef batches(): ...\n", encoding="utf-8")
-    Path("c.yaml").write_text("model: {target: net.py:Net}\ndata: {target: net.py:batches}\n", encoding="utf-8")
+    here.stub("c.yaml")
 
 
 @pytest.fixture
@@ -61,8 +60,7 @@ def test_it_takes_the_place_of_a_page_and_of_nothing_else(here: Here) -> None:
     assert here("scan", "c.yaml", "--html", "page.html").code == 0
     for name in ("c.yaml", "net.py"):
         before = Path(name).read_bytes()
-        result = here("scan", "c.yaml", "--html", name)
-        assert (result.code, result.stdout) == (2, "")
+        result = here.refused("scan", "c.yaml", "--html", name)
         assert result.stderr.startswith(f"error: --html {name} ")
         assert Path(name).read_bytes() == before
     result = here("scan", "c.yaml", "--record", "new", "--html", "new")

@@ -30,12 +30,12 @@ def test_init_and_scan_in_an_empty_folder_end_well(tmp_path: Path) -> None:
     assert scanned.stdout.endswith("  ampdbg scan ampdbg.yaml --steps 200\n")
 
 
-def test_every_command_that_runs_a_workload_takes_the_config_of_the_folder(tmp_path: Path) -> None:
-    start(tmp_path, "init")
+def test_every_command_that_runs_a_workload_takes_the_config_of_the_folder(here: Here) -> None:
+    assert "Missing argument 'CONFIG'" in here("scan").stderr
+    here("init")
     for verb in ("ranges", "bisect", "suggest-fp32"):
-        result = start(tmp_path, verb, "--quiet", "--steps", "1", "--set", "model.args.width=8", "--record", "r.json")
+        result = here(verb, "--quiet", "--steps", "1", "--set", "model.args.width=8", "--record", "r.json")
         assert result.code == 0, result
-    assert "Missing argument 'CONFIG'" in start(tmp_path / "..", "scan").stderr
 
 
 def test_into_another_folder_which_is_made(here: Here) -> None:
@@ -47,8 +47,7 @@ def test_into_another_folder_which_is_made(here: Here) -> None:
 @pytest.mark.parametrize("name", ["ampdbg.yaml", "workload.py"])
 def test_nothing_is_written_over(name: str, here: Here) -> None:
     Path(name).write_text("mine", encoding="utf-8")
-    result = here("init")
-    assert (result.code, result.stdout) == (2, "")
+    result = here.refused("init")
     assert result.stderr.startswith(f"error: {name} is there already; ampdbg init writes over nothing")
     assert [path.name for path in here.folder.iterdir()] == [name]
     assert Path(name).read_text(encoding="utf-8") == "mine"

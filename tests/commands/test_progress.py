@@ -40,14 +40,16 @@ def shown_on(terminal: Terminal) -> str:
     return terminal.buffer.getvalue().decode()  # type: ignore[attr-defined]
 
 
+def without_codes(terminal: Terminal) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown_on(terminal))
+
+
 def test_a_terminal_sees_loading_then_step_loss_scale_and_skips(terminal: Terminal) -> None:
     with watching(terminal) as watcher:
         watcher.start(50)
         assert "loading model and data" in shown_on(terminal)
         watcher.step(skipped_step(0, 65536.0, overflow(0)))
-    assert re.search(
-        r"step .* 1/50 .*loss 2\.5  scale 65,536  skipped 1", re.sub(r"\x1b\[[0-9;]*m", "", shown_on(terminal))
-    )
+    assert re.search(r"step .* 1/50 .*loss 2\.5  scale 65,536  skipped 1", without_codes(terminal))
 
 
 def test_each_level_of_a_comparison_begins_anew(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,8 +61,7 @@ def test_each_level_of_a_comparison_begins_anew(terminal: Terminal, monkeypatch:
             watcher.step(skipped_step(0, 65536.0, overflow(0)))
             watcher.replay(0, "FP32")
             watcher.step(healthy_step(1))
-    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown_on(terminal))
-    drawn = re.findall(r"(O\d: step) .*? (\d/2) .*?(skipped \d)", text)
+    drawn = re.findall(r"(O\d: step) .*? (\d/2) .*?(skipped \d)", without_codes(terminal))
     assert list(dict.fromkeys(drawn)) == [
         (f"{name}: step", f"{done}/2", "skipped 1") for name in ("O1", "O2") for done in (1, 2)
     ]
@@ -112,10 +113,6 @@ def test_quiet_shows_nothing(terminal: Terminal) -> None:
 NAMES = ("", "embed", "block", "block.attn", "block.mlp", "head")
 FAILED = Trial((), healthy=False, why="loss NaN", stage="candidates", suspects=("block.attn",))
 HEALTHY = Trial(("block.attn", "head"), healthy=True, why="", stage="suspects")
-
-
-def without_codes(terminal: Terminal) -> str:
-    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown_on(terminal))
 
 
 def test_a_terminal_sees_the_bar_over_steps_and_then_over_trials(

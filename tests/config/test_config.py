@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ampdbg.config.file import load_config
-from ampdbg.config.schema import Config, LossScale, OptimizerSpec, Precision, TargetSpec, Train
+from ampdbg.config.schema import Config, LossScale, TargetSpec
 from ampdbg.config.targets import defined_names, parse_target
 from ampdbg.errors import ConfigError
 from ampdbg.formats import FLOAT32
@@ -55,20 +55,11 @@ def message(folder: Path, *overrides: str, text: str | None = None) -> str:
 # --- what a config means ---
 
 
-def test_everything_but_model_and_data_has_a_default(folder: Path) -> None:
-    config = load(folder)
-    assert config.model == TargetSpec(target="workload.py:Net")
-    assert config.data.args == {"size": 8}
-    assert (config.loss, config.step, config.checkpoint) == (None, None, None)
-    assert config.optimizer == OptimizerSpec(target="torch.optim:AdamW", args={}, groups="parameter")
-    assert config.precision == Precision(dtype="float16", level="O1", policy="cuda", loss_scale=LossScale(), pins=())
-    assert config.train == Train(steps=50, accumulate=1, clip_grad_norm=None, seed=0, device="auto")
-    assert config.folder == folder
-
-
 def test_the_resolved_config_names_every_key_and_no_folder(folder: Path) -> None:
     (folder / "w.pt").touch()
-    assert load(folder, "checkpoint=./w.pt").resolved() == {
+    config = load(folder, "checkpoint=./w.pt")
+    assert config.folder == folder
+    assert config.resolved() == {
         "model": {"target": "workload.py:Net", "args": {}},
         "data": {"target": "workload.py:batches", "args": {"size": 8}},
         "loss": None,
@@ -114,8 +105,7 @@ def test_a_quoted_number_stays_a_string_in_args_and_is_read_where_a_number_is_ne
 
 
 @pytest.mark.parametrize(
-    ("written", "scale"),
-    [("1024", 1024.0), ("1e3", 1000.0), ("{init: 8}", LossScale(init=8.0)), ("{}", LossScale())],
+    ("written", "scale"), [("1024", 1024.0), ("1e3", 1000.0), ("{init: 8}", LossScale(init=8.0)), ("{}", LossScale())]
 )
 def test_a_number_is_a_static_scale_and_a_mapping_a_dynamic_one(
     folder: Path, written: str, scale: LossScale | float
@@ -219,11 +209,7 @@ SECTIONS = st.fixed_dictionaries(
         "loss": st.none() | st.fixed_dictionaries({"target": st.just("math:prod"), "args": ARGS}),
         "step": st.none() | st.fixed_dictionaries({"target": st.just("math:prod"), "args": ARGS}),
         "optimizer": st.fixed_dictionaries(
-            {
-                "target": st.just("math:prod"),
-                "args": ARGS,
-                "groups": st.sampled_from(["parameter", "module", "single"]),
-            }
+            {"target": st.just("math:prod"), "args": ARGS, "groups": st.sampled_from(["parameter", "module", "single"])}
         ),
         "checkpoint": st.none(),
         "scheduler": st.none() | st.fixed_dictionaries({"target": st.just("math:prod"), "args": ARGS}),
@@ -274,20 +260,18 @@ def test_set_key_by_key_gives_the_same(folder: Path, data: dict[str, Any]) -> No
 # --- --set ---
 
 
-def test_set_makes_the_sections_it_needs(folder: Path) -> None:
-    assert load(folder, "precision.loss_scale.init=8").precision.loss_scale == LossScale(init=8.0)
-
-
-def test_a_later_set_wins(folder: Path) -> None:
-    assert load(folder, "train.steps=3", "train.steps=4").train.steps == 4
-
-
-def test_set_reaches_into_args(folder: Path) -> None:
-    assert load(folder, "data.args.size=16", "data.args.kind=a=b").data.args == {"size": 16, "kind": "a=b"}
-
-
-def test_an_empty_value_is_null(folder: Path) -> None:
-    assert load(folder, "train.clip_grad_norm=1", "train.clip_grad_norm=").train.clip_grad_norm is None
+@pytest.mark.parametrize(
+    ("overrides", "section", "key", "value"),
+    [
+        (["precision.loss_scale.init=8"], "precision", "loss_scale", LossScale(init=8.0)),
+        (["train.steps=3", "train.steps=4"], "train", "steps", 4),
+        (["data.args.size=16", "data.args.kind=a=b"], "data", "args", {"size": 16, "kind": "a=b"}),
+        (["train.clip_grad_norm=1", "train.clip_grad_norm="], "train", "clip_grad_norm", None),
+    ],
+    ids=["it makes the sections it needs", "the later wins", "it reaches into args", "an empty value is null"],
+)
+def test_set(folder: Path, overrides: list[str], section: str, key: str, value: object) -> None:
+    assert getattr(getattr(load(folder, *overrides), section), key) == value
 
 
 def test_set_mends_what_is_wrong_in_the_file(folder: Path) -> None:
@@ -315,10 +299,7 @@ def test_set_mends_what_is_wrong_in_the_file(folder: Path) -> None:
             "--set model={a: 1, a: 2, target: 'math:pi'}: model.a is given twice",
         ),
         ("s\udce9ed=3", "as a key; allowed: the names of"),
-        (
-            "trian.steps=3",
-            "precision, train. Did you mean 'train'?",
-        ),
+        ("trian.steps=3", "precision, train. Did you mean 'train'?"),
     ],
 )
 def test_a_mistake_in_set_names_the_option(folder: Path, override: str, expected: str) -> None:
@@ -378,21 +359,18 @@ def test_where_names_the_line_the_option_or_the_section(folder: Path) -> None:
 # --- the file itself ---
 
 
-def test_a_missing_config_names_those_beside_it(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no such file in .*\. Did you mean 'config\.yaml'\?"):
-        load_config(folder / "confg.yaml")
-    with pytest.raises(ConfigError, match=r"no such file in .*\. There is config\.yaml\."):
-        load_config(folder / "vit.yaml")
-
-
-def test_a_missing_config_in_a_missing_folder(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"vit\.yaml.*, but there is no folder .*none"):
-        load_config(folder / "none" / "vit.yaml")
-
-
-def test_a_folder_is_no_config(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"is a folder; allowed: a file\. There is config\.yaml\."):
-        load_config(folder)
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("confg.yaml", r"no such file in .*\. Did you mean 'config\.yaml'\?"),
+        ("vit.yaml", r"no such file in .*\. There is config\.yaml\."),
+        ("none/vit.yaml", r"vit\.yaml.*, but there is no folder .*none"),
+        ("", r"is a folder; allowed: a file\. There is config\.yaml\."),
+    ],
+)
+def test_a_config_that_is_not_there_names_those_beside_it(folder: Path, given: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(folder / given)
 
 
 def test_yaml_nested_beyond_reading_is_refused(folder: Path) -> None:
@@ -464,8 +442,7 @@ def test_the_names_that_a_file_defines(tmp_path: Path, source: str, names: list[
 
 
 @pytest.mark.parametrize(
-    "source",
-    ["from x import *", "globals()['a'] = 1", "exec('a = 1')", "def __getattr__(name): ...", "def (", "\x00"],
+    "source", ["from x import *", "globals()['a'] = 1", "exec('a = 1')", "def __getattr__(name): ...", "def (", "\x00"]
 )
 def test_what_only_running_the_file_can_tell_is_left_to_the_import(tmp_path: Path, source: str) -> None:
     (tmp_path / "x.py").write_text(source)

@@ -52,26 +52,11 @@ def step(model, batch):
     return {"loss": nn.functional.cross_entropy(model(batch[0]), batch[1])}
 """
 
-TARGETS: tuple[str, ...] = (
-    "w.py:Net",
-    "w.py:net",
-    "w.py:one",
-    "w.py:batches",
-    "w.py:Batches",
-    "w.py:step",
-    "torch.optim:SGD",
-    "math:pi",
-)
-TARGETS += (
-    "torch.nn.functional:cross_entropy",
-    "w.py:",
-    ":",
-    "w.py:nothing",
-    "no.py:x",
-    "../w.py:Net",
-    "w:Net",
-    "x" * 300,
-)
+NAMES = """
+    w.py:Net w.py:net w.py:one w.py:batches w.py:Batches w.py:step torch.optim:SGD math:pi
+    torch.nn.functional:cross_entropy w.py: : w.py:nothing no.py:x ../w.py:Net w:Net
+"""
+TARGETS = (*NAMES.split(), "x" * 300)
 
 VALID: tuple[dict[str, Any], ...] = (
     {"model": {"target": "w.py:Net"}, "data": {"target": "w.py:Batches"}, "step": {"target": "w.py:step"}},

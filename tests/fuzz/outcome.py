@@ -27,10 +27,17 @@ LONGEST = 10_000
 """Characters of a message."""
 
 
-def rounds(every: int) -> settings:
-    """One example for so many of the budget: Hypothesis' 100 in the suite, and 120,000 for ``make fuzz``."""
-    checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
-    return settings(max_examples=max(1, settings().max_examples // every), suppress_health_check=checks)
+IN_SUITE = 100
+"""Hypothesis' own number of examples."""
+
+CHECKS = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
+
+
+def rounds(every: int, quick: int = IN_SUITE) -> settings:
+    """One example for so many of the budget: 100 in the suite, and ``quick`` at most; 120,000 for ``make fuzz``."""
+    budget = settings().max_examples
+    examples = max(1, budget // every)
+    return settings(max_examples=min(examples, quick) if budget == IN_SUITE else examples, suppress_health_check=CHECKS)
 
 
 @dataclass

@@ -15,7 +15,7 @@ from ampdbg.record.file import to_json
 from tests.commands.suggestions import proven
 from tests.fuzz.configs import VALID, changed, edited
 from tests.report import bisections
-from tests.report.runs import RECORDS
+from tests.report.runs import json_of
 
 SCANS = ("scan_runaway_scale", "scan_bad_batch", "scan_poisoned_buffer", "scan_several_losses", "scan_mask_constant")
 RUNS = (*SCANS, "run", "replay", "cost", "suggestion_capture")
@@ -40,19 +40,25 @@ COMMANDS = (
 
 
 @functools.cache
-def whole(folder: Path) -> tuple[Any, ...]:
-    """Real records as plain data: of other workloads, and of the one in the working folder, which can be run again."""
-    (folder / "c.yaml").write_text(json.dumps(VALID[1]), encoding="utf-8")
-    own = [getattr(ampdbg, verb)(folder / "c.yaml") for verb in ("scan", "ranges", "bisect")]
-    texts = [to_json(record) for record in (*own, *own, bisections.found(), proven())]
-    texts += [(RECORDS / f"{name}.json").read_text(encoding="utf-8") for name in RUNS]
+def kept() -> tuple[Any, ...]:
+    """Real records as plain data."""
+    texts = [to_json(record) for record in (bisections.found(), proven())]
+    texts += map(json_of, RUNS)
     return tuple(map(json.loads, texts))
 
 
+@functools.cache
+def whole(folder: Path) -> tuple[Any, ...]:
+    """Those, and records of the workload in the working folder, which can be run again."""
+    (folder / "c.yaml").write_text(json.dumps(VALID[1]), encoding="utf-8")
+    own = [getattr(ampdbg, verb)(folder / "c.yaml") for verb in ("scan", "ranges", "bisect")]
+    return (*(json.loads(to_json(record)) for record in (*own, *own)), *kept())
+
+
 @st.composite
-def damaged_records(draw: st.DrawFn, folder: Path) -> bytes:
+def damaged(draw: st.DrawFn, records: tuple[Any, ...]) -> bytes:
     """The content of a record file."""
-    data = copy.deepcopy(draw(st.sampled_from(whole(folder))))
+    data = copy.deepcopy(draw(st.sampled_from(records)))
     for _ in range(draw(st.sampled_from([1, 1, 1, 2, 3]))):
         changed(draw, data, VALUES)
     text = json.dumps(data)

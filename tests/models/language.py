@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tests.models.torchvision_on_cpu  # noqa: F401 - transformers imports torchvision where it is there
@@ -26,7 +27,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from tests.models.outliers import Growth, grown
+Growth = Mapping[str, tuple[float, int]]
+"""Outliers as training grows them, by the weight's name: the factor, and how many of its first output features grow."""
 
 VOCABULARY = 512
 WIDTH = 64
@@ -34,55 +36,52 @@ IGNORED = -100
 """The label that transformers' losses leave out."""
 
 
-def t5(grow: Growth | None = None, checkpointing: bool = False, **changes: Any) -> nn.Module:
-    """T5 1.1 (gated GELU, untied head); ``feed_forward_proj="relu", tie_word_embeddings=True`` is the first T5."""
-    shape = {"d_model": WIDTH, "d_kv": 16, "d_ff": 128, "num_layers": 3, "num_heads": 4, "vocab_size": VOCABULARY}
-    kind = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "decoder_start_token_id": 0}
-    return ready(T5ForConditionalGeneration(T5Config(**{**shape, **kind, **changes})), grow, checkpointing)
+def factory(
+    config: Callable[..., Any], model: Callable[..., PreTrainedModel], **shape: Any
+) -> Callable[..., nn.Module]:
+    """Makes models of this shape but for changes, with outliers, and each block checkpointed where asked for."""
+
+    def made(grow: Growth | None = None, checkpointing: bool = False, **changes: Any) -> nn.Module:
+        whole = model(config(**{**shape, **changes}))
+        if checkpointing:
+            # Its later name, activation_checkpointing_enable, is not in the last transformers for Python 3.10.
+            whole.gradient_checkpointing_enable()
+        return grown(whole, grow)
+
+    return made
 
 
-def gpt2(grow: Growth | None = None, checkpointing: bool = False, **changes: Any) -> nn.Module:
-    """GPT-2 with tied embeddings."""
-    shape = {"n_embd": WIDTH, "n_layer": 3, "n_head": 4, "n_positions": 64, "vocab_size": VOCABULARY}
-    return ready(GPT2LMHeadModel(GPT2Config(**{**shape, **changes})), grow, checkpointing)
+def grown(model: nn.Module, growth: Growth | None) -> nn.Module:
+    """Multiplies the first output features of each named weight in place and returns the model."""
+    with torch.no_grad():
+        for name, (factor, count) in (growth or {}).items():
+            weight, owner = model.get_parameter(name), model.get_submodule(name.rpartition(".")[0])
+            # transformers' Conv1D, unlike nn.Linear, has its output features last.
+            features = weight.T if type(owner).__name__ == "Conv1D" else weight
+            features[:count] *= factor
+    return model
 
 
-def gemma(grow: Growth | None = None, checkpointing: bool = False, **changes: Any) -> nn.Module:
-    """Gemma: multi-query attention, gated GELU, embeddings multiplied by the root of the width."""
-    shape = {"num_key_value_heads": 1, "head_dim": 16, "hidden_activation": "gelu_pytorch_tanh"}
-    config = GemmaConfig(**{**_decoder_shape(), **shape, **changes})
-    return ready(GemmaForCausalLM(config), grow, checkpointing)
+SHAPE = {"hidden_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": 4}
+DECODER = {**SHAPE, "intermediate_size": 128, "vocab_size": VOCABULARY, "max_position_embeddings": 64}
 
-
-def llama(grow: Growth | None = None, checkpointing: bool = False, **changes: Any) -> nn.Module:
-    """Llama: grouped queries, SwiGLU, untied head."""
-    config = LlamaConfig(**{**_decoder_shape(), "num_key_value_heads": 2, **changes})
-    return ready(LlamaForCausalLM(config), grow, checkpointing)
-
-
-def opt(grow: Growth | None = None, checkpointing: bool = False, **changes: Any) -> nn.Module:
-    """OPT: ReLU, norms before each block; ``do_layer_norm_before=False`` is the 350m layout."""
-    shape = {"hidden_size": WIDTH, "ffn_dim": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
-    sizes = {"vocab_size": VOCABULARY, "word_embed_proj_dim": WIDTH, "max_position_embeddings": 64}
-    return ready(OPTForCausalLM(OPTConfig(**{**shape, **sizes, **changes})), grow, checkpointing)
-
-
-def bert(
-    grow: Growth | None = None, checkpointing: bool = False, classes: int | None = None, **changes: Any
-) -> nn.Module:
-    """BERT for masked language modelling, or with ``classes`` for classification."""
-    shape = {**_decoder_shape(), **changes}
-    if classes is None:
-        return ready(BertForMaskedLM(BertConfig(**shape)), grow, checkpointing)
-    return ready(BertForSequenceClassification(BertConfig(**{**shape, "num_labels": classes})), grow, checkpointing)
-
-
-def ready(model: PreTrainedModel, grow: Growth | None, checkpointing: bool) -> nn.Module:
-    """The model with its outliers, and with every block checkpointed where that is asked for."""
-    if checkpointing:
-        # Its later name, activation_checkpointing_enable, is not in the last transformers for Python 3.10.
-        model.gradient_checkpointing_enable()
-    return grown(model, grow)
+T5_SIZES = {"d_model": WIDTH, "d_kv": 16, "d_ff": 128, "num_layers": 3, "num_heads": 4, "vocab_size": VOCABULARY}
+T5_1_1 = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "decoder_start_token_id": 0}
+t5 = factory(T5Config, T5ForConditionalGeneration, **T5_SIZES, **T5_1_1)
+"""T5 1.1 (gated GELU, untied head); ``feed_forward_proj="relu", tie_word_embeddings=True`` is the first T5."""
+GPT2_SIZES = {"n_embd": WIDTH, "n_layer": 3, "n_head": 4, "n_positions": 64, "vocab_size": VOCABULARY}
+gpt2 = factory(GPT2Config, GPT2LMHeadModel, **GPT2_SIZES)
+"""GPT-2 with tied embeddings."""
+MULTI_QUERY = {"num_key_value_heads": 1, "head_dim": 16, "hidden_activation": "gelu_pytorch_tanh"}
+gemma = factory(GemmaConfig, GemmaForCausalLM, **DECODER, **MULTI_QUERY)
+"""Gemma: multi-query attention, gated GELU, embeddings multiplied by the root of the width."""
+llama = factory(LlamaConfig, LlamaForCausalLM, **DECODER, num_key_value_heads=2)
+"""Llama: grouped queries, SwiGLU, untied head."""
+OPT_SIZES = {"ffn_dim": 128, "vocab_size": VOCABULARY, "word_embed_proj_dim": WIDTH, "max_position_embeddings": 64}
+opt = factory(OPTConfig, OPTForCausalLM, **SHAPE, **OPT_SIZES)
+"""OPT: ReLU, norms before each block; ``do_layer_norm_before=False`` is the 350m layout."""
+bert = factory(BertConfig, BertForMaskedLM, **DECODER)
+bert_of_classes = factory(BertConfig, BertForSequenceClassification, **DECODER)
 
 
 def texts(count: int = 3, size: int = 4, length: int = 24, padding: str = "right") -> list[dict[str, torch.Tensor]]:
@@ -129,8 +128,3 @@ def _padded(size: int, length: int, padding: str = "right") -> tuple[torch.Tenso
     mask = (torch.arange(length) < lengths[:, None]).long()
     mask = mask.flip(1) if padding == "left" else mask
     return torch.randint(3, VOCABULARY, (size, length)).masked_fill(mask == 0, 0), mask
-
-
-def _decoder_shape() -> dict[str, Any]:
-    width = {"hidden_size": WIDTH, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
-    return {**width, "vocab_size": VOCABULARY, "max_position_embeddings": 64}

@@ -31,8 +31,8 @@ class Workload:
         return "-".join([self.model, *(str(value) for value in self.args.values() if not isinstance(value, dict))])
 
 
-def scanned(workload: Workload, folder: Path, steps: int, *overrides: str, seed: int = 0) -> Record:
-    """Fine-tunes the model with AdamW at a learning rate of 1e-4 and returns the diagnosed record."""
+def config_of(workload: Workload, folder: Path) -> Path:
+    """A config that fine-tunes the model with AdamW at a learning rate of 1e-4."""
     config: dict[str, Any] = {
         "model": {"target": f"{workload.home}:{workload.model}", "args": dict(workload.args)},
         "data": {"target": f"{workload.home}:{workload.data}", "args": dict(workload.data_args)},
@@ -42,4 +42,9 @@ def scanned(workload: Workload, folder: Path, steps: int, *overrides: str, seed:
         config["loss"] = {"target": workload.loss}
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
-    return ampdbg.scan(path, steps=steps, seed=seed, device="cpu", overrides=overrides)
+    return path
+
+
+def scanned(workload: Workload, folder: Path, steps: int, *overrides: str, seed: int = 0) -> Record:
+    """The diagnosed record of so many steps."""
+    return ampdbg.scan(config_of(workload, folder), steps=steps, seed=seed, device="cpu", overrides=overrides)

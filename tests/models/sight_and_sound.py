@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from transformers import ViTConfig, ViTForImageClassification, WhisperConfig, WhisperForConditionalGeneration
 
-from tests.models.language import IGNORED, ready
-from tests.models.outliers import Growth, grown
+from tests.models.language import IGNORED, SHAPE, Growth, factory, grown
 
 CLASSES = 10
 PIXELS = 32
@@ -20,22 +19,17 @@ MELS = 16
 FRAMES = 32
 
 
-def vit(grow: Growth | None = None, checkpointing: bool = False, **changes: Any) -> nn.Module:
-    """ViT for classification."""
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
-    images = {"image_size": PIXELS, "patch_size": 8, "num_labels": CLASSES}
-    model = ViTForImageClassification(ViTConfig(**{**shape, **images, **changes}))
-    return ready(model, grow, checkpointing)
+IMAGES = {"image_size": PIXELS, "patch_size": 8, "num_labels": CLASSES}
+vit = factory(ViTConfig, ViTForImageClassification, **SHAPE, intermediate_size=128, **IMAGES)
+"""ViT for classification."""
 
 
-def whisper(grow: Growth | None = None, checkpointing: bool = False, **changes: Any) -> nn.Module:
-    """Whisper: two convolutions, an encoder and a decoder."""
-    shape = {"d_model": 64, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "vocab_size": 512}
-    depth = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
-    places = {"num_mel_bins": MELS, "max_source_positions": FRAMES // 2, "max_target_positions": 32}
-    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-    model = WhisperForConditionalGeneration(WhisperConfig(**{**shape, **depth, **places, **tokens, **changes}))
-    return ready(model, grow, checkpointing)
+WIDTHS = {"d_model": 64, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "vocab_size": 512}
+DEPTHS = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+PLACES = {"num_mel_bins": MELS, "max_source_positions": FRAMES // 2, "max_target_positions": 32}
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+whisper = factory(WhisperConfig, WhisperForConditionalGeneration, **WIDTHS, **DEPTHS, **PLACES, **TOKENS)
+"""Whisper: two convolutions, an encoder and a decoder."""
 
 
 def timm_model(name: str, grow: Growth | None = None, **changes: Any) -> nn.Module:

@@ -31,7 +31,7 @@ TRANSFORMERS = (
     Workload(LANGUAGE, "opt", "texts", {**EAGER, "do_layer_norm_before": False}, LEFT),
     Workload(LANGUAGE, "bert", "masked_texts", EAGER),
     Workload(LANGUAGE, "bert", "masked_texts", CHECKPOINTED),
-    Workload(LANGUAGE, "bert", "labelled_texts", {"classes": 2}),
+    Workload(LANGUAGE, "bert_of_classes", "labelled_texts", {"num_labels": 2}),
     Workload(SIGHT_AND_SOUND, "vit", "pictures"),
     Workload(SIGHT_AND_SOUND, "vit", "pictures", EAGER),
     Workload(SIGHT_AND_SOUND, "whisper", "recordings"),
@@ -60,13 +60,16 @@ AT_FULL_WIDTH = (
     Workload(SIGHT_AND_SOUND, "vit", "pictures", {"hidden_size": 768, "num_attention_heads": 12, "patch_size": 4}),
 )
 
+AT_ONCE = ("train.accumulate=2", "train.clip_grad_norm=1.0", "precision.loss_scale.growth_interval=3")
 RUNS_OTHERWISE = (
+    AT_ONCE,
     ("train.accumulate=2", "train.clip_grad_norm=1.0"),
     ("precision.loss_scale.growth_interval=3",),
     ("optimizer.args.lr=3.0e-3",),
     ("precision.level=O0",),
     ("precision.dtype=bfloat16",),
 )
+QUICK = (AT_ONCE, ("precision.dtype=bfloat16",))
 
 
 def assert_unblamed(record: Record) -> None:
@@ -80,27 +83,15 @@ def assert_healthy(record: Record) -> None:
 
 
 @pytest.mark.parametrize(
-    "workload", slow_but_for([TRANSFORMERS[number] for number in (2, 8, 15)], TRANSFORMERS), ids=str
+    "workload", slow_but_for((TRANSFORMERS[2], TRANSFORMERS[15]), (*TRANSFORMERS, *TIMM, *AT_FULL_WIDTH)), ids=str
 )
-def test_a_model_of_transformers_is_healthy(workload: Workload, tmp_path: Path) -> None:
-    assert_healthy(scanned(workload, tmp_path, 10))
+def test_a_model_is_healthy(workload: Workload, tmp_path: Path) -> None:
+    assert_healthy(scanned(workload, tmp_path, 8 if workload in AT_FULL_WIDTH else 10))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("workload", TIMM, ids=str)
-def test_a_model_of_timm_is_healthy(workload: Workload, tmp_path: Path) -> None:
-    assert_healthy(scanned(workload, tmp_path, 10))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workload", AT_FULL_WIDTH, ids=str)
-def test_a_model_of_full_width_is_healthy(workload: Workload, tmp_path: Path) -> None:
-    assert_healthy(scanned(workload, tmp_path, 8))
-
-
-@pytest.mark.parametrize("overrides", RUNS_OTHERWISE, ids=" ".join)
+@pytest.mark.parametrize("overrides", slow_but_for(QUICK, RUNS_OTHERWISE), ids=" ".join)
 @pytest.mark.parametrize(
-    "workload", slow_but_for([TRANSFORMERS[2]], [TRANSFORMERS[0], TRANSFORMERS[2], TRANSFORMERS[15]]), ids=str
+    "workload", slow_but_for((TRANSFORMERS[2],), [TRANSFORMERS[number] for number in (0, 2, 15)]), ids=str
 )
 def test_a_model_is_healthy_in_other_kinds_of_run(
     workload: Workload, overrides: tuple[str, ...], tmp_path: Path

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -121,16 +122,15 @@ def name_of(culprit: int, depth: int = 6) -> str:
     return f"blocks.{culprit // depth}.layers.{culprit % depth}"
 
 
-class Named(nn.Module):
-    """One spike, of this name in a ModuleDict."""
+def chain(**parts: Callable[[], nn.Module]) -> nn.Sequential:
+    """One after another, of the same weights each time."""
+    torch.manual_seed(0)
+    return nn.Sequential(OrderedDict((name, make()) for name, make in parts.items()))
 
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.parts = nn.ModuleDict({name: Spike(), "steady": Steady()})
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functools.reduce(lambda value, part: part(value), self.parts.values(), x)
+def named(name: str) -> nn.Module:
+    """One spike, of this name."""
+    return chain(**{name: Spike, "steady": Steady})
 
 
 class Shared(nn.Module):
@@ -171,28 +171,10 @@ class Choice(nn.Module):
         return x + torch.where(is_above, self.part * x, 0.0)
 
 
-class Chooser(nn.Module):
+def chooser(excess: float) -> nn.Module:
     """With the spike in FP32 gradients are finite at a lower loss scale, and FP16 may choose otherwise than FP32."""
-
-    def __init__(self, excess: float) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.choice, self.spike, self.mild = Choice(excess), SpikeInGradients(), MildSpikeInGradients()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.mild(self.spike(self.choice(x)))
-
-
-class Alternatives(nn.Module):
-    """A product of two halves' scales: either one in FP32 is enough."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.left, self.right, self.head = Large(), Large(), Steady()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head((self.left(x) * self.right(x)) / GAIN**2)
+    choice = functools.partial(Choice, excess)
+    return chain(choice=choice, spike=SpikeInGradients, mild=MildSpikeInGradients)
 
 
 class SpikeInHalfAlone(Steady):
@@ -235,18 +217,6 @@ class Saturated(nn.Module):
         return x
 
 
-class Roused(nn.Module):
-    """Behind a spike a layer that overflows on what the spike's FP32 result holds, and not on a half one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.spike, self.meek, self.after = Product(), Meek(), Steady()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.after(self.meek(self.spike(x)))
-
-
 class Product(Steady):
     """A spike whose result has the dtype of its products."""
 
@@ -262,11 +232,28 @@ class Meek(Steady):
         return F.layer_norm((x @ (gain * self.weight)) @ (gain * torch.eye(WIDTH, device=x.device)) / gain**2, (WIDTH,))
 
 
+def roused() -> nn.Module:
+    """Behind a spike a layer that overflows on what the spike's FP32 result holds, and not on a half one."""
+    return chain(spike=Product, meek=Meek, after=Steady)
+
+
 class Large(Steady):
     """Its output is about 300."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return GAIN * (1 + (x @ self.weight).abs())
+
+
+class Alternatives(nn.Module):
+    """A product of two halves' scales: either one in FP32 is enough."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = chain(left=Large, right=Large, head=Steady)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left, right, head = self.parts
+        return head((left(x) * right(x)) / GAIN**2)
 
 
 class Likelihood(nn.Module):

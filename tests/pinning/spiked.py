@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from ampdbg.config.file import load_config
 from ampdbg.config.schema import Config
-from ampdbg.pinning.bisection import bisect_run
-from ampdbg.record.pins import Trial
-from ampdbg.record.run import Record
-from tests.observing import observing
 
 NET = """\
 import torch
@@ -71,14 +66,3 @@ def spiked(folder: Path, loss: str = "loss") -> Config:
 def names(*culprits: int) -> tuple[str, ...]:
     """The qualified names of layers."""
     return tuple(f"layers.{culprit}" for culprit in culprits)
-
-
-def interrupted_at(number: int, config: Config, **kwargs: Any) -> Record:
-    """A search with Ctrl-C at the end of the trial of this number, counted from 1."""
-    left = iter(range(number - 1, -1, -1))
-
-    def count(trial: Trial) -> None:
-        if next(left) == 0:
-            raise KeyboardInterrupt
-
-    return bisect_run(config, observer=observing(trial=count), **kwargs)

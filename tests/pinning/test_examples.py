@@ -19,13 +19,9 @@ SETS = {
     "vit": ["block1.0.attn:own"],
 }
 
-QUICK = ["camera"]
-"""The set of house_prices is that of its patch: see tests/suggestion/test_whole_way.py."""
 
-
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SETS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETS)
 def test_the_set_of_an_example(name: str, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     config = str(ROOT / "configs" / f"{name}.yaml")

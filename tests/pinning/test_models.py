@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import yaml
 
 from ampdbg.config.file import load_config
 from ampdbg.pinning.bisection import bisect_run
+from tests.models.runs import config_of
 from tests.models.test_outliers import OVERFLOWS, planted
 from tests.siblings import slow_but_for
 
@@ -21,18 +21,7 @@ QUICK = ("gpt2 queries and keys",)
 @pytest.mark.parametrize("name", slow_but_for(QUICK, OVERFLOWS))
 def test_the_module_with_the_outliers_is_the_set(name: str, tmp_path: Path) -> None:
     overflow = OVERFLOWS[name]
-    workload = planted(overflow)
-    config = {
-        "model": {"target": f"{workload.home}:{workload.model}", "args": dict(workload.args)},
-        "data": {"target": f"{workload.home}:{workload.data}", "args": dict(workload.data_args)},
-        "optimizer": {"args": {"lr": 1.0e-4}},
-        "train": {"steps": 3},
-    }
-    if workload.loss is not None:
-        config["loss"] = {"target": workload.loss}
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(config))
-    record = bisect_run(load_config(path))
+    record = bisect_run(load_config(config_of(planted(overflow), tmp_path), ("train.steps=3",)))
     search = record.search
     assert search is not None
     assert (search.outcome, search.message, search.minimal) == ("found", "", True)

@@ -13,8 +13,9 @@ import pytest
 import yaml
 
 from ampdbg.config.file import load_config
+from ampdbg.config.schema import Config
 from ampdbg.errors import WorkloadError
-from ampdbg.pinning import bisection
+from ampdbg.pinning import bisection, pin_set
 from ampdbg.pinning.bisection import bisect_run
 from ampdbg.pinning.experiment import Experiment
 from ampdbg.record.pins import Trial
@@ -23,6 +24,7 @@ from ampdbg.search import strategies
 from tests.observing import observing
 from tests.pinning.planted import name_of
 from tests.pinning.spiked import CULPRITS, names, spiked
+from tests.siblings import slow_but_for
 
 PROOF = ("the whole set once more", "further batch")
 
@@ -68,43 +70,23 @@ def assert_found(record: Record, *names: str) -> None:
     assert (search.further, search.further_healthy) == (3, 3)
 
 
-@pytest.mark.parametrize(
-    ("modules", "count"),
-    [
-        (50, 8),
-        pytest.param(50, 1, marks=pytest.mark.slow),
-        pytest.param(50, 3, marks=pytest.mark.slow),
-        pytest.param(500, 1, marks=pytest.mark.slow),
-        pytest.param(500, 4, marks=pytest.mark.slow),
-        pytest.param(500, 8, marks=pytest.mark.slow),
-        pytest.param(2000, 8, marks=pytest.mark.slow),
-    ],
-)
-def test_guided_finds_the_planted_set(modules: int, count: int, tmp_path: Path) -> None:
+SEARCHES = [
+    *(("guided", *size) for size in ((50, 1), (50, 3), (50, 8), (500, 1), (500, 4), (500, 8), (2000, 8))),
+    *(("ddmin", *size) for size in ((50, 1), (50, 3), (50, 8), (500, 2), (2000, 1))),
+]
+"""The strategy, how many modules there are, and how many culprits among them."""
+
+
+@pytest.mark.parametrize("search", slow_but_for([("guided", 50, 3)], SEARCHES), ids=str)
+def test_the_planted_set_is_found_within_the_bound(search: tuple[str, int, int], tmp_path: Path) -> None:
+    strategy, modules, count = search
     culprits = culprits_of(modules, count, seed=modules + count)
-    record = bisected(tmp_path, "Planted", {"modules": modules, "culprits": culprits})
-    assert_found(record, *map(name_of, culprits))
-    # One more proves the set as a whole.
-    assert len(searched(record)) + 1 <= 2 * count + 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("modules", "count"),
-    [
-        (50, 1),
-        (50, 3),
-        (50, 8),
-        (500, 2),
-        (2000, 1),
-    ],
-)
-def test_blind_search_finds_the_planted_set(modules: int, count: int, tmp_path: Path) -> None:
-    culprits = culprits_of(modules, count, seed=modules * count)
-    record = bisected(tmp_path, "Planted", {"modules": modules, "culprits": culprits}, strategy="ddmin")
+    record = bisected(tmp_path, "Planted", {"modules": modules, "culprits": culprits}, strategy=strategy)
     assert_found(record, *map(name_of, culprits))
     assert record.search is not None
-    assert len(searched(record)) <= 3 * count * math.log2(record.search.modules) + 10
+    # One more proves the set of the guided search as a whole.
+    most = 2 * count + 2 if strategy == "guided" else 3 * count * math.log2(record.search.modules) + 10
+    assert len(searched(record)) <= most
 
 
 @pytest.mark.slow
@@ -114,29 +96,23 @@ def test_many_culprits_that_no_shadow_shows_are_pinned_at_once(tmp_path: Path) -
     assert [trial.stage for trial in searched(record)] == ["candidates"] + ["with fewer"] * 30
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["guided", "ddmin"])
-def test_a_culprit_in_a_checkpointed_block(strategy: str, tmp_path: Path) -> None:
-    args = {"modules": 30, "culprits": [7, 20], "checkpointed": True}
-    assert_found(bisected(tmp_path, "Planted", args, strategy=strategy), name_of(7), name_of(20))
+OTHER_KINDS: dict[str, tuple[dict[str, Any], int, str, str]] = {
+    "in a checkpointed block": ({"culprits": [7, 20], "checkpointed": True}, 3, "forward-overflow", ""),
+    "in the backward pass": ({"culprits": [9], "kind": "backward"}, 12, "gradient-overflow", "gradient of "),
+    "of an overflow that erases itself": ({"culprits": [11], "kind": "erased"}, 6, "silent-overflow", ""),
+}
+"""What is planted, the steps that are run, the code that is found, and how the reason for the first pin begins."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["guided", "ddmin"])
-def test_a_culprit_of_the_backward_pass(strategy: str, tmp_path: Path) -> None:
-    args = {"modules": 30, "culprits": [9], "kind": "backward"}
-    record = bisected(tmp_path, "Planted", args, steps=12, strategy=strategy)
-    assert_found(record, name_of(9))
-    assert record.pins[0].without.startswith("gradient of ")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["guided", "ddmin"])
-def test_an_overflow_that_erases_itself(strategy: str, tmp_path: Path) -> None:
-    args = {"modules": 30, "culprits": [11], "kind": "erased"}
-    record = bisected(tmp_path, "Planted", args, steps=6, strategy=strategy)
-    assert record.findings[0].code == "silent-overflow"
-    assert_found(record, name_of(11))
+@pytest.mark.parametrize("name", OTHER_KINDS)
+def test_a_culprit(name: str, strategy: str, tmp_path: Path) -> None:
+    args, steps, code, why = OTHER_KINDS[name]
+    record = bisected(tmp_path, "Planted", {"modules": 30, **args}, steps=steps, strategy=strategy)
+    assert record.findings[0].code == code
+    assert_found(record, *map(name_of, args["culprits"]))
+    assert record.pins[0].without.startswith(why)
 
 
 @pytest.mark.slow
@@ -151,26 +127,26 @@ def test_of_very_many_overflows_that_erase_themselves_none_needs_a_trial_of_its_
     assert [trial.stage for trial in searched(record)] == ["candidates", "with fewer"]
 
 
-@pytest.mark.slow
-def test_a_pin_is_not_needed_where_a_lower_loss_scale_does(tmp_path: Path) -> None:
-    record = bisected(tmp_path, "Likelihood", steps=16, loss="likelihood", scale={"init": 4096.0})
-    assert_found(record, "out")
+@pytest.mark.parametrize(
+    ("loss", "scale", "names", "set_scale"),
+    [
+        pytest.param(
+            "likelihood", {"init": 4096.0}, ("out",), 4.0, id="where a lower scale does", marks=pytest.mark.slow
+        ),
+        pytest.param("likelihood", 4096.0, ("hidden", "out"), None, id="a static scale", marks=pytest.mark.slow),
+        pytest.param("broad_likelihood", {"init": 4096.0}, (), None, id="small gradients"),
+    ],
+)
+def test_a_layer_is_pinned_only_where_no_loss_scale_does(
+    loss: str, scale: float | dict[str, float], names: tuple[str, ...], set_scale: float | None, tmp_path: Path
+) -> None:
+    record = bisected(tmp_path, "Likelihood", steps=16, loss=loss, scale=scale)
     assert record.search is not None
-    assert (record.search.scale, record.search.set_scale) == (4096.0, 4.0)
-
-
-@pytest.mark.slow
-def test_at_a_static_scale_it_is(tmp_path: Path) -> None:
-    record = bisected(tmp_path, "Likelihood", steps=16, loss="likelihood", scale=4096.0)
-    assert_found(record, "hidden", "out")
-    assert record.search is not None
-    assert record.search.set_scale is None
-
-
-def test_a_loss_with_small_gradients_needs_none(tmp_path: Path) -> None:
-    record = bisected(tmp_path, "Likelihood", steps=16, loss="broad_likelihood", scale={"init": 4096.0})
-    assert record.search is not None
-    assert record.search.outcome == "nothing-to-pin"
+    if not names:
+        assert record.search.outcome == "nothing-to-pin"
+        return
+    assert_found(record, *names)
+    assert (record.search.scale, record.search.set_scale) == (4096.0, set_scale)
 
 
 @pytest.mark.slow
@@ -181,17 +157,14 @@ def test_a_culprit_in_the_third_call_of_a_module(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_alternative_sets(tmp_path: Path) -> None:
-    record = bisected(tmp_path, "Alternatives")
-    [pin] = record.pins
+def test_of_two_alternative_sets_and_the_line_that_joins_them_the_line_is_pinned(tmp_path: Path) -> None:
     # Either factor in FP32 would do, and so does the line of the product, which names the overflow.
-    assert pin.name == ":own"
-    assert_found(record, ":own")
+    assert_found(bisected(tmp_path, "Alternatives"), ":own")
 
 
 @pytest.mark.slow
 def test_a_culprit_that_only_shows_when_another_is_cured(tmp_path: Path) -> None:
-    record = bisected(tmp_path, "Roused")
+    record = bisected(tmp_path, "roused")
     assert_found(record, "spike", "meek")
     # Unpinned it is not seen: the spike's half result is small enough for it.
     assert [trial.pins for trial in searched(record)][:2] == [("spike",), ("spike", "meek")]
@@ -274,7 +247,7 @@ def test_every_weight_is_what_it_was(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("excess", [pytest.param(0.4, id="FP16 chooses otherwise"), pytest.param(2.0, id="healthy")])
 def test_a_set_that_is_healthy_in_the_search_is_healthy_when_it_runs_again(excess: float, tmp_path: Path) -> None:
-    record = bisected(tmp_path, "Chooser", {"excess": excess})
+    record = bisected(tmp_path, "chooser", {"excess": excess})
     assert_found(record, "spike")
     assert record.search is not None
     assert (record.search.repeats, record.search.set_scale) == (1, 64.0)
@@ -283,11 +256,63 @@ def test_a_set_that_is_healthy_in_the_search_is_healthy_when_it_runs_again(exces
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["x:own", ":own"])
 def test_a_module_whose_name_ends_as_a_pin_of_own_lines_does_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(WorkloadError, match=f"a module is named 'parts.{name}'; allowed: a name that does not end in"):
-        bisected(tmp_path, "Named", {"name": name})
+    with pytest.raises(WorkloadError, match=f"a module is named '{name}'; allowed: a name that does not end in"):
+        bisected(tmp_path, "named", {"name": name})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["*", "own", "x:y", "[0]"])
 def test_a_module_whose_name_is_a_pattern_is_pinned_as_it_is(tmp_path: Path, name: str) -> None:
-    assert [pin.name for pin in bisected(tmp_path, "Named", {"name": name}).pins] == [f"parts.{name}"]
+    assert [pin.name for pin in bisected(tmp_path, "named", {"name": name}).pins] == [name]
+
+
+def interrupted(*args: object) -> None:
+    raise KeyboardInterrupt
+
+
+def interrupted_at(number: int, config: Config, **kwargs: Any) -> Record:
+    """A search with Ctrl-C at the end of the trial of this number, counted from 1."""
+    left = iter(range(number - 1, -1, -1))
+
+    def count(trial: Trial) -> None:
+        if next(left) == 0:
+            raise KeyboardInterrupt
+
+    return bisect_run(config, observer=observing(trial=count), **kwargs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("closing", [1, 2, 4])
+def test_an_interrupt_in_the_closing_trials_keeps_the_proven_set_and_every_trial(closing: int, tmp_path: Path) -> None:
+    config = spiked(tmp_path)
+    whole = bisect_run(config)
+    trials = len(whole.trials) - 4 + closing
+    record = interrupted_at(trials, config)
+    assert record.interrupted
+    assert [(trial.pins, trial.stage) for trial in record.trials] == [
+        (trial.pins, trial.stage) for trial in whole.trials[:trials]
+    ]
+    assert record.search is not None
+    assert (record.search.outcome, record.search.minimal, record.search.further) == ("found", True, closing - 1)
+    assert record.pins == whole.pins
+
+
+@pytest.mark.slow
+def test_an_interrupt_while_its_costs_are_counted_keeps_the_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pin_set, "step_costs", interrupted)
+    record = bisect_run(spiked(tmp_path))
+    assert record.interrupted
+    assert record.search is not None
+    assert (record.search.minimal, record.search.further_healthy) == (True, 3)
+    assert tuple(pin.name for pin in record.pins) == names(*CULPRITS)
+    assert all(pin.sites and pin.without for pin in record.pins)
+    assert [pin.cost for pin in record.pins] == [None, None]
+
+
+@pytest.mark.slow
+def test_an_interrupt_without_a_set_leaves_nothing_to_measure(tmp_path: Path) -> None:
+    record = interrupted_at(1, spiked(tmp_path, "loss_with_a_spike"))
+    assert record.interrupted
+    assert (record.pins, len(record.trials)) == ((), 1)

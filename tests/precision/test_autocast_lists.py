@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,7 +73,6 @@ def entries() -> Iterator[Entry]:
 
 ENTRIES = tuple(entries())
 RUNNABLE = [entry for entry in ENTRIES if entry.op not in UNRUNNABLE]
-by_op = functools.partial(pytest.mark.parametrize, "entry", ids=lambda entry: entry.op)
 
 
 def cuda_autocast() -> torch.autocast:
@@ -105,29 +103,26 @@ def unrunnable() -> Iterator[str]:
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated")
-@by_op(RUNNABLE)
-def test_the_op_gives_the_dtype_it_gives_on_cuda(entry: Entry) -> None:
+@pytest.mark.parametrize("entry", RUNNABLE, ids=lambda entry: entry.op)
+def test_the_op_gives_the_dtype_it_gives_on_cuda_and_its_gradients_those_of_its_inputs(entry: Entry) -> None:
     calls = list(entry.spellings())
     assert calls, f"{entry.op} is found nowhere"
-    for call in calls:
-        with cuda_on_cpu(), cuda_autocast():
-            outputs = leaves(call(*entry.args, **entry.kwargs))
-        assert {output.dtype for output in outputs} <= {entry.expected}
-        # `equal` alone gives a Python bool.
-        assert outputs or entry.op == "equal"
-
-
-@by_op([entry for entry in RUNNABLE if entry.op not in NON_DIFFERENTIABLE])
-def test_gradients_flow_through_the_op_in_the_dtypes_of_its_inputs(entry: Entry) -> None:
-    for call in entry.spellings():
-        args = differentiable(entry.args)
-        with cuda_on_cpu():
+    with cuda_on_cpu():
+        for call in calls:
+            with cuda_autocast():
+                outputs = leaves(call(*entry.args, **entry.kwargs))
+            assert {output.dtype for output in outputs} <= {entry.expected}
+            # `equal` alone gives a Python bool.
+            assert outputs or entry.op == "equal"
+            if entry.op in NON_DIFFERENTIABLE:
+                continue
+            args = differentiable(entry.args)
             with cuda_autocast():
                 outputs = leaves(call(*args, **entry.kwargs))
             torch.autograd.backward([output.float().sum() for output in outputs])
-        inputs = [leaf for leaf in leaves(args) if leaf.is_floating_point()]
-        assert inputs
-        assert all(leaf.grad is not None and leaf.grad.dtype is leaf.dtype for leaf in inputs)
+            inputs = [leaf for leaf in leaves(args) if leaf.is_floating_point()]
+            assert inputs
+            assert all(leaf.grad is not None and leaf.grad.dtype is leaf.dtype for leaf in inputs)
 
 
 def test_only_the_listed_ops_cannot_run_on_a_cpu() -> None:

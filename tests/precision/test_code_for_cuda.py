@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
@@ -40,7 +41,11 @@ AUTOCASTS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("autocast", AUTOCASTS.values(), ids=AUTOCASTS.keys())
 def test_every_way_to_say_autocast_casts(autocast: Callable[[], Any]) -> None:
     x = torch.randn(4, 4)
+    assert not torch.is_autocast_enabled()
     with autocast():
+        assert torch.is_autocast_enabled()
+        assert torch.is_autocast_enabled("cuda")
+        assert torch.get_autocast_dtype("cuda") is torch.float16
         product = x @ x
         assert (product.dtype, product.exp().dtype) == (torch.float16, torch.float32)
     assert (x @ x).dtype is torch.float32
@@ -52,32 +57,21 @@ def test_every_way_to_say_autocast_casts(autocast: Callable[[], Any]) -> None:
     assert decorated().dtype is torch.float16
 
 
-@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
-def test_a_disabled_autocast_stays_disabled() -> None:
-    x = torch.randn(4, 4)
-    for autocast in (torch.autocast("cuda", enabled=False), torch.cuda.amp.autocast(enabled=False)):
-        with torch.autocast("cuda"), autocast:
-            assert (x @ x).dtype is torch.float32
-
-
-def test_bfloat16_can_be_asked_for() -> None:
-    x = torch.randn(4, 4)
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        assert (x @ x).dtype is torch.bfloat16
-
-
 def product_dtype(region: Any) -> torch.dtype:
     x = torch.randn(4, 4)
     with region:
         return (x @ x).dtype
 
 
-def test_a_region_without_a_dtype_takes_that_of_the_region_around() -> None:
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+def test_a_region_without_a_dtype_takes_that_of_the_region_around_and_a_disabled_one_stays_so() -> None:
     for around in ("cuda", "cpu"):
         with torch.autocast(around, dtype=torch.bfloat16):
             assert product_dtype(torch.autocast("cuda")) is torch.bfloat16
             assert product_dtype(torch.autocast("cuda:0", dtype=torch.float16)) is torch.float16
+            assert product_dtype(torch.cuda.amp.autocast(enabled=False)) is torch.float32
             with torch.autocast("cuda", enabled=False):
+                assert product_dtype(contextlib.nullcontext()) is torch.float32
                 assert product_dtype(torch.autocast("cuda")) is torch.bfloat16
         assert product_dtype(torch.autocast("cuda")) is torch.float16
 
@@ -91,23 +85,13 @@ def test_outside_of_any_region_the_dtype_is_cudas_default_or_what_was_set() -> N
         return [*said, *(product_dtype(region) for region in regions)]
 
     assert set(defaults()) == {torch.float16}
-    in_a_thread(lambda: assert_equal(set(defaults()), {torch.float16}))
+    elsewhere: list[torch.dtype] = []
+    in_a_thread(lambda: elsewhere.extend(defaults()))
+    assert set(elsewhere) == {torch.float16}
     torch.set_autocast_dtype("cuda", torch.bfloat16)
     assert set(defaults()) == {torch.bfloat16}
     torch.set_autocast_gpu_dtype(torch.float16)
     assert set(defaults()) == {torch.float16}
-
-
-def assert_equal(one: object, other: object) -> None:
-    assert one == other
-
-
-def test_what_autocast_says_of_itself_is_what_it_says_on_cuda() -> None:
-    assert not torch.is_autocast_enabled()
-    with torch.autocast("cuda"):
-        assert torch.is_autocast_enabled()
-        assert torch.is_autocast_enabled("cuda")
-        assert torch.get_autocast_dtype("cuda") is torch.float16
 
 
 DEVICES: dict[str, Callable[[], Tensor | nn.Module]] = {
@@ -183,10 +167,7 @@ def test_every_scaler_is_enabled_scales_and_skips(make: Callable[[], torch.amp.G
     scaler.update()
     assert torch.equal(weight, torch.ones(2))
     assert scaler.get_scale() == scale / 2
-
-
-def test_a_scaler_that_the_user_disables_stays_disabled() -> None:
-    assert not torch.amp.GradScaler(enabled=False).is_enabled()
+    assert not type(scaler)(enabled=False).is_enabled()
 
 
 class Square(torch.autograd.Function):
@@ -268,24 +249,25 @@ def test_checkpointing_inside_autocast_changes_nothing(reentrant: bool) -> None:
         assert torch.equal(one.grad, other.grad)
 
 
-def test_a_gradient_penalty_differentiates_twice() -> None:
-    model, x = mlp(), torch.randn(4, 8, requires_grad=True)
+TWICE: dict[str, Callable[[], tuple[nn.Module, Tensor, float]]] = {
+    "a perceptron": lambda: (mlp(), torch.randn(4, 8, requires_grad=True), 1.0),
+    "a convolution": lambda: (nn.Conv2d(2, 3, 3), torch.randn(1, 2, 6, 6, requires_grad=True), 2.0),
+}
+"""A model, its input, and the power of its output that is summed."""
+
+
+@pytest.mark.parametrize("make", TWICE.values(), ids=TWICE.keys())
+def test_a_gradient_penalty_differentiates_twice(make: Callable[[], tuple[nn.Module, Tensor, float]]) -> None:
+    model, x, power = make()
+
+    def penalty() -> Tensor:
+        (inner,) = torch.autograd.grad(model(x).float().pow(power).sum(), x, create_graph=True)
+        return inner.pow(2).sum()
+
     with torch.autocast("cuda"):
-        (inner,) = torch.autograd.grad(model(x).float().sum(), x, create_graph=True)
-        penalty = inner.pow(2).sum()
-    with_emulation = gradients(model, penalty)
-    (inner,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    for half, full in zip(with_emulation, gradients(model, inner.pow(2).sum()), strict=True):
+        emulated = penalty()
+    for half, full in zip(gradients(model, emulated), gradients(model, penalty()), strict=True):
         torch.testing.assert_close(half, full, rtol=2e-2, atol=2e-2)
-
-
-def test_a_convolution_differentiates_twice() -> None:
-    conv, x = nn.Conv2d(2, 3, 3), torch.randn(1, 2, 6, 6, requires_grad=True)
-    with torch.autocast("cuda"):
-        (inner,) = torch.autograd.grad(conv(x).pow(2).sum(), x, create_graph=True)
-    inner.pow(2).sum().backward()
-    assert conv.weight.grad is not None
-    assert conv.weight.grad.isfinite().all()
 
 
 def test_a_sparse_matrix_is_taken_and_refused_as_by_cuda() -> None:
@@ -309,21 +291,6 @@ def test_sparse_embedding_gradients_stay_sparse() -> None:
     assert embedding.weight.grad.coalesce().indices().tolist() == [[1, 3]]
 
 
-def test_a_model_of_half_parameters_trains_without_autocast() -> None:
-    model = nn.Sequential(nn.Conv1d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32, 4)).cuda().half()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    x = torch.randn(16, 2, 10, device="cuda").half()
-    losses = []
-    for _ in range(5):
-        optimizer.zero_grad()
-        loss = model(x).float().pow(2).mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses == sorted(losses, reverse=True)
-    assert all(p.grad is not None and p.grad.dtype is torch.float16 for p in model.parameters())
-
-
 def test_modules_made_inside_can_be_copied_and_pickled_and_used_outside() -> None:
     model = nn.Sequential(nn.Linear(4, 4, device="cuda"), nn.LSTM(4, 2)).to("cuda")
     optimizer = torch.optim.AdamW(model.parameters())
@@ -343,34 +310,20 @@ def test_worker_processes_of_a_data_loader_run() -> None:
     assert torch.equal(torch.cat(batches).flatten(), torch.arange(8.0))
 
 
-def test_func_grad_of_an_emulated_product_is_that_of_autograd() -> None:
-    w, x = torch.randn(4, 5), torch.randn(3, 4)
-
-    def loss(weight: Tensor) -> Tensor:
-        with torch.autocast("cuda"):
-            return (x @ weight).float().pow(2).sum()
-
-    leaf = w.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(loss(leaf), leaf)
-    assert torch.equal(torch.func.grad(loss)(w), expected)
-
-
-def test_vmap_over_an_emulated_product_is_the_loop() -> None:
-    xs, w = torch.randn(6, 3, 4).half(), torch.randn(4, 5).half()
-    mapped = torch.func.vmap(lambda x: x @ w)(xs)
-    assert mapped.dtype is torch.float16
-    torch.testing.assert_close(mapped, torch.stack([x @ w for x in xs]), rtol=1e-3, atol=1e-3)
-
-
-def test_per_sample_gradients_by_vmap_of_grad() -> None:
+def test_gradients_of_each_sample_by_vmap_and_grad_are_those_of_autograd_one_by_one() -> None:
     w, xs = torch.randn(4, 5), torch.randn(6, 4)
 
     def loss(weight: Tensor, x: Tensor) -> Tensor:
         with torch.autocast("cuda"):
-            return (x @ weight).float().sum()
+            return (x @ weight).float().pow(2).sum()
 
-    per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(w, xs)
-    assert torch.equal(per_sample, xs.half().float()[:, :, None].expand(6, 4, 5))
+    leaf = w.clone().requires_grad_()
+    expected = torch.stack([torch.autograd.grad(loss(leaf, x), leaf)[0] for x in xs])
+    assert torch.equal(torch.func.grad(loss)(w, xs[0]), expected[0])
+    mapped = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(w, xs)
+    torch.testing.assert_close(mapped, expected, rtol=1e-3, atol=1e-3)
+    half = xs.half()
+    assert torch.func.vmap(lambda x: x @ w.half())(half).dtype is torch.float16
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
@@ -393,14 +346,10 @@ def in_a_region_of_its_own(x: Tensor) -> tuple[Tensor, torch.dtype]:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
-def test_scripted_code_may_name_the_functions_that_are_replaced() -> None:
+def test_scripted_code_may_name_the_functions_that_are_replaced_and_open_an_autocast_region() -> None:
     scripted = torch.jit.script(relative_positions)
     assert torch.equal(scripted(3), relative_positions(3))
     assert "aten::arange" in str(scripted.graph)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
-def test_scripted_code_may_open_an_autocast_region() -> None:
     x = torch.randn(2, 2)
     product, _ = torch.jit.script(in_a_region_of_its_own)(x)
     assert torch.equal(product, in_a_region_of_its_own(x)[0])
@@ -450,25 +399,8 @@ def test_backward_may_run_in_another_thread() -> None:
         assert torch.equal(one.grad, other.grad)
 
 
-def test_autocast_in_another_thread_casts_there_only() -> None:
-    x = torch.randn(4, 4)
-
-    def work() -> None:
-        with torch.autocast("cuda"):
-            assert (x @ x).dtype is torch.float16
-
-    in_a_thread(work)
-    assert (x @ x).dtype is torch.float32
-
-
-def test_dtypes_that_do_not_fit_raise_as_on_cuda() -> None:
-    with pytest.raises(RuntimeError, match="dtype"):
-        torch.randn(2, 3).half() @ torch.randn(3, 2)
-    with torch.autocast("cuda"):
-        assert (torch.randn(2, 3).half() @ torch.randn(3, 2)).dtype is torch.float16
-
-
-def test_the_default_device_may_be_cuda() -> None:
+@pytest.mark.filterwarnings("ignore:.*set_default_tensor_type.. is deprecated")
+def test_the_default_device_and_tensor_type_may_be_cudas() -> None:
     torch.set_default_device("cuda")
     try:
         assert torch.ones(2).device.type == "cpu"
@@ -476,6 +408,11 @@ def test_the_default_device_may_be_cuda() -> None:
         torch.set_default_device(None)
     with torch.device("cuda"):
         assert nn.Linear(2, 2).weight.device.type == "cpu"
+    torch.set_default_tensor_type("torch.cuda.DoubleTensor")
+    try:
+        assert torch.ones(2).dtype is torch.float64
+    finally:
+        torch.set_default_tensor_type("torch.FloatTensor")
 
 
 def test_a_checkpoint_is_loaded_onto_cuda(tmp_path: Path) -> None:
@@ -524,12 +461,3 @@ def test_the_random_state_of_cuda_is_that_of_the_cpu() -> None:
     with torch.random.fork_rng(devices=[0], device_type="cuda"):
         torch.randn(2)
     assert torch.cuda.initial_seed() == torch.initial_seed()
-
-
-@pytest.mark.filterwarnings("ignore:.*set_default_tensor_type.. is deprecated")
-def test_the_default_tensor_type_may_be_cudas() -> None:
-    torch.set_default_tensor_type("torch.cuda.DoubleTensor")
-    try:
-        assert torch.ones(2).dtype is torch.float64
-    finally:
-        torch.set_default_tensor_type("torch.FloatTensor")

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampdbg.precision.emulation import cuda_on_cpu
 
@@ -34,16 +33,12 @@ by_product = pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS.
 
 @pytest.mark.filterwarnings("ignore:.*deprecated")
 @by_product
-def test_an_intermediate_overflows_though_the_final_value_is_finite(product: Callable[..., Tensor]) -> None:
+def test_an_intermediate_overflows_though_the_final_value_is_finite_unless_the_order_keeps_it_small(
+    product: Callable[..., Tensor],
+) -> None:
     assert product(LARGE, LARGE, SMALL).isfinite().all()
     with torch.autocast("cuda"):
         assert product(LARGE, LARGE, SMALL).isinf().all()
-
-
-@pytest.mark.filterwarnings("ignore:.*deprecated")
-@by_product
-def test_in_an_order_that_stays_small_nothing_overflows(product: Callable[..., Tensor]) -> None:
-    with torch.autocast("cuda"):
         torch.testing.assert_close(product(LARGE, SMALL, SMALL).float(), torch.full((2, 2), 1.2e-3), rtol=1e-2, atol=0)
 
 
@@ -62,48 +57,11 @@ def test_an_intermediate_of_the_backward_pass_overflows_too(product: Callable[..
     assert gradient.isinf().all()
 
 
-class Trace(TorchDispatchMode):
-    """The ops that run, with the dtype of each result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: list[tuple[str, torch.dtype]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
-            self.ops.append((str(func), result.dtype))
-        return result
-
-
-def trace(call: Callable[[], Any]) -> list[tuple[str, torch.dtype]]:
-    with Trace() as seen, torch.autocast("cuda"):
-        call()
-    return seen.ops
-
-
-def test_the_sum_inside_an_einsum_is_not_raised_to_float32() -> None:
-    ops = trace(lambda: torch.einsum("ij->i", torch.randn(3, 4)))
-    assert [dtype for op, dtype in ops if op.startswith("aten.sum")] == [torch.float16]
-
-
 def test_the_sum_inside_an_einsum_overflows_where_a_sum_of_its_own_does_not() -> None:
     tall = torch.full((1, 4), 30000.0)
     with torch.autocast("cuda"):
         assert torch.einsum("ij->i", tall).item() == torch.inf
         assert tall.half().sum(1).item() == 120000.0
-
-
-def test_the_products_inside_an_einsum_are_seen_in_half() -> None:
-    left, right = torch.randn(2, 3, 4), torch.randn(2, 4, 5)
-    ops = trace(lambda: torch.einsum("bij,bjk->bik", left, right))
-    assert ("aten.bmm.default", torch.float16) in ops
-    assert {dtype for _, dtype in ops} == {torch.float16}
-
-
-def test_a_recurrent_cell_runs_in_half_throughout() -> None:
-    cell, x = torch.nn.LSTMCell(4, 3), torch.randn(2, 4)
-    assert {dtype for op, dtype in trace(lambda: cell(x)) if op != "aten.zeros.default"} == {torch.float16}
 
 
 LAYERS: tuple[Any, ...] = (torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN)

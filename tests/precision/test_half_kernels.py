@@ -21,9 +21,6 @@ from tests.precision.half_cases import CASES, HalfCase, all_results, exact_resul
 NATIVE_SHARE = 0.98
 EXACT_SHARE = 0.99
 
-ROUNDS_ONCE = [case for case in CASES if case.rounds_once]
-LOUD = [case for case in CASES if case.loud]
-
 
 def named(cases: Any) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
@@ -56,32 +53,22 @@ def agrees(ours: Tensor, cpu: Tensor, exact: Tensor) -> bool:
 
 
 @named(CASES)
-def test_outputs_and_gradients_are_those_of_native_half_kernels(case: HalfCase) -> None:
+def test_outputs_and_gradients_are_those_of_native_half_kernels_and_exact_where_rounded_once(case: HalfCase) -> None:
     for ours, cpu, exact in zip(emulated(case), native(case), exact_results(case), strict=True):
         assert ours.dtype is torch.float16
         assert agrees(ours, cpu, exact)
+        assert not case.rounds_once or share_close(ours, exact) >= EXACT_SHARE
 
 
-@named(ROUNDS_ONCE)
-def test_outputs_and_gradients_are_the_exact_products_rounded_once(case: HalfCase) -> None:
-    for ours, exact in zip(emulated(case), exact_results(case), strict=True):
-        assert share_close(ours, exact) >= EXACT_SHARE
-
-
-@named(LOUD)
-def test_the_same_elements_overflow_as_natively(case: HalfCase) -> None:
+@named([case for case in CASES if case.loud])
+def test_the_same_elements_overflow_as_natively_and_as_the_exact_values_where_rounded_once(case: HalfCase) -> None:
     ours, cpu, exact = emulated(case, case.loud), native(case, case.loud), exact_results(case, case.loud)
     assert any(tensor.isinf().any() for tensor in ours)
     for one, other, truth in zip(ours, cpu, exact, strict=True):
         assert agrees(one, other, truth)
         # A native kernel that adds in half on the way overflows where the sum does not.
         assert same_overflow(one, other) or (same_overflow(one, truth) and not same_overflow(other, truth))
-
-
-@named([case for case in ROUNDS_ONCE if case.loud])
-def test_exactly_those_elements_overflow_whose_exact_value_does(case: HalfCase) -> None:
-    for ours, exact in zip(emulated(case, case.loud), exact_results(case, case.loud), strict=True):
-        assert same_overflow(ours, exact)
+        assert not case.rounds_once or same_overflow(one, truth)
 
 
 def test_every_emulated_op_is_one_that_this_torch_has() -> None:

@@ -1,7 +1,8 @@
-"""Precision modes: what each level lowers, scales and leaves alone."""
+"""Precision modes: what each level lowers, scales and leaves alone; half models, Apex's O2 and O3, to the step."""
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -9,15 +10,17 @@ import torch
 
 import ampdbg.precision.modes
 from ampdbg.config.schema import Precision
+from ampdbg.errors import WorkloadError
 from ampdbg.formats import FLOAT16, FLOAT32
 from ampdbg.levels import LEVELS, Level, format_of_config, levels_of
-from ampdbg.precision.modes import LossScaler, PrecisionMode, mode_of
+from ampdbg.precision.emulation import cuda_on_cpu
+from ampdbg.precision.modes import PrecisionMode, mode_of
 
 CPU = torch.device("cpu")
 
 
-def mode(level: str = "O1", dtype: str = "float16", **more: object) -> PrecisionMode:
-    return mode_of(Precision.model_validate({"level": level, "dtype": dtype, **more}), CPU)
+def mode(level: str = "O1", **more: object) -> PrecisionMode:
+    return mode_of(Precision.model_validate({"level": level, **more}), CPU)
 
 
 def test_every_level_has_a_mode_and_every_mode_a_level() -> None:
@@ -42,7 +45,7 @@ def test_a_level_is_read_from_the_file_of_its_mode_which_is_not_run(tmp_path: Pa
     ],
 )
 def test_the_forward_pass_computes_in_the_modes_dtype(level: str, dtype: str, computes_in: str) -> None:
-    made = mode(level, dtype)
+    made = mode(level, dtype=dtype)
     with made.forward():
         product = torch.ones(2, 2) @ torch.ones(2, 2)
     assert str(product.dtype) == f"torch.{computes_in}"
@@ -51,21 +54,7 @@ def test_the_forward_pass_computes_in_the_modes_dtype(level: str, dtype: str, co
 
 @pytest.mark.parametrize(("level", "dtype"), [("O0", "float16"), ("O1", "float32"), ("O1", "bfloat16")])
 def test_only_float16_has_a_loss_scale(level: str, dtype: str) -> None:
-    assert not mode(level, dtype).scaler().is_enabled()
-
-
-def test_a_number_is_a_static_scale_and_overflowing_steps_are_skipped() -> None:
-    made = mode(loss_scale=128.0)
-    scaler = made.scaler()
-    assert isinstance(scaler, LossScaler)
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    for factor, expected in ((1.0, [0.0, 0.0]), (torch.inf, [0.0, 0.0])):
-        optimizer.zero_grad()
-        scaler.scale((weight * factor).sum()).backward()
-        made.step(scaler, [optimizer])
-        assert weight.tolist() == expected
-        assert scaler.get_scale() == 128.0
+    assert not mode(level, dtype=dtype).scaler().is_enabled()
 
 
 def test_gradients_are_clipped_after_they_are_unscaled() -> None:
@@ -90,3 +79,191 @@ def test_gradients_are_clipped_after_they_are_unscaled() -> None:
 )
 def test_a_records_config_says_its_format(config: dict[str, object], expected: object) -> None:
     assert format_of_config(config) is expected
+
+
+def network() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 2)
+    )
+
+
+def dtypes(model: torch.nn.Module) -> dict[str, torch.dtype]:
+    return {name: value.dtype for name, value in model.state_dict().items() if value.is_floating_point()}
+
+
+def are_half(model: torch.nn.Module) -> set[str]:
+    return {name.partition(".")[0] for name, dtype in dtypes(model).items() if dtype is torch.float16}
+
+
+@pytest.mark.parametrize(
+    ("level", "more", "half"),
+    [
+        ("O0", {}, ""),
+        ("O1", {}, ""),
+        ("O2", {}, "023"),
+        ("O2", {"keep_norms_fp32": False}, "0123"),
+        ("O3", {}, "0123"),
+        ("O3", {"keep_norms_fp32": True}, "023"),
+        ("O3", {"dtype": "float32"}, ""),
+        ("O2", {"pins": ["3"]}, "02"),
+        ("O3", {"pins": ["*"]}, ""),
+    ],
+)
+def test_which_modules_become_half(level: str, more: dict[str, object], half: str) -> None:
+    model, made = network(), mode(level, **more)
+    with made.converted(model):
+        assert are_half(model) == set(half)
+
+
+def test_a_batch_norm_without_weights_becomes_half_as_in_apex() -> None:
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(8, affine=False))
+    with mode("O2").converted(model):
+        assert dtypes(model) == {"0.running_mean": torch.float16, "0.running_var": torch.float16}
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_inputs_become_half_and_outputs_float32_until_the_mode_is_left(level: str) -> None:
+    model, seen = network(), []
+    model[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].dtype))
+    with contextlib.suppress(ZeroDivisionError), cuda_on_cpu(), mode(level).converted(model):
+        assert model(torch.ones(3, 4)).dtype is torch.float32
+        raise ZeroDivisionError
+    model.float()
+    model(torch.ones(3, 4))
+    assert seen == [torch.float16, torch.float32]
+
+
+def trained(level: str, steps: int, **more: object) -> float:
+    """The weight, 1 at first, after so many updates of -2**-13 each: a quarter of what half can resolve there."""
+    made, model = mode(level, **more), torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-13)
+    with cuda_on_cpu(), made.converted(model):
+        scaler = made.scaler()
+        for _ in range(steps):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(1, 1)).sum()).backward()
+            made.step(scaler, [optimizer])
+        assert model.weight.grad is None or model.weight.grad.dtype is model.weight.dtype
+        return model.weight.item()
+
+
+@pytest.mark.parametrize("scale", [1.0, 128.0, {"init": 128.0}])
+@pytest.mark.parametrize(
+    ("level", "more", "weight"),
+    [
+        ("O0", {}, 1 - 2.0**-9),
+        ("O2", {}, 1 - 2.0**-9),
+        ("O2", {"master_weights": False}, 1.0),
+        ("O3", {}, 1.0),
+        ("O3", {"master_weights": True}, 1 - 2.0**-9),
+        ("O3", {"pins": ["*"]}, 1 - 2.0**-9),
+    ],
+)
+def test_masters_move_where_half_weights_stand_still(
+    level: str, more: dict[str, object], weight: float, scale: object
+) -> None:
+    assert trained(level, 16, loss_scale=scale, **more) == weight
+
+
+def test_the_optimizers_state_is_that_of_the_masters() -> None:
+    made, model = mode("O2", loss_scale={"init": 8.0}), torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    with cuda_on_cpu(), made.converted(model):
+        scaler = made.scaler()
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        made.step(scaler, [optimizer])
+    assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.float32}
+    assert set(optimizer.state) == set(model.parameters())
+    assert model.weight.dtype is torch.float16
+
+
+@pytest.mark.parametrize(("level", "limit"), [("O2", 2.0**24), ("O3", 2.0**24), ("O1", 2.0**30)])
+def test_the_scale_grows_to_apexs_limit_and_no_further(level: str, limit: float) -> None:
+    given = {"init": 2.0**20, "growth_interval": 1} | ({"max": 2.0**24} if level == "O3" else {})
+    made, weight = mode(level, loss_scale=given), torch.nn.Parameter(torch.ones(1))
+    optimizer, scaler = torch.optim.SGD([weight], lr=0.0), made.scaler()
+    scales = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        scaler.scale(weight.sum()).backward()
+        made.step(scaler, [optimizer])
+        scales.append(scaler.get_scale())
+    assert scales[:3] == [2.0**21, 2.0**22, 2.0**23]
+    assert scales[-1] == limit
+
+
+def test_the_scale_falls_to_its_least_and_no_further() -> None:
+    made, weight = mode("O1", loss_scale={"init": 16.0, "min": 4.0}), torch.nn.Parameter(torch.ones(1))
+    optimizer, scaler = torch.optim.SGD([weight], lr=1.0), made.scaler()
+    for expected in (8.0, 4.0, 4.0):
+        optimizer.zero_grad()
+        scaler.scale((weight * torch.inf).sum()).backward()
+        made.step(scaler, [optimizer])
+        assert (scaler.get_scale(), weight.item()) == (expected, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("level", "scale", "is_taken"),
+    [("O1", 8.0, False), ("O2", {"init": 8.0}, False), ("O2", 8.0, True), ("O3", 8.0, True), ("O3", None, True)],
+)
+def test_a_static_scale_of_a_half_model_never_skips_as_in_apex(level: str, scale: object, is_taken: bool) -> None:
+    made, model = mode(level, loss_scale=scale), torch.nn.Linear(1, 1, bias=False)
+    before = model.weight.item()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with made.converted(model):
+        scaler = made.scaler()
+        scaler.scale(model(torch.ones(1, 1)).sum() * torch.inf).backward()
+        made.step(scaler, [optimizer])
+    assert (model.weight.item() != pytest.approx(before, rel=1e-3)) is is_taken
+    assert not isinstance(scale, float) or scaler.get_scale() == scale
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_buffer_that_torch_cannot_make_half_is_said(level: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model[0].register_buffer("held", torch.ones(2, 2).to_mkldnn())
+    refused = rf"^precision\.level: {level} makes the whole model float16, and torch cannot make a buffer of 0 that: "
+    with pytest.raises(WorkloadError, match=refused), mode(level).converted(model):
+        pass
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("pin", ["3", "0", "1"])
+def test_a_pin_of_a_half_model_widens_its_weights_while_it_is_in_force(pin: str) -> None:
+    made, model = mode("O3"), network()
+    with cuda_on_cpu(), made.converted(model):
+        model(torch.ones(3, 4)).sum().backward()
+        before = {name: (value.data_ptr(), value.grad) for name, value in model.named_parameters()}
+        with contextlib.suppress(ZeroDivisionError), made.pinned(model, [pin]):
+            assert are_half(model) == set("0123") - {pin}
+            assert model(torch.ones(3, 4)).dtype is torch.float32
+            raise ZeroDivisionError
+        assert are_half(model) == set("0123")
+        after = {name: (value.data_ptr(), value.grad) for name, value in model.named_parameters()}
+        assert {name: (at, id(grad)) for name, (at, grad) in after.items()} == {
+            name: (at, id(grad)) for name, (at, grad) in before.items()
+        }
+
+
+class Squared(torch.nn.Module):
+    """300 squared is beyond half: the module's own line overflows, and its child takes half inputs alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+        self.scale = torch.nn.Parameter(torch.full((4,), 300.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x * self.scale * self.scale / 90000.0)
+
+
+def test_own_lines_of_a_half_model_run_in_fp32_and_the_modules_they_call_in_half() -> None:
+    made, model = mode("O3"), torch.nn.Sequential(Squared(), torch.nn.Linear(4, 1))
+    with cuda_on_cpu(), made.converted(model):
+        assert not model(torch.ones(2, 4)).isfinite().all()
+        with made.pinned(model, ["0:own"]):
+            assert dtypes(model)["0.inner.weight"] is torch.float16
+            assert model(torch.ones(2, 4)).isfinite().all()

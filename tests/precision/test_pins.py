@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,72 +71,43 @@ def _emulated() -> Iterator[None]:
         yield
 
 
-def run(model: Model | Block) -> torch.Tensor:
+def run(model: Model) -> torch.Tensor:
     with torch.autocast("cuda", dtype=torch.float16):
         output: torch.Tensor = model(torch.randn(3, 4))
     return output
 
 
-def inside(block: Block) -> list[Seen]:
-    return [module for module in block.modules() if isinstance(module, Seen)]
+H, W = torch.float16, torch.float32
+
+PINNED: dict[tuple[str, ...], tuple[list[torch.dtype], list[tuple[torch.dtype, bool]]]] = {
+    (): ([H, H], [HALF] * 4),
+    ("block",): ([W, W], [WIDE] * 4),
+    ("block:own",): ([W, W], [HALF] * 4),
+    (":own",): ([H, H], [HALF] * 4),
+    ("block:own", "block.second"): ([W, W], [HALF, WIDE, HALF, HALF]),
+    ("block", "block.first:own"): ([W, W], [WIDE] * 4),
+    # Its own line reads the cast result of its linear layer.
+    (":own", "block:own", "block.first:own"): ([W, W], [WIDE, HALF, HALF, HALF]),
+}
+"""By the pins: the dtypes of the block's own lines, and what its four inner modules see."""
 
 
-def test_without_a_pin_all_is_half() -> None:
+@pytest.mark.parametrize("names", PINNED, ids=lambda names: " ".join(names) or "none")
+def test_what_is_pinned_runs_in_fp32_and_all_else_as_before(names: tuple[str, ...]) -> None:
     model = Model()
-    run(model)
-    assert model.block.first.seen == [HALF]
-    assert model.block.own == [torch.float16, torch.float16]
-
-
-def test_a_whole_module_runs_in_fp32_with_its_children() -> None:
-    model = Model()
-    with pin_fp32(model, ["block"]):
-        run(model)
-    assert model.block.own == [torch.float32, torch.float32]
-    assert [seen for inner in inside(model.block) for seen in inner.seen] == [WIDE] * 4
-
-
-def test_own_lines_run_in_fp32_and_children_as_before() -> None:
-    model = Model()
-    with pin_fp32(model, ["block:own"]) as pins:
+    with pin_fp32(model, names) as pins:
         output = run(model)
-    assert pins.modules == ("block:own",)
-    assert model.block.own == [torch.float32, torch.float32]
-    assert [seen for inner in inside(model.block) for seen in inner.seen] == [HALF] * 4
+    own, inner = PINNED[names]
+    assert model.block.own == own
+    assert [seen for module in model.block.modules() if isinstance(module, Seen) for seen in module.seen] == inner
+    assert model.wide.seen == [WIDE]  # by the user's own region
     assert output.dtype is torch.float32
+    assert sorted(pins.modules) == sorted(names)
 
 
-def test_own_lines_of_the_root_leave_the_users_own_region_alone() -> None:
-    model = Model()
-    with pin_fp32(model, [":own"]):
-        run(model)
-    assert model.block.own == [torch.float16, torch.float16]
-    assert model.wide.seen == [WIDE]
-
-
-def test_a_child_that_is_pinned_itself_stays_in_fp32() -> None:
-    model = Model()
-    with pin_fp32(model, ["block:own", "block.second"]):
-        run(model)
-    assert (model.block.first.seen, model.block.second.seen) == ([HALF], [WIDE])
-
-
-def test_own_lines_inside_a_whole_pin_change_nothing() -> None:
-    model = Model()
-    with pin_fp32(model, ["block", "block.first:own"]):
-        run(model)
-    assert model.block.first.seen == [WIDE]
-    with pin_fp32(model, ["block", "block:own"]) as pins:
+def test_own_lines_inside_a_whole_pin_are_no_pin_of_their_own() -> None:
+    with pin_fp32(Model(), ["block", "block:own"]) as pins:
         assert pins.modules == ("block",)
-
-
-def test_own_lines_twice_over() -> None:
-    model = Model()
-    with pin_fp32(model, [":own", "block:own", "block.first:own"]):
-        run(model)
-    assert model.block.own == [torch.float32, torch.float32]
-    assert model.block.first.seen[0][0] is torch.float32  # its own line reads the cast result of its linear layer
-    assert model.block.second.seen == [HALF]
 
 
 def test_without_autocast_nothing_is_turned_on() -> None:
@@ -146,23 +116,6 @@ def test_without_autocast_nothing_is_turned_on() -> None:
         model(torch.randn(3, 4))
     assert model.block.first.seen == [WIDE]
     assert model.block.own == [torch.float32] * 2
-
-
-def test_nothing_stays_behind() -> None:
-    model = Model()
-    with pin_fp32(model, ["block:own", "wide"]):
-        assert "forward" in vars(model.block.first)
-        assert "forward" in vars(model.wide)
-    assert not any("forward" in vars(module) for module in model.modules())
-
-
-def test_pins_stay_in_force_when_nobody_keeps_the_handle() -> None:
-    model = Model()
-    pin_fp32(model, ["block.first", "block:own"])
-    gc.collect()
-    run(model)
-    assert model.block.first.seen == [WIDE]
-    assert model.block.own == [torch.float32, torch.float32]
 
 
 def test_own_lines_that_raise_can_be_called_again() -> None:
@@ -187,15 +140,12 @@ def test_gradients_come_back_in_the_parameters_dtype() -> None:
     assert all(parameter.grad is not None and parameter.grad.dtype is torch.float32 for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("pattern", ["blok", "blok:own"])
-def test_a_misspelt_name_is_refused(pattern: str) -> None:
-    with pytest.raises(WorkloadError, match="no module is named 'blok'; the model has 'block'"):
-        pin_fp32(Model(), [pattern])
-
-
-def test_a_long_name_is_not_shown_whole() -> None:
-    with pytest.raises(WorkloadError, match=r"no module is named 'b{197}\.\.\.'; the model has"):
-        pin_fp32(Model(), ["b" * 200_000])
+@pytest.mark.parametrize(
+    ("name", "shown"), [("blok", "blok"), ("blok:own", "blok"), ("b" * 200_000, "b" * 197 + "...")], ids=len
+)
+def test_a_misspelt_name_is_refused_and_not_shown_whole_where_it_is_long(name: str, shown: str) -> None:
+    with pytest.raises(WorkloadError, match=f"no module is named '{shown}'; the model has 'block'"):
+        pin_fp32(Model(), [name])
 
 
 def test_a_name_is_itself_before_it_is_a_pattern() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,16 @@ def optimizer_with(*gradients: torch.Tensor) -> torch.optim.SGD:
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     return torch.optim.SGD([{"params": [p], "name": f"p{i}"} for i, p in enumerate(parameters)], lr=0.1)
+
+
+def with_norms(optimizer: torch.optim.Optimizer, *norms: float) -> tuple[list[torch.Tensor], Any]:
+    """Its parameters, and what is known of them before they are clipped: the version and norm of each gradient."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return parameters, (tuple((id(p), p.grad._version) for p in parameters), torch.tensor(norms))
+
+
+def counted(groups: Sequence[GroupOverflow]) -> list[tuple[int, str, int, int]]:
+    return [(group.index, one.name, one.inf, one.nan) for group in groups for one in group.parameters]
 
 
 @given(
@@ -60,17 +71,14 @@ def test_the_norm_is_right_for_every_kind_of_gradient(kind: Callable[[torch.Tens
     assert float(norm) == pytest.approx(math.hypot(plain.norm().item(), 12.0**0.5), rel=1e-5)
 
 
-def test_a_norm_whose_squares_overflow_float32_is_finite() -> None:
-    norm = gradient_norm(optimizer_with(torch.full((4,), 1e30)))
-    assert norm is not None
-    assert float(norm) == pytest.approx(2e30)
-
-
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_a_nonfinite_gradient_shows_in_the_norm(bad: float) -> None:
+def test_only_a_nonfinite_gradient_makes_the_norm_so(bad: float) -> None:
     norm = gradient_norm(optimizer_with(torch.ones(3), torch.tensor([1.0, bad])))
     assert norm is not None
     assert not math.isfinite(float(norm))
+    norm = gradient_norm(optimizer_with(torch.full((4,), 1e30)))  # whose squares overflow float32
+    assert norm is not None
+    assert float(norm) == pytest.approx(2e30)
 
 
 def test_without_gradients_there_is_no_norm() -> None:
@@ -96,48 +104,31 @@ def test_a_sparse_gradient_is_coalesced_before_it_is_looked_at() -> None:
     assert nonfinite_groups(optimizer_with(torch.sparse_coo_tensor(torch.tensor([[1, 2]]), values, (4, 1))), {}) == ()
 
 
-def test_where_counts_come_after_clipping_the_norms_from_before_say_what_they_were() -> None:
+@pytest.mark.parametrize(("bad", "counts"), [(math.inf, (1, 0)), (math.nan, (0, 1))])
+def test_where_counts_come_after_clipping_the_norms_from_before_name_the_parameter_alone(
+    bad: float, counts: tuple[int, int]
+) -> None:
     """As on a GPU, where nothing is read before it is known that the step is skipped."""
-    optimizer = optimizer_with(torch.ones(3), torch.tensor([math.inf, 1.0]), torch.tensor([2.0]))
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    before = tuple((id(p), p.grad._version) for p in parameters), torch.tensor([3.0**0.5, math.inf, 2.0])
+    optimizer = optimizer_with(torch.ones(3), torch.tensor([bad, 1.0]), torch.tensor([2.0]))
+    parameters, before = with_norms(optimizer, 3.0**0.5, bad, 2.0)
     torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-    [group] = nonfinite_groups(optimizer, {}, before=before)
-    assert group.index == 1
-    assert [(one.name, one.inf, one.nan) for one in group.parameters] == [("parameter 0", 1, 0)]
+    assert counted(nonfinite_groups(optimizer, {}, before=before)) == [(1, "parameter 0", *counts)]
 
 
-def test_a_nan_from_before_clipping_names_its_parameter_alone() -> None:
-    optimizer = optimizer_with(torch.ones(3), torch.tensor([math.nan, 1.0]))
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    before = tuple((id(p), p.grad._version) for p in parameters), torch.tensor([3.0**0.5, math.nan])
-    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-    [group] = nonfinite_groups(optimizer, {}, before=before)
-    assert group.index == 1
-    assert [(one.name, one.inf, one.nan) for one in group.parameters] == [("parameter 0", 0, 1)]
-
-
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_values_that_were_clipped_are_not_forgotten(bad: float) -> None:
+@pytest.mark.parametrize(("bad", "counts"), [(math.inf, (1, 0)), (math.nan, (0, 1))])
+def test_values_that_were_clipped_are_not_forgotten(bad: float, counts: tuple[int, int]) -> None:
     """Clipping by value makes a finite gradient of an infinite one, beside one that is NaN."""
     optimizer = optimizer_with(torch.ones(3), torch.tensor([math.inf, 1.0, math.inf]), torch.tensor([bad, 1.0]))
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    before = tuple((id(p), p.grad._version) for p in parameters), torch.tensor([3.0**0.5, math.inf, bad])
+    parameters, before = with_norms(optimizer, 3.0**0.5, math.inf, bad)
     torch.nn.utils.clip_grad_value_(parameters, 1.0)
-    groups = nonfinite_groups(optimizer, {}, before=before)
-    assert [group.index for group in groups] == [1, 2]
-    assert [(p.inf, p.nan) for group in groups for p in group.parameters] == [
-        (1, 0),
-        (int(bad == math.inf), int(bad != bad)),
-    ]
+    found = counted(nonfinite_groups(optimizer, {}, before=before))
+    assert found == [(1, "parameter 0", 1, 0), (2, "parameter 0", *counts)]
 
 
 def test_counts_are_exact_where_nothing_was_rewritten() -> None:
     optimizer = optimizer_with(torch.ones(3), torch.tensor([math.inf, math.nan, math.nan]))
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    before = tuple((id(p), p.grad._version) for p in parameters), torch.tensor([3.0**0.5, math.nan])
-    [group] = nonfinite_groups(optimizer, {}, before=before)
-    assert [(one.inf, one.nan) for one in group.parameters] == [(1, 2)]
+    _, before = with_norms(optimizer, 3.0**0.5, math.nan)
+    assert counted(nonfinite_groups(optimizer, {}, before=before)) == [(1, "parameter 0", 1, 2)]
 
 
 def test_the_norm_of_gradients_with_a_graph_adds_nothing_to_it() -> None:

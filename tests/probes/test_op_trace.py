@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
@@ -77,20 +75,12 @@ def test_a_module_called_twice_is_told_call_by_call_in_both_passes() -> None:
     }
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.relu(self.first(x)))
-
-
 def test_tied_weights_leave_each_product_to_its_own_module() -> None:
-    ops = traced(Tied(), torch.randn(2, 4, requires_grad=True))
-    assert [module for module, _, _ in seen(ops, "mm.default")] == ["first", "second"]
-    assert [module for module, _, _ in seen(ops, "mm.default", "backward")] == ["second", "second", "first", "first"]
+    first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    second.weight = first.weight
+    ops = traced(nn.Sequential(first, nn.ReLU(), second), torch.randn(2, 4, requires_grad=True))
+    assert [module for module, _, _ in seen(ops, "mm.default")] == ["0", "2"]
+    assert [module for module, _, _ in seen(ops, "mm.default", "backward")] == ["2", "2", "0", "0"]
 
 
 class InPlace(nn.Module):
@@ -197,18 +187,6 @@ def test_a_double_backward_belongs_to_the_forward_line() -> None:
     assert seen(trace.ops[:first], "cos.default") == [("", 0, sine)]
     assert seen(trace.ops[:first], "cos.default", "backward") == []
     assert ("", 0, sine) in seen(trace.ops[first:], "sin.default", "backward")
-
-
-class Loop(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(5):
-            x = torch.sinh(x)
-        return x
-
-
-def test_a_loop_runs_its_line_again_and_again() -> None:
-    line = line_of(Loop, "torch.sinh")
-    assert seen(traced(Loop(), torch.zeros(2, requires_grad=True)), "sinh.default") == [("", 0, line)] * 5
 
 
 def test_the_producer_is_the_op_with_finite_inputs_and_an_infinite_output() -> None:
@@ -352,39 +330,3 @@ def test_a_trace_that_is_left_in_another_thread_sees_no_more(goes_on: bool) -> N
     model(torch.ones(1, 2))
     assert [one.op for one in trace[0].ops] == ["aten.ones.default", "aten.addmm.default"]
     assert torch._C._len_torch_dispatch_stack() == 0
-
-
-PACKAGE = {
-    "helpers/__init__.py": "def product(a, b):\n    return a @ b\n",
-    "blocks/__init__.py": "from blocks.parts import Block\n",
-    "blocks/maths.py": "from helpers import product\n\ndef squared(x):\n    return product(x, x.mT)\n",
-    "blocks/parts.py": "import torch\nfrom blocks.maths import squared\n\nclass Block(torch.nn.Module):\n"
-    "    def forward(self, x):\n        return squared(x)\n",
-}
-
-
-def test_a_line_is_of_who_has_written_the_forward_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = tmp_path / "site-packages"
-    for name, text in PACKAGE.items():
-        (installed / name).parent.mkdir(parents=True, exist_ok=True)
-        (installed / name).write_text(text)
-    monkeypatch.syspath_prepend(str(installed))
-    product, block = importlib.import_module("helpers").product, importlib.import_module("blocks").Block()
-
-    class Net(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            made: torch.Tensor = product(x, x.mT)  # the user's own line, and not that of the library
-            return made
-
-    def where(model: nn.Module) -> tuple[str, int]:
-        with placed(model, OpTrace) as trace:
-            model(torch.ones(2, 2))
-        line = next(one.place.line for one in trace.ops if one.op == "aten.mm.default")
-        assert line is not None
-        return Path(line[0]).name, line[1]
-
-    assert where(Net()) == (Path(__file__).name, line_of(Net, "the user's own line"))
-    assert where(block) == ("maths.py", 4)  # of a library's module its own
-    with placed(Net(), OpTrace) as trace:
-        product(torch.ones(2, 2), torch.ones(2, 2))
-    assert [Path(one.place.line[0]).parent.name for one in trace.ops[2:] if one.place.line] == ["helpers"]

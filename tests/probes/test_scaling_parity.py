@@ -192,33 +192,37 @@ def assert_parity(case: Case, atol: float) -> None:
             close(ours[name], expected)
 
 
-def assert_scale(loop: Loop, enabled: bool, scale: float) -> None:
-    good, bad = (1, 1) if loop.accumulate else (3, 1)
-    assert scale == (INIT_SCALE * GROWTH**good * BACKOFF**bad if enabled else 1.0)
-
-
-def assert_seen(case: Case, loop: Loop, enabled: bool, seen: Watch) -> None:
+def assert_seen(case: Case, loop: Loop, enabled: bool, seen: Watch, scale: float) -> None:
+    """That the watch has seen each step, and the spoilt one skipped, and that the scale is where it must end."""
     batches = 2 if loop.accumulate else 1
     assert len(seen.steps) == len(case.data) // batches
     spoilt = [spoilt_batch(case, loop) // batches] if enabled else []
     assert [step.step for step in seen.steps if step.skipped] == spoilt
     assert [step.step for step in seen.steps if step.groups] == spoilt
+    good = len(seen.steps) - 1
+    assert scale == (INIT_SCALE * GROWTH**good * BACKOFF if enabled else 1.0)
 
 
-by_variant = pytest.mark.parametrize("variant", VARIANTS, ids=str)
-by_loop = pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS.keys())
 by_enabled = pytest.mark.parametrize("enabled", [True, False], ids=["enabled", "disabled"])
+
+QUICK = (torch.optim.SGD, torch.optim.Adam)
+"""Each other optimizer quickly runs the plain loop alone."""
+
+EACH = [
+    pytest.param(variant, loop, id=f"{variant}-{name}", marks=() if quick else pytest.mark.slow)
+    for variant in VARIANTS
+    for name, loop in LOOPS.items()
+    for quick in [name == "plain" or variant.kind in QUICK]
+]
 
 
 @by_enabled
-@by_loop
-@by_variant
+@pytest.mark.parametrize(("variant", "loop"), EACH)
 def test_a_watched_scaler_ends_where_training_without_one_ends(variant: Variant, loop: Loop, enabled: bool) -> None:
     case, seen, scale = run(variant, loop, enabled)
     # Clipping adds 1e-6 to the norm, a smaller part of a scaled one.
     assert_parity(case, CLIP_ATOL if loop.clip else FLOAT_ATOL)
-    assert_scale(loop, enabled, scale)
-    assert_seen(case, loop, enabled, seen)
+    assert_seen(case, loop, enabled, seen, scale)
 
 
 by_policy = pytest.mark.parametrize("policy", [cuda_on_cpu, nullcontext], ids=["CUDA's policy", "the CPU's own"])
@@ -231,9 +235,12 @@ def test_under_half_autocast_it_ends_where_half_training_without_one_ends(varian
     loop = Loop(half=True, half_control=True)
     with policy():
         case, seen, scale = run(variant, loop)
+        bare = make_case(variant)
+        train_with(bare, loop, make_scaler(enabled=True))
     assert_parity(case, HALF_ATOL)
-    assert_scale(loop, True, scale)
-    assert_seen(case, loop, True, seen)
+    assert_seen(case, loop, True, seen, scale)
+    for one, other in zip(case.scaling.parameters(), bare.scaling.parameters(), strict=True):
+        assert torch.equal(one, other), "watching has changed a bit"
 
 
 @by_policy
@@ -244,15 +251,6 @@ def test_half_training_ends_where_float32_training_ends(variant: Variant, enable
     with policy():
         case, _, _ = run(variant, Loop(half=True), enabled)
     assert_parity(case, HALF_ATOL)
-
-
-@by_variant
-def test_watching_does_not_change_a_bit(variant: Variant) -> None:
-    watched, _, _ = run(variant, Loop(half=True))
-    bare = make_case(variant)
-    train_with(bare, Loop(half=True), make_scaler(enabled=True))
-    for one, other in zip(watched.scaling.parameters(), bare.scaling.parameters(), strict=True):
-        assert torch.equal(one, other)
 
 
 def test_the_optimizers_left_out_are_torchs() -> None:

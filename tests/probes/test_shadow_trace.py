@@ -34,26 +34,36 @@ def overflows(ranges: list[RangeSeen]) -> list[tuple[str, str]]:
     return [(seen.op.split(".")[1], seen.overflow) for seen in ranges if seen.overflow]
 
 
-def test_an_overflow_starts_once_and_is_carried_on() -> None:
-    def code() -> None:
-        x = half(300.0) * half(300.0)
-        (x + half(1.0)).float().to(torch.float16)
-
-    assert overflows(shadow_of(code)) == [("mul", "starts"), ("add", "carried"), ("_to_copy", "carried")]
+def carried_on() -> None:
+    x = half(300.0) * half(300.0)
+    (x + half(1.0)).float().to(torch.float16)
 
 
-def test_a_second_overflow_behind_the_first_starts_on_its_own() -> None:
-    def code() -> None:
-        x = half(300.0) * half(300.0)
-        y = x / half(300.0)
-        y * y
-
-    assert overflows(shadow_of(code)) == [("mul", "starts"), ("mul", "starts")]
+def divided_and_squared() -> None:
+    x = half(300.0) * half(300.0)
+    y = x / half(300.0)
+    y * y
 
 
-def test_the_cast_of_a_wide_value_starts_an_overflow() -> None:
-    x = torch.full((3,), 200.0)
-    assert overflows(shadow_of(lambda: (x * x * x).to(torch.float16))) == [("_to_copy", "starts")]
+MULTIPLIED, CAST = ("mul", "starts"), ("_to_copy", "starts")
+WIDE = torch.tensor([0.3, 200.0])
+
+OVERFLOWS: dict[str, tuple[Callable[[], object], list[tuple[str, str]]]] = {
+    "it starts once and is carried on": (carried_on, [MULTIPLIED, ("add", "carried"), ("_to_copy", "carried")]),
+    "a second one behind the first starts on its own": (divided_and_squared, [MULTIPLIED, MULTIPLIED]),
+    "the cast of a wide value": (lambda: (WIDE * WIDE * WIDE).to(torch.float16), [CAST]),
+    "a factor of values": (lambda: half(0.3, 2.0) * 1e5, [MULTIPLIED]),
+    "a factor of large values": (lambda: half(300.0) * 1e5, [MULTIPLIED]),
+    "a factor of a mask": (lambda: half(0.0, 1.0) * -1e9, [("mul", "carried")]),
+    "a factor of wide values": (lambda: (WIDE * 1e6).to(torch.float16), [CAST]),
+    "a factor of whole wide values": (lambda: (torch.tensor([3.0, 7.0]) * 1e6).to(torch.float16), [CAST]),
+}
+
+
+@pytest.mark.parametrize("name", OVERFLOWS)
+def test_an_overflow_starts_where_values_go_beyond_fp16(name: str) -> None:
+    code, expected = OVERFLOWS[name]
+    assert overflows(shadow_of(code)) == expected
 
 
 CONSTANTS: dict[str, Callable[[], object]] = {
@@ -72,18 +82,6 @@ CONSTANTS: dict[str, Callable[[], object]] = {
 @pytest.mark.parametrize("code", CONSTANTS.values(), ids=CONSTANTS)
 def test_a_constant_of_the_users_code_starts_no_overflow(code: Callable[[], object]) -> None:
     assert "starts" not in {seen.overflow for seen in shadow_of(code)}
-
-
-def test_a_factor_beyond_fp16_starts_an_overflow_where_it_multiplies_values() -> None:
-    assert overflows(shadow_of(lambda: half(0.3, 2.0) * 1e5)) == [("mul", "starts")]
-    assert overflows(shadow_of(lambda: half(0.0, 1.0) * -1e9)) == [("mul", "carried")]
-    assert overflows(shadow_of(lambda: half(300.0) * 1e5)) == [("mul", "starts")]
-
-
-def test_a_factor_beyond_fp16_of_values_that_are_wide_starts_an_overflow_at_their_cast() -> None:
-    wide = torch.tensor([0.3, 2.0])
-    assert overflows(shadow_of(lambda: (wide * 1e6).to(torch.float16))) == [("_to_copy", "starts")]
-    assert overflows(shadow_of(lambda: (torch.tensor([3.0, 7.0]) * 1e6).to(torch.float16))) == [("_to_copy", "starts")]
 
 
 def test_a_buffer_beyond_fp16_is_a_constant() -> None:
@@ -159,39 +157,26 @@ TRANSFORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_a_fourier_transform_of_what_is_half_runs_in_float32_and_its_gradient_comes_back_in_half(
-    transform: Callable[[torch.Tensor], torch.Tensor],
-) -> None:
-    x = torch.randn(2, 32, dtype=torch.bfloat16, requires_grad=True)
-    with bfloat16_for_float16() as transforms, placed(nn.Identity(), ShadowTrace):
-        transform(x.detach().float())
-        assert transforms.have_run == [], "it is told of only where something half was transformed"
-        given = transform(x)
-        given.abs().sum().backward()
-    assert transforms.have_run == ["Fourier transforms"]
-    assert torch.allclose(given, transform(x.detach().float()))
-    assert x.grad is not None
-    assert x.grad.dtype is torch.bfloat16
-
-
 MAKERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "complex": lambda x: torch.complex(x, 2 * x),
-    "polar": lambda x: torch.polar(x.abs() + 1, x),
+    "polar": lambda x: torch.polar(x.abs(), x),
     "view_as_complex": lambda x: torch.view_as_complex(x.view(2, 16, 2)),
 }
 
 
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_a_complex_number_of_what_is_half_is_made_in_float32(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+@pytest.mark.parametrize("name", [*TRANSFORMS, *MAKERS])
+def test_fourier_transforms_and_complex_numbers_of_what_is_half_are_float32_and_their_gradients_half(name: str) -> None:
+    make = {**TRANSFORMS, **MAKERS}[name]
     x = torch.randn(2, 32, dtype=torch.bfloat16, requires_grad=True)
+    wide = make(x.detach().float())
     with bfloat16_for_float16() as transforms, placed(nn.Identity(), ShadowTrace):
         make(x.detach().float())
-        assert transforms.have_run == []
+        assert transforms.have_run == [], "it is told of only where something half was transformed"
         made = make(x)
         made.abs().sum().backward()
-    assert transforms.have_run == ["complex numbers"]
-    assert (made.dtype, made.shape) == (torch.complex64, make(x.detach().float()).shape)
+    assert transforms.have_run == ["Fourier transforms" if name in TRANSFORMS else "complex numbers"]
+    assert made.dtype is wide.dtype
+    assert torch.allclose(made, wide)
     assert x.grad is not None
     assert x.grad.dtype is torch.bfloat16
 

@@ -11,34 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from ampdbg.probes.op_trace import placed
-from ampdbg.probes.producer_trace import ProducerTrace
+from ampdbg.probes.op_trace import OpTrace, placed
 
 PACKAGES = {
-    "model_library": """
-        import torch
-        from model_library_losses import mean
-
-        class Model(torch.nn.Module):
-            def forward(self, x):
-                return mean(x.abs())
-        """,
-    "model_library_losses": """
-        def mean(x):
-            return x.sum() / 3
-        """,
-    "loop_library": """
-        def prepared(model):
-            inner = model.forward
-
-            def forward(*args):
-                return inner(*args) * 1.0
-
-            model.forward = forward
-            return model
-        """,
+    "maths/__init__.py": "def product(a, b):\n    return a @ b\n",
+    "blocks/__init__.py": "from blocks.parts import Block\n",
+    "blocks/losses.py": "from maths import product\n\ndef squared(x):\n    return product(x, x.mT) / 3\n",
+    "blocks/parts.py": "import torch\nfrom blocks.losses import squared\n\nclass Block(torch.nn.Module):\n"
+    "    def forward(self, x):\n        return squared(x.abs())\n",
+    "loops/__init__.py": "def prepared(model):\n    inner = model.forward\n\n    def forward(*args):\n"
+    "        return inner(*args) * 1.0\n\n    model.forward = forward\n    return model\n",
 }
-"""By the name of the package; a name with ``_losses`` is a module of the one before."""
 
 
 @pytest.fixture
@@ -46,27 +29,41 @@ def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     """Imports what is installed in a folder of packages of its own."""
     folder = tmp_path / "site-packages"
     for name, text in PACKAGES.items():
-        package, _, module = name.partition("_losses")
-        file = folder / package / ("losses.py" if _ or module else "__init__.py")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        lines = text.replace("model_library_losses", "model_library.losses").splitlines()[1:]
-        file.write_text("\n".join(line[8:] for line in lines), encoding="utf-8")
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
     monkeypatch.syspath_prepend(folder)
     yield importlib.import_module
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("model_library", "loop_library")]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("maths", "blocks", "loops")]:
         del sys.modules[name]
 
 
-@pytest.mark.parametrize("is_prepared", [False, True])
-def test_a_wrapped_forward_pass_is_of_who_has_written_its_class(
-    is_prepared: bool, libraries: Callable[[str], Any]
-) -> None:
-    model = libraries("model_library").Model()
-    if is_prepared:
-        model = libraries("loop_library").prepared(model)
-    with placed(model, ProducerTrace) as trace:
-        model(torch.ones(4))
+def lines_of(code: Callable[[], object], model: torch.nn.Module) -> dict[str, tuple[str, int, str]]:
+    """By the op: the file in its folder, line and function of the last that ran."""
+    with placed(model, OpTrace) as trace:
+        code()
     lines = {seen.op: seen.place.line for seen in trace.ops}
-    names = {op: (Path(line[0]).name, *line[1:]) for op, line in lines.items() if line is not None}
-    assert names["aten.abs.default"] == ("__init__.py", 6, "forward")
-    assert names["aten.div.Tensor"] == ("losses.py", 2, "mean")
+    return {op: ("/".join(Path(line[0]).parts[-2:]), *line[1:]) for op, line in lines.items() if line is not None}
+
+
+@pytest.mark.parametrize("is_prepared", [False, True], ids=["as it is", "wrapped by a library of loops"])
+def test_a_line_of_a_librarys_module_is_its_own(is_prepared: bool, libraries: Callable[[str], Any]) -> None:
+    model = libraries("blocks").Block()
+    if is_prepared:
+        model = libraries("loops").prepared(model)
+    lines = lines_of(lambda: model(torch.ones(2, 2)), model)
+    assert lines["aten.abs.default"] == ("blocks/parts.py", 6, "forward")
+    assert lines["aten.mm.default"] == lines["aten.div.Tensor"] == ("blocks/losses.py", 4, "squared")
+
+
+def test_a_line_of_the_users_module_is_the_users_and_not_that_of_a_library(libraries: Callable[[str], Any]) -> None:
+    product = libraries("maths").product
+
+    class Net(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = product(x, x.mT)
+            return made
+
+    net, x = Net(), torch.ones(2, 2)
+    own = ("probes/test_source_lines.py", Net.forward.__code__.co_firstlineno + 1, "forward")
+    assert lines_of(lambda: net(x), net)["aten.mm.default"] == own
+    assert lines_of(lambda: product(x, x), net)["aten.mm.default"][0] == "maths/__init__.py"

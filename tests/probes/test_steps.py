@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch.amp.grad_scaler import GradScaler
 
@@ -74,14 +75,14 @@ def test_the_first_steps_list_their_groups_and_later_ones_count_them() -> None:
     assert log.notes == (f"this run lists the groups of {LISTED_STEPS} of 200 non-finite steps",)
 
 
-def test_few_steps_of_many_parameters_are_bounded_too() -> None:
-    wide = [group(index) for index in range(LISTED_PARAMETERS // 4)]
-    assert [bool(step.groups) for step in logged([wide] * 6).steps] == [True] * 4 + [False] * 2
-
-
-def test_the_first_step_is_listed_however_many_parameters_it_has() -> None:
-    wide = [group(index) for index in range(LISTED_PARAMETERS + 1)]
-    assert [bool(step.groups) for step in logged([wide] * 3).steps] == [True, False, False]
+@pytest.mark.parametrize(
+    ("parameters", "listed"),
+    [(LISTED_PARAMETERS // 4, [True] * 4 + [False] * 2), (LISTED_PARAMETERS + 1, [True] + [False] * 5)],
+    ids=["a quarter of those that are listed", "more than are listed, but for the first step"],
+)
+def test_few_steps_of_many_parameters_are_bounded_too(parameters: int, listed: list[bool]) -> None:
+    wide = [group(index) for index in range(parameters)]
+    assert [bool(step.groups) for step in logged([wide] * 6).steps] == listed
 
 
 def test_the_diagnosis_names_the_narrowest_step_that_is_listed() -> None:

@@ -7,6 +7,7 @@ cache of weights in tests/precision/test_weight_cache.py.
 from __future__ import annotations
 
 import contextlib
+import re
 from pathlib import Path
 
 import pytest
@@ -23,38 +24,25 @@ from torch.amp import custom_bwd, custom_fwd
 
 class Square(torch.autograd.Function):
     @staticmethod
-    DECORATED_FORWARD
+    @custom_fwd(device_type="cuda", cast_inputs=torch.float32)
     def forward(ctx, x):
         ctx.save_for_backward(x)
         return x * x
 
     @staticmethod
-    DECORATED_BACKWARD
+    @custom_bwd(device_type="cuda")
     def backward(ctx, gradient):
         [x] = ctx.saved_tensors
         return 2 * x * gradient
 
-class Product(torch.autograd.Function):
-    @staticmethod
-    DECORATED_PRODUCT
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x @ w
-
-    @staticmethod
-    DECORATED_BACKWARD
-    def backward(ctx, gradient):
-        x, w = ctx.saved_tensors
-        return gradient @ w.t(), x.t() @ gradient
-
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.body, self.weight = nn.Linear(4, 4), nn.Parameter(torch.eye(4))
+        self.body = nn.Linear(4, 4)
         nn.init.constant_(self.body.bias, 300.0)
 
     def forward(self, x):
-        return FUNCTION
+        return Square.apply(self.body(x))
 
 def data():
     return list(torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(1)))
@@ -63,38 +51,14 @@ def step(model, batch):
     return model(batch).float().mean() * 1e-4
 """
 
-DECORATORS = {
-    "DECORATED_FORWARD": '@custom_fwd(device_type="cuda", cast_inputs=torch.float32)',
-    "DECORATED_PRODUCT": '@custom_fwd(device_type="cuda")',
-    "DECORATED_BACKWARD": '@custom_bwd(device_type="cuda")',
-}
-
-
-def function(call: str, *, is_decorated: bool) -> str:
-    code = FUNCTION.replace("return FUNCTION", f"return {call}")
-    for mark, decorator in DECORATORS.items():
-        code = code.replace(f"    {mark}\n", f"    {decorator}\n" if is_decorated else "")
-    return code
-
 
 def test_a_function_whose_inputs_are_cast_to_float32_does_not_overflow(tmp_path: Path) -> None:
-    bare = scanned(tmp_path, function("Square.apply(self.body(x))", is_decorated=False), train={"steps": 4})
+    cast = scanned(tmp_path, FUNCTION, train={"steps": 4})
+    assert (cast.verdict, cast.findings) == ("healthy", ())
+    bare = scanned(tmp_path, re.sub("    @custom_.*\n", "", FUNCTION), train={"steps": 4})
     assert (bare.findings[0].code, bare.findings[0].op) == ("forward-overflow", "aten.mul.Tensor")
     assert bare.findings[0].source is not None
     assert (bare.findings[0].source.text, bare.findings[0].source.function) == ("return x * x", "forward")
-    cast = scanned(tmp_path, function("Square.apply(self.body(x))", is_decorated=True), train={"steps": 4})
-    assert (cast.verdict, cast.findings) == ("healthy", ())
-
-
-def test_a_function_of_autocast_ops_needs_the_decorators_in_its_backward_pass(tmp_path: Path) -> None:
-    call = "Product.apply(self.body(x), self.weight)"
-    bare = scanned(tmp_path, function(call, is_decorated=False), train={"steps": 4})
-    [finding] = bare.findings
-    assert (finding.code, bare.verdict) == ("misuse-custom-function", "other")
-    assert finding.source is not None
-    assert finding.source.text == "return gradient @ w.t(), x.t() @ gradient"
-    decorated = scanned(tmp_path, function(call, is_decorated=True), train={"steps": 4})
-    assert (decorated.verdict, decorated.findings) == ("healthy", ())
 
 
 REGION = """

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from ampdbg.config.file import load_config
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.replay.copies import altered_batch, duplicate
 from ampdbg.replay.replay import Manner, replay_step
@@ -20,6 +19,7 @@ from ampdbg.replay.run import prepared
 from ampdbg.replay.snapshot import take_snapshot
 from ampdbg.replay.state import OBJECTS_IN_A_BATCH
 from ampdbg.training.loop import train
+from tests.written import written
 
 WORKLOAD = """
 import torch
@@ -34,6 +34,7 @@ def step(model, batch):
     return (model(x) - y).square().mean()
 """
 
+LINEAR = ("torch.nn:Linear", {"in_features": 2, "out_features": 1})
 Pair = namedtuple("Pair", ["one", "other"])
 
 
@@ -91,12 +92,7 @@ def test_a_duplicate_does_not_change_with_the_batch(what: str) -> None:
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_every_replay_starts_with_the_batch_as_the_step_found_it(accumulate: int, tmp_path: Path) -> None:
-    (tmp_path / "work.py").write_text(WORKLOAD)
-    (tmp_path / "config.yaml").write_text(
-        "model: {target: torch.nn:Linear, args: {in_features: 2, out_features: 1}}\n"
-        "data: {target: work.py:data}\nstep: {target: work.py:step}\n"
-    )
-    with prepared(load_config(tmp_path / "config.yaml")) as run:
+    with prepared(written(tmp_path, WORKLOAD, model=LINEAR, data="data", step="step")) as run:
         every = run.workload.batches()
         batches = tuple(next(every) for _ in range(accumulate))
         snapshot = take_snapshot(run.workload.model, 0, batches)
@@ -124,13 +120,9 @@ def step(model, batch):
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_a_micro_batch_beyond_half_is_the_datas_fault_whichever_of_them_it_is(accumulate: int, tmp_path: Path) -> None:
-    (tmp_path / "work.py").write_text(OUT_OF_RANGE)
-    (tmp_path / "config.yaml").write_text(
-        "model: {target: torch.nn:Linear, args: {in_features: 2, out_features: 1}}\n"
-        "data: {target: work.py:data}\nstep: {target: work.py:step}\nprecision: {dtype: float16}\n"
-        f"train: {{steps: {9 // accumulate}, accumulate: {accumulate}}}\n"
-    )
-    found = diagnose(train(load_config(tmp_path / "config.yaml"))).findings[0]
+    train_keys, precision = {"steps": 9 // accumulate, "accumulate": accumulate}, {"dtype": "float16"}
+    keys = {"model": LINEAR, "data": "data", "step": "step", "precision": precision, "train": train_keys}
+    found = diagnose(train(written(tmp_path, OUT_OF_RANGE, **keys))).findings[0]
     assert (found.code, found.step) == ("data-range", 4 // accumulate)
 
 
@@ -149,12 +141,7 @@ def step(model, x):
 
 @pytest.mark.parametrize("manner", [Manner("float64"), Manner("float32", rounds_to="float16"), Manner("bfloat16")])
 def test_a_batch_that_needs_gradients_is_a_leaf_in_every_replay(manner: Manner, tmp_path: Path) -> None:
-    (tmp_path / "work.py").write_text(PENALTY)
-    (tmp_path / "config.yaml").write_text(
-        "model: {target: torch.nn:Linear, args: {in_features: 2, out_features: 1}}\n"
-        "data: {target: work.py:data}\nstep: {target: work.py:step}\n"
-    )
-    with prepared(load_config(tmp_path / "config.yaml")) as run:
+    with prepared(written(tmp_path, PENALTY, model=LINEAR, data="data", step="step")) as run:
         (batch,) = batches = (next(run.workload.batches()),)
         snapshot = take_snapshot(run.workload.model, 0, batches)
         fp32 = replay_step(run, snapshot, Manner("float32")).replay

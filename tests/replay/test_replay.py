@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 
-from ampdbg.config.file import load_config
 from ampdbg.config.schema import Config
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.precision.widening import lifted
@@ -27,6 +25,7 @@ from ampdbg.replay.run import Run, prepared
 from ampdbg.replay.snapshot import ModelState, Snapshot, take_snapshot
 from ampdbg.training.loop import train
 from tests.observing import observing
+from tests.written import written
 
 WORKLOAD = """
 import random
@@ -64,11 +63,7 @@ def loss(output, target):
 
 
 def config(folder: Path, *overrides: str, **keys: Any) -> Config:
-    (folder / "work.py").write_text(WORKLOAD)
-    spec = {name: {"target": f"work.py:{target}"} for name, target in (("data", "data"), ("loss", "loss"))}
-    spec["model"] = {"target": "work.py:Net", "args": keys}  # type: ignore[dict-item]
-    (folder / "config.yaml").write_text(yaml.safe_dump(spec))
-    return load_config(folder / "config.yaml", overrides)
+    return written(folder, WORKLOAD, *overrides, model=("Net", keys), data="data", loss="loss")
 
 
 def state(run: Run) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from ampdbg.config.file import load_config
 from ampdbg.config.schema import Config
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.record.run import Record
@@ -18,6 +18,7 @@ from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run, prepared
 from ampdbg.replay.snapshot import take_snapshot
 from ampdbg.training.loop import train
+from tests.written import written
 
 WORKLOAD = """
 import collections
@@ -193,32 +194,19 @@ def data(bad=6e4):
     return batches
 """
 
-MODELS = [
-    "Momentum",
-    "Momentum, args: {by_data: true}",
-    "Counter",
-    "OwnGenerator",
-    "Bank",
-    "Queue",
-    "Recurrent",
-    "Recurrent, args: {detached: false}",
-]
-
+MODELS: list[Any] = ["Momentum", "Counter", "OwnGenerator", "Bank", "Queue", "Recurrent"]
+MODELS += [("Momentum", {"by_data": True}), ("Recurrent", {"detached": False})]
 
 OUTSIDE = ["OfGlobals", "OfTheClass", "OfGenerators", "OfContents", "OfAClosure", "OfAnObject", "OfAGlobalObject"]
 """What they move is no part of the model: a replay begins with what the step has left, and puts that back."""
 
 
-MSE = "loss: {target: torch.nn.functional:mse_loss}"
+MSE = {"loss": "torch.nn.functional:mse_loss"}
 
 
-def config(folder: Path, model: str, bad: str = "6.0e4", of: str = MSE) -> Config:
-    (folder / "work.py").write_text(WORKLOAD)
-    (folder / "config.yaml").write_text(
-        f"model: {{target: work.py:{model}}}\ndata: {{target: work.py:data, args: {{bad: {bad}}}}}\n"
-        f"{of}\ntrain: {{steps: 8, device: cpu}}\n"
-    )
-    return load_config(folder / "config.yaml")
+def config(folder: Path, model: Any, bad: float = 6e4, of: dict[str, str] | None = None) -> Config:
+    keys = {"model": model, "data": ("data", {"bad": bad}), **(of or MSE), "train": {"steps": 8, "device": "cpu"}}
+    return written(folder, WORKLOAD, **keys)
 
 
 def trained(checked: Config, replays: int) -> tuple[Record, dict[str, Any]]:
@@ -249,8 +237,8 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [*MODELS, *OUTSIDE])
-def test_a_run_ends_in_the_same_bits_with_and_without_replays(model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", [*MODELS, *OUTSIDE], ids=str)
+def test_a_run_ends_in_the_same_bits_with_and_without_replays(model: Any, tmp_path: Path) -> None:
     checked = config(tmp_path, model)
     (plain, without), (replayed, with_replays) = trained(checked, 0), trained(checked, 2)
     assert not plain.investigations
@@ -260,17 +248,17 @@ def test_a_run_ends_in_the_same_bits_with_and_without_replays(model: str, tmp_pa
     assert all(map(same, without.values(), with_replays.values()))
 
 
-@pytest.mark.parametrize("of", ["loss: {target: work.py:Centred}", "step: {target: work.py:step}"])
-def test_what_a_loss_or_a_step_keeps_beside_the_model_is_put_back(of: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("of", [{"loss": "Centred"}, {"step": "step"}], ids=str)
+def test_what_a_loss_or_a_step_keeps_beside_the_model_is_put_back(of: dict[str, str], tmp_path: Path) -> None:
     _, without = trained(config(tmp_path, "Net", of=of), 0)
     record, with_replays = trained(config(tmp_path, "Net", of=of), 2)
     assert record.investigations
     assert all(map(same, without.values(), with_replays.values()))
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_a_replay_as_it_was_is_the_step_itself(model: str, tmp_path: Path) -> None:
-    with prepared(config(tmp_path, model, bad="1.0")) as run:
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_a_replay_as_it_was_is_the_step_itself(model: Any, tmp_path: Path) -> None:
+    with prepared(config(tmp_path, model, bad=1.0)) as run:
         batches, [optimizer] = run.workload.batches(), run.workload.optimizers
         for number in range(3):
             batch = next(batches)
@@ -290,16 +278,16 @@ def test_a_replay_as_it_was_is_the_step_itself(model: str, tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "bad", "code"), [("Bank", ".nan", "data-nonfinite"), ("Recurrent", "6e4", "data-range")]
+    ("model", "bad", "code"), [("Bank", math.nan, "data-nonfinite"), ("Recurrent", 6e4, "data-range")]
 )
-def test_the_finding_is_that_of_the_data(model: str, bad: str, code: str, tmp_path: Path) -> None:
+def test_the_finding_is_that_of_the_data(model: str, bad: float, code: str, tmp_path: Path) -> None:
     record = diagnose(train(config(tmp_path, model, bad)))
     assert (record.findings[0].code, record.findings[0].step) == (code, 5)
 
 
 @pytest.mark.slow
 def test_what_a_spoilt_bank_does_to_later_steps_is_laid_to_none_of_them(tmp_path: Path) -> None:
-    record = diagnose(train(config(tmp_path, "Bank", ".nan")))
+    record = diagnose(train(config(tmp_path, "Bank", math.nan)))
     assert [made.step for made in record.investigations] == [5]
     assert [step.step for step in record.steps if step.skipped] == [5, 6, 7]
     assert record.findings[1].message.startswith("the loss is NaN at step 6")

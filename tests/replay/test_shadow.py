@@ -6,12 +6,12 @@ import contextlib
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from ampdbg.config.file import load_config
 from ampdbg.errors import UserCodeError
 from ampdbg.probes.shadow_trace import RangeSeen, sites_of
 from ampdbg.record.file import to_json
@@ -20,6 +20,7 @@ from ampdbg.replay.replay import shadow_step
 from ampdbg.replay.run import Run, prepared
 from ampdbg.replay.snapshot import Snapshot, take_snapshot
 from ampdbg.training.loop import profile_ranges
+from tests.written import written
 
 FIVE = """
 import torch
@@ -53,22 +54,17 @@ def step(model, batch):
 OVERFLOWING_LINE = next(i for i, line in enumerate(FIVE.splitlines(), 1) if "# overflows" in line)
 
 
-def config(folder: Path, code: str = FIVE, more: str = "") -> Path:
-    """A config whose targets are in ``code``."""
-    (folder / "five.py").write_text(code, encoding="utf-8")
-    text = "model: {target: five.py:build_model}\ndata: {target: five.py:build_data}\nstep: {target: five.py:step}\n"
-    (folder / "c.yaml").write_text(text + "train: {device: cpu}\n" + more, encoding="utf-8")
-    return folder / "c.yaml"
+KEYS: dict[str, Any] = {"model": "build_model", "data": "build_data", "step": "step", "train": {"device": "cpu"}}
 
 
 @contextlib.contextmanager
-def first_step(path: Path) -> Iterator[tuple[Run, Snapshot]]:
-    with prepared(load_config(path)) as run:
+def first_step(folder: Path, code: str = FIVE) -> Iterator[tuple[Run, Snapshot]]:
+    with prepared(written(folder, code, **KEYS)) as run:
         yield run, take_snapshot(run.workload.model, 0, (next(run.workload.batches()),))
 
 
-def profile(path: Path, *settings: str) -> Record:
-    return profile_ranges(load_config(path, ("train.steps=1", *settings)))
+def profile(folder: Path, *settings: str, code: str = FIVE, **keys: Any) -> Record:
+    return profile_ranges(written(folder, code, "train.steps=1", *settings, **KEYS, **keys))
 
 
 def starts(sites: tuple[Site, ...]) -> list[tuple[str, str, int]]:
@@ -78,7 +74,7 @@ def starts(sites: tuple[Site, ...]) -> list[tuple[str, str, int]]:
 
 
 def test_five_overflows_at_five_depths_are_five_producers(tmp_path: Path) -> None:
-    record = profile(config(tmp_path))
+    record = profile(tmp_path)
     forward = tuple(site for site in record.sites if site.phase == "forward")
     assert starts(forward) == [(str(index), "aten.mul.Tensor", OVERFLOWING_LINE) for index in range(0, 10, 2)]
     assert all(site.headroom_bits < 0 < site.abs_max for site in forward if site.overflow == "starts")
@@ -86,7 +82,7 @@ def test_five_overflows_at_five_depths_are_five_producers(tmp_path: Path) -> Non
 
 
 def test_a_shadow_changes_nothing(tmp_path: Path) -> None:
-    with first_step(config(tmp_path)) as (run, snapshot):
+    with first_step(tmp_path) as (run, snapshot):
         model = run.workload.model
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         for parameter in model.parameters():
@@ -102,7 +98,7 @@ def test_a_shadow_changes_nothing(tmp_path: Path) -> None:
 
 def test_training_goes_on_as_if_nothing_had_been_measured(tmp_path: Path) -> None:
     def trained(measured: bool) -> list[torch.Tensor]:
-        with first_step(config(tmp_path)) as (run, snapshot):
+        with first_step(tmp_path) as (run, snapshot):
             for _ in range(3):
                 if measured:
                     shadow_step(run, snapshot)
@@ -120,14 +116,13 @@ def test_the_same_seed_gives_the_same_record_but_for_times(tmp_path: Path) -> No
         lines = to_json(record).splitlines()
         return "\n".join(line for line in lines if '"created"' not in line and '"elapsed"' not in line)
 
-    path = config(tmp_path)
-    first = stripped(profile(path, "train.steps=3"))
-    assert first == stripped(profile(path, "train.steps=3"))
-    assert first != stripped(profile(path, "train.steps=3", "train.seed=1"))
+    first = stripped(profile(tmp_path, "train.steps=3"))
+    assert first == stripped(profile(tmp_path, "train.steps=3"))
+    assert first != stripped(profile(tmp_path, "train.steps=3", "train.seed=1"))
 
 
 def test_the_nth_step_is_measured_after_the_others_were_trained(tmp_path: Path) -> None:
-    record = profile(config(tmp_path), "train.steps=3")
+    record = profile(tmp_path, "train.steps=3")
     assert [step.step for step in record.steps] == [0, 1]
     assert record.planned_steps == 3
     assert record.sites
@@ -162,7 +157,7 @@ def weight_gradient(ranges: tuple[RangeSeen, ...]) -> Site:
 
 
 def test_the_window_of_a_gradient_is_exact(tmp_path: Path) -> None:
-    with first_step(config(tmp_path, PRODUCT)) as (run, snapshot):
+    with first_step(tmp_path, PRODUCT) as (run, snapshot):
         site = weight_gradient(shadow_step(run, snapshot).ranges)
     # Every element is 2**-16: kept from 2**-25 on, that is times 2**-9; below 65520 up to 2**15, times 2**31.
     assert site.abs_max == 2.0**-16
@@ -171,40 +166,40 @@ def test_the_window_of_a_gradient_is_exact(tmp_path: Path) -> None:
 
 
 def test_micro_batches_share_the_loss(tmp_path: Path) -> None:
-    with first_step(config(tmp_path, PRODUCT)) as (run, snapshot):
+    with first_step(tmp_path, PRODUCT) as (run, snapshot):
         twice = Snapshot(0, snapshot.batches * 2, snapshot.data * 2, snapshot.random_state, snapshot.state)
         site = weight_gradient(shadow_step(run, twice).ranges)
     assert (site.abs_max, site.calls) == (2.0**-17, 2)
 
 
 def test_a_pinned_module_has_no_sites_of_its_own(tmp_path: Path) -> None:
-    record = profile(config(tmp_path, more="precision: {pins: ['2']}\n"))
+    record = profile(tmp_path, precision={"pins": ["2"]})
     modules = [module for module, _, _ in starts(record.sites)]
     assert "2" not in modules
     assert {"0", "4", "6", "8"} <= set(modules)
 
 
-@pytest.mark.parametrize("precision", ["{level: O0}", "{dtype: bfloat16}", "{loss_scale: 8}"])
-def test_the_profile_is_that_of_fp16_whatever_the_run_is_in(tmp_path: Path, precision: str) -> None:
-    assert profile(config(tmp_path, more=f"precision: {precision}\n")).sites == profile(config(tmp_path)).sites
+@pytest.mark.parametrize("precision", [{"level": "O0"}, {"dtype": "bfloat16"}, {"loss_scale": 8}], ids=str)
+def test_the_profile_is_that_of_fp16_whatever_the_run_is_in(tmp_path: Path, precision: dict[str, Any]) -> None:
+    assert profile(tmp_path, precision=precision).sites == profile(tmp_path).sites
 
 
 def test_code_that_cannot_do_bfloat16_is_told_where_it_comes_from(tmp_path: Path) -> None:
     code = FIVE.replace("return model(batch).square().mean()", "return model[0].inner(batch).detach().numpy()")
     with pytest.raises(UserCodeError, match="runs this step in bfloat16"):
-        profile(config(tmp_path, code))
+        profile(tmp_path, code=code)
 
 
 def test_an_error_that_autocast_causes_is_in_the_record(tmp_path: Path) -> None:
     code = FIVE.replace("model(batch).square().mean()", "nn.BCELoss()(model(batch).sigmoid(), batch.sigmoid())")
-    record = profile(config(tmp_path, code))
+    record = profile(tmp_path, code=code)
     assert record.autocast_error is not None
     assert record.autocast_error.code == "misuse-bce"
 
 
 def test_what_could_not_be_seen_is_said(tmp_path: Path) -> None:
     code = FIVE.replace("return nn.Sequential(*", "return nn.Sequential(torch.jit.script(nn.Linear(8, 8)), *")
-    with first_step(config(tmp_path, code)) as (run, snapshot):
+    with first_step(tmp_path, code) as (run, snapshot):
         unused = nn.Linear(2, 2)
         run.workload.model.add_module("unused", unused)
         run.workload.model.unused.forward = lambda x: x  # type: ignore[union-attr]

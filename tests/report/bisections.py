@@ -17,37 +17,23 @@ LOSS_LINE = Source("/home/me/train.py", 12, "training_step", "    return (logits
 BMM = "aten.bmm.default"
 
 OVERFLOW = Finding(
-    code="forward-overflow",
-    severity="error",
-    step=3,
-    phase="forward",
-    module="blocks.2.attn",
-    op="aten.bmm.default",
-    message="aten.bmm.default of blocks.2.attn is 81920 in FP32, and infinite in float16",
-    remedy="run blocks.2.attn in FP32",
-    source=SCORES,
-)
+    "forward-overflow", "error", 3, "forward", f"{BMM} of blocks.2.attn is 81920 in FP32, and infinite in float16",
+    "run blocks.2.attn in FP32", "blocks.2.attn", BMM, source=SCORES,
+)  # fmt: skip
 
 ATTENTION = Pin(
-    module="blocks.2.attn",
-    reason=0,
+    "blocks.2.attn", reason=0, without="loss NaN: blocks.2.attn bmm (line 41) reaches 81,920",
     sites=(
         PinSite("forward", "blocks.2.attn", BMM, SCORES, 81920.0),
         PinSite("forward", "blocks.2.attn", "aten.add.Tensor", SCORES, 90000.0),
     ),
-    without="loss NaN: blocks.2.attn bmm (line 41) reaches 81,920",
-    cost=PinCost(0.031, 0.042, 1_200_000),
-    class_name="Attention",
-)
+    cost=PinCost(0.031, 0.042, 1_200_000), class_name="Attention",
+)  # fmt: skip
 BLOCK = Pin(
-    module="blocks.3",
-    own=True,
-    reason=0,
+    "blocks.3", own=True, reason=0, without="loss NaN: blocks.3 add.Tensor (line 58) reaches 1.5e+09",
     sites=(PinSite("forward", "blocks.3", "aten.add.Tensor", RESIDUAL, 1.5e9, call=2),),
-    without="loss NaN: blocks.3 add.Tensor (line 58) reaches 1.5e+09",
-    cost=PinCost(0.0, 0.0004, 12_000),
-    class_name="Block",
-)
+    cost=PinCost(0.0, 0.0004, 12_000), class_name="Block",
+)  # fmt: skip
 NAMES = (ATTENTION.name, BLOCK.name)
 
 
@@ -75,22 +61,11 @@ TRIALS = (
     trial(NAMES, "further batch 2"),
     trial(NAMES, "further batch 3", "finite, but far from FP32: the loss is 1.2, and 2.31 in FP32"),
 )
-FOUND = Search(
-    "guided",
-    "found",
-    step=3,
-    scale=65536.0,
-    failed=2,
-    tried=2,
-    modules=48,
-    candidates=1,
-    minimal=True,
-    further=3,
-    further_healthy=2,
-    losses={"float32": 2.3102, "pinned": 2.3101},
-    cost=PinCost(0.031, 0.0424, 1_212_000),
-    classes={"Block": (1, 6), "Attention": (1, 6)},
-)
+FAILING = Search("guided", "found", step=3, scale=65536.0, failed=2, tried=2, modules=48)
+FOUND = replace(
+    FAILING, candidates=1, minimal=True, further=3, further_healthy=2, losses={"float32": 2.3102, "pinned": 2.3101},
+    cost=PinCost(0.031, 0.0424, 1_212_000), classes={"Block": (1, 6), "Attention": (1, 6)},
+)  # fmt: skip
 
 
 def found() -> Record:
@@ -133,9 +108,8 @@ def nothing_to_pin() -> Record:
 
 
 def fp32_fails() -> Record:
-    finding = Finding(
-        "true-nan", "error", 3, "forward", "The loss is NaN in FP32 and in FP64 too.", remedy="Clamp inside the root."
-    )
+    message = "The loss is NaN in FP32 and in FP64 too."
+    finding = Finding("true-nan", "error", 3, "forward", message, "Clamp inside the root.")
     search = Search("guided", "fp32-fails", f"{finding.message}; {finding.remedy}")
     return searched(search, findings=(finding,), verdict="other")
 
@@ -166,43 +140,20 @@ def _without_a_search(finding: Finding) -> Record:
 def not_in_a_module() -> Record:
     pin = Pin("", source=LOSS_LINE, reason=0, sites=(PinSite("forward", "", "aten.pow.default", LOSS_LINE, 1e12),))
     why = "loss inf: pow (line 12) reaches 1e+12"
-    search = replace(
-        FOUND,
-        outcome="not-in-a-module",
-        message="what goes wrong is a line of the step or the loss",
-        **dict.fromkeys(("further", "further_healthy"), 0),  # type: ignore[arg-type]
-        minimal=False,
-        losses={},
-        cost=None,
-        classes={},
-    )
+    message = "what goes wrong is a line of the step or the loss"
+    search = replace(FAILING, outcome="not-in-a-module", message=message, candidates=1)
     return searched(search, pins=(pin,), trials=(trial(("head",), "candidates", why), trial(("",), "widened", why)))
 
 
 def not_reproduced() -> Record:
-    search = Search(
-        "guided",
-        "not-reproduced",
-        "none of 10 replays reproduced the failure",
-        step=3,
-        scale=65536.0,
-        tried=10,
-        modules=48,
-    )
+    message = "none of 10 replays reproduced the failure"
+    search = replace(FAILING, outcome="not-reproduced", message=message, failed=0, tried=10)
     return searched(search, verdict="inconclusive")
 
 
 def no_set_helps() -> Record:
-    search = Search(
-        "guided",
-        "no-set-helps",
-        f"with every module in FP32 the step still fails: {NAN}",
-        step=3,
-        scale=65536.0,
-        failed=2,
-        tried=2,
-        modules=48,
-    )
+    message = f"with every module in FP32 the step still fails: {NAN}"
+    search = replace(FAILING, outcome="no-set-helps", message=message)
     return searched(search, trials=(trial(("head",), "candidates", NAN), trial(("",), "widened", NAN)))
 
 
@@ -212,8 +163,7 @@ def out_of_trials() -> Record:
 
 
 def out_of_trials_without_a_set() -> Record:
-    search = Search("ddmin", "out-of-trials", step=3, scale=65536.0, failed=2, tried=2, modules=48)
-    return searched(search, trials=TRIALS[:1])
+    return searched(replace(FAILING, strategy="ddmin", outcome="out-of-trials"), trials=TRIALS[:1])
 
 
 def search_interrupted() -> Record:
@@ -222,22 +172,7 @@ def search_interrupted() -> Record:
 
 BISECTIONS = {
     make.__name__: make
-    for make in (
-        found,
-        every_instance,
-        flaky,
-        not_again,
-        nothing_to_pin,
-        fp32_fails,
-        fp32_raises,
-        spoilt_input,
-        no_pin_helps,
-        misused,
-        not_in_a_module,
-        not_reproduced,
-        no_set_helps,
-        out_of_trials,
-        out_of_trials_without_a_set,
-        search_interrupted,
-    )
-}
+    for make in (found, every_instance, flaky, not_again, nothing_to_pin, fp32_fails, fp32_raises, spoilt_input,
+                 no_pin_helps, misused, not_in_a_module, not_reproduced, no_set_helps, out_of_trials,
+                 out_of_trials_without_a_set, search_interrupted)
+}  # fmt: skip

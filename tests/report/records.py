@@ -9,16 +9,7 @@ from dataclasses import replace
 from ampdbg.record.findings import Finding, Source
 from ampdbg.record.run import Environment, GroupOverflow, ParameterCounts, Record, Step
 
-ENVIRONMENT = Environment(
-    ampdbg="0.1.0",
-    python="3.12.4",
-    torch="2.6.0",
-    platform="Linux-x86_64",
-    device="cpu",
-    device_name="",
-    policy="cuda",
-    emulated=True,
-)
+ENVIRONMENT = Environment("0.1.0", "3.12.4", "2.6.0", "Linux-x86_64", "cpu", "", policy="cuda", emulated=True)
 
 LAYERS = (*(f"blocks.{block}.{part}" for block in range(6) for part in ("attn.qkv", "attn.proj", "mlp.fc")), "head")
 NAMES = tuple(f"{layer}.{kind}" for layer in LAYERS for kind in ("weight", "bias"))
@@ -41,17 +32,9 @@ def skipped_step(number: int, scale: float, groups: tuple[GroupOverflow, ...], l
 
 def run(steps: Sequence[Step], **fields: object) -> Record:
     """A scan over ``steps`` that ran to its end, of the model ``NAMES``."""
-    record = Record(
-        command="scan",
-        created="2025-01-02T03:04:05Z",
-        environment=ENVIRONMENT,
-        config={"model": {"target": "model.py:build_model"}},
-        verdict="healthy",
-        steps=tuple(steps),
-        groups=NAMES,
-        planned_steps=len(steps),
-        elapsed=12.3,
-    )
+    config = {"model": {"target": "model.py:build_model"}}
+    record = Record("scan", "2025-01-02T03:04:05Z", ENVIRONMENT, config, "healthy", tuple(steps), groups=NAMES)
+    record = replace(record, planned_steps=len(steps), elapsed=12.3)
     return replace(record, **fields)  # type: ignore[arg-type]
 
 
@@ -60,89 +43,42 @@ def healthy() -> Record:
 
 
 def calibration() -> Record:
-    steps = [
-        skipped_step(0, 65536.0, overflow(36)),
-        skipped_step(1, 32768.0, overflow(36)),
-        *(healthy_step(number, 16384.0) for number in range(2, 50)),
-    ]
-    finding = Finding(
-        code="scale-calibration",
-        severity="info",
-        step=0,
-        phase="backward",
-        message="2 steps were skipped until the loss scale fitted the gradients (16384); the loss falls since.",
-    )
-    return run(steps, findings=(finding,))
-
-
-def _falling(count: int, start: int = 10, every: int = 2) -> list[float]:
-    """Loss scales that halve every so many steps from ``start`` on."""
-    return [65536.0 / 2 ** max(0, (number - start + every - 1) // every) for number in range(count)]
+    settling = [skipped_step(0, 65536.0, overflow(36)), skipped_step(1, 32768.0, overflow(36))]
+    message = "2 steps were skipped until the loss scale fitted the gradients (16384); the loss falls since."
+    finding = Finding("scale-calibration", "info", 0, "backward", message)
+    return run([*settling, *(healthy_step(number, 16384.0) for number in range(2, 50))], findings=(finding,))
 
 
 def collapse() -> Record:
-    scales = _falling(50)
+    """The loss scale halves at every second step from step 10 on."""
+    scales = [65536.0 / 2 ** max(0, (number - 9) // 2) for number in range(50)]
     steps = [
         skipped_step(number, scale, overflow(*((0, 1) if number % 4 else (0,)), inf=2 * number))
         if number >= 10 and number % 2 == 0
         else healthy_step(number, scale)
         for number, scale in enumerate(scales)
     ]
-    gradients = Finding(
-        code="unknown",
-        severity="error",
-        step=10,
-        phase="backward",
-        module="blocks.0.attn.qkv",
-        parameter="blocks.0.attn.qkv.weight",
-        message="gradients are not finite in 20 of 50 steps, although the loss is; step 12 narrows it down to 1 of 38 "
-        "groups: blocks.0.attn.qkv.weight",
-        remedy="compare with a run in FP32: --set precision.level=O0",
+    message = (
+        "gradients are not finite in 20 of 50 steps, although the loss is; step 12 narrows it down to 1 of 38 groups: "
+        "blocks.0.attn.qkv.weight"
     )
+    remedy = "compare with a run in FP32: --set precision.level=O0"
+    gradients = Finding("unknown", "error", 10, "backward", message, remedy, "blocks.0.attn.qkv")
+    gradients = replace(gradients, parameter="blocks.0.attn.qkv.weight")
     falling = Finding(
-        code="scale-collapse",
-        severity="error",
-        step=10,
-        phase="backward",
-        message="the loss scale keeps falling, from 65536 to 0.0625",
-        root=0,
+        "scale-collapse", "error", 10, "backward", "the loss scale keeps falling, from 65536 to 0.0625", root=0
     )
     return run(steps, verdict="inconclusive", findings=(gradients, falling))
 
 
 def forward_nan() -> Record:
     everywhere = overflow(*range(len(NAMES)), inf=0, nan=4096)
-    steps = [
-        healthy_step(number)
-        if number < 3
-        else skipped_step(number, 65536.0 / 2 ** (number - 3), everywhere, loss=math.nan)
-        for number in range(20)
-    ]
-    return run(
-        steps,
-        verdict="precision",
-        findings=(
-            Finding(
-                code="forward-overflow",
-                severity="error",
-                step=3,
-                phase="forward",
-                module="blocks.2.attn",
-                op="aten.bmm.default",
-                message="aten.bmm.default has finite inputs and an infinite result in float16.",
-                remedy="Run blocks.2.attn in FP32, its inputs cast up.",
-                source=Source("model.py", 41, "forward", "    scores = q @ k.transpose(-1, -2)"),
-            ),
-            Finding(
-                code="scale-collapse",
-                severity="error",
-                step=3,
-                phase="backward",
-                message="The loss scale fell from 65536 to 1.",
-                root=0,
-            ),
-        ),
-    )
+    steps = [healthy_step(number) for number in range(3)]
+    steps += [skipped_step(number, 65536.0 / 2 ** (number - 3), everywhere, math.nan) for number in range(3, 20)]
+    message = "aten.bmm.default has finite inputs and an infinite result in float16."
+    source = Source("model.py", 41, "forward", "    scores = q @ k.transpose(-1, -2)")
+    found = Finding("forward-overflow", "error", 3, "forward", message, module="blocks.2.attn", source=source)
+    return run(steps, verdict="precision", findings=(replace(found, op="aten.bmm.default"),))
 
 
 def interrupted() -> Record:

@@ -1,65 +1,54 @@
-"""The runs whose pages are golden: cases of the zoo and examples, run in this process by ``pytest --update-golden``.
+"""The runs whose pages are golden: cases of the zoo and examples, run in this process by ``pytest --update-records``.
 
-Their records are kept beside the pages, so that a page holds only sentences that the program says. Whoever changes
-what a run finds, or how a page says it, refreshes both and reads the difference.
+Their records are packed into one file beside the pages, so that a page holds only sentences that the program says.
+Whoever changes what a run finds, or how a page says it, refreshes both and reads the difference of the pages;
+``test_outcomes.py`` has what each run finds. Where two branches have changed the packed file, take either and refresh.
 """
 
 from __future__ import annotations
 
+import functools
+import gzip
+import json
+import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ampdbg
 from ampdbg.errors import AmpdbgError
 from ampdbg.escapes import harmless
 from ampdbg.observer import Observer
-from ampdbg.record.file import LATEST, read_record
-from ampdbg.record.run import Environment, Record
+from ampdbg.record.file import LATEST, from_json, read_record, to_json
+from ampdbg.record.run import Record
 from tests.commands.program import start
+from tests.report.records import ENVIRONMENT
 from tests.script.scripts import PLAIN
 
 ROOT = Path(__file__).parents[2]
-RECORDS = Path(__file__).parent / "golden" / "records"
+PACKED = Path(__file__).parent / "golden" / "records.json.gz"
+"""One JSON object: each record by the name of its run."""
+
 STAMP = re.compile(r"\d{8}T\d{6}Z")
-
-ENVIRONMENT = Environment(
-    ampdbg="0.1.0",
-    python="3.12.4",
-    torch="2.6.0",
-    platform="Linux-x86_64",
-    device="cpu",
-    device_name="",
-    policy="cuda",
-    emulated=True,
-)
-
-
-@contextmanager
-def case(name: str) -> Iterator[Path]:
-    """The config of a case of the zoo."""
-    from tests.zoo.test_zoo import config_of
-
-    with tempfile.TemporaryDirectory() as folder:
-        yield config_of(ROOT / "tests" / "zoo" / "cases" / f"{name}.py", Path(folder))
 
 
 def zoo(command: str, name: str, **how: Any) -> Callable[[], Record]:
     """A run of one command on a case of the zoo; what stops it with an error leaves the record of the steps before."""
 
     def run() -> Record:
-        with case(name) as config:
+        from tests.zoo.test_zoo import config_of
+
+        with tempfile.TemporaryDirectory() as folder:
+            config = config_of(ROOT / "tests" / "zoo" / "cases" / f"{name}.py", Path(folder))
             try:
-                record: Record = getattr(ampdbg, command)(config, device="cpu", **how)
+                return cast("Record", getattr(ampdbg, command)(config, device="cpu", **how))
             except AmpdbgError as error:
                 if not isinstance(error.record, Record):
                     raise
                 return error.record
-        return record
 
     return run
 
@@ -141,6 +130,33 @@ RUNS: dict[str, Callable[[], Record]] = {
 """One for each kind of page, by the name of its golden file."""
 
 
+@functools.cache
+def _packed() -> dict[str, Any]:
+    return json.loads(gzip.decompress(PACKED.read_bytes())) if PACKED.exists() else {}
+
+
+def json_of(name: str) -> str:
+    """The record of a run, as the packed file has it."""
+    return json.dumps(_packed()[name])
+
+
+@functools.cache
+def record_of(name: str) -> Record:
+    """The record of a run, as the packed file has it."""
+    return from_json(json_of(name))
+
+
+def keep(name: str) -> None:
+    """Makes a run again and packs its record; the file stays as it is where the record does."""
+    assert "PYTEST_XDIST_WORKER" not in os.environ, "all records are one file: --update-records without --numprocesses"
+    every = {**_packed(), name: json.loads(to_json(remade(name)))}
+    if every != _packed():
+        text = json.dumps(every, separators=(",", ":"), sort_keys=True)
+        PACKED.write_bytes(gzip.compress(text.encode(), mtime=0))
+    _packed.cache_clear()
+    record_of.cache_clear()
+
+
 def remade(name: str) -> Record:
     """The record of a run of now."""
     return settled(RUNS[name]())
@@ -148,7 +164,9 @@ def remade(name: str) -> Record:
 
 def settled(record: Record) -> Record:
     """The record with what differs between two runs or machines fixed."""
-    record = harmless(record, str(ROOT), but="\n")
+    # A diff names the files from the folder that holds them and the config: here the root of the disk.
+    text = to_json(harmless(record, str(ROOT), but="\n")).replace(f"{ROOT.as_posix().lstrip('/')}/", "")
+    record = from_json(text)
     if record.script is not None:
         captures = tuple(STAMP.sub("20250102T030405Z", capture) for capture in record.script.captures)
         record = replace(record, script=replace(record.script, captures=captures))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,20 +22,8 @@ def plain(code: str, width: int = 80) -> str:
     return as_text(code, Look(width, color=False, unicode=True))
 
 
-def listing(width: int = 80, *, color: bool = False, unicode: bool = True) -> str:
-    return as_text(None, Look(width, color, unicode))
-
-
-def test_the_list_looks_as_in_its_golden_file(golden: Callable[[Path, str], None]) -> None:
-    golden(GOLDEN / "codes.txt", listing())
-
-
-def test_an_explanation_looks_as_in_its_golden_file(golden: Callable[[Path, str], None]) -> None:
-    golden(GOLDEN / "explained_forward-overflow.txt", plain("forward-overflow"))
-
-
 def test_the_list_names_each_family_and_has_a_line_for_each_code() -> None:
-    lines = listing().splitlines()
+    lines = as_text(None, Look(80, color=False, unicode=True)).splitlines()
     families = list(dict.fromkeys(code.family for code in CODES.values()))
     assert [line for line in lines if line in families] == families
     assert [line.split()[0] for line in lines if line.startswith("  ")] == list(CODES)
@@ -46,10 +33,6 @@ def test_the_list_names_each_family_and_has_a_line_for_each_code() -> None:
 def test_it_fits_80_columns_also_on_a_wider_terminal(code: str) -> None:
     assert max(map(len, plain(code).splitlines())) <= 80
     assert plain(code, width=120) == plain(code)
-
-
-def test_the_list_fits_80_columns() -> None:
-    assert max(map(len, listing().splitlines())) <= 80
 
 
 @pytest.mark.parametrize("code", CODES)
@@ -74,24 +57,4 @@ def test_colour_changes_no_character(code: str) -> None:
 
 
 def test_without_unicode_it_is_ascii() -> None:
-    assert listing(unicode=False).isascii()
     assert as_text("unknown", Look(80, color=False, unicode=False)).isascii()
-
-
-def test_blocks_are_paragraphs_items_and_code() -> None:
-    text = "One\nparagraph.\n\n- first\n  item\n- second\n\n```python\nif x:\n\n    y()\n```\n\nEnd."
-    assert list(blocks(text)) == [
-        ("paragraph", "One paragraph."),
-        ("item", "first item"),
-        ("item", "second"),
-        ("code", "if x:\n\n    y()"),
-        ("paragraph", "End."),
-    ]
-
-
-def test_a_list_may_follow_its_paragraph_at_once() -> None:
-    assert list(blocks("These do not:\n\n- a\n- b - c")) == [
-        ("paragraph", "These do not:"),
-        ("item", "a"),
-        ("item", "b - c"),
-    ]

@@ -13,15 +13,15 @@ from cmarkgfm.cmark import Options
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampdbg.record.file import read_record
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record
 from ampdbg.report.formats import written
 from ampdbg.report.formats.markdown import MOST_CHARACTERS, escaped
 from ampdbg.report.view import Look, Typed
 from tests.report.records import run
-from tests.report.runs import RECORDS, RUNS
-from tests.test_escapes import HOSTILE, record_of
+from tests.report.runs import RUNS, record_of
+from tests.test_escapes import HOSTILE
+from tests.test_escapes import record_of as hostile_record
 
 LOOK = Look(80, color=False, unicode=True)
 
@@ -81,29 +81,12 @@ def squeezed(text: str) -> str:
     return " ".join(text.replace("\u200b", "").split())
 
 
-OURS = {
-    "h3",
-    "p",
-    "strong",
-    "code",
-    "pre",
-    "ul",
-    "li",
-    "details",
-    "summary",
-    "table",
-    "thead",
-    "tbody",
-    "tr",
-    "th",
-    "td",
-}
-OURS |= {"br", "sub", "span"}
+OURS = set("h3 p strong code pre ul li details summary table thead tbody tr th td br sub span".split())
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_every_report_is_short_and_of_our_own_tags(name: str) -> None:
-    text = markdown(read_record(RECORDS / f"{name}.json"))
+    text = markdown(record_of(name))
     page = Reader(rendered(text))
     assert len(text) < 20_000
     assert set(page.tags) <= OURS
@@ -112,7 +95,7 @@ def test_every_report_is_short_and_of_our_own_tags(name: str) -> None:
 
 
 def test_the_story_is_open_and_the_rest_is_folded() -> None:
-    page = rendered(markdown(read_record(RECORDS / "scan_forward_overflow.json")))
+    page = rendered(markdown(record_of("scan_forward_overflow")))
     opened = re.sub(r"<details>.*?</details>", "", page, flags=re.DOTALL)
     assert "reaches 8,747,140 in FP32" in opened
     assert "ampdbg bisect config.yaml" in opened
@@ -121,14 +104,14 @@ def test_the_story_is_open_and_the_rest_is_folded() -> None:
 
 
 def test_a_patch_is_a_diff_that_can_be_copied() -> None:
-    page = rendered(markdown(read_record(RECORDS / "suggestion.json")))
+    page = rendered(markdown(record_of("suggestion")))
     (diff,) = re.findall(r'<pre lang="diff"><code>(.*?)</code></pre>', page, flags=re.DOTALL)
     assert "\n+                scores = q.float() @ k.float().transpose(-2, -1)" in html.unescape(diff)
 
 
 @pytest.mark.parametrize("text", [*HOSTILE.values(), *MARKUP.values()], ids=[*HOSTILE, *MARKUP])
 def test_a_name_is_shown_and_does_nothing(text: str) -> None:
-    said = markdown(record_of(text))
+    said = markdown(hostile_record(text))
     page = rendered(said)
     assert all(line.isprintable() for line in said.splitlines())
     assert set(Reader(page).tags) <= OURS
@@ -153,5 +136,5 @@ def test_what_an_issue_has_no_room_for_is_left_out_and_named() -> None:
     text = markdown(run([], findings=(*many,), error="y" * 200_000))
     assert len(text) < MOST_CHARACTERS + 1000 < 65_000 + 1
     assert rendered(text)
-    long = replace(record_of("n" * 100_000), error="")
+    long = replace(hostile_record("n" * 100_000), error="")
     assert len(markdown(long)) < 65_000

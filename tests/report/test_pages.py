@@ -1,115 +1,215 @@
-"""Golden pages of real runs, in every look; ``pytest --update-golden`` makes the runs again."""
+"""Golden pages and screens, of real runs and of what is no run, in every look; ``pytest --update-golden`` draws them.
+
+``init`` and ``schema`` print text that no width changes, and ``report`` the screen of the command whose record it has.
+"""
 
 from __future__ import annotations
 
 import re
+import typing
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from ampdbg.record.file import read_record, write_record
-from ampdbg.record.run import Record, Verdict
+from ampdbg.commands.explain import as_text
+from ampdbg.diagnosis.comparison import Comparison
+from ampdbg.diagnosis.diagnose import diagnose
+from ampdbg.lint import engine
+from ampdbg.lint.settings import Settings
+from ampdbg.machine.facts import Machine
+from ampdbg.record.pins import Outcome
+from ampdbg.record.run import GroupOverflow, Record, Step, Verdict
+from ampdbg.report import comparison, doctor, lint
+from ampdbg.report.formats.text import draw, write
+from ampdbg.report.view import Look, Typed
 from tests.conftest import Golden
+from tests.machine.test_judgments import CPU_TORCH
 from tests.report.pages import rendered
-from tests.report.runs import RECORDS, RUNS, remade
+from tests.report.runs import RUNS, keep, record_of
+from tests.report.test_cost import ON_CPU, on_gpu
+from tests.strategies import pins, records, searches, trials
 
 GOLDEN = Path(__file__).parent / "golden"
+LINTED = Path(__file__).parents[1] / "lint" / "fixtures" / "clip_before_unscale.in.py"
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
+TO_COPY = re.compile(r" *(ampdbg |Record: |All of it: )|    ")
+"""How the lines begin that are never cut nor wrapped: commands, paths, and code."""
 
-TO_COPY = ("ampdbg ", "Record: ", "All of it: ")
-"""How the lines begin that are never cut nor wrapped."""
+LOOK = Look(80, color=False, unicode=True)
 
-
-def record_of(name: str) -> Record:
-    return read_record(RECORDS / f"{name}.json")
-
-
-@pytest.fixture
-def record(name: str, request: pytest.FixtureRequest) -> Record:
-    """The record of a run; it is made again where golden files are."""
-    if request.config.getoption("--update-golden"):
-        RECORDS.mkdir(parents=True, exist_ok=True)
-        write_record(remade(name), RECORDS / f"{name}.json")
-    return record_of(name)
+Screen = Callable[[Look], str]
 
 
-def page(record: Record, *, width: int = 80, color: bool = False, unicode: bool = True) -> str:
-    return rendered(record, config="config.yaml", folder="", width=width, color=color, unicode=unicode)
+def page(record: Callable[[], Record], *, verbose: bool) -> Screen:
+    """The page of a record, which is read when its test runs: --update-golden may have made it again."""
+
+    def drawn(look: Look) -> str:
+        path = "r" if verbose else f"20250102T030405Z-{record().command}"
+        return write(record(), Typed("config.yaml", f".ampdbg/{path}.json", verbose=verbose), look)
+
+    return drawn
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_the_page_of_a_run_is_its_golden_file(name: str, record: Record, golden: Golden) -> None:
-    golden(GOLDEN / f"{name}.txt", page(record))
+def linted(look: Look) -> str:
+    found = engine.lint([str(LINTED)], Settings())
+    findings = tuple(replace(one, path="train.py") for one in found.findings)
+    return draw(lint.page(replace(found, findings=findings), "train.py", 0), look)
 
 
-def story(name: str, *, width: int = 80, color: bool = False, unicode: bool = True) -> str:
-    """What a command prints that is not asked for all."""
-    path = f".ampdbg/20250102T030405Z-{record_of(name).command}.json"
-    return rendered(
-        record_of(name), folder="", width=width, color=color, unicode=unicode, record_path=path, verbose=False
-    )
+def compared(look: Look) -> str:
+    now = record_of("ranges_overflow")
+    calm = replace(now, findings=(), sites=tuple(replace(site, overflow="", headroom_bits=4.0) for site in now.sites))
+    return draw(comparison.page(Comparison(calm, now, 1.0), "then.json", "now.json"), look, is_brief=True)
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_the_story_of_a_run_fits_one_screen(name: str, golden: Golden) -> None:
-    text = story(name)
-    golden(GOLDEN / "stories" / f"{name}.txt", text)
-    assert text.count("\n") <= 24
+RECORDS: dict[str, Callable[[], Record]] = {name: partial(record_of, name) for name in RUNS}
+RECORDS |= {"cost_cpu": lambda: ON_CPU, "cost_gpu": on_gpu}
+PAGES = {name: page(record, verbose=True) for name, record in RECORDS.items()}
+STORIES = {f"stories/{name}": page(RECORDS[name], verbose=False) for name in (*RUNS, "cost_gpu")}
+"""What a command prints that is not asked for all."""
+
+SCREENS: dict[str, Screen] = {
+    **PAGES,
+    **STORIES,
+    "codes": partial(as_text, None),
+    "compare": compared,
+    "doctor": lambda look: draw(doctor.page(Machine(CPU_TORCH)), look),
+    "explain": partial(as_text, "forward-overflow"),
+    "lint": linted,
+}
+COLOURED = ["scan_forward_overflow", "ranges_example", "bisect_example", "suggestion", "cost"]
+COLOURED = [*(f"stories/{name}" for name in COLOURED), "compare", "doctor", "explain", "lint"]
+"""One of each kind of page."""
+
+WIDE = [
+    "scan_runaway_scale",
+    "ranges_example",
+    "bisect_example",
+    *(name for name in COLOURED if name != "explain"),
+    "stories/run",
+    "stories/replay",
+    "stories/cost_gpu",
+]
 
 
-@pytest.mark.parametrize("name", ["scan_forward_overflow", "ranges_example", "bisect_example", "suggestion"])
-def test_a_story_in_a_wide_terminal_and_in_colour(name: str, golden: Golden) -> None:
-    golden(GOLDEN / "stories" / f"{name}_140.txt", story(name, width=140))
-    for width in (80, 140):
-        golden(GOLDEN / "stories" / f"{name}_{width}.ansi", story(name, width=width, color=True))
-        plain = ANSI.sub("", story(name, width=width, color=True))
-        assert [line.rstrip() for line in plain.splitlines()] == story(name, width=width).splitlines()
+@pytest.mark.parametrize("name", SCREENS)
+def test_a_screen_is_its_golden_file(name: str, golden: Golden, request: pytest.FixtureRequest) -> None:
+    if name in RUNS and request.config.getoption("--update-records"):
+        keep(name)
+    text = SCREENS[name](LOOK)
+    golden(GOLDEN / f"{name}.txt", text)
+    assert name not in STORIES or text.count("\n") <= 24
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_a_story_is_told_in_40_columns_and_in_ascii(name: str) -> None:
-    lines = story(name, width=40).splitlines()
-    assert max(len(line) for line in lines if not line.lstrip().startswith(TO_COPY)) <= 40
-    assert story(name, unicode=False).isascii()
+@pytest.mark.parametrize("name", WIDE)
+def test_a_wide_terminal_is_used(name: str, golden: Golden) -> None:
+    golden(GOLDEN / f"{name}_140.txt", SCREENS[name](replace(LOOK, width=140)))
+
+
+@pytest.mark.parametrize("name", COLOURED)
+def test_what_matters_has_a_colour(name: str, golden: Golden) -> None:
+    golden(GOLDEN / f"{name}.ansi", SCREENS[name](replace(LOOK, color=True)))
+
+
+@pytest.mark.parametrize("name", SCREENS)
+def test_it_fits_except_for_what_is_there_to_copy(name: str) -> None:
+    for width in (40, 60, 80, 140) if name in STORIES else (60, 80, 140):
+        lines = SCREENS[name](replace(LOOK, width=width)).splitlines()
+        assert [line for line in lines if len(line) > width and not TO_COPY.match(line)] == []
+
+
+@pytest.mark.parametrize("name", SCREENS)
+def test_without_unicode_it_is_drawn_in_ascii_and_colour_changes_no_character(name: str) -> None:
+    assert SCREENS[name](replace(LOOK, unicode=False)).isascii()
+    colored = SCREENS[name](replace(LOOK, color=True))
+    assert "\x1b[" in colored
+    assert [line.rstrip() for line in ANSI.sub("", colored).splitlines()] == SCREENS[name](LOOK).splitlines()
 
 
 @pytest.mark.parametrize("name", ["scan_forward_overflow", "bisect_example", "scan_true_nan"])
 def test_a_story_says_nothing_else_than_the_whole_page(name: str) -> None:
-    whole = " ".join(page(record_of(name), width=200).split())
-    told = [line.strip() for line in story(name, width=200).splitlines() if "✗" in line or "Remedy" in line]
-    assert told
-    assert all(" ".join(line.split())[:20] in whole for line in told)
-
-
-@pytest.mark.parametrize("name", ["scan_runaway_scale", "ranges_example", "bisect_example"])
-def test_a_wide_terminal_is_used(name: str, golden: Golden) -> None:
-    golden(GOLDEN / f"{name}_140.txt", page(record_of(name), width=140))
-
-
-@pytest.mark.parametrize("name", RUNS)
-@pytest.mark.parametrize("width", [60, 80, 140])
-def test_it_fits_except_for_what_is_there_to_copy(name: str, width: int) -> None:
-    lines = page(record_of(name), width=width).splitlines()
-    assert max(len(line) for line in lines if not line.lstrip().startswith(TO_COPY)) <= width
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_without_unicode_it_is_drawn_in_ascii(name: str) -> None:
-    assert page(record_of(name), unicode=False).isascii()
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_colour_changes_no_character(name: str) -> None:
-    colored = page(record_of(name), color=True)
-    assert "\x1b[" in colored
-    plain = [line.rstrip() for line in ANSI.sub("", colored).splitlines()]
-    assert plain == page(record_of(name)).splitlines()
+    whole, story = (SCREENS[path](replace(LOOK, width=200)) for path in (name, f"stories/{name}"))
+    said = [" ".join(line.split()) for line in story.splitlines() if "✗" in line or "Remedy" in line]
+    assert said
+    assert all(line[:20] in " ".join(whole.split()) for line in said)
 
 
 @pytest.mark.parametrize("verdict", ["healthy", "precision", "other", "inconclusive"])
 @pytest.mark.parametrize("name", RUNS)
 def test_a_record_that_has_lost_its_findings_has_a_page(name: str, verdict: Verdict) -> None:
-    told = page(replace(record_of(name), findings=(), verdict=verdict))
-    assert told.strip()
-    assert "{" not in told.partition("\n")[0]
+    lost = replace(record_of(name), findings=(), verdict=verdict)
+    text = page(lambda: lost, verbose=True)(LOOK)
+    assert text.strip()
+    assert "{" not in text.partition("\n")[0]
+
+
+UNCLEAR = re.compile(
+    r"\b(was|were|is|are) (seen|told|met|got|gone)\b|\bgo(es)? wrong\b|\bwent wrong\b|\bnow and then\b"
+    r"|\bmust run in FP32\b|\bis to be\b|\bhas not got\b|\bnothing was found\b",
+    re.IGNORECASE,
+)
+"""Passives without an actor, and words that the reports have plainer ones for."""
+
+
+def nan_only(record: Record) -> Record:
+    """The record as if every inf had been a NaN, diagnosed again, without the replays that show overflows."""
+    steps = tuple(map(_step, record.steps))
+    return diagnose(replace(record, steps=steps, findings=(), investigations=(), verdict="inconclusive"))
+
+
+def _step(step: Step) -> Step:
+    nonfinite = tuple(replace(counts, inf=0, nan=counts.inf + counts.nan) for counts in step.nonfinite)
+    return replace(step, groups=tuple(map(_group, step.groups)), nonfinite=nonfinite)
+
+
+def _group(group: GroupOverflow) -> GroupOverflow:
+    counts = (replace(counts, inf=0, nan=counts.inf + counts.nan) for counts in group.parameters)
+    return replace(group, parameters=tuple(counts))
+
+
+SCANS = [name for name in RUNS if name.startswith("scan_") and name != "scan_mask_constant"]
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_a_run_with_nan_alone_is_diagnosed_and_shown_without_the_word_overflow(name: str) -> None:
+    record = nan_only(record_of(name))
+    assert record.findings or not any(step.skipped for step in record.steps)
+    assert "overflow" not in rendered(record).lower()
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_sentence_is_plain(name: str) -> None:
+    text = " ".join(PAGES[name](LOOK).split())
+    assert UNCLEAR.findall(text) == []
+
+
+def test_the_words_that_are_looked_for_are_found() -> None:
+    said = "no op was seen to go wrong in it, and 2 modules must run in FP32"
+    assert len(list(UNCLEAR.finditer(said))) == 3
+
+
+COMMANDS = ("scan", "run", "replay", "ranges", "bisect", "suggest-fp32", "cost")
+
+
+searched = st.builds(
+    lambda record, command, made, chosen, search: replace(
+        record, command=command, trials=tuple(made), pins=tuple(chosen), search=search
+    ),
+    records(),
+    st.sampled_from(COMMANDS),
+    st.lists(trials, max_size=15),
+    st.lists(pins, max_size=8),
+    st.none() | st.builds(replace, searches, outcome=st.sampled_from(typing.get_args(Outcome))),
+)
+
+
+@given(searched)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_every_record_has_a_page(record: Record) -> None:
+    assert rendered(record).strip()
+    rendered(record, unicode=False, width=40, order="execution", top=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,17 +12,17 @@ import pytest
 from jsonschema import Draft4Validator
 
 from ampdbg.record.codes import CODES
-from ampdbg.record.file import read_record
 from ampdbg.record.findings import Finding, Source
 from ampdbg.record.run import Record, ScriptRun
 from ampdbg.report.formats import written
 from ampdbg.report.formats.sarif import Alert, alerts, log, to_json
 from ampdbg.report.view import Look, Typed
 from tests.report.records import healthy, run
-from tests.report.runs import RECORDS, RUNS
-from tests.test_escapes import HOSTILE, record_of
+from tests.report.runs import RUNS, record_of
+from tests.test_escapes import HOSTILE
+from tests.test_escapes import record_of as hostile_record
 
-SCHEMA = json.loads((Path(__file__).parent / "sarif" / "sarif-schema-2.1.0.json").read_text(encoding="utf-8"))
+SCHEMA = json.loads(gzip.decompress((Path(__file__).parent / "sarif" / "sarif-schema-2.1.0.json.gz").read_bytes()))
 LOOK = Look(80, color=False, unicode=True)
 
 
@@ -42,21 +43,14 @@ def found(record: Record, folder: str = "/home/me") -> list[dict[str, Any]]:
     return results
 
 
-OVERFLOW = Finding(
-    code="forward-overflow",
-    severity="error",
-    step=3,
-    phase="forward",
-    message="bmm in blocks.0.attn reaches 183,300 in FP32",
-    remedy="run this op in FP32",
-    module="blocks.0.attn",
-    source=Source("/home/me/src/my model.py", 49, "attend", "    y = q @ k"),
-)
+LINE = Source("/home/me/src/my model.py", 49, "attend", "    y = q @ k")
+SAYS, REMEDY = "bmm in blocks.0.attn reaches 183,300 in FP32", "run this op in FP32"
+OVERFLOW = Finding("forward-overflow", "error", 3, "forward", SAYS, REMEDY, "blocks.0.attn", source=LINE)
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_every_record_makes_a_valid_log(name: str) -> None:
-    assert mistakes(written_log(read_record(RECORDS / f"{name}.json"))) == []
+    assert mistakes(written_log(record_of(name))) == []
 
 
 def test_a_log_with_every_code_and_one_of_another_version_is_valid() -> None:
@@ -81,18 +75,13 @@ def test_a_healthy_run_has_no_results() -> None:
 def test_an_alert_stands_at_its_line_in_the_repository() -> None:
     (result,) = found(run([], findings=(OVERFLOW,)))
     assert (result["ruleId"], result["level"]) == ("forward-overflow", "error")
-    assert result["message"]["text"] == (
-        "bmm in blocks.0.attn reaches 183,300 in FP32 (step 3, forward)\nRemedy: run this op in FP32"
-    )
-    assert result["locations"] == [
-        {
-            "physicalLocation": {
-                "artifactLocation": {"uri": "src/my%20model.py", "uriBaseId": "SRCROOT"},
-                "region": {"startLine": 49, "snippet": {"text": "y = q @ k"}},
-            },
-            "logicalLocations": [{"fullyQualifiedName": "blocks.0.attn", "kind": "module"}],
-        }
-    ]
+    assert result["message"]["text"] == f"{SAYS} (step 3, forward)\nRemedy: {REMEDY}"
+    (location,) = result["locations"]
+    assert location.pop("logicalLocations") == [{"fullyQualifiedName": "blocks.0.attn", "kind": "module"}]
+    place = location.pop("physicalLocation")
+    assert place.pop("artifactLocation") == {"uri": "src/my%20model.py", "uriBaseId": "SRCROOT"}
+    assert place.pop("region") == {"startLine": 49, "snippet": {"text": "y = q @ k"}}
+    assert (location, place) == ({}, {})
 
 
 @pytest.mark.parametrize(
@@ -136,7 +125,7 @@ def test_no_message_holds_a_placeholder_or_a_link() -> None:
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_names_of_the_users_world_are_data(text: str) -> None:
-    document = written_log(record_of(text))
+    document = written_log(hostile_record(text))
     assert mistakes(document) == []
     for string in strings(document):
         assert string.replace("\n", "").isprintable()

@@ -1,48 +1,29 @@
-"""What is said beside a patch: the set, the proof, other remedies, the next command, in every look."""
+"""A suggestion: what is said beside its patch, and what git, patch and Python make of its forms."""
 
 from __future__ import annotations
 
 import json
-import re
+import shutil
+import subprocess
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ampdbg.record.pins import FileDiff, Form, Handover, Outcome, PatchUnit, Proof, ProofStep, RootModel
+from ampdbg.patch.file_edits import FileEdit, base_folder
+from ampdbg.proof.suggestion import Suggestion
+from ampdbg.record.pins import FileDiff, Form, Handover, Outcome, PatchUnit, ProofStep, RootModel
 from ampdbg.record.run import Investigation, Record, ScriptRun
 from ampdbg.report.formats import written
 from ampdbg.report.suggestion import content, headline
 from ampdbg.report.view import Look, Typed
+from tests.commands.suggestions import AFTER, BEFORE, FAILED, PROOF, handed_over, proven, suggestion
 from tests.report.bisections import NAMES, found, fp32_fails
 
-PASSED = Proof(
-    True,
-    (
-        ProofStep("the failing step (3)", True, "healthy; loss 2.3101, 2.3102 in FP32"),
-        ProofStep("without lines 41 to 43 of model.py", True, "step 3 fails: loss NaN"),
-        ProofStep("training 200 steps", True, "healthy; loss scale 65,536, 0 skipped steps"),
-    ),
-)
-FAILED = Proof(False, (PASSED.steps[0], ProofStep("further batches", False, "1 of 3 healthy; loss NaN")))
-
 FILE = FileDiff("model.py", "utf-8", "+x\n")
-PATCHED = Handover(
-    "diff",
-    names=NAMES,
-    folder="/home/me",
-    is_git=True,
-    files=(FILE,),
-    units=(
-        PatchUnit("lines 41 to 43 of model.py", NAMES, ("applies to all 24 instances of GLU, 1 of them in the set",)),
-        PatchUnit("Block.forward in model.py", ()),
-    ),
-    notes=("/home/me/model.py:41: scale before the product", "a larger loss scale"),
-)
-
-
-def proven() -> Record:
-    return replace(found(), verification=PASSED)
-
+UNITS = (PatchUnit("lines 41 to 43 of model.py", NAMES), PatchUnit("Block.forward in model.py", ()))
+PATCHED = Handover("diff", NAMES, folder="/home/me", is_git=True, files=(FILE,), units=UNITS)
 
 WARNS = ProofStep("the gradients of step 3", True, "head.weight has none at any loss scale", warns=True)
 
@@ -58,7 +39,7 @@ def rendered(record: Record, suggested: Handover, typed: Typed = TYPED, **look: 
 
 @pytest.mark.parametrize("verbose", [False, True])
 def test_what_a_proof_warns_of_stands_in_the_story_and_in_the_table(verbose: bool) -> None:
-    record = replace(found(), verification=replace(PASSED, steps=(*PASSED.steps, WARNS)))
+    record = replace(found(), verification=replace(PROOF, steps=(*PROOF.steps, WARNS)))
     said = rendered(record, PATCHED, replace(TYPED, verbose=verbose))
     (line,) = (line for line in said.splitlines() if "the gradients of step 3" in line and "checks" not in line)
     assert line.split()[0] == "!"
@@ -115,24 +96,18 @@ def test_the_lines_of_a_config_are_of_no_use_to_a_script() -> None:
 
 
 def test_of_several_models_it_says_which_object_each_name_is_of() -> None:
-    typed = replace(TYPED, handed_over=PATCH)
-    pages = {form: rendered(of_several_models(), Handover(form, NAMES, "x = 1"), typed) for form in FORMS}
-    for text in pages.values():
-        assert SAID in " ".join(text.split())
-    told = " ".join(pages["module"].split("Next: ")[1].split())
-    assert told == (
+    record, typed = of_several_models(), replace(TYPED, handed_over=PATCH)
+    pages = {form: rendered(record, Handover(form, NAMES, "x = 1"), typed) for form in FORMS}
+    texts = {form: content(replace(record, handover=Handover(form, NAMES, "x = 1"))) or b"" for form in FORMS}
+    assert all(SAID in " ".join(text.split()) for text in pages.values())
+    said = " ".join(pages["module"].split("Next: ")[1].split())
+    assert said == (
         "put it beside your code as ampdbg_pins.py, and call it with the model of class Blocks that the script makes "
         "and the model that the script calls net from ampdbg_pins import pin_fp32; pin_fp32(blocks=..., net=net)"
     )
-    told = pages["yaml"].split("Next: ")[1]
-    assert " ".join(told.split()) == "put these lines into a config whose model has these models for its parts"
-
-
-def test_what_is_handed_over_of_several_models_says_so_too() -> None:
-    texts = {}
-    for form in FORMS:
-        texts[form] = (content(replace(of_several_models(), handover=Handover(form, NAMES, "x = 1"))) or b"").decode()
-    assert f"# {SAID}\nprecision:\n" in texts["yaml"]
+    said = " ".join(pages["yaml"].split("Next: ")[1].split())
+    assert said == "put these lines into a config whose model has these models for its parts"
+    assert f"# {SAID}\nprecision:\n" in texts["yaml"].decode()
     assert [root["name"] for root in json.loads(texts["json"])["roots"]] == ["blocks", "net"]
     one = content(replace(proven(), handover=Handover("json", NAMES, "x = 1"))) or b""
     assert "roots" not in json.loads(one)
@@ -168,27 +143,14 @@ def test_a_command_to_copy_is_never_cut() -> None:
         assert f" apply {PATCH.removeprefix('/home/me/')}\n" in page
 
 
-@pytest.mark.parametrize("width", [40, 80, 120])
-def test_it_fits(width: int) -> None:
-    lines = rendered(proven(), PATCHED, width=width, color=False).splitlines()
-    assert max(len(line) for line in lines if not line.startswith("Record: ")) <= width
-
-
-def test_ascii_alone_where_the_terminal_has_no_more() -> None:
-    text = rendered(proven(), PATCHED, unicode=False)
-    assert text.isascii()
-    assert text.startswith("+ 2 places need FP32")
-
-
-def test_colour_changes_no_word() -> None:
-    plain = re.sub(r"\x1b\[[\d;]*m", "", rendered(proven(), PATCHED, color=True))
-    assert plain.split() == rendered(proven(), PATCHED).split()
-
-
+NO_LOSS = (Investigation(3, "loss", (), has_loss=False),)
+CONSTANT = (PatchUnit("the constant on line 3 of model.py", ()),)
+FAILS = "further batches: 1 of 3 healthy; loss NaN. ampdbg does not suggest it."
+RANGE = "the range of half precision"
 HEADLINES = {
     "proven": (proven(), PATCHED, "2 places need FP32; the patch for them is proven on the failing step."),
     "proven without the loss": (
-        replace(proven(), investigations=(Investigation(3, "loss", (), has_loss=False),)),
+        replace(proven(), investigations=NO_LOSS),
         PATCHED,
         "2 places need FP32; the patch for them is proven on the modules of the failing step, without its loss.",
     ),
@@ -197,19 +159,13 @@ HEADLINES = {
     "no code": (found(), Handover("diff"), "2 places need FP32, but ampdbg could not edit your code for them."),
     "a constant": (
         proven(),
-        replace(PATCHED, units=(PatchUnit("the constant on line 3 of model.py", ()),)),
-        (
-            "No module needs FP32: the patch keeps a constant within the range of half precision, and is proven on "
-            "the failing step."
-        ),
+        replace(PATCHED, units=CONSTANT),
+        f"No module needs FP32: the patch keeps a constant within {RANGE}, and is proven on the failing step.",
     ),
     "failed": (
         replace(found(), verification=FAILED),
         Handover("diff"),
-        (
-            "2 places need FP32, but the patch for them failed its proof: "
-            "further batches: 1 of 3 healthy; loss NaN. ampdbg does not suggest it."
-        ),
+        f"2 places need FP32, but the patch for them failed its proof: {FAILS}",
     ),
     "one pin": (
         replace(proven(), pins=found().pins[:1]),
@@ -244,8 +200,176 @@ def test_where_all_has_been_tried_it_says_what_is_left_and_not_to_search_again(o
     text = " ".join(rendered(record, Handover("diff"), replace(TYPED, config="c.yaml")).split())
     assert ("switch autocast off around the model and the loss together" in text) == is_left
     assert text.endswith("ampdbg explain forward-overflow" if is_left else "ampdbg bisect c.yaml --strategy ddmin")
-    root = replace(record.findings[0], op="aten._to_copy.default")
-    text = " ".join(
-        rendered(replace(record, findings=(root,)), Handover("diff"), replace(TYPED, config="c.yaml")).split()
-    )
+    record = replace(record, findings=(replace(record.findings[0], op="aten._to_copy.default"),))
+    text = " ".join(rendered(record, Handover("diff"), replace(TYPED, config="c.yaml")).split())
     assert ("casts to half itself, take that cast away" in text) == is_left
+
+
+# The forms
+
+
+def text_of(found: Suggestion, form: Form = "diff") -> bytes:
+    text = content(replace(found.record, handover=replace(handover_of(found), form=form)))
+    assert text is not None
+    return text
+
+
+def handover_of(found: Suggestion) -> Handover:
+    assert found.record.handover is not None
+    return found.record.handover
+
+
+needs_patch = pytest.mark.skipif(shutil.which("patch") is None, reason="there is no patch")
+
+
+def run(folder: Path, *command: str, text: bytes = b"") -> str:
+    done = subprocess.run(command, cwd=folder, input=text, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.decode()
+
+
+def both(folder: Path) -> tuple[bytes, bytes]:
+    return (folder / "model.py").read_bytes(), (folder / "parts" / "train.py").read_bytes()
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    folder = tmp_path.resolve() / "repository"
+    folder.mkdir()
+    run(folder, "git", "init", "-q")
+    return folder
+
+
+HEAD = """\
+# Keeps in FP32 under autocast: blocks.2.attn, blocks.3 (its own lines).
+#   - line 2 of model.py
+#   - line 2 of train.py
+# Proven by ampdbg 0.1.0 (torch 2.6.0, cpu, CUDA's autocast emulated):
+#   - the failing step (3): healthy; loss 2.3101, 2.3102 in FP32
+#   - without line 2 of model.py: step 3 fails: loss NaN
+diff --git a/model.py b/model.py
+"""
+
+
+def handing(found: Suggestion, **fields: Any) -> Suggestion:
+    """The suggestion with its handover changed."""
+    return replace(found, record=replace(found.record, handover=replace(handover_of(found), **fields)))
+
+
+def test_pins_places_and_proof_stand_above_the_diff(tmp_path: Path) -> None:
+    found = suggestion(tmp_path)
+    assert text_of(found).decode().startswith(HEAD)
+    names = tuple(f"blocks.{n}.attn" for n in range(12))
+    many = handing(found, names=names, units=(PatchUnit("line 2 of model.py", names),))
+    first = text_of(many).decode().splitlines()[0]
+    assert first == "# Keeps in FP32 under autocast: 12 modules, blocks.0.attn to blocks.11.attn."
+    noted = replace(handover_of(found).units[0], notes=("line 2 cannot be edited: a lambda", "applies to all 24 GLU"))
+    lines = "#   - line 2 of model.py\n#     line 2 cannot be edited: a lambda\n#     applies to all 24 GLU\n"
+    assert lines in text_of(handing(found, units=(noted,))).decode()
+
+
+def test_without_a_proof_the_diff_says_so(tmp_path: Path) -> None:
+    lines = text_of(suggestion(tmp_path, record=replace(proven(), verification=None))).decode().splitlines()
+    assert "# Not proven: --no-verify was given, and nothing was run with this patch." in lines
+    assert not any("Proven by" in line for line in lines)
+
+
+GIT = ("git", "apply")
+
+
+@pytest.mark.parametrize(
+    ("project", "folder", "command", "is_git"),
+    [
+        ("repository/project", "repository", GIT, True),
+        ("repository/project", "repository/project", GIT, True),
+        (".", ".", GIT, False),
+        pytest.param(".", ".", ("patch", "-p1"), False, marks=needs_patch),
+    ],
+    ids=["git", "git below the root", "git outside of a repository", "patch"],
+)
+def test_it_is_applied_and_taken_back(
+    project: str, folder: str, command: tuple[str, ...], is_git: bool, repository: Path
+) -> None:
+    root, base = repository.parent / project, repository if is_git else repository.parent
+    found = suggestion(root)
+    assert base_folder(found.edits, root / "parts" if is_git else root) == (base, is_git)
+    text = text_of(found)
+    run(repository.parent / folder, *command, text=text)
+    assert both(root) == (AFTER, AFTER)
+    run(repository.parent / folder, *command, "-R", text=text)
+    assert both(root) == (BEFORE, BEFORE)
+
+
+HARD = {
+    "CRLF": (b"a = 1\r\nb = 2\r\n", b"a = 1\r\nb = 3\r\n"),
+    "latin-1": (b"# -*- coding: latin-1 -*-\nname = 'M\xfcller'\n", b"# -*- coding: latin-1 -*-\nname = 'M\xfcnch'\n"),
+    "no newline at the end": (b"a = 1", b"a = 2"),
+    "a line like a header": (b"x = 1\n-- a/model.py\n", b"x = 2\n-- a/model.py\n"),
+}
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_every_byte_is_kept_in_the_diff_and_in_json(name: str, tmp_path: Path) -> None:
+    before, after = HARD[name]
+    file = tmp_path.resolve() / "model.py"
+    found = handed_over(proven(), tmp_path, FileEdit(file, before, after))
+    (entry,) = json.loads(text_of(found, "json"))["files"]
+    for text in (text_of(found), entry["diff"].encode(entry["encoding"])):
+        file.write_bytes(before)
+        run(tmp_path, *GIT, text=text)
+        assert file.read_bytes() == after
+
+
+def test_a_proof_that_looks_like_a_diff_does_no_harm(tmp_path: Path) -> None:
+    detail = "line\n--- a/model.py\n+++ b/model.py\n@@ -1 +1 @@\n-def\ndiff --git a/x b/x"
+    proof = replace(PROOF, steps=(replace(PROOF.steps[0], detail=detail),))
+    run(tmp_path, *GIT, text=text_of(suggestion(tmp_path, record=replace(proven(), verification=proof))))
+    assert both(tmp_path) == (AFTER, AFTER)
+
+
+def test_files_beside_the_configs_folder_are_named_from_what_holds_both(tmp_path: Path) -> None:
+    found = suggestion(tmp_path / "source")
+    (tmp_path / "configs").mkdir()
+    assert base_folder(found.edits, tmp_path / "configs") == (tmp_path.resolve(), False)
+    beside = handed_over(proven(), tmp_path / "configs", *found.edits)
+    assert b"--- a/source/model.py" in text_of(beside)
+
+
+@pytest.mark.parametrize("edited", ["workload.py", "clone/model.py", "clone/parts/train.py"])
+@pytest.mark.parametrize("is_repository", [True, False])
+def test_the_paths_count_from_one_folder_wherever_the_edits_fall(
+    edited: str, is_repository: bool, tmp_path: Path
+) -> None:
+    """A clone beside the config is a repository of its own."""
+    folder = tmp_path.resolve()
+    file = folder / edited
+    for repository in [folder] * is_repository + [folder / "clone"]:
+        repository.mkdir(exist_ok=True)
+        run(repository, "git", "init", "-q")
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(BEFORE)
+    found = handed_over(proven(), folder, FileEdit(file, BEFORE, AFTER))
+    assert base_folder(found.edits, folder) == (folder, is_repository)
+    run(folder, *GIT, text=text_of(found))
+    assert file.read_bytes() == AFTER
+
+
+def test_the_module_is_the_helper_below_what_it_pins(tmp_path: Path) -> None:
+    found = suggestion(tmp_path)
+    text = text_of(found, "module").decode()
+    head = "# Keeps in FP32 under autocast: blocks.2.attn, blocks.3 (its own lines).\n# Proven by ampdbg "
+    assert text.startswith(head)
+    assert "def pin_fp32(" in handover_of(found).helper
+    assert text.endswith(handover_of(found).helper)
+    compile(text, "ampdbg_pins.py", "exec")
+
+
+def test_json_has_the_pins_the_diffs_and_the_proof(tmp_path: Path) -> None:
+    found = suggestion(tmp_path)
+    data = json.loads(text_of(found, "json"))
+    assert (data["format"], data["version"], data["names"]) == ("ampdbg.patch", 1, ["blocks.2.attn", "blocks.3:own"])
+    assert [pin["module"] for pin in data["pins"]] == ["blocks.2.attn", "blocks.3"]
+    assert [file["path"] for file in data["files"]] == ["model.py", "parts/train.py"]
+    assert data["units"][0] == {"title": "line 2 of model.py", "pins": ["blocks.2.attn"], "notes": []}
+    assert data["proof"]["passed"] is True
+    assert data["notes"] == list(handover_of(found).notes)

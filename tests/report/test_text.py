@@ -1,112 +1,127 @@
-"""The page of a scan as text: what stands in it, and what holds for every record."""
+"""What a terminal shows of a page's parts: the chart of loss scales, bars of exponents, blocks of Markdown."""
 
 from __future__ import annotations
 
-import re
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ampdbg.record.findings import Finding, Source
-from ampdbg.record.run import Record, TensorCounts
-from tests.report.pages import rendered
-from tests.report.records import (
-    NAMES,
-    calibration,
-    collapse,
-    healthy,
-    healthy_step,
-    overflow,
-    run,
-    skipped_step,
-)
-from tests.strategies import records
+from ampdbg.formats import Exponents
+from ampdbg.record.run import Step
+from ampdbg.report.formats.text import BAR_WIDTH, MAX_ROWS, blocks, exponent_bar, scale_chart
+from tests.report.records import healthy_step
 
-CONFIG, RECORD_PATH = "configs/example.yaml", ".ampdbg/20250102T030405Z-scan.json"
+scales = st.floats(allow_nan=True, allow_infinity=True) | st.integers(-149, 127).map(lambda power: 2.0**power)
 
 
-def plain(record: Record, width: int = 80, *, unicode: bool = True, color: bool = False) -> str:
-    return rendered(record, width=width, color=color, unicode=unicode, config=CONFIG, record_path=RECORD_PATH)
+def at(*values: float) -> list[Step]:
+    return [healthy_step(number, scale) for number, scale in enumerate(values)]
 
 
-def test_a_healthy_run_is_about_eight_lines() -> None:
-    assert len(plain(healthy()).splitlines()) <= 8
+def drawn(steps: Sequence[Step], width: int = 80) -> list[str]:
+    return [line.text for line in scale_chart(steps, width)]
 
 
-@pytest.mark.parametrize(("step", "nan", "is_listed"), [(0, 0, False), (0, 1, True), (1, 0, True)])
-def test_a_mask_that_was_made_with_its_infinities_is_no_tensor_to_look_at(step: int, nan: int, is_listed: bool) -> None:
-    steps = [healthy_step(number) for number in range(3)]
-    buffer = TensorCounts("buffer", "attn_mask", 10, nan, 25, (0, 1))
-    for mask in (buffer, replace(buffer, kind="parameter", frozen=True)):
-        steps[step] = replace(steps[step], nonfinite=(mask,))
-        assert ("Non-finite tensors" in plain(replace(healthy(), steps=tuple(steps)))) is is_listed
+def test_a_falling_scale_is_a_staircase() -> None:
+    assert drawn(at(8, 8, 4, 2)) == [
+        "     8 ┤━━━━━━",
+        "     4 ┤      ━━━",
+        "     2 ┤         ━━━",
+        "       └────────────",
+        "  step  0          3",
+    ]
 
 
-def test_a_record_without_a_step_still_has_a_report() -> None:
-    text = plain(run([], verdict="inconclusive", interrupted=True, planned_steps=50))
-    assert text.startswith("! Interrupted after 0 of 50 steps. The run ended before its first step.\n")
+def test_skipped_steps_and_bad_losses_are_marked_below() -> None:
+    steps = at(8, 8, 4, 4)
+    steps[1] = replace(steps[1], skipped=True)
+    steps[2] = replace(steps[2], loss=math.nan)
+    steps[3] = replace(steps[3], loss=-math.inf)
+    marks = [line.text for line in scale_chart(steps, 80) if line.tone in ("doubtful", "bad")]
+    assert marks == ["       skipped     ×", "  loss inf/NaN        !  !"]
 
 
-def test_a_long_name_is_folded_not_cut() -> None:
-    name = "model." + ".".join(f"layer_{number}" for number in range(20)) + ".weight"
-    group = overflow(0, names=(name,))
-    text = plain(run([skipped_step(0, 65536.0, group)], verdict="inconclusive", groups=(name,)))
-    table = text[text.index("worst share") :]
-    assert name in re.sub(r"\s+|1 of 1.*share", "", table.replace("1 of 1      0    3    0        <0.1%", ""))
+def test_levels_between_are_left_blank() -> None:
+    assert drawn(at(8, 2))[:3] == ["     8 ┤━━━", "     4 ┤", "     2 ┤   ━━━"]
 
 
-def test_an_overflow_of_nearly_all_groups_is_one_line() -> None:
-    nearly, every = skipped_step(0, 65536.0, overflow(*range(36))), skipped_step(1, 4.0, overflow(*range(38)))
-    text = plain(run([nearly, every], verdict="inconclusive"))
-    assert "Nearly all of 38 groups at once in 2 steps, first at step 0." in text
-    assert "All 38 groups at once in 1 step, first at step 1." in plain(run([every], verdict="inconclusive"))
+def test_a_wide_range_shares_rows() -> None:
+    lines = drawn(at(*(2.0**power for power in range(16, -16, -1))))
+    assert [line.split("┤")[0].strip() for line in lines[:MAX_ROWS]] == [
+        *("65,536", "4,096", "256", "16", "1", "2^-4", "2^-8", "2^-12")
+    ]
 
 
-def test_the_step_with_the_fewest_groups_is_pointed_out() -> None:
-    steps = [skipped_step(0, 65536.0, overflow(*range(20))), skipped_step(1, 32768.0, overflow(7, 8))]
-    text = plain(run(steps, verdict="inconclusive"))
-    assert f"Step 1 hits the fewest groups, 2 of 38: {NAMES[7]}" in text
+def test_steps_that_share_a_column_show_their_range_and_keep_their_marks() -> None:
+    steps = at(*[8.0] * 100, *[4.0] * 100)
+    steps[150] = replace(steps[150], skipped=True)
+    lines = drawn(steps, width=30)
+    assert max(map(len, lines)) <= 30
+    assert sum(line.count("×") for line in lines) == 1
 
 
-def test_a_follow_up_is_one_line_below_its_root() -> None:
-    root = collapse().findings[0]
-    follow = replace(root, code="data-range", message="short", root=0)
-    text = plain(run([healthy_step(0)], verdict="inconclusive", findings=(root, follow)))
-    assert "\n  └ then data-range at step 10: short\n" in text
+def test_a_column_with_a_change_inside_is_drawn_through_its_rows() -> None:
+    top, bottom = drawn(at(*[8.0] * 14, *[4.0] * 16), width=18)[:2]
+    assert top.count("┃") == bottom.count("┃") == 1
 
 
-def test_a_root_that_points_nowhere_hides_no_finding() -> None:
-    finding = replace(collapse().findings[0], root=7)
-    assert "error unknown" in plain(run([healthy_step(0)], verdict="inconclusive", findings=(finding,)))
+def test_a_scale_of_zero_is_at_the_bottom() -> None:
+    lines = scale_chart(at(1.0, 0.0), 80)
+    plot = [line.text for line in lines if line.tone == "chart"]
+    assert plot[0].endswith("┤━━━")
+    assert plot[-1].endswith("┤   ━━━")
 
 
-def test_a_run_in_fp32_is_not_sent_to_fp32() -> None:
-    record = replace(collapse(), config={"precision": {"level": "O0"}})
-    assert "ampdbg scan" not in plain(record)
-    assert "ampdbg scan" in plain(collapse())
+@given(st.lists(st.tuples(scales, st.booleans(), st.floats()), min_size=1, max_size=300), st.integers(40, 160))
+def test_it_fits_and_every_column_is_drawn_once_at_least(values: list[tuple[float, bool, float]], width: int) -> None:
+    steps = [
+        replace(healthy_step(number, scale), skipped=skipped, loss=loss)
+        for number, (scale, skipped, loss) in enumerate(values)
+    ]
+    lines = scale_chart(steps, width)
+    plot = [line.text.partition("┤")[2] for line in lines if line.tone == "chart"]
+    columns = max(map(len, plot))
+    assert max(len(line.text) for line in lines) <= width
+    assert len(plot) <= MAX_ROWS
+    assert all(any(len(row) > column and row[column] != " " for row in plot) for column in range(columns))
+    assert any("×" in line.text for line in lines) == any(step.skipped for step in steps)
 
 
-def test_notes_are_shown() -> None:
-    record = healthy()
-    record = replace(record, environment=replace(record.environment, notes=("SDPA is assumed to be fused",)))
-    assert "Note: SDPA is assumed to be fused" in plain(record)
+BARS = {
+    "lost": ((-30, (1,)), "█│          │ "),
+    "the smallest subnormal": ((-24, (1,)), " │█         │ "),
+    "the largest": ((15, (1,)), " │         █│ "),
+    "overflow": ((16, (1,)), " │          │█"),
+    "a millionth": ((0, (1, 0, 0, 0, 1_000_000)), " │      ▁█  │ "),
+    "a thousandth": ((0, (1, 0, 0, 0, 1000)), " │      ▄█  │ "),
+    "nothing": ((0, ()), " │          │ "),
+}
 
 
-def test_calibration_is_healthy() -> None:
-    assert plain(calibration()).startswith("✓ Healthy")
+@pytest.mark.parametrize(("histogram", "bar"), BARS.values(), ids=BARS)
+def test_the_bar_shows_where_values_lie(histogram: tuple[int, tuple[int, ...]], bar: str) -> None:
+    assert exponent_bar(Exponents(*histogram)) == bar
+    assert len(bar) == BAR_WIDTH
 
 
-@given(records())
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_every_record_has_a_report(record: Record) -> None:
-    text = plain(record, unicode=False)
-    assert text.strip()
+def test_blocks_are_paragraphs_items_and_code() -> None:
+    text = "One\nparagraph.\n\n- first\n  item\n- second\n\n```python\nif x:\n\n    y()\n```\n\nEnd."
+    assert list(blocks(text)) == [
+        ("paragraph", "One paragraph."),
+        ("item", "first item"),
+        ("item", "second"),
+        ("code", "if x:\n\n    y()"),
+        ("paragraph", "End."),
+    ]
 
 
-def test_a_source_file_below_the_folder_is_named_relative_to_it() -> None:
-    source = Source("/home/me/project/model.py", 7, "forward", "x = q @ k")
-    finding = Finding("forward-overflow", "error", 0, "forward", "too large", source=source)
-    record = replace(healthy(), findings=(finding,))
-    assert "  model.py:7 in forward" in rendered(record, folder="/home/me/project")
-    assert "/home/me/project/model.py:7" in rendered(record, folder="/home/me/proj")
+def test_a_list_may_follow_its_paragraph_at_once() -> None:
+    assert list(blocks("These do not:\n\n- a\n- b - c")) == [
+        ("paragraph", "These do not:"),
+        ("item", "a"),
+        ("item", "b - c"),
+    ]

@@ -1,15 +1,22 @@
-"""What the pages share: which finding a follow-up is shown below, and a command with an option set anew."""
+"""What the pages share: where a follow-up is shown, a command with an option set anew, and the formats."""
 
 from __future__ import annotations
 
+import pkgutil
 import shlex
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ampdbg.record.file import to_json
 from ampdbg.record.findings import Finding
-from ampdbg.report.view import root_of, with_option
+from ampdbg.report import formats
+from ampdbg.report.view import Look, Typed, root_of, with_option
+from tests.report.pages import rendered
+from tests.report.records import healthy
 
 
 def chained(roots: list[int | None]) -> list[Finding]:
@@ -39,19 +46,15 @@ def test_no_finding_is_hidden_however_damaged_the_chains(roots: list[int | None]
     assert all(ends[end] == end for end in ends)
 
 
+SCAN = "ampdbg scan c.yaml"
 COMMANDS = {
-    "an option is added": ("ampdbg scan c.yaml", "--steps", 50, "ampdbg scan c.yaml --steps 50"),
-    "it replaces its like": (
-        "ampdbg scan c.yaml --steps 5 --seed 3",
-        "--steps",
-        50,
-        "ampdbg scan c.yaml --seed 3 --steps 50",
-    ),
+    "an option is added": (SCAN, "--steps", 50, f"{SCAN} --steps 50"),
+    "it replaces its like": (f"{SCAN} --steps 5 --seed 3", "--steps", 50, f"{SCAN} --seed 3 --steps 50"),
     "a setting replaces that of its key alone": (
-        "ampdbg scan c.yaml --set precision.level=O1 --set train.seed=4",
+        f"{SCAN} --set precision.level=O1 --set train.seed=4",
         "--set",
         "precision.level=O0",
-        "ampdbg scan c.yaml --set train.seed=4 --set precision.level=O0",
+        f"{SCAN} --set train.seed=4 --set precision.level=O0",
     ),
     "a file may be called as an option": (
         "ampdbg scan 'my --steps 5.yaml'",
@@ -72,3 +75,22 @@ def test_what_was_quoted_stays_quoted() -> None:
     settings = ["a.b=[1, 2]", "c=it's", "d={x: $HOME}"]
     command = shlex.join(["ampdbg", "scan", "my c.yaml", *(word for one in settings for word in ("--set", one))])
     assert shlex.split(with_option(command, "--steps", 5)) == [*shlex.split(command), "--steps", "5"]
+
+
+LOOK = Look(80, color=False, unicode=True)
+TYPED = Typed("config.yaml", ".ampdbg/r.json", "/home/me", verbose=True)
+
+
+def test_text_is_the_page_and_json_the_record() -> None:
+    assert formats.FORMATS == ("html", "json", "markdown", "sarif", "text")
+    assert formats.written(healthy(), TYPED, LOOK, "text") == rendered(healthy())
+    assert formats.written(healthy(), TYPED, LOOK, "json") == to_json(healthy())
+
+
+def test_a_file_in_the_folder_is_a_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "verdict.py").write_text("def write(record, typed, look):\n    return record.verdict\n")
+    monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(tmp_path)])
+    monkeypatch.setitem(sys.modules, "ampdbg.report.formats.verdict", None)  # taken out again at the end
+    del sys.modules["ampdbg.report.formats.verdict"]
+    assert formats.written(healthy(), TYPED, LOOK, "verdict") == "healthy"
+    assert "verdict" in [module.name for module in pkgutil.iter_modules(formats.__path__)]

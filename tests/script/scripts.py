@@ -2,6 +2,30 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
+
+HEAD = """
+import copy, io, itertools, math, os, signal, sys, threading, time, warnings, torch, torch.nn.functional as F
+from torch import nn
+
+torch.manual_seed(0)
+
+"""
+
+STEP = """\
+optimizer.zero_grad()
+scaler.scale(loss).backward()
+scaler.step(optimizer)
+scaler.update()
+"""
+
+
+def loop(text: str) -> str:
+    """A script of this text behind the usual imports and the seed, with a line ``STEP`` for how most steps end."""
+    return HEAD + re.sub("^( *)STEP\n", lambda found: textwrap.indent(STEP, found[1]), text.lstrip(), flags=re.M)
+
+
 PLAIN = """
 import sys, torch
 from torch import nn
@@ -51,11 +75,7 @@ if __name__ == "__main__":
 """
 """Its attention overflows with a gain of 400, and not with 1."""
 
-LOSS_LINE = """
-import torch
-from torch import nn
-
-torch.manual_seed(0)
+LOSS_LINE = loop("""
 net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)).cuda()
 optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
 scaler = torch.amp.GradScaler("cuda")
@@ -65,18 +85,11 @@ for _ in range(7):
         y = net(x)
         similar = (y * GAIN) @ (y * GAIN).T
         loss = similar.float().mean() * 1e-9 + y.float().square().mean()
-    optimizer.zero_grad()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-"""
+    STEP
+""")
 """The overflow stands outside of any module."""
 
-GAN = """
-import torch
-from torch import nn
-
-torch.manual_seed(0)
+GAN = loop("""
 netG, netD = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)).cuda(), nn.Sequential(nn.Linear(8, 1)).cuda()
 optimizers = [torch.optim.Adam(net.parameters(), 1e-3) for net in (netG, netD)]
 scaler = torch.cuda.amp.GradScaler()
@@ -96,13 +109,10 @@ for step in range(8):
     scaler.scale(lossG).backward()
     scaler.step(optimizers[0])
     scaler.update()
-"""
+""")
 """With a gain of 1e9 no gradient of the generator is finite; the discriminator's are, in its own step."""
 
-ONE_MODULE = """
-import torch
-from torch import nn
-
+ONE_MODULE = loop("""
 class Own(nn.Module):
     def __init__(self):
         super().__init__()
@@ -118,20 +128,13 @@ def main():
     for _ in range(4):
         with torch.autocast("cuda"):
             loss = net(torch.full((8, 16), 10.0, device="cuda"))
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        STEP
 
 main()
-"""
+""")
 """A model without parts, gone when the script ends."""
 
-CALIBRATION = """
-import torch
-from torch import nn
-
-torch.manual_seed(0)
+CALIBRATION = loop("""
 net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1)).cuda()
 optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
 scaler = torch.amp.GradScaler("cuda")
@@ -139,11 +142,8 @@ for _ in range(30):
     x = torch.randn(64, 16, device="cuda")
     with torch.autocast("cuda"):
         loss = (net(x) * 12 - 3).pow(2).mean() * 3
-    optimizer.zero_grad()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-"""
+    STEP
+""")
 """It settles at a scale of 256, as healthy scripts do."""
 
 UNSCALED = """
@@ -154,11 +154,7 @@ for _ in range(3):
 """
 """To be put behind another: a second loop, without a scaler."""
 
-DIVERGING = """
-import torch
-from torch import nn
-
-torch.manual_seed(0)
+DIVERGING = loop("""
 net = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 64), nn.Linear(64, 1)).cuda()
 optimizer = torch.optim.SGD(net.parameters(), lr=3.0)
 scaler = torch.amp.GradScaler("cuda", init_scale=64.0)
@@ -166,39 +162,25 @@ for _ in range(30):
     x = torch.randn(64, 16, device="cuda")
     with torch.autocast("cuda"):
         loss = (net(x).float() - 3).pow(2).mean()
-    optimizer.zero_grad()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-"""
+    STEP
+""")
 """A learning rate that is far too large: FP32 diverges too."""
 
-SAVES_THE_MODEL = """
-import copy, io, torch
-from torch import nn
-
-torch.manual_seed(0)
+SAVES_THE_MODEL = loop("""
 net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).cuda()
 optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
 scaler = torch.amp.GradScaler("cuda", init_scale=2.0**24)
 for _ in range(12):
     with torch.autocast("cuda"):
         loss = net(torch.randn(8, 16, device="cuda")).square().mean()
-    optimizer.zero_grad()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
+    STEP
     torch.save(net, io.BytesIO())
     average = copy.deepcopy(net)
 print(sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in average.modules()))
-"""
+""")
 """The whole model object, pickled and copied also after steps that were skipped."""
 
-ALTERNATING = """
-import torch
-from torch import nn
-
-torch.manual_seed(0)
+ALTERNATING = loop("""
 actor, critic = nn.Linear(16, 16).cuda(), nn.Linear(16, 1).cuda()
 of_actor, of_critic = torch.optim.Adam(actor.parameters(), 1e-4), torch.optim.Adam(critic.parameters(), 1e-4)
 scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
@@ -215,13 +197,10 @@ for _ in range(8):
         of_critic.zero_grad()
         loss.backward()
         of_critic.step()
-"""
+""")
 """Three steps a turn, of which the first overflows with a gain of 1e3."""
 
-ODD = """
-import torch
-from torch import nn
-
+ODD = loop("""
 class Equal(torch.optim.SGD):
     def __eq__(self, other):
         raise RuntimeError("compared")
@@ -229,24 +208,17 @@ class Equal(torch.optim.SGD):
 def train(net, x, scaler):
     optimizer = Equal(net.parameters(), lr=1e-3)
     for _ in range(4):
-        optimizer.zero_grad()
         with torch.autocast("cuda"):
             loss = net(x).square().mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        STEP
 
 train(nn.Linear(4, 4, device="meta"), torch.ones(2, 4, device="meta"), torch.amp.GradScaler("cuda", enabled=False))
 print("tried out")
 train(nn.Linear(4, 4).cuda(), torch.ones(2, 4).cuda(), torch.amp.GradScaler("cuda"))
-"""
+""")
 """A loop tried out on a model that has shapes alone, and an optimizer that has no hash."""
 
-COMPILED = """
-import torch
-from torch import nn
-
-torch.manual_seed(0)
+COMPILED = loop("""
 net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).cuda()
 compiled = torch.compile(net, backend="aot_eager")
 optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
@@ -254,11 +226,8 @@ scaler = torch.amp.GradScaler("cuda", init_scale=2.0**21)
 for _ in range(6):
     with torch.autocast("cuda", dtype=torch.float16):
         loss = compiled(torch.randn(8, 16, device="cuda")).square().mean()
-    optimizer.zero_grad()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-"""
+    STEP
+""")
 """Its first steps are skipped, so that eager ones are traced among the compiled."""
 
 FP32 = """
@@ -277,11 +246,7 @@ for _ in range(4):
 """
 """It never asked for anything else; with a logarithm of negative numbers its loss is NaN."""
 
-FOLDS = """
-import torch
-from torch import nn
-
-torch.manual_seed(0)
+FOLDS = loop("""
 for fold in range(4):
     net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1)).cuda()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
@@ -292,19 +257,11 @@ for fold in range(4):
             loss = (net(x) * 12 - 3).pow(2).mean() * 3
             if fold == 3 and step > 12:
                 BREAKS
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-"""
+        STEP
+""")
 """Each fold settles at a scale of 256, as healthy scripts do; with a line for BREAKS the last one collapses."""
 
-_MODEL = """
-import torch
-from torch import nn
-
-torch.manual_seed(0)
-
+_MODEL = loop("""
 class Mix(nn.Module):
     def forward(self, x):
         print("mixes")
@@ -319,7 +276,7 @@ criterion = nn.CrossEntropyLoss()
 def batch():
     return torch.randn(8, 16, device="cuda"), torch.randint(4, (8,), device="cuda")
 
-"""
+""")
 
 _STEPS = {
     "accumulation and clipping": """

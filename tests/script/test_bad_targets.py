@@ -9,14 +9,12 @@ import pytest
 from ampdbg.record.file import read_record
 from ampdbg.record.run import Record
 from tests.commands.program import start
-from tests.script.test_run import run
+from tests.script import scripts
+from tests.script.test_run import captured, run, where
+from tests.siblings import slow_but_for
 
-TARGETS = """
-import sys, torch
-import torch.nn.functional as F
-
+TARGETS = scripts.loop("""
 kind, value = sys.argv[1], float(sys.argv[2])
-torch.manual_seed(0)
 
 class Criterion(torch.nn.Module):
     def forward(self, out, targets):
@@ -58,11 +56,8 @@ for step in range(7):
             loss = criterion(out, {"boxes": y})
         else:
             loss = F.mse_loss(out, y)
-    optimizer.zero_grad()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-"""
+    STEP
+""")
 """From step 3 on, or in it alone, an element of the targets holds ``value``; ``kind`` says what becomes of that."""
 
 
@@ -76,10 +71,10 @@ def trained(folder: Path, kind: str, value: str = "nan") -> tuple[Record, str]:
 @pytest.mark.parametrize(
     ("kind", "value", "held"),
     [
-        ("function", "nan", "1 NaN among 64 values in argument 2 of mse_loss on line 47 of train.py"),
-        ("function", "inf", "1 inf among 64 values in argument 2 of mse_loss on line 47 of train.py"),
-        ("function", "-inf", "1 inf among 64 values in argument 2 of mse_loss on line 47 of train.py"),
-        ("operators", "nan", "1 NaN among 64 values in argument 2 of sub on line 35 of train.py"),
+        ("function", "nan", "1 NaN among 64 values in argument 2 of mse_loss on line 48 of train.py"),
+        ("function", "inf", "1 inf among 64 values in argument 2 of mse_loss on line 48 of train.py"),
+        ("function", "-inf", "1 inf among 64 values in argument 2 of mse_loss on line 48 of train.py"),
+        ("operators", "nan", "1 NaN among 64 values in argument 2 of sub on line 36 of train.py"),
     ],
 )
 def test_targets_that_hold_nan_are_bad_data(tmp_path: Path, kind: str, value: str, held: str) -> None:
@@ -88,33 +83,27 @@ def test_targets_that_hold_nan_are_bad_data(tmp_path: Path, kind: str, value: st
     assert record.findings[0].message == f"the batch of step 4 holds {held}, first in sample 5"
     assert [finding.code for finding in record.findings[1:]] in ([], ["scale-collapse"])
     assert "Bad data: the batch of step 4 holds inf or NaN." in page
-    assert record.script is not None
-    start(tmp_path, "replay", record.script.captures[0], "--record=again.json")
+    start(tmp_path, "replay", captured(record)[0], "--record=again.json")
     again = read_record(tmp_path / "again.json")
-    assert (again.verdict, again.findings[0].code, again.findings[0].message) == (
-        "other",
-        "data-nonfinite",
-        record.findings[0].message,
-    )
+    assert (again.verdict, where(again)[0]) == ("other", "data-nonfinite")
+    assert again.findings[0].message == record.findings[0].message
 
 
-@pytest.mark.parametrize("kind", ["criterion", "assert"])
+@pytest.mark.parametrize("kind", slow_but_for(["criterion"], ["criterion", "assert"]))
 def test_one_bad_target_of_a_module_that_makes_the_loss_is_bad_data_at_its_own_step(tmp_path: Path, kind: str) -> None:
     record, _ = trained(tmp_path, kind)
     assert (record.verdict, record.findings[0].code, record.findings[0].step) == ("other", "data-nonfinite", 3)
-    told = "1 NaN among 64 values in argument 2['boxes'] of Criterion on line 45 of train.py, first in sample 5"
+    told = "1 NaN among 64 values in argument 2['boxes'] of Criterion on line 46 of train.py, first in sample 5"
     assert record.findings[0].message == f"the batch of step 3 holds {told}"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["function", "operators", "criterion", "assert"])
-def test_finite_targets_are_healthy(tmp_path: Path, kind: str) -> None:
-    record, _ = trained(tmp_path, kind, "1")
-    assert (record.verdict, record.findings) == ("healthy", ())
+SOUND = [(kind, "1") for kind in ("function", "operators", "criterion", "assert")]
+SOUND += [("padded", "nan"), ("mask", "-inf")]
 
 
-def test_padding_of_nan_that_a_script_takes_out_is_healthy(tmp_path: Path) -> None:
-    record, _ = trained(tmp_path, "padded")
+@pytest.mark.parametrize("of", slow_but_for(SOUND[-2:], SOUND), ids="-".join)
+def test_finite_targets_padding_taken_out_and_a_mask_are_healthy(tmp_path: Path, of: tuple[str, str]) -> None:
+    record, _ = trained(tmp_path, *of)
     assert (record.verdict, record.findings) == ("healthy", ())
 
 
@@ -126,11 +115,6 @@ def test_padding_of_nan_is_not_blamed_for_a_nan_of_the_mathematics(tmp_path: Pat
     too = "alone in FP32 it does so too on the same inputs, which FP16 may have rounded before"
     assert found.message.endswith(f"div is the first to make inf or NaN; {too}")
     assert "data-nonfinite" not in [finding.code for finding in record.findings]
-
-
-def test_a_mask_of_minus_infinity_is_healthy(tmp_path: Path) -> None:
-    record, _ = trained(tmp_path, "mask", "-inf")
-    assert (record.verdict, record.findings) == ("healthy", ())
 
 
 @pytest.mark.slow
@@ -149,10 +133,7 @@ def test_one_bad_target_of_a_function_is_not_blamed_for_sure(tmp_path: Path, kin
     assert "look at what the script makes of that" in page
 
 
-ADVERSARIES = """
-import sys, torch
-torch.manual_seed(0)
-
+ADVERSARIES = scripts.loop("""
 class Generator(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -183,7 +164,7 @@ for step in range(6):
     scaler.update()
     if not loss.isfinite():
         break
-"""
+""")
 
 
 @pytest.mark.slow
@@ -195,14 +176,12 @@ def test_one_bad_batch_of_a_loop_of_two_networks_is_bad_data(tmp_path: Path, val
     ]
 
 
+@pytest.mark.slow
 def test_the_same_loop_with_finite_batches_is_healthy(tmp_path: Path) -> None:
     assert run(tmp_path, ADVERSARIES, "1")[1].verdict == "healthy"
 
 
-ATTENDING = """
-import torch
-torch.manual_seed(0)
-
+ATTENDING = scripts.loop("""
 class Attention(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -220,14 +199,10 @@ for step in range(6):
         mask[2] = -torch.inf  # a sample of padding alone
     with torch.autocast("cuda", dtype=torch.float16):
         loss = (model(x, mask.cuda()) - x).pow(2).mean()
-    optimizer.zero_grad()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-"""
+    STEP
+""")
 
 
 def test_a_mask_of_minus_infinity_alone_is_not_blamed_for_what_a_formula_makes_of_it(tmp_path: Path) -> None:
     _, record = run(tmp_path, ATTENDING)
-    assert [found.code for found in record.findings] == ["true-nan"]
-    assert record.findings[0].step == 3
+    assert [(found.code, found.step) for found in record.findings] == [("true-nan", 3)]

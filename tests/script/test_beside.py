@@ -9,6 +9,7 @@ import pytest
 
 from ampdbg.record.file import read_record
 from tests.commands.program import start
+from tests.script import scripts
 
 
 @pytest.fixture(autouse=True)
@@ -17,11 +18,7 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
-LOOP = """
-import itertools, signal, sys, threading, time
-import torch
-from torch import nn
-
+LOOP = scripts.loop("""
 PRELUDE
 
 calls = itertools.count()
@@ -35,7 +32,6 @@ class Net(nn.Module):
         FORWARD
         return self.linear(x)
 
-torch.manual_seed(0)
 net = Net()
 optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
 scaler = torch.amp.GradScaler("cuda", init_scale=16.0)
@@ -44,15 +40,12 @@ while not stop and steps < 8:
     x = torch.ones(4, 8)
     if steps == 3:
         x[0, 0] = float("nan")
-    optimizer.zero_grad()
     with torch.autocast("cuda", dtype=torch.float16):
         loss = (net(x).float() - 1).square().mean()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
+    STEP
     steps += 1
 ENDING
-"""
+""")
 
 
 def run(folder: Path, prelude: str, forward: str, ending: str, loop: str = LOOP) -> str:

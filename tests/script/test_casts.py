@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.commands.program import start
-from tests.script.test_run import run
+from tests.script import scripts
+from tests.script.test_run import captured, run, steps_captured, where
+from tests.siblings import slow_but_for
 
-SCRIPT = """
-import torch
-
-torch.manual_seed(0)
+SCRIPT = scripts.loop("""
 net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)).cuda()
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
 scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
@@ -23,47 +22,34 @@ for step in range(4):
         out = net(x)
         mask = (1.0 - y.float()) * -1e5
         loss = {loss}
-    optimizer.zero_grad()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-"""
+    STEP
+""")
 
 BY_A_DISTANCE = "(torch.relu(out) * far.to(out.dtype)).float().neg().exp().mean()"
 TWICE_MASKED = "torch.softmax(out + mask.to(out.dtype) - mask.to(out.dtype), -1).square().mean()"
 MASKED = "torch.softmax(out + mask.to(out.dtype), -1).square().mean()"
 
 
-@pytest.mark.parametrize(
-    ("loss", "far", "verdict", "code"),
-    [
-        (BY_A_DISTANCE, 1e10, "precision", "forward-overflow"),
-        (BY_A_DISTANCE, 1e2, "healthy", None),
-        (TWICE_MASKED, 1.0, "other", "mask-constant"),
-        (MASKED, 1.0, "healthy", None),
-    ],
-    ids=["a distance", "a near distance", "a mask", "a harmless mask"],
-)
-def test_a_cast_of_the_loss_code_is_judged_by_what_it_casts(
-    tmp_path: Path, loss: str, far: float, verdict: str, code: str | None
-) -> None:
+CASES: dict[str, tuple[str, float, str, str | None]] = {
+    "a distance": (BY_A_DISTANCE, 1e10, "precision", "forward-overflow"),
+    "a near distance": (BY_A_DISTANCE, 1e2, "healthy", None),
+    "a mask": (TWICE_MASKED, 1.0, "other", "mask-constant"),
+    "a harmless mask": (MASKED, 1.0, "healthy", None),
+}
+
+
+@pytest.mark.parametrize("case", slow_but_for(["a distance", "a harmless mask"], CASES))
+def test_a_cast_of_the_loss_code_is_judged_by_what_it_casts(tmp_path: Path, case: str) -> None:
+    loss, far, verdict, code = CASES[case]
     result, record = run(tmp_path, SCRIPT.format(loss=loss, far=far))
     assert (result.code, record.verdict) == (int(verdict != "healthy"), verdict), result.stderr
     if code is None:
         assert record.findings == ()
         return
-    found = record.findings[0]
-    assert found.code == code
-    assert found.op == "aten._to_copy.default"
-    assert found.source is not None
-    assert found.source.text == f"loss = {loss}"
+    assert (where(record)[::3], record.findings[0].op) == ((code, f"loss = {loss}"), "aten._to_copy.default")
 
 
-DICE = """
-import torch
-from torch import nn
-
-torch.manual_seed(0)
+DICE = scripts.loop("""
 net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 1, 3, padding=1)).cuda()
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
 scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
@@ -78,11 +64,8 @@ for step in range(4):
     mask = (torch.rand(SAMPLES, 1, 128, 128, device="cuda") < 0.9).float()
     with torch.autocast("cuda"):
         loss = dice(net(x).sigmoid(), mask)
-    optimizer.zero_grad()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-"""
+    STEP
+""")
 
 
 @pytest.mark.slow
@@ -96,20 +79,15 @@ def test_what_a_loss_computes_of_its_targets_alone_is_computed_anew_in_fp32(tmp_
     found = record.findings[0]
     assert (found.code, found.op, record.verdict) == ("forward-overflow", "aten.bmm.default", "precision")
     assert found.message.startswith("bmm reaches 117,916 in FP32, above FP16's limit of 65,504")
-    assert found.source is not None
-    assert found.source.text.startswith("union = ")
-    capture = next((tmp_path / ".ampdbg" / "captures").glob("*-step-1.safetensors"))
-    patch = start(tmp_path, "suggest-fp32", str(capture))
+    assert where(record)[3].startswith("union = ")
+    patch = start(tmp_path, "suggest-fp32", captured(record)[steps_captured(record).index(1)])
     assert patch.code == 0, patch.stderr
     assert "the failing step (1): healthy" in patch.stdout
     assert "inf" not in patch.stdout
     assert "enabled=False" in patch.stdout
 
 
-BESIDE = """
-import torch
-
-torch.manual_seed(0)
+BESIDE = scripts.loop("""
 net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)).cuda()
 with torch.no_grad():
     net[2].weight.mul_(20000)
@@ -122,11 +100,8 @@ for step in range(4):
         out = net(x * 25 * 2)
         loss = out.square().mean().float() * 1e-12
         loss = loss + LOSS
-    optimizer.zero_grad()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-"""
+    STEP
+""")
 """Its last layer overflows."""
 
 
@@ -146,8 +121,7 @@ for step in range(4):
 )
 def test_a_patch_is_proven_whatever_is_computed_beside_the_place(tmp_path: Path, loss: str) -> None:
     """The script computes more of its own data by functions of the same names, and a cast may have nothing to do."""
-    run(tmp_path, BESIDE.replace("LOSS", loss))
-    capture = next((tmp_path / ".ampdbg" / "captures").glob("*-step-1.safetensors"))
-    patch = start(tmp_path, "suggest-fp32", str(capture))
+    _, record = run(tmp_path, BESIDE.replace("LOSS", loss))
+    patch = start(tmp_path, "suggest-fp32", captured(record)[steps_captured(record).index(1)])
     assert patch.code == 0, patch.stderr
     assert "the failing step (1): healthy" in patch.stdout

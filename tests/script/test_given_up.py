@@ -8,14 +8,12 @@ import pytest
 
 from ampdbg.record.run import Record
 from tests.commands.program import start
-from tests.script.test_run import run
+from tests.script import scripts
+from tests.script.test_run import captured, run, saves_the_same_alone, steps_captured, where
+from tests.siblings import slow_but_for
 
-GIVES_UP = """
-import sys, torch
-from torch import nn
-
+GIVES_UP = scripts.loop("""
 fault, how = sys.argv[1:3]
-torch.manual_seed(0)
 
 class Attention(nn.Module):
     def __init__(self):
@@ -79,7 +77,7 @@ for step in range(10):
     scaler.step(optimizer)
     scaler.update()
 torch.save(net.state_dict(), "net.pt")
-"""
+""")
 
 OVERFLOW = "similar = self.q(x) @ self.k(x).transpose(-1, -2)"
 
@@ -94,12 +92,10 @@ def given_up(folder: Path, fault: str, how: str) -> tuple[Record, int]:
 @pytest.mark.parametrize("how", ["loss", "criterion", "by hand", "copies"])
 def test_a_step_that_the_loop_gives_up_is_named_and_captured(tmp_path: Path, how: str) -> None:
     record, code = given_up(tmp_path, "model", how)
-    found = record.findings[0]
-    assert (code, record.verdict, found.code, found.step) == (1, "precision", "forward-overflow", 5)
-    assert (found.module, found.source.text if found.source else "") == ("attention", OVERFLOW)
-    assert record.script is not None
-    assert "step-5" in record.script.captures[0]
-    patched = start(tmp_path, "suggest-fp32", record.script.captures[0])
+    assert (code, record.verdict) == (1, "precision")
+    assert where(record) == ("forward-overflow", 5, "attention", OVERFLOW)
+    assert steps_captured(record)[0] == 5
+    patched = start(tmp_path, "suggest-fp32", captured(record)[0])
     assert patched.code == 0, patched.stderr
     proven_on = "the modules of the failing step, without its loss" if how == "criterion" else "the failing step"
     assert f"the patch for it is proven on {proven_on}" in " ".join(patched.stderr.split())
@@ -109,33 +105,23 @@ def test_a_step_that_the_loop_gives_up_is_named_and_captured(tmp_path: Path, how
 def test_half_weights_with_the_hooks_of_a_wrapper_are_left_to_a_replay(tmp_path: Path) -> None:
     result, record = run(tmp_path, GIVES_UP, "always", "wrapped")
     assert (result.code, record.investigations, record.steps_skipped) == (1, (), 1)
-    assert record.script is not None
     assert "run again in FP32 too ampdbg replay .ampdbg/captures/" in " ".join(result.stderr.split())
-    replayed = start(tmp_path, "replay", record.script.captures[0])
+    replayed = start(tmp_path, "replay", captured(record)[0])
     assert "step 0 as it was fails in 5 of 5 replays" in replayed.stdout, replayed.stderr
     assert OVERFLOW in " ".join(replayed.stdout.split())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "steps"),
-    [
-        ("loss", 10),
-        ("copies", 1),
-        ("criterion", 10),
-        ("by hand", 1),
-    ],
-)
+@pytest.mark.parametrize(("how", "steps"), [("loss", 10), ("copies", 1), ("criterion", 10), ("by hand", 1)])
 def test_a_run_that_gives_up_every_step_is_not_one_without_a_step(tmp_path: Path, how: str, steps: int) -> None:
     record, code = given_up(tmp_path, "always", how)
     assert (code, record.verdict, record.findings[0].code) == (1, "precision", "forward-overflow")
     assert (record.findings[0].step, record.steps_run, record.steps_skipped) == (0, steps, steps)
-    assert record.script is not None
-    replayed = start(tmp_path, "replay", record.script.captures[0])
+    replayed = start(tmp_path, "replay", captured(record)[0])
     assert "step 0 as it was fails in 5 of 5 replays" in replayed.stdout, replayed.stderr
 
 
-@pytest.mark.parametrize("how", ["loss", "by hand"])
+@pytest.mark.parametrize("how", slow_but_for(["by hand"], ["loss", "by hand"]))
 def test_a_batch_of_nan_that_is_given_up_is_no_matter_of_precision(tmp_path: Path, how: str) -> None:
     record, code = given_up(tmp_path, "data", how)
     assert (code, record.verdict) == (1, "other")
@@ -155,17 +141,10 @@ def test_what_is_no_training_and_what_is_called_twice_are_no_steps_given_up(tmp_
 )
 def test_the_weights_are_those_of_a_run_that_is_not_watched(tmp_path: Path, fault: str, how: str) -> None:
     given_up(tmp_path, fault, how)
-    watched = (tmp_path / "net.pt").read_bytes()
-    (tmp_path / "net.pt").unlink()
-    start(tmp_path, "run", "--emulate", "--no-watch", "train.py", fault, how)
-    assert (tmp_path / "net.pt").read_bytes() == watched
+    saves_the_same_alone(tmp_path, fault, how)
 
 
-BESIDE = """
-import torch
-from torch import nn
-
-torch.manual_seed(0)
+BESIDE = scripts.loop("""
 judge, net = nn.Linear(4, 1).cuda(), nn.Linear(4, 1).cuda()
 checked = judge(torch.full((1, 4), float("nan")).cuda())  # a pass of another that nothing follows
 again = judge(torch.ones(1, 4).cuda())
@@ -178,7 +157,7 @@ for _ in range(4):
     scaler.scale(loss * float("inf")).backward()
     scaler.step(optimizer)
     scaler.update()
-"""
+""")
 
 
 def test_a_module_that_is_not_trained_does_not_become_a_model(tmp_path: Path) -> None:

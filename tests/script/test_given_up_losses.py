@@ -6,15 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands.program import start
+from tests.script import scripts
 from tests.script.test_run import alone, run
 from tests.siblings import slow_but_for
 
-PARTS = """
-import sys, torch
-from torch import nn
-
+PARTS = scripts.loop("""
 way, bad = sys.argv[1], {*map(int, sys.argv[2:])}
-torch.manual_seed(0)
 
 class Critic(nn.Module):
     def __init__(self):
@@ -48,7 +46,7 @@ for step in range(8):
     scaler.update()
     made += 1
 print(made, [weight.double().sum().item() for weight in net.parameters()])
-"""
+""")
 """``way`` says what becomes of a loss; the target is NaN in the steps of these numbers."""
 
 
@@ -67,4 +65,4 @@ def test_each_loss_that_is_given_up_is_a_step(bad: tuple[str, ...], tmp_path: Pa
     assert (record.steps_run, record.steps_skipped) == (8, len(bad))
     assert [step.step for step in record.steps if step.skipped] == [*map(int, bad)]
     assert result.stdout.startswith(f"{8 - len(bad)} ")
-    assert result.stdout == alone(tmp_path, "train.py", "given up", *bad)
+    assert result.stdout == start(tmp_path, "run", "--no-watch", "train.py", "given up", *bad).stdout

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from ampdbg.api import read
 from ampdbg.record.file import read_record
 from ampdbg.record.log import read_log
 from ampdbg.record.run import Record
-from tests.commands.program import command, environment, start
+from tests.commands.program import start
 from tests.script import scripts
 from tests.siblings import slow_but_for
 
@@ -38,9 +37,8 @@ def test_the_log_of_a_script_that_is_killed_makes_the_record_that_it_would_have_
     for name, text in (("killed", KILLED), ("ended", scripts.PLAIN)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "train.py").write_text(text)
-    call = command("run", "--emulate", "--log=run.jsonl", "train.py", gain, "6")
-    killed = subprocess.run(call, check=False, cwd=tmp_path / "killed", env=environment(), capture_output=True)
-    assert killed.returncode == -signal.SIGKILL
+    killed = start(tmp_path / "killed", "run", "--emulate", "--log=run.jsonl", "train.py", gain, "6")
+    assert killed.code == -signal.SIGKILL
     start(tmp_path / "ended", "run", "--emulate", "--record=r.json", "train.py", gain, "6")
     found, whole = read(tmp_path / "killed" / "run.jsonl"), read_record(tmp_path / "ended" / "r.json")
     assert found.interrupted
@@ -51,8 +49,7 @@ def test_the_log_of_a_script_that_is_killed_makes_the_record_that_it_would_have_
 @pytest.mark.slow
 def test_report_shows_the_log_of_a_killed_script(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(KILLED)
-    call = command("run", "--emulate", "train.py", "400", "4")
-    subprocess.run(call, check=False, cwd=tmp_path, env=environment(), capture_output=True)
+    start(tmp_path, "run", "--emulate", "train.py", "400", "4")
     (log,) = (tmp_path / ".ampdbg").glob("*-run.jsonl")
     assert list((tmp_path / ".ampdbg").glob("*.json")) == []
     hint = f"of a run there is its log: ampdbg report {log.relative_to(tmp_path)}"
@@ -80,9 +77,8 @@ def test_a_script_without_a_step_has_no_log(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_sigterm_leaves_a_log_that_has_ended(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(KILLED.replace("SIGKILL", "SIGTERM"))
-    call = command("run", "--emulate", "--record=r.json", "train.py", "1", "4")
-    ended = subprocess.run(call, check=False, cwd=tmp_path, env=environment(), capture_output=True)
-    assert ended.returncode == -signal.SIGTERM
+    ended = start(tmp_path, "run", "--emulate", "--record=r.json", "train.py", "1", "4")
+    assert ended.code == -signal.SIGTERM
     log = read_log(tmp_path / "r.jsonl")
     assert log.script is not None
     assert (log.steps_run, log.script.exit_code) == (4, 128 + signal.SIGTERM)

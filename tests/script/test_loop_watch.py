@@ -14,7 +14,6 @@ from ampdbg.record.run import Record
 from tests.commands.program import Result, start
 from tests.script import frameworks, scripts
 from tests.script.test_frameworks import OVERFLOW, PLANTED
-from tests.siblings import slow_but_for
 
 
 def emulated(folder: Path, text: str, *arguments: str) -> Result:
@@ -38,7 +37,8 @@ def replayed(folder: Path, captures: Path) -> Record:
     return read_record(folder / "c.json")
 
 
-@pytest.mark.parametrize("gain", slow_but_for(["400"], ["1", "400"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("gain", ["1", "400"])
 def test_a_watched_loop_captures_its_bad_steps(tmp_path: Path, gain: str) -> None:
     alone = emulated(tmp_path, scripts.PLAIN, gain, "6")
     result = emulated(tmp_path, with_watch(scripts.PLAIN), gain, "6")

@@ -10,14 +10,12 @@ from ampdbg.record.file import read_record
 from ampdbg.record.run import Record
 from ampdbg.script.lost_steps import KNOWN_LATE
 from tests.commands.program import start
-from tests.script.test_run import run
+from tests.script import scripts
+from tests.script.test_run import captured, run, saves_the_same_alone, steps_captured, where
+from tests.siblings import slow_but_for
 
-STOPS = """
-import math, sys, torch
-from torch import nn
-
+STOPS = scripts.loop("""
 fault, how = sys.argv[1:3]
-torch.manual_seed(0)
 
 class Attention(nn.Module):
     def __init__(self):
@@ -99,7 +97,7 @@ def main():
         sys.exit(3)
 
 main()
-"""
+""")
 """Goes wrong at step 5, as ``fault`` says, and ends as ``how`` says."""
 
 
@@ -109,20 +107,16 @@ def stopped(folder: Path, fault: str, how: str, *options: str) -> tuple[Record, 
     return record, " ".join(result.stderr.split()), result.code
 
 
-def where(record: Record) -> tuple[str, int, str, str]:
-    """The code, step, module and line of the first finding."""
-    found = record.findings[0]
-    return found.code, found.step, found.module, found.source.text if found.source else ""
-
-
 OVERFLOW = "similar = (self.q(x) * self.gain) @ (self.k(x) * self.gain).transpose(-1, -2)"
 
 
-@pytest.mark.parametrize(
-    ("how", "code", "step"),
-    [("exit", 7, 5), ("raise", 1, 5), ("inner", 1, 5), ("criterion", 1, 5), ("first", 7, 0), ("line", 7, 5)],
-)
-def test_an_overflow_that_ends_a_script_is_named(tmp_path: Path, how: str, code: int, step: int) -> None:
+ENDS = {"exit": (7, 5), "raise": (1, 5), "inner": (1, 5), "criterion": (1, 5), "first": (7, 0), "line": (7, 5)}
+"""The exit code and the step of each way to end upon it."""
+
+
+@pytest.mark.parametrize("how", slow_but_for(["exit", "inner", "first"], ENDS))
+def test_an_overflow_that_ends_a_script_is_named(tmp_path: Path, how: str) -> None:
+    code, step = ENDS[how]
     record, page, ended = stopped(tmp_path, "model", how)
     assert (ended, record.verdict, record.steps_run) == (code, "precision", step + 1)
     assert where(record) == ("forward-overflow", step, "attention", OVERFLOW)
@@ -138,19 +132,18 @@ def test_an_overflow_of_a_criterion_that_is_no_part_of_the_model_is_named(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("value", "name"), [("nan", "NaN"), ("inf", "inf"), ("-inf", "inf")])
-def test_an_exit_upon_data_that_hold_nan_is_no_matter_of_precision(tmp_path: Path, value: str, name: str) -> None:
-    record, page, code = stopped(tmp_path, value, "exit")
-    assert (code, record.verdict, record.findings[0].code, record.findings[0].step) == (7, "other", "data-nonfinite", 5)
+@pytest.mark.parametrize(
+    ("value", "how", "ends", "name"),
+    [("nan", "exit", 7, "NaN"), ("inf", "exit", 7, "inf"), ("-inf", "exit", 7, "inf"), ("nan", "once", 1, "NaN")],
+)
+def test_a_loss_that_data_have_made_nan_is_no_matter_of_precision_nor_is_its_capture(
+    tmp_path: Path, value: str, how: str, ends: int, name: str
+) -> None:
+    record, page, code = stopped(tmp_path, value, how)
+    assert (code, record.verdict, *where(record)[:2]) == (ends, "other", "data-nonfinite", 5)
     assert f"the batch of step 5 holds 1 {name} among 384 values in [0], first in sample 1" in page
-
-
-@pytest.mark.slow
-def test_a_capture_of_bad_data_tells_of_bad_data(tmp_path: Path) -> None:
-    record, _, _ = stopped(tmp_path, "nan", "exit")
-    assert record.script is not None
     for command in ("replay", "bisect"):
-        start(tmp_path, command, record.script.captures[0], "--record=again.json")
+        start(tmp_path, command, captured(record)[0], "--record=again.json")
         again = read_record(tmp_path / "again.json")
         assert (again.verdict, again.findings[0].code, again.pins) == ("other", "data-nonfinite", ())
 
@@ -190,10 +183,7 @@ def test_an_exit_code_between_two_steps_is_healthy(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_whole_model_is_saved_as_without_ampdbg(tmp_path: Path) -> None:
     stopped(tmp_path, "nothing", "goes on")
-    watched = (tmp_path / "net.pt").read_bytes()
-    (tmp_path / "net.pt").unlink()
-    start(tmp_path, "run", "--emulate", "--no-watch", "train.py", "nothing", "goes on")
-    assert (tmp_path / "net.pt").read_bytes() == watched
+    saves_the_same_alone(tmp_path, "nothing", "goes on")
 
 
 def test_with_no_investigate_nothing_is_run_again(tmp_path: Path) -> None:
@@ -204,52 +194,37 @@ def test_with_no_investigate_nothing_is_run_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_one_lost_step_in_the_middle_of_a_run_is_named(tmp_path: Path) -> None:
-    record, page, code = stopped(tmp_path, "model", "once")
-    assert (code, record.verdict, record.steps_run, record.steps_skipped) == (1, "precision", 8, 1)
-    assert where(record) == ("forward-overflow", 5, "attention", OVERFLOW)
+def test_one_lost_step_in_the_middle_of_a_run_is_named_and_changes_no_weight(tmp_path: Path) -> None:
+    record, page, _ = stopped(tmp_path, "model", "once")
+    assert (record.steps_skipped, [made.step for made in record.investigations]) == (1, [5])
     assert "step 5 is not finite; the script waits while it is run again, in FP32 too" in page
-    assert [made.step for made in record.investigations] == [5]
-    assert record.script is not None
-    (capture,) = record.script.captures  # which is all that there will ever be of it
-    assert capture.endswith("step-5.safetensors")
-    bisected = start(tmp_path, "bisect", capture)
+    saves_the_same_alone(tmp_path, "model", "once")
+
+
+LOST = {"once": 8, "behind": 6, "breaks behind": 6, "behind the first": 1, "writes behind": 6, "bare": 8}
+"""How many steps each of these runs has: it goes on, stops behind the lost step, or has no scaler to withhold it."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", LOST)
+def test_a_step_whose_loss_is_lost_is_named_captured_and_found_again(tmp_path: Path, how: str) -> None:
+    step = 0 if "first" in how else 5
+    record, page, code = stopped(tmp_path, "model", how)
+    assert (code, record.verdict, record.steps_run) == (1, "precision", LOST[how])
+    assert where(record) == ("forward-overflow", step, "attention", OVERFLOW)
+    assert steps_captured(record)[0] == step
+    assert len(captured(record)) == 1 or how == "bare"  # which is all that there will ever be of it
+    assert "was not captured" not in page
+    start(tmp_path, "replay", captured(record)[0])
+    assert where(read_record(tmp_path / ".ampdbg" / "latest.json")) == where(record)
+    bisected = start(tmp_path, "bisect", captured(record)[0])
     assert "1 of 7 modules needs FP32, in its own lines alone" in " ".join(bisected.stdout.split())
 
 
 @pytest.mark.slow
 def test_a_sound_step_that_was_asked_for_leaves_the_capture_of_a_lost_one(tmp_path: Path) -> None:
     record, _, _ = stopped(tmp_path, "model", "once", "--capture-step=7")
-    assert record.script is not None
-    steps = [path.rpartition("-step-")[2] for path in record.script.captures]
-    assert steps == ["5.safetensors", "7.safetensors"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["behind", "breaks behind", "behind the first"])
-def test_a_script_that_stops_behind_a_step_whose_loss_is_lost_has_a_capture_of_it(tmp_path: Path, how: str) -> None:
-    step = 0 if "first" in how else 5
-    record, page, code = stopped(tmp_path, "model", how)
-    assert (code, record.verdict, record.steps_run) == (1, "precision", step + 1)
-    assert where(record) == ("forward-overflow", step, "attention", OVERFLOW)
-    assert record.script is not None
-    (capture,) = record.script.captures
-    assert capture.endswith(f"step-{step}.safetensors")
-    assert "was not captured" not in page
-    bisected = start(tmp_path, "bisect", capture)
-    assert "1 of 7 modules needs FP32, in its own lines alone" in " ".join(bisected.stdout.split())
-
-
-@pytest.mark.slow
-def test_a_lost_step_is_captured_before_the_script_writes_its_weights(tmp_path: Path) -> None:
-    record, page, _ = stopped(tmp_path, "model", "writes behind")
-    assert where(record) == ("forward-overflow", 5, "attention", OVERFLOW)
-    assert record.script is not None
-    (capture,) = record.script.captures
-    assert capture.endswith("step-5.safetensors")
-    assert "was not captured" not in page
-    start(tmp_path, "replay", capture)
-    assert where(read_record(tmp_path / ".ampdbg" / "latest.json")) == where(record)
+    assert steps_captured(record) == [5, 7]
 
 
 @pytest.mark.parametrize(
@@ -266,22 +241,17 @@ def test_of_a_last_step_that_is_lost_and_not_captured_it_is_said_what_does_that(
     assert f"step {step}, whose loss is not finite, is the last of the script and was not captured: {what}" in page
 
 
-BESIDE_THE_MODEL = """
-import torch
-torch.manual_seed(0)
+BESIDE_THE_MODEL = scripts.loop("""
 net = torch.nn.Linear(64, 64).cuda()
 optimizer = torch.optim.Adam(net.parameters(), 1e-3)
 scaler = torch.amp.GradScaler("cuda", init_scale=1024)
 for step in range(4):
     x = torch.randn(32, 64, device="cuda") * (300 if step == 0 else 1)
-    optimizer.zero_grad()
     with torch.autocast("cuda"):
         h = net(x)
         loss = torch.softmax(h @ h.t(), -1).square().mean()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-"""
+    STEP
+""")
 
 
 def test_one_lost_step_that_fails_beside_its_modules_is_not_named_and_said_to_be_there(tmp_path: Path) -> None:
@@ -292,37 +262,10 @@ def test_one_lost_step_that_fails_beside_its_modules_is_not_named_and_said_to_be
 
 
 @pytest.mark.slow
-def test_one_batch_that_holds_nan_is_told_of_at_its_own_step(tmp_path: Path) -> None:
-    record, page, code = stopped(tmp_path, "nan", "once")
-    assert (code, record.verdict, record.findings[0].code, record.findings[0].step) == (1, "other", "data-nonfinite", 5)
-    assert "the batch of step 5 holds 1 NaN among 384 values in [0], first in sample 1" in page
-
-
-@pytest.mark.slow
-def test_without_a_scaler_the_step_that_spoils_the_weights_is_named_and_captured(tmp_path: Path) -> None:
-    record, _, code = stopped(tmp_path, "model", "bare")
-    assert (code, record.verdict, record.steps_run) == (1, "precision", 8)
-    assert where(record) == ("forward-overflow", 5, "attention", OVERFLOW)
-    assert record.script is not None
-    assert "step-5" in record.script.captures[0]
-    bisected = start(tmp_path, "bisect", record.script.captures[0])
-    assert "1 of 7 modules needs FP32, in its own lines alone" in " ".join(bisected.stdout.split())
-
-
-@pytest.mark.slow
-def test_weights_are_those_of_a_run_that_is_not_watched(tmp_path: Path) -> None:
-    stopped(tmp_path, "model", "once")
-    watched = (tmp_path / "net.pt").read_bytes()
-    start(tmp_path, "run", "--emulate", "--no-watch", "train.py", "model", "once")
-    assert (tmp_path / "net.pt").read_bytes() == watched
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["exit", "inner", "first"])
 def test_the_capture_of_a_last_step_is_replayed_bisected_and_patched(tmp_path: Path, how: str) -> None:
     record, _, _ = stopped(tmp_path, "model", how)
-    assert record.script is not None
-    (capture,) = record.script.captures
+    (capture,) = captured(record)
     replayed = start(tmp_path, "replay", capture)
     assert replayed.code == 1, replayed.stderr
     assert f"step {record.steps[-1].step} as it was fails in 5 of 5 replays" in replayed.stdout
@@ -347,14 +290,7 @@ def test_the_capture_of_a_last_step_is_replayed_bisected_and_patched(tmp_path: P
     assert (cured.code, cured.stdout.splitlines()[-1][:2]) == (0, "7 "), cured.stderr
 
 
-ACCUMULATES = """
-import math
-import sys
-import torch
-from torch import nn
-
-torch.manual_seed(0)
-
+ACCUMULATES = scripts.loop("""
 class Scores(nn.Module):
     def __init__(self):
         super().__init__()
@@ -387,15 +323,15 @@ with torch.autocast("cuda", dtype=torch.float16):
         scaler.update()
         optimizer.zero_grad()
 print("trained", scaler.get_scale())
-"""
+""")
 """Its first pass overflows, and its gradients are finite where autocast is off around the backward pass."""
 
 
+@pytest.mark.slow
 def test_a_patch_is_proven_outside_of_the_regions_that_the_script_is_in_by_then(tmp_path: Path) -> None:
     """With the patch the script goes on, and the pass is known to be over when the next one begins, under autocast."""
     record = run(tmp_path, ACCUMULATES, options=("--emulate",))[1]
-    assert record.script is not None
-    (capture,) = record.script.captures
+    (capture,) = captured(record)
     patched = start(tmp_path, "suggest-fp32", "--apply", capture)
     assert patched.code == 0, patched.stderr
     cured = start(tmp_path, "run", "--emulate", "--no-watch", "train.py")
@@ -436,11 +372,7 @@ def test_a_loss_that_fp32_loses_is_named_at_the_step_that_spoils_the_weights(tmp
     assert where(record) == ("true-nan", 5, "", "weights = torch.exp(self.body(x) * self.gain)")
 
 
-SPOILS = """
-import sys, torch
-from torch import nn
-
-torch.manual_seed(0)
+SPOILS = scripts.loop("""
 is_bad, is_half = sys.argv[1] == "bad", sys.argv[2] == "half"
 
 class Net(nn.Module):
@@ -462,7 +394,7 @@ for step in range(10):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-"""
+""")
 """The gradient of a square root of 0 makes the weights NaN, as nothing withholds step 4; its loss is finite."""
 
 
@@ -478,8 +410,7 @@ def test_weights_that_a_step_has_spoilt_are_told_of_and_later_steps_are_not_take
         "gradients are not finite at step 4, nothing withheld it, and with it body.weight and others became NaN: later "
         "steps show no more"
     )
-    assert record.script is not None
-    assert record.script.captures == ()
+    assert captured(record) == []
 
 
 def test_without_that_gradient_it_is_healthy(tmp_path: Path) -> None:
@@ -529,12 +460,8 @@ def test_autocast_within_the_model_is_known_by_earlier_steps(tmp_path: Path) -> 
     assert record.investigations[0].replays[0].dtype == "float16"
 
 
-WITHHELD = """
-import sys, torch
-from torch import nn
-
+WITHHELD = scripts.loop("""
 fault, how = sys.argv[1:3]
-torch.manual_seed(0)
 
 class Lengths(nn.Module):
     def forward(self, x):
@@ -571,112 +498,70 @@ def main():
             loss = criterion(outputs, y)
             if step == 9 and fault == "beside":
                 loss = loss + (outputs * 0.0).float().pow(2).sum().sqrt()
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        STEP
     torch.save(net.state_dict(), "net.pt")
 
 main()
-"""
+""")
 """The loss is finite in every step; the gradients of two steps are not: of a root of zero, or in FP16 alone. A module
 makes the loss, or a function."""
 
 
-def withheld(folder: Path, fault: str, how: str = "module") -> tuple[Record, str, int]:
-    """The record of the script, what stands on its page, and its exit code."""
-    result, record = run(folder, WITHHELD, fault, how)
-    return record, " ".join(result.stderr.split()), result.code
+ROOT = "return x.float().pow(2).sum(-1, keepdim=True).sqrt()"
+HALF = "return (x.half() * x.half()).sum(-1, keepdim=True).sqrt()"
+MODULES_ALONE = (
+    "of step 9 the modules alone were run again, with the gradients that came to what they gave; ampdbg run "
+    "--capture-step 9 has all of it run again"
+)
+UNEXPLAINED = (
+    "neither the start nor a scale just grown explains step 26, and no replay has told whether FP32 fails too: so few "
+    "withheld steps do no harm"
+)
+BESIDE = (
+    "step 9 was not run again: the gradients that come to what its modules gave are not finite already: look at what "
+    "the script makes of that; ampdbg run --capture-step 9 has all of it run again"
+)
+TOLD: dict[tuple[str, str], tuple[str, list[int], str, list[int], str]] = {
+    ("root", "module"): ("other", [26, 40], "true-nan", [26, 40], ROOT),
+    ("early", "module"): ("other", [9], "true-nan", [9], ROOT),
+    ("first", "module"): ("other", [0], "true-nan", [0], ROOT),
+    ("early", "function"): ("other", [9], "true-nan", [9], MODULES_ALONE),
+    ("half", "function"): ("precision", [9], "eps-underflow", [9], HALF),
+    ("steep", "module"): ("healthy", [26, 40], "scale-calibration", [40], UNEXPLAINED),
+    ("steep", "function"): ("healthy", [26, 40], "scale-calibration", [], ""),
+    ("beside", "function"): ("healthy", [9], "scale-calibration", [], BESIDE),
+}
+"""The verdict, which steps were withheld, what is found, which were run again, and what the page says."""
 
 
-@pytest.mark.slow
-def test_a_step_whose_gradients_fp32_cannot_make_either_is_not_taken_for_calibration(tmp_path: Path) -> None:
-    record, page, code = withheld(tmp_path, "root")
-    assert [step.step for step in record.steps if step.skipped] == [26, 40]
-    assert (code, record.verdict, record.findings[0].code, record.findings[0].step) == (1, "other", "true-nan", 26)
-    assert "return x.float().pow(2).sum(-1, keepdim=True).sqrt()" in page
-    capture, _ = record.script.captures if record.script else ()
-    replayed = start(tmp_path, "replay", capture)
-    assert (replayed.code, "true-nan" in replayed.stdout) == (1, True)
+@pytest.mark.parametrize("of", slow_but_for([("early", "function")], TOLD), ids="-".join)
+def test_a_withheld_step_is_calibration_only_where_fp32_has_its_gradients_and_changes_no_weight(
+    tmp_path: Path, of: tuple[str, str]
+) -> None:
+    verdict, skipped, code, replayed, says = TOLD[of]
+    result, record = run(tmp_path, WITHHELD, *of)
+    page = " ".join(result.stderr.split())
+    assert [step.step for step in record.steps if step.skipped] == skipped
+    assert (result.code, record.verdict, record.findings[0].code) == (int(verdict != "healthy"), verdict, code)
+    assert [made.step for made in record.investigations] == replayed
+    assert says in page
+    if verdict == "healthy":
+        assert len(record.findings) == 1
+        assert "normal" not in page
+    else:
+        assert record.findings[0].step == skipped[0]
+        assert (HALF if of[0] == "half" else ROOT) in page
+        assert steps_captured(record) == (replayed if of[1] == "module" else [])
+    if of == ("steep", "function"):
+        assert record.unseen.notes == ()  # what comes to the modules overflows already
+    saves_the_same_alone(tmp_path, *of)
+    if verdict != "healthy" and captured(record):
+        again = start(tmp_path, "replay", captured(record)[0])
+        assert (again.code, code in again.stdout) == (1, True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("fault", "step"), [("early", 9), ("first", 0)])
-def test_gradients_of_nan_alone_are_no_settling_scale_however_early(tmp_path: Path, fault: str, step: int) -> None:
-    record, page, code = withheld(tmp_path, fault)
-    assert [step.step for step in record.steps if step.skipped] == [step]
-    assert (code, record.verdict, record.findings[0].code, record.findings[0].step) == (1, "other", "true-nan", step)
-    assert "return x.float().pow(2).sum(-1, keepdim=True).sqrt()" in page
-
-
-@pytest.mark.slow
-def test_a_step_whose_gradients_only_overflow_is_known_to_be_calibration(tmp_path: Path) -> None:
-    record, page, code = withheld(tmp_path, "steep")
-    assert [step.step for step in record.steps if step.skipped] == [26, 40]
-    assert (code, record.verdict, [found.code for found in record.findings]) == (0, "healthy", ["scale-calibration"])
-    assert [made.step for made in record.investigations] == [40]
-    assert (
-        "neither the start nor a scale just grown explains step 26, and no replay has told whether FP32 fails too: so "
-        "few withheld steps do no harm" in page
-    )
-    assert "normal" not in page
-
-
-@pytest.mark.slow
-def test_a_step_that_was_withheld_and_run_again_leaves_the_weights_as_they_are(tmp_path: Path) -> None:
-    withheld(tmp_path, "root")
-    watched = (tmp_path / "net.pt").read_bytes()
-    start(tmp_path, "run", "--emulate", "--no-watch", "train.py", "root", "module")
-    assert (tmp_path / "net.pt").read_bytes() == watched
-
-
-def test_a_step_whose_loss_a_function_makes_is_run_again_with_the_gradients_that_came(tmp_path: Path) -> None:
-    record, page, code = withheld(tmp_path, "early", "function")
-    assert [step.step for step in record.steps if step.skipped] == [9]
-    assert (code, record.verdict, record.findings[0].code, record.findings[0].step) == (1, "other", "true-nan", 9)
-    assert "return x.float().pow(2).sum(-1, keepdim=True).sqrt()" in page
-    assert (
-        "of step 9 the modules alone were run again, with the gradients that came to what they gave; ampdbg run "
-        "--capture-step 9 has all of it run again" in page
-    )
-    assert record.script is not None
-    assert record.script.captures == ()
-
-
-@pytest.mark.slow
-def test_what_half_alone_makes_nan_of_such_a_step_is_a_matter_of_precision(tmp_path: Path) -> None:
-    record, page, code = withheld(tmp_path, "half", "function")
-    assert (code, record.verdict, record.findings[0].step) == (1, "precision", 9)
-    assert "return (x.half() * x.half()).sum(-1, keepdim=True).sqrt()" in page
-
-
-@pytest.mark.slow
-def test_gradients_that_fail_beside_the_modules_are_told_of_and_not_blamed(tmp_path: Path) -> None:
-    record, page, code = withheld(tmp_path, "beside", "function")
-    assert (code, [found.code for found in record.findings]) == (0, ["scale-calibration"])
-    assert (
-        "step 9 was not run again: the gradients that come to what its modules gave are not finite already: look at "
-        "what the script makes of that; ampdbg run --capture-step 9 has all of it run again" in page
-    )
-    assert "normal" not in page
-
-
-@pytest.mark.slow
-def test_gradients_that_overflow_before_they_come_to_the_modules_are_calibration(tmp_path: Path) -> None:
-    record, _, code = withheld(tmp_path, "steep", "function")
-    assert (code, record.verdict, [found.code for found in record.findings]) == (0, "healthy", ["scale-calibration"])
-    assert (record.investigations, record.unseen.notes) == ((), ())  # what comes to the modules overflows already
-    watched = (tmp_path / "net.pt").read_bytes()
-    start(tmp_path, "run", "--emulate", "--no-watch", "train.py", "steep", "function")
-    assert (tmp_path / "net.pt").read_bytes() == watched
-
-
-BUFFERS = """
-import sys, torch
-from torch import nn
-
+BUFFERS = scripts.loop("""
 fault = sys.argv[1]
-torch.manual_seed(0)
 
 class Quantizer(nn.Module):
     def __init__(self):
@@ -710,13 +595,10 @@ def main():
         with torch.autocast("cuda", dtype=torch.float16):
             loss = criterion(net(x), y)
         print(step, loss.item(), net[1].gain.item(), flush=True)
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        STEP
 
 main()
-"""
+""")
 """The forward pass itself writes a buffer: with what has overflowed, or until it overflows."""
 
 
@@ -736,12 +618,12 @@ def test_a_pass_that_writes_a_buffer_with_what_overflowed_is_run_again_with_the_
     assert found[0] == ("forward-overflow", 20, "1", line)
     assert found[1][:2] == ("buffer-poisoned", 20)
     assert "mul in 1 reaches 136,500 in FP32" in record.findings[0].message
-    (capture,) = record.script.captures if record.script else ()  # later steps begin with NaN: they tell nothing
-    assert capture.endswith("step-20.safetensors")
+    (capture,) = captured(record)  # later steps begin with NaN: they tell nothing
+    assert steps_captured(record) == [20]
     for command, code, told in [
         ("replay", 1, line),
-        ("bisect", 1, "mul · train.py:17"),
-        ("suggest-fp32", 0, "lines 17 to 18 of train.py"),
+        ("bisect", 1, "mul · train.py:18"),
+        ("suggest-fp32", 0, "lines 18 to 19 of train.py"),
     ]:
         done = start(tmp_path, command, capture)
         assert (done.code, told in done.stdout) == (code, True), (command, done.stdout)
@@ -762,12 +644,7 @@ def test_statistics_that_the_first_pass_makes_nan_were_not_bad_before_it(tmp_pat
     assert found[0][2:] == ("1", "x = self.body(x) * self.gains")
 
 
-OWN_NORM = """
-import torch
-from torch import nn
-
-torch.manual_seed(0)
-
+OWN_NORM = scripts.loop("""
 class Norm(nn.Module):
     def __init__(self):
         super().__init__()
@@ -788,38 +665,24 @@ net = nn.Sequential(nn.Linear(8, 8), Gram(), Norm(), nn.Linear(8, 1)).cuda()
 optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
 scaler = torch.amp.GradScaler("cuda")
 for step in range(8):
-    optimizer.zero_grad()
     with torch.autocast("cuda", torch.float16):
         loss = net(torch.randn(32, 8).cuda()).float().pow(2).mean()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-"""
+    STEP
+""")
 """It overflows from the first step on; its norm only writes the buffer that becomes NaN, while it trains."""
 
 
 @pytest.mark.slow
 def test_a_buffer_that_is_lost_and_only_written_keeps_no_step_from_being_captured(tmp_path: Path) -> None:
     _, record = run(tmp_path, OWN_NORM)
-    root = record.findings[0]
-    assert (root.code, root.step, root.source.text if root.source else "") == (
-        "forward-overflow",
-        0,
-        "similar = (x * 1e3) @ (x * 1e3).t()",
-    )
-    assert record.script is not None
-    assert record.script.captures
+    assert where(record)[:2] == ("forward-overflow", 0)
+    assert where(record)[3] == "similar = (x * 1e3) @ (x * 1e3).t()"
     for command, code in [("replay", 1), ("suggest-fp32", 0)]:
-        done = start(tmp_path, command, record.script.captures[0])
+        done = start(tmp_path, command, captured(record)[0])
         assert (done.code, "(x * 1e3) @ (x * 1e3).t()" in done.stdout) == (code, True), (command, done.stdout)
 
 
-AVERAGED = """
-import torch
-from torch import nn
-
-torch.manual_seed(0)
-
+AVERAGED = scripts.loop("""
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -839,11 +702,8 @@ for step in range(12):
     x = torch.randn(64, 8).cuda() * (60 if step == 5 else 1)
     with torch.autocast("cuda", torch.float16):
         loss = net(x).float().tanh().pow(2).mean()
-    optimizer.zero_grad()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-"""
+    STEP
+""")
 """Step 5 overflows into a buffer, and its loss is finite; step 6 computes with that. In FP32 all is well."""
 
 
@@ -854,8 +714,7 @@ def test_a_buffer_that_an_earlier_step_has_lost_is_no_divergence(tmp_path: Path)
     told = "step 6 was not run again: its buffer mean held inf or NaN before it, which an earlier step has written; "
     assert f"{told}ampdbg run --capture-step 5 has the one before it run again" in record.unseen.notes
     _, record = run(tmp_path, AVERAGED, options=("--emulate", "--capture-step=5"))
-    assert record.script is not None
-    start(tmp_path, "replay", record.script.captures[0], "--record=again.json")
+    start(tmp_path, "replay", captured(record)[0], "--record=again.json")
     found = read_record(tmp_path / "again.json").findings[0]
     assert (found.code, found.step, found.op) == ("silent-overflow", 5, "aten.mm.default")
 
@@ -865,12 +724,8 @@ def test_a_buffer_that_is_no_trouble_is_not_one_here(tmp_path: Path) -> None:
     assert (record.verdict, found, record.investigations) == ("healthy", [], ())
 
 
-IGNORED = """
-import sys, torch
-from torch import nn
-
+IGNORED = scripts.loop("""
 fault, how = sys.argv[1:3]
-torch.manual_seed(0)
 
 class Net(nn.Module):
     def __init__(self):
@@ -926,7 +781,7 @@ def main():
     torch.save(net.state_dict(), "net.pt")
 
 main()
-"""
+""")
 """The loss of steps 3 and 8 is not finite, and their gradients are: nothing withholds them."""
 
 
@@ -942,13 +797,10 @@ def test_an_isolated_step_that_is_lost_and_not_withheld_is_named_and_captured(tm
     assert [made.step for made in record.investigations] == [3, 8]
     told = " ".join(result.stderr.split())
     assert "leave out batches whose every target is ignored (ignore_index): a mean over none is 0/0" in told
-    captures = record.script.captures if record.script else ()
-    assert [Path(capture).name.partition("-")[2] for capture in captures] == [f"step-{n}.safetensors" for n in (3, 8)]
-    replayed = start(tmp_path, "replay", captures[0])
+    assert steps_captured(record) == [3, 8]
+    replayed = start(tmp_path, "replay", captured(record)[0])
     assert (replayed.code, "true-nan · step 3" in replayed.stdout) == (1, True)
-    watched = (tmp_path / "net.pt").read_bytes()
-    start(tmp_path, "run", "--emulate", "--no-watch", "train.py", "targets", how)
-    assert (tmp_path / "net.pt").read_bytes() == watched
+    saves_the_same_alone(tmp_path, "targets", how)
 
 
 @pytest.mark.slow

@@ -113,8 +113,9 @@ CLOSES = {
 }
 
 
-@pytest.mark.parametrize("text", CLOSES.values(), ids=CLOSES)
-def test_a_script_may_close_or_replace_its_streams(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("how", slow_but_for(["none", "closed stderr, and a text", "a log for stderr"], CLOSES))
+def test_a_script_may_close_or_replace_its_streams(tmp_path: Path, how: str) -> None:
+    text = CLOSES[how]
     python, watched = both(tmp_path, text)
     assert (watched.code, watched.stdout) == (python.code, python.stdout)
     assert "ampdbg itself" not in watched.stderr
@@ -124,11 +125,9 @@ def test_a_script_may_close_or_replace_its_streams(tmp_path: Path, text: str) ->
         assert "No optimizer has stepped" in watched.stderr
 
 
-LOST = slow_but_for([">/dev/full"], [">&- 2>&-", ">/dev/full", ">&-", "2>&-", "2>/dev/full"])
-
-
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
-@pytest.mark.parametrize("streams", LOST)
+@pytest.mark.parametrize("streams", [">&- 2>&-", ">/dev/full", ">&-", "2>&-", "2>/dev/full"])
 def test_a_lost_stream_leaves_the_exit_code(tmp_path: Path, streams: str) -> None:
     (tmp_path / "train.py").write_text("import sys\nprint(1)\nsys.exit(3)", encoding="utf-8")
 
@@ -153,8 +152,9 @@ ODD = "class Odd:\n    def __str__(self):\n        raise ValueError('no')\nraise
 CODES = ["-1", "256", "2**31", "2**63 - 1", "2**63", "2**70", "-2**70", "True", "3.5", "(1, 2)", "None", "'büh'"]
 
 
-@pytest.mark.parametrize("text", [*(f"import sys\nsys.exit({code})" for code in CODES), ODD], ids=[*CODES, "odd"])
-def test_the_exit_code_is_pythons(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("code", slow_but_for(["-1", "2**63", "(1, 2)", "odd"], [*CODES, "odd"]))
+def test_the_exit_code_is_pythons(tmp_path: Path, code: str) -> None:
+    text = ODD if code == "odd" else f"import sys\nsys.exit({code})"
     (tmp_path / "train.py").write_text(text, encoding="utf-8")
     ours, pythons = start(tmp_path, "run", "--no-watch", "train.py"), alone(tmp_path, "train.py")
     # Most releases from 3.12 on find, when all is over, the error met in taking such a code, and show that too.
@@ -207,9 +207,9 @@ LEAVES_BEHIND = {
 }
 
 
-@pytest.mark.parametrize("text", LEAVES_BEHIND.values(), ids=LEAVES_BEHIND)
-def test_what_a_script_leaves_behind_harms_no_report(tmp_path: Path, text: str) -> None:
-    _, watched = both(tmp_path, f"print('trained')\n{text}")
+@pytest.mark.parametrize("what", slow_but_for(["no path", "an alarm"], LEAVES_BEHIND))
+def test_what_a_script_leaves_behind_harms_no_report(tmp_path: Path, what: str) -> None:
+    _, watched = both(tmp_path, f"print('trained')\n{LEAVES_BEHIND[what]}")
     assert (watched.code, watched.stdout) == (0, "trained\n")
     assert "No optimizer has stepped" in watched.stderr
     assert read_record(tmp_path / "r.json").steps_run == 0
@@ -263,11 +263,18 @@ LOOKS = """
 import sys
 print(__name__, __file__, __spec__ and __spec__.name, __package__, sys.argv, sys.path[0], type(__builtins__))
 print(sorted(globals()), __annotations__, sys.modules["__main__"].__dict__ is globals())
+class Held: pass
+if __name__ == "__main__":
+    import pickle
+    pickle.loads(pickle.dumps(Held()))
 raise SystemExit(5)
 """
 
 
-@pytest.mark.parametrize("given", ["folder", "folder/", "run.zip", "script.py", "-m folder", "-m folder.inner"])
+GIVEN = ["folder", "folder/", "run.zip", "script.py", "-m folder", "-m folder.inner"]
+
+
+@pytest.mark.parametrize("given", slow_but_for(["folder", "run.zip", "script.py", "-m folder.inner"], GIVEN))
 def test_what_python_runs_is_run_and_sees_the_same(tmp_path: Path, given: str) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -275,7 +282,8 @@ def test_what_python_runs_is_run_and_sees_the_same(tmp_path: Path, given: str) -
         file.write_text(LOOKS, encoding="utf-8")
     with zipfile.ZipFile(tmp_path / "run.zip", "w") as written:
         written.writestr("__main__.py", LOOKS)
-    python, watched = alone(tmp_path, *given.split(), "1"), start(tmp_path, "run", "--quiet", *given.split(), "1")
+    typed = [*given.split(), "--lr", "1", "--", "-m", "--record=x"]
+    python, watched = alone(tmp_path, *typed), start(tmp_path, "run", "--quiet", *typed)
     assert (watched.code, watched.stdout) == (python.code, python.stdout)
     assert python.code == 5
 
@@ -306,7 +314,7 @@ def test_a_pipe_is_read_once(tmp_path: Path, name: str) -> None:
     assert '    raise ValueError("bad")\n' in said
 
 
-@pytest.mark.parametrize("module", ["nomain", "nomain.broken"])
+@pytest.mark.parametrize("module", slow_but_for(["nomain.broken"], ["nomain", "nomain.broken"]))
 def test_a_package_that_cannot_be_run_is_told_of_by_python(tmp_path: Path, module: str) -> None:
     (tmp_path / "nomain").mkdir()
     (tmp_path / "nomain" / "__init__.py").touch()

@@ -41,14 +41,7 @@ AROUND_THE_LOOP = """
 
 @pytest.mark.slow
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="Windows forks no process")
-@pytest.mark.parametrize(
-    ("worker", "command"),
-    [
-        ("a process", "replay"),
-        ("a daemon", "replay"),
-        ("a pool", "suggest-fp32"),
-    ],
-)
+@pytest.mark.parametrize(("worker", "command"), [*zip(WORKERS, ("replay", "replay", "suggest-fp32"), strict=True)])
 def test_it_ends_with_the_workers_that_it_has_forked(worker: str, command: str, tmp_path: Path) -> None:
     head = scripts.PLAIN.partition("\n    main(")[0]
     run(tmp_path, head + AROUND_THE_LOOP.replace("WORKER", WORKERS[worker]), "400", "6")
@@ -85,14 +78,7 @@ def threaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("command", "how"),
-    [
-        ("replay", "waits"),
-        pytest.param("replay", "ends", marks=pytest.mark.slow),
-        pytest.param("suggest-fp32", "ends", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("command", "how"), [("replay", "waits"), ("replay", "ends"), ("suggest-fp32", "ends")])
 def test_it_may_train_in_a_thread(command: str, how: str, threaded: Path, tmp_path: Path) -> None:
     shutil.copytree(threaded, tmp_path, dirs_exist_ok=True)
     result, record = on(tmp_path, command, capture_of(tmp_path), f"--script=train.py 400 6 {how}")

@@ -8,27 +8,21 @@ import pytest
 
 from ampdbg.record.file import read_record
 from tests.commands.program import start
-from tests.script.test_run import run
+from tests.script import scripts
+from tests.script.test_run import captured, run
 
-SETTLES = """
-import sys, torch
-from torch import nn
-
-torch.manual_seed(0)
+SETTLES = scripts.loop("""
 net = nn.Linear(16, 4).cuda()
 optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
 scaler = torch.amp.GradScaler("cuda", init_scale=2.0**26)
 for step in range(12):
-    optimizer.zero_grad()
     with torch.autocast("cuda", torch.float16):
         out = net(torch.randn(32, 16).cuda()).float()
         loss = out.pow(2).mean()
         if step == int(sys.argv[1]):
             loss = loss + (out - out.detach()).pow(2).sum().sqrt()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-"""
+    STEP
+""")
 """Its scale settles in eight steps."""
 
 
@@ -42,12 +36,8 @@ def test_a_fault_among_the_steps_in_which_a_scale_settles_is_of_its_own_step(
     assert [(one.code, one.step) for one in record.findings] == found
 
 
-TWO = """
-import sys, torch
-from torch import nn
-
+TWO = scripts.loop("""
 bad = sys.argv[1]
-torch.manual_seed(0)
 
 class Length(nn.Module):
     def forward(self, h):
@@ -73,13 +63,10 @@ scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
 for step in range(8):
     gain = 0.0 if step == 2 and "a" in bad else 1.0
     offset = 1e-8 if step == 3 and "b" in bad else 1.0
-    optimizer.zero_grad()
     with torch.autocast("cuda", torch.float16):
         loss = net(torch.randn(4, 8).cuda(), gain, offset)
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-"""
+    STEP
+""")
 """Of step 2 no precision has gradients; of step 3 FP16 alone has none."""
 
 LENGTH, SMALL = ("true-nan", 2, "length", None), ("eps-underflow", 3, "small", None)
@@ -94,11 +81,7 @@ def test_a_second_fault_is_told_of_beside_the_first(
     assert [(one.code, one.step, one.module, one.root) for one in record.findings] == found
 
 
-OF_TWO_LOSSES = """
-import torch
-from torch import nn
-
-torch.manual_seed(0)
+OF_TWO_LOSSES = scripts.loop("""
 one, other = nn.Linear(8, 4).cuda(), nn.Linear(8, 4).cuda()
 optimizers = [torch.optim.Adam(net.parameters(), 1e-3) for net in (one, other)]
 scalers = [torch.amp.GradScaler("cuda", init_scale=1024.0) for _ in optimizers]
@@ -113,16 +96,15 @@ for turn in range(6):
         scalers[place].scale(loss).backward()
         scalers[place].step(optimizers[place])
         scalers[place].update()
-"""
+""")
 """The second loss is three times the first, and has a scaler of its own; step 7 is a second one without gradients."""
 
 
 @pytest.mark.slow
 def test_losses_of_optimizers_with_a_scaler_each_are_no_one_curve(tmp_path: Path) -> None:
     _, record = run(tmp_path, OF_TWO_LOSSES, options=("--emulate", "--capture-step=7"))
-    assert record.script is not None
     assert [(one.code, one.step) for one in record.findings] == [("true-nan", 7)]
-    replayed = start(tmp_path, "replay", record.script.captures[0])
+    replayed = start(tmp_path, "replay", captured(record)[0])
     assert replayed.code == 1
     again = read_record(tmp_path / ".ampdbg" / "latest.json")
     assert [(one.code, one.step) for one in again.findings] == [("true-nan", 7)]

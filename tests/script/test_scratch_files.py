@@ -19,7 +19,6 @@ from tests.commands.program import Result, start, start_python
 from tests.script import scripts
 from tests.script.test_captures import capture_of, interrupted
 from tests.script.test_run import run
-from tests.siblings import slow_but_for
 
 BEGINS_ANEW = """
 import logging, os, shutil, sqlite3, sys, torch
@@ -71,7 +70,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", slow_but_for(["replay"], ["replay", "suggest-fp32"]))
+@pytest.mark.parametrize("command", ["replay", "suggest-fp32"])
 def test_files_are_as_they_were_before_the_script_was_started_again(command: str, made: Path, tmp_path: Path) -> None:
     folder = tmp_path / "again"
     shutil.copytree(made, folder)
@@ -309,13 +308,8 @@ def test_what_cannot_be_led_to_a_copy_is_refused(tmp_path: Path) -> None:
 
 def replaced_by_scratch_files() -> list[object]:
     of_python = [builtins.open, io.open, os.open, os.remove, os.link, shutil.rmtree, vars(tarfile)["bltn_open"]]
-    return [
-        *of_python,
-        torch.save,
-        torch.jit.load,
-        torch._C.PyTorchFileWriter,
-        "from_file" in vars(torch.UntypedStorage),
-    ]
+    of_torch = [torch.save, torch.jit.load, torch._C.PyTorchFileWriter]
+    return [*of_python, *of_torch, "from_file" in vars(torch.UntypedStorage)]
 
 
 def test_afterwards_python_is_as_it_was(tmp_path: Path) -> None:

@@ -11,14 +11,10 @@ from ampdbg.record.file import read_record
 from tests.commands.program import start
 from tests.script import scripts
 from tests.script.test_captures import capture_of, on
-from tests.script.test_run import run
+from tests.script.test_run import captured, run, steps_captured, where
 from tests.siblings import slow_but_for
 
-SEVERAL = """\
-import torch
-from torch import nn
-
-
+SEVERAL = scripts.loop("""
 class Mix(nn.Module):
     def __init__(self, gain):
         super().__init__()
@@ -69,9 +65,8 @@ class Trainer:
             self.scaler.update()
 
 
-torch.manual_seed(0)
 Trainer().train()
-"""
+""")
 """The first of two generators of a class overflows; none of the models has a name of its own in the script."""
 
 
@@ -96,11 +91,11 @@ def test_the_file_of_pins_takes_the_object_that_it_names(tmp_path: Path) -> None
     assert (pinned.code, after.verdict, after.steps_run) == (0, "healthy", 6)
 
 
-@pytest.mark.parametrize(("where", "model"), [("at its top", "netG"), ("in a function", "Sequential_")])
-def test_an_optimizer_that_is_never_stepped_beside_others_is_told_of(tmp_path: Path, where: str, model: str) -> None:
+@pytest.mark.parametrize("model", slow_but_for(["netG"], ["netG", "Sequential_"]))
+def test_an_optimizer_that_is_never_stepped_beside_others_is_told_of(tmp_path: Path, model: str) -> None:
     text = scripts.GAN.replace("GAIN", "1.0").replace("range(8)", "range(20)")
     idle = text.replace("    scaler.step(optimizers[0])\n", "")
-    if where != "at its top":
+    if model != "netG":  # in a function it has no name at the top
         idle = f"def main():\n{textwrap.indent(idle, '    ')}\nmain()\n"
     _, record = run(tmp_path, idle)
     (told,) = [note for note in record.unseen.notes if "stepped" in note]
@@ -126,12 +121,8 @@ def test_an_optimizer_is_not_told_of_that_steps_seldom_or_whose_weights_move(
     assert not [note for note in record.unseen.notes if "stepped" in note]
 
 
-SHARED = """
-import sys, torch
-from torch import nn
-
+SHARED = scripts.loop("""
 shift, scale = map(float, sys.argv[1:])
-torch.manual_seed(0)
 netG = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)).cuda()
 netD = nn.Sequential(nn.Linear(8, 1), nn.Sigmoid()).cuda()
 nn.init.constant_(netD[0].bias, shift)
@@ -154,7 +145,7 @@ for step in range(20):
     scaler.scale(lossD).backward()
     scaler.step(optimizers[1])
     scaler.update()
-"""
+""")
 """Where its logits are shifted by -18, a low scale cures the generator's step, and none the discriminator's."""
 
 
@@ -164,24 +155,23 @@ def test_of_two_optimizers_with_one_scaler_the_one_that_no_scale_cures_is_blamed
     assert (result.code, record.verdict, record.steps_skipped) == (1, "precision", 20)
     root, collapse = record.findings
     assert (root.step, root.op) == (0, "aten.binary_cross_entropy_backward.default")
-    assert root.source is not None
-    assert root.source.text == "lossD = criterion(of_real.float(), one) + criterion(of_fake.float(), zero)"
+    assert where(record)[3] == "lossD = criterion(of_real.float(), one) + criterion(of_fake.float(), zero)"
     assert (collapse.code, collapse.root) == ("scale-collapse", 0)
     lines = [made.replays[0].producers[0].source for made in record.investigations]
     assert [line.text.split(" =")[0] if line else "" for line in lines] == ["lossG", "lossD"]
 
 
 @pytest.mark.slow
-def test_two_optimizers_that_settle_with_one_scaler_are_healthy(tmp_path: Path) -> None:
-    result, record = run(tmp_path, SHARED, "0", "16777216")
-    assert (result.code, record.verdict, record.steps_skipped) == (0, "healthy", 8)
-    assert [found.code for found in record.findings] == ["scale-calibration"]
-    assert [(made.step, made.is_as_it_trained) for made in record.investigations] == [(1, False), (2, False)]
-
-
-def test_two_optimizers_of_which_none_overflows_are_healthy(tmp_path: Path) -> None:
-    result, record = run(tmp_path, SHARED, "0", "65536")
-    assert (result.code, record.verdict, record.steps_skipped, record.findings) == (0, "healthy", 0, ())
+@pytest.mark.parametrize(
+    ("scale", "skipped", "replayed"), [("16777216", 8, [(1, False), (2, False)]), ("65536", 0, [])]
+)
+def test_two_optimizers_that_settle_with_one_scaler_or_need_not_are_healthy(
+    tmp_path: Path, scale: str, skipped: int, replayed: list[tuple[int, bool]]
+) -> None:
+    result, record = run(tmp_path, SHARED, "0", scale)
+    assert (result.code, record.verdict, record.steps_skipped) == (0, "healthy", skipped)
+    assert [found.code for found in record.findings] == ["scale-calibration"] * bool(skipped)
+    assert [(made.step, made.is_as_it_trained) for made in record.investigations] == replayed
 
 
 UPDATED = "scaler.step(optimizer=optimizers[1]); scaler.update()"
@@ -219,12 +209,8 @@ def test_of_a_step_that_was_asked_for_the_turn_that_fails_is_captured_or_else_th
     assert replay.scale == 65536.0
 
 
-GENERATOR_FIRST = """
-import sys, torch
-from torch import nn
-
+GENERATOR_FIRST = scripts.loop("""
 bad = sys.argv[1]
-torch.manual_seed(0)
 netG, netD = nn.Linear(8, 16).cuda(), nn.Linear(16, 1).cuda()
 optimizers = [torch.optim.Adam(net.parameters(), 1e-3) for net in (netG, netD)]
 scaler, criterion = torch.amp.GradScaler("cuda", init_scale=1024.0), nn.BCEWithLogitsLoss()
@@ -250,7 +236,7 @@ for step in range(8):
     scaler.step(optimizers[1])
     scaler.update()
     print(step, loss.item())
-"""
+""")
 
 
 @pytest.mark.slow
@@ -268,31 +254,26 @@ def test_where_the_generator_steps_first_its_picture_is_data_of_the_discriminato
         last = float(trained.stdout.splitlines()[3].split()[1])
         assert made.replays[0].loss == pytest.approx(last, rel=1e-3)
         return
-    assert (result.code, record.findings[0].source.text if record.findings[0].source else "") == (
-        1,
-        "return (of - of.detach()).float().pow(2).sum().sqrt()",
-    )
+    assert (result.code, where(record)[3]) == (1, "return (of - of.detach()).float().pow(2).sum().sqrt()")
 
 
 def test_a_step_that_a_script_does_not_reach_is_told_of(tmp_path: Path) -> None:
     _, record = run(tmp_path, GENERATOR_FIRST, "", options=("--emulate", "--capture-step=8"))
     assert record.unseen.notes == ("step 8 was not captured: the script has made 8 steps, counted from 0",)
-    assert record.script is not None
-    assert record.script.captures == ()
+    assert captured(record) == []
 
 
-@pytest.mark.parametrize(("asked", "turn"), [(6, 1), pytest.param(7, 2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("asked", "turn"), [(6, 1), (7, 2)])
 def test_where_each_optimizer_has_its_own_update_the_step_that_was_asked_for_is_captured(
     tmp_path: Path, asked: int, turn: int
 ) -> None:
     """The generator's, too, whose picture was made in the step before, for the discriminator."""
     text = ASKED_FOR.replace("GAIN", "1.0").replace("    scaler.step(optimizers[1])\n", f"    {UPDATED}\n")
     trained, record = run(tmp_path, text, options=("--emulate", f"--capture-step={asked}"))
-    assert (record.steps_run, len(record.script.captures if record.script else ())) == (16, 1)
-    path = capture_of(tmp_path)
-    assert path.stem.endswith(f"step-{asked}")
+    assert (record.steps_run, steps_captured(record)) == (16, [asked])
     losses = [line.split() for line in trained.stdout.splitlines() if line[:1].isdigit()]
-    result, again = on(tmp_path, "replay", path)
+    result, again = on(tmp_path, "replay", capture_of(tmp_path))
     assert (result.code, again.verdict) == (0, "healthy")
     replay = again.investigations[0].replays[0]
     assert replay.loss == pytest.approx(float(losses[3][turn]), rel=1e-3)
@@ -301,12 +282,8 @@ def test_where_each_optimizer_has_its_own_update_the_step_that_was_asked_for_is_
     assert "FP16, loss scale 65,536  " in result.stdout
 
 
-AFTER_THE_CRITIC = """
-import sys, torch
-from torch import nn
-
+AFTER_THE_CRITIC = scripts.loop("""
 how, bad, many = sys.argv[1], set(sys.argv[2].split(",")), int(sys.argv[3])
-torch.manual_seed(0)
 
 class Generator(nn.Module):
     def __init__(self):
@@ -357,21 +334,18 @@ for step in range(many):
     scaler.unscale_(optim_g)
     scaler.step(optim_g)
     scaler.update()
-"""
+""")
 """The critic has stepped by the time that the generator's loss is made of what that gave before."""
 
+LENGTH = "length = length + ((h * 600.0) @ (h * 600.0).t()).mean(-1, keepdim=True)"
 FAILS = {
-    "overflow": (
-        "precision",
-        "forward-overflow",
-        "length = length + ((h * 600.0) @ (h * 600.0).t()).mean(-1, keepdim=True)",
-    ),
+    "overflow": ("precision", "forward-overflow", LENGTH),
     "nan": ("other", "true-nan", "length = torch.log(length * 0.0) * 0.0"),
 }
 """The verdict, code and line of each fault."""
 
 
-@pytest.mark.parametrize("how", FAILS)
+@pytest.mark.parametrize("how", slow_but_for(["overflow"], FAILS))
 @pytest.mark.parametrize("bad", slow_but_for(["8"], ["8", "8,9,10"]))
 def test_a_generator_whose_loss_is_lost_after_the_critic_has_stepped_is_named(
     tmp_path: Path, how: str, bad: str
@@ -379,10 +353,7 @@ def test_a_generator_whose_loss_is_lost_after_the_critic_has_stepped_is_named(
     _, record = run(tmp_path, AFTER_THE_CRITIC, how, bad, "11")
     verdict, code, line = FAILS[how]
     assert (record.verdict, record.steps_skipped) == (verdict, len(bad.split(",")))
-    root = record.findings[0]
-    assert (root.code, root.step, root.module) == (code, 8, "net_g")
-    assert root.source is not None
-    assert root.source.text == line
+    assert where(record) == (code, 8, "net_g", line)
     assert [(made.step, made.has_loss) for made in record.investigations] == [
         (8, False),
         *((step, True) for step in (9, 10) if str(step) in bad.split(",")),
@@ -393,7 +364,7 @@ def test_a_generator_whose_loss_is_lost_after_the_critic_has_stepped_is_named(
 def test_the_capture_of_a_generator_that_fails_in_the_last_step_is_run_again(tmp_path: Path) -> None:
     run(tmp_path, AFTER_THE_CRITIC, "overflow", "8", "9")
     result, record = on(tmp_path, "replay", capture_of(tmp_path))
-    assert (result.code, record.findings[0].code, record.findings[0].module) == (1, "forward-overflow", "net_g")
+    assert (result.code, where(record)) == (1, ("forward-overflow", 8, "net_g", LENGTH))
 
 
 @pytest.mark.slow
@@ -402,11 +373,7 @@ def test_a_generator_without_a_fault_is_healthy_after_the_critic_has_stepped(tmp
     assert (record.verdict, record.findings, record.unseen.notes) == ("healthy", (), ())
 
 
-BESIDE_BOTH = """\
-import torch
-from torch import nn
-
-torch.manual_seed(0)
+BESIDE_BOTH = scripts.loop("""
 first, second = nn.Sequential(nn.Linear(8, 16), nn.ReLU()).cuda(), nn.Sequential(nn.Linear(16, 4)).cuda()
 optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=1e-4)
 scaler, basis = torch.amp.GradScaler("cuda", init_scale=64.0), torch.full((4, 4), 300.0).cuda()
@@ -419,11 +386,8 @@ for step in range(6):
     with torch.autocast("cuda", dtype=torch.float16):
         out = second(first(x))
         loss = (spectrum(out) if step > 1 else out.float()).float().square().mean()
-    optimizer.zero_grad()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-"""
+    STEP
+""")
 
 
 @pytest.mark.slow

@@ -9,14 +9,12 @@ import pytest
 from ampdbg.record.file import read_record
 from ampdbg.record.run import Record
 from tests.commands.program import start
+from tests.script import scripts
 from tests.script.test_run import run
+from tests.siblings import slow_but_for
 
-DISTILLED = """
-import math, sys, torch
-import torch.nn.functional as F
-
+DISTILLED = scripts.loop("""
 fault, ends = sys.argv[1], sys.argv[2] == "ends"
-torch.manual_seed(0)
 
 class Attention(torch.nn.Module):
     def __init__(self, gain):
@@ -50,11 +48,8 @@ for step in range(6):
         loss = criterion(student(x), target)
     if ends and not math.isfinite(loss.item()):
         sys.exit(1)
-    optimizer.zero_grad()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-"""
+    STEP
+""")
 LINE = next(number for number, line in enumerate(DISTILLED.splitlines(), start=1) if line.endswith("# HERE"))
 
 
@@ -64,13 +59,13 @@ def trained(folder: Path, *arguments: str) -> tuple[Record, str]:
     return record, " ".join(result.stderr.split())
 
 
-@pytest.mark.parametrize("how", ["ends", "goes on"])
+@pytest.mark.parametrize("how", slow_but_for(["ends"], ["ends", "goes on"]))
 def test_an_overflow_that_a_teacher_has_too_is_named(tmp_path: Path, how: str) -> None:
     record, page = trained(tmp_path, "both", how)
     found = record.findings[0]
     assert (record.verdict, found.code, found.op) == ("precision", "forward-overflow", "aten.bmm.default")
     assert (found.step, found.source and found.source.line) == (0, LINE)
-    assert "run again with finite numbers in the place of argument 2 of Centred on line 37 of train.py" in page
+    assert "run again with finite numbers in the place of argument 2 of Centred on line 38 of train.py" in page
 
 
 @pytest.mark.slow
@@ -94,7 +89,7 @@ def test_a_patch_is_said_not_to_be_tried_on_what_was_not_run_again(tmp_path: Pat
     (capture,) = (tmp_path / ".ampdbg" / "captures").glob("*.safetensors")
     result = start(tmp_path, "suggest-fp32", str(capture))
     page = " ".join(result.stderr.split())
-    warned = "argument 2 of Centred on line 37 of train.py was not finite, and is here: pin what computes it, too"
+    warned = "argument 2 of Centred on line 38 of train.py was not finite, and is here: pin what computes it, too"
     assert "the patch for it is proven on the failing step" in page
     assert f"! what step 0 is given: {warned}" in page
     assert f"#   - what step 0 is given: {warned}" in result.stdout

@@ -13,7 +13,6 @@ from tests.commands.program import start
 from tests.script import scripts
 from tests.script.test_captures import capture_of
 from tests.script.test_run import run
-from tests.siblings import slow_but_for
 
 AROUND_THE_LOOP = """
     import multiprocessing, os, shutil, tempfile
@@ -44,8 +43,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no TMPDIR, and no semaphores that stay")
-@pytest.mark.parametrize("arguments", slow_but_for(["400 6"], ["400 6", "400 6 loader"]))
-@pytest.mark.parametrize("command", slow_but_for(["replay"], ["replay", "suggest-fp32"]))
+@pytest.mark.parametrize("arguments", ["400 6", "400 6 loader"])
+@pytest.mark.parametrize("command", ["replay", "suggest-fp32"])
 def test_temporary_files_go_with_the_script(command: str, arguments: str, made: Path, tmp_path: Path) -> None:
     folder, temporary = tmp_path / "f", tmp_path / "t"
     shutil.copytree(made, folder)

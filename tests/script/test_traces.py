@@ -12,6 +12,7 @@ from torch.optim import optimizer as torchs
 
 import ampdbg
 from tests.script import scripts
+from tests.siblings import slow_but_for
 
 ENDINGS = {
     "to its end": "",
@@ -25,13 +26,8 @@ def state() -> list[object]:
     """What a run replaces meanwhile."""
     scaler, cuda = torch.amp.GradScaler, torch.cuda
     functions = [scaler.scale, scaler.step, scaler.update, vars(torch.autograd)["_engine_run_backward"]]
-    functions += [
-        torch.Tensor.cuda,
-        torch.optim.Optimizer.__init__,
-        cuda.is_available,
-        cuda.device_count,
-        cuda.get_rng_state_all,
-    ]
+    functions += [torch.Tensor.cuda, torch.optim.Optimizer.__init__]
+    functions += [cuda.is_available, cuda.device_count, cuda.get_rng_state_all]
     of_steps = (torchs._global_optimizer_pre_hooks, torchs._global_optimizer_post_hooks)
     hooks = [*map(id, of_steps), *(len(each.values()) for each in of_steps), torch._C._len_torch_dispatch_stack()]
     process = [sys.argv, sys.path[:], sys.modules["__main__"], signal.signal, signal.getsignal]
@@ -39,9 +35,10 @@ def state() -> list[object]:
     return [*functions, *hooks, *process]
 
 
-@pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS)
-def test_torch_and_the_process_are_as_they_were(ending: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    text = scripts.LOSS_LINE.replace("GAIN", "1000.0").replace("import torch\n", "import sys, torch\n", 1)
+@pytest.mark.parametrize("how", slow_but_for(["to its end", "with a code while a step is traced"], ENDINGS))
+def test_torch_and_the_process_are_as_they_were(how: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    ending = ENDINGS[how]
+    text = scripts.LOSS_LINE.replace("GAIN", "1000.0")
     text = text.replace("for _ in range(7):", "sys.modules['held'] = net\nfor step in range(7):")
     (tmp_path / "train.py").write_text(f"{text}    if step == 1:\n        {ending or 'pass'}\n", encoding="utf-8")
     before = state()

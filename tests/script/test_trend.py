@@ -13,11 +13,9 @@ from ampdbg.probes.watch import watch
 from ampdbg.record.file import read_record
 from ampdbg.record.run import Record
 from tests.commands.program import Result, start
+from tests.script import scripts
 
-GROWING = """
-import torch
-from torch import nn
-
+GROWING = scripts.loop("""
 class Body(nn.Module):
     def __init__(self):
         super().__init__()
@@ -26,7 +24,6 @@ class Body(nn.Module):
     def forward(self, x):
         return self.linear(x) * self.factor
 
-torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(16, 16), Body(), nn.Linear(16, 1)).cuda()
 nn.init.normal_(net[2].weight, std=1e-3)
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
@@ -34,14 +31,11 @@ scaler = torch.amp.GradScaler("cuda", init_scale=16.0)
 for step in range(150):
     net[1].factor = FACTOR
     x = torch.randn(32, 16, device="cuda")
-    optimizer.zero_grad()
     with torch.autocast("cuda"):
         loss = torch.nn.functional.dropout(net(x), 0.1).float().square().mean() * 1e-3
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
+    STEP
 print([parameter.detach().double().sum().item() for parameter in net.parameters()])
-"""
+""")
 
 
 def run(folder: Path, factor: str, *options: str) -> tuple[Result, Record | None]:

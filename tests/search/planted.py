@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import strategies as st
 
 from ampdbg.record.pins import Trial
@@ -13,6 +14,9 @@ from ampdbg.search.strategies import AtomTree, Trials, atom_tree
 
 SMALL = ("", "embed", "blocks.0", "blocks.0.attn", "blocks.0.mlp", "blocks.0.mlp.fc", "blocks.1", "head")
 """A model whose container ``blocks`` never runs; its second block is a leaf."""
+
+of_any_size = pytest.mark.parametrize("sizes", [(50, 500), pytest.param((2000,), marks=pytest.mark.slow)], ids=str)
+"""How many modules the trees of a property have."""
 
 
 @dataclass
@@ -58,7 +62,7 @@ def random_names(count: int, source: random.Random, recent: int) -> list[str]:
 
 
 @st.composite
-def trees(draw: st.DrawFn, sizes: Iterable[int] = (50, 500, 2000)) -> AtomTree:
+def trees(draw: st.DrawFn, sizes: Iterable[int] = (50, 500)) -> AtomTree:
     """Trees of so many modules: chains, bushes and all between."""
     count = draw(st.sampled_from(list(sizes)))
     recent = draw(st.sampled_from([1, 2, 8, 64, 10_000]))
@@ -66,7 +70,7 @@ def trees(draw: st.DrawFn, sizes: Iterable[int] = (50, 500, 2000)) -> AtomTree:
 
 
 @st.composite
-def steps(draw: st.DrawFn, sizes: Iterable[int] = (50, 500, 2000), masking: bool = False) -> Step:
+def steps(draw: st.DrawFn, sizes: Iterable[int] = (50, 500), masking: bool = False) -> Step:
     """Steps of 1 to 8 culprits, which are atoms in any order."""
     tree = draw(trees(sizes))
     places = st.integers(0, len(tree.atoms) - 1)

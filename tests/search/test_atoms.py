@@ -96,19 +96,13 @@ def test_a_whole_module_stands_for_its_atoms_and_a_container_for_none(
     assert TREE.compress(atoms) == pins
 
 
-def test_a_model_of_one_module_is_its_root() -> None:
-    tree = atom_tree([""])
-    assert (tree.atoms, tree.compress([""]), tree.under("")) == (("",), ("",), ("",))
-
-
-def test_a_root_that_never_ran_is_no_pin() -> None:
-    tree = atom_tree(["encoder", "decoder"])
-    assert tree.compress(tree.under("")) == ("encoder", "decoder")
-
-
-def test_where_nothing_ran_there_is_nothing_to_pin() -> None:
-    tree = atom_tree([])
-    assert (tree.atoms, tree.compress([]), tree.expand([])) == ((), (), frozenset())
+@pytest.mark.parametrize(
+    ("names", "pins"), [([""], ("",)), (["encoder", "decoder"], ("encoder", "decoder")), ([], ())], ids=str
+)
+def test_all_of_a_model_is_its_root_unless_that_never_ran(names: list[str], pins: tuple[str, ...]) -> None:
+    tree = atom_tree(names)
+    assert (tree.atoms, tree.compress(tree.atoms)) == (pins, pins)
+    assert tree.expand([]) == frozenset()
 
 
 def test_modules_may_be_nested_deeper_than_pythons_stack() -> None:

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ampdbg.record.pins import Trial
-from ampdbg.search.strategies import Atoms, AtomTree, OutOfTrials, Trials, atom_tree, best_so_far, delta_debug
-from tests.search.planted import SMALL, Step, planted, steps, trees
+from ampdbg.search.strategies import Atoms, AtomTree, Trials, atom_tree, best_so_far, delta_debug
+from tests.search.planted import SMALL, Step, of_any_size, planted, steps, trees
 
 TREE = atom_tree(SMALL)
 
@@ -35,18 +35,12 @@ def test_it_tells_what_dropping_each_pin_does() -> None:
     assert {pin: trial.suspects for pin, trial in found.dropped.items()} == {"embed": ("embed",), "head": ("head",)}
 
 
-def test_a_healthy_step_needs_no_pins() -> None:
-    _, trials = planted()
-    found = delta_debug(trials)
-    assert (found.pins, found.healthy, found.minimal) == ((), True, True)
-    assert len(trials.made) == 2
-
-
-def test_where_everything_pinned_fails_one_trial_says_so() -> None:
-    trials = Trials(lambda pins: Trial(pins, healthy=False, why="nan"), TREE)
-    found = delta_debug(trials)
-    assert (found.pins, found.healthy, found.minimal) == ((), False, False)
-    assert len(trials.made) == 1
+@pytest.mark.parametrize(("is_healthy", "trials"), [(True, 2), (False, 1)], ids=["healthy", "failing with all pinned"])
+def test_a_step_that_no_pin_changes_needs_few_trials_and_no_pins(is_healthy: bool, trials: int) -> None:
+    made = Trials(lambda pins: Trial(pins, healthy=is_healthy), TREE)
+    found = delta_debug(made)
+    assert (found.pins, found.healthy, found.minimal) == ((), is_healthy, is_healthy)
+    assert len(made.made) == trials
 
 
 def test_where_everything_pinned_fails_an_earlier_healthy_set_is_made_smaller() -> None:
@@ -61,14 +55,10 @@ def test_of_two_sets_that_would_do_the_first_to_run_is_found() -> None:
     assert delta_debug(trials).pins == ("embed",)
 
 
-def test_a_model_of_one_module() -> None:
+def test_a_model_of_one_module_is_found_and_where_nothing_ran_nothing_is() -> None:
     _, trials = planted("", names=[""])
     assert delta_debug(trials).pins == ("",)
-
-
-def test_where_nothing_ran_nothing_is_found() -> None:
-    trials = Trials(lambda pins: Trial(pins, healthy=False), atom_tree([]))
-    assert not delta_debug(trials).healthy
+    assert not delta_debug(Trials(lambda pins: Trial(pins, healthy=False), atom_tree([]))).healthy
 
 
 def test_tied_modules_are_one() -> None:
@@ -78,9 +68,11 @@ def test_tied_modules_are_one() -> None:
     assert found.dropped["embed"] is found.dropped["head"]
 
 
-@given(steps())
+@of_any_size
+@given(data=st.data())
 @settings(max_examples=25)
-def test_the_planted_set_is_found_within_the_bound(step: Step) -> None:
+def test_the_planted_set_is_found_within_the_bound(sizes: tuple[int, ...], data: st.DataObject) -> None:
+    step = data.draw(steps(sizes))
     (culprits,) = step.ways
     trials = Trials(step, step.tree)
     found = delta_debug(trials)
@@ -120,21 +112,6 @@ def test_where_pins_can_harm_the_set_is_still_healthy_and_minimal(tree: AtomTree
     assert not any(healthy(atoms - tree.expand([pin])) for pin in found.pins)
     count = len(tree.atoms)
     assert len(trials.made) <= 2 + count * (math.log2(count) + 2) + count * (count + 1)
-
-
-@given(steps([50]), st.integers(0, 60))
-def test_out_of_trials_the_best_set_so_far_is_returned(step: Step, limit: int) -> None:
-    trials = Trials(step, step.tree, max_trials=limit)
-    try:
-        found = delta_debug(trials)
-        assert found.minimal
-    except OutOfTrials:
-        found = best_so_far(trials)
-        assert not found.minimal
-    assert found.healthy == (limit > 0) == (trials.best is not None)
-    assert found.pins == (trials.best or ())
-    assert len(step.ran) <= limit
-    assert all(pin in found.pins and not trial.healthy for pin, trial in found.dropped.items())
 
 
 def test_after_an_interrupt_the_best_set_so_far_is_still_there() -> None:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ampdbg.record.pins import Trial
-from ampdbg.search.strategies import GROUPS, AtomTree, OutOfTrials, Trials, atom_tree, best_so_far, guided
-from tests.search.planted import SMALL, Step, planted, steps
+from ampdbg.search.strategies import GROUPS, AtomTree, OutOfTrials, Trials, atom_tree, best_so_far, delta_debug, guided
+from tests.search.planted import SMALL, Step, of_any_size, planted, steps
 
 TREE = atom_tree(SMALL)
 
@@ -84,40 +84,10 @@ def test_where_each_culprit_hides_the_next_they_are_proposed_with_the_pins_in_fo
     ]
 
 
-def test_without_candidates_the_suspects_of_the_bare_step_are_tried() -> None:
-    _, trials = planted("embed", "head")
-    assert guided(trials, []).pins == ("embed", "head")
-
-
 def test_of_two_sets_that_would_do_the_earlier_candidate_is_kept() -> None:
     for candidates in (["embed", "head"], ["head", "embed"]):
         trials = Trials(Step(TREE, [["embed"], ["head"]]), TREE)
         assert guided(trials, candidates).pins == (candidates[0],)
-
-
-def test_a_healthy_step_needs_no_pins() -> None:
-    for candidates in ([], ["head"], list(TREE.atoms)):
-        _, trials = planted()
-        found = guided(trials, candidates)
-        assert (found.pins, found.healthy, found.minimal, found.dropped) == ((), True, True, {})
-
-
-def test_candidates_that_never_ran_are_passed_over() -> None:
-    _, trials = planted("head")
-    assert guided(trials, ["tail", "head", "head", "blocks.1.fc"]).pins == ("head",)
-    assert stages(trials)[0] == ("candidates", ("head",), True)
-
-
-def test_a_candidate_named_twice_costs_nothing() -> None:
-    _, trials = planted("embed", "head")
-    assert guided(trials, ["embed", "head", "embed", "head"]).pins == ("embed", "head")
-    assert len(trials.made) == 3
-
-
-def test_a_candidate_within_another_costs_nothing() -> None:
-    _, trials = planted("blocks.0.mlp.fc")
-    assert guided(trials, ["blocks.0.mlp", "blocks.0.mlp.fc"]).pins == ("blocks.0.mlp",)
-    assert len(trials.made) == 2
 
 
 def test_all_parts_of_a_module_are_told_as_the_module_and_dropped_as_one_too() -> None:
@@ -128,9 +98,27 @@ def test_all_parts_of_a_module_are_told_as_the_module_and_dropped_as_one_too() -
     assert len(trials.made) == 1 + 3 + 1
 
 
-def test_a_pin_stays_as_wide_as_it_was_given() -> None:
-    _, trials = planted("blocks.0.mlp.fc")
-    assert guided(trials, ["blocks.0"]).pins == ("blocks.0",)
+GIVEN: dict[str, tuple[tuple[str, ...], Sequence[str], tuple[str, ...], int]] = {
+    "none, and the suspects of the bare step are tried": (("embed", "head"), [], ("embed", "head"), 4),
+    "some that never ran": (("head",), ["tail", "head", "head", "blocks.1.fc"], ("head",), 2),
+    "each twice": (("embed", "head"), ["embed", "head", "embed", "head"], ("embed", "head"), 3),
+    "one within another": (("blocks.0.mlp.fc",), ["blocks.0.mlp", "blocks.0.mlp.fc"], ("blocks.0.mlp",), 2),
+    "a wide one, which stays so": (("blocks.0.mlp.fc",), ["blocks.0"], ("blocks.0",), 2),
+    "none, of a healthy step": ((), [], (), 1),
+    "one, of a healthy step": ((), ["head"], (), 2),
+    "all, of a healthy step": ((), TREE.atoms, (), 5),
+}
+"""The culprits, the candidates, the pins that are found, and the trials they cost."""
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_candidates_are_joined_and_dropped(name: str) -> None:
+    culprits, candidates, pins, count = GIVEN[name]
+    _, trials = planted(*culprits)
+    found = guided(trials, candidates)
+    assert (found.pins, found.healthy, found.minimal) == (pins, True, True)
+    assert found.dropped.keys() == {*pins}
+    assert len(trials.made) == count
 
 
 def test_where_no_suspect_is_new_the_stuck_one_is_widened_and_narrowed_again() -> None:
@@ -187,9 +175,13 @@ def test_tied_candidates_are_dropped_as_one() -> None:
     assert [trial.pins for trial in found.dropped.values()] == [(), ()]
 
 
-@given(steps(), st.randoms(use_true_random=False))
+@of_any_size
+@given(data=st.data(), source=st.randoms(use_true_random=False))
 @settings(max_examples=60)
-def test_right_candidates_are_proven_within_the_bound(step: Step, source: random.Random) -> None:
+def test_right_candidates_are_proven_within_the_bound(
+    sizes: tuple[int, ...], data: st.DataObject, source: random.Random
+) -> None:
+    step = data.draw(steps(sizes))
     (culprits,) = step.ways
     trials = Trials(step, step.tree)
     found = guided(trials, source.sample(list(culprits), len(culprits)))
@@ -199,9 +191,13 @@ def test_right_candidates_are_proven_within_the_bound(step: Step, source: random
     assert len(trials.made) + len(found.pins) + 1 <= 2 * len(culprits) + 3
 
 
-@given(steps(), st.integers(1, 40), st.booleans(), st.randoms(use_true_random=False))
+@of_any_size
+@given(data=st.data(), count=st.integers(1, 40), last=st.booleans(), source=st.randoms(use_true_random=False))
 @settings(max_examples=60)
-def test_superfluous_candidates_cost_their_logarithm(step: Step, count: int, last: bool, source: random.Random) -> None:
+def test_superfluous_candidates_cost_their_logarithm(
+    sizes: tuple[int, ...], data: st.DataObject, count: int, last: bool, source: random.Random
+) -> None:
+    step = data.draw(steps(sizes))
     (culprits,) = step.ways
     false = source.sample(sorted({*step.tree.atoms} - {*culprits}), count)
     candidates = [*culprits, *false]
@@ -230,22 +226,24 @@ def test_a_chain_of_masked_culprits_costs_two_trials_each(step: Step) -> None:
     assert len(trials.made) <= 2 * len(culprits) + merged(step.tree, found.pins)
 
 
-@given(steps([50]), st.integers(0, 20), st.integers(0, 10))
-def test_out_of_trials_the_best_set_so_far_is_returned(step: Step, count: int, limit: int) -> None:
+@pytest.mark.parametrize("is_guided", [True, False], ids=["guided", "blind"])
+@given(step=steps([50]), count=st.integers(0, 20), limit=st.integers(0, 60))
+def test_out_of_trials_the_best_set_so_far_is_returned(is_guided: bool, step: Step, count: int, limit: int) -> None:
     (culprits,) = step.ways
     candidates = [*culprits, *(atom for atom in step.tree.atoms[:count] if atom not in culprits)]
+    limit = limit // 6 if is_guided else limit
     trials = Trials(step, step.tree, max_trials=limit)
     try:
-        found = guided(trials, candidates)
+        found = guided(trials, candidates) if is_guided else delta_debug(trials)
         assert found.minimal
     except OutOfTrials:
         found = best_so_far(trials)
         assert not found.minimal
-    assert found.healthy == (trials.best is not None)
+    assert found.healthy == (limit > 0) == (trials.best is not None)
     assert found.pins == (trials.best or ())
     assert len(step.ran) <= limit
-    if limit > 0:
-        assert found.healthy
+    assert all(not trial.healthy for trial in found.dropped.values())
+    assert is_guided or found.dropped.keys() <= {*found.pins}
 
 
 def test_after_an_interrupt_the_best_set_so_far_is_still_there() -> None:

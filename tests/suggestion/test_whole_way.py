@@ -14,7 +14,7 @@ from ampdbg.record.run import Record
 from tests.commands.program import ROOT, Result, environment, start
 from tests.zoo.test_zoo import CASES, FILES, config_of
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+SCREENS = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "screens").glob("*.txt"))]
 
 PATCHES = {
     "linear_attention": """\
@@ -150,8 +150,9 @@ def test_an_example_is_cured_by_its_patch(name: str, tmp_path: Path) -> None:
     assert result.code == 0, result.stderr
     added = [line for line in result.stdout.splitlines() if line.startswith("+") and not line.startswith("+++")]
     assert added == PATCHES[name].splitlines()
-    if f"suggest-fp32 configs/{name}.yaml" in README:
-        assert all(line in README for line in result.stdout.splitlines() if line.startswith(("# Keeps", "+  ", "-  ")))
+    command = f"$ ampdbg suggest-fp32 configs/{name}.yaml\n"
+    shown = [line for line in result.stdout.splitlines() if line.startswith(("# Keeps", "+  ", "-  "))]
+    assert all(line in screen for screen in SCREENS if screen.startswith(command) for line in shown)
     assert record.verification is not None
     assert record.verification.passed
     assert all(f"#   - {step.name}: {step.detail}" in result.stdout for step in record.verification.steps)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from ampdbg.api import scan, suggest_fp32
 from ampdbg.config.file import load_config
@@ -17,6 +16,8 @@ from ampdbg.record.run import Record, Step
 from ampdbg.replay.run import Run, prepared
 from ampdbg.training.fp32_twin import fp32_losses
 from ampdbg.training.loop import accumulate_gradients, batches_of_steps, take_step, train
+from tests.siblings import slow_but_for
+from tests.written import written
 
 WORKLOAD = """
 import torch
@@ -57,24 +58,22 @@ class Line(nn.Module):
 def ones():
     return [(torch.ones(4, 4), torch.zeros(4, 4))]
 
-def faint(output, target):
-    return output.float().sum() * 1e-6
+def large(model, batch):
+    return (3e4 * batch[0].half() * model.weight.half()).float().mean() * 1e-8
+
+def faint(model, batch):
+    return (batch[0].half() * model.weight.half()).float().mean() * 1e-5
 """
 
 BEFORE, AFTER = 7, 8
+QUICK = ("AdamW", "two optimizers", "a scheduler", "O3 in bfloat16")
 
 
 def config(folder: Path, *overrides: str, **keys: Any) -> Any:
-    (folder / "work.py").write_text(WORKLOAD)
-    spec = {
-        "model": {"target": "work.py:Net"},
-        "data": {"target": "work.py:data"},
-        "loss": {"target": "work.py:loss"},
-        "train": {"device": "cpu", "steps": BEFORE + AFTER},
-        **keys,
-    }
-    (folder / "config.yaml").write_text(yaml.safe_dump(spec))
-    return load_config(folder / "config.yaml", overrides)
+    train = {"device": "cpu", "steps": BEFORE + AFTER}
+    return written(
+        folder, WORKLOAD, *overrides, **{"model": "Net", "data": "data", "loss": "loss", "train": train, **keys}
+    )
 
 
 def checkpoint_after(checked: Any, steps: int) -> dict[str, Any]:
@@ -106,23 +105,20 @@ def numbers(steps: tuple[Step, ...]) -> list[tuple[float, float, float | None, b
 SCALE = {"loss_scale": {"init": 65536, "growth_interval": 3}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "AdamW": {"precision": SCALE},
-    "SGD": {"precision": SCALE, "optimizer": {"target": "torch.optim:SGD", "args": {"lr": 0.1, "momentum": 0.9}}},
-    "two optimizers": {"precision": SCALE, "optimizer": {"target": "work.py:two"}},
-    "a scheduler": {"precision": SCALE, "scheduler": {"target": "work.py:warming"}},
+    "SGD": {"precision": SCALE, "optimizer": ("torch.optim:SGD", {"lr": 0.1, "momentum": 0.9})},
+    "two optimizers": {"precision": SCALE, "optimizer": "two"},
+    "a scheduler": {"precision": SCALE, "scheduler": "warming"},
     "a one-cycle schedule": {
-        "scheduler": {"target": "torch.optim.lr_scheduler:OneCycleLR", "args": {"max_lr": 0.1, "total_steps": 15}},
+        "scheduler": ("torch.optim.lr_scheduler:OneCycleLR", {"max_lr": 0.1, "total_steps": 15}),
     },
-    "a scheduler and two optimizers": {
-        "optimizer": {"target": "work.py:two"},
-        "scheduler": {"target": "work.py:warming"},
-    },
+    "a scheduler and two optimizers": {"optimizer": "two", "scheduler": "warming"},
     "bfloat16": {"precision": {"dtype": "bfloat16"}},
     "O3 in bfloat16": {"precision": {"level": "O3", "dtype": "bfloat16"}},
-    "RMSprop": {"optimizer": {"target": "torch.optim:RMSprop", "args": {"lr": 0.01, "centered": True}}},
+    "RMSprop": {"optimizer": ("torch.optim:RMSprop", {"lr": 0.01, "centered": True})},
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", slow_but_for(QUICK, VARIANTS))
 def test_what_goes_on_from_a_checkpoint_is_bit_by_bit_the_uninterrupted_run(name: str, tmp_path: Path) -> None:
     whole = config(tmp_path, **VARIANTS[name])
     torch.save(checkpoint_after(whole, BEFORE), tmp_path / "run.pt")
@@ -148,7 +144,7 @@ def test_the_files_of_a_checkpoint_may_be_several(tmp_path: Path) -> None:
 
 
 def test_an_fp32_twin_goes_on_from_it_too(tmp_path: Path) -> None:
-    fp32 = {"precision": {"level": "O0"}, "scheduler": {"target": "work.py:warming"}}
+    fp32 = {"precision": {"level": "O0"}, "scheduler": "warming"}
     whole = config(tmp_path, **fp32)
     torch.save(checkpoint_after(whole, BEFORE), tmp_path / "run.pt")
     rest = [f"train.steps={AFTER}", f"data.args.start={BEFORE}", "checkpoint=run.pt"]
@@ -162,7 +158,7 @@ def scanned(folder: Path, *overrides: str, **keys: Any) -> Record:
     return diagnose(train(config(folder, *overrides, **keys)))
 
 
-LINE = {"model": {"target": "work.py:Line"}, "data": {"target": "work.py:ones"}}
+LINE = {"model": "Line", "data": "ones"}
 GROUP = {"lr": 1.0, "momentum": 0.99, "dampening": 0, "weight_decay": 0, "nesterov": False, "params": [0]}
 
 
@@ -170,27 +166,18 @@ def test_a_collapse_that_only_a_warm_momentum_makes_is_found(tmp_path: Path) -> 
     # The momentum carries the weight from 1 to 3 within two steps: 30,000 times it is beyond FP16.
     state = {"state": {0: {"momentum_buffer": torch.full((4,), -1.0)}}, "param_groups": [GROUP]}
     torch.save({"model": {"weight": torch.ones(4)}, "optimizer": state}, tmp_path / "run.pt")
-    sgd = {"target": "torch.optim:SGD", "args": {"lr": 1.0, "momentum": 0.99}}
-    keys = {**LINE, "loss": {"target": "work.py:faint"}, "optimizer": sgd, "train": {"device": "cpu", "steps": 4}}
-    keys["step"] = {"target": "half.py:step"}
-    (tmp_path / "half.py").write_text(
-        "def step(model, batch):\n    return (3e4 * batch[0].half() * model.weight.half()).float().mean() * 1e-8\n"
-    )
+    sgd = ("torch.optim:SGD", {"lr": 1.0, "momentum": 0.99})
+    keys = {**LINE, "loss": None, "step": "large", "optimizer": sgd, "train": {"device": "cpu", "steps": 4}}
     assert scanned(tmp_path, "checkpoint={model: run.pt}", **keys).verdict == "healthy"
     warm = scanned(tmp_path, "checkpoint=run.pt", **keys)
-    assert warm.verdict == "precision"
-    assert warm.findings[0].code == "forward-overflow"
-    assert warm.findings[0].step == 2
+    assert (warm.verdict, warm.findings[0].code, warm.findings[0].step) == ("precision", "forward-overflow", 2)
 
 
 @pytest.mark.slow
 def test_a_scale_that_had_collapsed_goes_on_as_low_as_it_was(tmp_path: Path) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**-8).state_dict()
     torch.save({"model": {"weight": torch.ones(4)}, "scaler": scaler}, tmp_path / "run.pt")
-    (tmp_path / "half.py").write_text(
-        "def step(model, batch):\n    return (batch[0].half() * model.weight.half()).float().mean() * 1e-5\n"
-    )
-    keys = {**LINE, "step": {"target": "half.py:step"}, "train": {"device": "cpu", "steps": 6}}
+    keys = {**LINE, "loss": None, "step": "faint", "train": {"device": "cpu", "steps": 6}}
     assert scanned(tmp_path, "checkpoint={model: run.pt}", **keys).verdict == "healthy"
     warm = scanned(tmp_path, "checkpoint=run.pt", **keys)
     assert [step.scale for step in warm.steps] == [2.0**-8] * 6

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import yaml
 
-from ampdbg.config.file import load_config
 from ampdbg.observer import UNOBSERVED
 from ampdbg.replay.run import prepared
 from ampdbg.training.loop import train_prepared
+from tests.written import written
 
 WORKLOAD = """
 import torch
@@ -41,18 +40,11 @@ def data():
     return [torch.randn(8, 4, generator=generator) for _ in range(3)]
 """
 
-CONFIG = {
-    "model": {"target": "gan.py:GAN"},
-    "data": {"target": "gan.py:data"},
-    "precision": {"level": "O0"},
-    "train": {"steps": 3, "device": "cpu"},  # as the loop beside it
-}
-
 
 def test_each_loss_trains_its_own_side(tmp_path: Path) -> None:
-    (tmp_path / "gan.py").write_text(WORKLOAD)
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(CONFIG))
-    with prepared(load_config(tmp_path / "config.yaml")) as run:
+    train = {"steps": 3, "device": "cpu"}  # as the loop below
+    config = written(tmp_path, WORKLOAD, model="GAN", data="data", precision={"level": "O0"}, train=train)
+    with prepared(config) as run:
         record = train_prepared(run, observer=UNOBSERVED, command="scan", replays=2)
         trained = [parameter.detach().clone() for parameter in run.workload.model.parameters()]
     assert set(record.steps[0].losses) == {"generator", "discriminator"}

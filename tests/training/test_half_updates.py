@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
-from ampdbg.config.file import load_config
 from ampdbg.config.schema import Config
 from ampdbg.record.run import HalfUpdates
 from ampdbg.replay.run import Run, prepared
 from ampdbg.training.half_updates import ComparedUpdates
 from ampdbg.training.loop import train
+from tests.written import written
 
 WORKLOAD = """
 import torch
@@ -68,16 +67,10 @@ def ones():
 
 
 def config(folder: Path, model: str, data: str, optimizer: str, level: str = "O0", **arguments: Any) -> Config:
-    (folder / "work.py").write_text(WORKLOAD)
-    spec = {
-        "model": {"target": f"work.py:{model}"},
-        "data": {"target": f"work.py:{data}"},
-        "optimizer": {"target": optimizer, "args": arguments},
-        "precision": {"level": level},
-        "train": {"steps": 4},
-    }
-    (folder / "config.yaml").write_text(yaml.safe_dump(spec))
-    return load_config(folder / "config.yaml")
+    precision, train = {"level": level}, {"steps": 4}
+    return written(
+        folder, WORKLOAD, model=model, data=data, optimizer=(optimizer, arguments), precision=precision, train=train
+    )
 
 
 def tensors_of(run: Run) -> Iterator[tuple[int, torch.Tensor]]:
@@ -147,7 +140,7 @@ def test_an_eps_of_zero_spoils_weights_and_ends_the_comparison(tmp_path: Path) -
 
 @pytest.mark.parametrize("optimizer", ["Picky", "Masters"])
 def test_an_optimizer_of_the_users_own_is_not_compared(tmp_path: Path, optimizer: str) -> None:
-    path = config(tmp_path, "Weight", "ones", f"work.py:{optimizer}")
+    path = config(tmp_path, "Weight", "ones", optimizer)
     (plain, _), (compared, seen) = trained(path, compared=False), trained(path, compared=True)
     assert all(torch.equal(one, other) for one, other in zip(plain, compared, strict=True))
     assert seen is None

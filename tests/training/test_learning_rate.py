@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
-from ampdbg.config.file import load_config
 from ampdbg.config.schema import Config
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.pinning.bisection import bisect_run
 from ampdbg.probes.watch import Watch, watch
 from ampdbg.record.run import Record
 from ampdbg.training.loop import train
+from tests.siblings import slow_but_for
+from tests.written import written
 
 WORKLOAD = """
 import torch
@@ -52,22 +52,21 @@ def loss(model, batch):
 """
 
 
-def written(folder: Path, rate: float, gain: float) -> Config:
-    (folder / "w.py").write_text(WORKLOAD, encoding="utf-8")
-    settings = {
-        "model": {"target": "w.py:Net", "args": {"gain": gain}},
-        "data": {"target": "w.py:data"},
-        "step": {"target": "w.py:loss"},
-        "optimizer": {"target": "torch.optim:RMSprop", "args": {"lr": rate}},
-        "train": {"steps": 6},
-        "precision": {"dtype": "float16"},
-    }
-    (folder / "c.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
-    return load_config(folder / "c.yaml")
+def config(folder: Path, rate: float, gain: float) -> Config:
+    return written(
+        folder,
+        WORKLOAD,
+        model=("Net", {"gain": gain}),
+        data="data",
+        step="loss",
+        optimizer=("torch.optim:RMSprop", {"lr": rate}),
+        train={"steps": 6},
+        precision={"dtype": "float16"},
+    )
 
 
 def scanned(folder: Path, rate: float, gain: float) -> Record:
-    return diagnose(train(written(folder, rate, gain), replays=2))
+    return diagnose(train(config(folder, rate, gain), replays=2))
 
 
 def test_weights_thrown_away_by_the_optimizer_are_told_and_precision_is_not_blamed(tmp_path: Path) -> None:
@@ -83,7 +82,7 @@ def test_weights_thrown_away_by_the_optimizer_are_told_and_precision_is_not_blam
 
 @pytest.mark.slow
 def test_no_pin_is_suggested_for_them(tmp_path: Path) -> None:
-    record = bisect_run(written(tmp_path, rate=1e3, gain=1.0))
+    record = bisect_run(config(tmp_path, rate=1e3, gain=1.0))
 
     assert (record.pins, record.trials) == ((), ())
     assert record.search is not None
@@ -118,21 +117,25 @@ def loss(model, batch):
 """
 
 
-@pytest.mark.parametrize(("rate", "gain", "code"), [(0.3, 1.0, "unknown"), (1.0, 1.0, "unknown"), (1e-3, 1e9, "")])
+LEAPING = [(0.3, 1.0, "unknown"), (1.0, 1.0, "unknown"), (1e-3, 1e9, "")]
+
+
+@pytest.mark.parametrize("case", slow_but_for(LEAPING[2:], LEAPING), ids=str)
 def test_a_loss_that_leaps_in_fp32_too_is_blamed_on_the_rate_where_weights_grew(
-    tmp_path: Path, rate: float, gain: float, code: str
+    tmp_path: Path, case: tuple[float, float, str]
 ) -> None:
-    config = written(tmp_path, rate, gain)
-    (tmp_path / "w.py").write_text(LEAPS, encoding="utf-8")
-    settings = yaml.safe_load((tmp_path / "c.yaml").read_text())
-    settings["model"] = {"target": "w.py:model"}
-    settings["data"]["args"] = {"gain": gain}
-    settings["optimizer"]["target"] = "torch.optim:Adam"
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
-    config = load_config(tmp_path / "c.yaml")
-
+    rate, gain, code = case
+    config = written(
+        tmp_path,
+        LEAPS,
+        model="model",
+        data=("data", {"gain": gain}),
+        step="loss",
+        optimizer=("torch.optim:Adam", {"lr": rate}),
+        train={"steps": 6},
+        precision={"dtype": "float16"},
+    )
     root = diagnose(train(config, replays=2)).findings[0]
-
     assert (root.code, root.remedy.startswith("lower the learning rate")) == (code or "gradient-overflow", bool(code))
     assert ("in FP32 too the loss leaps from" in root.message) == bool(code)
 

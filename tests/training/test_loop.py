@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from ampdbg import api
-from ampdbg.config.file import load_config
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.errors import AmpdbgError, UserCodeError, WorkloadError
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.record.run import Record, Step
 from ampdbg.training.loop import profile_ranges, train
 from tests.observing import observing
+from tests.siblings import slow_but_for
+from tests.written import written
 
 WORKLOAD = """
 import math
@@ -109,19 +109,16 @@ def penalised(model, batch):
     return out + g.square().sum()
 """
 
-LOSS = {"target": "torch.nn.functional:mse_loss"}
+LOSS = "torch.nn.functional:mse_loss"
 
 
 def run(folder: Path, *, observer: Observer = UNOBSERVED, loop: Callable[..., Record] = train, **keys: Any) -> Record:
-    (folder / "work.py").write_text(WORKLOAD)
-    spec = {"model": {"target": "work.py:Net"}, "data": {"target": "work.py:data"}, "loss": LOSS, **keys}
-    path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump({key: value for key, value in spec.items() if value is not None}))
-    return diagnose(loop(load_config(path), observer=observer))
+    keys = {"model": "Net", "data": "data", "loss": LOSS, **keys}
+    return diagnose(loop(written(folder, WORKLOAD, **keys), observer=observer))
 
 
 def step_function(name: str) -> dict[str, Any]:
-    return {"loss": None, "step": {"target": f"work.py:{name}"}}
+    return {"loss": None, "step": name}
 
 
 def test_a_healthy_run(tmp_path: Path) -> None:
@@ -143,12 +140,12 @@ def test_a_healthy_run(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_a_model_that_is_scripted_as_a_whole_is_one_module(level: str, tmp_path: Path) -> None:
-    scripted, precision = {"target": "work.py:scripted"}, {"level": level, "dtype": "bfloat16"}
-    whole = run(tmp_path, model=scripted, precision=precision, train={"steps": 2})
+    precision = {"level": level, "dtype": "bfloat16"}
+    whole = run(tmp_path, model="scripted", precision=precision, train={"steps": 2})
     assert (whole.error, len(whole.steps)) == ("", 2)
     assert whole.groups[:2] == ("body.weight", "body.bias")
     assert whole.unseen.notes == ("module '' is scripted and cannot be watched inside",)
-    bad = run(tmp_path, model={"target": "work.py:loud"}, precision={"level": level}, train={"steps": 2})
+    bad = run(tmp_path, model="loud", precision={"level": level}, train={"steps": 2})
     assert [(finding.code, finding.module) for finding in bad.findings[:1]] == [("forward-overflow", "")]
 
 
@@ -170,39 +167,33 @@ def test_the_random_state_of_the_process_is_left_as_it_was(tmp_path: Path) -> No
     assert (torch.rand(1), random.random()) == expected
 
 
-def test_fp32_has_no_scale_and_no_skips(tmp_path: Path) -> None:
-    for precision in ({"level": "O0"}, {"dtype": "float32"}):
-        record = run(tmp_path, precision=precision, train={"steps": 3})
-        assert [(step.scale, step.skipped) for step in record.steps] == [(1.0, False)] * 3
-        assert not record.environment.emulated
+DYNAMIC = {"init": 64, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 2}
+SCALES: dict[str, tuple[dict[str, Any], list[float]]] = {
+    "O0": ({"level": "O0"}, [1.0] * 5),
+    "float32": ({"dtype": "float32"}, [1.0] * 5),
+    "bfloat16": ({"dtype": "bfloat16"}, [1.0] * 5),
+    "a static scale": ({"loss_scale": 128}, [128.0] * 5),
+    "a dynamic scale": ({"loss_scale": DYNAMIC}, [64.0, 64.0, 256.0, 256.0, 1024.0]),
+}
 
 
-def test_bfloat16_needs_no_scaler(tmp_path: Path) -> None:
-    record = run(tmp_path, precision={"dtype": "bfloat16"}, train={"steps": 3})
-    assert [step.scale for step in record.steps] == [1.0] * 3
+@pytest.mark.parametrize("what", slow_but_for(["O0", "bfloat16"], SCALES))
+def test_a_loss_scale_is_there_where_it_is_needed_and_grows_as_it_was_told(what: str, tmp_path: Path) -> None:
+    precision, scales = SCALES[what]
+    record = run(tmp_path, precision=precision, train={"steps": 5})
+    assert [(step.scale, step.skipped) for step in record.steps] == [(scale, False) for scale in scales]
     assert record.verdict == "healthy"
+    assert what not in ("O0", "float32") or not record.environment.emulated
 
 
-@pytest.mark.slow
-def test_a_static_scale_stays_and_a_dynamic_one_grows(tmp_path: Path) -> None:
-    static = run(tmp_path, precision={"loss_scale": 128}, train={"steps": 5})
-    assert [step.scale for step in static.steps] == [128.0] * 5
-    dynamic = {"init": 64, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 2}
-    growing = run(tmp_path, precision={"loss_scale": dynamic}, train={"steps": 5})
-    assert [step.scale for step in growing.steps] == [64.0, 64.0, 256.0, 256.0, 1024.0]
+SPARSE: dict[str, Any] = {"model": "sparse", "data": "tokens", "optimizer": ("torch.optim:SGD", {"lr": 0.1})}
 
 
 @pytest.mark.slow
 def test_accumulated_micro_batches_give_the_mean_of_their_gradients(tmp_path: Path) -> None:
     # Every batch of `tokens` is the same, so the mean over three of them is what one gives.
-    sgd = {"target": "torch.optim:SGD", "args": {"lr": 0.1}}
-    sparse: dict[str, Any] = {
-        "model": {"target": "work.py:sparse"},
-        "data": {"target": "work.py:tokens"},
-        "optimizer": sgd,
-    }
     one, three = (
-        run(tmp_path, **sparse, **step_function("embed_loss"), train={"steps": 2, "accumulate": accumulate})
+        run(tmp_path, **SPARSE, **step_function("embed_loss"), train={"steps": 2, "accumulate": accumulate})
         for accumulate in (1, 3)
     )
     for alone, together in zip(one.steps, three.steps, strict=True):
@@ -239,13 +230,7 @@ def test_several_losses_are_scaled_and_recorded_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_sparse_gradients_and_gradient_penalties_work(tmp_path: Path) -> None:
-    sgd = {"target": "torch.optim:SGD", "args": {"lr": 0.1}}
-    sparse: dict[str, Any] = {
-        "model": {"target": "work.py:sparse"},
-        "data": {"target": "work.py:tokens"},
-        "optimizer": sgd,
-    }
-    assert run(tmp_path, **sparse, **step_function("embed_loss"), train={"steps": 4}).verdict == "healthy"
+    assert run(tmp_path, **SPARSE, **step_function("embed_loss"), train={"steps": 4}).verdict == "healthy"
     assert run(tmp_path, **step_function("penalised"), train={"steps": 4}).verdict == "healthy"
 
 
@@ -254,14 +239,14 @@ def test_an_overflow_in_the_forward_pass_is_found(tmp_path: Path) -> None:
     record = run(tmp_path, **step_function("overflowing"), train={"steps": 8})
     finding = record.findings[0]
     assert (finding.code, finding.op, finding.step) == ("forward-overflow", "aten.mul.Tensor", 0)
-    assert finding.source is not None
+    assert finding.source
     assert finding.source.text == "return (model.body(batch[0]) * 60000 * 2).float().mean()"
     assert record.verdict == "precision"
 
 
 @pytest.mark.slow
 def test_a_compiled_model_is_analysed_eagerly_and_a_scripted_one_from_outside_and_both_are_said(tmp_path: Path) -> None:
-    record = run(tmp_path, model={"target": "work.py:compiled"}, **step_function("overflowing"), train={"steps": 2})
+    record = run(tmp_path, model="compiled", **step_function("overflowing"), train={"steps": 2})
     assert record.findings[0].code == "forward-overflow"
     assert record.unseen.notes == (
         "module 'unused' is scripted and cannot be watched inside",
@@ -277,9 +262,8 @@ def test_a_pin_cures_what_it_pins(tmp_path: Path) -> None:
 
 
 def test_a_bad_batch_is_named_with_its_sample(tmp_path: Path) -> None:
-    record = run(tmp_path, data={"target": "work.py:data", "args": {"bad": 3}}, train={"steps": 6})
-    assert record.findings[0].code == "data-nonfinite"
-    assert record.findings[0].step == 3
+    record = run(tmp_path, data=("data", {"bad": 3}), train={"steps": 6})
+    assert (record.findings[0].code, record.findings[0].step) == ("data-nonfinite", 3)
     assert record.findings[0].evidence["first_index"] == [7, 2]
     assert record.verdict == "other"
     # BatchNorm has taken the NaN in: one skipped step, and evaluation is NaN for good.
@@ -294,11 +278,6 @@ def test_an_error_that_autocast_causes_names_its_line(tmp_path: Path, name: str,
     assert finding.source is not None
     assert (Path(finding.source.file).name, finding.source.function) == ("work.py", name)
     assert finding.source.text.startswith("return ")
-
-
-def test_an_error_of_the_users_is_not_a_finding(tmp_path: Path) -> None:
-    with pytest.raises(UserCodeError, match="raised RuntimeError"):
-        run(tmp_path, **step_function("fails"))
 
 
 UNWATCHED = (
@@ -335,7 +314,7 @@ def test_two_dtypes_that_meet_are_said_to_come_of_autocast_and_other_errors_are_
     assert str(raised.value).endswith("this op takes only one dtype: bring its inputs to one, as with x.float()")
     assert "in distances" in raised.value.user_traceback
     assert run(tmp_path, **step_function("distances"), precision={"level": "O0"}).verdict == "healthy"
-    with pytest.raises(UserCodeError) as raised:
+    with pytest.raises(UserCodeError, match="raised RuntimeError") as raised:
         run(tmp_path, **step_function("fails"))
     assert "autocast" not in str(raised.value)
 
@@ -362,29 +341,24 @@ def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_keeps_what_was_seen(tmp_path: Path) -> None:
-    (tmp_path / "work.py").write_text(WORKLOAD)
-    path = tmp_path / "config.yaml"
-    keys = {"model": {"target": "work.py:Net"}, "data": {"target": "work.py:data"}, "loss": LOSS}
-    path.write_text(yaml.safe_dump(keys))
-
     def interrupt(step: Step) -> None:
         if step.step == 4:
             raise KeyboardInterrupt
 
-    record = train(load_config(path), observer=observing(step=interrupt))
+    record = run(tmp_path, observer=observing(step=interrupt))
     assert record.interrupted
     assert [step.step for step in record.steps] == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("at", [1, 2, 3])
-@pytest.mark.parametrize("command", ["scan", "bisect", "suggest-fp32"])
-def test_an_interrupted_replay_keeps_what_was_seen(
-    command: str, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("work.py").write_text(OVERFLOWS_AT_3)
-    keys = {"model": {"target": "work.py:Net"}, "data": {"target": "work.py:data"}, "loss": LOSS}
-    Path("c.yaml").write_text(yaml.safe_dump({**keys, "train": {"steps": 6, "device": "cpu"}}))
+COMMANDS: dict[str, Any] = {"scan": api.scan, "bisect": api.bisect, "suggest-fp32": api.suggest_fp32}
+INTERRUPTED = [(command, at) for command in COMMANDS for at in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("case", slow_but_for([("scan", 1), ("bisect", 2), ("suggest-fp32", 3)], INTERRUPTED), ids=str)
+def test_an_interrupted_replay_keeps_what_was_seen(case: tuple[str, int], tmp_path: Path) -> None:
+    command, at = case
+    train = {"steps": 6, "device": "cpu"}
+    written(tmp_path, OVERFLOWS_AT_3, model="Net", data="data", loss=LOSS, train=train)
     replays: list[int] = []
 
     def interrupt(step: int, doing: str) -> None:
@@ -396,9 +370,8 @@ def test_an_interrupted_replay_keeps_what_was_seen(
         if len(replays) >= at:
             raise KeyboardInterrupt
 
-    run_it: Any = {"scan": api.scan, "bisect": api.bisect, "suggest-fp32": api.suggest_fp32}[command]
     try:
-        record = run_it("c.yaml", observer=observing(replay=interrupt, step=ask))
+        record = COMMANDS[command](tmp_path / "config.yaml", observer=observing(replay=interrupt, step=ask))
     except KeyboardInterrupt:  # which would end the tests
         pytest.fail("nothing was kept")
     assert record.interrupted
@@ -441,14 +414,11 @@ def data():
 
 
 def test_a_sparse_product_that_cuda_has_no_kernel_for_is_explained(tmp_path: Path) -> None:
-    (tmp_path / "graph.py").write_text(GRAPH)
-    targets = {"model": "graph.py:Net", "data": "graph.py:data", "loss": "torch.nn.functional:mse_loss"}
-    keys: dict[str, Any] = {name: {"target": target} for name, target in targets.items()}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump({**keys, "train": {"steps": 2, "device": "cpu"}}))
+    keys: dict[str, Any] = {"model": "Net", "data": "data", "loss": LOSS, "train": {"steps": 2, "device": "cpu"}}
     with pytest.raises(UserCodeError, match="addmm_sparse_cuda") as raised:
-        train(load_config(tmp_path / "config.yaml"))
+        train(written(tmp_path, GRAPH, **keys))
     assert str(raised.value).endswith("or make the matrix CSR, as with matrix.to_sparse_csr()")
-    assert len(train(load_config(tmp_path / "config.yaml", ("precision.level=O0",))).steps) == 2
+    assert len(train(written(tmp_path, GRAPH, "precision.level=O0", **keys)).steps) == 2
 
 
 MIXER = """
@@ -470,16 +440,12 @@ def data():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning", "ignore:Using a target size")
 def test_of_half_values_only_powers_of_two_are_transformed_and_the_others_explained(tmp_path: Path) -> None:
-    (tmp_path / "mixer.py").write_text(MIXER)
-    targets = {"model": "mixer.py:Net", "data": "mixer.py:data", "loss": "torch.nn.functional:mse_loss"}
-    keys: dict[str, Any] = {name: {"target": target} for name, target in targets.items()}
-    keys["model"]["args"] = {"width": 12}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump({**keys, "train": {"steps": 2, "device": "cpu"}}))
+    keys: dict[str, Any] = {"data": "data", "loss": LOSS, "train": {"steps": 2, "device": "cpu"}}
+    keys["model"] = ("Net", {"width": 12})
     with pytest.raises(UserCodeError, match=r"got a signal size of\[12\]; under autocast .* cast it up before"):
-        train(load_config(tmp_path / "config.yaml"))
+        train(written(tmp_path, MIXER, **keys))
     for healthy in ("model.args.width=16", "precision.level=O0"):
-        settings = (healthy, "precision.loss_scale.init=256.0")
-        steps = train(load_config(tmp_path / "config.yaml", settings)).steps
+        steps = train(written(tmp_path, MIXER, healthy, "precision.loss_scale.init=256.0", **keys)).steps
         assert [step.skipped for step in steps] == [False, False]
 
 
@@ -505,13 +471,10 @@ def data(bad):
 """
 
 
-@pytest.mark.parametrize(("bad", "found"), [(0, [("true-nan", 0)]), (3, [("true-nan", 3)]), (-1, [])])
-def test_nan_alone_is_run_again_in_the_first_step_too(
-    tmp_path: Path, bad: int, found: list[tuple[str, int | None]]
-) -> None:
-    (tmp_path / "root.py").write_text(ROOT_OF_ZERO)
-    data = {"target": "root.py:data", "args": {"bad": bad}}
-    scale = {"loss_scale": 256.0}
-    record = run(tmp_path, model={"target": "root.py:Net"}, data=data, precision=scale, train={"steps": 6})
-    assert [(one.code, one.step) for one in record.findings] == found
-    assert [step.step for step in record.steps if step.skipped] == [step for _, step in found]
+@pytest.mark.parametrize("bad", slow_but_for([0, -1], [0, 3, -1]))
+def test_nan_alone_is_run_again_in_the_first_step_too(tmp_path: Path, bad: int) -> None:
+    keys: dict[str, Any] = {"precision": {"loss_scale": 256.0}, "train": {"steps": 6}}
+    config = written(tmp_path, ROOT_OF_ZERO, model="Net", data=("data", {"bad": bad}), loss=LOSS, **keys)
+    record = diagnose(train(config))
+    assert [(one.code, one.step) for one in record.findings] == ([("true-nan", bad)] if bad >= 0 else [])
+    assert [step.step for step in record.steps if step.skipped] == ([bad] if bad >= 0 else [])

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import yaml
 
-from ampdbg.config.file import load_config
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.training.loop import train
+from tests.written import written
 
 WORKLOAD = """
 import itertools
@@ -33,16 +32,16 @@ def data():
 
 @pytest.mark.parametrize("draws", [0.0, 1.0])
 def test_what_draws_where_no_replay_can_follow_is_not_compared(tmp_path: Path, draws: float) -> None:
-    (tmp_path / "own.py").write_text(WORKLOAD)
-    config = {
-        "model": {"target": "own.py:Net", "args": {"draws": draws}},
-        "data": {"target": "own.py:data"},
-        "loss": {"target": "torch.nn.functional:mse_loss"},
-        "optimizer": {"args": {"lr": 1e-9}},
-        "train": {"steps": 3, "device": "cpu"},
-    }
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    record = diagnose(train(load_config(tmp_path / "config.yaml")))
+    config = written(
+        tmp_path,
+        WORKLOAD,
+        model=("Net", {"draws": draws}),
+        data="data",
+        loss="torch.nn.functional:mse_loss",
+        optimizer={"args": {"lr": 1e-9}},
+        train={"steps": 3, "device": "cpu"},
+    )
+    record = diagnose(train(config))
     notes = [note for note in record.unseen.notes if note.endswith("it was not compared with FP32")]
     assert [finding.code for finding in record.findings if finding.severity != "info"] == []
     assert len(notes) == int(draws)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import yaml
 
-from ampdbg.config.file import load_config
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.errors import UserCodeError
 from ampdbg.record.run import Record
 from ampdbg.training.loop import train
+from tests.siblings import slow_but_for
+from tests.written import written
 
 WORKLOAD = """
 import torch
@@ -49,16 +49,16 @@ def loss(model, batch):
 
 
 def scanned(folder: Path, gain: float, check: str, precision: str = "float16", replays: int = 2) -> Record:
-    (folder / "w.py").write_text(WORKLOAD, encoding="utf-8")
-    settings = {
-        "model": {"target": "w.py:Net", "args": {"gain": gain, "check": check}},
-        "data": {"target": "w.py:data"},
-        "step": {"target": "w.py:loss"},
-        "train": {"steps": 6},
-        "precision": {"dtype": precision},
-    }
-    (folder / "c.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
-    return diagnose(train(load_config(folder / "c.yaml"), replays=replays))
+    config = written(
+        folder,
+        WORKLOAD,
+        model=("Net", {"gain": gain, "check": check}),
+        data="data",
+        step="loss",
+        train={"steps": 6},
+        precision={"dtype": precision},
+    )
+    return diagnose(train(config, replays=replays))
 
 
 def test_an_overflow_that_makes_the_code_raise_is_named(tmp_path: Path) -> None:
@@ -70,21 +70,19 @@ def test_an_overflow_that_makes_the_code_raise_is_named(tmp_path: Path) -> None:
     assert record.error.splitlines()[0].endswith("raised AssertionError: what comes out is wrong")
 
 
-@pytest.mark.parametrize(
-    ("gain", "check", "precision"),
-    [
-        (1.0, "always", "float16"),  # in FP32 too
-        (1.0, "half", "float16"),  # only in FP16, and no op goes wrong
-        (600.0, "dtypes", "float16"),  # torch itself says what is wrong
-        (1e30, "finite", "float32"),  # nothing is half
-        (1e30, "finite", "float16"),  # FP32 is not finite either
-    ],
-)
-def test_any_other_error_is_the_users_own_and_the_steps_before_it_are_kept(
-    tmp_path: Path, gain: float, check: str, precision: str
-) -> None:
+OTHER = {
+    "in FP32 too": (1.0, "always", "float16"),
+    "only in FP16, and no op goes wrong": (1.0, "half", "float16"),
+    "torch itself says what is wrong": (600.0, "dtypes", "float16"),
+    "nothing is half": (1e30, "finite", "float32"),
+    "FP32 is not finite either": (1e30, "finite", "float16"),
+}
+
+
+@pytest.mark.parametrize("case", slow_but_for(["in FP32 too", "FP32 is not finite either"], OTHER))
+def test_any_other_error_is_the_users_own_and_the_steps_before_it_are_kept(tmp_path: Path, case: str) -> None:
     with pytest.raises(UserCodeError) as raised:
-        scanned(tmp_path, gain, check, precision)
+        scanned(tmp_path, *OTHER[case])
     record = raised.value.record
     assert isinstance(record, Record)
     assert [step.step for step in record.steps] == [0, 1, 2]

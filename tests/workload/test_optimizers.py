@@ -69,10 +69,7 @@ def test_the_arguments_reach_every_group(tmp_path: Path) -> None:
             "def make(model): return torch.optim.SGD([{'params': [p]} for p in model.parameters()])",
             [["head.weight", "head.bias"]],
         ),
-        (
-            "def make(model): return torch.optim.SGD([{'params': model.parameters(), 'name': 'mine'}])",
-            [["mine"]],
-        ),
+        ("def make(model): return torch.optim.SGD([{'params': model.parameters(), 'name': 'mine'}])", [["mine"]]),
     ],
 )
 def test_an_optimizer_is_a_class_or_a_function_of_the_groups_or_of_the_model(

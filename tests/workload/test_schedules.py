@@ -123,10 +123,7 @@ def make(optimizer): return torch.optim.lr_scheduler.StepLR(other, 1)
         ("def make(optimizer): return None", "gave None; needed: an LRScheduler that is stepped after each step"),
         ("from torch.optim.lr_scheduler import ReduceLROnPlateau as make", "without a metric"),
         ("def make(): ...", r"cannot be called with \(optimizer\)"),
-        (
-            OF_ANOTHER,
-            "gave a StepLR of another optimizer",
-        ),
+        (OF_ANOTHER, "gave a StepLR of another optimizer"),
     ],
 )
 def test_what_is_no_scheduler_is_refused(tmp_path: Path, source: str, expected: str) -> None:

@@ -27,62 +27,39 @@ def frames(text: str) -> list[str]:
     return [f"{Path(line.split(chr(34))[1]).name}:{line.rpartition(' in ')[2]}" for line in lines]
 
 
-def test_only_the_users_frames_are_shown(tmp_path: Path) -> None:
-    text = shown(
-        tmp_path,
-        "model.target=net.py:Broken",
-        net="""
-            class Inner(nn.Module):
-                @torch.no_grad()
-                def forward(self, x):
-                    raise KeyError("mask")
+BROKEN = """
+class Inner(nn.Module):
+    @torch.no_grad()
+    def forward(self, x):
+        raise KeyError("mask")
 
-            class Broken(Net):
-                def __init__(self):
-                    super().__init__()
-                    self.inner = nn.Sequential(Inner())
+class Broken(Net):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(Inner())
 
-                def forward(self, x):
-                    return self.inner(x)
-        """,
-    )
-    assert frames(text) == ["net.py:forward", "net.py:forward"]
-    assert text.endswith("KeyError: 'mask'\n")
+    def forward(self, x):
+        return {}
+"""
 
 
-def test_the_library_frame_that_raised_is_kept(tmp_path: Path) -> None:
-    text = shown(
-        tmp_path,
-        "model.target=net.py:Broken",
-        net="""
-            class Broken(Net):
-                def forward(self, x):
-                    return self.head(x[:, :3])
-        """,
-    )
-    assert frames(text) == ["net.py:forward", "linear.py:forward"]
-
-
-def test_the_dispatcher_is_no_frame_of_interest(tmp_path: Path) -> None:
-    text = shown(
-        tmp_path,
-        "model.target=net.py:Broken",
-        net="""
-            class Broken(Net):
-                def forward(self, x):
-                    return torch.ops.aten.mm.default(x, x)
-        """,
-    )
-    assert frames(text) == ["net.py:forward"]
-    assert "mat1 and mat2 shapes cannot be multiplied" in text
+@pytest.mark.parametrize(
+    ("returned", "expected", "said"),
+    [
+        ("self.inner(x)", ["net.py:forward", "net.py:forward"], "KeyError: 'mask'\n"),
+        ("self.head(x[:, :3])", ["net.py:forward", "linear.py:forward"], "mat1 and mat2 shapes cannot be multiplied"),
+        ("torch.ops.aten.mm.default(x, x)", ["net.py:forward"], "mat1 and mat2 shapes cannot be multiplied"),
+    ],
+    ids=["only the user's are shown", "the library's that raised is kept", "the dispatcher's is of no interest"],
+)
+def test_the_frames_of_an_error(tmp_path: Path, returned: str, expected: list[str], said: str) -> None:
+    text = shown(tmp_path, "model.target=net.py:Broken", net=BROKEN.format(returned))
+    assert frames(text) == expected
+    assert said in text.splitlines(keepends=True)[-1]
 
 
 def test_a_call_that_does_not_fit_shows_only_the_error(tmp_path: Path) -> None:
-    text = shown(
-        tmp_path,
-        "data.target=net.py:named",
-        net="named = [({'a': 1}, 0)]\n",
-    )
+    text = shown(tmp_path, "data.target=net.py:named", net="named = [({'a': 1}, 0)]\n")
     assert "TypeError" in text
     assert str(Path(ampdbg.__file__).parent) not in text
 
@@ -127,19 +104,9 @@ def test_the_original_exception_is_the_cause(tmp_path: Path) -> None:
     assert type(raised.value.__cause__) is ArithmeticError
 
 
-def test_an_interrupt_passes_through() -> None:
-    with pytest.raises(KeyboardInterrupt), USER.running("training"):
-        raise KeyboardInterrupt
-
-
 def test_an_error_of_ampdbg_passes_through() -> None:
     with pytest.raises(WorkloadError, match=r"^as it was$"), USER.running("training"):
         raise WorkloadError("as it was")
-
-
-def test_an_end_of_iteration_in_user_code_is_an_error_like_any_other() -> None:
-    with pytest.raises(UserCodeError, match=r"^reading raised StopIteration$"), USER.running("reading"):
-        raise StopIteration
 
 
 def test_only_the_first_line_of_a_long_error_is_in_the_message() -> None:

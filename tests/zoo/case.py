@@ -1,4 +1,4 @@
-"""What a case of the zoo says of itself: the code that must be found in it, where, and its healthy twin."""
+"""What a case of the zoo says of itself, its batches and its loss where it has none of its own."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+from torch import nn
+
 HERE = "# <- here"
 """Marks the line of a case's file that the finding must name."""
+
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -32,3 +38,54 @@ class Case:
     steps: int = 6
     config: Mapping[str, Any] = field(default_factory=dict)
     twin: tuple[str, ...] = ()
+
+
+def pairs(count: int = 3, rows: tuple[int, ...] = (8,), width: int = 4) -> list[Pair]:
+    """Random inputs of shape (*rows, width), and random targets of shape (*rows, 1)."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = (*rows, width), (*rows, 1)
+    return [(torch.randn(x, generator=generator), torch.randn(y, generator=generator)) for _ in range(count)]
+
+
+def batches() -> list[Pair]:
+    return pairs()
+
+
+def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(output.float(), target)
+
+
+class OneLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x)
+
+
+class OneLayerTimes50(OneLayer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x) * 50.0
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
+
+
+class HalfLayers(nn.Module):
+    def __init__(self, half: bool = True) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 16)
+        self.head = nn.Linear(16, 1)
+        if half:
+            self.half()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x.to(self.body.weight.dtype)).relu())

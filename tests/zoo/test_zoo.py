@@ -21,6 +21,7 @@ from ampdbg.training.loop import train
 from tests.siblings import slow_but_for
 from tests.zoo.case import HERE, Case
 
+USUAL = Path(__file__).parent / "case.py"
 FILES = sorted((Path(__file__).parent / "cases").glob("*.py"))
 
 
@@ -35,18 +36,32 @@ def loaded(file: Path) -> ModuleType:
 
 MODULES = {file.stem: loaded(file) for file in FILES}
 CASES: dict[str, Case] = {name: module.CASE for name, module in MODULES.items()}
-ONE_OF_EACH = {case.code: name for name, case in CASES.items()}.values()
-"""A case of each code, and one that only looks like a fault."""
+CONTROLS = [name for name, case in CASES.items() if case.code is None]
+ONE_OF_EACH = """
+    batch_out_of_range batch_with_nan beyond_fp32 decay_used_twice divergence eps_of_adam_at_o3 eps_on_a_zero_row
+    frozen_weights gain_beyond_half gradient_overflow gradient_underflow infinite_ctc_loss mask_constant no_usable_scale
+    poisoned_statistic positions_in_half runaway_scale scale_that_grows_too_often static_scale_too_high
+    stochastic_rounding true_nan_forward weights_from_a_checkpoint
+""".split()
+"""A case of each code, the quickest of those that name a line, and one that only looks like a fault."""
+QUICK = [*ONE_OF_EACH, "eps_of_adam", "not_deterministic", "steps_too_small_for_half"]
+STANDS_BESIDE_A_QUICKER_ONE = """
+    another_choice another_choice_by_index calibration gradient_behind_a_relu_beside_rounding
+    residue_over_a_small_divisor
+""".split()
+"""What only looks like a fault, and does so as another case does that is quicker."""
 
 
 def config_of(file: Path, folder: Path) -> Path:
-    """A config from the names that the file defines: Model, batches, and loss or step where it has them."""
-    case = CASES[file.stem]
-    targets = {"model": "Model", "data": "batches", "loss": "loss", "step": "step"}
-    keys: dict[str, Any] = {
-        key: {"target": f"{file}:{name}"} for key, name in targets.items() if hasattr(MODULES[file.stem], name)
-    }
-    keys["train"] = {"steps": case.steps}
+    """A config from the names that the file defines: Model, batches, and loss or step, or the usual ones."""
+    case, module = CASES[file.stem], MODULES[file.stem]
+    usual = {"batches"} if hasattr(module, "step") else {"batches", "loss"}
+    keys: dict[str, Any] = {"train": {"steps": case.steps}}
+    for key, name in {"model": "Model", "data": "batches", "loss": "loss", "step": "step"}.items():
+        if getattr(module, name, None) is not None:
+            keys[key] = {"target": f"{file}:{name}"}
+        elif not hasattr(module, name) and name in usual:
+            keys[key] = {"target": f"{USUAL}:{name}"}
     for key, value in case.config.items():
         keys[key] = {**keys.get(key, {}), **value} if isinstance(value, dict) else value
     path = folder / "config.yaml"
@@ -65,19 +80,29 @@ def worse_than_calibration(record: Record) -> list[Finding]:
     return [finding for finding in record.findings if finding.severity != "info"]
 
 
+def is_not_blamed(record: Record) -> None:
+    assert worse_than_calibration(record) == []
+    # A scale that still settles at the end of a short run has let no step be taken yet.
+    assert record.verdict == ("inconclusive" if record.took_no_step else "healthy")
+
+
 def marked_line(file: Path) -> int | None:
     return next((n for n, line in enumerate(file.read_text().splitlines(), start=1) if line.endswith(HERE)), None)
 
 
-def test_parameters_that_no_gradient_reaches_are_kept_beside_the_distances(tmp_path: Path) -> None:
-    first, second = scanned("another_choice", tmp_path).investigations
+def test_parameters_that_no_gradient_reaches_are_kept_beside_the_distances_and_blamed_for_nothing(
+    tmp_path: Path,
+) -> None:
+    record = scanned("another_choice", tmp_path)
+    is_not_blamed(record)
+    first, second = record.investigations
     for investigation in (first, second):
         (finite,) = (low for low in investigation.replays if low.unreached)
         assert (finite.unreached, finite.lost) == (("chosen.weight", "chosen.bias"), ())
         assert (finite.dtype, finite.gradients) == ("float16", ())
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.code])
+@pytest.mark.parametrize("name", slow_but_for(QUICK, [name for name, case in CASES.items() if case.code]))
 def test_a_planted_fault_is_named(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     record = scanned(name, tmp_path)
@@ -98,18 +123,13 @@ def test_a_planted_fault_is_named(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", slow_but_for(ONE_OF_EACH, [name for name, case in CASES.items() if case.twin]))
 def test_the_healthy_twin_is_not_blamed(name: str, tmp_path: Path) -> None:
-    record = scanned(name, tmp_path, CASES[name].twin)
-    assert worse_than_calibration(record) == []
-    # A scale that still settles at the end of a short run has let no step be taken yet.
-    assert record.verdict == ("inconclusive" if record.took_no_step else "healthy")
+    is_not_blamed(scanned(name, tmp_path, CASES[name].twin))
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.code is None])
+@pytest.mark.parametrize("name", slow_but_for(set(CASES) - set(STANDS_BESIDE_A_QUICKER_ONE), CONTROLS))
 def test_what_only_looks_like_a_fault_is_not_blamed(name: str, tmp_path: Path) -> None:
     record = scanned(name, tmp_path)
-    assert worse_than_calibration(record) == []
-    # A scale that still settles at the end of a short run has let no step be taken yet.
-    assert record.verdict == ("inconclusive" if record.took_no_step else "healthy")
+    is_not_blamed(record)
     assert set(CASES[name].follows) <= {finding.code for finding in record.findings}
 
 
@@ -124,8 +144,9 @@ def test_every_code_is_found_in_some_case_or_by_the_order_of_calls() -> None:
     assert missing == {"hardware", "not-half", "limit-ahead", "scale-restart"} | apex
 
 
-def test_every_fault_has_a_twin() -> None:
+def test_every_fault_has_a_twin_and_one_of_each_code_is_quick() -> None:
     assert [name for name, case in CASES.items() if case.code and not case.twin] == []
+    assert {CASES[name].code for name in ONE_OF_EACH} == {case.code for case in CASES.values()}
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from torch.amp import custom_bwd, custom_fwd
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from tests.zoo_misuse.parts import Parts, amp, scaler_of, train_and_clear
+from tests.zoo_misuse.parts import Parts, amp, scaled, scaler_of, train_and_clear
 
 
 def plain(parts: Parts) -> None:
@@ -39,10 +39,7 @@ def bare_steps_on_other_gradients(parts: Parts) -> None:
 
 
 def clip_after_unscale(parts: Parts) -> None:
-    scaler = scaler_of(parts)
-    for x in parts.batches:
-        parts.optimizer.zero_grad()
-        scaler.scale(parts.model(x).square().mean()).backward()
+    for scaler in scaled(parts):
         scaler.unscale_(parts.optimizer)
         clip_grad_norm_(parts.model.parameters(), 1.0)
         clip_grad_value_(parts.model.parameters(), 0.5)
@@ -51,20 +48,14 @@ def clip_after_unscale(parts: Parts) -> None:
 
 
 def clip_to_a_scaled_limit(parts: Parts) -> None:
-    scaler = scaler_of(parts)
-    for x in parts.batches:
-        parts.optimizer.zero_grad()
-        scaler.scale(parts.model(x).square().mean()).backward()
+    for scaler in scaled(parts):
         clip_grad_norm_(parts.model.parameters(), 1.0 * scaler.get_scale())
         scaler.step(parts.optimizer)
         scaler.update()
 
 
 def norm_by_a_limit_of_inf(parts: Parts) -> None:
-    scaler = scaler_of(parts)
-    for x in parts.batches:
-        parts.optimizer.zero_grad()
-        scaler.scale(parts.model(x).square().mean()).backward()
+    for scaler in scaled(parts):
         clip_grad_norm_(parts.model.parameters(), float("inf"))
         scaler.step(parts.optimizer)
         scaler.update()
@@ -158,10 +149,7 @@ def scaled_by_a_function(parts: Parts) -> None:
 
 
 def unscaled_by_hand(parts: Parts) -> None:
-    scaler = scaler_of(parts)
-    for x in parts.batches:
-        parts.optimizer.zero_grad()
-        scaler.scale(parts.model(x).square().mean()).backward()
+    for _ in scaled(parts):
         with torch.no_grad():
             for parameter in parts.model.parameters():
                 assert parameter.grad is not None
@@ -170,23 +158,16 @@ def unscaled_by_hand(parts: Parts) -> None:
 
 
 def unscaled_by_hand_through_data(parts: Parts) -> None:
-    scaler = scaler_of(parts)
-    for x in parts.batches:
-        parts.optimizer.zero_grad()
-        scaler.scale(parts.model(x).square().mean()).backward()
+    for scaler in scaled(parts):
         scale = scaler.get_scale()
-        for parameter in parts.model.parameters():
-            assert parameter.grad is not None
-            parameter.grad.data.div_(scale)
+        for gradient in parts.gradients:
+            gradient.data.div_(scale)
         clip_grad_norm_(parts.model.parameters(), 1.0)
         parts.optimizer.step()
 
 
 def bare_step_unless_inf(parts: Parts) -> None:
-    scaler = scaler_of(parts)
-    for number, x in enumerate(parts.batches):
-        parts.optimizer.zero_grad()
-        scaler.scale(parts.model(x).square().mean() * (1e38 if number == 2 else 1.0)).backward()
+    for scaler in scaled(parts, infinite=2):
         scaler.unscale_(parts.optimizer)
         if clip_grad_norm_(parts.model.parameters(), 1.0).isfinite():
             parts.optimizer.step()
@@ -276,9 +257,8 @@ def cleared_by_the_model(parts: Parts) -> None:
 
 def cleared_one_by_one(parts: Parts) -> None:
     def clear() -> None:
-        for parameter in parts.model.parameters():
-            assert parameter.grad is not None
-            parameter.grad.zero_()
+        for gradient in parts.gradients:
+            gradient.zero_()
 
     train_and_clear(parts, clear)
 
@@ -295,9 +275,8 @@ def cleared_unseen(parts: Parts) -> None:
     """Torch does not count what is written through ``data``: only the values tell."""
 
     def clear() -> None:
-        for parameter in parts.model.parameters():
-            assert parameter.grad is not None
-            parameter.grad.data.zero_()
+        for gradient in parts.gradients:
+            gradient.data.zero_()
 
     train_and_clear(parts, clear)
 
@@ -381,18 +360,14 @@ def scaled_by_the_first_gradient(parts: Parts) -> None:
         with amp():
             loss = parts.model(x).float().square().mean()
         loss.backward(gradient=torch.tensor(1024.0))
-        for parameter in parts.model.parameters():
-            assert parameter.grad is not None
-            parameter.grad.data.div_(1024.0)
+        for gradient in parts.gradients:
+            gradient.data.div_(1024.0)
         parts.optimizer.step()
 
 
 def scheduler_unless_skipped(parts: Parts) -> None:
-    scaler = scaler_of(parts)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(parts.optimizer, 0.1, total_steps=10)
-    for number, x in enumerate(parts.batches):
-        parts.optimizer.zero_grad()
-        scaler.scale(parts.model(x).square().mean() * (1e38 if number == 2 else 1.0)).backward()
+    for scaler in scaled(parts, infinite=2):
         scaler.step(parts.optimizer)
         before = scaler.get_scale()
         scaler.update()

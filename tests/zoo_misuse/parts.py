@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,11 @@ class Parts:
         return next(self.model.parameters())
 
     @property
+    def gradients(self) -> list[torch.Tensor]:
+        """Those of the model."""
+        return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+
+    @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Both optimizers."""
         return [self.optimizer, self.other_optimizer]
@@ -57,6 +62,16 @@ def scaler_of(parts: Parts) -> GradScaler:
 def amp(dtype: torch.dtype = torch.float16) -> torch.autocast:
     """Autocast, as a script would write it for a GPU; the zoo runs it emulated."""
     return torch.autocast("cuda", dtype=dtype)
+
+
+def scaled(parts: Parts, infinite: int | None = None) -> Iterator[GradScaler]:
+    """The scaler, behind a scaled backward pass of each batch; the loss of the one of that number is infinite."""
+    scaler = scaler_of(parts)
+    for number, x in enumerate(parts.batches):
+        parts.optimizer.zero_grad()
+        loss = parts.model(x).square().mean()
+        scaler.scale(loss * 1e38 if number == infinite else loss).backward()
+        yield scaler
 
 
 def train_and_clear(parts: Parts, clear: Callable[[], None], micro_batches: int = 1) -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from tests.zoo_misuse.parts import Parts, amp, scaler_of
+from tests.zoo_misuse.parts import Parts, amp, scaled, scaler_of
 
 
 def clip_before_unscale(parts: Parts) -> None:
@@ -26,57 +26,39 @@ def clip_before_unscale(parts: Parts) -> None:
 
 
 def clip_values_before_unscale(parts: Parts) -> None:
-    scaler = scaler_of(parts)
-    for x in parts.batches:
-        parts.optimizer.zero_grad()
-        scaler.scale(parts.model(x).square().mean()).backward()
+    for scaler in scaled(parts):
         clip_grad_value_(parameters=parts.model.parameters(), clip_value=0.5)  # misuse-clip-scaled
         scaler.step(parts.optimizer)
         scaler.update()
 
 
 def bare_step(parts: Parts) -> None:
-    scaler = scaler_of(parts)
-    for x in parts.batches:
-        parts.optimizer.zero_grad()
-        scaler.scale(parts.model(x).square().mean()).backward()
+    for _ in scaled(parts):
         parts.optimizer.step()  # misuse-bare-step
 
 
 def bare_step_then_update(parts: Parts) -> None:
-    scaler = scaler_of(parts)
-    for x in parts.batches:
-        parts.optimizer.zero_grad()
-        scaler.scale(parts.model(x).square().mean()).backward()
+    for scaler in scaled(parts):
         parts.optimizer.step()  # misuse-bare-step
         scaler.update()
 
 
 def bare_step_on_inf(parts: Parts) -> None:
-    scaler = scaler_of(parts)
-    for number, x in enumerate(parts.batches):
-        parts.optimizer.zero_grad()
-        scaler.scale(parts.model(x).square().mean() * (1e38 if number == 2 else 1.0)).backward()
+    for scaler in scaled(parts, infinite=2):
         scaler.unscale_(parts.optimizer)
         parts.optimizer.step()  # misuse-bare-step
         scaler.update()
 
 
 def bare_step_without_update(parts: Parts) -> None:
-    scaler = scaler_of(parts)
-    for x in parts.batches:
-        parts.optimizer.zero_grad()
-        scaler.scale(parts.model(x).square().mean()).backward()
+    for scaler in scaled(parts):
         scaler.unscale_(parts.optimizer)
         clip_grad_norm_(parts.model.parameters(), 1.0)
         parts.optimizer.step()  # misuse-bare-step
 
 
 def bare_step_behind_the_scalers(parts: Parts) -> None:
-    scaler = scaler_of(parts)
-    for x in parts.batches:
-        parts.optimizer.zero_grad()
-        scaler.scale(parts.model(x).square().mean()).backward()
+    for scaler in scaled(parts):
         scaler.step(parts.optimizer)
         scaler.update()
         parts.optimizer.step()  # misuse-bare-step
@@ -128,10 +110,7 @@ def no_loss_is_scaled(parts: Parts) -> None:
 
 
 def unscale_twice(parts: Parts) -> None:
-    scaler = scaler_of(parts)
-    for x in parts.batches:
-        parts.optimizer.zero_grad()
-        scaler.scale(parts.model(x).square().mean()).backward()
+    for scaler in scaled(parts):
         scaler.unscale_(parts.optimizer)
         clip_grad_norm_(parts.model.parameters(), 1.0)
         scaler.unscale_(parts.optimizer)  # misuse-unscale-twice
@@ -140,28 +119,19 @@ def unscale_twice(parts: Parts) -> None:
 
 
 def unscale_after_step(parts: Parts) -> None:
-    scaler = scaler_of(parts)
-    for x in parts.batches:
-        parts.optimizer.zero_grad()
-        scaler.scale(parts.model(x).square().mean()).backward()
+    for scaler in scaled(parts):
         scaler.step(parts.optimizer)
         scaler.unscale_(parts.optimizer)  # misuse-unscale-twice
         scaler.update()
 
 
 def no_update(parts: Parts) -> None:
-    scaler = scaler_of(parts)
-    for x in parts.batches:
-        parts.optimizer.zero_grad()
-        scaler.scale(parts.model(x).square().mean()).backward()
+    for scaler in scaled(parts):
         scaler.step(parts.optimizer)  # misuse-no-update
 
 
 def no_update_with_clipping(parts: Parts) -> None:
-    scaler = scaler_of(parts)
-    for x in parts.batches:
-        parts.optimizer.zero_grad()
-        scaler.scale(parts.model(x).square().mean()).backward()
+    for scaler in scaled(parts):
         scaler.unscale_(parts.optimizer)  # misuse-no-update
         clip_grad_norm_(parts.model.parameters(), 1.0)
         scaler.step(parts.optimizer)
@@ -309,10 +279,7 @@ def update_after_each(parts: Parts) -> None:
 
 
 def update_again(parts: Parts) -> None:
-    scaler = scaler_of(parts)
-    for x in parts.batches:
-        parts.optimizer.zero_grad()
-        scaler.scale(parts.model(x).square().mean()).backward()
+    for scaler in scaled(parts):
         scaler.step(parts.optimizer)
         scaler.update()
         scaler.update()  # misuse-many-updates
@@ -330,11 +297,8 @@ def scheduler_on_skips(parts: Parts) -> None:
 
 
 def scheduler_on_a_first_skip(parts: Parts) -> None:
-    scaler = scaler_of(parts)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(parts.optimizer, 10)
-    for number, x in enumerate(parts.batches):
-        parts.optimizer.zero_grad()
-        scaler.scale(parts.model(x).square().mean() * (1e38 if number == 2 else 1.0)).backward()
+    for scaler in scaled(parts, infinite=2):
         scaler.step(parts.optimizer)
         scaler.update()
         scheduler.step()  # misuse-scheduler-on-skip

@@ -12,6 +12,7 @@ from ampdbg.config.file import load_config
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.record.run import Record
 from ampdbg.training.loop import train
+from tests.siblings import slow_but_for
 
 WORKLOAD = """
 import torch
@@ -116,11 +117,15 @@ RIGHT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", RIGHT)
-def test_scan_misuses_nothing_itself(name: str, tmp_path: Path) -> None:
+QUICK = ("accumulated and clipped", "float32", "several optimizers and schedulers", "a loss that overflows")
+
+
+@pytest.mark.parametrize("name", slow_but_for(QUICK, RIGHT))
+def test_scan_and_its_replays_misuse_nothing_themselves(name: str, tmp_path: Path) -> None:
     record = scanned(tmp_path, RIGHT[name])
     assert record.misuses == ()
     assert len(record.steps) == record.planned_steps
+    assert bool(record.investigations) == (name != "float32")
 
 
 def test_what_a_misuse_raises_is_a_finding_and_no_failure_to_run(tmp_path: Path) -> None:
@@ -130,9 +135,3 @@ def test_what_a_misuse_raises_is_a_finding_and_no_failure_to_run(tmp_path: Path)
     assert finding.source is not None
     assert "misuse-custom-function" in finding.source.text
     assert "torch says: " in finding.message
-
-
-def test_replays_are_no_part_of_the_loop(tmp_path: Path) -> None:
-    record = scanned(tmp_path, RIGHT["a loss that overflows"])
-    assert record.investigations
-    assert record.misuses == ()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 
-from ampdbg.lint.apex_amp import AMP, NotCertain, Reference, class_fix, is_optional, migration, references
-from ampdbg.lint.apex_classes import NO_COUNTERPART, REWRITES
-from ampdbg.lint.expressions import argument, constant
+from ampdbg.lint.document import Document
+from ampdbg.lint.edits import removed, replaced
+from ampdbg.lint.expressions import argument, constant, takes_stars
 from ampdbg.lint.facts import Facts
 from ampdbg.lint.rule import Fix, Rule, RuleHit
 
@@ -15,73 +16,103 @@ AMP_CODE, CLASS_CODE = "apex-amp", "apex-class"
 
 _LOWERED = "call it in a block of torch.autocast, and cast its inputs with .half() where no op does it"
 _WIDENED = 'call it under torch.autocast("cuda", enabled=False), with its inputs cast by .float()'
-_PROMOTED = "none is needed, as torch.autocast casts to the widest type where an op needs one type"
-
+_PROMOTED = "write nothing: torch.autocast casts to the widest type where an op needs one type"
 STEPS: Mapping[str, str] = {
-    "initialize": 'scaler = torch.amp.GradScaler("cuda"), and the model stays in float32',
-    "scale_loss": "scaler.scale(loss).backward(), with the forward pass and the loss under torch.autocast; then "
-    "scaler.step(optimizer) and scaler.update() in the place of optimizer.step()",
-    "master_params": "scaler.unscale_(optimizer), then clip model.parameters()",
-    "state_dict": "scaler.state_dict()",
-    "load_state_dict": "scaler.load_state_dict(state)",
-    "half_function": _LOWERED,
-    "register_half_function": _LOWERED,
-    "float_function": _WIDENED,
-    "register_float_function": _WIDENED,
-    "promote_function": _PROMOTED,
-    "register_promote_function": _PROMOTED,
-    "disable_casts": 'torch.autocast("cuda", enabled=False)',
+    "amp.initialize": 'write scaler = torch.amp.GradScaler("cuda"), and the model stays in float32',
+    "amp.scale_loss": "write scaler.scale(loss).backward(), with the forward pass and the loss under torch.autocast; "
+    "then scaler.step(optimizer) and scaler.update() in the place of optimizer.step()",
+    "amp.master_params": "write scaler.unscale_(optimizer), then clip model.parameters()",
+    "amp.state_dict": "write scaler.state_dict()",
+    "amp.load_state_dict": "write scaler.load_state_dict(state)",
+    "amp.disable_casts": 'write torch.autocast("cuda", enabled=False)',
+    **dict.fromkeys(("amp.half_function", "amp.register_half_function"), _LOWERED),
+    **dict.fromkeys(("amp.float_function", "amp.register_float_function"), _WIDENED),
+    **dict.fromkeys(("amp.promote_function", "amp.register_promote_function"), _PROMOTED),
 }
 """What to do about each of amp's functions."""
-
 LEVELS: Mapping[object, str] = {
-    "O0": "O0 is FP32: leave autocast and the scaler out, or make them with enabled=False",
-    "O1": "O1 is torch.autocast",
-    "O2": "O2 has no twin: torch.autocast keeps float32 weights, and needs neither .half() nor master weights",
-    "O3": "O3 has no twin: torch.autocast is as fast nearly everywhere, and trains",
+    "O0": "; O0 is FP32: leave autocast and the scaler out, or make them with enabled=False",
+    "O1": "; O1 is torch.autocast",
+    "O2": "; O2 has no twin: torch.autocast keeps float32 weights, and needs neither .half() nor master weights",
+    "O3": "; O3 has no twin: torch.autocast is as fast nearly everywhere, and trains",
 }
+TWINS: Mapping[str, str] = {
+    "optimizers.FusedAdam": "torch.optim.AdamW with weight_decay=0.0 where it gives none, Adam where adam_w_mode=False",
+    "optimizers.FusedSGD": "torch.optim.SGD",
+    "normalization.FusedLayerNorm": "torch.nn.LayerNorm",
+    "normalization.MixedFusedLayerNorm": "torch.nn.LayerNorm",
+    "normalization.FusedRMSNorm": "torch.nn.RMSNorm with eps=1e-5 where it gives none",
+    "parallel.DistributedDataParallel": "torch.nn.parallel.DistributedDataParallel",
+    "parallel.SyncBatchNorm": "torch.nn.SyncBatchNorm",
+    "parallel.convert_syncbn_model": "torch.nn.SyncBatchNorm.convert_sync_batchnorm",
+    "fp16_utils.to_python_float": "loss.item()",
+}
+"""What torch has."""
+_AUTOCAST = "torch.autocast, torch.amp.GradScaler and a float32 model take its place"
+NO_TWIN: Mapping[str, str] = {
+    "optimizers.FusedLAMB": "torch has no LAMB: keep apex for it alone, or use AdamW",
+    "optimizers.FusedNovoGrad": "torch has no NovoGrad: keep apex for it alone, or use AdamW",
+    "fp16_utils.FP16_Optimizer": _AUTOCAST,
+    "fp16_utils.network_to_half": _AUTOCAST,
+}
+"""What torch has no class for, and what to do."""
+SAME_CALL: Mapping[str, str] = {
+    "optimizers.FusedSGD": "params lr momentum dampening weight_decay nesterov",
+    "normalization.FusedLayerNorm": "normalized_shape eps elementwise_affine",
+    "parallel.SyncBatchNorm": "num_features eps momentum affine track_running_stats process_group",
+}
+"""The classes whose twin is called alike: the arguments that it has at the same places, with the same defaults."""
 
 
 def check(facts: Facts) -> Iterator[RuleHit]:
-    """Every use of apex's, in files that need it."""
+    """Every use, by the longest name that it has, in files that need apex."""
     document = facts.document
-    used = references(document)
-    if not used or is_optional(document):
-        return
-    has_amp = any(one.origin.startswith(AMP) for one in used)
-    fix, why = migration(document, used) if has_amp else (_class_fix(facts, used), "")
-    for one in used:
-        name = one.origin.removeprefix(AMP)
-        if one.origin.startswith(AMP) and name in STEPS:
-            yield RuleHit(AMP_CODE, one.node, _message(facts, one, name, why), _step(name), fix=fix)
-        elif one.origin in REWRITES:
-            message = f"{one.origin} is not needed: torch has it too"
-            yield RuleHit(CLASS_CODE, one.node, message, f"use {REWRITES[one.origin][0]}", fix=fix)
-        elif one.origin in NO_COUNTERPART:
-            yield RuleHit(
-                CLASS_CODE, one.node, f"{one.origin} ties the file to apex", NO_COUNTERPART[one.origin], "info"
-            )
+    origins = {node: re.sub(r"\.fused_\w+\.", ".", document.origin(node)) for node in document.loads()}
+    apex = {node: origin.removeprefix("apex.") for node, origin in origins.items() if origin.startswith("apex.")}
+    uses = {node: name for node, name in apex.items() if document.parents[node] not in apex}
+    fixes = {name: _renamed(document, [node for node in uses if uses[node] == name], name) for name in SAME_CALL}
+    for node, name in () if _is_optional(document) else uses.items():
+        if name in STEPS:
+            call = document.parents[node]
+            level = LEVELS.get(constant(argument(call, "opt_level", 3)), "") if isinstance(call, ast.Call) else ""
+            message = f"apex.{name} is no longer maintained; torch.amp has taken its place{level}"
+            yield RuleHit(AMP_CODE, node, message, f"{STEPS[name]} (before and after: docs/apex.md)")
+        elif name in TWINS:
+            message = f"apex.{name} is not needed: torch has it too"
+            yield RuleHit(CLASS_CODE, node, message, f"use {TWINS[name]}", fix=fixes.get(name))
+        elif name in NO_TWIN:
+            yield RuleHit(CLASS_CODE, node, f"apex.{name} ties the file to apex", NO_TWIN[name], "info")
 
 
-def _class_fix(facts: Facts, used: list[Reference]) -> Fix | None:
-    try:
-        return class_fix(facts.document, used)
-    except NotCertain:
+def _is_optional(document: Document) -> bool:
+    """Whether the file also runs where apex is missing: an import of it stands in a ``try`` that goes on."""
+    imports = [*document.find(ast.ImportFrom), *document.find(ast.Import)]
+    lines = [one for one in imports if re.match(r"from apex\b|import (.*, )?apex\b", ast.unparse(one))]
+    tries = [one for line in lines for one in document.around(line) if isinstance(one, ast.Try)]
+    ends = [handler.body[-1] for one in tries for handler in one.handlers]
+    return any(not isinstance(end, ast.Raise) and "exit" not in ast.unparse(end) for end in ends)
+
+
+def _renamed(document: Document, uses: list[ast.expr], name: str) -> Fix | None:
+    """Torch's name and no import: where one import alone binds it, and each use is a call that torch takes."""
+    names = [use for use in uses if isinstance(use, ast.Name) and _is_taken(document.parents[use], use, name)]
+    lines = {line for use in names for line in document.binders(use)}
+    line = lines.pop() if len(lines) == 1 and len(names) == len(uses) else None
+    if not isinstance(line, ast.ImportFrom) or document.parents[line] is not document.tree:
         return None
+    if not document.has_own_lines(line):
+        return None
+    others = [document.source(alias) for alias in line.names if alias.name != name.partition(".")[2]]
+    left = replaced(document, line, f"from {line.module} import {', '.join(others)}") if others else None
+    edits = [replaced(document, use, TWINS[name]) for use in uses]
+    return Fix((*edits, left or removed(document, line)), ("torch",))
 
 
-def _message(facts: Facts, one: Reference, name: str, why: str) -> str:
-    message = f"apex.amp.{name} is no longer maintained; torch.amp has taken its place"
-    call = facts.document.parents[one.node]
-    if name != "initialize" or not isinstance(call, ast.Call):
-        return message
-    level = LEVELS.get(constant(argument(call, "opt_level", 3)), "")
-    left = f"no fix is made: {why}" if why else ""
-    return "; ".join(filter(None, (message, level, left)))
-
-
-def _step(name: str) -> str:
-    return STEPS[name] if STEPS[name].startswith("none") else f"write {STEPS[name]}"
+def _is_taken(call: ast.AST, use: ast.Name, name: str) -> bool:
+    known = SAME_CALL[name].split()
+    if not isinstance(call, ast.Call) or call.func is not use or takes_stars(call):
+        return False
+    return len(call.args) <= len(known) and {word.arg for word in call.keywords} <= {*known}
 
 
 RULE = Rule(
@@ -92,55 +123,16 @@ RULE = Rule(
         """
 import torch
 from apex import amp
-
-def train(model, loader):
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O1")  # <- apex-amp
-    for x in loader:
-        optimizer.zero_grad()
-        loss = model(x).mean()
-        with amp.scale_loss(loss, optimizer) as scaled_loss:  # <- apex-amp
-            scaled_loss.backward()
-        optimizer.step()
-""",
-        """
 from apex.normalization import FusedLayerNorm
-from apex.optimizers import FusedAdam
-from torch import nn
+from apex.optimizers import FusedAdam, FusedLAMB, FusedSGD
 
-def build(width):
-    model = nn.Sequential(nn.Linear(width, width), FusedLayerNorm(width))  # <- apex-class
-    return model, FusedAdam(model.parameters(), lr=1e-3)  # <- apex-class
-""",
-        """
-from apex import amp
-from apex.optimizers import FusedLAMB
-import torch
-
-amp.register_half_function(torch, "einsum")  # <- apex-amp
-
-def build(model):
-    return FusedLAMB(model.parameters())  # <- apex-class
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), FusedLayerNorm(8, memory_efficient=True))  # <- apex-class
+others = FusedAdam(model.parameters()), FusedLAMB(model.parameters())  # <- apex-class apex-class
+optimizer = FusedSGD(model.parameters(), 0.1)  # <- apex-class
+model, optimizer = amp.initialize(model, optimizer, opt_level="O1")  # <- apex-amp
+with amp.scale_loss(model(torch.ones(8)).mean(), optimizer) as scaled_loss:  # <- apex-amp
+    scaled_loss.backward()
 """,
     ),
-    valid=(
-        """
-try:
-    from apex import amp
-    has_apex = True
-except ImportError:
-    amp = None
-    has_apex = False
-
-def scale(loss, optimizer):
-    with amp.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
-""",
-        """
-import torch
-
-def build(width):
-    return torch.nn.LayerNorm(width)
-""",
-    ),
+    valid=("try:\n    from apex import amp\nexcept ImportError:\n    amp = None\n\namp.initialize(1, 2)\n",),
 )

@@ -31,14 +31,13 @@ def _other_device(facts: Facts, made: AutocastUse) -> Iterator[RuleHit]:
     document = facts.document
     region = next((one for one in document.around(made.call) if isinstance(one, ast.With)), None)
     function = document.function(made.call)
-    if region is None or function is None or made.device not in ("cpu", "cuda"):
+    other = {"cpu": "cuda", "cuda": "cpu"}.get(made.device or "")
+    if region is None or function is None or other is None:
         return
     moved = {_device(facts, node) for node in ast.walk(function)}
-    if moved - {None} == {"cuda" if made.device == "cpu" else "cpu"} and _moves_inputs(facts, function, region):
-        other = "cuda" if made.device == "cpu" else "cpu"
-        yield RuleHit(
-            DEVICE, made.call, f"autocast is for {made.device}, and the tensors of this function are on {other}"
-        )
+    if moved - {None} == {other} and _moves_inputs(facts, function, region):
+        message = f"autocast is for {made.device}, and the tensors of this function are on {other}"
+        yield RuleHit(DEVICE, made.call, message)
 
 
 def _device(facts: Facts, node: ast.AST) -> str | None:
@@ -47,10 +46,8 @@ def _device(facts: Facts, node: ast.AST) -> str | None:
         return None
     if method(node, "cuda") is not None:
         return None if facts.document.origin(node.func) else "cuda"
-    if method(node, "cpu") is not None:
-        return None  # results are brought back
     if method(node, "to") is None:
-        return None
+        return None  # by cpu() results are brought back
     named = [constant(one) for one in [*node.args[:1], *(word.value for word in node.keywords if word.arg == "device")]]
     texts = [one.partition(":")[0] for one in named if isinstance(one, str)]
     if texts:

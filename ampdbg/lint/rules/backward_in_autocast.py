@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ampdbg.lint.edits import dedented, indent_unit, is_movable
 from ampdbg.lint.expressions import method
 from ampdbg.lint.facts import Facts
-from ampdbg.lint.rule import Fix, Rule, RuleHit
+from ampdbg.lint.rule import BACKWARD, LOOP, STEP, Fix, Rule, RuleHit
 
 CODE = "misuse-backward-in-autocast"
 
@@ -18,17 +18,15 @@ def check(facts: Facts) -> Iterator[RuleHit]:
     document = facts.document
     for call in document.calls:
         loss = method(call, "backward")
-        region = facts.region(call) if loss is not None else None
         is_loss = loss is not None and (not call.args or isinstance(loss, ast.Name)) and document.origin(loss) == ""
-        if region is None or region.enabled is False or not is_loss or _is_in_function(facts, call):
-            continue
-        yield RuleHit(CODE, call, fix=_fix(facts, call))
+        region = facts.region(call) if is_loss else None
+        if region is not None and region.enabled is not False and not _is_in_function(facts, call):
+            yield RuleHit(CODE, call, fix=_fix(facts, call))
 
 
 def _is_in_function(facts: Facts, call: ast.Call) -> bool:
     """Whether it is the backward of an autograd.Function, or a module's own method."""
-    owner = facts.document.class_of(call)
-    bases = [facts.document.origin(base) for base in owner.bases] if owner is not None else []
+    bases = map(facts.document.origin, getattr(facts.document.class_of(call), "bases", ()))
     is_self = ast.unparse(call.func) in ("self.backward", "super().backward", "self.model.backward")
     return is_self or any(base.startswith("torch.autograd") for base in bases)
 
@@ -55,42 +53,13 @@ def _computes(facts: Facts, moved: list[ast.stmt]) -> bool:
     return any(ast.unparse(call.func).endswith(("model", "net", "forward", "loss_fn", "criterion")) for call in calls)
 
 
-_HEAD = """
-import torch
-
-def train(model, optimizer, loader):
-    scaler = torch.amp.GradScaler("cuda")
-    for x in loader:
-        optimizer.zero_grad()
-        with torch.autocast("cuda"):
-            loss = model(x).square().mean()
-"""
-
 RULE = Rule(
     (CODE,),
     ("autocast", ".backward("),
     check,
-    invalid=(
-        _HEAD
-        + """
-            scaler.scale(loss).backward()  # <- misuse-backward-in-autocast
-        scaler.step(optimizer)
-        scaler.update()
-""",
-    ),
+    invalid=(f"{LOOP}            scaler.scale(loss).backward()  # <- misuse-backward-in-autocast\n{STEP}",),
     valid=(
-        _HEAD
-        + """
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-""",
-        _HEAD
-        + """
-            with torch.autocast("cuda", enabled=False):
-                scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-""",
+        LOOP + BACKWARD + STEP,
+        f"{LOOP}            with torch.autocast('cuda', enabled=False):\n        {BACKWARD}{STEP}",
     ),
 )

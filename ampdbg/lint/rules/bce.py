@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ampdbg.lint.document import Document
 from ampdbg.lint.edits import replaced
-from ampdbg.lint.expressions import argument, method, takes_stars
+from ampdbg.lint.expressions import argument, method, takes_stars, unmoved
 from ampdbg.lint.facts import Facts
 from ampdbg.lint.rule import Edit, Fix, Rule, RuleHit
 
@@ -30,18 +30,8 @@ def check(facts: Facts) -> Iterator[RuleHit]:
 def _is_module(facts: Facts, call: ast.Call) -> bool:
     """``criterion(p, y)`` or ``nn.BCELoss()(p, y)``."""
     document = facts.document
-    if document.call_origin(call.func) == MODULE:
-        return True
-    if not isinstance(call.func, (ast.Name, ast.Attribute)):
-        return False
-    values = document.values(call.func)
-    return bool(values) and all(document.call_origin(value) == MODULE for value in map(_unmoved, values))
-
-
-def _unmoved(value: ast.AST) -> ast.AST:
-    while (inner := method(value, "to", "cuda")) is not None:
-        value = inner
-    return value
+    values = document.values(call.func) or [call.func]
+    return all(document.call_origin(value) == MODULE for value in map(unmoved, values))
 
 
 def _runs_under_autocast(facts: Facts, call: ast.Call) -> bool:
@@ -79,11 +69,9 @@ def _logits(facts: Facts, node: ast.expr) -> tuple[Edit, ...] | None:
 
 def _target(document: Document, name: ast.Name, value: ast.AST) -> ast.Name | None:
     """What the value is assigned to, which is to be called by what it is; None where the file has that name already."""
-    statement = document.statement(value)
-    targets = statement.targets if isinstance(statement, ast.Assign) and statement.value is value else []
+    target = document.target(value)
     is_taken = any(one.id == LOGITS for one in document.find(ast.Name))
-    first = targets[0] if len(targets) == 1 and not is_taken else None
-    return first if isinstance(first, ast.Name) and first.id == name.id else None
+    return target if isinstance(target, ast.Name) and target.id == name.id and not is_taken else None
 
 
 def _of_sigmoid(facts: Facts, node: ast.AST) -> ast.expr | None:
@@ -108,7 +96,7 @@ def _module_edit(facts: Facts, call: ast.Call) -> Edit | None:
     document = facts.document
     made: list[ast.AST] = [call.func]
     if isinstance(call.func, (ast.Name, ast.Attribute)):
-        made = [_unmoved(value) for value in document.values(call.func)]
+        made = [unmoved(value) for value in document.values(call.func)]
         key = document.key(call.func)
         kinds = (ast.Name, ast.Attribute)
         uses = [one for one in document.calls if isinstance(one.func, kinds) and document.key(one.func) == key]

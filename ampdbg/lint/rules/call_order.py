@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ampdbg.lint.edits import above, below, removed, replaced
 from ampdbg.lint.facts import Facts
-from ampdbg.lint.rule import Fix, Rule, RuleHit
+from ampdbg.lint.rule import BACKWARD, LOOP, STEP, Fix, Rule, RuleHit
 from ampdbg.lint.training_loops import LoopCall, LoopHit, TrainingLoop, training_loops
 
 CLIP, TWICE, WINDOW, BARE = "misuse-clip-scaled", "misuse-unscale-twice", "misuse-accumulate", "misuse-bare-step"
@@ -54,18 +54,46 @@ def _neighbours(loop: TrainingLoop, call: LoopCall, kind: str) -> bool:
     )
 
 
-_HEAD = """
+_LOOP = LOOP + BACKWARD
+_CLIP = "        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+_UNSCALE = "        scaler.unscale_(optimizer)"
+_WITH_AMP = """
 import torch
-from torch.nn.utils import clip_grad_norm_
 
-def train(model, loader, loss_of):
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    scaler = torch.amp.GradScaler("cuda")
-    for number, x in enumerate(loader):
+def train_one_epoch(model, loader, optimizer, scaler, use_amp, clip):
+    for x in loader:
+        with torch.autocast("cuda", enabled=use_amp):
+            loss = model(x)
         optimizer.zero_grad()
-        with torch.autocast("cuda"):
-            loss = loss_of(model(x))
-        scaler.scale(loss).backward()
+        if use_amp:
+            scaler.scale(loss).backward()
+            if clip is not None:
+                scaler.unscale_(optimizer)
+        else:
+            loss.backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        if use_amp:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+"""
+_TWO = """
+import torch
+
+def train(critic, actor, loader):
+    first = torch.optim.SGD(critic.parameters(), 0.1)
+    second = torch.optim.SGD(actor.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        first.zero_grad()
+        second.zero_grad()
+        scaler.scale(critic(x) + actor(x)).backward()
+        scaler.step(first)
+        scaler.update()  # <- misuse-many-updates
+        scaler.step(second)
+        scaler.update()
 """
 
 RULE = Rule(
@@ -73,44 +101,13 @@ RULE = Rule(
     ("GradScaler|.scale(", "backward"),
     check,
     invalid=(
-        _HEAD
-        + """
-        clip_grad_norm_(model.parameters(), 1.0)  # <- misuse-clip-scaled
-        scaler.step(optimizer)
-        scaler.update()
-""",
-        """
-import torch
-
-def train_one_epoch(model, loader, optimizer, scaler, use_amp, clip):
-    for x in loader:
-        with torch.cuda.amp.autocast(enabled=use_amp):  # <- deprecated-amp
-            loss = model(x)
-        optimizer.zero_grad()
-        if use_amp:
-            scaler.scale(loss).backward()
-        else:
-            loss.backward()
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)  # <- misuse-clip-scaled
-        if use_amp:
-            scaler.step(optimizer)
-            scaler.update()
-        else:
-            optimizer.step()
-""",
-        _HEAD
-        + """
-        scaler.unscale_(optimizer)
-        clip_grad_norm_(model.parameters(), 1.0)
-        scaler.unscale_(optimizer)  # <- misuse-unscale-twice
-        scaler.step(optimizer)
-        scaler.update()
-""",
-        _HEAD
-        + """
-        optimizer.step()  # <- misuse-bare-step
-""",
+        f"{_LOOP}{_CLIP}  # <- misuse-clip-scaled\n{STEP}",
+        _WITH_AMP.replace("            if clip is not None:\n                scaler.unscale_(optimizer)\n", "").replace(
+            "(), clip)", "(), clip)  # <- misuse-clip-scaled"
+        ),
+        f"{_LOOP}{_UNSCALE}\n{_CLIP}\n{_UNSCALE}  # <- misuse-unscale-twice\n{STEP}",
+        _LOOP.replace("    scaler", "    model, optimizer = prepare(model, optimizer)\n    scaler", 1)
+        + "        optimizer.step()  # <- misuse-bare-step\n",
         """
 import torch
 
@@ -141,51 +138,11 @@ def train(model, loader, every):
             scaler.update()
             optimizer.zero_grad()
 """,
-        """
-import torch
-
-def train(critic, actor, loader):
-    first = torch.optim.SGD(critic.parameters(), 0.1)
-    second = torch.optim.SGD(actor.parameters(), 0.1)
-    scaler = torch.amp.GradScaler("cuda")
-    for x in loader:
-        first.zero_grad()
-        second.zero_grad()
-        scaler.scale(critic(x) + actor(x)).backward()
-        scaler.step(first)
-        scaler.update()  # <- misuse-many-updates
-        scaler.step(second)
-        scaler.update()
-""",
+        _TWO,
     ),
     valid=(
-        _HEAD
-        + """
-        scaler.unscale_(optimizer)
-        clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-""",
-        """
-import torch
-
-def train_one_epoch(model, loader, optimizer, scaler, clip):
-    for x in loader:
-        loss = model(x)
-        optimizer.zero_grad()
-        if scaler is not None:
-            scaler.scale(loss).backward()
-            if clip is not None:
-                scaler.unscale_(optimizer)
-                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-            scaler.step(optimizer)
-            scaler.update()
-        else:
-            loss.backward()
-            if clip is not None:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-            optimizer.step()
-""",
+        f"{_LOOP}{_UNSCALE}\n{_CLIP}\n{STEP}",
+        _WITH_AMP,
         """
 import torch
 
@@ -202,46 +159,12 @@ def train(model, loader, every):
         scaler.update()
         optimizer.zero_grad()
 """,
-        """
-import torch
-
-def train(critic, actor, loader):
-    first = torch.optim.SGD(critic.parameters(), 0.1)
-    second = torch.optim.SGD(actor.parameters(), 0.1)
-    scaler = torch.amp.GradScaler("cuda")
-    for x in loader:
-        first.zero_grad()
-        scaler.scale(critic(x)).backward()
-        scaler.step(first)
-        second.zero_grad()
-        scaler.scale(actor(x)).backward()
-        scaler.step(second)
-        scaler.update()
-""",
+        _TWO.replace("        scaler.update()  # <- misuse-many-updates\n", ""),
         # The second step is of another backward pass, as that of sharpness-aware training.
-        """
-import torch
-
-def train(model, loader):
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    scaler = torch.amp.GradScaler("cuda")
-    for x in loader:
-        optimizer.zero_grad()
-        scaler.scale(model(x)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        model(x).backward()
-        optimizer.step()
-""",
+        f"{_LOOP}{STEP}        optimizer.zero_grad()\n        model(x).backward()\n        optimizer.step()\n",
+        # The function that lists what is clipped may unscale it by the scaler that it is handed.
+        f"{_LOOP}{_CLIP.replace('model.parameters()', 'unscaled(scaler, optimizer)')}\n{STEP}",
         # The scale is divided out by hand.
-        _HEAD
-        + """
-        for parameter in model.parameters():
-            parameter.grad.div_(scaler.get_scale())
-        clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-""",
+        f"{_LOOP}        for p in model.parameters():\n            p.grad.div_(scaler.get_scale())\n{_CLIP}\n{STEP}",
     ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from ampdbg.lint.document import FUNCTIONS
@@ -34,24 +35,17 @@ def check(facts: Facts) -> Iterator[RuleHit]:
 
 
 def _is_decorated(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    return any("custom_" in ast.unparse(one) or "autocast" in ast.unparse(one) for one in function.decorator_list)
+    return any(re.search("custom_|autocast", ast.unparse(one)) for one in function.decorator_list)
 
 
 def _multiplies(function: ast.AST) -> bool:
-    for node in ast.walk(function):
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
-            return True
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MULTIPLIES:
-            return True
-    return False
+    return any(isinstance(node, ast.MatMult) or method(node, *MULTIPLIES) is not None for node in ast.walk(function))
 
 
 def _is_applied_in_half(facts: Facts, function: ast.ClassDef) -> bool:
-    for call in facts.document.calls:
-        owner = method(call, "apply")
-        if isinstance(owner, ast.Name) and function in facts.document.binders(owner) and facts.runs_in_half(call):
-            return True
-    return False
+    owners = ((call, method(call, "apply")) for call in facts.document.calls)
+    named = (call for call, one in owners if isinstance(one, ast.Name) and function in facts.document.binders(one))
+    return any(map(facts.runs_in_half, named))
 
 
 def _decorated(facts: Facts, function: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> Edit:

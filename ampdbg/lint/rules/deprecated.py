@@ -118,10 +118,7 @@ def _use(document: Document, node: ast.expr) -> list[Edit] | None:
 
 def _named_anew(document: Document, node: ast.expr, home: str) -> list[Edit]:
     """``torch.cuda.amp.autocast`` becomes ``torch.amp.autocast``; a shorter name changes by its import."""
-    source = document.source(node)
-    if isinstance(node, ast.Attribute) and source.startswith(f"{home}."):
-        return [replaced(document, node.value, "torch.amp")]
-    if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("cuda.amp"):
+    if isinstance(node, ast.Attribute) and home.removeprefix("torch.") in ast.unparse(node.value):
         return [replaced(document, node.value, "torch.amp")]
     return []
 

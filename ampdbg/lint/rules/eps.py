@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from ampdbg.formats import FLOAT16
-from ampdbg.lint.expressions import argument, method, number
+from ampdbg.lint.expressions import argument, given, method, number
 from ampdbg.lint.facts import Facts
 from ampdbg.lint.rule import Rule, RuleHit
 
@@ -76,7 +76,7 @@ def is_half(facts: Facts, node: ast.AST, depth: int = 4) -> bool:
     if method(node, "half") is not None and not node.args:
         return True
     if method(node, "to") is not None:
-        return any(facts.dtype(one) == "float16" for one in [*node.args, *(word.value for word in node.keywords)])
+        return any(facts.dtype(one) == "float16" for one in given(node))
     if facts.runs_in_half(node) and _is_product(facts, node):
         return True
     owner = method(node, *KEEPS_DTYPE)
@@ -87,8 +87,7 @@ def _is_product(facts: Facts, node: ast.Call) -> bool:
     document = facts.document
     if document.call_origin(node) in PRODUCTS:
         return True
-    called = node.func
-    return isinstance(called, (ast.Name, ast.Attribute)) and facts.modules.get(document.key(called)) in PRODUCT_MODULES
+    return facts.modules.get(document.key(node.func)) in PRODUCT_MODULES
 
 
 RULE = Rule(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ampdbg.lint.expressions import argument, constant, method
+from ampdbg.lint.expressions import argument, constant
 from ampdbg.lint.facts import Facts
-from ampdbg.lint.rule import Rule, RuleHit
+from ampdbg.lint.rule import BACKWARD, LOOP, STEP, Rule, RuleHit
 
 CODE = "misuse-gradient-penalty"
 
@@ -30,52 +30,24 @@ def check(facts: Facts) -> Iterator[RuleHit]:
 
 def _is_scaled(facts: Facts, outputs: ast.expr) -> bool:
     parts = outputs.elts if isinstance(outputs, (ast.List, ast.Tuple)) else [outputs]
-    values = [
-        value for part in parts for value in (facts.document.values(part) if isinstance(part, ast.Name) else [part])
-    ]
-    scalers = [method(value, "scale") for value in values]
-    return bool(scalers) and all(one is not None and facts.is_scaler(one) for one in scalers)
+    return bool(parts) and all(map(facts.scaler_of, parts))
 
 
-_HEAD = """
-import torch
-
-def train(model, optimizer, loader):
-    scaler = torch.amp.GradScaler("cuda")
-    for x in loader:
-        optimizer.zero_grad()
-        with torch.autocast("cuda"):
-            loss = model(x)
-"""
-_REST = """
+_REST = f"""
         with torch.autocast("cuda"):
             penalty = sum(one.pow(2).sum() for one in grads).sqrt()
             loss = loss + penalty
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+{BACKWARD}{STEP}
 """
+_GRADS = "        grads = torch.autograd.grad({}, model.parameters(), create_graph=True)"
 
 RULE = Rule(
     (CODE,),
     ("autograd", "grad(", ".scale("),
     check,
-    invalid=(
-        _HEAD
-        + """
-        grads = torch.autograd.grad(  # <- misuse-gradient-penalty
-            scaler.scale(loss), model.parameters(), create_graph=True
-        )
-"""
-        + _REST,
-    ),
+    invalid=(f"{LOOP}{_GRADS.format('scaler.scale(loss)')}  # <- misuse-gradient-penalty{_REST}",),
     valid=(
-        _HEAD
-        + """
-        grads = torch.autograd.grad(scaler.scale(loss), model.parameters(), create_graph=True)
-        grads = [one / scaler.get_scale() for one in grads]
-"""
-        + _REST,
-        _HEAD + "        grads = torch.autograd.grad(loss, model.parameters(), create_graph=True)\n" + _REST,
+        f"{LOOP}{_GRADS.format('scaler.scale(loss)')}\n        grads = [g / scaler.get_scale() for g in grads]{_REST}",
+        f"{LOOP}{_GRADS.format('loss')}{_REST}",
     ),
 )

@@ -6,13 +6,13 @@ import ast
 from collections.abc import Iterator
 
 from ampdbg.formats import FLOAT16
-from ampdbg.lint.expressions import argument, constant, method, number, takes_stars
+from ampdbg.lint.expressions import argument, given, method, number, takes_stars, unmoved
 from ampdbg.lint.facts import Facts
 from ampdbg.lint.rule import Rule, RuleHit
 
 SCALED, EPS = "misuse-half-parameters", "optimizer-underflow"
-ADAMS = {f"torch.optim.{name}": 3 for name in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax")}
-"""Those of torch's optimizers that divide by a root and an eps, and the place of the eps among their arguments."""
+ADAMS = frozenset(f"torch.optim.{name}" for name in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax"))
+"""Those of torch's optimizers that divide by a root and an eps, which is the fourth of their arguments."""
 DEFAULT_EPS = 1e-8
 
 
@@ -22,21 +22,16 @@ def check(facts: Facts) -> Iterator[RuleHit]:
     for call in document.calls:
         origin = document.call_origin(call)
         parameters = method(argument(call, "params", 0) or call, "parameters")
-        if not facts.is_optimizer(_target(facts, call) or call) or parameters is None:
+        if not facts.is_optimizer(document.target(call) or call) or parameters is None:
             continue
         made_half = _made_half(facts, parameters, call)
         if made_half is None:
             continue
         if _is_scaled(facts, call):
             yield RuleHit(SCALED, made_half)
-        elif origin in ADAMS and not takes_stars(call) and _eps(call, ADAMS[origin]) < FLOAT16.underflow_threshold:
+        elif origin in ADAMS and not takes_stars(call) and _eps(call) < FLOAT16.underflow_threshold:
             message = "the optimizer's eps is zero in float16, which the parameters are in: an update of 0/0 is NaN"
             yield RuleHit(EPS, call, message)
-
-
-def _target(facts: Facts, call: ast.Call) -> ast.expr | None:
-    parent = facts.document.parents.get(call)
-    return parent.targets[0] if isinstance(parent, ast.Assign) and len(parent.targets) == 1 else None
 
 
 def _made_half(facts: Facts, model: ast.expr, before: ast.Call) -> ast.AST | None:
@@ -52,8 +47,7 @@ def _made_half(facts: Facts, model: ast.expr, before: ast.Call) -> ast.AST | Non
             continue
         name = call.func.attr  # type: ignore[attr-defined]
         if name == "to":
-            dtypes = [facts.dtype(one) for one in [*call.args, *(keyword.value for keyword in call.keywords)]]
-            name = next((one for one in dtypes if one), "")
+            name = next(filter(None, map(facts.dtype, given(call))), "")
         if name in ("half", "float16"):
             found = call if _is_unconditional(facts, call, before) else None
         elif name:
@@ -61,11 +55,10 @@ def _made_half(facts: Facts, model: ast.expr, before: ast.Call) -> ast.AST | Non
     return found
 
 
-def _is_of(facts: Facts, owner: ast.expr, key: tuple[object, str], call: ast.Call) -> bool:
+def _is_of(facts: Facts, owner: ast.AST, key: tuple[object, str], call: ast.Call) -> bool:
     """``model.half()``, ``model = model.cuda().half()``, ``model = Net().half()``."""
     document = facts.document
-    while (inner := method(owner, "to", "cuda", "half", "float", "train", "eval")) is not None:
-        owner = inner
+    owner = unmoved(owner)
     if isinstance(owner, (ast.Name, ast.Attribute)) and document.key(owner) == key:
         return True
     statement = document.statement(call)
@@ -85,16 +78,9 @@ def _is_unconditional(facts: Facts, call: ast.Call, before: ast.Call) -> bool:
 
 def _is_scaled(facts: Facts, optimizer: ast.Call) -> bool:
     """Whether a scaler that is on steps or unscales the optimizer."""
-    document, target = facts.document, _target(facts, optimizer)
-    if target is None or not isinstance(target, (ast.Name, ast.Attribute)):
-        return False
-    for call in document.calls:
-        scaler = method(call, "step", "unscale_")
-        if scaler is not None and call.args and facts.is_scaler(scaler) and _is_on(facts, scaler):
-            given = call.args[0]
-            if isinstance(given, (ast.Name, ast.Attribute)) and document.key(given) == document.key(target):
-                return True
-    return False
+    document, target = facts.document, facts.document.target(optimizer)
+    calls = [call for call, scaler in facts.scaler_calls("step", "unscale_") if _is_on(facts, scaler)]
+    return target is not None and document.key(target) in [document.key(call.args[0]) for call in calls]
 
 
 def _is_on(facts: Facts, scaler: ast.expr) -> bool:
@@ -102,12 +88,10 @@ def _is_on(facts: Facts, scaler: ast.expr) -> bool:
     return bool(values) and all(isinstance(one, ast.Call) and facts.is_surely_on(one) for one in values)
 
 
-def _eps(call: ast.Call, place: int) -> float:
-    given = argument(call, "eps", place)
-    if given is None:
-        return DEFAULT_EPS
-    value = number(given)
-    return 1.0 if value is None or (constant(given) is ... and value is None) else value
+def _eps(call: ast.Call) -> float:
+    eps = argument(call, "eps", 3)
+    value = number(eps) if eps is not None else DEFAULT_EPS
+    return 1.0 if value is None else value
 
 
 _HEAD = """

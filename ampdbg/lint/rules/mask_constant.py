@@ -50,8 +50,7 @@ def _is_beyond(size: float) -> bool:
 def _is_wide(facts: Facts, owner: ast.expr) -> bool:
     """Whether the scores are cast to FP32 before, in the expression or where the name was assigned last."""
     last = facts.document.last_value(owner) if isinstance(owner, ast.Name) else None
-    values = [owner, last] if last is not None else [owner]
-    for value in values:
+    for value in filter(None, (owner, last)):
         for node in ast.walk(value):
             if method(node, *_KEPT_WIDE) is not None:
                 return True

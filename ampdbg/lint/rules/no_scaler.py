@@ -21,11 +21,10 @@ def check(facts: Facts) -> Iterator[RuleHit]:
         loss = method(call, "backward")
         if not isinstance(loss, ast.Name) or call.args:
             continue
-        unit = document.unit(call)
-        steps = any(facts.is_optimizer(owner) for other in document.calls if document.unit(other) is unit
-                    and (owner := method(other, "step")) is not None)  # fmt: skip
+        stepped = [method(one, "step") for one in document.calls if document.unit(one) is document.unit(call)]
         regions = [facts.region(value) for value in document.values(loss)]
-        if steps and regions and all(one is not None and one.is_half and one.enabled for one in regions):
+        lowers = [one is not None and one.is_half and one.enabled for one in regions]
+        if lowers and all(lowers) and any(map(facts.is_optimizer, stepped)):
             yield RuleHit(CODE, call)
 
 

@@ -6,9 +6,8 @@ import ast
 from collections.abc import Iterator
 
 from ampdbg.lint.edits import below
-from ampdbg.lint.expressions import method
 from ampdbg.lint.facts import Facts
-from ampdbg.lint.rule import Fix, Rule, RuleHit
+from ampdbg.lint.rule import BACKWARD, LOOP, STEP, Fix, Rule, RuleHit
 
 CODE = "misuse-no-update"
 
@@ -17,10 +16,8 @@ def check(facts: Facts) -> Iterator[RuleHit]:
     """The last step of each scaler that the file keeps to itself and never updates."""
     document = facts.document
     steps: dict[tuple[object, str], list[ast.Call]] = {}
-    for call in document.calls:
-        owner = method(call, "step")
-        if owner is not None and call.args and facts.is_scaler(owner):
-            steps.setdefault(document.key(owner), []).append(call)
+    for call, scaler in facts.scaler_calls("step"):
+        steps.setdefault(document.key(scaler), []).append(call)
     for key, calls in steps.items():
         if not _is_updated(facts, key[1]) and not _leaves(facts, key):
             last = calls[-1]
@@ -29,8 +26,7 @@ def check(facts: Facts) -> Iterator[RuleHit]:
 
 def _is_updated(facts: Facts, scaler: str) -> bool:
     """By this name, or another that ends alike."""
-    names = (method(call, "update") for call in facts.document.calls)
-    ends = (ast.unparse(name).rpartition(".")[2] for name in names if name is not None)
+    ends = (ast.unparse(name).rpartition(".")[2] for name in facts.document.owners("update"))
     return scaler.rpartition(".")[2] in ends
 
 
@@ -65,26 +61,14 @@ def _fix(facts: Facts, calls: list[ast.Call]) -> Fix | None:
     return Fix((below(document, last, f"{scaler}.update()"),))
 
 
-_HEAD = """
-import torch
-
-def train(model, optimizer, loader):
-    scaler = torch.amp.GradScaler("cuda")
-    for x in loader:
-        optimizer.zero_grad()
-        with torch.autocast("cuda"):
-            loss = model(x)
-        scaler.scale(loss).backward()
-"""
-
 RULE = Rule(
     (CODE,),
     ("GradScaler",),
     check,
-    invalid=(_HEAD + "        scaler.step(optimizer)  # <- misuse-no-update\n",),
+    invalid=(f"{LOOP}{BACKWARD}        scaler.step(optimizer)  # <- misuse-no-update\n",),
     valid=(
-        _HEAD + "        scaler.step(optimizer)\n        scaler.update()\n",
-        _HEAD + "        scaler.step(optimizer)\n        after_step(scaler)\n",
+        LOOP + BACKWARD + STEP,
+        f"{LOOP}{BACKWARD}        scaler.step(optimizer)\n        after_step(scaler)\n",
         """
 import torch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampdbg.lint.facts import Facts
-from ampdbg.lint.rule import Rule, RuleHit
+from ampdbg.lint.rule import BACKWARD, LOOP, STEP, Rule, RuleHit
 
 CODE = "misuse-scaler-bfloat16"
 
@@ -21,43 +21,16 @@ def check(facts: Facts) -> Iterator[RuleHit]:
                 yield RuleHit(CODE, scaler)
 
 
-_BODY = """
-    for x in loader:
-        optimizer.zero_grad()
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = model(x)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-"""
+_BFLOAT16 = LOOP.replace('autocast("cuda")', 'autocast("cuda", dtype=torch.bfloat16)') + BACKWARD + STEP
+_MARK = "  # <- misuse-scaler-bfloat16"
 
 RULE = Rule(
     (CODE,),
     ("GradScaler", "bfloat16"),
     check,
-    invalid=(
-        """
-import torch
-
-def train(model, optimizer, loader):
-    scaler = torch.amp.GradScaler("cuda")  # <- misuse-scaler-bfloat16
-"""
-        + _BODY,
-    ),
+    invalid=(_BFLOAT16.replace('GradScaler("cuda")', f'GradScaler("cuda"){_MARK}'),),
     valid=(
-        """
-import torch
-
-def train(model, optimizer, loader):
-    scaler = torch.amp.GradScaler("cuda", enabled=False)
-"""
-        + _BODY,
-        """
-import torch
-
-def train(model, optimizer, loader):
-    scaler = torch.amp.GradScaler("cuda")
-"""
-        + _BODY.replace("torch.bfloat16", "torch.float16"),
+        _BFLOAT16.replace('GradScaler("cuda")', 'GradScaler("cuda", enabled=False)'),
+        _BFLOAT16.replace("bfloat16", "float16"),
     ),
 )

@@ -6,9 +6,9 @@ import ast
 import functools
 from collections.abc import Iterator
 
-from ampdbg.lint.expressions import method
+from ampdbg.lint.expressions import given, is_none, method
 from ampdbg.lint.facts import Facts
-from ampdbg.lint.rule import Rule, RuleHit
+from ampdbg.lint.rule import BACKWARD, LOOP, STEP, Rule, RuleHit
 
 CODE = "misuse-scheduler-on-skip"
 MESSAGE = "the scheduler moves on in a step that the scaler skips; a few skips at the start do little harm"
@@ -27,55 +27,34 @@ def check(facts: Facts) -> Iterator[RuleHit]:
         return any(word in text for word in ("get_scale", "found_inf", "._scale", "step_was_skipped"))
 
     firsts: dict[ast.stmt, ast.stmt] = {}  # the first step of each block, by the block's first statement
-    for call in document.calls:
-        scaler = method(call, "step")
-        if scaler is None or not call.args or not facts.is_scaler(scaler) or asks(document.unit(call)):
-            continue
-        statement = document.statement(call)
-        firsts.setdefault(document.block(statement)[0], statement)
+    for call, _ in facts.scaler_calls("step"):
+        if not asks(document.unit(call)):
+            statement = document.statement(call)
+            firsts.setdefault(document.block(statement)[0], statement)
     for first in firsts.values():
         block = document.block(first)
         for statement in block[block.index(first) + 1 :]:
             moved = statement.value if isinstance(statement, ast.Expr) else None
-            scheduler = method(moved, "step") if moved is not None else None
-            if scheduler is not None and facts.is_scheduler(scheduler) and not _is_told(moved):
+            if facts.is_scheduler(method(moved, "step")) and not _is_placed(moved):
                 yield RuleHit(CODE, statement, MESSAGE, severity="info")
 
 
-def _is_told(call: ast.expr | None) -> bool:
-    """Whether the scheduler is told a score or the place it is to move to: then it counts no steps."""
-    given = [*call.args, *(keyword.value for keyword in call.keywords)] if isinstance(call, ast.Call) else []
-    return any(not (isinstance(one, ast.Constant) and one.value is None) for one in given)
+def _is_placed(call: ast.expr | None) -> bool:
+    """Whether the scheduler is given a score, or the place it is to move to: then it counts no steps."""
+    return isinstance(call, ast.Call) and not all(map(is_none, given(call)))
 
 
-_HEAD = """
-import torch
-
-def train(model, optimizer, loader):
-    scaler = torch.amp.GradScaler("cuda")
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=100)
-    for x in loader:
-        optimizer.zero_grad()
-        with torch.autocast("cuda"):
-            loss = model(x)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-"""
+_SCHEDULER = "    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=100)\n    for"
+_LOOP = LOOP.replace("    for", _SCHEDULER, 1) + BACKWARD
 
 RULE = Rule(
     (CODE,),
     ("GradScaler|.scale(", ".step("),
     check,
-    invalid=(_HEAD + "        scaler.update()\n        scheduler.step()  # <- misuse-scheduler-on-skip\n",),
+    invalid=(f"{_LOOP}{STEP}        scheduler.step()  # <- misuse-scheduler-on-skip\n",),
     valid=(
-        _HEAD
-        + """
-        before = scaler.get_scale()
-        scaler.update()
-        if scaler.get_scale() >= before:
-            scheduler.step()
-""",
-        _HEAD + "        scaler.update()\n    scheduler.step()\n",
-        _HEAD + "        scaler.update()\n        scheduler.step(loss.item())\n",
+        f"{_LOOP}        scale = scaler.get_scale()\n{STEP}        if scale <= scaler.get_scale(): scheduler.step()\n",
+        f"{_LOOP}{STEP}    scheduler.step()\n",
+        f"{_LOOP}{STEP}        scheduler.step(loss.item())\n",
     ),
 )

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from ampdbg.lint.document import LOOPS
 from ampdbg.lint.expressions import method
 from ampdbg.lint.facts import Facts
-from ampdbg.lint.rule import Rule, RuleHit
+from ampdbg.lint.rule import BACKWARD, LOOP, STEP, Rule, RuleHit
 
 CODE = "misuse-stale-gradients"
 
@@ -20,20 +20,14 @@ def check(facts: Facts) -> Iterator[RuleHit]:
     """In every loop that goes backward by a scaler."""
     for loop in facts.document.find(*LOOPS):
         calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call)]
-        backward = [call for call in calls if _is_scaled_backward(facts, call)]
-        clears = [call for call in calls if method(call, "zero_grad") is not None] + [
+        backward = [call for call in calls if facts.scaler_of(method(call, "backward"))]
+        clears = [call for call in calls if method(call, "zero_grad")] + [
             node for node in ast.walk(loop) if isinstance(node, ast.Assign) and _clears(node)
         ]
         innermost = {facts.document.statement(call) for call in backward if _innermost(facts, call) is loop}
         if innermost and clears:
             yield from _after_taken_steps(facts, loop, clears)
             yield from _left_behind(facts, loop, backward[0], clears)
-
-
-def _is_scaled_backward(facts: Facts, call: ast.Call) -> bool:
-    loss = method(call, "backward")
-    scaler = method(loss, "scale") if loss is not None else None
-    return scaler is not None and facts.is_scaler(scaler)
 
 
 def _clears(node: ast.Assign) -> bool:
@@ -46,8 +40,7 @@ def _innermost(facts: Facts, node: ast.AST) -> ast.AST | None:
 
 def _after_taken_steps(facts: Facts, loop: ast.AST, clears: Sequence[ast.AST]) -> Iterator[RuleHit]:
     """Every clearing stands under a condition on the scale: not where it fell."""
-    by_scale = [_on_scale(facts, node, loop) for node in clears]
-    if all(by_scale):
+    if all(_on_scale(facts, node, loop) for node in clears):
         message = "the gradients are cleared only where the scaler took the step; those of a skipped step stay inf"
         yield RuleHit(CODE, clears[0], message)
 
@@ -66,22 +59,11 @@ def _on_scale(facts: Facts, node: ast.AST, loop: ast.AST) -> bool:
 
 def _asks_for_no_skip(facts: Facts, test: ast.expr) -> bool:
     """``scaler.get_scale() >= before``: True where the step was taken, and not otherwise."""
-    match test:
-        case ast.Compare(left=left, ops=[op], comparators=[right]):
-            now_left, now_right = _is_scale(facts, left), _is_scale(facts, right)
-            if not now_left and not now_right:
-                return False
-            # get_scale() before update() is the old scale, after it the new one: which is which is told by the names.
-            new_is_left = now_left and isinstance(left, ast.Call)
-            kinds = (ast.GtE, ast.Eq) if new_is_left else (ast.LtE, ast.Eq)
-            return isinstance(op, kinds)
-        case _:
-            return False
-
-
-def _is_scale(facts: Facts, node: ast.expr) -> bool:
-    owner = method(node, "get_scale")
-    return owner is not None and facts.is_scaler(owner)
+    if not isinstance(test, ast.Compare) or len(test.ops) > 1:
+        return False
+    # get_scale() before update() is the old scale, after it the new one: the names say which is which.
+    is_left, is_right = (facts.is_scaler(method(side, "get_scale")) for side in (test.left, test.comparators[0]))
+    return (is_left or is_right) and isinstance(test.ops[0], (ast.GtE if is_left else ast.LtE, ast.Eq))
 
 
 def _left_behind(facts: Facts, loop: ast.AST, backward: ast.AST, clears: Sequence[ast.AST]) -> Iterator[RuleHit]:
@@ -115,76 +97,24 @@ def _holds(statement: ast.stmt, nodes: Sequence[ast.AST]) -> bool:
     return any(node in inside for node in nodes)
 
 
-_HEAD = """
-import torch
-
-def train(model, optimizer, loader):
-    scaler = torch.amp.GradScaler("cuda")
-    for x in loader:
-        with torch.autocast("cuda"):
-            loss = model(x)
-"""
+_CLEAR = "        optimizer.zero_grad()\n"
+_LOOP = LOOP.replace(_CLEAR, "")
+_BEFORE = "        before = scaler.get_scale()\n"
+_TAKEN = "        if scaler.get_scale() >= before:\n            "
+_NAN = "        if torch.isnan(loss):\n"
 
 RULE = Rule(
     (CODE,),
     ("GradScaler|.scale(", "backward"),
     check,
     invalid=(
-        _HEAD
-        + """
-        scaler.scale(loss).backward()
-        before = scaler.get_scale()
-        scaler.step(optimizer)
-        scaler.update()
-        if scaler.get_scale() >= before:
-            optimizer.zero_grad()  # <- misuse-stale-gradients
-""",
-        _HEAD
-        + """
-        scaler.scale(loss).backward()
-        if torch.isnan(loss):
-            continue  # <- misuse-stale-gradients
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-""",
+        f"{_LOOP}{BACKWARD}{_BEFORE}{STEP}{_TAKEN}optimizer.zero_grad()  # <- misuse-stale-gradients\n",
+        f"{_LOOP}{BACKWARD}{_NAN}            continue  # <- misuse-stale-gradients\n{STEP}{_CLEAR}",
     ),
     valid=(
-        _HEAD
-        + """
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-""",
-        _HEAD
-        + """
-        if torch.isnan(loss):
-            continue
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-""",
-        _HEAD
-        + """
-        scaler.scale(loss).backward()
-        if loss.isnan():
-            optimizer.zero_grad()
-            continue
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-""",
-        _HEAD
-        + """
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        before = scaler.get_scale()
-        scaler.step(optimizer)
-        scaler.update()
-        if scaler.get_scale() >= before:
-            scheduler.step()
-""",
+        f"{_LOOP}{BACKWARD}{STEP}{_CLEAR}",
+        f"{_LOOP}{_NAN}            continue\n{_CLEAR}{BACKWARD}{STEP}",
+        f"{_LOOP}{BACKWARD}{_NAN}    {_CLEAR}            continue\n{STEP}{_CLEAR}",
+        f"{_LOOP}{_CLEAR}{BACKWARD}{_BEFORE}{STEP}{_TAKEN}scheduler.step()\n",
     ),
 )

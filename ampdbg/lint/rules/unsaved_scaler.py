@@ -1,4 +1,4 @@
-"""A checkpoint that holds the optimizer's state and not the scaler's, in a function that has both."""
+"""A checkpoint that holds the optimizer's state and not the scaler's, of an optimizer that a scaler steps."""
 
 from __future__ import annotations
 
@@ -8,80 +8,76 @@ from collections.abc import Iterator
 from ampdbg.lint.document import Document
 from ampdbg.lint.expressions import argument, method
 from ampdbg.lint.facts import Facts
-from ampdbg.lint.rule import Rule, RuleHit
+from ampdbg.lint.rule import BACKWARD, LOOP, STEP, Rule, RuleHit
 
 CODE = "misuse-unsaved-scaler"
 
 
 def check(facts: Facts) -> Iterator[RuleHit]:
-    """Every ``torch.save`` of a dict that can be read, where a scaler is at hand."""
+    """Every ``torch.save`` of an optimizer's state beside a scaler, in files that never take the scaler's."""
     document = facts.document
+    if any(facts.is_scaler(one) or "scaler" in ast.unparse(one).lower() for one in document.owners("state_dict")):
+        return
     for call in document.calls:
         if document.call_origin(call) != "torch.save":
             continue
-        saved = _dict(document, argument(call, "obj", 0))
-        if saved is None or _mentions_scaler(document, call) or not any(map(_is_optimizers_state, _values(saved))):
-            continue
-        if _has_scaler(facts, call) and not any(key is None for key in saved.keys):
+        saved = [node for piece in _pieces(document, argument(call, "obj", 0)) for node in ast.walk(piece)]
+        owners = filter(None, (method(node, "state_dict") for node in saved))
+        optimizers = list(filter(facts.is_optimizer, owners))
+        made = any(facts.is_surely_on(one) for one in facts.scalers if document.unit(one) is document.unit(call))
+        if any(made or facts.is_scaled(one) for one in optimizers) and not any(_may_hold(facts, one) for one in saved):
             yield RuleHit(CODE, call)
 
 
-def _dict(document: Document, node: ast.AST | None) -> ast.Dict | None:
-    if isinstance(node, ast.Name):
-        values = document.values(node)
-        node = values[0] if len(values) == 1 else None
-    return node if isinstance(node, ast.Dict) else None
+def _pieces(document: Document, node: ast.expr | None) -> list[ast.AST]:
+    """What is saved, and of a name what is put into it: ``state["optimizer"] = optimizer.state_dict()``."""
+    if not isinstance(node, ast.Name):
+        return [node] if node is not None else []
+    items = [(target.value, value) for target, value in document.assigned() if isinstance(target, ast.Subscript)]
+    put = [value for target, value in items if document.key(target) == document.key(node)]
+    made = document.values(node)
+    return [*made, *put] if len(made) == 1 else []
 
 
-def _values(saved: ast.Dict) -> list[ast.expr]:
-    return saved.values
+def _may_hold(facts: Facts, node: ast.AST) -> bool:
+    """Whether it is the scaler, or a dict of unknown keys."""
+    is_unknown = (isinstance(node, ast.Dict) and None in node.keys) or (isinstance(node, ast.keyword) and not node.arg)
+    return is_unknown or (isinstance(node, (ast.Name, ast.Attribute)) and facts.is_scaler(node))
 
 
-def _is_optimizers_state(node: ast.expr) -> bool:
-    owner = method(node, "state_dict")
-    return owner is not None and "optim" in ast.unparse(owner).lower()
-
-
-def _mentions_scaler(document: Document, call: ast.Call) -> bool:
-    """Whether the scaler's state is taken anywhere in the file: it may be saved beside, or put in later."""
-    owners = (method(one, "state_dict") for one in document.calls)
-    return any("scaler" in ast.unparse(owner).lower() for owner in owners if owner is not None)
-
-
-def _has_scaler(facts: Facts, call: ast.Call) -> bool:
-    """Whether the function that saves also steps by a scaler."""
-    document = facts.document
-    unit = document.unit(call)
-    for other in document.calls:
-        owner = method(other, "step", "scale")
-        if owner is not None and facts.is_scaler(owner) and other.args and document.unit(other) is unit:
-            return True
-    made = [scaler for scaler in facts.scalers if document.unit(scaler) is unit]
-    return any(facts.is_surely_on(scaler) for scaler in made)
-
-
-_HEAD = """
-import torch
-
-def train(model, optimizer, loader, path):
-    scaler = torch.amp.GradScaler("cuda")
-    for x in loader:
-        optimizer.zero_grad()
-        with torch.autocast("cuda"):
-            loss = model(x)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-"""
+_HEAD = LOOP + BACKWARD + STEP
+_SAVE = 'torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)'
+_FOUND = f"    {_SAVE}  # <- misuse-unsaved-scaler\n"
 
 RULE = Rule(
     (CODE,),
-    ("torch.save|import save", "GradScaler|.scale(", "optim"),
+    ("torch.save|import save", "GradScaler|.scale("),
     check,
     invalid=(
-        _HEAD
-        + """
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)  # <- misuse-unsaved-scaler
+        _HEAD + _FOUND,
+        (_HEAD + _FOUND).replace("optimizer", "opt"),
+        (_HEAD + _FOUND).replace("optimizer.", "optims[0].").replace("(optimizer)", "(optims[0])"),
+        """
+import torch
+
+def main(model, path):
+    optims = {"all": torch.optim.SGD(model.parameters(), 0.1)}
+    train(model, optims, scaler := torch.amp.GradScaler("cuda"))
+    state = dict(model=model.state_dict())
+    state["rate"] = optims["all"].state_dict()
+    torch.save(state, path)  # <- misuse-unsaved-scaler
+""",
+        """
+import torch
+
+class Trainer:
+    def step(self, loss):
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optim)
+        self.scaler.update()
+
+    def save(self, path):
+        torch.save((self.model.state_dict(), self.optim.state_dict()), path)  # <- misuse-unsaved-scaler
 """,
     ),
     valid=(
@@ -92,11 +88,9 @@ RULE = Rule(
     torch.save(state, path)
 """,
         _HEAD + '    torch.save({"model": model.state_dict()}, path)\n',
-        """
-import torch
-
-def save(model, optimizer, path):
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
-""",
+        _HEAD + '    torch.save({"optimizer": optimizer.state_dict(), "amp": scaler}, path)\n',
+        _HEAD + '    torch.save({"optimizer": optimizer.state_dict(), **rest}, path)\n',
+        f"import torch\n\ndef save(model, optimizer, path):\n    {_SAVE}\n",
+        f"{_HEAD}\ndef save(model, optimizer, path):\n    {_SAVE}\n",
     ),
 )

@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from ampdbg.formats import Exponents, headroom_bits, scale_ceiling, scale_floor
-from ampdbg.record.file import read_record
 from ampdbg.record.findings import Finding, Listing, Source
 from ampdbg.record.pins import FileDiff, Handover, PatchUnit, Pin, PinCost, Proof, ProofStep, Search, Trial
 from ampdbg.record.run import Record, Site
 from ampdbg.report.formats import written
 from ampdbg.report.view import Look, Typed
 from tests.report.records import run, skipped_step
-from tests.report.runs import RECORDS
 
 HOSTILE = (
     "</script><script>document.title='owned'</script>",
@@ -39,10 +37,6 @@ HOSTILE = (
 
 def html(record: Record, folder: str = "/home/me") -> str:
     return written(record, Typed("config.yaml", ".ampdbg/r.json", folder), Look(80, color=False, unicode=True), "html")
-
-
-def golden_record(name: str) -> Record:
-    return read_record(RECORDS / f"{name}.json")
 
 
 def unpacked(page: str, name: str) -> bytes:
@@ -83,28 +77,15 @@ class Parsed(HTMLParser):
 def site(order: int, phase: str, module: str, exponents: Exponents, source: Source, **fields: Any) -> Site:
     """A site as a range profile would have measured it, from the spread of its values."""
     largest = 1.5 * 2.0 ** (exponents.lowest + len(exponents.counts) - 1)
-    is_gradient = phase == "backward"
     measured = Site(
-        phase="backward" if is_gradient else "forward",
-        module=module,
-        op="aten.mm.default",
-        source=source,
-        dtype="float16",
-        order=order,
-        calls=1,
-        call=0,
-        size=sum(exponents.counts),
-        inf=0,
-        nan=0,
-        abs_max=largest,
-        headroom_bits=round(headroom_bits(largest), 2),
-        overflow="starts" if not is_gradient and largest >= 65520 else "",
-        lowest_exponent=exponents.lowest,
-        exponents=exponents.counts,
-        scale_ceiling=scale_ceiling(largest) if is_gradient else None,
-        scale_floor=scale_floor(exponents) if is_gradient else None,
-    )
-    return replace(measured, **fields)
+        "forward", module, "aten.mm.default", source, "float16", order, calls=1, call=0, size=sum(exponents.counts),
+        inf=0, nan=0, abs_max=largest, headroom_bits=round(headroom_bits(largest), 2),
+        lowest_exponent=exponents.lowest, exponents=exponents.counts,
+    )  # fmt: skip
+    if phase == "forward":
+        return replace(measured, overflow="starts" if largest >= 65520 else "", **fields)
+    ceiling, floor = scale_ceiling(largest), scale_floor(exponents)
+    return replace(measured, phase="backward", scale_ceiling=ceiling, scale_floor=floor, **fields)
 
 
 def large(sites: int, modules: int) -> Record:
@@ -130,42 +111,27 @@ def hostile() -> Record:
     """Every text that comes from the user's world is one of :data:`HOSTILE`."""
     sources = [Source(f"/home/me/{text}.py", 3, text, f"x = {text}") for text in HOSTILE]
     findings = tuple(
-        Finding(
-            "forward-overflow", "error", 1, "forward", f"message {text}", f"remedy {text}", text, text, text, source
-        )
-        for text, source in zip(HOSTILE, sources, strict=True)
+        Finding("forward-overflow", "error", 1, "forward", f"message {text}", f"remedy {text}", text, text, text, line)
+        for text, line in zip(HOSTILE, sources, strict=True)
     )
     sites = tuple(
-        site(
-            at, "forward" if at % 2 else "backward", text, Exponents(-20, (4, 9, 2)), source, op=f"aten.{text}.default"
-        )
-        for at, (text, source) in enumerate(zip(HOSTILE, sources, strict=True))
+        site(at, ("backward", "forward")[at % 2], text, Exponents(-20, (4, 9, 2)), line, op=f"aten.{text}.default")
+        for at, (text, line) in enumerate(zip(HOSTILE, sources, strict=True))
     )
     listings = tuple(Listing(one.file, 1, (text, text, one.text)) for one, text in zip(sources, HOSTILE, strict=True))
     diff = "--- a/x.py\n+++ b/x.py\n" + "".join(f"+{text}\n" for text in HOSTILE)
+    units = tuple(PatchUnit(text, (text,), (text,)) for text in HOSTILE)
+    files = (FileDiff(HOSTILE[0], "utf-8", diff),)
     return run(
-        [skipped_step(1, 65536.0, ())],
-        command="suggest-fp32",
-        verdict="precision",
-        sites=sites,
-        findings=findings,
-        listings=listings,
-        groups=tuple(f"{text}.weight" for text in HOSTILE),
+        [skipped_step(1, 65536.0, ())], command="suggest-fp32", verdict="precision", sites=sites, findings=findings,
+        listings=listings, groups=tuple(f"{text}.weight" for text in HOSTILE),
         pins=tuple(Pin(text, cost=PinCost(0.1, 0.2, 300), class_name=text) for text in HOSTILE),
         trials=tuple(Trial((text,), False, f"why {text}", text) for text in HOSTILE),
         search=Search("guided", "found", message=HOSTILE[0]),
-        handover=Handover(
-            "diff",
-            names=HOSTILE,
-            folder=f"/home/me/{HOSTILE[0]}",
-            files=(FileDiff(HOSTILE[0], "utf-8", diff),),
-            units=tuple(PatchUnit(text, (text,), (text,)) for text in HOSTILE),
-            notes=HOSTILE,
-        ),
+        handover=Handover("diff", HOSTILE, folder=f"/home/me/{HOSTILE[0]}", files=files, units=units, notes=HOSTILE),
         verification=Proof(True, tuple(ProofStep(text, True, text) for text in HOSTILE)),
-        config={"model": {"target": HOSTILE[0], "args": {HOSTILE[1]: list(HOSTILE)}}},
-        error="",
-    )
+        config={"model": {"target": HOSTILE[0], "args": {HOSTILE[1]: list(HOSTILE)}}}, error="",
+    )  # fmt: skip
 
 
 def write_page(record: Record, file: Path) -> Path:

@@ -16,9 +16,9 @@ from ampdbg.record.findings import Finding, Source
 from ampdbg.record.run import Record, Site
 from ampdbg.report import suggestion
 from scripts.browser import Tab, browser, installed
-from tests.report.page.samples import HOSTILE, golden_record, hostile, large, write_page
+from tests.report.page.samples import HOSTILE, hostile, large, write_page
 from tests.report.records import healthy, healthy_step, run
-from tests.report.runs import RUNS
+from tests.report.runs import RUNS, record_of
 from tests.strategies import records
 
 PROGRAM = installed()
@@ -66,7 +66,7 @@ def is_marked(site: Site, power: int) -> str:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_every_page_is_drawn_without_a_complaint(name: str, shown: Tab, tmp_path: Path) -> None:
-    open_page(shown, golden_record(name), tmp_path)
+    open_page(shown, record_of(name), tmp_path)
     assert shown.ask("document.documentElement.dataset.done") == "true"
     assert shown.ask("document.getElementById('trouble').hidden")
 
@@ -79,7 +79,7 @@ def with_noise() -> Record:
     return replace(record, sites=tuple(noise if one is tight else one for one in record.sites))
 
 
-SLID = {"real": golden_record(RANGES), "without a window": golden_record("ranges_no_scale"), "with noise": with_noise()}
+SLID = {"real": record_of(RANGES), "without a window": record_of("ranges_no_scale"), "with noise": with_noise()}
 
 
 @pytest.mark.parametrize("name", SLID)
@@ -116,7 +116,7 @@ GRADIENTS = """(() => {
 
 
 def test_the_slider_moves_the_gradients_alone_by_keyboard(shown: Tab, tmp_path: Path) -> None:
-    open_page(shown, golden_record(RANGES), tmp_path)
+    open_page(shown, record_of(RANGES), tmp_path)
     shown.ask("byId('scale').focus()")
     shown.settle()
     before, (forward, gradients) = shown.ask("page.power"), shown.ask(GRADIENTS)
@@ -131,7 +131,7 @@ def test_the_slider_moves_the_gradients_alone_by_keyboard(shown: Tab, tmp_path: 
 
 
 def test_sites_are_found_by_module_op_and_line(shown: Tab, tmp_path: Path) -> None:
-    record = golden_record(RANGES)
+    record = record_of(RANGES)
     open_page(shown, record, tmp_path)
     module = record.sites[0].module
     expected = sum(module in site.module for site in record.sites)
@@ -190,7 +190,7 @@ def test_a_finding_that_is_folded_is_unfolded_by_what_leads_to_it(shown: Tab, tm
 
 
 def test_the_patch_is_copied_as_it_stands(shown: Tab, tmp_path: Path) -> None:
-    record = golden_record("suggestion")
+    record = record_of("suggestion")
     open_page(shown, record, tmp_path)
     shown.ask("navigator.clipboard.writeText = (text) => { window.copied = text; return Promise.resolve(); }")
     shown.click(".diff .copy")
@@ -200,7 +200,7 @@ def test_the_patch_is_copied_as_it_stands(shown: Tab, tmp_path: Path) -> None:
 
 
 def test_sites_are_walked_and_opened_by_keyboard(shown: Tab, tmp_path: Path) -> None:
-    record = golden_record(RANGES)
+    record = record_of(RANGES)
     open_page(shown, record, tmp_path)
     shown.ask("byId('sites').focus()")
     for key, chosen in (
@@ -220,7 +220,7 @@ def test_sites_are_walked_and_opened_by_keyboard(shown: Tab, tmp_path: Path) -> 
 
 
 def test_the_map_is_steered_by_keyboard(shown: Tab, tmp_path: Path) -> None:
-    open_page(shown, golden_record(RANGES), tmp_path)
+    open_page(shown, record_of(RANGES), tmp_path)
     shown.ask("byId('map').focus()")
     shown.press("ArrowRight")
     assert shown.ask("page.chosen") == 0
@@ -233,7 +233,7 @@ def test_the_map_is_steered_by_keyboard(shown: Tab, tmp_path: Path) -> None:
 
 
 def test_the_tree_folds_and_is_searched_by_keyboard(shown: Tab, tmp_path: Path) -> None:
-    open_page(shown, golden_record(RANGES), tmp_path)
+    open_page(shown, record_of(RANGES), tmp_path)
     rows = "document.querySelectorAll('#tree tbody tr').length"
     everything = shown.ask(rows)
     shown.ask("document.querySelector('#tree tbody tr').focus()")
@@ -254,7 +254,7 @@ def test_the_tree_folds_and_is_searched_by_keyboard(shown: Tab, tmp_path: Path) 
 
 
 def test_the_pointer_on_the_timeline_tells_values(shown: Tab, tmp_path: Path) -> None:
-    record = golden_record("scan_runaway_scale")
+    record = record_of("scan_runaway_scale")
     open_page(shown, record, tmp_path)
     shown.ask("document.querySelector('#timeline svg').focus()")
     shown.press("Home")
@@ -291,7 +291,7 @@ def test_names_of_the_users_world_are_shown_and_not_run(shown: Tab, tmp_path: Pa
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_its_window_and_can_be_read(scheme: str, width: int, shown: Tab, tmp_path: Path) -> None:
     shown.see(scheme=scheme)
-    open_page(shown, golden_record("ranges_overflow"), tmp_path, width)
+    open_page(shown, record_of("ranges_overflow"), tmp_path, width)
     assert shown.ask("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     assert shown.ask(CONTRAST) == []
     shown.screenshot(tmp_path / "page.png", whole=True)
@@ -304,7 +304,7 @@ CONTRAST = (Path(__file__).parent / "contrast.js").read_text(encoding="utf-8")
 
 def test_it_is_printed_light_and_whole(shown: Tab, tmp_path: Path) -> None:
     shown.see(media="print", scheme="dark")
-    open_page(shown, golden_record("ranges_overflow"), tmp_path)
+    open_page(shown, record_of("ranges_overflow"), tmp_path)
     assert shown.ask("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert not shown.ask("byId('find').checkVisibility()")
     assert not shown.ask("document.querySelector('.top').checkVisibility()")
@@ -316,13 +316,13 @@ def test_it_is_printed_light_and_whole(shown: Tab, tmp_path: Path) -> None:
 def test_without_scripts_headline_findings_and_patch_are_there(shown: Tab, tmp_path: Path) -> None:
     shown.call("Emulation.setScriptExecutionDisabled", value=True)
     try:
-        shown.call("Page.navigate", url=write_page(golden_record("suggestion"), tmp_path / "page.html").as_uri())
+        shown.call("Page.navigate", url=write_page(record_of("suggestion"), tmp_path / "page.html").as_uri())
         time.sleep(0.5)
         document = shown.call("DOM.getDocument", depth=-1)["root"]
         text = json.dumps(document, ensure_ascii=False)
     finally:
         shown.call("Emulation.setScriptExecutionDisabled", value=False)
-    record = golden_record("suggestion")
+    record = record_of("suggestion")
     assert "are drawn by a script, which does not run here" in text
     assert record.handover is not None
     assert record.handover.files[0].path in text

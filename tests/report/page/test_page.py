@@ -8,22 +8,20 @@ import json
 import math
 import re
 from dataclasses import replace
-from importlib.resources import files
 
 import pytest
 from hypothesis import given, settings
 
 from ampdbg.diagnosis.ranges import module_windows, window
 from ampdbg.escapes import printable
-from ampdbg.record.file import from_json, to_json
-from ampdbg.record.pins import FileDiff, Trial
+from ampdbg.record.file import from_json
+from ampdbg.record.pins import FileDiff, Handover, Trial
 from ampdbg.record.run import Record
-from ampdbg.report.formats import html as page_format
-from ampdbg.report.formats.html import MOST_BYTES, NOT_EXACT, NOT_WHOLE, SCRIPTS
-from tests.report.page.samples import HOSTILE, Parsed, data_of, golden_record, hostile, html, large, unpacked
+from ampdbg.report.formats.html import MOST_BYTES, NOT_EXACT, NOT_WHOLE
+from tests.report.page.samples import HOSTILE, Parsed, data_of, hostile, html, large, unpacked
 from tests.report.pages import rendered
 from tests.report.records import healthy, healthy_step, run, skipped_step
-from tests.report.runs import RUNS
+from tests.report.runs import RUNS, json_of, record_of
 from tests.strategies import records
 
 
@@ -32,39 +30,39 @@ def words(text: str) -> list[str]:
     return re.findall(r"[\w.,:/()'-]*\w[\w.,:/()'-]*", text)
 
 
+DRAWN = re.compile(r"[┤└│━┃]|^ *(step|skipped|loss inf/NaN)  |ampdbg explain|^  *[\d…]+  |^(Record:|Loss scale$)")
+"""What the script draws, and what stands in another order."""
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_it_says_what_the_terminal_says(name: str) -> None:
-    record = golden_record(name)
+    record = record_of(name)
     shown = " ".join(words(Parsed(html(record)).text))
     for line in rendered(record, width=400).splitlines():
-        # What the script draws, and what stands in another order.
-        if re.search(
-            r"[┤└│━┃]|^ *(step|skipped|loss inf/NaN)  |ampdbg explain|^  *[\d…]+  |^(Record:|Loss scale$)", line
-        ):
-            continue
-        missing = [word for word in words(line) if word not in shown]
-        assert missing == [], line
+        if not DRAWN.search(line):
+            assert [word for word in words(line) if word not in shown] == [], line
 
 
 def test_headline_findings_and_patch_stand_in_the_page_itself() -> None:
-    record = golden_record("suggestion")
-    page = html(record)
+    page = html(record_of("suggestion"))
     shown = Parsed(page).text
-    assert record.handover is not None
-    assert all(line in shown for line in record.handover.files[0].diff.splitlines())
+    assert all(line in shown for line in handover().files[0].diff.splitlines())
     assert "<noscript>" in page
     assert "Copy" in shown
+
+
+def handover() -> Handover:
+    made = record_of("suggestion").handover
+    assert made is not None
+    return made
 
 
 def test_all_that_may_run_is_its_own_script_and_nothing_may_be_loaded() -> None:
     page = html(hostile())
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
     assert policy
-    script, style = (
-        re.findall(r"<script>(.*?)</script>", page, re.DOTALL),
-        re.findall(r"<style>(.*?)</style>", page, re.DOTALL),
-    )
-    hashes = ["sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in script + style]
+    texts = [text for tag in ("script", "style") for text in re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)]
+    hashes = ["sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts]
     assert len(hashes) == 2
     assert policy[1] == (
         f"default-src 'none'; script-src '{hashes[0]}'; style-src '{hashes[1]}'; base-uri 'none'; form-action 'none'"
@@ -94,24 +92,19 @@ def test_data_for_the_script_is_harmless_too() -> None:
     assert {printable(text) for text in HOSTILE} <= set(data["names"])
 
 
-def test_a_patch_that_is_shown_with_escapes_is_not_offered_for_copying() -> None:
+def test_a_patch_with_escapes_or_that_is_cut_is_not_offered_for_copying() -> None:
     assert NOT_EXACT in html(hostile())
-    page = html(golden_record("suggestion"))
+    page = html(record_of("suggestion"))
     assert NOT_EXACT not in page
     assert NOT_WHOLE not in page
-
-
-def test_a_patch_that_is_cut_is_not_offered_for_copying() -> None:
-    record = golden_record("suggestion")
-    assert record.handover is not None
     long = FileDiff("x.py", "utf-8", "+x = 1\n" * 20_000)
-    page = html(replace(record, handover=replace(record.handover, files=(long,))))
+    page = html(replace(record_of("suggestion"), handover=replace(handover(), files=(long,))))
     assert NOT_WHOLE in page
     assert page.count('aria-label="Copy the patch"') == 0
 
 
 def test_the_sites_carry_the_windows_of_the_record() -> None:
-    record = golden_record("ranges_example")
+    record = record_of("ranges_example")
     sites = data_of(html(record))["sites"]
     whole = window(record.sites)
     assert 2.0 ** sites["window"]["floor"] == whole.floor
@@ -126,7 +119,7 @@ def test_the_sites_carry_the_windows_of_the_record() -> None:
 
 
 def test_the_tree_holds_the_windows_of_the_modules() -> None:
-    record = golden_record("ranges_example")
+    record = record_of("ranges_example")
     data = data_of(html(record))
     tree = data["modules"]
     rows = {data["names"][name]: at for at, name in enumerate(tree["name"])}
@@ -141,7 +134,7 @@ def test_the_tree_holds_the_windows_of_the_modules() -> None:
 
 
 def test_the_spread_of_a_sites_values_is_a_byte_for_each_exponent() -> None:
-    record = golden_record("ranges_example")
+    record = record_of("ranges_example")
     page = html(record)
     levels, sites = unpacked(page, "levels"), data_of(page)["sites"]
     start = 0
@@ -155,15 +148,20 @@ def test_the_spread_of_a_sites_values_is_a_byte_for_each_exponent() -> None:
     assert start == len(levels)
 
 
-def test_a_page_takes_little_room() -> None:
-    assert len(html(healthy()).encode()) < 200_000
-    assert len(html(golden_record("ranges_example")).encode()) < 200_000
+def test_a_page_takes_little_room_and_is_the_same_each_time() -> None:
+    for record in (healthy(), record_of("ranges_example")):
+        assert len(html(record).encode()) < 200_000
+        assert html(record) == html(record)
 
 
-def test_twenty_thousand_sites_take_two_megabytes_and_more_are_left_out_with_a_word() -> None:
+@pytest.mark.slow
+def test_twenty_thousand_sites_take_two_megabytes() -> None:
     page = html(large(20_000, 2000))
     assert len(page.encode()) < 2_000_000
     assert "sites are drawn" not in page
+
+
+def test_more_sites_than_there_is_room_for_are_left_out_with_a_word() -> None:
     record = large(30_000, 5000)
     page = html(record)
     assert len(page.encode()) < 2_500_000
@@ -188,12 +186,9 @@ def test_no_record_makes_a_page_that_is_too_large() -> None:
         config={long: [long] * 20, "many": list(range(60_000))},
         error=long + "\nline" * 60_000,
     )
-    assert record.handover is not None
     diff = FileDiff("x.py", "utf-8", "--- a/x.py\n+++ b/x.py\n" + f"+{long}\n" * 30 + "+x\n" * 60_000)
-    handover = replace(record.handover, files=(diff,), refused=(long,) * 1000, notes=(long,) * 50)
-    record = replace(
-        record, handover=handover, trials=record.trials, environment=replace(record.environment, notes=(long,) * 50)
-    )
+    full = replace(handover(), files=(diff,), refused=(long,) * 1000, notes=(long,) * 50)
+    record = replace(record, handover=full, environment=replace(record.environment, notes=(long,) * 50))
     page = html(record)
     assert len(page.encode()) < MOST_BYTES
     assert NOT_WHOLE in page or NOT_EXACT in page
@@ -213,45 +208,26 @@ def test_a_long_run_keeps_its_ends_and_extremes() -> None:
 
 
 def test_infinite_and_missing_numbers_are_words_alone() -> None:
-    steps = [
-        healthy_step(0),
-        replace(skipped_step(1, 32768.0, ()), loss=math.nan),
-        replace(healthy_step(2), grad_norm=None),
-    ]
+    steps = [healthy_step(0), skipped_step(1, 32768.0, (), math.nan), replace(healthy_step(2), grad_norm=None)]
     loss, scale, norm = data_of(html(run(steps)))["timeline"]["series"]
     assert (loss["values"][1], loss["words"][1]) == (None, "NaN")
     assert (norm["values"][1:], norm["words"][1:]) == ([None, None], ["inf", "-"])
     assert scale["words"] == ["65,536", "32,768", "65,536"]
 
 
-def test_a_record_of_before_shows_the_lines_that_it_has() -> None:
-    record = replace(golden_record("ranges_example"), listings=())
+def test_a_record_of_version_1_shows_the_lines_that_it_has() -> None:
+    old = {**json.loads(json_of("ranges_example")), "version": 1}
+    del old["listings"]
+    record = from_json(json.dumps(old))
     (file,) = data_of(html(record))["files"]
     known = {(one.source.line, one.source.text) for one in record.sites if one.source}
     assert {(first, text) for first, texts in file["pieces"] for text in texts} == known
 
 
-def test_a_record_of_version_1_makes_a_page() -> None:
-    old = json.loads(to_json(golden_record("scan_forward_overflow")))
-    old["version"] = 1
-    del old["listings"]
-    assert "forward-overflow" in Parsed(html(from_json(json.dumps(old)))).text
-
-
 def test_all_trials_are_listed() -> None:
-    record = replace(golden_record("bisect_example"))
     trials = tuple(Trial((f"layer{number}",), False, "the loss is NaN") for number in range(90))
-    text = Parsed(html(replace(record, trials=trials))).text
+    text = Parsed(html(replace(record_of("bisect_example"), trials=trials))).text
     assert all(f"layer{number}" in text for number in range(90))
-
-
-def test_the_same_record_makes_the_same_page() -> None:
-    assert html(large(200, 20)) == html(large(200, 20))
-
-
-def test_what_the_page_is_made_of_comes_with_the_package() -> None:
-    for name in (*SCRIPTS, "page.html", "parts.html", "page.css"):
-        assert files(page_format).joinpath(name).is_file(), name
 
 
 @pytest.mark.slow

@@ -1,12 +1,10 @@
 """The overflow comes in the second of three accumulated micro-batches."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.zoo.case import Case
+from tests.zoo.case import Case, Pair, pairs
 
 CASE = Case(
     code="forward-overflow",
@@ -28,9 +26,8 @@ class Model(nn.Module):
         return self.body(x).mean(dim=-1, keepdim=True)  # <- here
 
 
-def batches(spike: float = 40000.0) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    made = [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
+def batches(spike: float = 40000.0) -> list[Pair]:
+    made = pairs()
     made[1][0][2] = spike
     return made
 

@@ -1,7 +1,5 @@
 """A batch in which every target is ignored: the loss, torch's own function, is a mean over nothing."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

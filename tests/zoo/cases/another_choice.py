@@ -1,7 +1,5 @@
 """Half precision makes another choice than FP32: a branch gets no gradient, at any loss scale, and none was flushed."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 
@@ -19,11 +17,6 @@ class Model(nn.Module):
         score = torch.ones(1, 2049, device=x.device) @ torch.ones(2049, 1, device=x.device)
         is_chosen = (score > 2048.5).float()  # half has 2048 and 2050
         return self.always(x).float() * 300.0 + self.chosen(x).float() * is_chosen * 0.01
-
-
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
 
 
 def step(model: Model, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -1,7 +1,5 @@
 """Half precision matches outputs and targets otherwise than FP32, as DETR's matcher does near ties: none is worse."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 
@@ -19,11 +17,6 @@ class Model(nn.Module):
         cost = torch.ones(1, 2049, device=x.device) @ torch.ones(2049, 1, device=x.device)
         first = (cost > 2048.5).long().reshape(-1)  # half has 2048 and 2050
         return torch.stack([row(x).float() for row in self.rows]), torch.cat([first, 1 - first])
-
-
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
 
 
 def step(model: Model, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -1,7 +1,5 @@
 """A step takes the labels out of its batch and scales what it keeps: a replay needs the batch from before."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -11,12 +9,7 @@ from torch import nn
 from tests.zoo.case import Case
 
 CASE = Case(
-    code="forward-overflow",
-    verdict="precision",
-    module="",
-    op="aten.mul.Tensor",
-    step=0,
-    twin=("model.args.gain=1.0",),
+    code="forward-overflow", verdict="precision", module="", op="aten.mul.Tensor", step=0, twin=("model.args.gain=1.0",)
 )
 
 

@@ -1,12 +1,6 @@
 """A NaN in one sample of one batch."""
 
-from __future__ import annotations
-
-import torch
-import torch.nn.functional as F
-from torch import nn
-
-from tests.zoo.case import Case
+from tests.zoo.case import Case, OneLayer, Pair, pairs
 
 CASE = Case(
     code="data-nonfinite",
@@ -16,23 +10,10 @@ CASE = Case(
     says=("sample 5", "[0]"),
     twin=("data.args.value=1.0",),
 )
+Model = OneLayer
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(x)
-
-
-def batches(value: float = float("nan")) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    made = [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(6)]
+def batches(value: float = float("nan")) -> list[Pair]:
+    made = pairs(6)
     made[2][0][5, 1] = value
     return made
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output, target)

@@ -1,9 +1,6 @@
 """A weight so large that squares of what it makes are beyond FP32 too: not FP16 is the cause."""
 
-from __future__ import annotations
-
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from tests.zoo.case import Case
@@ -32,12 +29,3 @@ class Model(nn.Module):
         h = self.head(self.body(x))
         squares = self.gain * self.gain  # <- here
         return h * squares.mean()
-
-
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output.float(), target)

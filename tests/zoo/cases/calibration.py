@@ -1,32 +1,6 @@
 """A healthy model whose loss scale has to come down first."""
 
-from __future__ import annotations
+from tests.zoo.case import Case, OneLayerTimes50
 
-import torch
-import torch.nn.functional as F
-from torch import nn
-
-from tests.zoo.case import Case
-
-CASE = Case(
-    follows=("scale-calibration",),
-    steps=12,
-)
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(x) * 50.0
-
-
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output.float(), target)
+CASE = Case(follows=("scale-calibration",), steps=12)
+Model = OneLayerTimes50

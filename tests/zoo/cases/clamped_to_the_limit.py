@@ -1,20 +1,12 @@
 """Activations are clamped to the largest number of half, and the residual add goes beyond it."""
 
-from __future__ import annotations
-
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from tests.zoo.case import Case
 
 CASE = Case(
-    code="forward-overflow",
-    verdict="precision",
-    module="",
-    op="aten.add.Tensor",
-    step=0,
-    twin=("model.args.bias=1.0",),
+    code="forward-overflow", verdict="precision", module="", op="aten.add.Tensor", step=0, twin=("model.args.bias=1.0",)
 )
 
 
@@ -31,12 +23,3 @@ class Model(nn.Module):
         h = torch.where(h > 60000.0, torch.full_like(h, limit), h).clamp(-limit, limit)
         h = h + h  # <- here
         return self.head(h) * 1e-4
-
-
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output.float(), target)

@@ -1,7 +1,5 @@
 """One head of two overflows and gradients are clipped: by an infinite norm, which makes a NaN of every group."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -1,9 +1,6 @@
 """Prices as whole numbers, some columns of which the model casts and repeats: they are the batch still."""
 
-from __future__ import annotations
-
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from tests.zoo.case import Case
@@ -36,7 +33,3 @@ def batches(highest: int = 300000) -> list[tuple[torch.Tensor, torch.Tensor]]:
     for prices, _ in made:
         prices[2, 3] = 2 * highest
     return made
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output.float(), target)

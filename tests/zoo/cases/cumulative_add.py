@@ -1,9 +1,6 @@
 """Increments that are added up in half pass 65504."""
 
-from __future__ import annotations
-
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from tests.zoo.case import Case
@@ -32,12 +29,3 @@ class Model(nn.Module):
         for _ in range(10):
             total = total + (h.sigmoid() + self.increment)  # <- here
         return self.head(self.norm(total))
-
-
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output.float(), target)

@@ -1,7 +1,5 @@
 """States that forget at once: a decay below -65,504 is minus infinity, and exp makes the zero of it that FP32 has."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -23,12 +21,3 @@ class Model(nn.Module):
         decay = torch.einsum("bd,n->bdn", F.softplus(self.step(x)), self.rate)
         kept = torch.exp(decay).sum(-1)
         return self.head(torch.sigmoid(self.step(x) * 20.0) + self.body(x) * kept)
-
-
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output.float(), target)

@@ -1,7 +1,5 @@
 """The same decay is read by a reciprocal as well, which is 0 of an infinity and not in FP32."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -31,12 +29,3 @@ class Model(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         decay = torch.einsum("bd,n->bdn", F.softplus(self.step(x)), self.rate)  # <- here
         return self.head((torch.exp(decay) + 1e3 * torch.reciprocal(decay)).sum(-1))
-
-
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output.float(), target)

@@ -1,12 +1,6 @@
 """A learning rate that diverges in FP32 too; FP16 only overflows first."""
 
-from __future__ import annotations
-
-import torch
-import torch.nn.functional as F
-from torch import nn
-
-from tests.zoo.case import Case
+from tests.zoo.case import Case, TwoLayers
 
 CASE = Case(
     code="divergence",
@@ -15,22 +9,4 @@ CASE = Case(
     config={"optimizer": {"target": "torch.optim:SGD", "args": {"lr": 3.0}}},
     twin=("optimizer.args.lr=0.05",),
 )
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(4, 4)
-        self.head = nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(x))
-
-
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output, target)
+Model = TwoLayers

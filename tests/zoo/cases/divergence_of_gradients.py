@@ -1,12 +1,6 @@
 """A linear model that diverges: the gradients overflow while the loss is finite."""
 
-from __future__ import annotations
-
-import torch
-import torch.nn.functional as F
-from torch import nn
-
-from tests.zoo.case import Case
+from tests.zoo.case import Case, OneLayer
 
 CASE = Case(
     code="divergence",
@@ -15,21 +9,4 @@ CASE = Case(
     config={"optimizer": {"target": "torch.optim:SGD", "args": {"lr": 1.5}}},
     twin=("optimizer.args.lr=0.05",),
 )
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(x)
-
-
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output.float(), target)
+Model = OneLayer

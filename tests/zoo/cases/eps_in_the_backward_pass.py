@@ -1,12 +1,9 @@
 """The derivative of a root divides by an eps that half has flushed to zero."""
 
-from __future__ import annotations
-
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from tests.zoo.case import Case
+from tests.zoo.case import Case, Pair, pairs
 
 CASE = Case(
     code="eps-underflow",
@@ -31,13 +28,8 @@ class Model(nn.Module):
         return self.head(length)
 
 
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    made = [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
+def batches() -> list[Pair]:
+    made = pairs()
     for inputs, _ in made:
         inputs[5] = 0.0
     return made
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output, target)

@@ -1,12 +1,6 @@
 """Half parameters: the eps of Adam is 0 there, and the first update divides by it."""
 
-from __future__ import annotations
-
-import torch
-import torch.nn.functional as F
-from torch import nn
-
-from tests.zoo.case import Case
+from tests.zoo.case import Case, HalfLayers
 
 CASE = Case(
     code="optimizer-underflow",
@@ -17,24 +11,4 @@ CASE = Case(
     config={"precision": {"level": "O0"}, "optimizer": {"target": "torch.optim:Adam"}},
     twin=("precision.level=O1", "model.args.half=false"),
 )
-
-
-class Model(nn.Module):
-    def __init__(self, half: bool = True) -> None:
-        super().__init__()
-        self.body = nn.Linear(4, 16)
-        self.head = nn.Linear(16, 1)
-        if half:
-            self.half()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(x.to(self.body.weight.dtype)).relu())
-
-
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output.float(), target)
+Model = HalfLayers

@@ -1,7 +1,5 @@
 """The token that begins every sample has one huge negative activation, as in large language models: no mask."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

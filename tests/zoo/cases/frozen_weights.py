@@ -1,9 +1,6 @@
 """Weights in bfloat16, and an AdamW whose steps are too small for all but the smallest of them."""
 
-from __future__ import annotations
-
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from tests.zoo.case import Case
@@ -15,10 +12,7 @@ CASE = Case(
     severity="warning",
     steps=12,
     says=("norm.weight, of which no entry ever moves", "of the gradient's part and 100% of the weight decay"),
-    config={
-        "precision": {"dtype": "bfloat16"},
-        "optimizer": {"target": "torch.optim:AdamW", "args": {"lr": 1e-4}},
-    },
+    config={"precision": {"dtype": "bfloat16"}, "optimizer": {"target": "torch.optim:AdamW", "args": {"lr": 1e-4}}},
     twin=("model.args.dtype=float32",),
 )
 
@@ -33,12 +27,3 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.norm(self.body(x.to(self.body.weight.dtype)).relu()))
-
-
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output.float(), target)

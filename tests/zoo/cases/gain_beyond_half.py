@@ -1,9 +1,6 @@
 """Activations are multiplied by a number that half cannot hold: a product that overflows, and no mask."""
 
-from __future__ import annotations
-
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from tests.zoo.case import Case
@@ -30,12 +27,3 @@ class Model(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.body(x).relu() * self.gain  # <- here
         return self.head(hidden)
-
-
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output.float(), target)

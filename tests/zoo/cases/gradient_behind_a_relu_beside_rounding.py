@@ -4,18 +4,13 @@ The zero that the ReLU makes of it is FP32's too: at a lower loss scale, where n
 same.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from tests.zoo.case import Case
 
-CASE = Case(
-    follows=("silent-overflow",),
-    config={"precision": {"loss_scale": 8.0}},
-)
+CASE = Case(follows=("silent-overflow",), config={"precision": {"loss_scale": 8.0}})
 
 
 class Model(nn.Module):
@@ -33,12 +28,3 @@ class Model(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rounded = (self.coarse(x) + 300.0) - 300.0  # to quarters
         return self.head(F.relu(self.body(x))) + (rounded * rounded).sum(-1, keepdim=True) * 0.3
-
-
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output.float(), target)

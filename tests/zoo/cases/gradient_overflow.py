@@ -1,7 +1,5 @@
 """A gradient that is beyond FP16 at every loss scale."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -28,11 +26,6 @@ class Model(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.body(x)
         return self.head(h) * 1.0
-
-
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
 
 
 def step(model: Model, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

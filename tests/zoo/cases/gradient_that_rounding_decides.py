@@ -4,17 +4,12 @@ At the first loss scale half's gradient overflows and FP32's, at a crest by chan
 back, and at a lower scale the step is as good as any.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 
 from tests.zoo.case import Case
 
-CASE = Case(
-    follows=("scale-calibration",),
-    steps=12,
-)
+CASE = Case(follows=("scale-calibration",), steps=12)
 
 
 class Model(nn.Module):

@@ -1,12 +1,9 @@
 """A static loss scale of 1 with a tiny loss: the gradients are flushed to zero."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from tests.zoo.case import Case
+from tests.zoo.case import Case, TwoLayers
 
 CASE = Case(
     code="gradient-underflow",
@@ -14,21 +11,7 @@ CASE = Case(
     config={"precision": {"loss_scale": 1}},
     twin=("precision.loss_scale=65536",),
 )
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(4, 4)
-        self.head = nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(x))
-
-
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
+Model = TwoLayers
 
 
 def step(model: Model, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -1,8 +1,6 @@
 """A gradient overflows where a ReLU is closed, which is harmless, and a larger one where a hook makes a zero of it that
 FP32 does not have."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -41,12 +39,3 @@ class Model(nn.Module):
         closed = self.head(F.relu(self.body(x)))
         tail = tail * 6e4  # <- here
         return closed + (rounded * rounded).sum(-1, keepdim=True) * 0.1 + tail - tail.detach()
-
-
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output.float(), target)

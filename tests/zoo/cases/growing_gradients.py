@@ -1,28 +1,14 @@
 """Gradients that double now and then: the loss scale follows them with one skip each, and loses nothing."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from tests.zoo.case import Case
+from tests.zoo.case import Case, TwoLayers
 
 CASE = Case(
-    follows=("gradient-growth",),
-    steps=60,
-    config={"optimizer": {"target": "torch.optim:SGD", "args": {"lr": 0.0}}},
+    follows=("gradient-growth",), steps=60, config={"optimizer": {"target": "torch.optim:SGD", "args": {"lr": 0.0}}}
 )
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(4, 4)
-        self.head = nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(x))
+Model = TwoLayers
 
 
 def batches() -> list[tuple[torch.Tensor, torch.Tensor, float]]:

@@ -1,9 +1,6 @@
 """A sum in half that the code asks for itself, where autocast is disabled."""
 
-from __future__ import annotations
-
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from tests.zoo.case import Case
@@ -32,12 +29,3 @@ class Model(nn.Module):
             total = (h.abs() * 5000.0 + 5000.0).sum()  # <- here
             h = h.float() / total.float().log()
         return self.head(h) + 0.0 * total
-
-
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output.float(), target)

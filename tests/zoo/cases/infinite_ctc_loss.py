@@ -1,7 +1,5 @@
 """A CTC loss that is infinite by design: the target does not fit into the input."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -9,11 +7,7 @@ from torch import nn
 from tests.zoo.case import Case
 
 CASE = Case(
-    code="infinite-loss",
-    verdict="other",
-    step=0,
-    says=("1 of 2 samples",),
-    twin=("loss.args.zero_infinity=true",),
+    code="infinite-loss", verdict="other", step=0, says=("1 of 2 samples",), twin=("loss.args.zero_infinity=true",)
 )
 
 

@@ -1,19 +1,12 @@
 """The loss is infinite and its gradient a sign: no step is ever skipped."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 
 from tests.zoo.case import Case
 
 CASE = Case(
-    code="forward-overflow",
-    verdict="precision",
-    module="",
-    op="aten.mul.Tensor",
-    step=0,
-    twin=("model.args.unit=1.0",),
+    code="forward-overflow", verdict="precision", module="", op="aten.mul.Tensor", step=0, twin=("model.args.unit=1.0",)
 )
 
 
@@ -26,11 +19,6 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(x) * self.unit  # <- here
-
-
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
 
 
 def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

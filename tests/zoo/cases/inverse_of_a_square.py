@@ -1,9 +1,6 @@
 """A layer overflows from the first step on; the inverse of its square is 0: each loss is finite, and no gradient is."""
 
-from __future__ import annotations
-
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from tests.zoo.case import Case
@@ -30,12 +27,3 @@ class Model(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.wide(x)  # <- here
         return self.head(1 / (1 + h * h))
-
-
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output, target)

@@ -1,7 +1,5 @@
 """A loss that falls below zero, as it should, when one batch overflows in FP16: what falls does not diverge."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

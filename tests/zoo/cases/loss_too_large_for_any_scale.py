@@ -1,11 +1,8 @@
 """A loss so large that its gradients only fit half at a loss scale below 1."""
 
-from __future__ import annotations
-
 import torch
-from torch import nn
 
-from tests.zoo.case import Case
+from tests.zoo.case import Case, OneLayer, Pair, pairs
 
 CASE = Case(
     code="gradient-overflow",
@@ -15,20 +12,11 @@ CASE = Case(
     steps=30,
     twin=("data.args.weight=1.0",),
 )
+Model = OneLayer
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(x)
-
-
-def batches(weight: float = 1e6) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    draws = [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
+def batches(weight: float = 1e6) -> list[Pair]:
+    draws = pairs()
     return [(x, torch.cat([y, torch.full_like(y, weight)], dim=1)) for x, y in draws]
 
 

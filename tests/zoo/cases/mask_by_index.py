@@ -1,9 +1,6 @@
 """A mask assigned by index: -1e9 is minus infinity before any op sees it, and a row masked throughout turns NaN."""
 
-from __future__ import annotations
-
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from tests.zoo.case import Case
@@ -18,13 +15,7 @@ def says() -> str:
     return "the code writes a constant of magnitude 1e9"
 
 
-CASE = Case(
-    code="mask-constant",
-    verdict="other",
-    step=0,
-    says=(says(),),
-    twin=("model.args.fill=-10000.0",),
-)
+CASE = Case(code="mask-constant", verdict="other", step=0, says=(says(),), twin=("model.args.fill=-10000.0",))
 
 
 class Model(nn.Module):
@@ -41,12 +32,3 @@ class Model(nn.Module):
         hidden[3] = True
         scores[hidden] = self.fill  # <- here
         return self.head(scores.softmax(dim=-1))
-
-
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output.float(), target)

@@ -1,20 +1,11 @@
 """A constant that half cannot hold is filled into scores."""
 
-from __future__ import annotations
-
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from tests.zoo.case import Case
 
-CASE = Case(
-    code="mask-constant",
-    verdict="other",
-    module="attn",
-    step=0,
-    twin=("model.args.fill=-10000.0",),
-)
+CASE = Case(code="mask-constant", verdict="other", module="attn", step=0, twin=("model.args.fill=-10000.0",))
 
 
 class Attention(nn.Module):
@@ -36,12 +27,3 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.attn(self.body(x), x > 1))
-
-
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output.float(), target)

@@ -1,20 +1,11 @@
 """A mask of -1e9 is minus infinity in half, and a row that is masked throughout turns NaN."""
 
-from __future__ import annotations
-
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from tests.zoo.case import Case
 
-CASE = Case(
-    code="mask-constant",
-    verdict="other",
-    op="aten.mul.Tensor",
-    step=0,
-    twin=("model.args.fill=-10000.0",),
-)
+CASE = Case(code="mask-constant", verdict="other", op="aten.mul.Tensor", step=0, twin=("model.args.fill=-10000.0",))
 
 
 class Model(nn.Module):
@@ -30,12 +21,3 @@ class Model(nn.Module):
         hidden[3] = 1.0
         mask = hidden * self.fill  # <- here
         return self.head((scores + mask).softmax(dim=-1))
-
-
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output.float(), target)

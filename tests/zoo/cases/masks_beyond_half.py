@@ -1,12 +1,9 @@
 """Masks beyond half: a buffer, a product, written into scores in FP32, and the lowest number of half twice."""
 
-from __future__ import annotations
-
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from tests.zoo.case import Case
+from tests.zoo.case import Case, Pair, pairs
 
 CASE = Case()
 
@@ -32,10 +29,5 @@ class Model(nn.Module):
         return self.head(scores.softmax(dim=-1) @ v.float())
 
 
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(2, 8, 4, generator=generator), torch.randn(2, 8, 1, generator=generator)) for _ in range(3)]
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output, target)
+def batches() -> list[Pair]:
+    return pairs(3, (2, 8), 4)

@@ -1,9 +1,6 @@
 """Code that names a dtype: it fails in FP64, and is healthy."""
 
-from __future__ import annotations
-
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from tests.zoo.case import Case
@@ -22,12 +19,3 @@ class Model(nn.Module):
         if h.dtype not in (torch.float16, torch.float32):
             raise TypeError(f"not made for {h.dtype}")
         return self.head(h.to(torch.float16).to(h.dtype))
-
-
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output.float(), target)

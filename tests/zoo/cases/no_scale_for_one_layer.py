@@ -1,7 +1,5 @@
 """A likelihood of variance exp(-14): the gradients of its output pass half at every scale, those before it at some."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """One head overflows above the loss scale that the other needs."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -27,11 +25,6 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.first(x) * self.large  # <- here
-
-
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
 
 
 def step(model: Model, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:

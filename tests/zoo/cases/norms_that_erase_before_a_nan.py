@@ -1,20 +1,11 @@
 """Norms whose overflow erases itself, in every layer but one: that one makes the loss NaN, and is the cause."""
 
-from __future__ import annotations
-
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from tests.zoo.case import Case
+from tests.zoo.case import Case, Pair, pairs
 
-CASE = Case(
-    code="forward-overflow",
-    verdict="precision",
-    module="layers.4",
-    step=0,
-    twin=("model.args.gain=1.0",),
-)
+CASE = Case(code="forward-overflow", verdict="precision", module="layers.4", step=0, twin=("model.args.gain=1.0",))
 
 
 class Layer(nn.Module):
@@ -44,10 +35,5 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(2, 6, 8, generator=generator), torch.randn(2, 6, 1, generator=generator)) for _ in range(3)]
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output, target)
+def batches() -> list[Pair]:
+    return pairs(3, (2, 6), 8)

@@ -1,21 +1,14 @@
 """A step that fails by a random number which no replay can bring back."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from tests.zoo.case import Case
 
 CASE = Case(
-    code="unknown",
-    verdict="inconclusive",
-    step=2,
-    says=("none of 3 replays",),
-    twin=("model.args.fails_at=99",),
+    code="unknown", verdict="inconclusive", step=2, says=("none of 3 replays",), twin=("model.args.fails_at=99",)
 )
 
 
@@ -30,12 +23,3 @@ class Model(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         factor = 1e6 if self.draw() == self.fails_at else 1.0
         return self.head(x) * factor
-
-
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output.float(), target)

@@ -1,7 +1,5 @@
 """A probability near 1 is 1 in half, and the logarithm of what is left of it that of 0; bfloat16 is coarser still."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -31,11 +29,6 @@ class Model(nn.Module):
         logits = self.head(x)
         likely = torch.sigmoid(logits.float() if self.fp32 else logits)
         return -torch.log(1 - likely)  # <- here
-
-
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
 
 
 def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,5 @@
 """A variance overflows and the loss stays finite; the gradients overflow at the first scales for another reason."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

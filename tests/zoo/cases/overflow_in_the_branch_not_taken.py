@@ -1,9 +1,6 @@
 """An overflow of FP16 that a ``where`` leaves out of the loss makes gradients NaN; one before it does no harm."""
 
-from __future__ import annotations
-
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from tests.zoo.case import Case
@@ -32,12 +29,3 @@ class Model(nn.Module):
         is_far = (h.detach() * h.detach()).isinf()  # overflows too
         square = h * h  # <- here
         return self.head(torch.where(is_far, h / self.gain, square * self.share))
-
-
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output.float(), target)

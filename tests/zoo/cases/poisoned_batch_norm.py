@@ -1,12 +1,9 @@
 """One batch overflows, its step is skipped, and the statistics of a BatchNorm stay infinite."""
 
-from __future__ import annotations
-
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from tests.zoo.case import Case
+from tests.zoo.case import Case, Pair, pairs
 
 CASE = Case(
     code="forward-overflow",
@@ -30,12 +27,7 @@ class Model(nn.Module):
         return self.head(self.norm(self.body(x)))  # <- here
 
 
-def batches(spike: float = 60000.0) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    made = [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(6)]
+def batches(spike: float = 60000.0) -> list[Pair]:
+    made = pairs(6)
     made[3][0][2] = spike
     return made
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output, target)

@@ -1,20 +1,11 @@
 """Positions above 2048 are counted in half, and neighbours get the same angle."""
 
-from __future__ import annotations
-
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from tests.zoo.case import Case
 
-CASE = Case(
-    code="precision-loss",
-    verdict="precision",
-    module="",
-    phase="forward",
-    twin=("model.args.fp32=true",),
-)
+CASE = Case(code="precision-loss", verdict="precision", module="", phase="forward", twin=("model.args.fp32=true",))
 
 
 class Model(nn.Module):
@@ -36,7 +27,3 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 3000, 4, generator=generator)
     return [(x, x.sum(dim=-1, keepdim=True))]
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output, target)

@@ -1,19 +1,12 @@
 """Positions are counted in half behind an attention whose mask is the lowest number of its dtype: harmless."""
 
-from __future__ import annotations
-
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from tests.zoo.case import Case
 
 CASE = Case(
-    code="precision-loss",
-    verdict="precision",
-    module="positions",
-    phase="forward",
-    twin=("model.args.fp32=true",),
+    code="precision-loss", verdict="precision", module="positions", phase="forward", twin=("model.args.fp32=true",)
 )
 
 
@@ -55,7 +48,3 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 300, 4, generator=generator)
     return [(x, x.sum(dim=-1, keepdim=True))]
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output, target)

@@ -3,18 +3,13 @@
 What is added to all logits alike does not move their softmax. Nothing that is divided by has rounded to zero.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from tests.zoo.case import Case
 
-CASE = Case(
-    follows=("scale-calibration",),
-    steps=8,
-)
+CASE = Case(follows=("scale-calibration",), steps=8)
 
 
 class Model(nn.Module):

@@ -4,18 +4,13 @@ No loss scale holds that gradient, and rounding alone leads the others further f
 would be another one with a finite number in its place.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from tests.zoo.case import Case
 
-CASE = Case(
-    follows=("silent-overflow",),
-    config={"precision": {"loss_scale": 1024.0}},
-)
+CASE = Case(follows=("silent-overflow",), config={"precision": {"loss_scale": 1024.0}})
 
 
 class Model(nn.Module):
@@ -32,12 +27,3 @@ class Model(nn.Module):
         rounded = (self.coarse(x) + 300.0) - 300.0  # to quarters
         root = torch.sqrt(F.relu(self.body(x)) + 1e-8)
         return self.head(root) + (rounded * rounded).sum(-1, keepdim=True) * 0.3
-
-
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output.float(), target)

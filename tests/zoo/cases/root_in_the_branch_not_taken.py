@@ -1,9 +1,6 @@
 """A ``where`` leaves the root of negative numbers out, and its gradient is NaN; one of -inf and 0 beside it is not."""
 
-from __future__ import annotations
-
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from tests.zoo.case import Case
@@ -32,12 +29,3 @@ class Model(nn.Module):
         h = h + torch.where(places.isinf(), torch.zeros_like(places), places)
         root = torch.where(h > 0.01, h.clamp(min=self.lowest).sqrt(), torch.zeros_like(h))  # <- here
         return self.head(root)
-
-
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output.float(), target)

@@ -1,12 +1,6 @@
 """A loss scale that is tried larger after every step, so that every other one is skipped."""
 
-from __future__ import annotations
-
-import torch
-import torch.nn.functional as F
-from torch import nn
-
-from tests.zoo.case import Case
+from tests.zoo.case import Case, OneLayerTimes50
 
 CASE = Case(
     code="scale-oscillation",
@@ -18,21 +12,4 @@ CASE = Case(
     twin=("precision.loss_scale.growth_interval=2000",),
     says=("grows after every taken step (growth_interval=1)", "of 30 steps"),
 )
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(x) * 50.0
-
-
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output.float(), target)
+Model = OneLayerTimes50

@@ -1,9 +1,6 @@
 """A static loss scale so low that half flushes gradients of some layers, which are a small share of all energy."""
 
-from __future__ import annotations
-
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from tests.zoo.case import Case
@@ -29,7 +26,3 @@ class Model(nn.Module):
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     return [(torch.randn(16, 16, generator=generator), torch.randn(16, 4, generator=generator)) for _ in range(3)]
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output.float(), target)

@@ -1,9 +1,6 @@
 """The product of queries and keys overflows before it is scaled."""
 
-from __future__ import annotations
-
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from tests.zoo.case import Case
@@ -48,7 +45,3 @@ class Model(nn.Module):
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     return [(torch.randn(2, 16, 4, generator=generator), torch.randn(2, 16, 1, generator=generator))]
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output, target)

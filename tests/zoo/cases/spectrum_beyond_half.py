@@ -1,7 +1,5 @@
 """What a layer gives is transformed in half, as cuFFT does: the sum over a loud signal is beyond it."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -33,12 +31,3 @@ class Model(nn.Module):
         spectrum = torch.stft(wave, 16, 16, window=window, center=False, return_complex=True)  # <- here
         magnitude = torch.view_as_real(spectrum).abs().float().flatten(1).log1p()
         return self.head(F.pad(magnitude, (0, 85 - magnitude.shape[1])))
-
-
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output.float(), target)

@@ -1,12 +1,9 @@
 """A static loss scale at which every step overflows."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from tests.zoo.case import Case
+from tests.zoo.case import Case, OneLayerTimes50
 
 CASE = Case(
     code="scale-calibration",
@@ -15,20 +12,7 @@ CASE = Case(
     config={"precision": {"loss_scale": 65536}},
     twin=("precision.loss_scale=1",),
 )
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(x) * 50.0
-
-
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
+Model = OneLayerTimes50
 
 
 def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,6 @@
 """A sum over a long sequence, taken by einsum, which autocast runs in half."""
 
-from __future__ import annotations
-
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from tests.zoo.case import Case
@@ -44,7 +41,3 @@ class Model(nn.Module):
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     return [(torch.randn(2, 1024, 4, generator=generator), torch.randn(2, 1, generator=generator))]
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output, target)

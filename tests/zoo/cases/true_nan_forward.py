@@ -1,20 +1,11 @@
 """The logarithm of zero times zero is NaN, in every precision."""
 
-from __future__ import annotations
-
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from tests.zoo.case import Case
 
-CASE = Case(
-    code="true-nan",
-    verdict="other",
-    op="aten.log.default",
-    step=0,
-    twin=("model.args.clamp=1.0e-4",),
-)
+CASE = Case(code="true-nan", verdict="other", op="aten.log.default", step=0, twin=("model.args.clamp=1.0e-4",))
 
 
 class Model(nn.Module):
@@ -28,12 +19,3 @@ class Model(nn.Module):
         p = self.body(x).relu()
         entropy = p * p.clamp(min=self.clamp).log()  # <- here
         return self.head(entropy)
-
-
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output.float(), target)

@@ -1,9 +1,6 @@
 """The square root of zero has an infinite derivative, in every precision."""
 
-from __future__ import annotations
-
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from tests.zoo.case import Case
@@ -30,12 +27,3 @@ class Model(nn.Module):
         h = self.body(x).relu() * 0.0
         length = (h.square().sum(dim=-1, keepdim=True) + self.clamp).sqrt()  # <- here
         return self.head(length)
-
-
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output.float(), target)

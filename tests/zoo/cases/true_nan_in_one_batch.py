@@ -1,20 +1,11 @@
 """One batch of many takes the square root of a negative number."""
 
-from __future__ import annotations
-
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from tests.zoo.case import Case
 
-CASE = Case(
-    code="true-nan",
-    verdict="other",
-    op="aten.sqrt.default",
-    step=2,
-    twin=("data.args.offset=2.0",),
-)
+CASE = Case(code="true-nan", verdict="other", op="aten.sqrt.default", step=2, twin=("data.args.offset=2.0",))
 
 
 class Model(nn.Module):
@@ -31,7 +22,3 @@ def batches(offset: float = -2.0) -> list[tuple[torch.Tensor, torch.Tensor]]:
     made = [(torch.rand(8, 4, generator=generator) + 2, torch.randn(8, 1, generator=generator)) for _ in range(6)]
     made[2][0][4] = offset
     return made
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output, target)

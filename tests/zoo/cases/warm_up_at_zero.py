@@ -1,7 +1,5 @@
 """A warm-up that starts at a learning rate of 0: hard batches take turns with easy ones, and one overflows in FP16."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -1,12 +1,9 @@
 """The logarithm of a mask in each layer, infinite by intent, and behind them zero times the logarithm of zero."""
 
-from __future__ import annotations
-
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from tests.zoo.case import Case
+from tests.zoo.case import Case, Pair, pairs
 
 CASE = Case(
     code="true-nan",
@@ -45,10 +42,5 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(2, 6, 8, generator=generator), torch.randn(2, 6, 1, generator=generator)) for _ in range(3)]
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output, target)
+def batches() -> list[Pair]:
+    return pairs(3, (2, 6), 8)

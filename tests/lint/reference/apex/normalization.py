@@ -1,4 +1,4 @@
-"""apex's norms compute what torch's do."""
+"""apex's FusedLayerNorm computes what torch's LayerNorm does."""
 
 from torch.nn import LayerNorm as FusedLayerNorm
 

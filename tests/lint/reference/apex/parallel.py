@@ -1,8 +1,5 @@
-"""What of apex.parallel training scripts import."""
+"""apex's SyncBatchNorm computes what torch's does."""
 
 from torch.nn import SyncBatchNorm
-from torch.nn.parallel import DistributedDataParallel
 
-convert_syncbn_model = SyncBatchNorm.convert_sync_batchnorm
-
-__all__ = ["DistributedDataParallel", "SyncBatchNorm", "convert_syncbn_model"]
+__all__ = ["SyncBatchNorm"]

@@ -1,0 +1,201 @@
+"""What each golden run finds, field by field: in the packed records, and in runs made again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from ampdbg.diagnosis.ranges import window
+from ampdbg.record.findings import Finding
+from ampdbg.record.pins import PinSite
+from ampdbg.record.run import Record, Site
+from tests.report.runs import RUNS, record_of, remade
+from tests.siblings import slow_but_for
+
+BMM, CAST = "aten.bmm.default", "aten._to_copy.default"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is compared of a record.
+
+    ``findings``: code, severity, step, phase, module, op, line and, of what follows from another finding, which.
+    ``steps``: how many, how many of them were skipped, and the loss scale of the last.
+    ``pins``: name, and phase, op and line of each op that it keeps in FP32.
+    ``search``: strategy, outcome, step, whether the set is minimal, trials, and further batches that it cures.
+    ``patch``: files, places in them, whether it is proven, and by how many checks.
+    ``levels``: name, verdict, skipped steps, by how much the batch may grow, and code and module of its finding.
+    ``ranges``: the lines where an overflow starts; the lowest loss scale that would work, and the highest.
+    """
+
+    verdict: str = "precision"
+    findings: tuple[tuple[Any, ...], ...] = ()
+    steps: tuple[Any, ...] = (6, 6, 2048.0)
+    pins: tuple[tuple[Any, ...], ...] = ()
+    search: tuple[Any, ...] = ()
+    patch: tuple[Any, ...] = ()
+    levels: tuple[tuple[Any, ...], ...] = ()
+    ranges: tuple[Any, ...] = ()
+    interrupted: bool = False
+    captures: int = 0
+
+
+def line_of(it: Finding | PinSite | Site) -> int | None:
+    return it.source.line if it.source else None
+
+
+def outcome(record: Record) -> Outcome:
+    made, patch, proof, costs = record.search, record.handover, record.verification, record.costs
+    scales, measured = [step.scale for step in record.steps], window(record.sites)
+    skipped = sum(step.skipped for step in record.steps)
+    findings = (
+        ((one.code, one.severity, one.step, one.phase, one.module, one.op, line_of(one)), one.root)
+        for one in record.findings
+    )
+    levels = (
+        ((one.name, one.verdict, one.skipped, one.fit and one.fit.times), one.finding)
+        for one in (costs.levels if costs else ())
+    )
+    search = made and (made.strategy, made.outcome, made.step, made.minimal, len(record.trials), made.further_healthy)
+    starts = [line_of(site) for site in record.sites if site.overflow == "starts"]
+    places = [*(file.path for file in patch.files), *(unit.title for unit in patch.units)] if patch else []
+    return Outcome(
+        verdict=record.verdict,
+        findings=tuple(facts if root is None else (*facts, root) for facts, root in findings),
+        steps=(len(scales), skipped, scales[-1]) if scales else (),
+        pins=tuple((pin.name, *((site.phase, site.op, line_of(site)) for site in pin.sites)) for pin in record.pins),
+        search=search or (),
+        patch=(*places, proof.passed, len(proof.steps)) if proof else (),
+        levels=tuple((*facts, found.code, found.module) if found else facts for facts, found in levels),
+        ranges=(*starts, measured.floor, measured.ceiling) if record.sites else (),
+        interrupted=record.interrupted,
+        captures=len(record.script.captures) if record.script else 0,
+    )
+
+
+COLLAPSE = ("scale-collapse", "error", 0, "backward", "", "", None, 0)
+SETTLES = ("scale-calibration", "info", 0, "backward", "", "", None)
+SCORES = ("forward-overflow", "error", 0, "forward", "attn", BMM, 33)
+GRADIENT = ("gradient-overflow", "error", 0, "backward", "", CAST, 39)
+LOGARITHM = ("true-nan", "error", 0, "forward", "", "aten.log.default", 29)
+RANDOM = ("unknown", "error", 2, "forward", "", "", None)
+OF_SCRIPT = ("forward-overflow", "error", 0, "forward", "attention", BMM, 16)
+CAUSED = (SCORES, COLLAPSE)
+SCORES_PIN = ("attn:own", ("forward", BMM, 33))
+UNDERFLOW = ("gradient-underflow", "error", 5, "forward", "", "", None)
+NO_SCALE = ("no-usable-scale", "warning", 0, "backward", "first", "aten.sum.dim_IntList", 29)
+OF_LOSSES = ("forward-overflow", "error", 0, "forward", "", "aten.mul.Tensor", 39)
+OF_DATA = ("data-range", "error", 2, "data", "head", CAST, 28)
+IN_BLOCKS = tuple(
+    ("forward-overflow", "warning", 0, "forward", f"blocks.{block}.attn", BMM, line)
+    for block in (0, 1)
+    for line in (49, 50)
+)
+
+
+def failing(skipped: int) -> tuple[Any, ...]:
+    """A level at which the example overflows."""
+    return "precision", skipped, 4, "forward-overflow", "blocks.0.attn"
+
+
+OUTCOMES = {
+    "scan_healthy": Outcome("healthy", (SETTLES,), (6, 1, 512.0)),
+    "scan_calibration": Outcome("inconclusive", (SETTLES,), (12, 12, 32.0)),
+    "scan_forward_overflow": Outcome(findings=CAUSED),
+    "scan_gradient_overflow": Outcome(findings=(GRADIENT, COLLAPSE)),
+    "scan_gradient_underflow": Outcome(findings=(UNDERFLOW,), steps=(6, 0, 1.0)),
+    "scan_runaway_scale": Outcome(
+        findings=((*GRADIENT[:-1], 36), ("scale-runaway", "error", 29, "backward", "", "", None, 0)),
+        steps=(30, 22, 2.0**-6),
+    ),
+    "scan_mask_constant": Outcome("other", (("mask-constant", "error", 0, "forward", "attn", "", 26),), steps=()),
+    "scan_bad_batch": Outcome("other", (("data-nonfinite", "error", 2, "data", "", "", None),), (6, 2, 16384.0)),
+    "scan_bad_weights": Outcome("other", (("weights-nonfinite", "error", 0, "forward", "", "", None), COLLAPSE)),
+    "scan_poisoned_buffer": Outcome(
+        findings=(
+            ("forward-overflow", "error", 3, "forward", "body", "aten.addmm.default", 30),
+            ("buffer-poisoned", "error", 3, "forward", "norm", "aten.addmm.default", 30, 0),
+        ),
+        steps=(6, 3, 8192.0),
+    ),
+    "scan_true_nan": Outcome("other", (LOGARITHM, COLLAPSE)),
+    "scan_not_reproduced": Outcome("inconclusive", (RANDOM,), (6, 2, 16384.0)),
+    "scan_several_losses": Outcome(findings=(OF_LOSSES, COLLAPSE)),
+    "scan_interrupted": Outcome("inconclusive", (SETTLES,), (3, 3, 16384.0), interrupted=True),
+    "ranges_overflow": Outcome(
+        "inconclusive", (("forward-overflow", "warning", *SCORES[2:]),), (), ranges=(33, 1.0, 256.0)
+    ),
+    "ranges_no_scale": Outcome("inconclusive", (NO_SCALE,), (), ranges=(2048.0, 2.0)),
+    "ranges_example": Outcome("inconclusive", IN_BLOCKS, (), ranges=(49, 50, 49, 50, 4096.0, 65536.0)),
+    "bisect_found": Outcome(findings=CAUSED, pins=(SCORES_PIN,), search=("guided", "found", 0, True, 6, 3)),
+    "bisect_gradients": Outcome(
+        findings=(GRADIENT, COLLAPSE),
+        pins=(("body", ("backward", CAST, 29)), ("head", ("backward", CAST, 30))),
+        search=("guided", "found", 0, True, 11, 3),
+    ),
+    "bisect_example": Outcome(
+        findings=(("forward-overflow", "error", 18, "forward", "", "aten.mul.Tensor", 45),),
+        steps=(50, 0, 65536.0),
+        pins=((":own", ("forward", "aten.mul.Tensor", 45)),),
+        search=("guided", "found", 18, True, 6, 3),
+    ),
+    "bisect_blind": Outcome(findings=CAUSED, pins=(SCORES_PIN,), search=("ddmin", "found", 0, True, 9, 3)),
+    "bisect_out_of_trials": Outcome(
+        findings=CAUSED, pins=(("", ("forward", BMM, 33)),), search=("ddmin", "out-of-trials", 0, False, 1, 0)
+    ),
+    "bisect_interrupted": Outcome(
+        findings=CAUSED, pins=(SCORES_PIN,), search=("guided", "out-of-trials", 0, False, 2, 0), interrupted=True
+    ),
+    "bisect_nothing_to_pin": Outcome(
+        "inconclusive", (SETTLES,), (12, 12, 32.0), search=("guided", "nothing-to-pin", None, False, 0, 0)
+    ),
+    "bisect_fp32_fails": Outcome("other", (LOGARITHM, COLLAPSE), search=("guided", "fp32-fails", None, False, 0, 0)),
+    "bisect_no_pin_helps": Outcome(
+        "other", (OF_DATA,), (6, 1, 32768.0), search=("guided", "no-pin-helps", None, False, 0, 0)
+    ),
+    "bisect_not_reproduced": Outcome(
+        "inconclusive", (RANDOM,), (6, 2, 16384.0), search=("guided", "not-reproduced", 2, False, 0, 0)
+    ),
+    "suggestion": Outcome(
+        findings=CAUSED,
+        pins=(SCORES_PIN,),
+        search=("guided", "found", 0, True, 6, 3),
+        patch=("tests/zoo/cases/scores_before_scaling.py", "line 33 of scores_before_scaling.py", True, 9),
+    ),
+    "cost": Outcome(
+        "inconclusive",
+        steps=(),
+        levels=(
+            ("FP32", "healthy", 0, 2),
+            ("O1", *failing(8)),
+            ("O2", *failing(8)),
+            ("O3", *failing(0)),
+            ("bfloat16", "healthy", 0, 4),
+        ),
+    ),
+    "run": Outcome(findings=(OF_SCRIPT, COLLAPSE), captures=1),
+    "replay": Outcome(findings=(OF_SCRIPT,), steps=(2, 2, 32768.0), captures=1),
+    "suggestion_capture": Outcome(
+        findings=(OF_SCRIPT,),
+        steps=(2, 2, 32768.0),
+        pins=(("attention:own", ("forward", BMM, 16)),),
+        search=("guided", "found", 1, True, 3, 0),
+        patch=("train.py", "lines 16 to 17 of train.py", True, 8),
+        captures=1,
+    ),
+}
+
+QUICK = ("scan_mask_constant", "scan_bad_weights", "scan_interrupted", "ranges_overflow", "ranges_no_scale")
+"""Those of a tenth of a second. The other scans' roots are held by tests/zoo, the sets of pins by tests/pinning."""
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_packed_record_holds_what_its_run_finds(name: str) -> None:
+    assert outcome(record_of(name)) == OUTCOMES[name]
+
+
+@pytest.mark.parametrize("name", slow_but_for(QUICK, RUNS))
+def test_a_run_finds_it_again(name: str) -> None:
+    assert outcome(remade(name)) == OUTCOMES[name]

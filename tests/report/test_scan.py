@@ -1,0 +1,237 @@
+"""The page of a scan or script: which groups overflowed, single sentences, and the command that comes next."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+
+import pytest
+
+from ampdbg.record.findings import Finding, Source
+from ampdbg.record.run import GroupOverflow, Investigation, ParameterCounts, Record, ScriptRun, TensorCounts, Unseen
+from ampdbg.report.scan import GroupHits, group_hits, next_command, overflows
+from ampdbg.report.view import Typed
+from tests.report.bisections import BISECTIONS
+from tests.report.pages import rendered
+from tests.report.records import NAMES, calibration, collapse, healthy, healthy_step, overflow, run, skipped_step
+
+# Groups
+
+
+@pytest.mark.parametrize(
+    ("counts", "everywhere", "local"),
+    [((38, 1, 0), [0], [1]), ((35, 34), [0], [1]), ((), [], [])],
+    ids=["every group", "a tenth spared", "no overflow"],
+)
+def test_a_step_that_hits_nearly_every_group_is_another_kind(
+    counts: tuple[int, ...], everywhere: list[int], local: list[int]
+) -> None:
+    steps = [skipped_step(at, 4.0, overflow(*range(count))) for at, count in enumerate(counts) if count]
+    seen = overflows(run([*steps, healthy_step(len(counts))]))
+    assert [step.step for step in seen.everywhere] == everywhere
+    assert [step.step for step in seen.local] == local
+    assert [hit.name for hit in seen.hits] == list(NAMES[: counts[1]] if local else ())
+    assert (seen.narrowest is None) == (not local)
+
+
+def test_a_parameter_without_a_gradient_cannot_be_hit() -> None:
+    step = skipped_step(0, 4.0, overflow(*range(28)))
+    untrained = Unseen(parameters_without_gradient=NAMES[30:])
+    assert overflows(run([step], unseen=untrained)).everywhere == (step,)
+    assert overflows(run([step])).local == (step,)
+
+
+def test_a_model_of_few_groups_is_listed_group_by_group() -> None:
+    seen = overflows(run([skipped_step(0, 4.0, overflow(0, 1))], groups=NAMES[:2]))
+    assert (seen.everywhere, len(seen.hits)) == ((), 2)
+
+
+def test_the_narrowest_step_is_the_earliest_with_the_fewest_groups() -> None:
+    steps = [skipped_step(number, 4.0, overflow(*range(count))) for number, count in enumerate((5, 2, 3, 2))]
+    narrowest = overflows(run(steps)).narrowest
+    assert narrowest is not None
+    assert narrowest.step == 1
+
+
+def test_groups_are_sorted_by_first_step_then_most_often_then_place() -> None:
+    steps = [skipped_step(at, 4.0, overflow(*hit)) for at, hit in enumerate(((5, 6, 7), (1, 6), (1,)))]
+    hits = [(hit.index, hit.first, hit.steps) for hit in group_hits(steps)]
+    assert hits == [(6, 0, 2), (5, 0, 1), (7, 0, 1), (1, 1, 2)]
+
+
+def test_counts_are_those_of_the_worst_step() -> None:
+    mild = GroupOverflow(0, "net", (ParameterCounts("net.bias", 1, 0, 10),))
+    bad = GroupOverflow(0, "net", (ParameterCounts("net.bias", 1, 1, 10), ParameterCounts("net.weight", 40, 50, 100)))
+    steps = [skipped_step(0, 4.0, (mild,)), skipped_step(1, 2.0, (bad,)), skipped_step(2, 1.0, (mild,))]
+    worst = GroupHits(index=0, name="net", steps=3, first=0, inf=41, nan=51, size=110, worst="net.weight")
+    assert group_hits(steps) == (worst,)
+
+
+def test_groups_of_the_same_name_stay_apart() -> None:
+    twins = tuple(replace(group, name="0") for group in overflow(0, 1))
+    assert [hit.index for hit in group_hits([skipped_step(0, 4.0, twins)])] == [0, 1]
+
+
+# Sentences
+
+EVERY = overflow(*range(38))
+NEARLY_ALL = run([skipped_step(0, 65536.0, overflow(*range(36))), skipped_step(1, 4.0, EVERY)], verdict="inconclusive")
+FEWEST = [skipped_step(0, 65536.0, overflow(*range(20))), skipped_step(1, 32768.0, overflow(7, 8))]
+ROOT = collapse().findings[0]
+FOLLOW_UP = replace(ROOT, code="data-range", message="short", root=0)
+BELOW = Source("/home/me/project/model.py", 7, "forward", "x = q @ k")
+OF_FILE = replace(healthy(), findings=(replace(ROOT, source=BELOW),))
+NOTED = replace(healthy(), environment=replace(healthy().environment, notes=("SDPA is assumed to be fused",)))
+SENTENCES = {
+    "a record without a step": (
+        run([], verdict="inconclusive", interrupted=True, planned_steps=50),
+        "! Interrupted after 0 of 50 steps. The run ended before its first step.\n",
+    ),
+    "nearly all groups at once": (NEARLY_ALL, "Nearly all of 38 groups at once in 2 steps, first at step 0."),
+    "all groups at once": (
+        replace(NEARLY_ALL, steps=NEARLY_ALL.steps[1:]),
+        "All 38 groups at once in 1 step, first at",
+    ),
+    "the step with the fewest groups": (run(FEWEST), f"Step 1 hits the fewest groups, 2 of 38: {NAMES[7]}"),
+    "a follow-up below its root": (
+        run([healthy_step(0)], findings=(ROOT, FOLLOW_UP)),
+        "\n  └ then data-range at step 10: short\n",
+    ),
+    "a root that points nowhere": (run([healthy_step(0)], findings=(replace(ROOT, root=7),)), "error unknown"),
+    "a note": (NOTED, "Note: SDPA is assumed to be fused"),
+    "calibration": (calibration(), "✓ Healthy"),
+    "a file below the folder": (OF_FILE, "  project/model.py:7 in forward"),
+}
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_the_page_says(name: str) -> None:
+    record, sentence = SENTENCES[name]
+    assert sentence in rendered(record)
+
+
+def test_a_healthy_run_is_about_eight_lines() -> None:
+    assert len(rendered(healthy()).splitlines()) <= 8
+
+
+def test_a_file_beside_the_folder_keeps_its_path() -> None:
+    assert "/home/me/project/model.py:7" in rendered(OF_FILE, folder="/home/me/proj")
+
+
+@pytest.mark.parametrize(("step", "nan", "is_listed"), [(0, 0, False), (0, 1, True), (1, 0, True)])
+def test_a_mask_that_was_made_with_its_infinities_is_no_tensor_to_look_at(step: int, nan: int, is_listed: bool) -> None:
+    steps = [healthy_step(number) for number in range(3)]
+    buffer = TensorCounts("buffer", "attn_mask", 10, nan, 25, (0, 1))
+    for mask in (buffer, replace(buffer, kind="parameter", frozen=True)):
+        steps[step] = replace(steps[step], nonfinite=(mask,))
+        assert ("Non-finite tensors" in rendered(replace(healthy(), steps=tuple(steps)))) is is_listed
+
+
+def test_a_long_name_is_folded_not_cut() -> None:
+    name = "model." + ".".join(f"layer_{number}" for number in range(20)) + ".weight"
+    group = overflow(0, names=(name,))
+    text = rendered(run([skipped_step(0, 65536.0, group)], verdict="inconclusive", groups=(name,)))
+    table = text[text.index("worst share") :]
+    assert name in re.sub(r"\s+|1 of 1.*share", "", table.replace("1 of 1      0    3    0        <0.1%", ""))
+
+
+def test_a_run_in_fp32_is_not_sent_to_fp32() -> None:
+    assert "ampdbg scan" not in rendered(replace(collapse(), config={"precision": {"level": "O0"}}))
+    assert "ampdbg scan" in rendered(collapse())
+
+
+def said_of(command: str, **fields: object) -> str:
+    """The page of a script's last step, which ended before its loss."""
+    found = Finding("forward-overflow", "error", 1, "forward", "it overflows", "pin it", module="net")
+    last = replace(healthy_step(1), loss=math.nan, grad_norm=None)
+    record = run([healthy_step(0), last], findings=(found,), script=ScriptRun("train.py"), verdict="precision")
+    made = Investigation(1, "loss", (), has_loss=False)
+    return " ".join(rendered(replace(record, command=command, investigations=(made,), **fields)).split())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("command", "error", "headline", "losses"),
+    [
+        ("run", "the script raised AssertionError", "at step 1, where an error ends the run.", "4.2"),
+        ("replay", "", "at step 1. ", "4.2"),
+        # The loop has made a loss of what the modules gave, and gone on.
+        ("run", "", "at step 1, where the loss is NaN.", "4.2 to NaN"),
+    ],
+)
+def test_of_a_step_that_ended_before_its_loss_no_loss_is_shown(
+    command: str, error: str, headline: str, losses: str
+) -> None:
+    text = said_of(command, error=error)
+    assert f"The forward pass overflows in net {headline}" in text
+    assert f"0 skipped · loss {losses} · loss scale" in text
+
+
+# What to type next
+
+CAPTURES = tuple(f".ampdbg/captures/20261124T235949Z-step-{step}.safetensors" for step in (1, 61, 62))
+
+
+def typed_next(record: Record, typed: Typed) -> str | None:
+    command = next_command(record, typed)
+    return command.command if command else None
+
+
+def of_captures(step: int, replayed: int, *investigations: Investigation) -> str | None:
+    """What to type next where the first finding is of this step, which these replays show."""
+    found = Finding("forward-overflow", "error", step, "forward", "it overflows", "pin it")
+    found = replace(found, evidence={"replayed_step": replayed})
+    script = ScriptRun("train.py", captures=CAPTURES)
+    record = run([healthy_step(0), skipped_step(1, 2.0, ())], findings=(found,), script=script, verdict="precision")
+    return typed_next(replace(record, command="run", investigations=investigations), Typed("train.py"))
+
+
+@pytest.mark.parametrize(("step", "replayed", "named"), [(60, 61, 61), (0, 1, 1), (60, 60, 61), (62, 62, 62)])
+def test_the_capture_that_is_named_is_that_of_the_first_finding(step: int, replayed: int, named: int) -> None:
+    path = f".ampdbg/captures/20261124T235949Z-step-{named}.safetensors"
+    assert of_captures(step, replayed) == f"ampdbg suggest-fp32 {path}"
+
+
+def test_a_capture_of_an_earlier_step_is_of_another_fault() -> None:
+    assert of_captures(99, 99, Investigation(99, "loss", ())) == "ampdbg explain forward-overflow"
+
+
+@pytest.mark.parametrize(
+    ("emulated", "is_module", "typed"),
+    [
+        (True, False, "ampdbg run --emulate --capture-step 50 train.py 3"),
+        (False, False, "ampdbg run --capture-step 50 train.py 3"),
+        (False, True, "ampdbg run --capture-step 50 -m train.py 3"),
+    ],
+)
+def test_a_healthy_script_gets_a_closer_look(emulated: bool, is_module: bool, typed: str) -> None:
+    record = run([healthy_step(step) for step in range(60)], script=ScriptRun("train.py", is_module=is_module))
+    environment = replace(record.environment, policy="cuda", emulated=emulated)
+    record = replace(record, command="run", environment=environment)
+    script = Typed("train.py 3")
+    assert typed_next(record, script) == typed
+    assert typed_next(replace(record, steps=record.steps[:40]), script) is None
+    tried = replace(record, unseen=Unseen(notes=("step 50 was not captured: it cannot be run again",)))
+    assert typed_next(tried, script) is None
+    in_fp32 = replace(record, environment=replace(environment, policy="none"))
+    emulate = f"ampdbg run --emulate {'-m ' * is_module}train.py 3"
+    assert typed_next(in_fp32, script) == (None if emulated else emulate)
+
+
+def test_a_captured_step_with_nothing_to_pin_leaves_nothing_to_type() -> None:
+    script = ScriptRun("train.py", captures=CAPTURES)
+    nothing = replace(BISECTIONS["nothing_to_pin"](), script=script)
+    fails = replace(BISECTIONS["no_set_helps"](), script=script)
+    assert "Next:" not in rendered(nothing, config="step.safetensors", record_path="r.json")
+    assert "read why each trial failed" in rendered(fails, config="step.safetensors", record_path="r.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "script"),
+    [("train.py", ""), ("/home/me/deep/train.py", ""), ("../train.py", " --script '../train.py --lr 1'")],
+)
+def test_a_capture_of_a_script_elsewhere_is_typed_with_it(name: str, script: str) -> None:
+    captured = ScriptRun(name, ("--lr", "1"), captures=("/home/me/.ampdbg/captures/now-step-3.safetensors",))
+    record = replace(run([healthy_step(step) for step in range(6)], script=captured), command="run")
+    typed = f"ampdbg replay .ampdbg/captures/now-step-3.safetensors{script}"
+    assert typed_next(record, Typed("train.py", folder="/home/me")) == typed
