@@ -19,14 +19,16 @@ from ampdbg.diagnosis.producers import culprit
 from ampdbg.diagnosis.scale import UNTOLD, new_lows
 from ampdbg.quantities import number
 from ampdbg.record.findings import Finding, Source
-from ampdbg.record.replays import Investigation, Producer, Replay
 from ampdbg.record.run import (
     AutocastError,
     Environment,
     GroupOverflow,
+    Investigation,
     Misuse,
     ParameterCounts,
+    Producer,
     Record,
+    Replay,
     ScriptRun,
     Step,
     TensorCounts,

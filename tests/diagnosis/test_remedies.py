@@ -11,8 +11,7 @@ from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.diagnosis.remedies import OR, other_remedies, remedy_of
 from ampdbg.record.codes import CODES, Code
 from ampdbg.record.findings import Finding, Phase, Source
-from ampdbg.record.replays import Investigation, Producer, Replay
-from ampdbg.record.run import Step
+from ampdbg.record.run import Investigation, Producer, Replay, Step
 from tests.diagnosis.test_diagnose import record_of, steps_of
 from tests.report.records import healthy_step, run
 

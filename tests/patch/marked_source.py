@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ampdbg.patch.edits import FunctionPin, LinePin, SourcePin
-from ampdbg.patch.tensor_names import NamesSeen
+from ampdbg.patch.regions import NamesSeen
 
 FIXTURES = Path(__file__).parent / "fixtures"
 NAMES = sorted(path.name.removesuffix(".in.py") for path in FIXTURES.glob("*.in.py"))

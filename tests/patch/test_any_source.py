@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ampdbg.patch.edits import LinePin, edit_source
 from ampdbg.patch.file_edits import unified_diff
-from ampdbg.patch.tensor_names import NamesSeen
+from ampdbg.patch.regions import NamesSeen
 from ampdbg.source.source_file import read_source
 from tests.siblings import slow_but_for
 from tests.source.test_source_file import corpus, name_of

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ampdbg.patch.edits import FunctionPin, LinePin, SourcePin, edit_source
-from ampdbg.patch.tensor_names import NamesSeen
+from ampdbg.patch.regions import NamesSeen
 from ampdbg.precision.emulation import cuda_on_cpu
 from tests.conftest import Golden
 from tests.patch.marked_source import FIXTURES, NAMES, marked, without_marks

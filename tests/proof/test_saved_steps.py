@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ampdbg.errors import AmpdbgError
-from ampdbg.proof.step_file import load_steps, save_steps
+from ampdbg.proof.jobs import load_steps, save_steps
 from ampdbg.replay.copies import duplicate
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run, prepared

@@ -20,8 +20,7 @@ from ampdbg.errors import RecordError
 from ampdbg.probes.open_step import OpenStep
 from ampdbg.probes.steps import MOST_STEPS, MOST_TELLING, STEPS_AT_ENDS, StepLog
 from ampdbg.record.log import FIRST_KEPT, MOST_KEPT, RunLog, is_log, kept, read_log
-from ampdbg.record.replays import Investigation, Replay
-from ampdbg.record.run import Environment, Misuse, Record, Step
+from ampdbg.record.run import Environment, Investigation, Misuse, Record, Replay, Step
 from tests.strategies import steps as any_steps
 
 ENVIRONMENT = Environment("0", "3", "2", "linux", "cpu", "", "cuda", emulated=True)
