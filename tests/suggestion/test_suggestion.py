@@ -19,7 +19,7 @@ from ampdbg.record.pins import Handover, Proof, ProofStep
 from ampdbg.report.suggestion import content
 from tests.proof.overflowing import CONFIG, NET, written
 from tests.siblings import slow_but_for
-from tests.zoo.test_zoo import FILES, config_of
+from tests.zoo.test_zoo import CASES, FILES, config_of
 
 
 @pytest.fixture(autouse=True)
@@ -110,6 +110,12 @@ def test_pins_of_a_half_model_are_proven_as_settings(form: str, tmp_path: Path) 
     assert proven(found).splitlines()[-3:] == ["precision:", "  pins:", "    - attn:own"]
     handover = handed_over(found)
     assert (handover.names, handover.form, handover.files) == (("attn:own",), "yaml", ())
+
+
+def test_what_no_pin_cures_has_no_patch(tmp_path: Path) -> None:
+    found = of_zoo("true_nan_forward", tmp_path)
+    assert found.record.findings[0].code == CASES["true_nan_forward"].code
+    assert (found.record.pins, found.edits, content(found.record)) == ((), (), None)
 
 
 NORM = """
