@@ -13,12 +13,10 @@ from ampdbg.patch.edits import LinePin, edit_source
 from ampdbg.patch.tensor_names import NamesSeen
 from ampdbg.source.source_file import read_source
 from tests.siblings import slow_but_for
-from tests.source.test_source_file import corpus, name_of
-
-QUICK = [file for file in corpus() if file.stat().st_size < 30_000 and file.name != "forkserver.py"]
+from tests.source.test_source_file import SHORT, corpus, name_of
 
 
-@pytest.mark.parametrize("file", slow_but_for(QUICK, corpus()), ids=name_of)
+@pytest.mark.parametrize("file", slow_but_for(SHORT, corpus()), ids=name_of)
 def test_any_operations_can_be_pinned(file: Path) -> None:
     """The edits parse, and every line is edited or refused."""
     source = file.read_bytes()

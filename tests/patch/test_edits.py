@@ -22,6 +22,7 @@ from ampdbg.patch.edits import FunctionPin, LinePin, SourcePin, edit_source
 from ampdbg.patch.tensor_names import NamesSeen
 from ampdbg.precision.emulation import cuda_on_cpu
 from tests.conftest import Golden
+from tests.siblings import slow_but_for
 
 FIXTURES = Path(__file__).parent / "fixtures"
 NAMES = sorted(path.name.removesuffix(".in.py") for path in FIXTURES.glob("*.in.py"))
@@ -194,7 +195,7 @@ AS_IN_OTHER_FILES: dict[str, Callable[[str], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but_for(["functions", "layout", "no_import", "whole_forward"], NAMES))
 @pytest.mark.parametrize("written", AS_IN_OTHER_FILES.values(), ids=AS_IN_OTHER_FILES.keys())
 def test_line_ends_indentation_and_encoding_are_kept(name: str, written: Callable[[str], bytes]) -> None:
     text, pins, names = marked(name)
