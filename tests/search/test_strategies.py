@@ -12,9 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ampdbg.record.pins import Trial
-from ampdbg.search.atoms import Atoms, AtomTree, atom_tree
-from ampdbg.search.strategies import GROUPS, best_so_far, delta_debug, guided
-from ampdbg.search.trials import OutOfTrials, Trials
+from ampdbg.search.strategies import (
+    GROUPS,
+    Atoms,
+    AtomTree,
+    OutOfTrials,
+    Trials,
+    atom_tree,
+    best_so_far,
+    delta_debug,
+    guided,
+)
 from tests.search.planted import SMALL, Step, of_any_size, planted, steps, trees
 
 TREE = atom_tree(SMALL)
