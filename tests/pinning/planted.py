@@ -256,17 +256,12 @@ class Alternatives(nn.Module):
         return head((left(x) * right(x)) / GAIN**2)
 
 
-class Likelihood(nn.Module):
+def narrow() -> nn.Module:
     """Gradients of its output are beyond half at any loss scale; behind that layer they are at a large one alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.hidden, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        nn.init.normal_(self.out.weight, std=0.01)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(self.hidden(x))
+    linear = functools.partial(nn.Linear, WIDTH, WIDTH)
+    made = chain(hidden=linear, out=linear)
+    nn.init.normal_(made.get_parameter("out.weight"), std=0.01)
+    return made
 
 
 def likelihood(output: torch.Tensor, target: torch.Tensor, log_precision: float = 14.0) -> torch.Tensor:

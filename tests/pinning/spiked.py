@@ -1,11 +1,12 @@
-"""A workload in a file of its own: layers of which some overflow, or the loss does."""
+"""A workload in a file of its own: layers of which some overflow, or the loss does; and what a found set is."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from ampdbg.config.file import load_config
 from ampdbg.config.schema import Config
+from ampdbg.record.run import Record
+from tests.written import written
 
 NET = """\
 import torch
@@ -44,25 +45,25 @@ def loss_with_a_spike(output, target):
     return loss(output, target) + 1e-8 * ((300.0 * output).t() @ (300.0 * output)).mean()
 """
 
-CONFIG = """\
-model: {target: net.py:Net}
-data: {target: net.py:batches}
-loss: {target: net.py:LOSS}
-precision: {loss_scale: {init: 1024.0}}
-train: {steps: 1}
-"""
-
 CULPRITS = (1, 3)
 """The layers that overflow."""
 
 
 def spiked(folder: Path, loss: str = "loss") -> Config:
     """The workload, written into ``folder``."""
-    (folder / "net.py").write_text(NET)
-    (folder / "config.yaml").write_text(CONFIG.replace("LOSS", loss))
-    return load_config(folder / "config.yaml")
+    precision, train = {"loss_scale": {"init": 1024.0}}, {"steps": 1}
+    return written(folder, NET, model="Net", data="batches", loss=loss, precision=precision, train=train)
 
 
 def names(*culprits: int) -> tuple[str, ...]:
     """The qualified names of layers."""
     return tuple(f"layers.{culprit}" for culprit in culprits)
+
+
+def assert_found(record: Record, *names: str) -> None:
+    """That the set is this one, minimal, and proven on further batches."""
+    search = record.search
+    assert search is not None
+    assert (search.outcome, search.message, search.minimal) == ("found", "", True)
+    assert tuple(pin.name for pin in record.pins) == names
+    assert (search.further, search.further_healthy) == (3, 3)

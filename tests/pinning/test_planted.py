@@ -23,7 +23,7 @@ from ampdbg.record.run import Record
 from ampdbg.search import strategies
 from tests.observing import observing
 from tests.pinning.planted import name_of
-from tests.pinning.spiked import CULPRITS, names, spiked
+from tests.pinning.spiked import CULPRITS, assert_found, names, spiked
 from tests.siblings import slow_but_for
 
 PROOF = ("the whole set once more", "further batch")
@@ -62,14 +62,6 @@ def culprits_of(modules: int, count: int, seed: int) -> list[int]:
     return sorted(random.Random(seed).sample(range(modules * 6 // 7), count))
 
 
-def assert_found(record: Record, *names: str) -> None:
-    search = record.search
-    assert search is not None
-    assert (search.outcome, search.message, search.minimal) == ("found", "", True)
-    assert tuple(pin.name for pin in record.pins) == names
-    assert (search.further, search.further_healthy) == (3, 3)
-
-
 SEARCHES = [
     *(("guided", *size) for size in ((50, 1), (50, 3), (50, 8), (500, 1), (500, 4), (500, 8), (2000, 8))),
     *(("ddmin", *size) for size in ((50, 1), (50, 3), (50, 8), (500, 2), (2000, 1))),
@@ -87,13 +79,6 @@ def test_the_planted_set_is_found_within_the_bound(search: tuple[str, int, int],
     # One more proves the set of the guided search as a whole.
     most = 2 * count + 2 if strategy == "guided" else 3 * count * math.log2(record.search.modules) + 10
     assert len(searched(record)) <= most
-
-
-@pytest.mark.slow
-def test_many_culprits_that_no_shadow_shows_are_pinned_at_once(tmp_path: Path) -> None:
-    record = bisected(tmp_path, "SideBySide", {"count": 30})
-    assert_found(record, *(f"layers.{number}" for number in range(30)))
-    assert [trial.stage for trial in searched(record)] == ["candidates"] + ["with fewer"] * 30
 
 
 OTHER_KINDS: dict[str, tuple[dict[str, Any], int, str, str]] = {
@@ -140,7 +125,7 @@ def test_of_very_many_overflows_that_erase_themselves_none_needs_a_trial_of_its_
 def test_a_layer_is_pinned_only_where_no_loss_scale_does(
     loss: str, scale: float | dict[str, float], names: tuple[str, ...], set_scale: float | None, tmp_path: Path
 ) -> None:
-    record = bisected(tmp_path, "Likelihood", steps=16, loss=loss, scale=scale)
+    record = bisected(tmp_path, "narrow", steps=16, loss=loss, scale=scale)
     assert record.search is not None
     if not names:
         assert record.search.outcome == "nothing-to-pin"
@@ -149,25 +134,29 @@ def test_a_layer_is_pinned_only_where_no_loss_scale_does(
     assert (record.search.scale, record.search.set_scale) == (4096.0, set_scale)
 
 
-@pytest.mark.slow
-def test_a_culprit_in_the_third_call_of_a_module(tmp_path: Path) -> None:
-    record = bisected(tmp_path, "Shared")
-    assert_found(record, "spike")
-    assert [site.call for site in record.pins[0].sites] == [2]
-
-
-@pytest.mark.slow
-def test_of_two_alternative_sets_and_the_line_that_joins_them_the_line_is_pinned(tmp_path: Path) -> None:
+SHAPES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "a culprit in the third call of a module": ("Shared", {}, ("spike",)),
     # Either factor in FP32 would do, and so does the line of the product, which names the overflow.
-    assert_found(bisected(tmp_path, "Alternatives"), ":own")
+    "two alternative sets, and the line that joins them": ("Alternatives", {}, (":own",)),
+    # Unpinned it is not seen: the spike's half result is small enough for it.
+    "a culprit that only shows when another is cured": ("roused", {}, ("spike", "meek")),
+    "many culprits that no shadow shows": ("SideBySide", {"count": 30}, tuple(f"layers.{at}" for at in range(30))),
+}
 
 
 @pytest.mark.slow
-def test_a_culprit_that_only_shows_when_another_is_cured(tmp_path: Path) -> None:
-    record = bisected(tmp_path, "roused")
-    assert_found(record, "spike", "meek")
-    # Unpinned it is not seen: the spike's half result is small enough for it.
-    assert [trial.pins for trial in searched(record)][:2] == [("spike",), ("spike", "meek")]
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_set_is_that_of(name: str, tmp_path: Path) -> None:
+    model, args, pins = SHAPES[name]
+    record = bisected(tmp_path, model, args)
+    assert_found(record, *pins)
+    trials = [(trial.pins, trial.stage) for trial in searched(record)]
+    if model == "Shared":
+        assert [site.call for site in record.pins[0].sites] == [2]
+    if model == "roused":
+        assert [tried for tried, _ in trials][:2] == [("spike",), pins]
+    if model == "SideBySide":
+        assert [stage for _, stage in trials] == ["candidates"] + ["with fewer"] * 30
 
 
 @pytest.mark.slow

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.testing._internal.autocast_test_lists import AutocastTestLists
 
+from ampdbg.precision.autocast_policy import (
+    BANNED,
+    BUILT_IN,
+    FP32_APPEND_DTYPE,
+    installed_lists,
+    lists_of_header,
+)
 from ampdbg.precision.emulation import cuda_on_cpu
+from ampdbg.precision.half_kernels import find_op
 
 UNRUNNABLE = {
     "cudnn_convolution": "its only kernel is cuDNN's",
@@ -144,54 +153,118 @@ def test_the_banned_ops_raise_cudas_message() -> None:
         assert getattr(module, op)(*args).isfinite().all()
 
 
-def test_autocast_that_is_disabled_inside_casts_nothing() -> None:
-    matrix = torch.randn(4, 4)
-    with cuda_on_cpu(), cuda_autocast(), torch.autocast("cpu", enabled=False):
-        assert (matrix @ matrix).dtype is torch.float32
-        assert matrix.half().exp().dtype is torch.float16
+HALF, BFLOAT16, FLOAT32, FLOAT64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+MATRIX = torch.randn(4, 4)
 
 
-def test_float64_is_never_cast() -> None:
-    matrix = torch.randn(4, 4, dtype=torch.float64)
+def promoted(*operands: torch.dtype) -> torch.Tensor:
+    return torch.addcmul(*[torch.ones(2, dtype=dtype) for dtype in operands])
+
+
+def off(make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return make()
+
+
+RESULTS: dict[str, tuple[Callable[[], torch.Tensor], torch.dtype]] = {
+    "float64 in a product": (lambda: MATRIX.double() @ MATRIX.double(), FLOAT64),
+    "float64 in an exponential": (MATRIX.double().exp, FLOAT64),
+    "float64 in a sum": (MATRIX.double().sum, FLOAT64),
+    "an explicit dtype of a sum": (lambda: MATRIX.half().sum(dtype=HALF), HALF),
+    "an explicit dtype of a softmax": (lambda: MATRIX.half().softmax(0, dtype=FLOAT64), FLOAT64),
+    "a product where autocast is off": (lambda: off(lambda: MATRIX @ MATRIX), FLOAT32),
+    "an exponential where autocast is off": (lambda: off(MATRIX.half().exp), HALF),
+    # An op that promotes takes any dtype once it has seen a float32; before that only what autocast lowers to.
+    "three halves": (lambda: promoted(HALF, HALF, HALF), HALF),
+    "a float32 among halves": (lambda: promoted(HALF, FLOAT32, HALF), FLOAT32),
+    "bfloat16 behind a float32": (lambda: promoted(FLOAT32, BFLOAT16, FLOAT32), FLOAT32),
+    "bfloat16 behind half and a float32": (lambda: promoted(HALF, FLOAT32, BFLOAT16), FLOAT32),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_the_dtype_is_cudas_of(name: str) -> None:
+    make, dtype = RESULTS[name]
     with cuda_on_cpu(), cuda_autocast():
-        assert {(matrix @ matrix).dtype, matrix.exp().dtype, matrix.sum().dtype} == {torch.float64}
-
-
-HALF, BFLOAT16, FLOAT32 = torch.float16, torch.bfloat16, torch.float32
-
-
-@pytest.mark.parametrize(
-    ("operands", "result"),
-    [
-        ((HALF, HALF, HALF), HALF),
-        ((HALF, FLOAT32, HALF), FLOAT32),
-        ((FLOAT32, BFLOAT16, FLOAT32), FLOAT32),
-        ((HALF, FLOAT32, BFLOAT16), FLOAT32),
-    ],
-)
-def test_an_op_that_promotes_takes_any_dtype_once_it_has_seen_a_float32(
-    operands: tuple[torch.dtype, ...], result: torch.dtype
-) -> None:
-    with cuda_on_cpu(), cuda_autocast():
-        assert torch.addcmul(*[torch.ones(2, dtype=dtype) for dtype in operands]).dtype is result
+        assert make().dtype is dtype
 
 
 @pytest.mark.parametrize("operands", [(BFLOAT16, FLOAT32, FLOAT32), (HALF, BFLOAT16, FLOAT32)])
-def test_before_a_float32_it_takes_only_what_autocast_lowers_to(operands: tuple[torch.dtype, ...]) -> None:
+def test_bfloat16_before_a_float32_is_refused(operands: tuple[torch.dtype, ...]) -> None:
     with cuda_on_cpu(), cuda_autocast(), pytest.raises(RuntimeError, match="Unexpected floating ScalarType"):
-        torch.addcmul(*[torch.ones(2, dtype=dtype) for dtype in operands])
-
-
-def test_an_explicit_dtype_is_respected() -> None:
-    half = torch.randn(4).half()
-    with cuda_on_cpu(), cuda_autocast():
-        assert half.sum(dtype=torch.float16).dtype is torch.float16
-        assert half.softmax(0, dtype=torch.float64).dtype is torch.float64
+        promoted(*operands)
 
 
 def test_bfloat16_autocast_follows_the_same_lists() -> None:
-    matrix = torch.randn(4, 4)
-    with cuda_on_cpu(), torch.autocast("cpu", dtype=torch.bfloat16):
-        product = matrix @ matrix
-        assert product.dtype is torch.bfloat16
-        assert {product.exp().dtype, product.sum().dtype, product.softmax(0).dtype} == {torch.float32}
+    with cuda_on_cpu(), torch.autocast("cpu", dtype=BFLOAT16):
+        product = MATRIX @ MATRIX
+        assert product.dtype is BFLOAT16
+        assert {product.exp().dtype, product.sum().dtype, product.softmax(0).dtype} == {FLOAT32}
+
+
+TORCH = Path(torch.__file__).parent
+HEADER = TORCH / "include" / "ATen" / "autocast_mode.h"
+TABLE_MADE_FROM = (2, 13)
+
+has_header = pytest.mark.skipif(not HEADER.exists(), reason="this build of torch ships no headers")
+
+
+@has_header
+def test_the_installed_header_is_read() -> None:
+    lists = installed_lists(TORCH)
+    assert lists is not BUILT_IN
+    assert {"linear", "mm", "conv2d", "einsum"} <= lists["LOWER_PRECISION_FP"]
+    assert {"exp", "layer_norm", "pow.Tensor_Scalar"} <= lists["FP32"]
+    assert {"softmax.int", "sum.dim_IntList"} <= lists["FP32_SET_OPT_DTYPE"]
+    assert {"addcmul", "index_put"} <= lists["PROMOTE"]
+    assert sum(map(len, lists.values())) == len(frozenset().union(*lists.values())), "an op stands in two lists"
+
+
+def test_every_op_that_is_listed_or_registered_by_hand_exists() -> None:
+    listed = frozenset().union(*installed_lists(TORCH).values())
+    by_hand = [*FP32_APPEND_DTYPE, *FP32_APPEND_DTYPE.values(), *BANNED]
+    assert [name for name in (*sorted(listed), *by_hand) if find_op(name) is None] == []
+
+
+@has_header
+@pytest.mark.skipif(
+    tuple(int(part) for part in torch.__version__.split(".")[:2]) != TABLE_MADE_FROM,
+    reason="the built-in table is that of torch 2.13",
+)
+def test_the_built_in_table_is_the_header_of_its_torch() -> None:
+    assert installed_lists(TORCH) == BUILT_IN
+
+
+MINIATURE = r"""
+#define AT_FORALL_LOWER_PRECISION_FP(_) \
+  _(mm)                                 \
+  _(conv_transpose2d, input)
+
+#define AT_FORALL_FP32(_) \
+  _(exp)                  \
+  _(pow, Tensor_Scalar)
+
+#define AT_FORALL_FP32_SET_OPT_DTYPE(_) \
+  _(sum)
+
+#define AT_FORALL_PROMOTE(_) _(dot)
+"""
+
+
+def test_an_entry_with_an_overload_is_named_with_a_dot() -> None:
+    lists = lists_of_header(MINIATURE)
+    assert dict(lists or {}) == {
+        "LOWER_PRECISION_FP": {"mm", "conv_transpose2d.input"},
+        "FP32": {"exp", "pow.Tensor_Scalar"},
+        "FP32_SET_OPT_DTYPE": {"sum"},
+        "PROMOTE": {"dot"},
+    }
+
+
+@pytest.mark.parametrize("text", [None, "#pragma once\n", MINIATURE.replace("AT_FORALL_PROMOTE", "AT_FORALL_WIDEST")])
+def test_where_no_header_or_none_of_this_form_is_the_built_in_table_serves(text: str | None, tmp_path: Path) -> None:
+    if text is not None:
+        header = tmp_path / "include" / "ATen" / "autocast_mode.h"
+        header.parent.mkdir(parents=True)
+        header.write_text(text, encoding="utf-8")
+    assert installed_lists(tmp_path) is BUILT_IN

@@ -44,17 +44,15 @@ def test_a_level_is_read_from_the_file_of_its_mode_which_is_not_run(tmp_path: Pa
         ("O1", "bfloat16", "bfloat16"),
     ],
 )
-def test_the_forward_pass_computes_in_the_modes_dtype(level: str, dtype: str, computes_in: str) -> None:
+def test_the_forward_pass_computes_in_the_modes_dtype_and_only_float16_has_a_loss_scale(
+    level: str, dtype: str, computes_in: str
+) -> None:
     made = mode(level, dtype=dtype)
     with made.forward():
         product = torch.ones(2, 2) @ torch.ones(2, 2)
     assert str(product.dtype) == f"torch.{computes_in}"
     assert (str(made.dtype), made.format.name) == (f"torch.{computes_in}", computes_in)
-
-
-@pytest.mark.parametrize(("level", "dtype"), [("O0", "float16"), ("O1", "float32"), ("O1", "bfloat16")])
-def test_only_float16_has_a_loss_scale(level: str, dtype: str) -> None:
-    assert not mode(level, dtype=dtype).scaler().is_enabled()
+    assert made.scaler().is_enabled() is (computes_in == "float16")
 
 
 def test_gradients_are_clipped_after_they_are_unscaled() -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from ampdbg.probes.gradients import SMALL, gradient_norm, nonfinite_groups
 from ampdbg.record.run import GroupOverflow, ParameterCounts
@@ -20,16 +20,6 @@ def optimizer_with(*gradients: torch.Tensor) -> torch.optim.SGD:
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     return torch.optim.SGD([{"params": [p], "name": f"p{i}"} for i, p in enumerate(parameters)], lr=0.1)
-
-
-def with_norms(optimizer: torch.optim.Optimizer, *norms: float) -> tuple[list[torch.Tensor], Any]:
-    """Its parameters, and what is known of them before they are clipped: the version and norm of each gradient."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return parameters, (tuple((id(p), p.grad._version) for p in parameters), torch.tensor(norms))
-
-
-def counted(groups: Sequence[GroupOverflow]) -> list[tuple[int, str, int, int]]:
-    return [(group.index, one.name, one.inf, one.nan) for group in groups for one in group.parameters]
 
 
 @given(
@@ -104,31 +94,39 @@ def test_a_sparse_gradient_is_coalesced_before_it_is_looked_at() -> None:
     assert nonfinite_groups(optimizer_with(torch.sparse_coo_tensor(torch.tensor([[1, 2]]), values, (4, 1))), {}) == ()
 
 
-@pytest.mark.parametrize(("bad", "counts"), [(math.inf, (1, 0)), (math.nan, (0, 1))])
-def test_where_counts_come_after_clipping_the_norms_from_before_name_the_parameter_alone(
-    bad: float, counts: tuple[int, int]
-) -> None:
+INF, NAN = math.inf, math.nan
+Clip = Callable[..., object]
+CLIPPED: dict[str, tuple[Clip, list[list[float]], list[tuple[int, str, int, int]]]] = {
+    "inf, by norm": (clip_grad_norm_, [[1.0] * 3, [INF, 1.0], [2.0]], [(1, "parameter 0", 1, 0)]),
+    "NaN, by norm": (clip_grad_norm_, [[1.0] * 3, [NAN, 1.0], [2.0]], [(1, "parameter 0", 0, 1)]),
+    # By value an infinite gradient is made finite, also beside one that is NaN.
+    "inf, by value": (
+        clip_grad_value_,
+        [[1.0] * 3, [INF, 1.0, INF], [INF, 1.0]],
+        [(1, "parameter 0", 1, 0), (2, "parameter 0", 1, 0)],
+    ),
+    "inf beside NaN, by value": (
+        clip_grad_value_,
+        [[1.0] * 3, [INF, 1.0, INF], [NAN, 1.0]],
+        [(1, "parameter 0", 1, 0), (2, "parameter 0", 0, 1)],
+    ),
+    "neither": (lambda *given: None, [[1.0] * 3, [INF, NAN, NAN]], [(1, "parameter 0", 1, 2)]),
+}
+"""How gradients of these values are clipped, and what is counted: exactly, where nothing was rewritten."""
+
+
+@pytest.mark.parametrize("name", CLIPPED)
+def test_where_counts_come_after_clipping_the_norms_from_before_name_the_parameter(name: str) -> None:
     """As on a GPU, where nothing is read before it is known that the step is skipped."""
-    optimizer = optimizer_with(torch.ones(3), torch.tensor([bad, 1.0]), torch.tensor([2.0]))
-    parameters, before = with_norms(optimizer, 3.0**0.5, bad, 2.0)
-    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-    assert counted(nonfinite_groups(optimizer, {}, before=before)) == [(1, "parameter 0", *counts)]
-
-
-@pytest.mark.parametrize(("bad", "counts"), [(math.inf, (1, 0)), (math.nan, (0, 1))])
-def test_values_that_were_clipped_are_not_forgotten(bad: float, counts: tuple[int, int]) -> None:
-    """Clipping by value makes a finite gradient of an infinite one, beside one that is NaN."""
-    optimizer = optimizer_with(torch.ones(3), torch.tensor([math.inf, 1.0, math.inf]), torch.tensor([bad, 1.0]))
-    parameters, before = with_norms(optimizer, 3.0**0.5, math.inf, bad)
-    torch.nn.utils.clip_grad_value_(parameters, 1.0)
-    found = counted(nonfinite_groups(optimizer, {}, before=before))
-    assert found == [(1, "parameter 0", 1, 0), (2, "parameter 0", *counts)]
-
-
-def test_counts_are_exact_where_nothing_was_rewritten() -> None:
-    optimizer = optimizer_with(torch.ones(3), torch.tensor([math.inf, math.nan, math.nan]))
-    _, before = with_norms(optimizer, 3.0**0.5, math.nan)
-    assert counted(nonfinite_groups(optimizer, {}, before=before)) == [(1, "parameter 0", 1, 2)]
+    clip, values, expected = CLIPPED[name]
+    gradients = [torch.tensor(one) for one in values]
+    optimizer = optimizer_with(*gradients)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    versions = tuple((id(parameter), parameter.grad._version) for parameter in parameters)
+    norms = torch.stack([gradient.norm() for gradient in gradients])
+    clip(parameters, 1.0)
+    found = nonfinite_groups(optimizer, {}, before=(versions, norms))
+    assert [(group.index, one.name, one.inf, one.nan) for group in found for one in group.parameters] == expected
 
 
 def test_the_norm_of_gradients_with_a_graph_adds_nothing_to_it() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -12,11 +12,17 @@ from torch import nn
 from ampdbg.probes.models import Models, outermost_owners, unwrapped
 
 
+def learnt(parameters: Iterable[torch.Tensor]) -> Models:
+    """The models that are found of an optimizer of these parameters."""
+    models = Models()
+    models.learn(torch.optim.SGD(parameters, lr=0.1))
+    return models
+
+
 def test_the_only_model_gives_its_names_as_they_are_also_in_wrappers() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     wrapped = nn.DataParallel(model)
-    models = Models()
-    models.learn(torch.optim.SGD(wrapped.parameters(), lr=0.1))
+    models = learnt(wrapped.parameters())
     assert [name for name, _ in models.named_parameters()] == ["0.weight", "0.bias", "1.weight", "1.bias"]
     assert models.together() is model
     assert unwrapped(wrapped) is model
@@ -39,14 +45,9 @@ def test_of_several_models_each_puts_its_own_name_before() -> None:
         pass
 
     one, two = Encoder(2, 2), Encoder(2, 2)
-    models = Models()
-    models.learn(torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.1))
-    assert {name for name, _ in models.named_parameters()} == {
-        "Encoder.weight",
-        "Encoder.bias",
-        "Encoder_.weight",
-        "Encoder_.bias",
-    }
+    models = learnt([*one.parameters(), *two.parameters()])
+    names = {f"{name}.{kind}" for name in ("Encoder", "Encoder_") for kind in ("weight", "bias")}
+    assert {name for name, _ in models.named_parameters()} == names
     assert {name for name, _ in models.named_modules()} == {"Encoder", "Encoder_"}
 
 
@@ -57,8 +58,7 @@ def test_the_names_of_models_are_in_the_order_of_their_parameters_in_the_optimiz
             made.append(nn.Linear(2, 2))
             if number == moment:
                 gc.collect()  # from here on Python lists those before behind those that are made later
-        models = Models()
-        models.learn(torch.optim.SGD([made[place].weight for place in (2, 0, 3, 1)], lr=0.1))
+        models = learnt([made[place].weight for place in (2, 0, 3, 1)])
         names = ("Linear", "Linear_", "Linear__", "Linear___")
         found = dict(models.named_modules())
         return [found[name] is made[place] for name, place in zip(names, (2, 0, 3, 1), strict=True)]
@@ -68,15 +68,13 @@ def test_the_names_of_models_are_in_the_order_of_their_parameters_in_the_optimiz
 
 def test_a_part_that_is_trained_is_named_by_the_whole() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
-    models = Models()
-    models.learn(torch.optim.SGD(model[1].parameters(), lr=0.1))
+    models = learnt(model[1].parameters())
     assert "1.weight" in dict(models.named_parameters())
 
 
 def test_what_was_found_is_not_kept_alive() -> None:
     model = nn.Linear(2, 2)
-    models, gone = Models(), weakref.ref(model)
-    models.learn(torch.optim.SGD(model.parameters(), lr=0.1))
+    models, gone = learnt(model.parameters()), weakref.ref(model)
     del model
     gc.collect()
     assert gone() is None
@@ -84,6 +82,5 @@ def test_what_was_found_is_not_kept_alive() -> None:
 
 
 def test_parameters_of_no_module_have_no_name() -> None:
-    models = Models()
-    models.learn(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1))
+    models = learnt([nn.Parameter(torch.ones(2))])
     assert list(models.named_parameters()) == []

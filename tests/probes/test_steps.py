@@ -1,9 +1,10 @@
-"""What the record keeps of thousands of unhealthy steps: enough for the report, and little enough for the disk."""
+"""What the record keeps of thousands of steps: all that is said of them, and little enough for the disk."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,11 +13,13 @@ from torch.amp.grad_scaler import GradScaler
 
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.probes.open_step import OpenStep
-from ampdbg.probes.steps import LISTED_PARAMETERS, LISTED_STEPS, StepLog
+from ampdbg.probes.steps import LISTED_PARAMETERS, LISTED_STEPS, MOST_STEPS, STEPS_AT_ENDS, StepLog
 from ampdbg.probes.watch import watch
 from ampdbg.record.file import from_json, to_json
-from ampdbg.record.run import GroupOverflow, ParameterCounts, Record, Unseen
-from tests.report.records import healthy
+from ampdbg.record.run import GroupOverflow, ParameterCounts, Record, Step, Unseen
+from ampdbg.report.formats import written
+from ampdbg.report.view import Look, Typed
+from tests.report.records import ENVIRONMENT, healthy
 
 PARAMETERS = 2_000
 STEPS = 2_000
@@ -68,13 +71,6 @@ def test_thousands_of_bad_steps_of_thousands_of_parameters_stay_under_5_mb() -> 
     assert repr(from_json(text)) == repr(record)
 
 
-def test_the_first_steps_list_their_groups_and_later_ones_count_them() -> None:
-    log = logged([[group(3), group(7)] for _ in range(200)])
-    assert [bool(step.groups) for step in log.steps] == [True] * LISTED_STEPS + [False] * 150
-    assert [step.groups_hit for step in log.steps] == [0] * LISTED_STEPS + [2] * 150
-    assert log.notes == (f"this run lists the groups of {LISTED_STEPS} of 200 non-finite steps",)
-
-
 @pytest.mark.parametrize(
     ("parameters", "listed"),
     [(LISTED_PARAMETERS // 4, [True] * 4 + [False] * 2), (LISTED_PARAMETERS + 1, [True] + [False] * 5)],
@@ -102,7 +98,7 @@ def test_a_healthy_step_is_no_part_of_it() -> None:
 
 def test_a_watched_loop_that_never_recovers_says_what_it_leaves_out() -> None:
     model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD([{"params": [one]} for one in model.parameters()], lr=0.1)
     scaler = GradScaler("cpu")
     with watch(model, optimizer) as seen:
         for _ in range(LISTED_STEPS + 20):
@@ -112,6 +108,81 @@ def test_a_watched_loop_that_never_recovers_says_what_it_leaves_out() -> None:
             scaler.update()
     record = seen.record()
     assert [bool(step.groups) for step in record.steps] == [True] * LISTED_STEPS + [False] * 20
-    assert {step.groups_hit for step in record.steps} == {0, 1}
-    assert record.unseen.notes == seen.notes
-    assert len(seen.notes) == 1
+    assert [step.groups_hit for step in record.steps] == [0] * LISTED_STEPS + [2] * 20
+    says = f"this run lists the groups of {LISTED_STEPS} of {LISTED_STEPS + 20} non-finite steps"
+    assert record.unseen.notes == seen.notes == (says,)
+
+
+SKIPS = {0: 65536.0, 5_003: 65536.0, 5_005: 65536.0, 19_000: 65536.0}
+
+
+def long_run(count: int, skips: dict[int, float]) -> tuple[Step, ...]:
+    """The steps that a log of a run keeps; after each of ``skips`` the scale is half of what it was for ten steps."""
+    log = StepLog(torch.nn.Linear(1, 1), None)
+    losses = torch.linspace(2.0, 1.0, count).unbind()
+    for number in range(count):
+        low = any(skip < number <= skip + 10 for skip in skips) and number not in skips
+        step = OpenStep(scale=torch.tensor(32768.0 if low else 65536.0), skipped=number in skips)
+        log.add_losses({"loss": losses[number]}, 1.0)
+        log.close(step)
+    assert log.closed() == count
+    return log.steps
+
+
+def record_of(steps: tuple[Step, ...]) -> Record:
+    return Record("scan", "2026", ENVIRONMENT, {}, "inconclusive", steps, planned_steps=steps[-1].step + 1)
+
+
+def same_of(whole: Record, thinned: Record) -> tuple[Record, str]:
+    """The diagnosed record and its page, which are the same of the steps that are left."""
+    found = [diagnose(record) for record in (whole, thinned)]
+    assert repr(found[0].findings) == repr(found[1].findings)
+    pages = [written(record, Typed("c.yaml", "", "/"), Look(80, color=False, unicode=True), "text") for record in found]
+    assert pages[0] == pages[1]
+    return found[1], pages[1]
+
+
+def test_a_short_run_has_every_step() -> None:
+    steps = long_run(MOST_STEPS - 1, SKIPS)
+    assert [step.step for step in steps] == list(range(MOST_STEPS - 1))
+
+
+def test_a_long_run_keeps_its_ends_and_what_is_telling_with_its_neighbours() -> None:
+    count = 20_000
+    steps = long_run(count, SKIPS)
+    kept = {step.step: step for step in steps}
+    assert list(kept) == sorted(kept)
+    assert len(kept) <= MOST_STEPS
+    assert kept.keys() >= {*range(STEPS_AT_ENDS), *range(count - STEPS_AT_ENDS, count)}
+    assert [step.step for step in steps if step.skipped] == list(SKIPS)
+    assert kept.keys() >= {5_002, 5_003, 5_004, 5_005, 5_006, 5_015, 5_016, 5_017, 18_999, 19_001}
+    between = sorted(number for number in kept if 6_000 < number < 18_000)
+    assert max(after - before for before, after in pairwise(between)) == 64
+    assert len(to_json(record_of(steps))) < 600_000
+
+
+def test_what_is_said_of_it_counts_every_step() -> None:
+    whole = tuple(
+        Step(number, 2.0 - number / 20_000, 65536.0, found_inf=number in SKIPS, skipped=number in SKIPS)
+        for number in range(20_000)
+    )
+    thinned = tuple(step for step in whole if step.step % 16 == 0 or any(abs(step.step - skip) < 2 for skip in SKIPS))
+    thinned += whole[thinned[-1].step + 1 :]
+    record, page = same_of(record_of(whole), record_of(thinned))
+    assert "20,000 steps" in page
+    assert replace(record, steps=()).steps_run == 0
+
+
+@pytest.mark.slow
+def test_what_is_said_of_a_run_that_always_fails_counts_every_step_too() -> None:
+    count = 9_000
+    whole = tuple(Step(number, math.nan, 2.0, found_inf=True, skipped=True, scaler=1) for number in range(count))
+    log = StepLog(torch.nn.Linear(1, 1), None)
+    for _ in whole:
+        log.add_losses({"loss": torch.tensor(math.nan)}, 1.0)
+        log.close(OpenStep(scale=torch.tensor(2.0), skipped=True, number=1))
+    thinned = replace(record_of(log.steps), left_out=log.left_out)
+    assert len(thinned.steps) < count
+    record, page = same_of(record_of(whole), thinned)
+    assert f"not finite in {count} of {count} steps" in record.findings[0].message
+    assert "9,000 skipped" in page

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -52,6 +53,11 @@ def small_model() -> torch.nn.Sequential:
 def small_loop(lr: float = 0.1) -> tuple[torch.nn.Sequential, torch.optim.SGD]:
     model = small_model()
     return model, torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def by_parameter(model: torch.nn.Module) -> torch.optim.SGD:
+    """A group for each parameter, which is named after it."""
+    return torch.optim.SGD([{"params": [p], "name": name} for name, p in model.named_parameters()], lr=0.1)
 
 
 def scaled_loop(scale: float = 4.0, lr: float = 0.1) -> tuple[torch.nn.Sequential, torch.optim.SGD, GradScaler]:
@@ -340,7 +346,7 @@ def test_a_loop_without_a_scaler_has_steps_too(make: Callable[[Any], torch.optim
 @pytest.mark.parametrize("is_bare", [True, False], ids=["no scaler", "a disabled scaler"])
 def test_a_step_without_an_enabled_scaler_writes_what_it_would_withhold(is_bare: bool) -> None:
     model = small_model()
-    optimizer = torch.optim.SGD([{"params": [p], "name": n} for n, p in model.named_parameters()], lr=0.1)
+    optimizer = by_parameter(model)
     with watch(model, optimizer) as watcher:
         for factor in (1.0, math.inf):
             if is_bare:
@@ -356,13 +362,12 @@ def test_a_step_without_an_enabled_scaler_writes_what_it_would_withhold(is_bare:
 
 
 def test_optimizers_that_step_on_one_backward_pass_share_a_step() -> None:
-    first, second = small_model(), small_model()
-    optimizers = [torch.optim.SGD(first.parameters(), lr=0.1), torch.optim.Adam(second.parameters())]
-    with watch(torch.nn.ModuleList([first, second]), optimizers) as watcher:
+    models, optimizers = two_loops()
+    with watch(models, optimizers) as watcher:
         for _ in range(3):
             for optimizer in optimizers:
                 optimizer.zero_grad()
-            (first(torch.ones(1, 3)) + second(torch.ones(1, 3))).square().mean().backward()
+            sum(model(torch.ones(1, 3)) for model in models).square().mean().backward()
             for optimizer in optimizers:
                 optimizer.step()
     assert len(watcher.steps) == 3
@@ -461,7 +466,7 @@ def test_steps_tell_their_scalers_apart() -> None:
 
 def test_the_record_of_a_loop_can_be_diagnosed_and_rendered() -> None:
     model = small_model()
-    optimizer = torch.optim.SGD([{"params": [p], "name": n} for n, p in model.named_parameters()], lr=0.1)
+    optimizer = by_parameter(model)
     scaler = GradScaler("cpu", init_scale=1024.0)
     with watch(model, optimizer) as watcher:
         for number in range(12):
@@ -470,11 +475,8 @@ def test_the_record_of_a_loop_can_be_diagnosed_and_rendered() -> None:
     record = diagnose(watcher.record())
     assert (record.command, record.verdict) == ("watch", "inconclusive")
     assert record.groups == ("0.weight", "0.bias", "2.weight", "2.bias")
-    assert (record.environment.device, record.environment.policy, record.environment.emulated) == (
-        "cpu",
-        "native",
-        False,
-    )
+    here = record.environment
+    assert (here.device, here.policy, here.emulated) == ("cpu", "native", False)
     assert "scale-collapse" in {finding.code for finding in record.findings}
     assert repr(from_json(to_json(record)).steps) == repr(record.steps)
     assert "Non-finite gradients" in rendered(record, width=100)
@@ -501,8 +503,7 @@ def overflowing_step(how: str, enabled: bool, bad: float, micro_batches: int) ->
     """A step of which five elements of one gradient out of four are ``bad``, in its last micro-batch."""
     model, first = small_model(), torch.nn.Linear(3, 4)
     model[0] = first
-    groups = [{"params": [p], "name": name} for name, p in model.named_parameters()]
-    optimizer = torch.optim.SGD(groups, lr=0.1)
+    optimizer = by_parameter(model)
     scaler = GradScaler("cpu", init_scale=4.0, enabled=enabled)
 
     def spoil(gradient: torch.Tensor) -> torch.Tensor:
@@ -538,6 +539,7 @@ def test_groups_are_counted_before_the_loop_touches_their_gradients(name: str, h
     enabled, bad, micro_batches, expected = PLANTED[name]
     step = overflowing_step(how, enabled, bad, micro_batches)
     assert step.found_inf is bool(expected)
+    assert step.skipped is (enabled and bool(expected))
     assert [(p.name, p.inf, p.nan) for group in step.groups for p in group.parameters] == expected
     assert [group.name for group in step.groups] == [name for name, _, _ in expected]
     if name.startswith("inf"):
@@ -561,8 +563,7 @@ def test_what_is_clipped_between_micro_batches_is_not_what_the_step_has() -> Non
 
 
 def test_watches_may_overlap_and_end_in_any_order() -> None:
-    first, second = small_model(), small_model()
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second)]
+    (first, second), optimizers = two_loops()
     before = [trace_of_watching(optimizer) for optimizer in optimizers]
     scaler = GradScaler("cpu", init_scale=4.0)
     watches = [watch(model, optimizer).start() for model, optimizer in zip((first, second), optimizers, strict=True)]
@@ -577,8 +578,7 @@ def test_watches_may_overlap_and_end_in_any_order() -> None:
 
 
 def test_each_of_two_watches_knows_which_scaler_scaled_a_loss() -> None:
-    models, scalers = [small_model(), small_model()], [GradScaler("cpu"), GradScaler("cpu")]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    (models, optimizers), scalers = two_loops(), [GradScaler("cpu"), GradScaler("cpu")]
     with watch(models[0], optimizers[0]) as first:
         one_step(models[0], optimizers[0], scalers[0])
         with watch(models[1], optimizers[1]) as second:  # to which the other scaler is the first
@@ -598,8 +598,7 @@ def test_loops_in_threads_are_told_apart() -> None:
         turns.wait(10)  # both are inside of scaler.step, and leave it in the order that they came in
         time.sleep(0.2 * (optimizer is optimizers[1]))
 
-    models = [small_model(), small_model()]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    models, optimizers = two_loops()
     watches = [watch(model, optimizer) for model, optimizer in zip(models, optimizers, strict=True)]
 
     def train(index: int) -> None:
@@ -609,19 +608,15 @@ def test_loops_in_threads_are_told_apart() -> None:
             for _ in range(3):
                 one_step(models[index], optimizers[index], scaler)
 
-    threads = [threading.Thread(target=train, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(train, range(2)))
     assert [(len(one.steps), one.misuses) for one in watches] == [(3, ()), (3, ())]
     assert not any(step.skipped for one in watches for step in one.steps)
     assert all("several threads" in one.notes[-1] for one in watches)  # whose order of calls is not judged
 
 
 def test_what_others_wrap_meanwhile_stays_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, scaler, calls = small_model(), GradScaler("cpu", init_scale=4.0), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    (model, optimizer, scaler), calls = scaled_loop(), []
     monkeypatch.setattr(GradScaler, "update", original := GradScaler.update)
     first, second = watch(model, optimizer), watch(model, optimizer)
     with first:
@@ -763,8 +758,7 @@ def test_a_failure_of_the_watcher_is_no_concern_of_the_loop(monkeypatch: pytest.
 
     weights = []
     for watched in (False, True):
-        model, scaler = small_model(), GradScaler("cpu", init_scale=4.0)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, scaler = scaled_loop()
         with (
             watch(model, optimizer) if watched else contextlib.nullcontext() as watcher,
             monkeypatch.context() as patched,

@@ -13,27 +13,25 @@ from ampdbg.search.strategies import AtomTree, atom_tree
 from tests.search.planted import SMALL, random_names, trees
 
 TREE = atom_tree(SMALL)
+LEVELS = {
+    ":own": 0,
+    "embed": 1,
+    "blocks.0:own": 1,
+    "blocks.0.attn": 3,
+    "blocks.0.mlp:own": 3,
+    "blocks.0.mlp.fc": 4,
+    "blocks.1": 2,
+    "head": 1,
+}
 
 
-def test_the_parents_own_atom_comes_before_its_childrens() -> None:
-    assert TREE.atoms == (
-        ":own",
-        "embed",
-        "blocks.0:own",
-        "blocks.0.attn",
-        "blocks.0.mlp:own",
-        "blocks.0.mlp.fc",
-        "blocks.1",
-        "head",
-    )
+def test_the_parents_own_atom_comes_before_its_childrens_and_levels_say_how_large_a_block_begins_there() -> None:
+    assert dict(zip(TREE.atoms, TREE.levels, strict=True)) == LEVELS
+    assert tuple(LEVELS) == TREE.atoms
 
 
 def test_siblings_are_in_the_order_in_which_anything_in_them_was_named() -> None:
     assert atom_tree(["a.x", "b", "a.y", "a", ""]).atoms == (":own", "a:own", "a.x", "a.y", "b")
-
-
-def test_levels_say_how_large_a_block_begins_there() -> None:
-    assert TREE.levels == (0, 1, 1, 3, 3, 4, 2, 1)
 
 
 UNDER = {
@@ -59,26 +57,11 @@ def test_nothing_else_is_known(name: str) -> None:
         TREE.under(name)
 
 
-PARENTS = {"blocks.0.mlp:own": "blocks.0.mlp", "blocks.0.mlp": "blocks.0", "blocks.0": "blocks", "head": "", ":own": ""}
-
-
-@pytest.mark.parametrize(("name", "parent"), PARENTS.items())
-def test_one_level_up(name: str, parent: str) -> None:
-    assert TREE.parent(name) == parent
-
-
-def test_above_the_root_there_is_nothing() -> None:
-    assert TREE.parent("") is None
-
-
-def test_a_module_with_children_has_lines_of_its_own() -> None:
-    assert [TREE.own(name) for name in ("", "blocks.0", "head", "blocks.0:own", "blocks")] == [
-        ":own",
-        "blocks.0:own",
-        "head",
-        "blocks.0:own",
-        "blocks",
-    ]
+def test_a_module_with_children_has_lines_of_its_own_and_a_parent_unless_it_is_the_root() -> None:
+    own = {"": ":own", "blocks.0": "blocks.0:own", "head": "head", "blocks.0:own": "blocks.0:own", "blocks": "blocks"}
+    assert {name: TREE.own(name) for name in own} == own
+    names = ("blocks.0.mlp:own", "blocks.0.mlp", "blocks.0", "head", ":own", "")
+    assert [TREE.parent(name) for name in names] == ["blocks.0.mlp", "blocks.0", "blocks", "", "", None]
 
 
 COMPRESSED = {

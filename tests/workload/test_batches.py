@@ -39,26 +39,14 @@ def taken(workload: Workload, count: int) -> list[Any]:
         "class data:\n    def __iter__(self): return iter([1, 2, 3])",
         "class data:\n    def __getitem__(self, i): return [1, 2, 3][i]",
         "class data(torch.utils.data.IterableDataset):\n    def __iter__(self): return iter([1, 2, 3])",
-        "class data:\n    def train_dataloader(self): return [1, 2, 3]",
+        "class data:\n    def setup(self): self.made = [1, 2, 3]\n    def train_dataloader(self): return self.made",
         "class Module:\n    def train_dataloader(self): return [1, 2, 3]\ndata = Module()",
         "class Module:\n    def train_dataloader(self): return [1, 2, 3]\ndef data(): return Module()",
     ],
 )
-def test_data_is_started_again_at_its_end(tmp_path: Path, source: str) -> None:
-    assert taken(build(tmp_path, "data.target=data.py:data", data=f"import torch\n{source}\n"), 7) == [
-        1,
-        2,
-        3,
-        1,
-        2,
-        3,
-        1,
-    ]
-
-
-def test_data_starts_from_the_beginning_in_every_call(tmp_path: Path) -> None:
-    workload = build(tmp_path, "data.target=data.py:data", data="def data(): yield from [1, 2, 3]\n")
-    assert [taken(workload, 2), taken(workload, 4)] == [[1, 2], [1, 2, 3, 1]]
+def test_data_starts_from_the_beginning_in_every_call_and_again_at_its_end(tmp_path: Path, source: str) -> None:
+    workload = build(tmp_path, "data.target=data.py:data", data=f"import torch\n{source}\n")
+    assert [taken(workload, 2), taken(workload, 7)] == [[1, 2], [1, 2, 3, 1, 2, 3, 1]]
 
 
 def test_a_one_shot_iterator_lasts_as_long_as_it_lasts(tmp_path: Path) -> None:
@@ -83,17 +71,6 @@ def test_a_data_module_is_prepared_as_lightning_does(tmp_path: Path) -> None:
     """
     workload = build(tmp_path, "data={target: data.py:Module, args: {size: 4}}", data=source)
     assert taken(workload, 1) == [(4, "prepare_data", "setup fit")]
-
-
-def test_a_setup_without_a_stage_is_called_without_one(tmp_path: Path) -> None:
-    source = """
-        class Module:
-            def setup(self):
-                self.loader = [7]
-            def train_dataloader(self):
-                return self.loader
-    """
-    assert taken(build(tmp_path, "data.target=data.py:Module", data=source), 1) == [7]
 
 
 @pytest.mark.parametrize(
@@ -179,6 +156,7 @@ T = torch.ones(2)
 def test_every_tensor_is_moved_and_every_container_kept(batch: Any) -> None:
     moved = to_device(batch, META)
     assert type(moved) is type(batch)
+    assert not isinstance(moved, Frozen) or (moved.name, moved.made) == ("a", 3)
     before, after = list(tensor_leaves(batch)), list(tensor_leaves(moved))
     assert [path for path, _ in after] == [path for path, _ in before] != []
     assert {leaf.device for _, leaf in after} == {META}
@@ -191,25 +169,11 @@ def test_the_users_own_containers_stay_as_they_are() -> None:
     assert items[0] is T
 
 
-def test_a_packed_sequence_moves_itself() -> None:
-    moved = to_device(pack_sequence([T]), CPU)
-    assert isinstance(moved, PackedSequence)
-
-
-def test_an_object_that_moves_in_place_is_passed_on() -> None:
-    item = InPlace()
-    assert to_device([item], META) == [item]
+def test_what_moves_itself_does_so_and_what_is_no_tensor_is_passed_on() -> None:
+    item, others = InPlace(), ["text", 3, None, Frozen, {4}]
+    assert to_device([item, *others], META) == [item, *others]
     assert item.device == META
-
-
-def test_what_is_no_tensor_is_passed_on() -> None:
-    batch = ["text", 3, None, Frozen, {4}]
-    assert to_device(batch, META) == batch
-
-
-def test_a_frozen_dataclass_keeps_its_other_fields() -> None:
-    moved = to_device(Frozen(T, "a"), META)
-    assert (moved.name, moved.made, moved.x.device) == ("a", 3, META)
+    assert isinstance(to_device(pack_sequence([T]), CPU), PackedSequence)
 
 
 def test_leaves_are_named_by_their_path() -> None:

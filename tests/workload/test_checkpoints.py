@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,43 +12,47 @@ import torch
 from safetensors.torch import save_file
 
 from ampdbg.errors import WorkloadError
+from ampdbg.workload.build import Workload
 from tests.workload.folders import build
 
-STATE = {"head.weight": torch.full((2, 4), 3.0), "head.bias": torch.full((2,), 5.0)}
+WEIGHTS = {"head.weight": torch.full((2, 4), 3.0), "head.bias": torch.full((2,), 5.0)}
 
 
-def weights(folder: Path, content: Any, name: str = "w.pt", **files: str) -> list[float]:
-    """Saves ``content``, builds with it as the checkpoint, and returns the first weight and bias of the head."""
-    save = save_file if name.endswith(".safetensors") else torch.save
-    save(content, folder / name)
-    model = build(folder, f"checkpoint={name}", **files).model
-    return [model.get_parameter("head.weight")[0, 0].item(), model.get_parameter("head.bias")[0].item()]
+def built(folder: Path, content: Any, *overrides: str, **files: str) -> Workload:
+    torch.save(content, folder / "run.pt")
+    return build(folder, "checkpoint=run.pt", *overrides, **files)
+
+
+def first_values(workload: Workload) -> list[float]:
+    """The first weight and bias of the head."""
+    return [workload.model.get_parameter(f"head.{name}").flatten()[0].item() for name in ("weight", "bias")]
 
 
 def prefixed(prefix: str) -> dict[str, torch.Tensor]:
-    return {prefix + name: tensor for name, tensor in STATE.items()}
+    return {prefix + name: tensor for name, tensor in WEIGHTS.items()}
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        STATE,
-        {"state_dict": STATE, "epoch": 3},
-        {"model_state_dict": STATE, "optimizer_state_dict": {"state": {}, "param_groups": []}},
-        {"model": STATE, "args": {"lr": 0.1}},
+        WEIGHTS,
+        {"state_dict": WEIGHTS, "epoch": 3},
+        {"model_state_dict": WEIGHTS, "optimizer_state_dict": {"state": {}, "param_groups": []}},
+        {"model": WEIGHTS, "args": {"lr": 0.1}},
         prefixed("module."),
         prefixed("_orig_mod."),
         prefixed("module._orig_mod."),
         {"state_dict": prefixed("module.")},
-        {name: tensor.half() for name, tensor in STATE.items()},
+        {name: tensor.half() for name, tensor in WEIGHTS.items()},
     ],
 )
 def test_a_state_dict_is_found_where_training_scripts_put_it(tmp_path: Path, content: Any) -> None:
-    assert weights(tmp_path, content) == [3.0, 5.0]
+    assert first_values(built(tmp_path, content)) == [3.0, 5.0]
 
 
 def test_safetensors_are_read(tmp_path: Path) -> None:
-    assert weights(tmp_path, STATE, "w.safetensors") == [3.0, 5.0]
+    save_file(WEIGHTS, tmp_path / "w.safetensors")
+    assert first_values(build(tmp_path, "checkpoint=w.safetensors")) == [3.0, 5.0]
 
 
 TIED = """
@@ -61,9 +66,14 @@ class Tied(Net):
 
 
 def test_a_tied_parameter_may_be_saved_once(tmp_path: Path) -> None:
-    torch.save(STATE, tmp_path / "w.pt")
-    model = build(tmp_path, "checkpoint=w.pt", "model.target=net.py:Tied", net=TIED).model
+    model = built(tmp_path, WEIGHTS, "model.target=net.py:Tied", net=TIED).model
     assert model.get_parameter("twin.bias")[0].item() == 5.0
+
+
+def refusal(folder: Path, content: Any, *overrides: str, **files: str) -> list[str]:
+    with pytest.raises(WorkloadError) as raised:
+        built(folder, content, *overrides, **files)
+    return str(raised.value).splitlines()
 
 
 @pytest.mark.parametrize(
@@ -84,20 +94,16 @@ def test_a_tied_parameter_may_be_saved_once(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_counted_and_named(
     tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], object], expected: str
 ) -> None:
-    state = dict(STATE)
+    state = dict(WEIGHTS)
     change(state)
-    with pytest.raises(WorkloadError) as raised:
-        weights(tmp_path, state)
-    assert str(raised.value).splitlines() == [
-        "--set checkpoint=w.pt: checkpoint: w.pt does not fit the Net",
+    assert refusal(tmp_path, state) == [
+        "--set checkpoint=run.pt: checkpoint: run.pt does not fit the Net",
         f"  {expected}",
     ]
 
 
 def test_every_kind_of_misfit_is_in_one_message(tmp_path: Path) -> None:
-    with pytest.raises(WorkloadError) as raised:
-        weights(tmp_path, {"head.weight": torch.ones(2, 5), "tail": torch.ones(1)})
-    assert str(raised.value).splitlines()[1:] == [
+    assert refusal(tmp_path, {"head.weight": torch.ones(2, 5), "tail": torch.ones(1)})[1:] == [
         "  1 missing: head.bias",
         "  1 not in the model: tail",
         "  1 of another shape: head.weight ([2, 5] in the file, [2, 4] in the model)",
@@ -112,7 +118,7 @@ class Anything:
     ("content", "expected"),
     [
         (Anything(), "is damaged, or holds Python objects; allowed: tensors only"),
-        ({"state_dict": STATE, "config": Anything()}, "is damaged, or holds Python objects; allowed: tensors only"),
+        ({"state_dict": WEIGHTS, "config": Anything()}, "is damaged, or holds Python objects; allowed: tensors only"),
         (torch.ones(3), "holds no state dict but a Tensor; allowed: names to tensors"),
         ({"epoch": 3, "lr": 0.1}, "holds no state dict but a dict with the keys epoch and lr"),
         ({}, "holds no state dict but a dict"),
@@ -120,16 +126,238 @@ class Anything:
     ],
 )
 def test_what_is_no_state_dict_is_refused(tmp_path: Path, content: Any, expected: str) -> None:
-    with pytest.raises(WorkloadError) as raised:
-        weights(tmp_path, content)
-    assert expected in str(raised.value)
-    assert str(raised.value).startswith("--set checkpoint=w.pt: checkpoint: w.pt")
+    first, *_ = refusal(tmp_path, content)
+    assert first.startswith(f"--set checkpoint=run.pt: checkpoint: run.pt {expected}")
 
 
 def test_a_file_cut_short_is_refused(tmp_path: Path) -> None:
-    torch.save(STATE, tmp_path / "w.pt")
+    torch.save(WEIGHTS, tmp_path / "w.pt")
     whole = (tmp_path / "w.pt").read_bytes()
     for size in (0, 10, len(whole) // 2, len(whole) - 10):
         (tmp_path / "w.pt").write_bytes(whole[:size])
         with pytest.raises(WorkloadError, match=r"checkpoint: w\.pt (cannot be read|is damaged)"):
             build(tmp_path, "checkpoint=w.pt")
+
+
+SCALER = {**torch.amp.GradScaler("cpu", init_scale=8.0).state_dict(), "_growth_tracker": 7}
+LINEAR = {"target": "torch.optim.lr_scheduler:LinearLR"}
+
+
+def state_of(kind: type[torch.optim.Optimizer], **settings: Any) -> dict[str, Any]:
+    """The state of one group of all parameters after a step."""
+    model = torch.nn.Sequential(OrderedDict(head=torch.nn.Linear(4, 2)))
+    optimizer = kind(model.parameters(), **settings)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    return optimizer.state_dict()
+
+
+def adamw() -> dict[str, Any]:
+    return state_of(torch.optim.AdamW, lr=0.25)
+
+
+def moments(workload: Workload) -> list[float]:
+    state = [workload.optimizers[0].state[parameter] for parameter in workload.model.parameters()]
+    return [round(float(one["exp_avg"].flatten()[0]), 4) for one in state if one]
+
+
+LIGHTNING = {"epoch": 1, "global_step": 7, "lr_schedulers": [], "loops": {"fit_loop": {"state_dict": {}}}}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"model": WEIGHTS, "optimizer": adamw(), "scaler": SCALER},
+        {"model_state_dict": WEIGHTS, "optimizer_state_dict": adamw(), "scaler_state_dict": SCALER, "epoch": 3},
+        {"model": WEIGHTS, "optim": adamw(), "grad_scaler": SCALER},
+        {"model": WEIGHTS, "optimizers": adamw(), "amp_scaler": SCALER},
+        {"state_dict": WEIGHTS, "optimizer_states": [adamw()], "MixedPrecision": SCALER, **LIGHTNING},
+    ],
+)
+def test_parts_are_found_under_the_names_that_scripts_and_lightning_give_them(tmp_path: Path, content: Any) -> None:
+    workload = built(tmp_path, content)
+    assert moments(workload) == [0.1, 0.1]
+    assert {group["lr"] for group in workload.optimizers[0].param_groups} == {0.25}
+    assert [group["name"] for group in workload.optimizers[0].param_groups] == ["head.weight", "head.bias"]
+    assert workload.scaler_state == SCALER
+    assert workload.notes == ()
+
+
+def test_the_scale_of_apex_is_read(tmp_path: Path) -> None:
+    amp = OrderedDict(loss_scaler0={"loss_scale": 32.0, "unskipped": 5})
+    assert built(tmp_path, {"model": WEIGHTS, "amp": amp}).scaler_state == {
+        "scale": 32.0,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2000,
+        "_growth_tracker": 5,
+    }
+
+
+@pytest.mark.parametrize("grouping", ["parameter", "module", "single"])
+def test_one_group_of_all_parameters_fits_every_grouping_of_a_config(tmp_path: Path, grouping: str) -> None:
+    assert moments(built(tmp_path, {"model": WEIGHTS, "optimizer": adamw()}, f"optimizer.groups={grouping}")) == [
+        0.1,
+        0.1,
+    ]
+
+
+def test_frozen_parameters_that_the_script_gave_to_its_optimizer_are_left_out(tmp_path: Path) -> None:
+    state = adamw()
+    del state["state"][0]
+    net = "class Frozen(Net):\n    def __init__(self):\n        super().__init__()\n"
+    net += "        self.head.weight.requires_grad_(False)\n"
+    workload = built(tmp_path, {"model": WEIGHTS, "optimizer": state}, "model.target=net.py:Frozen", net=net)
+    assert workload.optimizers[0].state.keys() == {workload.model.get_parameter("head.bias")}
+    assert moments(workload) == [0.1]
+
+
+def test_how_the_machine_of_the_script_computed_is_not_taken_over(tmp_path: Path) -> None:
+    state = adamw()
+    state["param_groups"][0] |= {"fused": True, "capturable": True, "lr": 0.5}
+    (group, *_) = built(tmp_path, {"model": WEIGHTS, "optimizer": state}).optimizers[0].param_groups
+    assert (group["fused"], group["capturable"], group["lr"]) == (None, False, 0.5)
+
+
+def test_an_empty_state_of_an_optimizer_or_of_a_disabled_scaler_is_none_and_the_weights_may_be_taken_alone(
+    tmp_path: Path,
+) -> None:
+    off = torch.amp.GradScaler("cpu", enabled=False).state_dict()
+    workload = built(tmp_path, {"model": WEIGHTS, "optimizer": {"state": {}, "param_groups": []}, "scaler": off})
+    assert (moments(workload), workload.scaler_state) == ([], None)
+    torch.save({"model": WEIGHTS, "optimizer": adamw(), "scaler": SCALER}, tmp_path / "run.pt")
+    workload = build(tmp_path, "checkpoint={model: run.pt}")
+    assert (moments(workload), workload.scaler_state, first_values(workload)) == ([], None, [3.0, 5.0])
+
+
+def test_a_scheduler_that_is_not_named_or_has_no_state_is_said(tmp_path: Path) -> None:
+    content = {"model": WEIGHTS, "optimizer": adamw()}
+    (note,) = built(tmp_path, {**content, "scheduler": {"last_epoch": 3}}).notes
+    assert "the scheduler in run.pt is left aside: no scheduler is named, and the learning rate stays" in note
+    assert built(tmp_path, content, "scheduler.target=torch.optim.lr_scheduler:LinearLR").notes == (
+        "the checkpoint has no state of a learning-rate scheduler: it begins anew",
+    )
+
+
+# --- what does not fit ---
+
+
+def changed(state: dict[str, Any], **group: Any) -> dict[str, Any]:
+    return {**state, "param_groups": [{**state["param_groups"][0], **group}]}
+
+
+def with_moment(value: Any) -> dict[str, Any]:
+    state = adamw()
+    state["state"][0]["exp_avg"] = value
+    return state
+
+
+def two_groups() -> dict[str, Any]:
+    state, (group,) = adamw(), adamw()["param_groups"]
+    return {**state, "param_groups": [{**group, "params": [0]}, {**group, "params": [1]}]}
+
+
+GROUPS = "; make it as the training script does: optimizer: {target: FILE.py:NAME}, a function of the model"
+MISFITS: dict[str, tuple[Any, str]] = {
+    "another optimizer": (
+        state_of(torch.optim.SGD, lr=0.1, momentum=0.9),
+        "settings that are missing, or no numbers: betas and eps",
+    ),
+    "more parameters": (
+        changed(adamw(), params=[0, 1, 2]),
+        f"other parameter groups: one of 3 parameters in the file, 2 of 1 and 1 parameters in the run{GROUPS}",
+    ),
+    "another shape": (with_moment(torch.ones(3, 4)), "exp_avg of head.weight: missing, or of another shape"),
+    "no tensor": (with_moment("x"), "exp_avg of head.weight: missing, or of another shape"),
+    "no moments": ({**adamw(), "state": {0: {"step": torch.tensor(1.0)}}}, "exp_avg and exp_avg_sq of head.weight"),
+    "a setting that is no number": (changed(adamw(), lr="high"), "settings that are missing, or no numbers: lr"),
+    "no state dict": ({"lr": 0.1}, "it is no state_dict() of a torch optimizer"),
+    "no groups": ({"state": {0: {}}, "param_groups": [3]}, "it is no state_dict() of a torch optimizer"),
+    "groups without parameters": (changed(adamw(), params=3), "it is no state_dict() of a torch optimizer"),
+    "a parameter twice": (changed(adamw(), params=[0, 0]), "it is no state_dict() of a torch optimizer"),
+    "a state of nothing": ({**adamw(), "state": {9: {}}}, "it is no state_dict() of a torch optimizer"),
+    "a state that is none": ({**adamw(), "state": {0: 3}}, "it is no state_dict() of a torch optimizer"),
+    "two optimizers": ([adamw(), adamw()], "another number of optimizers: 2 in the file, 1 in the run"),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_a_state_that_does_not_fit_the_optimizer_is_refused_in_one_message(tmp_path: Path, name: str) -> None:
+    state, expected = MISFITS[name]
+    first, problem, hint = refusal(tmp_path, {"model": WEIGHTS, "optimizer": state})
+    assert first == "--set checkpoint=run.pt: checkpoint: the optimizer in run.pt does not fit the AdamW"
+    assert expected in problem
+    assert hint == "  the weights alone are taken by checkpoint: {model: FILE}"
+
+
+def test_groups_of_the_scripts_own_need_its_own_optimizer(tmp_path: Path) -> None:
+    _, problem, _ = refusal(tmp_path, {"model": WEIGHTS, "optimizer": two_groups()}, "optimizer.groups=single")
+    assert problem == (
+        f"  other parameter groups: 2 of 1 and 1 parameters in the file, one of 2 parameters in the run{GROUPS}"
+    )
+    opt = "import torch\ndef make(model): return torch.optim.AdamW([{'params': [p]} for p in model.parameters()])\n"
+    workload = built(tmp_path, {"model": WEIGHTS, "optimizer": two_groups()}, "optimizer.target=opt.py:make", opt=opt)
+    assert moments(workload) == [0.1, 0.1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"scale": value} for value in (0.0, -1.0, float("nan"), float("inf"), "x", None, [1, 2], torch.ones(2))),
+        *({"growth_interval": value} for value in (0, 1e300, float("nan"))),
+        *({"growth_factor": 0.5}, {"backoff_factor": 2.0}, {"_growth_tracker": -1}),
+    ],
+    ids=str,
+)
+def test_a_scaler_that_no_gradscaler_can_be_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    first, problem, _ = refusal(tmp_path, {"model": WEIGHTS, "scaler": {**SCALER, **change}})
+    assert first == "--set checkpoint=run.pt: checkpoint: the scaler in run.pt does not fit the GradScaler"
+    assert problem == f"  missing, or not allowed: {next(iter(change))}"
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        ({"last_epoch": "x"}, "missing, or no numbers: start_factor, end_factor, total_iters, base_lrs and 1 more"),
+        ([{}, {"last_epoch": 3}], "another number of schedulers: 2 in the file, 1 in the run"),
+    ],
+)
+def test_a_state_that_does_not_fit_the_scheduler_is_refused(tmp_path: Path, state: Any, expected: str) -> None:
+    content = {"model": WEIGHTS, "scheduler": state}
+    first, problem, _ = refusal(tmp_path, content, "scheduler.target=torch.optim.lr_scheduler:LinearLR")
+    assert first.endswith("the scheduler in run.pt does not fit the LinearLR")
+    assert problem == f"  {expected}"
+
+
+def test_a_state_cannot_replace_what_a_scheduler_is_made_of(tmp_path: Path) -> None:
+    scheduler = torch.optim.lr_scheduler.LinearLR(torch.optim.SGD([torch.ones(1)], 0.1))
+    hostile = {**scheduler.state_dict(), "optimizer": 3, "step": 4, "last_epoch": 2, "base_lrs": [0.1]}
+    workload = built(
+        tmp_path,
+        {"model": WEIGHTS, "scheduler": hostile},
+        "scheduler.target=torch.optim.lr_scheduler:LinearLR",
+        "optimizer.groups=single",
+    )
+    (schedule,) = workload.schedules
+    assert schedule.scheduler.last_epoch == 2
+    assert schedule.scheduler.optimizer is workload.optimizers[0]
+    schedule.step_was_taken()
+    assert schedule.scheduler.last_epoch == 3
+
+
+def test_a_file_that_has_nothing_of_its_part_is_refused(tmp_path: Path) -> None:
+    torch.save({"model": WEIGHTS, "epoch": 3}, tmp_path / "run.pt")
+    with pytest.raises(WorkloadError) as raised:
+        build(tmp_path, "checkpoint={model: run.pt, optimizer: run.pt}")
+    assert str(raised.value) == (
+        "--set checkpoint={model: run.pt, optimizer: run.pt}: checkpoint.optimizer: run.pt holds no state of an "
+        "optimizer but a dict with the keys model and epoch; allowed: its state_dict(), at the top or under optimizer, "
+        "optimizer_state_dict, optimizer_states, optimizers, optim"
+    )
+
+
+def test_an_object_in_any_file_is_refused(tmp_path: Path) -> None:
+    torch.save(WEIGHTS, tmp_path / "run.pt")
+    torch.save({**adamw(), "more": Anything()}, tmp_path / "opt.pt")
+    with pytest.raises(WorkloadError, match=r"checkpoint\.optimizer: opt\.pt is damaged, or holds Python objects"):
+        build(tmp_path, "checkpoint={model: run.pt, optimizer: opt.pt}")

@@ -54,7 +54,9 @@ def test_a_file_that_is_a_target_and_a_sibling_is_one_module(tmp_path: Path) -> 
     assert first_losses(workload)["loss"].ndim == 0
 
 
-def test_files_with_the_same_name_in_different_folders_do_not_clash(tmp_path: Path) -> None:
+def test_files_and_siblings_of_the_same_name_in_different_folders_do_not_clash_in_one_build_either(
+    tmp_path: Path,
+) -> None:
     for name, width in (("a", 4), ("b", 5)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "layers.py").write_text(f"WIDTH = {width}\n")
@@ -67,15 +69,6 @@ def test_files_with_the_same_name_in_different_folders_do_not_clash(tmp_path: Pa
     data_factory = both.source.found.value
     assert type(both.model).__module__ != data_factory.__module__
     assert (sys.modules[type(both.model).__module__].WIDTH, sys.modules[data_factory.__module__].WIDTH) == (4, 5)
-
-
-def test_siblings_of_two_folders_in_one_build_do_not_clash(tmp_path: Path) -> None:
-    for name, width in (("a", 4), ("b", 5)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "layers.py").write_text(f"WIDTH = {width}\n")
-        (tmp_path / name / f"{name}.py").write_text(f"{NET}\n\nfrom layers import WIDTH\n\ndata = [WIDTH]\n")
-    workload = build(tmp_path, "model.target=a/a.py:Net", "data.target=b/b.py:data")
-    assert next(workload.batches()) == 5
 
 
 def test_a_name_of_the_standard_library_is_not_taken_from_it(tmp_path: Path) -> None:

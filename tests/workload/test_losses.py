@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -56,14 +57,14 @@ def test_a_loss_gets_the_output_and_the_target(tmp_path: Path) -> None:
     "loss",
     [
         "{target: torch.nn:CrossEntropyLoss}",
-        "{target: torch.nn:CrossEntropyLoss, args: {reduction: mean}}",
+        "{target: torch.nn:CrossEntropyLoss, args: {reduction: sum}}",
         "{target: torch.nn.functional:cross_entropy}",
-        "{target: torch.nn.functional:cross_entropy, args: {label_smoothing: 0.0}}",
+        "{target: torch.nn.functional:cross_entropy, args: {reduction: sum}}",
         "{target: net.py:criterion}",
         "{target: net.py:Own}",
     ],
 )
-def test_a_loss_is_a_function_a_class_or_an_instance(tmp_path: Path, loss: str) -> None:
+def test_a_loss_is_a_function_a_class_or_an_instance_and_its_arguments_are_used(tmp_path: Path, loss: str) -> None:
     net = """
         criterion = nn.CrossEntropyLoss()
 
@@ -73,16 +74,9 @@ def test_a_loss_is_a_function_a_class_or_an_instance(tmp_path: Path, loss: str) 
     """
     workload = build(tmp_path, f"loss={loss}", net=net)
     inputs, target = batch = next(workload.batches())
-    expected = torch.nn.functional.cross_entropy(workload.model(inputs), target)
+    reduction = "sum" if "sum" in loss else "mean"
+    expected = torch.nn.functional.cross_entropy(workload.model(inputs), target, reduction=reduction)
     assert torch.equal(workload.losses(batch)["loss"], expected)
-
-
-def test_arguments_of_a_loss_are_used(tmp_path: Path) -> None:
-    for target in ("torch.nn.functional:cross_entropy", "torch.nn:CrossEntropyLoss"):
-        workload = build(tmp_path, f"loss={{target: '{target}', args: {{reduction: sum}}}}")
-        inputs, labels = batch = next(workload.batches())
-        expected = torch.nn.functional.cross_entropy(workload.model(inputs), labels, reduction="sum")
-        assert torch.equal(workload.losses(batch)["loss"], expected)
 
 
 @pytest.mark.parametrize(
@@ -109,85 +103,67 @@ def test_an_output_is_a_loss_or_carries_one(tmp_path: Path, output: str) -> None
     assert loss_of(tmp_path, net) == 3.0
 
 
-def test_a_step_comes_before_everything_else(tmp_path: Path) -> None:
-    net = """
-        class M(Net):
-            def training_step(self, batch, index):
-                raise AssertionError
+STEP = """
+class M(Net):
+    def training_step(self, batch, index):
+        raise AssertionError
 
-        def step(model, batch, times=1):
-            return times * batch[0].sum() + 0 * model.head.weight.sum()
-    """
-    workload = build(tmp_path, "model.target=net.py:M", "step={target: net.py:step, args: {times: 2}}", net=net)
-    stream = workload.batches()
-    assert [workload.losses(next(stream))["loss"].item() for _ in range(3)] == [0.0, 64.0, 128.0]
+def step(model, batch, times=1):
+    zero = 0 * model.head.weight.sum()
+    return RETURNED
 
+class Step:
+    def __init__(self, times):
+        self.times = times
 
-def test_a_step_may_return_several_losses(tmp_path: Path) -> None:
-    net = """
-        def step(model, batch):
-            zero = 0 * model.head.weight.sum()
-            return {"a": zero + 1, "b": (zero + 2)[None]}
-    """
-    losses = first_losses(build(tmp_path, "step={target: net.py:step}", net=net))
-    assert {name: loss.item() for name, loss in losses.items()} == {"a": 1.0, "b": 2.0}
-    assert {loss.shape for loss in losses.values()} == {()}
+    def __call__(self, model, batch):
+        return step(model, batch, self.times)
 
-
-def test_a_step_may_be_a_class(tmp_path: Path) -> None:
-    net = """
-        class Step:
-            def __init__(self, times):
-                self.times = times
-            def __call__(self, model, batch):
-                return self.times + 0 * model.head.weight.sum()
-    """
-    losses = first_losses(build(tmp_path, "step={target: net.py:Step, args: {times: 4}}", net=net))
-    assert losses["loss"].item() == 4.0
-
-
-def test_a_training_step_gets_the_batch_and_its_index(tmp_path: Path) -> None:
-    net = """
-        class M(Net):
-            def training_step(self, batch, batch_idx):
-                return {"loss": 0 * self.head.weight.sum() + 10 * batch + batch_idx, "log": 1}
-
-        data = [5, 6]
-    """
-    workload = build(tmp_path, "model.target=net.py:M", "data.target=net.py:data", config=NO_LOSS, net=net)
-    stream = workload.batches()
-    assert [workload.losses(next(stream))["loss"].item() for _ in range(3)] == [50.0, 61.0, 52.0]
-
-
-def test_a_training_step_may_return_several_losses(tmp_path: Path) -> None:
-    net = """
-        class M(Net):
-            def training_step(self, batch, batch_idx):
-                zero = 0 * self.head.weight.sum()
-                return {"a": zero + 1, "b": zero + 2}
-    """
-    losses = first_losses(build(tmp_path, "model.target=net.py:M", config=NO_LOSS, net=net))
-    assert {name: loss.item() for name, loss in losses.items()} == {"a": 1.0, "b": 2.0}
+def loss(output, target):
+    return 0 * output.sum() + len(target)
+"""
+TRAINING_STEP = """
+class M(Net):
+    def training_step(self, batch, *index):
+        zero = 0 * self.head.weight.sum()
+        return RETURNED
+"""
+WITHOUT_INDEX = TRAINING_STEP.replace(", *index", "")
+OF_STEPS: dict[str, tuple[str, str, str, list[dict[str, float]]]] = {
+    "a step": (
+        STEP,
+        "times * batch[0].sum() + zero",
+        "step={target: net.py:step, args: {times: 2}}",
+        [{"loss": 0.0}, {"loss": 64.0}, {"loss": 128.0}],
+    ),
+    "a step of several losses": (
+        STEP,
+        "{'a': zero + 1, 'b': (zero + 2)[None]}",
+        "step={target: net.py:step}",
+        [{"a": 1.0, "b": 2.0}],
+    ),
+    "a step that is a class": (STEP, "times + zero", "step={target: net.py:Step, args: {times: 4}}", [{"loss": 4.0}]),
+    "the config's own": (STEP, "", "loss={target: net.py:loss}", [{"loss": 8.0}]),
+    "a training step, which gets the batch and its index": (
+        TRAINING_STEP,
+        "{'loss': zero + 10 * batch[0][0, 0] + index[0], 'log': 1}",
+        "data.args.count=2",
+        [{"loss": 0.0}, {"loss": 11.0}, {"loss": 2.0}],
+    ),
+    "a training step of several losses": (TRAINING_STEP, "{'a': zero + 1, 'b': zero + 2}", "", [{"a": 1.0, "b": 2.0}]),
+    "a training step without the index": (WITHOUT_INDEX, "zero + len(batch)", "", [{"loss": 2.0}]),
+}
+"""The code, what its step returns, what the config says beside its model, and the losses of the first steps."""
 
 
-def test_a_training_step_may_do_without_the_index(tmp_path: Path) -> None:
-    net = """
-        class M(Net):
-            def training_step(self, batch):
-                return 0 * self.head.weight.sum() + batch
-
-        data = [5]
-    """
-    assert loss_of(tmp_path, net) == 5.0
-
-
-def test_a_loss_in_the_config_comes_before_a_training_step(tmp_path: Path) -> None:
-    net = """
-        class M(Net):
-            def training_step(self, batch, index):
-                raise AssertionError
-    """
-    assert first_losses(build(tmp_path, "model.target=net.py:M", net=net))["loss"].requires_grad
+@pytest.mark.parametrize("name", OF_STEPS)
+def test_the_losses_are_those_of(name: str, tmp_path: Path) -> None:
+    code, returned, key, losses = OF_STEPS[name]
+    net = code.replace("RETURNED", returned)
+    workload = build(tmp_path, "model.target=net.py:M", *filter(None, [key]), config=NO_LOSS, net=net)
+    made = [workload.losses(batch) for batch in itertools.islice(workload.batches(), len(losses))]
+    assert [{name: loss.item() for name, loss in step.items()} for step in made] == losses
+    assert {loss.shape for step in made for loss in step.values()} == {()}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Models and optimizers: what a target may be, and how parameters are grouped and named."""
+"""Models, optimizers and learning-rate schedules: what a target may be, how parameters are grouped, what is stepped."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampdbg.errors import WorkloadError
+from ampdbg.config.file import load_config
+from ampdbg.errors import UserCodeError, WorkloadError
+from ampdbg.record.run import Record
+from ampdbg.training.loop import train
 from ampdbg.workload.build import Workload
-from tests.workload.folders import CONFIG, build
+from tests.workload.folders import build
 
 TWO_LAYERS = """
 class Two(nn.Module):
@@ -94,38 +97,91 @@ def test_an_optimizer_instance_belongs_to_a_model_instance(tmp_path: Path) -> No
 
 
 LIGHTNING = """
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
+
 class Module(Net):
     def training_step(self, batch, batch_idx):
         return nn.functional.cross_entropy(self(batch[0]), batch[1])
 
     def configure_optimizers(self):
-        first = torch.optim.SGD([self.head.weight])
-        second = torch.optim.Adam([self.head.bias])
-        schedule = torch.optim.lr_scheduler.StepLR(first, 1)
+        first = torch.optim.SGD([self.head.weight], lr=1.0)
+        second = torch.optim.Adam([self.head.bias], lr=1.0)
+        halving = StepLR(first, 1, 0.5)
+        other = StepLR(second, 1, 0.5)
+        each_step = {"scheduler": halving, "interval": "step"}
+        plateau = ReduceLROnPlateau(first)
         return RETURNED
 """
 
 
-@pytest.mark.parametrize(
-    ("returned", "expected"),
-    [
-        ("first", [["head.weight"]]),
-        ("[first, second]", [["head.weight"], ["head.bias"]]),
-        ("(first, second)", [["head.weight"], ["head.bias"]]),
-        ("[first], [schedule]", [["head.weight"]]),
-        ("first, schedule", [["head.weight"]]),
-        ("[first, schedule]", [["head.weight"]]),
-        ("[first, second], []", [["head.weight"], ["head.bias"]]),
-        ("{'optimizer': first, 'lr_scheduler': schedule}", [["head.weight"]]),
-        ("[{'optimizer': first}, {'optimizer': second}]", [["head.weight"], ["head.bias"]]),
-        ("({'optimizer': first, 'frequency': 1}, {'optimizer': second})", [["head.weight"], ["head.bias"]]),
-    ],
-)
-def test_everything_that_configure_optimizers_may_return_is_understood(
-    tmp_path: Path, returned: str, expected: list[list[str]]
+def of_module(folder: Path, returned: str, *overrides: str) -> Workload:
+    return build(folder, "model.target=net.py:Module", *overrides, net=LIGHTNING.replace("RETURNED", returned))
+
+
+def rates_after(workload: Workload, steps: int) -> list[float]:
+    """The learning rate of each optimizer after so many steps that all take."""
+    for _ in range(steps):
+        with workload.scheduled():
+            for optimizer in workload.optimizers:
+                optimizer.step()
+    return [optimizer.param_groups[0]["lr"] for optimizer in workload.optimizers]
+
+
+RETURNED: dict[str, list[float]] = {
+    "first": [1.0],
+    "[first, second]": [1.0, 1.0],
+    "(first, second)": [1.0, 1.0],
+    "[first, second], []": [1.0, 1.0],
+    "[first], [each_step]": [0.125],
+    "[first, second], [each_step, {'scheduler': other, 'interval': 'step', 'frequency': 3}]": [0.125, 0.5],
+    "{'optimizer': first, 'lr_scheduler': each_step}": [0.125],
+    "{'optimizer': first, 'lr_scheduler': {**each_step, 'frequency': 2}}": [0.5],
+    "[{'optimizer': first}, {'optimizer': second}]": [1.0, 1.0],
+    "[{'optimizer': first, 'lr_scheduler': each_step}, {'optimizer': second}]": [0.125, 1.0],
+    "({'optimizer': first, 'frequency': 1}, {'optimizer': second})": [1.0, 1.0],
+    "({'optimizer': first}, {'optimizer': second, 'lr_scheduler': None})": [1.0, 1.0],
+}
+"""The learning rates after three steps, of what may be returned."""
+
+EPOCH, FOREIGN = "it waits for the end of an epoch", "it is no LRScheduler over an optimizer of the run"
+NOT_STEPPED: dict[str, tuple[str, str]] = {
+    "first, halving": ("StepLR", EPOCH),
+    "[first, halving]": ("StepLR", EPOCH),
+    "[first], [halving]": ("StepLR", EPOCH),
+    "{'optimizer': first, 'lr_scheduler': halving}": ("StepLR", EPOCH),
+    "{'optimizer': first, 'lr_scheduler': {'scheduler': halving, 'interval': 'epoch'}}": ("StepLR", EPOCH),
+    "{'optimizer': first, 'lr_scheduler': {'scheduler': plateau, 'interval': 'step', 'monitor': 'loss'}}": (
+        "ReduceLROnPlateau",
+        "it waits for the metric of a validation",
+    ),
+    "{'optimizer': first, 'lr_scheduler': object()}": ("object", FOREIGN),
+    "{'optimizer': first, 'lr_scheduler': other}": ("StepLR", FOREIGN),
+}
+"""What is not stepped of what may be returned, and why."""
+
+
+@pytest.mark.parametrize("returned", [*RETURNED, *NOT_STEPPED])
+def test_what_configure_optimizers_returns_is_stepped_as_lightning_does_or_said_to_wait(
+    tmp_path: Path, returned: str
 ) -> None:
-    workload = build(tmp_path, "model.target=net.py:Module", net=LIGHTNING.replace("RETURNED", returned))
-    assert names(workload) == expected
+    workload, rates = of_module(tmp_path, returned), RETURNED.get(returned, [1.0])
+    kind, why = NOT_STEPPED.get(returned, ("", ""))
+    said = f"the {kind} of Module.configure_optimizers() is not stepped: {why}; the learning rate stays as it is"
+    assert workload.notes == (said,) * bool(kind)
+    assert names(workload) == [["head.weight"], ["head.bias"]][: len(rates)]
+    assert rates_after(workload, 3) == rates
+
+
+@pytest.mark.parametrize("returned", ["None", "[]", "{}", "[first, None]", "3", "'adam'"])
+def test_anything_else_is_refused(tmp_path: Path, returned: str) -> None:
+    with pytest.raises(WorkloadError, match=r"Module\.configure_optimizers\(\) gave .*; needed: a torch\.optim"):
+        of_module(tmp_path, returned)
+
+
+@pytest.mark.parametrize("frequency", ["0", "-1", "1.5", "True", "'often'"])
+def test_a_frequency_that_is_none_is_refused(tmp_path: Path, frequency: str) -> None:
+    with pytest.raises(WorkloadError, match=r"gave the frequency .*; needed: a whole number of at least 1"):
+        of_module(tmp_path, f"{{'optimizer': first, 'lr_scheduler': {{**each_step, 'frequency': {frequency}}}}}")
 
 
 def test_one_that_takes_arguments_is_not_lightnings_and_the_default_trains(tmp_path: Path) -> None:
@@ -135,16 +191,12 @@ def test_one_that_takes_arguments_is_not_lightnings_and_the_default_trains(tmp_p
     assert type(optimizer) is torch.optim.AdamW
 
 
-@pytest.mark.parametrize("returned", ["None", "[]", "{}", "[first, None]", "3", "'adam'"])
-def test_anything_else_is_refused(tmp_path: Path, returned: str) -> None:
-    with pytest.raises(WorkloadError, match=r"Module\.configure_optimizers\(\) gave .*; needed: a torch\.optim"):
-        build(tmp_path, "model.target=net.py:Module", net=LIGHTNING.replace("RETURNED", returned))
-
-
-def test_an_optimizer_in_the_config_comes_before_configure_optimizers(tmp_path: Path) -> None:
-    net = LIGHTNING.replace("RETURNED", "None")
-    (optimizer,) = build(tmp_path, "model.target=net.py:Module", "optimizer.args.lr=1.0", net=net).optimizers
+def test_those_of_the_config_come_before_the_models(tmp_path: Path) -> None:
+    (optimizer,) = of_module(tmp_path, "None", "optimizer.args.lr=1.0").optimizers
     assert type(optimizer) is torch.optim.AdamW
+    scheduler = "scheduler={target: torch.optim.lr_scheduler:StepLR, args: {step_size: 1, gamma: 0.1}}"
+    workload = of_module(tmp_path, "[first, second], [halving]", scheduler)
+    assert rates_after(workload, 2) == pytest.approx([0.01, 0.01])
 
 
 # --- models ---
@@ -178,5 +230,87 @@ def test_building_draws_no_random_number_of_its_own(tmp_path: Path) -> None:
     torch.manual_seed(0)
     expected = torch.nn.Linear(4, 2).weight
     torch.manual_seed(0)
-    model = build(tmp_path, config=CONFIG).model
+    model = build(tmp_path).model
     assert torch.equal(model.get_parameter("head.weight"), expected)
+
+
+OF_ANOTHER = """
+import torch
+other = torch.optim.SGD([torch.ones(1)])
+def make(optimizer): return torch.optim.lr_scheduler.StepLR(other, 1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("make = 3", "is an int; needed: an LRScheduler class, or a function that returns one"),
+        ("def make(optimizer): return None", "gave None; needed: an LRScheduler that is stepped after each step"),
+        ("from torch.optim.lr_scheduler import ReduceLROnPlateau as make", "without a metric"),
+        ("def make(): ...", r"cannot be called with \(optimizer\)"),
+        (OF_ANOTHER, "gave a StepLR of another optimizer"),
+    ],
+)
+def test_what_is_no_scheduler_is_refused(tmp_path: Path, source: str, expected: str) -> None:
+    with pytest.raises(WorkloadError, match=expected):
+        build(tmp_path, "scheduler.target=sched.py:make", sched=f"{source}\n")
+
+
+# --- in a run ---
+
+NET = """
+def huge(model, batch):
+    return model(batch[0]).float().sum() * 1e3
+
+def fine(model, batch):
+    return model(batch[0]).float().square().mean()
+
+def logged(optimizer):
+    class Logged(torch.optim.lr_scheduler.StepLR):
+        def step(self, epoch=None):
+            super().step()
+            with open(LOG, "a") as file:
+                print(self.last_epoch, file=file)
+    return Logged(optimizer, 1)
+"""
+
+
+def run(folder: Path, step: str, *overrides: str) -> tuple[Record, list[str]]:
+    """Trains four steps; also returns what the scheduler logged, its start included."""
+    log = folder / "log.txt"
+    net = NET.replace("LOG", repr(str(log)))
+    build(folder, net=net)
+    log.unlink(missing_ok=True)
+    given = [f"step.target=net.py:{step}", "loss=null", "scheduler.target=net.py:logged", "train.device=cpu"]
+    record = train(load_config(folder / "config.yaml", [*given, "train.steps=4", *overrides]), replays=0)
+    return record, log.read_text().split()
+
+
+@pytest.mark.parametrize("fused", ["null", "true"])
+def test_a_step_that_the_scaler_withheld_is_followed_by_none(tmp_path: Path, fused: str) -> None:
+    adam = f"optimizer={{target: torch.optim:AdamW, args: {{lr: 1.0e-9, fused: {fused}}}}}"
+    record, log = run(tmp_path, "huge", adam, "precision.loss_scale={init: 16}")
+    taken = [not step.skipped for step in record.steps]
+    assert 0 < sum(taken) < 4
+    assert log == [str(number) for number in range(sum(taken) + 1)]
+    assert not [misuse for misuse in record.misuses if misuse.code == "misuse-scheduler-on-skip"]
+
+
+def test_it_is_stepped_in_ranges_and_without_a_scaler(tmp_path: Path) -> None:
+    record, log = run(tmp_path, "fine", "precision.dtype=bfloat16")
+    assert [step.skipped for step in record.steps] == [False] * 4
+    assert log == ["0", "1", "2", "3", "4"]
+
+
+def test_a_schedule_that_is_over_ends_the_run_as_it_would(tmp_path: Path) -> None:
+    over = "scheduler={target: torch.optim.lr_scheduler:OneCycleLR, args: {max_lr: 0.1, total_steps: 2}}"
+    with pytest.raises(UserCodeError, match="the learning-rate scheduler's step raised ValueError: Tried to step"):
+        run(tmp_path, "fine", over)
+
+
+def test_no_hook_is_left_on_an_optimizer(tmp_path: Path) -> None:
+    workload = build(tmp_path, "scheduler={target: torch.optim.lr_scheduler:StepLR, args: {step_size: 1}}")
+    with pytest.raises(RuntimeError, match="in between"), workload.scheduled():
+        raise RuntimeError("in between")
+    assert not workload.optimizers[0]._optimizer_step_post_hooks
+    assert isinstance(workload.optimizers[0], torch.optim.AdamW)

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from ampdbg.config.file import load_config
+from ampdbg.config.schema import Config
 from ampdbg.errors import UserCodeError
 from ampdbg.record.run import Record
 from ampdbg.training.loop import train
 from tests.commands.program import start
+from tests.written import written
 
 WORKLOAD = """\
 import asyncio, sys
@@ -56,11 +57,22 @@ class OtherText(Exception):
         return 3
 
 
-def boom(after=0):
+def boom():
     global calls
     calls += 1
-    if calls > after:
-        {raising}
+    if calls > AFTER:
+        RAISING
+
+
+def booming(inner):
+    def outer(*args, **kwargs):
+        boom()
+        return inner(*args, **kwargs)
+    return outer
+
+
+def loss_of(output):
+    return output.value
 
 
 class Output:
@@ -69,8 +81,7 @@ class Output:
 
     @property
     def loss(self):
-        {loss}
-        return self.value
+        return loss_of(self)
 
 
 class Backward(torch.autograd.Function):
@@ -80,82 +91,52 @@ class Backward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        {backward}
         return gradient
 
 
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        {factory}
         self.head = nn.Linear(4, 2)
-        self.eval()
+        self.training = False
 
     def forward(self, x):
-        {forward}
         return Output(Backward.apply(1e-3 * self.head(x).float().sum()))
-
-    def to(self, *args, **kwargs):
-        {to}
-        return super().to(*args, **kwargs)
-
-    def train(self, mode=True):
-        if mode:
-            {train}
-        return super().train(mode)
-
-    def parameters(self, *args, **kwargs):
-        {parameters}
-        return super().parameters(*args, **kwargs)
-
-    def named_parameters(self, *args, **kwargs):
-        {named_parameters}
-        return super().named_parameters(*args, **kwargs)
 
 
 class Optimizer(torch.optim.SGD):
     def __init__(self, params):
-        {optimizer}
         super().__init__(params, lr=1e-4)
 
-    def zero_grad(self, *args, **kwargs):
-        {zero_grad}
-        return super().zero_grad(*args, **kwargs)
 
-    def step(self, *args, **kwargs):
-        {step}
-        return super().step(*args, **kwargs)
+def between():
+    pass
 
 
 def batches():
     for _ in range(9):
         yield torch.ones(2, 4)
-        {batch}
+        between()
 
 
-{importing}
+PLACE
 """
-CONFIG = """\
-model: {target: workload.py:Net}
-data: {target: workload.py:batches}
-optimizer: {target: workload.py:Optimizer}
-train: {steps: 5, device: cpu}
-"""
-STEPS_BEFORE = {
-    "importing": 0,
-    "factory": 0,
-    "to": 0,
-    "train": 0,
-    "parameters": 0,
-    "named_parameters": 0,
-    "optimizer": 0,
-    "forward": 3,
-    "loss": 3,
-    "backward": 3,
-    "zero_grad": 3,
-    "step": 3,
-    "batch": 4,
+PLACES = {
+    "boom()": 0,
+    **{
+        f"Net.{name} = booming(Net.{name})": 0 for name in ("__init__", "to", "train", "parameters", "named_parameters")
+    },
+    "Optimizer.__init__ = booming(Optimizer.__init__)": 0,
+    "Net.forward = booming(Net.forward)": 3,
+    "loss_of = booming(loss_of)": 3,
+    "Backward.backward = staticmethod(booming(Backward.backward))": 3,
+    "Optimizer.zero_grad = booming(Optimizer.zero_grad)": 3,
+    "Optimizer.step = booming(Optimizer.step)": 3,
+    "between = booming(between)": 4,
 }
+"""Where the code raises, and how many steps have ended by then."""
+
+FORWARD, BACKWARD = (place for place in PLACES if place.startswith(("Net.forward", "Backward")))
 RAISED = {
     "a BaseException": ('raise Stop("halt")', "raised Stop: halt"),
     "GeneratorExit": ('raise GeneratorExit("gone")', "raised GeneratorExit: gone"),
@@ -175,20 +156,17 @@ RAISED = {
 }
 
 
-def written(folder: Path, place: str, raising: str) -> Path:
+def raising_at(folder: Path, place: str, raising: str) -> Config:
     """A config whose workload runs ``raising`` at ``place``; in the loop, in a step after the third."""
-    late = f"boom(after={3 * (STEPS_BEFORE[place] > 0)})"
-    text = WORKLOAD.replace("{raising}", raising).replace(f"{{{place}}}", late)
-    for other in STEPS_BEFORE:
-        text = text.replace(f"{{{other}}}", "pass")
-    (folder / "workload.py").write_text(text, encoding="utf-8")
-    (folder / "config.yaml").write_text(CONFIG, encoding="utf-8")
-    return folder / "config.yaml"
+    after = 3 * (PLACES[place] > 0)
+    text = WORKLOAD.replace("RAISING", raising).replace("PLACE", place).replace("AFTER", str(after))
+    keys = {"model": "Net", "data": "batches", "optimizer": "Optimizer", "train": {"steps": 5, "device": "cpu"}}
+    return written(folder, text, **keys)
 
 
 def failed(folder: Path, place: str, raising: str) -> UserCodeError:
     """What training ends with."""
-    config = load_config(written(folder, place, raising))
+    config = raising_at(folder, place, raising)
     with pytest.raises(UserCodeError) as raised:
         train(config, replays=0)
     return raised.value
@@ -197,10 +175,10 @@ def failed(folder: Path, place: str, raising: str) -> UserCodeError:
 @pytest.mark.parametrize(
     ("place", "name"),
     [
-        *((place, "a BaseException") for place in STEPS_BEFORE),
+        *((place, "a BaseException") for place in PLACES),
         # Loops of ours run above a step, and would end by it.
-        *((place, "StopIteration") for place, steps in STEPS_BEFORE.items() if steps == 3),
-        ("named_parameters", "no attribute"),
+        *((place, "StopIteration") for place, steps in PLACES.items() if steps == 3),
+        ("Net.named_parameters = booming(Net.named_parameters)", "no attribute"),
     ],
 )
 def test_an_exception_is_theirs_wherever_it_is_raised(place: str, name: str, tmp_path: Path) -> None:
@@ -210,13 +188,13 @@ def test_an_exception_is_theirs_wherever_it_is_raised(place: str, name: str, tmp
     assert "in boom" in error.user_traceback
     assert "ampdbg" not in error.user_traceback.replace(str(tmp_path), "")
     steps = error.record.steps if isinstance(error.record, Record) else ()
-    assert len(steps) == STEPS_BEFORE[place]
+    assert len(steps) == PLACES[place]
 
 
 @pytest.mark.parametrize("name", RAISED)
 def test_an_exception_is_theirs_whatever_it_is(name: str, tmp_path: Path) -> None:
     raising, message = RAISED[name]
-    error = failed(tmp_path, "forward", raising)
+    error = failed(tmp_path, FORWARD, raising)
     assert message in str(error)
     assert len(str(error)) < 1000
     assert "in boom" in error.user_traceback
@@ -227,7 +205,7 @@ def test_an_exception_is_theirs_whatever_it_is(name: str, tmp_path: Path) -> Non
 
 def test_an_inference_mode_that_is_never_left_is_their_error(tmp_path: Path) -> None:
     """In a process of its own: what else ran in this one would be in that mode too."""
-    written(tmp_path, "forward", "sys.entered = torch.inference_mode(); sys.entered.__enter__()")
+    raising_at(tmp_path, FORWARD, "sys.entered = torch.inference_mode(); sys.entered.__enter__()")
     result = start(tmp_path, "scan", "config.yaml")
     assert result.code == 2
     assert "raised RuntimeError: " in result.stderr
@@ -237,11 +215,11 @@ def test_an_inference_mode_that_is_never_left_is_their_error(tmp_path: Path) -> 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.11 has groups")
 def test_a_group_is_shown_with_what_is_in_it(tmp_path: Path) -> None:
-    error = failed(tmp_path, "backward", 'raise BaseExceptionGroup("many", [Stop("one"), ValueError("two")])')
+    error = failed(tmp_path, BACKWARD, 'raise BaseExceptionGroup("many", [Stop("one"), ValueError("two")])')
     assert "raised BaseExceptionGroup: many (2 sub-exceptions)" in str(error)
     assert "ValueError: two" in error.user_traceback
 
 
 def test_an_interrupt_is_none(tmp_path: Path) -> None:
-    record = train(load_config(written(tmp_path, "forward", "raise KeyboardInterrupt")), replays=0)
+    record = train(raising_at(tmp_path, FORWARD, "raise KeyboardInterrupt"), replays=0)
     assert (record.interrupted, len(record.steps)) == (True, 3)

@@ -64,36 +64,28 @@ def test_a_call_that_does_not_fit_shows_only_the_error(tmp_path: Path) -> None:
     assert str(Path(ampdbg.__file__).parent) not in text
 
 
-def test_causes_are_shown_without_plumbing_too(tmp_path: Path) -> None:
-    text = shown(
-        tmp_path,
-        "model.target=net.py:broken",
-        net="""
-            def broken():
-                try:
-                    Net(width="four")
-                except TypeError as error:
-                    raise ValueError("a width is a number") from error
-        """,
-    )
+CAUSED = """
+def broken():
+    try:
+        Net(width="four")
+    except TypeError as error:
+        raise ValueError("a width is a number") from error
+
+def deeply_broken():
+    error = ValueError("the first")
+    for _ in range(3000):
+        later = ValueError("again")
+        later.__cause__ = error
+        error = later
+    raise error
+"""
+
+
+def test_causes_are_shown_without_plumbing_too_also_thousands_of_them(tmp_path: Path) -> None:
+    text = shown(tmp_path, "model.target=net.py:broken", net=CAUSED)
     assert "The above exception was the direct cause" in text
     assert frames(text)[-1] == "net.py:broken"
-
-
-def test_a_chain_of_thousands_of_causes_is_shown(tmp_path: Path) -> None:
-    text = shown(
-        tmp_path,
-        "model.target=net.py:broken",
-        net="""
-            def broken():
-                error = ValueError("the first")
-                for _ in range(3000):
-                    later = ValueError("again")
-                    later.__cause__ = error
-                    error = later
-                raise error
-        """,
-    )
+    text = shown(tmp_path, "model.target=net.py:deeply_broken", net=CAUSED)
     assert "ValueError: the first" in text
     assert text.count("ValueError: again") >= 3000
 

@@ -1,7 +1,8 @@
-"""The guided search: candidates together, what shows next joins, and each is dropped in turn."""
+"""The guided search, from candidates to what shows next and each dropped in turn; and the blind one, block by block."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 import random
 from collections.abc import Sequence
@@ -11,8 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ampdbg.record.pins import Trial
-from ampdbg.search.strategies import GROUPS, AtomTree, OutOfTrials, Trials, atom_tree, best_so_far, delta_debug, guided
-from tests.search.planted import SMALL, Step, of_any_size, planted, steps
+from ampdbg.search.strategies import (
+    GROUPS,
+    Atoms,
+    AtomTree,
+    OutOfTrials,
+    Trials,
+    atom_tree,
+    best_so_far,
+    delta_debug,
+    guided,
+)
+from tests.search.planted import SMALL, Step, of_any_size, planted, steps, trees
 
 TREE = atom_tree(SMALL)
 
@@ -26,7 +37,7 @@ def merged(tree: AtomTree, pins: Sequence[str]) -> int:
     return sum(len(tree.under(pin)) > 1 for pin in pins)
 
 
-def test_right_candidates_cost_one_trial_and_one_each() -> None:
+def test_right_candidates_cost_one_trial_and_one_each_which_says_what_dropping_it_does() -> None:
     _, trials = planted("embed", "head")
     found = guided(trials, ["embed", "head"])
     assert (found.pins, found.healthy, found.minimal) == (("embed", "head"), True, True)
@@ -35,15 +46,15 @@ def test_right_candidates_cost_one_trial_and_one_each() -> None:
         ("with fewer", ("embed",), False),
         ("with fewer", ("head",), False),
     ]
-
-
-def test_it_tells_what_dropping_each_pin_does() -> None:
-    _, trials = planted("embed", "head")
-    found = guided(trials, ["embed", "head"])
     assert {pin: (trial.pins, trial.healthy, trial.suspects) for pin, trial in found.dropped.items()} == {
         "embed": (("head",), False, ("embed",)),
         "head": (("embed",), False, ("head",)),
     }
+
+
+def test_the_blind_search_says_what_dropping_each_pin_does_too() -> None:
+    found = delta_debug(planted("embed", "head")[1])
+    assert {pin: trial.suspects for pin, trial in found.dropped.items()} == {"embed": ("embed",), "head": ("head",)}
 
 
 def test_of_few_culprits_in_a_large_model_each_is_dropped() -> None:
@@ -84,10 +95,10 @@ def test_where_each_culprit_hides_the_next_they_are_proposed_with_the_pins_in_fo
     ]
 
 
-def test_of_two_sets_that_would_do_the_earlier_candidate_is_kept() -> None:
-    for candidates in (["embed", "head"], ["head", "embed"]):
-        trials = Trials(Step(TREE, [["embed"], ["head"]]), TREE)
-        assert guided(trials, candidates).pins == (candidates[0],)
+def test_of_two_sets_that_would_do_the_earlier_candidate_or_the_first_to_run_is_kept() -> None:
+    trials = [Trials(Step(TREE, [["embed"], ["head"]]), TREE) for _ in range(3)]
+    assert guided(trials[0], ["embed", "head"]).pins == delta_debug(trials[1]).pins == ("embed",)
+    assert guided(trials[2], ["head", "embed"]).pins == ("head",)
 
 
 def test_all_parts_of_a_module_are_told_as_the_module_and_dropped_as_one_too() -> None:
@@ -142,17 +153,13 @@ def test_where_nothing_is_suspected_all_candidates_are_widened_at_last_to_the_ro
     assert widened == [("blocks.0.mlp",), ("blocks.0",), ("blocks.0", "blocks.1"), ("",)]
 
 
-def test_where_even_the_root_does_not_help_nothing_is_found() -> None:
-    trials = Trials(lambda pins: Trial(pins, healthy=False, why="nan"), TREE)
+def test_where_even_the_root_does_not_help_nothing_is_found_nor_widened_without_candidates_and_suspects() -> None:
+    trials, others = (Trials(lambda pins: Trial(pins, healthy=False, why="nan"), TREE) for _ in range(2))
     found = guided(trials, ["head"])
     assert (found.pins, found.healthy, found.minimal) == ((), False, False)
     assert trials.made[-1].pins == ("",)
-
-
-def test_without_candidates_and_suspects_there_is_nothing_to_widen() -> None:
-    trials = Trials(lambda pins: Trial(pins, healthy=False, why="nan"), TREE)
-    assert not guided(trials, []).healthy
-    assert len(trials.made) == 1
+    assert not guided(others, []).healthy
+    assert len(others.made) == 1
 
 
 def test_a_candidate_that_does_harm_is_not_in_the_set() -> None:
@@ -167,12 +174,14 @@ def test_a_candidate_that_does_harm_is_not_in_the_set() -> None:
     assert (found.pins, found.minimal) == (("head",), True)
 
 
-def test_tied_candidates_are_dropped_as_one() -> None:
-    step = Step(TREE, [["head"]])
-    trials = Trials(step, TREE, together=[("embed", "head")])
-    found = guided(trials, ["head", "embed", "blocks.1"])
+def test_tied_modules_are_dropped_as_one() -> None:
+    together = [("embed", "head")]
+    found = guided(Trials(Step(TREE, [["head"]]), TREE, together=together), ["head", "embed", "blocks.1"])
     assert (found.pins, found.minimal) == (("embed", "head"), True)
     assert [trial.pins for trial in found.dropped.values()] == [(), ()]
+    found = delta_debug(Trials(Step(TREE, [["head", "blocks.1"]]), TREE, together=together))
+    assert (found.pins, found.minimal) == (("embed", "blocks.1", "head"), True)
+    assert found.dropped["embed"] is found.dropped["head"]
 
 
 @of_any_size
@@ -246,16 +255,18 @@ def test_out_of_trials_the_best_set_so_far_is_returned(is_guided: bool, step: St
     assert is_guided or found.dropped.keys() <= {*found.pins}
 
 
-def test_after_an_interrupt_the_best_set_so_far_is_still_there() -> None:
+@pytest.mark.parametrize("is_guided", [True, False], ids=["guided", "blind"])
+def test_after_an_interrupt_the_best_set_so_far_is_still_there(is_guided: bool) -> None:
     def interrupt(trial: Trial) -> None:
-        if len(trial.pins) == 2:
+        if len(trial.pins) == 2 if is_guided else trial.stage == "narrowing" and trial.healthy:
             raise KeyboardInterrupt
 
     trials = Trials(Step(TREE, [["head"]]), TREE, on_trial=interrupt)
     with pytest.raises(KeyboardInterrupt):
-        guided(trials, ["head", "embed", "blocks.1"])
+        guided(trials, ["head", "embed", "blocks.1"]) if is_guided else delta_debug(trials)
     found = best_so_far(trials)
-    assert (found.pins, found.healthy, found.minimal) == (("embed", "head"), True, False)
+    assert (found.pins, found.healthy, found.minimal) == (trials.made[-1].pins, True, False)
+    assert not is_guided or found.pins == ("embed", "head")
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -270,26 +281,20 @@ def test_a_step_that_fails_three_times_in_ten_is_cured_with_repeats(seed: int) -
     assert guided(trials, ["blocks.1", "head", "embed"]).pins == ("embed", "head")
 
 
-def test_where_each_pin_alone_takes_too_long_groups_are_dropped() -> None:
-    names = [f"layers.{number}" for number in range(1000)]
+def test_where_each_pin_alone_takes_too_long_groups_are_dropped_and_those_known_to_be_needed_are_one() -> None:
+    names = tuple(f"layers.{number}" for number in range(1000))
     step, trials = planted(*names, names=names)
     result = guided(trials, names)
-    assert (result.pins, result.healthy, result.minimal, result.dropped) == (tuple(names), True, False, {})
+    assert (result.pins, result.healthy, result.minimal, result.dropped) == (names, True, False, {})
     assert len(step.ran) == 1 + GROUPS
 
-
-def test_of_many_pins_those_that_are_known_to_be_needed_are_one_group_and_the_others_are_dropped() -> None:
-    names = [f"layers.{number}" for number in range(1000)]
     needed = names[::3]
     step, trials = planted(*needed, names=names)
     result = guided(trials, names, fails_alone=lambda part: part <= set(needed))
-    assert (result.pins, result.healthy, result.minimal) == (tuple(needed), True, False)
+    assert (result.pins, result.healthy, result.minimal) == (needed, True, False)
     assert len(step.ran) <= 2 + math.log2(GROUPS) * 2 + 1
 
-
-def test_what_is_known_to_be_needed_and_is_not_goes_as_a_group() -> None:
-    names = [f"layers.{number}" for number in range(1000)]
-    _, trials = planted("layers.7", names=names)
+    _, trials = planted("layers.7", names=names)  # where what is known is wrong
     result = guided(trials, names, fails_alone=lambda part: part != {"layers.7"})
     assert (result.pins, result.healthy) == (("layers.7",), True)
 
@@ -298,3 +303,83 @@ def test_of_few_pins_those_that_are_known_to_be_needed_are_dropped_alone_all_the
     _, trials = planted("head", "embed")
     result = guided(trials, ["blocks.1", "head", "embed"], fails_alone=lambda part: True)
     assert (result.pins, result.minimal) == (("embed", "head"), True)
+
+
+def test_everything_is_tried_first_then_nothing_then_blocks() -> None:
+    names = ["", *(f"blocks.{block}{part}" for block in range(8) for part in ("", ".attn", ".mlp"))]
+    _, trials = planted("blocks.5.mlp", names=names)
+    found = delta_debug(trials)
+    assert (found.pins, found.healthy, found.minimal) == (("blocks.5.mlp",), True, True)
+    assert [(trial.stage, trial.pins) for trial in trials.made][:4] == [
+        ("everything", ("",)),
+        ("nothing", ()),
+        ("narrowing", (":own", "blocks.0", "blocks.1", "blocks.2", "blocks.3")),
+        ("narrowing", (":own", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "blocks.4", "blocks.5")),
+    ]
+
+
+@pytest.mark.parametrize(("is_healthy", "trials"), [(True, 2), (False, 1)], ids=["healthy", "failing with all pinned"])
+def test_a_step_that_no_pin_changes_needs_few_trials_and_no_pins(is_healthy: bool, trials: int) -> None:
+    made = Trials(lambda pins: Trial(pins, healthy=is_healthy), TREE)
+    found = delta_debug(made)
+    assert (found.pins, found.healthy, found.minimal) == ((), is_healthy, is_healthy)
+    assert len(made.made) == trials
+
+
+def test_where_everything_pinned_fails_an_earlier_healthy_set_is_made_smaller() -> None:
+    trials = Trials(lambda pins: Trial(pins, "head" in pins), TREE)
+    trials.test(["head", "embed"], "earlier")
+    found = delta_debug(trials)
+    assert (found.pins, found.minimal) == (("head",), True)
+
+
+def test_a_model_of_one_module_is_found_and_where_nothing_ran_nothing_is() -> None:
+    _, trials = planted("", names=[""])
+    assert delta_debug(trials).pins == ("",)
+    assert not delta_debug(Trials(lambda pins: Trial(pins, healthy=False), atom_tree([]))).healthy
+
+
+@of_any_size
+@given(data=st.data())
+@settings(max_examples=25)
+def test_the_planted_set_is_found_within_the_bound(sizes: tuple[int, ...], data: st.DataObject) -> None:
+    step = data.draw(steps(sizes))
+    (culprits,) = step.ways
+    trials = Trials(step, step.tree)
+    found = delta_debug(trials)
+    assert (found.pins, found.minimal) == (step.tree.compress(culprits), True)
+    assert set(found.dropped) == set(found.pins)
+    assert len(trials.made) <= 3 * len(culprits) * math.log2(len(step.tree.atoms)) + 10
+
+
+@given(trees([50]), st.data())
+@settings(max_examples=60)
+def test_of_several_ways_to_cure_it_finds_one_and_nothing_besides(tree: AtomTree, data: st.DataObject) -> None:
+    way = st.lists(st.sampled_from(tree.atoms), min_size=1, max_size=5, unique=True)
+    ways = data.draw(st.lists(way, min_size=2, max_size=4))
+    found, again = (delta_debug(Trials(Step(tree, ways), tree)) for _ in range(2))
+    assert tree.expand(found.pins) in [frozenset(way) for way in ways]
+    assert found == again
+
+
+def whimsical(seed: int, share: int, pinned: Atoms) -> bool:
+    """A predicate without any order: so many of 256 sets are healthy."""
+    digest = hashlib.sha256(repr((seed, sorted(pinned))).encode()).digest()
+    return digest[0] < share
+
+
+@given(trees([12]), st.integers(0, 2**32), st.integers(0, 200))
+@settings(max_examples=150)
+def test_where_pins_can_harm_the_set_is_still_healthy_and_minimal(tree: AtomTree, seed: int, share: int) -> None:
+    def healthy(pins: Atoms) -> bool:
+        return len(pins) == len(tree.atoms) or whimsical(seed, share, pins)
+
+    trials = Trials(lambda pins: Trial(pins, healthy(tree.expand(pins))), tree)
+    found = delta_debug(trials)
+    atoms = tree.expand(found.pins)
+    assert found.minimal
+    assert healthy(atoms)
+    assert not any(healthy(atoms - {atom}) for atom in atoms)
+    assert not any(healthy(atoms - tree.expand([pin])) for pin in found.pins)
+    count = len(tree.atoms)
+    assert len(trials.made) <= 2 + count * (math.log2(count) + 2) + count * (count + 1)

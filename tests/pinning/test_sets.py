@@ -1,14 +1,21 @@
-"""``bisect`` on every planted fault of the zoo: the exact set of pins, or the reason why there is none."""
+"""``bisect`` on planted faults of the zoo, outliers in real models and examples: the exact set, or why none."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import yaml
 
+import ampdbg
 from ampdbg.config.file import load_config
 from ampdbg.pinning.bisection import bisect_run
+from ampdbg.record.file import read_record
 from ampdbg.record.run import Record
+from tests.commands.program import ROOT, start
+from tests.models import runs
+from tests.models.test_outliers import OVERFLOWS, planted
+from tests.pinning.spiked import assert_found
 from tests.siblings import slow_but_for
 from tests.zoo.test_zoo import CASES, FILES, ONE_OF_EACH, config_of
 
@@ -72,18 +79,10 @@ def bisected(name: str, folder: Path, overrides: tuple[str, ...] = ()) -> Record
     return bisect_run(load_config(config_of(file_of(name), folder), overrides))
 
 
-QUICK = ("custom_backward", "residual_add")
-
-
-@pytest.mark.parametrize("name", slow_but_for(QUICK, SETS))
+@pytest.mark.parametrize("name", slow_but_for(["custom_backward", "residual_add"], SETS))
 def test_the_set_is_exact_and_proven(name: str, tmp_path: Path) -> None:
     record = bisected(name, tmp_path)
-    search = record.search
-    assert search is not None
-    assert (search.outcome, search.message) == ("found", "")
-    assert tuple(pin.name for pin in record.pins) == SETS[name]
-    assert search.minimal
-    assert (search.further, search.further_healthy) == (3, 3)
+    assert_found(record, *SETS[name])
     # Dropping any pin was tried and fails; the whole set was run once more.
     assert all(pin.without for pin in record.pins)
     assert [trial.healthy for trial in record.trials if trial.stage == "the whole set once more"] == [True]
@@ -116,3 +115,58 @@ def test_a_healthy_run_has_nothing_to_pin(name: str, tmp_path: Path) -> None:
     record = bisected(name, tmp_path)
     assert record.search is not None
     assert (record.search.outcome, record.pins, record.trials) == ("nothing-to-pin", (), ())
+
+
+# Behind the residual the stream itself stays beyond half, and so are the inputs of the next convolutions.
+BESIDES = {"residual of a resnet of timm": ("layer2.0.conv1", "layer2.0.downsample.0")}
+
+
+@pytest.mark.parametrize("name", slow_but_for(["gpt2 queries and keys"], OVERFLOWS))
+def test_the_module_with_the_outliers_is_the_set(name: str, tmp_path: Path) -> None:
+    overflow = OVERFLOWS[name]
+    record = bisect_run(load_config(runs.config_of(planted(overflow), tmp_path), ("train.steps=3",)))
+    # A library's line cannot be patched: its module is taken whole.
+    assert_found(record, overflow.module, *BESIDES.get(name, ()))
+    assert record.pins[0].sites[0].op == overflow.op
+
+
+OF_EXAMPLES = {
+    "linear_attention": ["blocks.0.attn:own", "blocks.1.attn:own"],
+    "camera": [":own"],
+    "house_prices": [":own"],
+    # The logits overflow in the end; the gradient of the projection that makes them only needs a lower loss scale.
+    "vit": ["block1.0.attn:own"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_EXAMPLES)
+def test_the_set_of_an_example(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    config = str(ROOT / "configs" / f"{name}.yaml")
+    # One thread: the order of additions, and with it a long run, depends on how many there are.
+    result = start(tmp_path, "bisect", config, "--record", "record.json", OMP_NUM_THREADS="1")
+    assert result.code == 1, result.stderr
+    record = read_record(tmp_path / "record.json")
+    assert_found(record, *OF_EXAMPLES[name])
+    assert all(name in result.stdout for name in OF_EXAMPLES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["linear_attention", "camera", "vit"])
+def test_200_steps_with_the_set_as_pins_are_healthy(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    pins = yaml.safe_dump(OF_EXAMPLES[name], default_flow_style=True).strip()
+    record = ampdbg.scan(ROOT / "configs" / f"{name}.yaml", steps=200, overrides=[f"precision.pins={pins}"])
+    assert [finding.code for finding in record.findings if finding.severity != "info"] == []
+    assert record.verdict == "healthy"
+    assert len(record.steps) == 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["camera_healthy", "house_prices_healthy"])
+def test_a_healthy_example_has_nothing_to_pin(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    result = start(tmp_path, "bisect", str(ROOT / "configs" / f"{name}.yaml"), OMP_NUM_THREADS="1")
+    assert result.code == 0, result.stderr
+    assert "Nothing to pin: none of " in result.stdout
