@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import yaml
 from hypothesis import strategies as st
 
 from tests.replay import test_tensor_kinds as kinds
@@ -132,13 +133,13 @@ COMMANDS = (
 @st.composite
 def raising_workloads(draw: st.DrawFn) -> dict[str, str]:
     """The files of a workload that raises, and in ``place`` where."""
-    place = draw(st.sampled_from(list(raising.STEPS_BEFORE)))
-    late = 3 * (raising.STEPS_BEFORE[place] > 0) * draw(st.sampled_from([0, 1]))
-    text = raising.WORKLOAD.replace("{raising}", draw(st.sampled_from(RAISING)))
-    text = text.replace(f"{{{place}}}", f"boom(after={late})")
-    for other in raising.STEPS_BEFORE:
-        text = text.replace(f"{{{other}}}", "pass")
-    return {"workload.py": text, "config.yaml": raising.CONFIG}
+    place = draw(st.sampled_from(list(raising.PLACES)))
+    late = 3 * (raising.PLACES[place] > 0) * draw(st.sampled_from([0, 1]))
+    text = raising.WORKLOAD.replace("RAISING", draw(st.sampled_from(RAISING)))
+    text = text.replace("PLACE", place).replace("AFTER", str(late))
+    keys = {"model": "Net", "data": "batches", "optimizer": "Optimizer"}
+    targets = {key: {"target": f"workload.py:{name}"} for key, name in keys.items()}
+    return {"workload.py": text, "config.yaml": yaml.safe_dump({**targets, "train": {"steps": 5, "device": "cpu"}})}
 
 
 @st.composite
