@@ -14,7 +14,7 @@ import pytest
 import ampdbg
 from ampdbg.config.file import load_config
 from ampdbg.config.schema import Config
-from ampdbg.errors import AmpdbgError, ConfigError, RecordError
+from ampdbg.errors import ConfigError
 from ampdbg.pinning import bisection
 from ampdbg.record.file import read_record, write_record
 from ampdbg.record.findings import Finding
@@ -141,20 +141,6 @@ def test_from_python_no_file_is_written(here: Here, fake: Fake) -> None:
     assert not Path(".ampdbg").exists()
 
 
-def test_an_error_in_mid_run_carries_the_diagnosed_steps(here: Here, fake: Fake) -> None:
-    def fails(config: Config, **options: Any) -> Record:
-        error = AmpdbgError("stopped")
-        error.record = replace(found(), search=None, findings=(), verdict="inconclusive")
-        raise error
-
-    here.monkeypatch.setattr(bisection, "bisect_run", fails)
-    written()
-    with pytest.raises(AmpdbgError) as caught:
-        ampdbg.bisect("config.yaml")
-    assert isinstance(caught.value.record, Record)
-    assert caught.value.record.findings
-
-
 # Where the config comes from
 
 
@@ -196,15 +182,6 @@ def test_the_next_command_carries_the_options_that_change_the_run(here: Here, fa
     assert result.stdout.splitlines()[-1].strip() == shlex.join(["ampdbg", "bisect", *given])
 
 
-def test_a_python_file_is_given_as_a_module(here: Here, fake: Fake) -> None:
-    fake(found())
-    Path("my model.py").touch()
-    result = here.refused("bisect", "my model.py")
-    assert result.stderr.startswith(
-        "error: my model.py: a Python file, not a config; try: ampdbg bisect --module 'my model.py', or write a config"
-    )
-
-
 def watched(verdict: Verdict, *findings: Finding) -> None:
     """Writes the record of a watched loop, ``loop.json``."""
     record = replace(nothing_to_pin(), command="watch", config={}, search=None, verdict=verdict, findings=findings)
@@ -222,12 +199,6 @@ def test_a_watched_loop_cannot_be_run_again(
         assert result.stderr == "error: loop.json: a watched loop has no config to run again; give a config\n"
 
 
-def test_a_damaged_record_is_named(here: Here) -> None:
-    Path("r.json").write_text('{"format": "ampdbg.record", ', encoding="utf-8")
-    with pytest.raises(RecordError, match=r"r\.json: not a record: "):
-        ampdbg.bisect("r.json")
-
-
 @pytest.mark.parametrize("function", [ampdbg.scan, ampdbg.ranges, ampdbg.bisect, ampdbg.suggest_fp32])
 def test_what_is_no_path_is_refused(function: Callable[[Any], object]) -> None:
     with pytest.raises(ConfigError, match="got a config of type int; allowed: the path of a config, a record"):
@@ -243,14 +214,6 @@ def test_an_overflow_is_pinned_where_it_happens(here: Here) -> None:
     assert record.search is not None
     assert record.search.outcome == "found"
     assert [pin.name for pin in record.pins] == ["first"]
-
-
-def test_what_fails_in_fp32_too_has_no_pins(here: Here) -> None:
-    written(NET.replace("return model(batch)", "return model(batch * float('inf'))"))
-    result = here(*MODULE, "--steps", "2", "--device", "cpu")
-    assert result.code == 1
-    assert result.stdout.startswith("✗ No pin helps: step 0 fails in FP32 too.")
-    assert "In the config" not in result.stdout
 
 
 def test_a_module_file_that_will_not_do_is_refused_in_one_message(here: Here) -> None:

@@ -11,7 +11,6 @@ from ampdbg import api
 from ampdbg.commands.app import COMMANDS
 from ampdbg.errors import UserCodeError
 from ampdbg.given import Given
-from ampdbg.record.file import write_record
 from ampdbg.record.run import Record
 from tests.commands.program import Here, start
 from tests.report.records import collapse, healthy
@@ -87,11 +86,6 @@ def test_an_error_of_the_users_code_leaves_the_page_of_the_steps_before_it(
     monkeypatch.setattr(api, "scan", fails)
     assert here("scan", "c.yaml", "--html", "page.html").code == 2
     assert Path("page.html").read_text(encoding="utf-8").startswith(PAGE)
-
-
-def test_report_writes_one_too(here: Here) -> None:
-    write_record(collapse(), Path("r.json"))
-    assert here("report", "r.json", "--format", "html").stdout.startswith(PAGE)
 
 
 def test_a_script_that_was_watched_leaves_its_page(tmp_path: Path) -> None:

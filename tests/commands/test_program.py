@@ -205,13 +205,6 @@ def test_a_reader_that_leaves_early_is_no_error(stream: str, folder: Path) -> No
         assert ran.stdout.startswith("✓ Healthy".encode())
 
 
-def test_a_terminal_that_cannot_show_the_chart_gets_ascii(folder: Path) -> None:
-    result = start(folder, "scan", "c.yaml", "--set", "model.args.gain=1e5", PYTHONIOENCODING="ascii")
-    assert result.code == 1
-    assert result.stdout.startswith("x The forward pass overflows")
-    assert result.stdout.isascii()
-
-
 def test_an_error_in_mid_run_costs_none_of_the_steps_before_it(folder: Path) -> None:
     result = start(folder, "scan", "c.yaml", "--quiet", "--set", "data.args.fail_at=2")
     assert (result.code, result.stdout) == (2, "")

@@ -12,7 +12,6 @@ from ampdbg.record.file import from_json, to_json, write_record
 from ampdbg.record.run import ScriptRun
 from ampdbg.report.formats import FORMATS
 from tests.commands.program import Here
-from tests.commands.suggestions import proven
 from tests.report.records import collapse, healthy, healthy_step
 
 
@@ -29,16 +28,11 @@ def test_showing_a_failure_again_is_no_failure(here: Here) -> None:
     assert here("report", "r.json").code == 0
 
 
-def test_a_suggestion_is_shown_with_its_search_and_its_proof(here: Here) -> None:
-    write_record(proven(), Path("record.json"))
-    text = here("report", "record.json", "-v").stdout
-    assert text.index("The set") < text.index("The trials") < text.index("The proof")
-    assert "the failing step (3)" in text
-
-
 def test_what_to_type_next_is_of_this_very_run(here: Here) -> None:
     write_record(healthy(), Path("a record.json"))
-    assert "\n  ampdbg scan 'a record.json' --steps 500\n" in here("report", "a record.json").stdout
+    shown = here("report", "a record.json").stdout
+    assert "\n  ampdbg scan 'a record.json' --steps 500\n" in shown
+    assert "Record: 'a record.json'" in shown
     steps = tuple(healthy_step(number) for number in range(60))
     script = replace(healthy(), command="run", steps=steps, script=ScriptRun("my train.py", ("--lr", "0.1")))
     write_record(script, Path("r.json"))
@@ -107,11 +101,6 @@ def test_an_output_that_cannot_be_written_is_named(here: Here) -> None:
     result = here("report", "r.json", "--output", "file/report")
     assert result.code == 2
     assert result.stderr.startswith("error: file/report: cannot be written: ")
-
-
-def test_a_path_with_a_space_is_quoted_in_what_to_type_next(here: Here) -> None:
-    write_record(collapse(), Path("my run.json"))
-    assert "Record: 'my run.json'" in here("report", "my run.json").stdout
 
 
 def test_debug_shows_where(here: Here) -> None:

@@ -136,6 +136,7 @@ def test_why_no_code_is_edited_stands_where_the_patch_would() -> None:
     )
     assert told in rendered(found(), Handover("diff", refused=reasons))
     assert "Why" not in rendered(replace(found(), verification=FAILED), Handover("diff", refused=reasons))
+    assert "Why" not in rendered(found(), Handover("yaml", NAMES, "x = 1", refused=reasons))
 
 
 def test_a_command_to_copy_is_never_cut() -> None:
