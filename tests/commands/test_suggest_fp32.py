@@ -127,7 +127,8 @@ def test_a_patch_that_was_not_proven_says_so(here: Here, fake: Fake) -> None:
     faked = fake(made=suggestion(here.folder, record=replace(proven(), verification=None)))
     result = here("suggest-fp32", "config.yaml", "--no-verify")
     assert faked.options["verify"] is False
-    assert "# Not proven: --no-verify was given" in result.stdout
+    assert "# Not proven: --no-verify was given, and nothing was run with this patch." in result.stdout
+    assert "Proven by" not in result.stdout
     assert "the patch for them is not proven" in result.stderr
     assert result.code == 0
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import typing
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -21,8 +20,6 @@ from ampdbg.report.pins import pin_lines, pins_yaml
 from tests.report.bisections import ATTENTION, BISECTIONS, BLOCK, FOUND, OVERFLOW, found, searched, trial
 from tests.report.pages import rendered
 from tests.report.records import healthy_step, interrupted, skipped_step
-
-FOLDER = Path(__file__).parent / "golden"
 
 
 def plain(record: Record, width: int = 80, config: str = "config.yaml") -> str:
@@ -172,11 +169,6 @@ def test_a_trial_of_a_large_set_is_named_by_what_it_leaves_out() -> None:
     text = plain(searched(FOUND, pins=tuple(map(Pin, names)), trials=tried))
     assert "candidates  the set                   healthy" in text
     assert "with fewer  the set without blocks.3  fails: loss NaN" in text
-
-
-def test_findings_are_listed_only_where_there_is_no_set() -> None:
-    assert OVERFLOW.message not in plain(found(), width=200)
-    assert OVERFLOW.message in plain(BISECTIONS["no_set_helps"](), width=200)
 
 
 PARTS = st.text("AZaz09_eEno", min_size=1, max_size=8)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import textwrap
-from pathlib import Path
 
 import pytest
 
@@ -14,19 +13,11 @@ from ampdbg.report.explanation import SECTIONS, explanation
 from ampdbg.report.formats.text import blocks
 from ampdbg.report.view import Look
 
-GOLDEN = Path(__file__).parent / "golden"
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def plain(code: str, width: int = 80) -> str:
     return as_text(code, Look(width, color=False, unicode=True))
-
-
-def test_the_list_names_each_family_and_has_a_line_for_each_code() -> None:
-    lines = as_text(None, Look(80, color=False, unicode=True)).splitlines()
-    families = list(dict.fromkeys(code.family for code in CODES.values()))
-    assert [line for line in lines if line in families] == families
-    assert [line.split()[0] for line in lines if line.startswith("  ")] == list(CODES)
 
 
 @pytest.mark.parametrize("code", CODES)
@@ -54,7 +45,3 @@ def test_colour_changes_no_character(code: str) -> None:
     colored = as_text(code, Look(80, color=True, unicode=True))
     assert "\x1b[" in colored
     assert [line.rstrip() for line in ANSI.sub("", colored).splitlines()] == plain(code).splitlines()
-
-
-def test_without_unicode_it_is_ascii() -> None:
-    assert as_text("unknown", Look(80, color=False, unicode=False)).isascii()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -19,8 +18,6 @@ from tests.report.pages import rendered
 from tests.report.records import ENVIRONMENT
 
 Order = Literal["tightest", "execution"]
-
-GOLDEN = Path(__file__).parent / "golden"
 
 
 def site(order: int, module: str, op: str, abs_max: float, line: int, text: str, **more: object) -> Site:

@@ -116,10 +116,6 @@ def test_a_healthy_run_is_about_eight_lines() -> None:
     assert len(rendered(healthy()).splitlines()) <= 8
 
 
-def test_a_file_beside_the_folder_keeps_its_path() -> None:
-    assert "/home/me/project/model.py:7" in rendered(OF_FILE, folder="/home/me/proj")
-
-
 @pytest.mark.parametrize(("step", "nan", "is_listed"), [(0, 0, False), (0, 1, True), (1, 0, True)])
 def test_a_mask_that_was_made_with_its_infinities_is_no_tensor_to_look_at(step: int, nan: int, is_listed: bool) -> None:
     steps = [healthy_step(number) for number in range(3)]

@@ -270,12 +270,6 @@ def test_pins_places_and_proof_stand_above_the_diff(tmp_path: Path) -> None:
     assert lines in text_of(handing(found, units=(noted,))).decode()
 
 
-def test_without_a_proof_the_diff_says_so(tmp_path: Path) -> None:
-    lines = text_of(suggestion(tmp_path, record=replace(proven(), verification=None))).decode().splitlines()
-    assert "# Not proven: --no-verify was given, and nothing was run with this patch." in lines
-    assert not any("Proven by" in line for line in lines)
-
-
 GIT = ("git", "apply")
 
 
