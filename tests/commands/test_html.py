@@ -66,15 +66,6 @@ def test_it_takes_the_place_of_a_page_and_of_nothing_else(here: Here) -> None:
     assert result.stderr == "error: --html new is the file of the record, and would be overwritten; name another file\n"
 
 
-@pytest.mark.usefixtures("_healthy")
-def test_a_page_that_cannot_be_written_does_not_cost_the_report(here: Here) -> None:
-    Path("file").write_text("", encoding="utf-8")
-    result = here("scan", "c.yaml", "--quiet", "--html", "file/page.html")
-    assert result.code == 2
-    assert result.stdout.startswith("✓ Healthy")
-    assert result.stderr.startswith("error: file/page.html: cannot be written: ")
-
-
 def test_an_error_of_the_users_code_leaves_the_page_of_the_steps_before_it(
     here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:

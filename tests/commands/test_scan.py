@@ -191,12 +191,13 @@ def test_a_folder_that_cannot_be_written_costs_one_message_and_not_the_report(he
     assert message.endswith("choose another place with --record FILE")
 
 
-def test_a_record_file_that_was_asked_for_and_cannot_be_written_is_an_error_after_the_report(
-    here: Here, returns: Returns
+@pytest.mark.parametrize("option", ["--record", "--html"])
+def test_a_file_that_was_asked_for_and_cannot_be_written_is_an_error_after_the_report(
+    option: str, here: Here, returns: Returns
 ) -> None:
     returns(healthy())
     Path("file").touch()
-    result = here("scan", "c.yaml", "--record", "file/r.json")
+    result = here("scan", "c.yaml", option, "file/r.json")
     assert result.code == 2
     assert result.stdout.startswith("✓ Healthy")
     assert "error: file/r.json: cannot be written: " in result.stderr
