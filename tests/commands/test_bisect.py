@@ -17,10 +17,9 @@ from ampdbg.config.schema import Config
 from ampdbg.errors import ConfigError
 from ampdbg.pinning import bisection
 from ampdbg.record.file import read_record, write_record
-from ampdbg.record.findings import Finding
-from ampdbg.record.run import Record, Verdict
+from ampdbg.record.run import Record
 from tests.commands.program import Here
-from tests.report.bisections import BISECTIONS, OVERFLOW, TRIALS, found, nothing_to_pin, search_interrupted
+from tests.report.bisections import BISECTIONS, TRIALS, found
 
 NET = """
 import torch
@@ -51,9 +50,6 @@ def training_step(model, batch):
     return model(batch).float().square().mean()
 """
 CONFIG = "model: {target: model.py:build_model}\ndata: {target: model.py:build_data}\ntrain: {steps: 3}\n"
-CLIPPED = Finding(
-    "misuse-clip-scaled", "error", 4, "optimizer", "gradients are clipped while scaled", "clip after unscaling"
-)
 MODULE = ("bisect", "--module", "model.py", "--quiet")
 
 
@@ -102,7 +98,7 @@ def test_the_report_goes_to_stdout_and_the_trials_to_stderr(here: Here, fake: Fa
     assert len([line for line in result.stderr.splitlines() if line.startswith("trial ")]) == len(TRIALS)
 
 
-CODES = dict.fromkeys(BISECTIONS, 1) | {"nothing_to_pin": 0, "search_interrupted": 130}
+CODES = dict.fromkeys(BISECTIONS, 1) | {"nothing_to_pin": 0, "interrupted": 130}
 
 
 @pytest.mark.parametrize("name", CODES)
@@ -114,10 +110,10 @@ def test_each_end_has_its_exit_code_and_leaves_a_record(name: str, here: Here, f
 
 
 def test_a_run_that_was_interrupted_before_its_search_is_told(here: Here, fake: Fake) -> None:
-    fake(replace(nothing_to_pin(), search=None, interrupted=True))
+    fake(replace(BISECTIONS["nothing_to_pin"](), search=None, interrupted=True))
     result = here("bisect", "config.yaml", "--quiet")
     assert result.code == 130
-    assert result.stdout.startswith("! Interrupted after 50 of 50 steps, in the search that follows.")
+    assert result.stdout.startswith("! Interrupted after 12 of 12 steps, in the search that follows.")
 
 
 def test_the_record_is_printed_kept_and_drawn_again(here: Here, fake: Fake) -> None:
@@ -168,32 +164,23 @@ def test_a_record_from_another_folder_says_where_to_run_it(here: Here, fake: Fak
 
 
 def test_a_module_file_needs_no_config(here: Here, fake: Fake) -> None:
-    faked = fake(nothing_to_pin())
+    faked = fake(BISECTIONS["nothing_to_pin"]())
     result = here(*MODULE, "--set", "model.args.gain=2.0")
     assert faked.configs[0].step is not None
     assert faked.configs[0].model.args == {"gain": 2.0}
-    assert "  ampdbg bisect --module model.py --set model.args.gain=2.0 --steps 500\n" in result.stdout
+    assert "  ampdbg bisect --module model.py --set model.args.gain=2.0 --steps 120\n" in result.stdout
 
 
 def test_the_next_command_carries_the_options_that_change_the_run(here: Here, fake: Fake) -> None:
-    fake(search_interrupted())
+    fake(BISECTIONS["interrupted"]())
     given = ("config.yaml", "--set", "model.args={gain: 2}", "--steps", "5", "--device", "cpu", "--seed", "4")
     result = here("bisect", *given, "--quiet", "--max-trials", "3")
     assert result.stdout.splitlines()[-1].strip() == shlex.join(["ampdbg", "bisect", *given])
 
 
-def watched(verdict: Verdict, *findings: Finding) -> None:
-    """Writes the record of a watched loop, ``loop.json``."""
-    record = replace(nothing_to_pin(), command="watch", config={}, search=None, verdict=verdict, findings=findings)
-    write_record(record, Path("loop.json"))
-
-
-@pytest.mark.parametrize(("verdict", "findings"), [("other", (CLIPPED,)), ("precision", (OVERFLOW,)), ("healthy", ())])
-def test_a_watched_loop_cannot_be_run_again(
-    verdict: Verdict, findings: tuple[Finding, ...], here: Here, fake: Fake
-) -> None:
+def test_a_watched_loop_cannot_be_run_again(here: Here, fake: Fake) -> None:
     fake(found())
-    watched(verdict, *findings)
+    write_record(replace(found(), command="watch", config={}, search=None), Path("loop.json"))
     for command in ("bisect", "suggest-fp32", "scan"):
         result = here.refused(command, "loop.json")
         assert result.stderr == "error: loop.json: a watched loop has no config to run again; give a config\n"

@@ -24,15 +24,7 @@ from ampdbg.record.file import read_record, write_record
 from ampdbg.record.run import Record
 from tests.commands.program import Here
 from tests.commands.suggestions import AFTER, BEFORE, FAILED, PROOF, handed_over, proven, suggestion
-from tests.report.bisections import (
-    found,
-    fp32_fails,
-    misused,
-    no_pin_helps,
-    not_in_a_module,
-    nothing_to_pin,
-    search_interrupted,
-)
+from tests.report.bisections import BISECTIONS, found, not_in_a_module
 
 CONFIG = "model: {target: net.py:build_model}\ndata: {target: net.py:build_data}\ntrain: {steps: 3}\n"
 NET = "def build_model(): ...\ndef build_data(): ...\n"
@@ -302,12 +294,14 @@ def test_where_the_paths_count_from_here_git_apply_is_all_there_is_to_type(here:
     assert result.stderr.splitlines()[-1].replace("\\", "/").startswith("  git apply .ampdbg/")
 
 
-def test_apply_writes_the_files_and_prints_no_patch(here: Here, fake: Fake) -> None:
+def test_apply_writes_the_files_and_prints_no_patch_but_saves_it_to_be_taken_back(here: Here, fake: Fake) -> None:
     fake()
     result = here("suggest-fp32", "config.yaml", "--apply")
     assert (result.code, result.stdout) == (0, "")
     assert Path("model.py").read_bytes() == Path("parts/train.py").read_bytes() == AFTER
     assert result.stderr.rstrip().endswith("ampdbg scan config.yaml")
+    subprocess.run(["git", "apply", "-R", str(saved("*.patch"))], check=True)
+    assert Path("model.py").read_bytes() == BEFORE
 
 
 def test_apply_refuses_uncommitted_work_unless_forced(here: Here, fake: Fake) -> None:
@@ -345,31 +339,23 @@ def test_a_refused_patch_is_saved_beside_a_record_of_any_name_but_over_nothing(h
     assert Path("r.patch").read_bytes() == b"mine"
 
 
-def test_what_was_applied_is_taken_back_by_the_saved_patch(here: Here, fake: Fake) -> None:
-    fake()
-    here("suggest-fp32", "config.yaml", "--apply")
-    subprocess.run(["git", "apply", "-R", str(saved("*.patch"))], check=True)
-    assert Path("model.py").read_bytes() == BEFORE
-
-
 # No patch
 
 
 WITHOUT = {
-    "fp32 fails": (fp32_fails, "✗ No pin helps: "),
-    "no pin helps": (no_pin_helps, "✗ No pin helps: precision is not the cause of what fails at step 0."),
-    "misuse": (misused, "✗ No pin is looked for: until the code is repaired, what fails beside it says little"),
+    "fp32_fails": "✗ No pin helps: ",
+    "no_pin_helps": "✗ No pin helps: precision is not the cause of what fails at step 0.",
+    "misused": "✗ No pin is looked for: until the code is repaired, what fails beside it says little",
 }
 
 
 @pytest.mark.parametrize("name", WITHOUT)
 @pytest.mark.parametrize("form", ["diff", "module", "yaml", "json"])
 def test_what_no_pin_cures_has_no_patch_but_the_reason(name: str, form: str, here: Here, fake: Fake) -> None:
-    record, answer = WITHOUT[name]
-    fake(record=record(), notes=("clamp inside the root",))
+    fake(record=BISECTIONS[name](), notes=("clamp inside the root",))
     result = here("suggest-fp32", "config.yaml", "--format", form, "--quiet")
     assert (result.code, result.stdout) == (1, "")
-    assert " ".join(result.stderr.split()).startswith(answer)
+    assert " ".join(result.stderr.split()).startswith(WITHOUT[name])
     assert "Other remedies\n  clamp inside the root\n" in result.stderr
 
 
@@ -392,13 +378,12 @@ def test_where_a_part_of_a_failed_patch_was_refused_its_modules_are_pinned_by_na
 
 
 @pytest.mark.parametrize(
-    ("record", "code", "said"),
-    [(nothing_to_pin(), 0, "✓ Nothing to pin"), (search_interrupted(), 130, "! Interrupted")],
+    ("name", "code", "said"), [("nothing_to_pin", 0, "✓ Nothing to pin"), ("interrupted", 130, "! Interrupted")]
 )
 def test_a_healthy_run_and_an_interrupted_one_hand_nothing_over(
-    record: Record, code: int, said: str, here: Here, fake: Fake
+    name: str, code: int, said: str, here: Here, fake: Fake
 ) -> None:
-    fake(record=record)
+    fake(record=BISECTIONS[name]())
     result = here("suggest-fp32", "config.yaml")
     assert (result.code, result.stdout) == (code, "")
     assert said in result.stderr
@@ -419,7 +404,7 @@ OPTIONS = "config.yaml --set train.clip_grad_norm=2.5 --steps 9 --seed 4"
 NEXT = {
     "proven pins": (None, "--format yaml", f"scan {OPTIONS}"),
     "a proven patch as data": (None, "--format json", f"suggest-fp32 {OPTIONS} --strategy ddmin"),
-    "an interrupt": (replace(search_interrupted(), command="suggest-fp32"), "", f"suggest-fp32 {OPTIONS}"),
+    "an interrupt": (replace(BISECTIONS["interrupted"](), command="suggest-fp32"), "", f"suggest-fp32 {OPTIONS}"),
     "no code to edit": (replace(found(), verification=None), "", f"suggest-fp32 {OPTIONS} --format module"),
 }
 

@@ -80,7 +80,7 @@ def test_a_set_that_failed_on_a_further_batch_alone_still_holds() -> None:
 
 
 OUTSIDE = BISECTIONS["not_in_a_module"]()
-STOPPED = BISECTIONS["search_interrupted"]()
+STOPPED = BISECTIONS["interrupted"]()
 GIVEN = "config.yaml --set train.seed=4 --steps 50"
 NEXT = {
     "the options of this search": (
@@ -89,7 +89,7 @@ NEXT = {
         "bisect --module model.py --strategy ddmin",
     ),
     "the steps that were given": (STOPPED, GIVEN, f"bisect {GIVEN}"),
-    "more steps": (BISECTIONS["nothing_to_pin"](), GIVEN, "bisect config.yaml --set train.seed=4 --steps 500"),
+    "more steps": (BISECTIONS["nothing_to_pin"](), GIVEN, "bisect config.yaml --set train.seed=4 --steps 120"),
     "an interrupted suggestion": (
         replace(STOPPED, command="suggest-fp32"),
         "config.yaml",

@@ -20,7 +20,7 @@ from ampdbg.report.formats import written
 from ampdbg.report.suggestion import content, headline
 from ampdbg.report.view import Look, Typed
 from tests.commands.suggestions import AFTER, BEFORE, FAILED, PROOF, handed_over, proven, suggestion
-from tests.report.bisections import NAMES, found, fp32_fails
+from tests.report.bisections import BISECTIONS, NAMES, found
 
 FILE = FileDiff("model.py", "utf-8", "+x\n")
 UNITS = (PatchUnit("lines 41 to 43 of model.py", NAMES), PatchUnit("Block.forward in model.py", ()))
@@ -184,9 +184,10 @@ def test_each_end_has_its_headline(name: str) -> None:
 
 
 def test_without_pins_it_is_the_report_of_the_search_and_the_other_remedies() -> None:
-    told = fp32_fails().findings[0].remedy
-    text = rendered(fp32_fails(), Handover("diff", notes=(told, "normalise the data")))
-    assert text.startswith("✗ No pin helps: step 3 fails in FP32 too.")
+    record = BISECTIONS["fp32_fails"]()
+    told = record.findings[0].remedy
+    text = rendered(record, Handover("diff", notes=(told, "normalise the data")), width=400)
+    assert text.startswith("✗ No pin helps: step 0 fails in FP32 too.")
     assert "\nOther remedies\n  normalise the data\n" in text
     assert text.count(told) == 1
 
