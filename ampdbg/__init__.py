@@ -26,17 +26,9 @@ __version__ = "0.1.0"
 
 # Imported on first use: `import ampdbg` and `ampdbg --help` must not wait for torch.
 _HOMES = {
-    "scan": ".api",
-    "ranges": ".api",
-    "bisect": ".api",
-    "cost": ".api",
-    "run": ".api",
-    "replay": ".api",
-    "capture": ".api",
-    "suggest_fp32": ".api",
+    **dict.fromkeys(("scan", "ranges", "bisect", "cost", "run", "replay", "capture", "suggest_fp32"), ".api"),
+    **dict.fromkeys(("lightning_callback", "transformers_callback"), ".callbacks"),
     "watch": ".script.loop_watch",
-    "lightning_callback": ".callbacks",
-    "transformers_callback": ".callbacks",
     "diagnose": ".diagnosis.diagnose",
     "write_record": ".record.file",
     "pin_fp32": ".precision.pins",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ampdbg.record.replays import Investigation, Replay
+from ampdbg.record.run import Investigation, Replay
 
 AGREEMENT = 0.05
 """A loss that differs from FP32's by less than this share agrees with it."""
@@ -28,6 +28,11 @@ SAME_RUN = 1e-2
 def is_finite(replay: Replay) -> bool:
     """Whether the replay ran, and its loss and every gradient are finite."""
     return not replay.error and math.isfinite(replay.loss) and not replay.gradients
+
+
+def is_finite_in_fp32(made: Investigation) -> bool:
+    """Whether the step was replayed in FP32, and all is finite there."""
+    return len(made.replays) > 1 and is_finite(made.replays[1])
 
 
 def agrees(low: Replay, fp32: Replay, floor: Replay | None) -> bool:

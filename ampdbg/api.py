@@ -290,7 +290,12 @@ def suggest_fp32(
     if given.capture is not None:
         found = _with_capture(given, observer, "suggest-fp32", **searching)
     else:
-        found = _suggested(given, observer, **searching)
+        observer.start(given.config.train.steps)
+        from ampdbg.diagnosis.diagnose import diagnose
+        from ampdbg.proof.suggestion import suggest
+
+        with _diagnosed("suggest-fp32", diagnose):
+            found = suggest(given.config, known=given.record, observer=observer, **searching)
     record = with_listings(found.record)  # before the files are written
     if apply:
         from ampdbg.patch.file_edits import write_edits
@@ -301,15 +306,6 @@ def suggest_fp32(
             error.record = record
             raise
     return record
-
-
-def _suggested(given: Given, observer: Observer, **searching: Any) -> Suggestion:
-    observer.start(given.config.train.steps)
-    from ampdbg.diagnosis.diagnose import diagnose
-    from ampdbg.proof.suggestion import suggest
-
-    with _diagnosed("suggest-fp32", diagnose):
-        return suggest(given.config, known=given.record, observer=observer, **searching)
 
 
 def _given(config: str | Path | Given | None, changes: Changes, module: str | Path | None = None) -> Given:

@@ -17,6 +17,7 @@ from ampdbg.config.schema import Config
 from ampdbg.errors import WorkloadError, first_line
 from ampdbg.formats import FLOAT32
 from ampdbg.precision import autocast_policy, half_kernels
+from ampdbg.quantities import counted
 from ampdbg.record.run import Environment
 
 FUSED_ATTENTION_NOTE = (
@@ -36,7 +37,7 @@ def choose_device(asked: str) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device()) if count else torch.device("cpu")
     device = torch.device(asked)
     if device.type == "cuda" and (device.index or 0) >= count:
-        has = f"{count} CUDA device{'' if count == 1 else 's'}" if count else "no CUDA device"
+        has = counted(count, "CUDA device") if count else "no CUDA device"
         raise WorkloadError(
             f"train.device: {asked} was asked for, and this machine has {has}; "
             "with --device cpu ampdbg emulates CUDA's autocast"

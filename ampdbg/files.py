@@ -95,7 +95,8 @@ def read_file(path: Path, most: int) -> bytes:
     Raises:
         OSError: it cannot be read, is larger, is a device, which may have no end, or a pipe that nobody writes to.
     """
-    with open(path, "rb", opener=_opened_at_once) as stream:
+    at_once = getattr(os, "O_NONBLOCK", 0)  # else a pipe would wait for its writer, for ever where there is none
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | at_once)) as stream:
         kind = os.fstat(stream.fileno()).st_mode
         if stat.S_ISCHR(kind):
             raise OSError(errno.EINVAL, "a device; needed: a file")
@@ -107,11 +108,6 @@ def read_file(path: Path, most: int) -> bytes:
     if len(content) > most:
         raise OSError(errno.EFBIG, f"larger than {most:,} bytes")
     return content
-
-
-def _opened_at_once(path: str, flags: int) -> int:
-    """Else a pipe would wait for its writer, for ever where there is none."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def obstacle(path: Path) -> str:

@@ -12,8 +12,7 @@ class FloatFormat:
 
     ``name`` is torch's and ``short`` that of messages. ``precision`` counts significand bits with the implicit
     one; ``min_exponent`` and ``max_exponent`` are the unbiased exponents of the smallest and largest normal
-    number. Without infinities (``has_inf``) the largest significand of the largest exponent is NaN, as in
-    float8_e4m3fn.
+    number.
     """
 
     name: str
@@ -21,12 +20,11 @@ class FloatFormat:
     precision: int
     min_exponent: int
     max_exponent: int
-    has_inf: bool = True
 
     @property
     def largest(self) -> float:
         """The largest finite value: 65504 for float16."""
-        return math.ldexp(2.0 - math.ldexp(1.0 if self.has_inf else 2.0, 1 - self.precision), self.max_exponent)
+        return math.ldexp(2.0 - math.ldexp(1.0, 1 - self.precision), self.max_exponent)
 
     @property
     def overflow_threshold(self) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ampdbg.formats import FLOAT16, FLOAT32, FORMATS, FloatFormat
+from ampdbg.formats import FLOAT32, FORMATS, FloatFormat
 from ampdbg.syntax_tree import syntax_tree
 
 
@@ -58,16 +58,19 @@ def lowest_format(level: str, dtype: str) -> FloatFormat:
     return FORMATS[dtype] if LEVELS[level].lowers else FLOAT32
 
 
+def precision_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The section ``precision`` of the config that a record keeps; an empty one where there is none."""
+    section = config.get("precision")
+    return section if isinstance(section, Mapping) else {}
+
+
 def format_of_config(config: Mapping[str, Any]) -> FloatFormat:
     """The narrowest format of a run, by the config that its record keeps; FP16 where that does not say."""
-    precision = config.get("precision")
-    if not isinstance(precision, Mapping):
-        return FLOAT16
+    precision = precision_of(config)
     level, dtype = str(precision.get("level", "O1")), str(precision.get("dtype", "float16"))
     return lowest_format(level if level in LEVELS else "O1", dtype if dtype in FORMATS else "float16")
 
 
 def has_static_scale(config: Mapping[str, Any]) -> bool:
     """Whether the config that a record keeps gives the loss scale as a number, which nothing changes."""
-    precision = config.get("precision")
-    return isinstance(precision, Mapping) and isinstance(precision.get("loss_scale"), (int, float))
+    return isinstance(precision_of(config).get("loss_scale"), (int, float))

@@ -16,9 +16,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from ampdbg.record.pins import Trial
-from ampdbg.search.atoms import AtomTree, atom_tree
-from ampdbg.search.strategies import Result, delta_debug, guided
-from ampdbg.search.trials import Trials
+from ampdbg.search.strategies import AtomTree, Result, Trials, atom_tree, delta_debug, guided
 
 BLOCK = ("", ".norm1", ".attn", ".attn.qkv", ".attn.out", ".norm2", ".mlp", ".mlp.up", ".mlp.act", ".mlp.down")
 """The modules of a transformer's block."""

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 import ampdbg
 from ampdbg import errors
 from ampdbg.commands.app import COMMANDS, program
-from ampdbg.config.json_schema import json_schema
+from ampdbg.config.schema import json_schema
 from ampdbg.lint.settings import CODES as LINT_CODES
 from ampdbg.record.codes import CODES
 from ampdbg.report.explanation import SECTIONS, Explanation, explanations

@@ -10,11 +10,9 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
 
-from ampdbg.record.cost import Costs
 from ampdbg.record.findings import Count, Finding
 from ampdbg.record.pins import Pin, Search, Trial
-from ampdbg.record.replays import Replay
-from ampdbg.record.run import GroupOverflow, Record, Step
+from ampdbg.record.run import Costs, GroupOverflow, Record, Replay, Step
 
 # JSON in UTF-8 holds every character but lone surrogates.
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)

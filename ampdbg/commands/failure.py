@@ -8,7 +8,7 @@ import functools
 import shlex
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
 import typer
 
@@ -44,8 +44,11 @@ def guarded(command: Callable[..., int], *, takes_signals: bool = True) -> Calla
         except Exception as error:  # noqa: BLE001 - the last resort: a bug of ampdbg
             if INTERRUPTED.get([]):  # an import that an interrupt has left half done
                 code = _interrupted()
+            elif isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # wherever Python asks of a path
+                needed = f"{error.filename}: {error.strerror}; needed: the path of a file or folder"
+                code = _explain(ConfigError(needed), debug)
             else:
-                code = _explain(_of_a_name(error), debug) if _is_of_a_name(error) else _confess(error, debug)
+                code = _confess(error, debug)
         raise typer.Exit(code)
 
     return run
@@ -56,15 +59,6 @@ def _interrupted() -> int:
     what = f"what was found: ampdbg report {shlex.quote(str(path))}" if path else "nothing was recorded"
     say(f"interrupted: {what}")
     return EXIT_INTERRUPTED
-
-
-def _is_of_a_name(error: Exception) -> TypeGuard[OSError]:
-    """Whether no file can have the name: what Python asks of a path raises this, wherever it is asked."""
-    return isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
-
-
-def _of_a_name(error: OSError) -> AmpdbgError:
-    return ConfigError(f"{error.filename}: {error.strerror}; needed: the path of a file or folder")
 
 
 def _explain(error: AmpdbgError, debug: bool) -> int:

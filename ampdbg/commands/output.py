@@ -175,16 +175,12 @@ WRITTEN: ContextVar[Path | None] = ContextVar("WRITTEN", default=None)
 """The record that this command has written: an interrupt behind that has lost nothing but the page."""
 
 
+@interrupts_held()
 def save(record: Record, asked_for: Path | None) -> Saved:
     """Writes the record where it was asked for, else into ``.ampdbg`` and as the latest.
 
     What cannot be written must not cost the page of a run that took hours, nor an interrupt the record.
     """
-    with interrupts_held():
-        return _saved(record, asked_for)
-
-
-def _saved(record: Record, asked_for: Path | None) -> Saved:
     try:
         if asked_for is not None:
             write_record(record, asked_for)

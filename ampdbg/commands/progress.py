@@ -177,7 +177,7 @@ def _searching(modules: tuple[str, ...]) -> str:
 
 
 def _trial_line(number: int, trial: Trial) -> str:
-    from ampdbg.report.trials import pins_text, result_text  # `ampdbg --help` need not wait for the pages
+    from ampdbg.report.pins import pins_text, result_text  # `ampdbg --help` need not wait for the pages
 
     stage = f"{trial.stage}: " if trial.stage else ""
     pins = pins_text(trial.pins)

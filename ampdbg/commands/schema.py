@@ -17,7 +17,7 @@ def command(debug: options.Debug = False) -> int:
     For editors: ampdbg schema > ampdbg.schema.json, and as the first line of the config
     # yaml-language-server: $schema=ampdbg.schema.json
     """
-    from ampdbg.config.json_schema import json_schema  # pydantic, which `ampdbg --help` need not wait for
+    from ampdbg.config.schema import json_schema  # pydantic, which `ampdbg --help` need not wait for
 
     write_result(json.dumps(json_schema(), indent=2) + "\n", sys.stdout)
     return EXIT_HEALTHY

@@ -46,8 +46,7 @@ def _beside(record: Record, files: Sequence[str]) -> list[LintFinding]:
     from ampdbg.lint.engine import lint_file
     from ampdbg.lint.settings import Settings
     from ampdbg.lint.sources import SourcePath
-    from ampdbg.record.codes import CODES
-    from ampdbg.record.misuse_codes import OLD
+    from ampdbg.record.codes import CODES, OLD
 
     known = {finding.code for finding in record.findings}
     lines = {(os.path.abspath(one.source.file), one.source.line) for one in record.findings if one.source}

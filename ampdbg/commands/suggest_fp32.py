@@ -53,7 +53,9 @@ def command(
     _check(format_, module, apply=apply)
     if output is not None:
         options.check_place("--output", output, format_, config=config, record=run.record)
-        _check_writable(output)
+        from ampdbg.patch.file_edits import check_writable  # `ampdbg --help` need not wait for it
+
+        check_writable(output)
     with results_only() as stdout:
         given = read_given(_given_or_latest(config), None, script, **run.changes)
         if apply and not force and not run.quiet:
@@ -112,12 +114,6 @@ def _check(format_: Form, module: Path | None, *, apply: bool) -> None:
             f"got --module {module}; bisect takes --module; suggest-fp32 takes the record that it writes: "
             f"ampdbg bisect --module {shlex.quote(str(module))}"
         )
-
-
-def _check_writable(output: Path) -> None:
-    from ampdbg.patch import file_edits  # `ampdbg --help` need not wait for it
-
-    file_edits.check_writable(output)
 
 
 def _warn_of_uncommitted(given: Given) -> None:

@@ -219,15 +219,14 @@ def explain(error: ValidationError, places: Mapping[KeyPath, Place]) -> list[Mis
     ordered = sorted(zip(paths, items, strict=True), key=lambda pair: place_of(pair[0], places).order)
     return [
         # Names that are near take a while to find.
-        Mistake(place, dotted(_written(path, place)), _explanation(path, item, place) if index < MOST_MISTAKES else "")
+        Mistake(
+            place,
+            dotted((*path[:-1], place.written) if place.written else path),
+            _explanation(path, item, place) if index < MOST_MISTAKES else "",
+        )
         for index, (path, item) in enumerate(ordered)
         for place in (place_of(path, places),)
     ]
-
-
-def _written(path: KeyPath, place: Place) -> KeyPath:
-    """The path of a key with its last part as it is written."""
-    return (*path[:-1], place.written) if place.written else path
 
 
 def place_of(path: KeyPath, places: Mapping[KeyPath, Place]) -> Place:
@@ -241,7 +240,6 @@ def place_of(path: KeyPath, places: Mapping[KeyPath, Place]) -> Place:
 
 
 def _explanation(path: KeyPath, item: Mapping[str, Any], place: Place) -> str:
-    """What is wrong at ``path``, and what is allowed there."""
     owner, field = _in_schema(path)
     kind, given = item["type"], shown(item["input"])
     section = _section(field.annotation) if field else None

@@ -68,12 +68,8 @@ def _saved_file(value: Path, info: ValidationInfo) -> Path:
     return value
 
 
-def _scale_kind(value: object) -> str:
-    return "<mapping>" if isinstance(value, (Mapping, LossScale)) else "<number>"
-
-
-def _checkpoint_kind(value: object) -> str:
-    return "<mapping>" if isinstance(value, (Mapping, CheckpointFiles)) else "<path>"
+def _kind_or(other: str) -> Discriminator:
+    return Discriminator(lambda value: "<mapping>" if isinstance(value, (Mapping, BaseModel)) else other)
 
 
 def _one_or_several(value: object) -> object:
@@ -195,7 +191,7 @@ class Precision(_Section):
     ] = "cuda"
     loss_scale: Annotated[
         Annotated[LossScale, Tag("<mapping>")] | Annotated[Scale, Tag("<number>")],
-        Discriminator(_scale_kind),
+        _kind_or("<number>"),
         NOTHING,
         Field(
             title="what the loss is multiplied by",
@@ -243,12 +239,10 @@ class Precision(_Section):
 
     @property
     def has_half_weights(self) -> bool:
-        """Whether the level makes the weights themselves half."""
         return LEVELS[self.level].has_half_weights
 
     @property
     def format(self) -> FloatFormat:
-        """The narrowest format that a step computes in."""
         return lowest_format(self.level, self.dtype)
 
 
@@ -297,7 +291,7 @@ class ConfigFile(_Section):
     checkpoint: Annotated[
         Annotated[
             Annotated[CheckpointFiles, Tag("<mapping>")] | Annotated[SavedFile, Tag("<path>")],
-            Discriminator(_checkpoint_kind),
+            _kind_or("<path>"),
         ]
         | None,
         Field(
@@ -365,3 +359,29 @@ def config_of_script(precision: Precision) -> Config:
     """In the place of a config, for a step of a script: what the targets would name is made by the script itself."""
     script = TargetSpec(target=f"__main__:{THE_SCRIPT}")
     return Config(model=script, data=script, precision=precision, folder=Path.cwd(), start=Path.cwd())
+
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+LIMITS = {"ge": "minimum", "le": "maximum", "gt": "exclusiveMinimum", "lt": "exclusiveMaximum"}
+"""How JSON schema spells a limit that pydantic leaves as it is where a check of ours comes before it."""
+
+
+def json_schema() -> dict[str, Any]:
+    """The keys, their types, limits and defaults; each ``description`` says what is allowed."""
+    schema: dict[str, Any] = _spelled(ConfigFile.model_json_schema())
+    about = "The config of ampdbg, the precision debugger for PyTorch mixed-precision training."
+    return {"$schema": DIALECT, **schema, "title": "ampdbg", "description": about}
+
+
+def _spelled(value: Any, *, is_names: bool = False) -> Any:
+    """Without the titles that only repeat a key, and with limits as the standard spells them."""
+    if isinstance(value, Mapping):
+        return {
+            key if is_names else LIMITS.get(key, key): _spelled(
+                item, is_names=not is_names and key in ("properties", "$defs")
+            )
+            for key, item in value.items()
+            if is_names or key != "title" or not item[:1].isupper()
+        }
+    return [_spelled(item) for item in value] if isinstance(value, list) else value

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,17 +15,17 @@ import torch
 from torch.utils import _pytree
 
 from ampdbg.config.schema import Config, LossScale, Precision
-from ampdbg.costs.batch_size import largest_batch, shared_dimension
 from ampdbg.costs.step import PassUse, bytes_of, use_of_a_pass
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.errors import AmpdbgError, first_line
 from ampdbg.levels import LEVELS
 from ampdbg.observer import Observer
-from ampdbg.record.cost import Costs, LevelCost, StepMemory
-from ampdbg.record.run import Record
+from ampdbg.record.run import BatchFit, Costs, LevelCost, Record, StepMemory
+from ampdbg.replay.copies import altered_batch
 from ampdbg.replay.run import Run, prepared, run_pass
 from ampdbg.training.fp32_twin import Losses, distance, fp32_losses
 from ampdbg.training.loop import batches_of_steps, train_prepared, update_weights
+from ampdbg.workload.batches import tensor_leaves
 
 REPLAYS = 1
 """So many unhealthy steps of each kind are replayed: one tells whether the level trains."""
@@ -41,7 +42,6 @@ def compare(config: Config, pins: tuple[str, ...], memory: int | None, observer:
     """Trains ``train.steps`` steps at each level and measures what one of them takes.
 
     Args:
-        config: a checked config; its level is only one of them.
         pins: names that run in FP32 beside the config's own.
         memory: bytes; how large a batch fits into them is found too.
         observer: sees each level begin, and its steps.
@@ -187,7 +187,7 @@ def _with_training(cost: LevelCost, record: Record) -> LevelCost:
     return replace(
         cost,
         verdict=record.verdict,
-        finding=next((finding for finding in record.findings if finding.severity != "info"), None),
+        finding=next(iter(record.faults), None),
         error=_in_a_line(record.autocast_error.message) if record.autocast_error else "",
         steps=record.steps_run,
         skipped=record.steps_skipped,
@@ -197,9 +197,6 @@ def _with_training(cost: LevelCost, record: Record) -> LevelCost:
 
 def _in_a_line(text: str) -> str:
     return "; ".join(filter(None, map(str.strip, text.splitlines())))
-
-
-# What a step takes
 
 
 def _pass(run: Run, batch: Any) -> PassUse:
@@ -239,3 +236,66 @@ def _timed(run: Run) -> tuple[float, int]:
         torch.cuda.synchronize(run.device)
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds[WARM_UP:]), torch.cuda.max_memory_allocated(run.device)
+
+
+# How large a batch fits: the batch of a config is doubled, and what a pass keeps is counted again
+
+
+MOST_TIMES = 16
+"""Where memory does not grow in proportion, no larger batch is tried."""
+
+MOST_DOUBLINGS = 20
+
+IN_PROPORTION = 0.01
+"""Two doublings whose growth agrees within this share are taken to go on so."""
+
+
+def shared_dimension(batch: Any) -> tuple[int, int] | None:
+    """The first dimension in which all tensors of a batch are of one size, and that size; None where there is none."""
+    leaves = [leaf for _, leaf in tensor_leaves(batch)]
+    if any(leaf.is_nested for leaf in leaves):  # their sizes are several
+        return None
+    shapes = [leaf.shape for leaf in leaves if leaf.ndim]
+    sizes = [set(each) for each in zip(*shapes, strict=False)]
+    return next(((d, int(*each)) for d, each in enumerate(sizes) if len(each) == 1), None)
+
+
+def enlarged(batch: Any, times: int, dimension: int) -> Any:
+    """The batch so many times over along the dimension; numbers stay as they are."""
+    return altered_batch(batch, lambda leaf: torch.cat([leaf] * times, dimension) if leaf.ndim else leaf)
+
+
+def largest_batch(batch: Any, room: int, activations: int, activations_of: Callable[[Any], int]) -> BatchFit:
+    """How many times the batch fits, by doubling: measured until it grows in proportion, and reckoned from there on.
+
+    Args:
+        batch: a batch of the config.
+        room: bytes that its activations may take.
+        activations: bytes that those of the batch itself take.
+        activations_of: those of another batch.
+    """
+    shared, measured = shared_dimension(batch), [activations]
+    while measured[-1] <= room:
+        times = 2 ** (len(measured) - 1)
+        if shared is None:
+            return BatchFit(times, tuple(measured), why="its tensors share no dimension that could be doubled")
+        if _in_proportion(measured):
+            each = (measured[-1] - measured[-2]) * 2 / times
+            fitting = (2**n for n in range(MOST_DOUBLINGS + 1) if activations + each * (2**n - 1) <= room)
+            return BatchFit(max(fitting), tuple(measured), is_reckoned=True)
+        if times == MOST_TIMES:
+            return BatchFit(times, tuple(measured), why="memory does not grow in proportion, and no more was tried")
+        try:
+            larger = enlarged(batch, 2 * times, shared[0])
+        except Exception as error:  # noqa: BLE001 - a tensor's class, or a device's allocator
+            return BatchFit(times, tuple(measured), why=f"torch cannot double the batch: {first_line(error)}")
+        try:
+            measured.append(activations_of(larger))
+        except AmpdbgError as error:
+            return BatchFit(times, tuple(measured), why=f"{2 * times} times: {first_line(error)}")
+    return BatchFit(2 ** (len(measured) - 1) // 2, tuple(measured))
+
+
+def _in_proportion(measured: Sequence[int]) -> bool:
+    one, two, four = measured[-3:] if len(measured) > 2 else (0, 0, 0)
+    return two > one and math.isclose(four - two, 2 * (two - one), rel_tol=IN_PROPORTION)

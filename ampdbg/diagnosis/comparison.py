@@ -31,12 +31,11 @@ class Overflow:
 
 @dataclass(frozen=True)
 class Tightness:
-    """The headroom of a module's forward pass in bits, at its tightest; ``site`` is the one of now."""
+    """The headroom of a module's forward pass in bits, at its tightest."""
 
     module: str
     then: float
     now: float
-    site: Site
 
     @property
     def lost(self) -> float:
@@ -106,11 +105,7 @@ class Comparison:
     def headrooms(self) -> tuple[Tightness, ...]:
         """Of each module that both have, the one that lost most first."""
         then, now = (_tightest(record.sites) for record in (self.then, self.now))
-        both = (
-            Tightness(module, then[module].headroom_bits, site.headroom_bits, site)
-            for module, site in now.items()
-            if module in then
-        )
+        both = (Tightness(module, then[module], bits) for module, bits in now.items() if module in then)
         return tuple(sorted(both, key=lambda one: -one.lost))
 
     @cached_property
@@ -171,7 +166,7 @@ def _beyond(one: Record, other: Record) -> Iterator[Finding]:
 
 
 def _counted(record: Record) -> Iterator[Finding]:
-    return (finding for finding in record.findings if finding.root is None and finding.severity != "info")
+    return (finding for finding in record.faults if finding.root is None)
 
 
 def _key(finding: Finding) -> tuple[str, str, str, str]:
@@ -182,12 +177,10 @@ def _place(site: Site) -> Place:
     return site.phase, site.module, site.op
 
 
-def _tightest(sites: Iterable[Site]) -> dict[str, Site]:
-    """The tightest site of each module's forward pass; those of nothing but zeros have no headroom to speak of."""
-    found: dict[str, Site] = {}
+def _tightest(sites: Iterable[Site]) -> dict[str, float]:
+    """The least headroom in each module's forward pass; of nothing but zeros there is none to speak of."""
+    found: dict[str, float] = {}
     for site in sites:
         if site.phase == "forward" and math.isfinite(site.headroom_bits):
-            known = found.get(site.module)
-            if known is None or site.headroom_bits < known.headroom_bits:
-                found[site.module] = site
+            found[site.module] = min(site.headroom_bits, found.get(site.module, math.inf))
     return found

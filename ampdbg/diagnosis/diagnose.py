@@ -9,8 +9,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
-from ampdbg.diagnosis.cause import nonfinite_loss
-from ampdbg.diagnosis.divergence import risen
+from ampdbg.diagnosis.cause import nonfinite_loss, risen
 from ampdbg.diagnosis.hidden_faults import hidden_faults
 from ampdbg.diagnosis.misuse import autocast_errors, doubtful_misuses, misuses
 from ampdbg.diagnosis.producers import UNKNOWN

@@ -7,8 +7,16 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ampdbg.agreement import AGREEMENT, LOST_ENERGY, agrees, is_finite, is_same_run, losses_agree, noise_floor
-from ampdbg.diagnosis.oscillation import GROWTH
+from ampdbg.agreement import (
+    AGREEMENT,
+    LOST_ENERGY,
+    agrees,
+    is_finite,
+    is_finite_in_fp32,
+    is_same_run,
+    losses_agree,
+    noise_floor,
+)
 from ampdbg.diagnosis.producers import (
     FAR_FROM_FP32,
     Suspect,
@@ -19,12 +27,12 @@ from ampdbg.diagnosis.producers import (
     overflow,
     overflow_in,
 )
+from ampdbg.diagnosis.scale import GROWTH
 from ampdbg.levels import has_static_scale
 from ampdbg.ops import CHOOSES, base_name
 from ampdbg.quantities import number
 from ampdbg.record.findings import Finding
-from ampdbg.record.replays import Investigation, Replay
-from ampdbg.record.run import Record
+from ampdbg.record.run import Investigation, Record, Replay
 
 STARTS_LOW = (
     "make the loss larger, or start the scaler at a larger scale, as GradScaler(init_scale=2.0**24): by itself it "
@@ -44,7 +52,7 @@ def hidden_faults(record: Record) -> Iterator[Finding]:
 
 def _can_be_judged(made: Investigation) -> bool:
     """Code that does not compute the same again cannot be compared with FP32."""
-    return len(made.replays) > 1 and is_finite(made.replays[0]) and is_finite(made.replays[1]) and is_same_run(made)
+    return is_finite_in_fp32(made) and is_finite(made.replays[0]) and is_same_run(made)
 
 
 def _faults(made: Investigation, record: Record) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ from ampdbg.ops import CASTS, POLES, WRITTEN_OUT, base_name
 from ampdbg.quantities import number
 from ampdbg.record.codes import finding_of
 from ampdbg.record.findings import Finding
-from ampdbg.record.replays import Investigation, Producer, Replay
+from ampdbg.record.run import Investigation, Producer, Replay
 
 NEAR = 0.9
 """FP16's own rounding upstream moves a value by less than a tenth: so near the limit FP32 may still be below it."""

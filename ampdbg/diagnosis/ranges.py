@@ -17,8 +17,7 @@ from ampdbg.formats import FLOAT16
 from ampdbg.quantities import counted, number
 from ampdbg.record.codes import finding_of
 from ampdbg.record.findings import Finding, Phase
-from ampdbg.record.replays import Replay
-from ampdbg.record.run import Record, Site, Verdict
+from ampdbg.record.run import Record, Replay, Site, Verdict
 
 FIRST_SCALE = 65536.0
 """A GradScaler's; no higher one is tried."""

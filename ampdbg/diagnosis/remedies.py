@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from ampdbg.ops import DIVISIONS, LOGARITHMS, MATRIX_PRODUCTS, ROOTS, SCALINGS, SUMS, base_name
 from ampdbg.record.codes import CODES, catalogued
-from ampdbg.record.replays import Producer
-from ampdbg.record.run import Record
+from ampdbg.record.findings import place_of
+from ampdbg.record.run import Producer, Record
 from ampdbg.syntax_tree import UNPARSABLE, syntax_tree
 
 OR = ", or "
@@ -56,13 +56,13 @@ def other_remedies(record: Record) -> tuple[str, ...]:
     Findings that another one explains have none of their own.
     """
     lines: dict[str, None] = {}
-    for finding in record.findings:
+    for finding in record.faults:
         code = catalogued(finding.code)
         is_pin = code.pin_helps and code.verdict == "precision"
         text = finding.remedy.partition(OR)[2] if is_pin else finding.remedy
-        if text and finding.root is None and finding.severity != "info":
+        if text and finding.root is None:
             label = " (changes the model's function)" if code.changes_function else ""
-            place = f"{finding.source.file}:{finding.source.line}: " if finding.source else ""
+            place = f"{place_of(finding.source)}: " if finding.source else ""
             lines[f"{place}{text}{label}"] = None
     return tuple(lines)
 
@@ -136,7 +136,6 @@ def _nodes(line: str) -> list[ast.AST]:
 
 
 def _scaled(node: ast.AST) -> list[ast.AST]:
-    """What the node scales, where it is a scaling."""
     match node:
         case ast.BinOp(dividend, ast.Div()):
             return [dividend]
@@ -148,7 +147,6 @@ def _scaled(node: ast.AST) -> list[ast.AST]:
 
 
 def _logarithms(node: ast.AST) -> list[ast.AST]:
-    """What the node takes the logarithm of."""
     match node:
         case ast.Call(ast.Attribute(owner, name), arguments) if name.rstrip("_") in LOGARITHMS:
             return [*(arguments[:1] or [owner])]
@@ -158,7 +156,6 @@ def _logarithms(node: ast.AST) -> list[ast.AST]:
 
 
 def _divisors(node: ast.AST) -> list[ast.AST]:
-    """What the node divides by."""
     match node:
         case ast.BinOp(_, ast.Div(), term) | ast.AugAssign(_, ast.Div(), term):
             return [term]

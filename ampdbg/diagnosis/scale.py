@@ -1,4 +1,5 @@
-"""Findings about the loss scale: skips that are calibration, a scale that keeps falling, one without limit.
+"""Findings about the loss scale: skips that are calibration, a scale that keeps falling, one without limit, one
+that is raised too often.
 
 Skips are normal at the start and right after the scale has grown. A skip at any other time is a new low
 (DIAGNOSES: fact 6).
@@ -11,22 +12,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise, takewhile
 from operator import attrgetter
+from statistics import mode
 
 from ampdbg import quantities
 from ampdbg.agreement import is_finite
-from ampdbg.diagnosis.cause import cause_of, is_another_fault
-from ampdbg.diagnosis.divergence import DIVERGENCE, first_in_a_row
-from ampdbg.diagnosis.oscillation import GROWTH, just_grown, oscillation, restart
-from ampdbg.diagnosis.producers import OVERFLOWS, UNKNOWN, culprit, op_name, survivor
-from ampdbg.diagnosis.usable_scales import is_calibration, is_first_descent, lasts, works_soon_below
+from ampdbg.diagnosis.cause import DIVERGENCE, cause_of, first_in_a_row, is_another_fault
+from ampdbg.diagnosis.producers import NEAR, OVERFLOWS, UNKNOWN, culprit, op_name, survivor
 from ampdbg.levels import has_static_scale
 from ampdbg.quantities import counted, listed, number
 from ampdbg.record.codes import CODES, finding_of
 from ampdbg.record.findings import Finding, Source
-from ampdbg.record.replays import Investigation
-from ampdbg.record.run import GroupOverflow, Record, Step
+from ampdbg.record.run import GroupOverflow, Investigation, Record, Step
 
 CALIBRATION, NO_USABLE_SCALE, RUNAWAY = "scale-calibration", "no-usable-scale", "scale-runaway"
+OSCILLATION, RESTART = "scale-oscillation", "scale-restart"
 
 LIMITLESS = 2.0**32
 """A larger loss scale is limited by nothing: a half gradient overflows long before."""
@@ -51,6 +50,21 @@ NOT_EXPLAINED = "neither the start nor a scale just grown explains"
 
 LOWS_OF_A_COLLAPSE = 3
 """So many new lows after settling are a scale that keeps falling."""
+
+GROWTH = 2.0
+"""A scaler multiplies its scale by so much at a time, and divides it by so much (``GradScaler``'s own factors)."""
+
+TOO_OFTEN = 8
+"""More than one step in so many that is skipped because the scale has just grown is more than a try now and then."""
+
+FEW_TRIES = 5
+"""So few skips right behind a growth are no loss worth telling of."""
+
+SOON = 8.0
+"""A loss scale that many times lower is found by three skips; a single image may ask for that, and no other again."""
+
+ROOM = 4.0
+"""Other batches may need a scale that is so many times lower than the one at which a step has been run again."""
 
 
 def skips(record: Record) -> Iterator[Finding]:
@@ -132,7 +146,8 @@ def new_lows(steps: Sequence[Step], ran: int) -> list[Step]:
     return [
         step
         for step in steps
-        if step.skipped and step.step not in grown and step.step - _latest(starts, step) >= settling
+        if step.skipped and step.step not in grown
+        if step.step - max(start for start in starts if start <= step.step) >= settling
     ]
 
 
@@ -157,10 +172,6 @@ def _starts(steps: Sequence[Step]) -> list[int]:
         if now.scale > GROWTH * before.scale and after.scale * GROWTH >= now.scale
     )
     return [*(step.step for step in steps[:1]), *leaps]
-
-
-def _latest(starts: Sequence[int], step: Step) -> int:
-    return max(start for start in starts if start <= step.step)
 
 
 def runaway(record: Record) -> Iterator[Finding]:
@@ -295,7 +306,6 @@ def _without_lost(steps: Sequence[Step]) -> Iterator[Step]:
 
 
 def _skips_at_the_end(steps: Sequence[Step]) -> int:
-    """How many skipped steps in a row end the run."""
     return sum(1 for _ in takewhile(lambda step: step.skipped, reversed(steps)))
 
 
@@ -404,3 +414,154 @@ def _untold(record: Record) -> tuple[list[Step], bool]:
     unlike_a_scale = [step for step in (*first, *behind_sound) if is_nan_alone(step.groups)]
     untold = (*new_lows(record.steps, record.steps_run), *(relapses if are_many else unlike_a_scale))
     return [step for step in record.steps if step in untold and step.step not in replayed], are_many
+
+
+# A loss scale that is raised so often, by its scaler or by a new one, that much of the training is lost to it
+
+
+def just_grown(steps: Sequence[Step]) -> set[int]:
+    """The numbers of the steps whose scale is larger than that of the step before."""
+    return {now.step for before, now in pairwise(steps) if now.scale > before.scale}
+
+
+def _tries(steps: Sequence[Step]) -> list[Step]:
+    """The skipped steps whose scale had just grown."""
+    grown = just_grown(steps)
+    return [step for step in steps if step.skipped and step.step in grown]
+
+
+def _are_many(tries: int, record: Record) -> bool:
+    return tries > max(FEW_TRIES, record.steps_run // TOO_OFTEN)
+
+
+def oscillation(record: Record) -> Finding | None:
+    """``scale-oscillation``: how often the scale grows, and what its tries have cost; None where they are few, or
+    where the scale falls all the same."""
+    tries, taken = _tries(record.steps), [step.scale for step in record.steps if not step.skipped]
+    if not (_are_many(len(tries), record) and taken and taken[-1] * GROWTH**2 >= taken[0]):
+        return None
+    interval = mode(_steps_to_grow(record.steps))
+    behind = counted(interval, "taken step") if interval > 1 else "every taken step"
+    return finding_of(
+        OSCILLATION,
+        tries[0].step,
+        "backward",
+        f"the loss scale grows after {behind} (growth_interval={interval}), and {len(tries):,} of "
+        f"{record.steps_run:,} steps were skipped right behind that",
+        evidence={"skipped": len(tries), "growth_interval": interval},
+    )
+
+
+def restart(record: Record) -> Finding | None:
+    """``scale-restart``: how often a new scaler takes the place of the last, and what it costs until its scale has
+    settled; None of one scaler, of scalers that take turns or have each their optimizer, and where little is lost."""
+    first, *others = _scalers_in_a_row(record.steps)
+    later = [steps for steps in others if any(step.succeeds for step in steps)]  # else of another model, as of a fold
+    lost = [step for steps in later for step in takewhile(lambda step: step.skipped, steps) if math.isfinite(step.loss)]
+    if not _are_many(len(lost), record):
+        return None
+    begun, taken = later[-1][0], [step.scale for step in record.steps if not step.skipped]
+    apart = _apart([first, *later])
+    found = finding_of(
+        RESTART,
+        lost[0].step,
+        "backward",
+        f"{len(later) + 1:,} scalers follow one another: a new one, at a loss scale of "
+        f"{quantities.scale(begun.scale)}, every {counted(apart, 'step') if apart > 1 else 'step'}; {len(lost):,} of "
+        f"{record.steps_run:,} steps were skipped while those behind the first settled",
+        severity="warning" if taken else "error",
+        evidence={"skipped": len(lost), "scalers": len(later) + 1},
+    )
+    at = f", or begin with GradScaler(init_scale={min(taken):g})" if taken and min(taken) < begun.scale else ""
+    return replace(found, remedy=f"{found.remedy}{at}")
+
+
+def _scalers_in_a_row(steps: Sequence[Step]) -> list[list[Step]]:
+    """The steps of each scaler, in order; all in one where a scaler has come back, as where two take turns."""
+    scaled = [step for step in steps if step.scaler]
+    rows = [list(row) for _, row in groupby(scaled, attrgetter("scaler"))]
+    return rows if len(rows) == len({step.scaler for step in scaled}) > 0 else [scaled]
+
+
+def _apart(rows: Sequence[Sequence[Step]]) -> int:
+    """How many steps lie between the beginnings of two scalers, most often."""
+    return mode(now[0].step - before[0].step for before, now in pairwise(rows))
+
+
+def _steps_to_grow(steps: Sequence[Step]) -> Iterator[int]:
+    """How many steps were taken before each growth, since a skip or the growth before it."""
+    taken = 0
+    for before, now in pairwise(steps):
+        taken = 0 if before.skipped else taken + now.step - before.step
+        if now.scale > before.scale:
+            yield taken
+            taken = 0
+
+
+# What a replayed step says of the loss scale: which scales would do for it, and whether the run has borne that out
+
+
+def is_calibration(made: Investigation, record: Record) -> bool:
+    """Whether FP32 is finite and so is FP16 at a lower scale, which a dynamic scale will find.
+
+    Where no replay tells, as of a step that was traced as it trained, it may; what the run does then shows.
+    """
+    if made.is_as_it_trained:
+        return True
+    if has_static_scale(record.config) or _usable_scale(made) is None:
+        return False
+    suspect, code = culprit(made), CODES[cause_of(made, record).code]
+    is_of_scale = suspect is not None and suspect.needs_only_a_scale and code.verdict != "other"
+    return is_finite(made.replays[1]) and (is_of_scale or code.keeps_scale)
+
+
+def _usable_scale(made: Investigation) -> float | None:
+    """The highest of the lower scales at which everything is finite; None where gradients are lost there."""
+    survived = survivor(made)
+    return survived.scale if survived and not survived.lost else None
+
+
+def is_first_descent(investigated: list[Investigation], record: Record) -> bool:
+    """Whether no scale has worked yet, and the replays show that one will."""
+    will_work = bool(investigated) and all(_will_work(made, record) for made in investigated)
+    is_refuted = all(_is_cured_before(made, record) for made in investigated)
+    return will_work and not is_refuted and not _has_worked(record)
+
+
+def _has_worked(record: Record) -> bool:
+    return any(not step.skipped and step.grad_norm != 0.0 for step in record.steps)
+
+
+def _will_work(made: Investigation, record: Record) -> bool:
+    return not made.is_as_it_trained and is_calibration(made, record)
+
+
+def _is_cured_before(made: Investigation, record: Record) -> bool:
+    """Whether the run has skipped far below the scale that cures the step: something else is behind those skips, as
+    where another optimizer has the same scaler. Where a scale has worked, gradients may have grown since."""
+    usable = _usable_scale(made)
+    lowest = min((step.scale for step in record.steps if step.skipped and math.isfinite(step.loss)), default=math.inf)
+    return usable is not None and ROOM * lowest < usable and not _has_worked(record)
+
+
+def lasts(made: Investigation, record: Record) -> bool:
+    """Whether what overflowed would at the run's last scale too, or replays have told.
+
+    Of a step that was seen as it trained only the op that began it is known: where it would not, another op is behind
+    the later skips. So it is where replays of the step are finite at scales far above those.
+    """
+    if _will_work(made, record) and _is_cured_before(made, record):
+        return False
+    suspect = culprit(made)
+    if not made.is_as_it_trained or suspect is None or suspect.producer.phase == "forward" or suspect.value is None:
+        return True
+    if all(step.skipped for step in record.steps):  # no scale has worked, and the finding says so
+        return True
+    at_last = suspect.value / suspect.low.scale * record.steps[-1].scale
+    return at_last >= NEAR * suspect.format.overflow_threshold
+
+
+def works_soon_below(made: Investigation, record: Record) -> bool:
+    """Whether a loss scale that is soon found below the step's own would have done."""
+    usable = _usable_scale(made)
+    return usable is not None and usable >= made.replays[0].scale / SOON and is_calibration(made, record)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from ampdbg.agreement import is_finite
+from ampdbg.agreement import is_finite_in_fp32
 from ampdbg.diagnosis.producers import suspects
 from ampdbg.quantities import counted, listed, number
 from ampdbg.record.codes import CODES, finding_of
 from ampdbg.record.findings import Finding
-from ampdbg.record.replays import Investigation, Producer
-from ampdbg.record.run import FrozenParameter, Record, Step, TensorCounts
+from ampdbg.record.run import FrozenParameter, Investigation, Producer, Record, Step, TensorCounts
 
 WEIGHTS, SMALL_UPDATES, FROZEN = "weights-nonfinite", "optimizer-underflow", "frozen-weights"
 DATA = "data-nonfinite"
@@ -194,51 +194,36 @@ def buffer_poisoned(record: Record) -> Iterator[Finding]:
 
 
 def _poisoned(step: Step, bad: TensorCounts, at: Producer | None) -> Finding:
-    return finding_of(
-        POISONED,
-        step.step,
-        "forward",
-        f"buffer {bad.name} holds {counted_values(bad)} after step {step.step} and stays so: "
-        "skipping a step does not restore buffers, and evaluation will use this one",
-        parameter=bad.name,
-        module=bad.name.rpartition(".")[0],
-        op=at.op if at else "",
-        source=at.source if at else None,
-        # Only a buffer that FP32 keeps finite has an op.
-        evidence={**_evidence(bad), **({"finite_in_fp32": True} if at else {})},
-    )
+    what = "and stays so: skipping a step does not restore buffers, and evaluation will use this one"
+    # Only a buffer that FP32 keeps finite has an op.
+    shown = {"op": at.op, "source": at.source, "evidence": {**_evidence(bad), "finite_in_fp32": True}} if at else {}
+    return _of_buffer(step, bad, f" {what}", **shown)
 
 
 def _poisoned_before(step: Step, bad: TensorCounts) -> Finding:
     """What is found at the end of a run, or behind a step that looks at buffers for another reason: buffers are looked
     at in no healthy step, and a script may give up a pass."""
-    return finding_of(
-        POISONED,
-        step.step,
-        "forward",
-        f"buffer {bad.name} holds {counted_values(bad)} after step {step.step}, whose own loss is finite: what "
-        "overflows or is given inf or NaN in another pass, also in one whose loss is not used, may have written it",
-        remedy="look for inf and NaN in what the model is given, and for what overflows, then reset the buffer",
-        parameter=bad.name,
-        module=bad.name.rpartition(".")[0],
-        evidence=_evidence(bad),
+    what = (
+        ", whose own loss is finite: what overflows or is given inf or NaN in another pass, also in one whose loss is "
+        "not used, may have written it"
     )
+    remedy = "look for inf and NaN in what the model is given, and for what overflows, then reset the buffer"
+    return _of_buffer(step, bad, what, remedy=remedy)
 
 
 def _perhaps_meant(step: Step, bad: TensorCounts) -> Finding:
     """What no loss shows may be the script's own doing."""
-    return finding_of(
-        POISONED,
-        step.step,
-        "forward",
-        f"buffer {bad.name} holds {counted_values(bad)} after step {step.step}, though the loss of that step is "
-        "finite: the script may write that itself, or an op that leads to no loss overflows",
-        severity="info",
-        remedy="",
-        parameter=bad.name,
-        module=bad.name.rpartition(".")[0],
-        evidence=_evidence(bad),
+    what = (
+        ", though the loss of that step is finite: the script may write that itself, or an op that leads to no loss "
+        "overflows"
     )
+    return _of_buffer(step, bad, what, severity="info", remedy="")
+
+
+def _of_buffer(step: Step, bad: TensorCounts, what: str, **fields: Any) -> Finding:
+    message = f"buffer {bad.name} holds {counted_values(bad)} after step {step.step}{what}"
+    fields = {"parameter": bad.name, "module": bad.name.rpartition(".")[0], "evidence": _evidence(bad)} | fields
+    return finding_of(POISONED, step.step, "forward", message, **fields)
 
 
 def _poisoned_by(step: Step, record: Record) -> Producer | None:
@@ -258,7 +243,7 @@ def _is_healthy(step: Step) -> bool:
 
 def _finite_in_fp32(record: Record, step: Step | None = None) -> list[Investigation]:
     """The investigations, of the one step or of all, whose replay in FP32 is finite."""
-    made = [made for made in record.investigations if len(made.replays) > 1 and is_finite(made.replays[1])]
+    made = filter(is_finite_in_fp32, record.investigations)
     return [one for one in made if step is None or one.step == step.step]
 
 

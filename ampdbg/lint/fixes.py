@@ -100,7 +100,7 @@ def _is_imported(document: Document, name: str) -> bool:
 
 
 def _with_imports(text: str, names: Sequence[str]) -> str:
-    from ampdbg.source.imports import with_imported  # LibCST: only where an import has to be put in its place
+    from ampdbg.source.expressions import with_imported  # LibCST: only where an import has to be put in its place
     from ampdbg.source.source_file import EditError, read_source
 
     for name in names:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ampdbg.machine.facts import Gpu, InstalledTorch, Machine
+from ampdbg.machine.facts import Gpu, Machine
 from ampdbg.quantities import counted, listed
 
 Tone = Literal["good", "bad", "doubtful", "plain"]
@@ -64,13 +64,10 @@ def _torch(machine: Machine) -> Iterator[Judgment]:
         yield Judgment("torch", "bad", says, 'python -c "import torch" shows all of it')
     else:
         build = f"for CUDA {torch.cuda}" if torch.cuda else f"for ROCm {torch.hip}" if torch.hip else "for the CPU only"
-        on = f"ampdbg runs on {torch.device}" if torch.device else _unanswered(torch)
+        why = torch.problem or torch.problems.get("device", "no answer")
+        on = f"ampdbg runs on {torch.device}" if torch.device else f"asked for its device: {why}"
         advice = "" if torch.device else "--device cpu asks no driver"
         yield Judgment("torch", "good" if torch.device else "bad", f"{torch.imported}, built {build}; {on}", advice)
-
-
-def _unanswered(torch: InstalledTorch) -> str:
-    return f"asked for its device: {torch.problem or torch.problems.get('device', 'no answer')}"
 
 
 def _gpu(machine: Machine) -> Iterator[Judgment]:
@@ -224,7 +221,6 @@ def _emulation(machine: Machine) -> Iterator[Judgment]:
 
 
 def _told(lists: Mapping[str, Sequence[str]]) -> str:
-    """How many ops are in which lists."""
     return f"{counted(sum(map(len, lists.values())), 'op')} of {listed(lists, most=8)}" if lists else ""
 
 

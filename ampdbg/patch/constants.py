@@ -17,9 +17,7 @@ import libcst as cst
 from ampdbg.formats import FLOAT16, FLOAT32
 from ampdbg.patch.blocks import torch_in
 from ampdbg.patch.edits import Edited, Refused
-from ampdbg.source.bindings import Bindings
-from ampdbg.source.expressions import bare, code_of, find, names_read, spelled, walk
-from ampdbg.source.imports import dotted, with_imported
+from ampdbg.source.expressions import Bindings, bare, code_of, dotted, find, names_read, spelled, walk, with_imported
 from ampdbg.source.source_file import EditError, read_source
 
 FILLS = {"masked_fill": 1, "masked_fill_": 1, "new_full": 1, "fill_": 0, "new_tensor": 0}
@@ -102,14 +100,11 @@ def _refuse_comparisons(code: cst.CSTNode) -> None:
 
 
 class _Replacer(cst.CSTTransformer):
-    """Puts ``new`` expressions in the place of nodes, by the nodes' ids."""
-
     def __init__(self, new: Mapping[int, str]) -> None:
         super().__init__()
         self._new = new
 
     def on_leave(self, original_node: cst.CSTNode, updated_node: Any) -> Any:
-        """As LibCST calls it for a node of any kind."""
         new = self._new.get(id(original_node))
         return updated_node if new is None else cst.parse_expression(new)
 
@@ -124,7 +119,6 @@ class _Constants:
 
     @property
     def finfo(self) -> str:
-        """How ``torch.finfo`` is called."""
         return f"{self.torch}.finfo"
 
     def replaced(self, statement: cst.CSTNode) -> Replacements:

@@ -7,14 +7,19 @@ from dataclasses import dataclass, field, replace
 
 import libcst as cst
 
-from ampdbg.patch.blocks import Suite
-from ampdbg.patch.casts import root_name
-from ampdbg.patch.regions import PinnedLine, writes_in_place
-from ampdbg.patch.tensor_names import NamesSeen, TensorNames
-from ampdbg.source.bindings import Bindings
-from ampdbg.source.expressions import block_of, canonical, walk
-from ampdbg.source.imports import disables_autocast, dotted, with_imported
-from ampdbg.source.source_file import EditError, Located, SourceFile, read_source
+from ampdbg.patch.blocks import Suite, root_name
+from ampdbg.patch.regions import NamesSeen, PinnedLine, TensorNames, writes_in_place
+from ampdbg.source.expressions import (
+    Bindings,
+    block_of,
+    canonical,
+    disables_autocast,
+    dotted,
+    find,
+    walk,
+    with_imported,
+)
+from ampdbg.source.source_file import EditError, Located, SourceFile, parts_of, read_source
 
 
 @dataclass(frozen=True)
@@ -177,9 +182,6 @@ class _Rewriter(cst.CSTTransformer):
         return Suite(bindings, self.lines, names_of, indent or self.source.module.default_indent)
 
 
-# A line
-
-
 def _located(pin: LinePin, number: int, source: SourceFile) -> Located:
     located = source.at(number)
     if not located.is_in(pin.function):
@@ -193,11 +195,9 @@ def _located(pin: LinePin, number: int, source: SourceFile) -> Located:
     return located
 
 
-# A whole function
-
-
 def _function_of(source: SourceFile, pin: FunctionPin) -> cst.FunctionDef:
-    found = source.functions_named(pin.function)
+    every = find(source.module, cst.FunctionDef)
+    found = [node for node in every if (*source.qualname(node), node.name.value) == parts_of(pin.function)]
     if len(found) != 1:
         count = "no function" if not found else f"{len(found)} functions"
         raise EditError(f"the file has {count} named {pin.function}")

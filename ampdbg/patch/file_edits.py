@@ -89,8 +89,7 @@ def unified_diff(path: PurePosixPath, before: bytes, after: bytes) -> bytes:
 
     Args:
         path: relative to where the diff is applied.
-        before: the file's bytes, and ``after`` those that it shall have.
-        after: see ``before``.
+        before: the file's bytes; ``after`` are those that it shall have.
     """
     if before == after:
         return b""
@@ -126,9 +125,6 @@ def _hunks(before: Sequence[bytes], after: Sequence[bytes]) -> Iterator[bytes]:
             yield b" ".join(part for part in (line.strip(), heading) if part) + b"\n"
         else:
             yield line if line.endswith(b"\n") else line + b"\n" + NO_NEWLINE
-
-
-# Writing
 
 
 def write_edits(edits: Sequence[FileEdit], *, force: bool = False) -> None:

@@ -101,14 +101,12 @@ class _Flow(OpTrace):
         self._read: set[tuple[str, Line]] = set()
 
     def before(self, traits: OpTraits, given: Sequence[torch.Tensor], numbers: Sequence[float]) -> Magnitude:
-        """Finds who made the inputs."""
         self._read = {self._makers[key] for key in map(storage_of, given) if key in self._makers}
         return super().before(traits, given, numbers)
 
     def after(
         self, traits: OpTraits, place: OpPlace, parameter: str, before: Magnitude, made: Sequence[torch.Tensor]
     ) -> None:
-        """Notes who makes the outputs."""
         super().after(traits, place, parameter, before, made)
         if place.phase == "forward" and place.line is not None:
             self.made_by.setdefault(place.line[:2], set()).update(self._read)

@@ -12,15 +12,24 @@ from ampdbg.patch.regions import (
     Action,
     PinnedLine,
     Region,
+    TensorNames,
     action_of,
     called_name,
     calls_a_variable,
     has_product,
     writes_in_place,
 )
-from ampdbg.patch.tensor_names import TensorNames
-from ampdbg.source.bindings import Bindings, is_number
-from ampdbg.source.expressions import bare, code_of, find, names_bound_inside, names_read, targets, walk
+from ampdbg.source.expressions import (
+    Bindings,
+    bare,
+    code_of,
+    find,
+    is_number,
+    names_bound_inside,
+    names_read,
+    targets,
+    walk,
+)
 from ampdbg.source.source_file import EditError
 from ampdbg.syntax_tree import syntax_tree
 
@@ -200,9 +209,6 @@ def _reads_what_is_known(value: cst.BaseExpression, names: TensorNames, made: fr
     return all(name in plain or name in tensors or name not in bindings.local for name in names_read(value))
 
 
-# An expression taken apart
-
-
 VALUE_FIELDS: dict[type[cst.CSTNode], str] = {
     cst.Assign: "value",
     cst.AnnAssign: "value",
@@ -323,9 +329,6 @@ def _standing_alone(node: cst.BaseExpression, indent: str) -> cst.BaseExpression
         closed = cst.ParenthesizedWhitespace(indent=True)
         return value.with_changes(lpar=[cst.LeftParen(opened)], rpar=[cst.RightParen(closed)])
     return value
-
-
-# What a new variable is called
 
 
 OPERATOR_NAMES: dict[type[cst.BaseBinaryOp], str] = {

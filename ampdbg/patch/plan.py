@@ -5,11 +5,15 @@ A pin can stand in its lines, in the forward around them, at the call of the mod
 
 from __future__ import annotations
 
+import ast
 import difflib
+import functools
+import inspect
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FunctionType
 
 import torch
 
@@ -19,15 +23,15 @@ from ampdbg.patch.by_name import edit_factory, layers_of_one_tensor
 from ampdbg.patch.constants import edit_constants
 from ampdbg.patch.edits import Edited, FunctionPin, LinePin, Refused, SourcePin, edit_source
 from ampdbg.patch.file_edits import FileEdit, counterpart
-from ampdbg.patch.functions import SourceFunction, call_of, function_at, functions_run, modules_running
 from ampdbg.patch.own_lines import OwnLines, UsersCall
-from ampdbg.patch.tensor_names import NamesSeen
+from ampdbg.patch.regions import NamesSeen
 from ampdbg.pinning.pin_set import parted, tied_together
 from ampdbg.probes.half_names import NamesByLine
 from ampdbg.probes.makings import Making, Makings
 from ampdbg.record.findings import Source
 from ampdbg.record.pins import PatchUnit, Pin, in_words, within
 from ampdbg.source.ownership import is_users_file
+from ampdbg.syntax_tree import UNPARSABLE, syntax_tree
 
 LONG = 20
 """A longer edit is passed over where another of the user's code takes so many lines fewer."""
@@ -51,7 +55,6 @@ class Materials:
     makings: Makings | None = None
 
     def edited(self, file: str, sources: Sequence[SourcePin]) -> Edited:
-        """A file with edits, made with what was seen in it."""
         here = {line: found for (other, line), found in self.names.items() if other == file}
         half = {line: found.half for line, found in here.items()}
         full = {line: found.full for line, found in here.items()}
@@ -143,7 +146,6 @@ def _forward(pin: Pin, materials: Materials) -> Iterator[Placement]:
 
 
 def _forward_of(module: str, model: torch.nn.Module) -> SourceFunction | None:
-    """The forward that a module runs, where that is the user's own code."""
     function = next(functions_run(type(model.get_submodule(module)), "forward"), None)
     return function if function is not None and is_users_file(function.file) else None
 
@@ -440,3 +442,133 @@ def _applied(placements: Sequence[Placement], materials: Materials) -> tuple[tup
         if edited.source != before:
             files.append(FileEdit(Path(file), before, edited.source))
     return tuple(files), tuple(refused)
+
+
+# The functions of modules' classes as they are written in files: which of them run, where, and what they call
+
+
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class SourceFunction:
+    """A function in a file. ``line`` is its first one, that of a decorator where it has any."""
+
+    file: str
+    qualname: str
+    line: int
+
+    @property
+    def class_name(self) -> str:
+        """The class that it is written in; "" for a plain function."""
+        return ".".join(self.qualname.split(".")[-2:-1])
+
+
+def written(value: object) -> SourceFunction | None:
+    """A method, property or decorated function of a class as its author wrote it; None for anything else."""
+    value = getattr(value, "fget", None) or getattr(value, "__func__", value)
+    function = inspect.unwrap(value) if callable(value) else None
+    if not isinstance(function, FunctionType):
+        return None
+    code = function.__code__
+    return SourceFunction(code.co_filename, function.__qualname__, code.co_firstlineno)
+
+
+def functions_run(kind: type, name: str) -> Iterator[SourceFunction]:
+    """What a class runs as its method ``name``: its own or inherited one, and those that this calls by ``super()``."""
+    for owner in kind.__mro__:
+        if name in vars(owner):
+            found = written(vars(owner)[name])
+            node = node_of(found) if found is not None else None
+            if found is None or node is None:
+                return
+            yield found
+            if not _calls_above(node, name):
+                return
+
+
+def _calls_above(node: FunctionNode, name: str) -> bool:
+    """Whether a method calls that of a class above: ``super().forward(x)``, ``Block.forward(self, x)``."""
+    named = (part for part in ast.walk(node) if isinstance(part, ast.Attribute) and part.attr == name)
+    return any(_root(part) != _self_of(node) for part in named)
+
+
+def call_of(module: str, model: torch.nn.Module) -> tuple[SourceFunction, LinePin] | None:
+    """The ``forward`` of a module's parent, where that is the user's own code, and the calls of the module there.
+
+    None where that forward reaches the module in another way: in a loop, through another method or function.
+    """
+    parent, _, child = module.rpartition(".")
+    if not child:
+        return None
+    for function in functions_run(type(model.get_submodule(parent)), "forward"):
+        node = node_of(function) if is_users_file(function.file) else None
+        callee = f"{_self_of(node)}.{child}" if node is not None else ""
+        lines = {part.lineno for part in _own(node) if isinstance(part, ast.Call) and ast.unparse(part.func) == callee}
+        if lines:
+            return function, LinePin(function.qualname, tuple(sorted(lines)), callee)
+    return None
+
+
+def modules_running(function: SourceFunction, model: torch.nn.Module) -> tuple[str, ...]:
+    """The names of all modules whose class runs this method, and not one of its own in its place."""
+    name = function.qualname.rpartition(".")[2]
+    named = [(path, type(module)) for path, module in model.named_modules()]
+    kinds = {kind for _, kind in named if function in functions_run(kind, name)}
+    return tuple(path for path, kind in named if kind in kinds)
+
+
+def function_at(file: str, line: int) -> SourceFunction | None:
+    """The innermost named function that holds a line."""
+    found = [(function, node) for function, node in _functions(file) if function.line <= line <= (node.end_lineno or 0)]
+    return max(found, key=lambda item: item[0].line)[0] if found else None
+
+
+def node_of(function: SourceFunction) -> FunctionNode | None:
+    """The function as its file has it; None where that is no file, or none that parses, or another by now."""
+    name = function.qualname.rpartition(".")[2]
+    at_line = (node for other, node in _functions(function.file) if other.line == function.line and node.name == name)
+    return next(at_line, None)
+
+
+def _root(node: ast.expr) -> str:
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _self_of(node: FunctionNode) -> str:
+    return next((item.arg for item in (*node.args.posonlyargs, *node.args.args)), "")
+
+
+def _own(node: ast.AST | None) -> Iterator[ast.AST]:
+    """The nodes of a function without those of the functions in it."""
+    for child in ast.iter_child_nodes(node) if node is not None else ():
+        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            yield child
+            yield from _own(child)
+
+
+def _functions(file: str) -> Sequence[tuple[SourceFunction, FunctionNode]]:
+    """The functions of a file as it is now; none where it cannot be read or parsed."""
+    try:
+        return _functions_of(file, Path(file).read_bytes())
+    except (OSError, *UNPARSABLE):
+        return ()
+
+
+@functools.lru_cache(maxsize=32)
+def _functions_of(file: str, source: bytes) -> Sequence[tuple[SourceFunction, FunctionNode]]:
+    return tuple(_functions_in(syntax_tree(source), file, ""))
+
+
+def _functions_in(node: ast.AST, file: str, around: str) -> Iterator[tuple[SourceFunction, FunctionNode]]:
+    for child in ast.iter_child_nodes(node):
+        inner = around
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            first = min([child.lineno, *(decorator.lineno for decorator in child.decorator_list)])
+            yield SourceFunction(file, around + child.name, first), child
+            inner = f"{around}{child.name}.<locals>."
+        elif isinstance(child, ast.ClassDef):
+            inner = f"{around}{child.name}."
+        yield from _functions_in(child, file, inner)

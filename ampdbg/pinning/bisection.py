@@ -27,15 +27,12 @@ from ampdbg.quantities import counted, number
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
 from ampdbg.record.pins import OWN, Outcome, Search, Strategy
-from ampdbg.record.replays import Investigation, Replay
-from ampdbg.record.run import Record
+from ampdbg.record.run import Investigation, Record, Replay
 from ampdbg.replay.pinned_replays import LOWEST_SCALE, PinnedReplays, ScaleRange
 from ampdbg.replay.replay import shadow_step
 from ampdbg.replay.run import Run, prepared
 from ampdbg.replay.snapshot import FailingStep, Snapshot, failing_step, weights_of
-from ampdbg.search.atoms import atom_tree
-from ampdbg.search.strategies import Result, best_so_far, delta_debug, guided
-from ampdbg.search.trials import OutOfTrials
+from ampdbg.search.strategies import OutOfTrials, Result, atom_tree, best_so_far, delta_debug, guided
 from ampdbg.training.loop import train_prepared
 
 REPLAYED_STEPS = 2
@@ -71,7 +68,6 @@ def bisect_run(
     """Trains the workload of ``config``, and finds the smallest set of modules that cures the steps that fail.
 
     Args:
-        config: a checked config.
         strategy: ``guided`` by the wide shadow, ``ddmin`` blind over the module tree.
         max_trials: no more experiments than that.
         observer: sees steps and replays, and the search; that begins again where a step turns out to fail only
@@ -148,7 +144,7 @@ def _failing_steps(record: Record, kept: Mapping[tuple[int, str], FailingStep]) 
 
 def _without_a_search(record: Record, failing: Sequence[FailingStep], strategy: Strategy) -> Search | None:
     """What there is to say where no experiment is needed; None where there is one to make."""
-    root = next((finding for finding in record.findings if finding.severity != "info"), None)
+    root = next(iter(record.faults), None)
     if root is None:
         return Search(strategy, "nothing-to-pin", f"none of {counted(record.steps_run, 'step')} failed")
     if root.has_spoilt_input:
@@ -162,9 +158,6 @@ def _without_a_search(record: Record, failing: Sequence[FailingStep], strategy: 
 
 def _because_of(strategy: Strategy, outcome: Outcome, root: Finding) -> Search:
     return Search(strategy, outcome, f"{root.message}; {root.remedy}" if root.remedy else root.message)
-
-
-# The search
 
 
 def _searched(
@@ -281,7 +274,9 @@ def _concluded(setting: Setting, record: Record, search: Search) -> Record:
 def _guided(setting: Setting) -> Result:
     """Guided; blind where that leads to no healthy set although every module in FP32 would be one."""
     propose = functools.partial(_proposed, setting)
-    result = guided(setting.trials, _candidates(setting), propose, setting.experiment.fails_without)
+    # Where a failing step goes beyond FP16, then where only its shadow does.
+    candidates = list(dict.fromkeys([*setting.experiment.seen_atoms, *propose(())]))
+    result = guided(setting.trials, candidates, propose, setting.experiment.fails_without)
     return result if result.healthy else delta_debug(setting.trials)
 
 
@@ -289,11 +284,6 @@ STRATEGIES: dict[Strategy, Callable[[Setting], Result]] = {
     "guided": _guided,
     "ddmin": lambda setting: delta_debug(setting.trials),
 }
-
-
-def _candidates(setting: Setting) -> list[str]:
-    """The atoms where a failing step goes beyond FP16, then those where only its shadow does."""
-    return list(dict.fromkeys([*setting.experiment.seen_atoms, *_proposed(setting, ())]))
 
 
 def _proposed(setting: Setting, pins: Sequence[str]) -> list[str]:

@@ -14,11 +14,11 @@ from ampdbg.diagnosis.producers import Suspect, format_of, named, suspects, take
 from ampdbg.quantities import listed, number
 from ampdbg.record.findings import Source
 from ampdbg.record.pins import PinSite, Trial
-from ampdbg.record.replays import Investigation
+from ampdbg.record.run import Investigation
 from ampdbg.replay.pinned_replays import SUSPECTS, PinnedReplays, ScaleRange
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep, further_steps, weights_of
-from ampdbg.search.atoms import AtomTree
+from ampdbg.search.strategies import AtomTree
 
 FURTHER_BATCHES = 3
 """A set that was found, and the patch of it, is tried on so many more batches."""
@@ -69,7 +69,7 @@ class Experiment:
             pins=tuple(pins),
             healthy=health.healthy,
             why=health.why,
-            suspects=tuple(atom for atom in dict.fromkeys(map(self._atom, sites)) if self.tree.has_run(atom)),
+            suspects=tuple(filter(self.tree.has_run, dict.fromkeys(self.tree.own(site.module) for site in sites))),
             loss=loss,
             seconds=round(time.perf_counter() - started, 3),
         )
@@ -97,13 +97,10 @@ class Experiment:
         forward = (site for site in self.sites(atoms) if site.phase == "forward" and self.is_silent)
         return any(site.value is not None and site.value > largest for site in forward)
 
-    def _atom(self, site: PinSite) -> str:
-        return self.tree.own(site.module)
-
     def _note(self, sites: Iterable[PinSite], pins: Sequence[str]) -> None:
         pinned = self.tree.expand(pins)
         for site in sites:
-            atom = self._atom(site)
+            atom = self.tree.own(site.module)
             is_outside = not self.tree.has_run(atom) or atom in pinned
             into = self.outside if is_outside else self._sites.setdefault(atom, [])
             if not any(_is_same(site, known) for known in into):
@@ -180,7 +177,8 @@ def health_of(made: Investigation, *, is_silent: bool) -> Health:
     if low.error:
         return Health(False, f"raised: {low.error}", guilty)
     if not is_finite(low) or low.buffers:
-        return Health(False, _nonfinite(made, guilty), guilty)
+        why = f"{_what(made)}: {_goes_wrong(guilty[0])}" if guilty else _what(made)
+        return Health(False, why, guilty)
     if not losses_agree(low, fp32, floor):
         return Health(
             False,
@@ -215,10 +213,6 @@ def _guilty(made: Investigation) -> tuple[Suspect, ...]:
     if not math.isfinite(made.replays[0].loss):
         found = [suspect for suspect in found if suspect.producer.phase == "forward"]
     return tuple(found)
-
-
-def _nonfinite(made: Investigation, guilty: tuple[Suspect, ...]) -> str:
-    return f"{_what(made)}: {_goes_wrong(guilty[0])}" if guilty else _what(made)
 
 
 def _what(made: Investigation) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import keyword
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -13,22 +14,23 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from ampdbg.costs.step import FlopCount
 from ampdbg.errors import AmpdbgError
 from ampdbg.observer import Observer
 from ampdbg.pinning.experiment import Experiment, on_further_batches
-from ampdbg.pinning.roots import roots_of
+from ampdbg.probes.makings import Makings
+from ampdbg.probes.models import Together, is_global_of_script
 from ampdbg.probes.module_calls import ModulePaths, module_paths, run_eagerly
 from ampdbg.probes.op_trace import OpPlace, OpTraits, PlacedOps, placed
 from ampdbg.probes.tensors import HALVES
 from ampdbg.record.findings import Finding
-from ampdbg.record.pins import OWN, Pin, PinCost, PinSite, Search, Trial
+from ampdbg.record.pins import OWN, Pin, PinCost, PinSite, RootModel, Search, Trial, root_of
 from ampdbg.record.run import Record
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep, Snapshot, rewound
-from ampdbg.search.strategies import Result, most_dropped
-from ampdbg.search.trials import OutOfTrials, Trials, trial_of
+from ampdbg.search.strategies import OutOfTrials, Result, Trials, most_dropped, trial_of
 from ampdbg.source.ownership import is_library_class, is_users_file
 
 AGAIN = "the whole set once more"
@@ -50,11 +52,6 @@ class Setting:
     observer: Observer
     max_trials: int | None
     repeats: int
-
-    @property
-    def failing(self) -> FailingStep:
-        """The step that the search is about."""
-        return self.experiment.cases[0].failing
 
     @cached_property
     def trials(self) -> Trials:
@@ -163,7 +160,7 @@ def record_of_best(setting: Setting, record: Record, search: Search, result: Res
     """
     model, tree = setting.run.workload.model, setting.experiment.tree
     try:
-        costs = step_costs(setting.run, setting.failing)
+        costs = step_costs(setting.run, setting.experiment.cases[0].failing)
     except KeyboardInterrupt:
         costs, record = None, replace(record, interrupted=True)
     dropped = {pin: trial.why for pin, trial in result.dropped.items()}
@@ -233,9 +230,6 @@ def digest(file: str) -> str:
         return ""
 
 
-# Modules that share a parameter are pinned together
-
-
 def tied_together(names: Sequence[str], model: torch.nn.Module) -> tuple[tuple[str, ...], ...]:
     """The pins in parts: those that hold the same parameter are one part, every other is a part of its own."""
 
@@ -274,12 +268,8 @@ class StepCosts:
         chosen = {atom.removesuffix(OWN) for atom in atoms}
         size = sum(self.activation_bytes.get(name, 0) for name in chosen)
         flops = sum(self.flops.get(name, 0) for name in chosen)
-        all_flops, all_bytes = self._totals
+        all_flops, all_bytes = sum(self.flops.values()), sum(self.activation_bytes.values())
         return PinCost(_share(flops, all_flops), _share(size, all_bytes), size)
-
-    @cached_property
-    def _totals(self) -> tuple[int, int]:
-        return sum(self.flops.values()), sum(self.activation_bytes.values())
 
 
 def step_costs(run: Run, failing: FailingStep) -> StepCosts:
@@ -328,3 +318,49 @@ def _run_forward(run: Run, snapshot: Snapshot) -> None:
 
 def _share(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
+
+
+# Which objects of a script the names of pins begin with, where it has several models
+
+
+TAKEN = ("module", "name", "functools")
+"""What a file of pins means something else by."""
+
+
+def roots_of(model: nn.Module, pins: Iterable[str], makings: Makings | None) -> tuple[RootModel, ...]:
+    """The models that the pins are of, in the order of the pins; none where there is but one model."""
+    if not isinstance(model, Together):
+        return ()
+    names = dict.fromkeys(map(root_of, pins))
+    arguments = _arguments(names)
+    return tuple(
+        RootModel(name, argument, _what(name, model, makings), is_global_of_script(name, model.get_submodule(name)))
+        for name, argument in zip(names, arguments, strict=True)
+    )
+
+
+def _arguments(names: Iterable[str]) -> Iterator[str]:
+    """A name of its own for the argument of each; what begins with an underscore is a function of the file."""
+    taken = set(TAKEN)
+    for name in names:
+        argument = name.lstrip("_")
+        argument = argument if argument.isidentifier() and not keyword.iskeyword(argument) else "model"
+        while argument in taken:
+            argument += "_"
+        taken.add(argument)
+        yield argument
+
+
+def _what(name: str, model: Together, makings: Makings | None) -> str:
+    root = model.get_submodule(name)
+    if is_global_of_script(name, root):
+        return f"the model that the script calls {name}"
+    kind = type(root).__name__
+    same = [one for one in model.children() if type(one).__name__ == kind]
+    if len(same) == 1:
+        return f"the model of class {kind} that the script makes"
+    lines = makings.lines_apart(same) if makings is not None else ()
+    if not lines:
+        return f"one of the {len(same)} models of class {kind} that the script makes; which of them is not known"
+    file, line = next(place for place, one in zip(lines, same, strict=True) if one is root)
+    return f"the model of class {kind} that line {line} of {Path(file).name} makes"

@@ -156,9 +156,13 @@ _ALLOW_OVERRIDE = (
 
 def _kernels(lists: OpLists, native: set[str]) -> Iterator[tuple[str, Any]]:
     """Pairs of an op's name and its autocast kernel."""
+    lowered = partial(_cast_to, lambda op, given: torch.get_autocast_dtype("cpu"))
     policies: list[tuple[frozenset[str], Callable[[torch._ops.OpOverload], Any]]] = [
-        (lists["LOWER_PRECISION_FP"].union(RECURRENT_LAYERS.split()), partial(_cast_to, _lower_precision)),
-        (lists["FP32"], partial(_cast_to, _fp32)),
+        (
+            lists["LOWER_PRECISION_FP"].union(RECURRENT_LAYERS.split()),
+            lowered,
+        ),
+        (lists["FP32"], partial(_cast_to, lambda op, given: torch.float32)),
         (lists["FP32_SET_OPT_DTYPE"], _fp32_set_opt_dtype),
         (lists["PROMOTE"], partial(_cast_to, _widest)),
         (frozenset(FP32_APPEND_DTYPE), _fp32_append_dtype),
@@ -190,14 +194,6 @@ def _cast_to(choose: Callable[[torch._ops.OpOverload, Any], torch.dtype], op: to
             return op(*_cast(args, dtype), **_cast(kwargs, dtype))
 
     return kernel
-
-
-def _lower_precision(op: torch._ops.OpOverload, given: Any) -> torch.dtype:
-    return torch.get_autocast_dtype("cpu")
-
-
-def _fp32(op: torch._ops.OpOverload, given: Any) -> torch.dtype:
-    return torch.float32
 
 
 def _widest(op: torch._ops.OpOverload, given: Any) -> torch.dtype:

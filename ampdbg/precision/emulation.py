@@ -24,8 +24,7 @@ from torch.utils import _device
 
 from ampdbg.precision import autocast_policy
 from ampdbg.precision.autocast_policy import cuda_autocast_policy
-from ampdbg.precision.half_kernels import half_kernels
-from ampdbg.precision.half_transforms import half_transforms
+from ampdbg.precision.half_kernels import half_kernels, half_transforms
 
 _entered: list[ExitStack] = []
 """One entry for each context that is entered now; the first one holds the emulation."""

@@ -13,7 +13,9 @@ half tensors and nothing of the emulation, and the CPU's own kernels stay reacha
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +43,7 @@ WITHOUT_CPU_KERNEL = """
 """Ops that CUDA has in half and the CPU has not: without emulation they raise 'not implemented for Half'.
 
 The antialiasing ones are rounded once here; ``cuda/UpSampleBilinear2d.cu`` rounds its weights and rows as well,
-and adds gradients in half. Fourier transforms are in :mod:`ampdbg.precision.half_transforms`.
+and adds gradients in half. Fourier transforms are below.
 """
 
 CLAMPS = "clamp clamp_ clamp_min clamp_min_ clamp_max clamp_max_ hardtanh hardtanh_"
@@ -114,14 +116,14 @@ def _rounding_kernel(op: torch._ops.OpOverload, name: str) -> Callable[..., Any]
         written = {}
         for i, key in writes:
             target, wide = (args[i], wide_args[i]) if i < len(args) else (kwargs[key], wide_kwargs[key])
-            written[i] = _round_into(target, wide)
+            written[i] = round_into(target, wide)
         return _rounded(result, kept) if returned is None else written[returned]
 
     return kernel
 
 
-def _round_into(target: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
-    """Rounds what an in-place or ``out=`` op made of the float32 copy of its target into that target."""
+def round_into(target: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
+    """Rounds what an in-place or ``out=`` op made in a wider dtype into its target."""
     if target.shape != wide.shape:
         target.resize_(wide.shape)
     return target.copy_(wide)
@@ -176,3 +178,227 @@ def _rounded(result: Any, kept: tuple[int, ...]) -> Any:
         item.to(HALF) if isinstance(item, torch.Tensor) and item.dtype is torch.float32 and i not in kept else item
         for i, item in enumerate(result)
     )
+
+
+# Fourier transforms of half tensors, as cuFFT does them: half in, ``torch.complex32`` out.
+#
+# CUDA's autocast has none of them in its lists: what is half when it reaches ``torch.stft`` or ``torch.fft`` is
+# transformed in half, within a region and outside of any. A CPU has no kernel for that. ``torch.fft``'s own functions
+# refuse a half tensor of the CPU before they ask for a kernel (``promote_type_fft`` in ``SpectralOps.cpp``), so these
+# have to be replaced too. What cuFFT keeps in half on the way is its own: here the sum is float32's, and what torch
+# does in half around it is done in half, such as the scaling of an inverse transform, behind the rounding.
+
+COMPLEX_HALF = torch.complex32
+
+TRANSFORMS = "_fft_r2c _fft_c2r _fft_c2c".split()
+"""All transforms and all their gradients come to these three, ``torch.stft`` and ``torch.istft`` too."""
+
+OF_REAL = "fft_fft fft_ifft fft_rfft fft_ihfft fft_rfft2 fft_rfftn fft_ihfft2 fft_ihfftn".split()
+"""Functions of ``torch.fft`` that transform a real tensor as it is; with ``n`` and one dim, or ``s`` and several."""
+
+OF_COMPLEX = """
+    fft_irfft fft_hfft fft_fft2 fft_ifft2 fft_irfft2 fft_hfft2 fft_fftn fft_ifftn fft_irfftn fft_hfftn
+""".split()
+"""Those that make a real tensor complex first."""
+
+OF_SPECTRA = "log sqrt rsqrt sin cos tanh sigmoid pow.Tensor_Scalar sum sum.dim_IntList prod".split()
+"""What CUDA has for complex32 and a CPU has not, of what is done with a spectrum, or goes backward through one."""
+
+OF_PHASES = "angle exp".split()
+"""The same, of what makes a spectrum of a phase before any transform, as ``torch.exp(1j * phase)`` does."""
+
+DIVISIONS = "div.Tensor div_.Tensor".split()
+"""Apart, since they are given numbers too."""
+
+COMPOSITE = ("AutogradCPU", "CPU", "FuncTorchBatched")
+"""A composite function has no kernel below autograd: it is called in autograd's place, or in inference mode; and within
+``torch.vmap`` before any of these."""
+
+WIDER = {HALF: torch.float32, COMPLEX_HALF: torch.complex64}
+NARROWER = {wide: narrow for narrow, wide in WIDER.items()}
+
+NO_SUCH_SIZE = (
+    "cuFFT only supports dimensions whose sizes are powers of two when computing in half precision, "
+    "but got a signal size of{}"
+)
+"""What CUDA says of any other size (``CuFFTPlanCache.h``)."""
+
+_NONE, _BY_ROOT_N, _BY_N = range(3)
+"""``fft_norm_mode`` of torch."""
+
+Kernel = Callable[..., Any]
+
+
+@contextlib.contextmanager
+def half_transforms() -> Iterator[None]:
+    """While this is entered, half tensors of the CPU have the Fourier transforms that they have on CUDA."""
+    library = torch.library.Library("aten", "IMPL")
+
+    def register(names: Iterable[str], make: Callable[[torch._ops.OpOverload], Kernel], *keys: str) -> None:
+        for name in names:
+            op = find_op(name)
+            if op is not None:
+                for key in keys:
+                    library.impl(name, make(op), key, with_keyset=key == "BackendSelect")
+
+    @functools.cache
+    def at_the_first() -> None:
+        # Sums and quotients are in every step: without a transform in half they do not pass through Python.
+        register(OF_SPECTRA, _of_complex_half, "BackendSelect")
+        register(DIVISIONS, _division, "BackendSelect")
+
+    try:
+        transforms = [*TRANSFORMS, *(f"{name}.out" for name in TRANSFORMS)]
+        register(transforms, functools.partial(_transform, at_the_first), "BackendSelect")
+        register(OF_PHASES, _of_complex_half, "BackendSelect")
+        register(OF_REAL, _of_real, *COMPOSITE)
+        register(OF_COMPLEX, _of_complex, *COMPOSITE)
+        yield
+    finally:
+        library._destroy()
+
+
+def _is_narrow(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in WIDER and tensor.device.type == "cpu"
+
+
+def _transform(at_the_first: Callable[[], None], op: torch._ops.OpOverload) -> Kernel:
+    gives_signal = op._schema.name == "aten::_fft_c2r"
+
+    def kernel(
+        keyset: Any, x: torch.Tensor, dims: Sequence[int], norm: int, last: Any, out: torch.Tensor | None = None
+    ) -> Any:
+        below = keyset & _BELOW
+        if not _is_narrow(x):
+            return op.redispatch(below, x, dims, norm, last, **({} if out is None else {"out": out}))
+        sizes = [x.shape[dim] for dim in dims]
+        if gives_signal:
+            sizes[-1] = last
+        if any(size & (size - 1) for size in sizes):
+            raise RuntimeError(NO_SUCH_SIZE.format(sizes))
+        at_the_first()
+        result = _rounded_transform(op, below, (x, dims, norm, last), out is not None)
+        scale = _scale(norm, math.prod(sizes))
+        if scale != 1.0:
+            result.mul_(scale)
+        return result if out is None else round_into(out, result)
+
+    return kernel
+
+
+def _rounded_transform(op: torch._ops.OpOverload, below: Any, args: Sequence[Any], takes_out: bool) -> Any:
+    """The transform in float32, rounded before anything scales it: what is beyond half by then is infinite."""
+    x, dims, _, last = args
+    gives = torch.float32 if op._schema.name == "aten::_fft_c2r" else torch.complex64
+    into = {"out": torch.empty(0, dtype=gives)} if takes_out else {}
+    return op.redispatch(below, x.to(WIDER[x.dtype]), dims, _NONE, last, **into).to(NARROWER[gives])
+
+
+def _scale(norm: int, numel: int) -> float:
+    return 1.0 if norm == _NONE else 1.0 / (math.sqrt(numel) if norm == _BY_ROOT_N else numel)
+
+
+def _of_complex_half(op: torch._ops.OpOverload) -> Kernel:
+    def kernel(keyset: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        below = keyset & _BELOW
+        if x.dtype is not COMPLEX_HALF or x.device.type != "cpu" or kwargs.get("dtype") is not None:
+            return op.redispatch(below, x, *args, **kwargs)
+        result = op.redispatch(below, x.to(torch.complex64), *args, **kwargs)
+        return result.to(NARROWER[result.dtype])
+
+    return kernel
+
+
+def _division(op: torch._ops.OpOverload) -> Kernel:
+    in_place = op._schema.is_mutable
+    # A kernel in Python is handed the bare number of ``x / 2``, which no kernel below takes; this op takes it.
+    divide = op.overloadpacket.Tensor_mode
+
+    def kernel(keyset: Any, x: Any, other: Any) -> Any:
+        operands = [value for value in (x, other) if isinstance(value, torch.Tensor)]
+        if torch.result_type(x, other) is COMPLEX_HALF and operands[0].device.type == "cpu":
+            quotient = torch.div(_widened_spectrum(x), _widened_spectrum(other), rounding_mode=None).to(COMPLEX_HALF)
+            return x.copy_(quotient) if in_place else quotient
+        if len(operands) == 2:
+            return op.redispatch(keyset & _BELOW, x, other)
+        return divide(x, other, rounding_mode=None)
+
+    return kernel
+
+
+def _widened_spectrum(value: Any) -> Any:
+    return value.to(WIDER.get(value.dtype, value.dtype)) if isinstance(value, torch.Tensor) else value
+
+
+def _of_complex(op: torch._ops.OpOverload) -> Kernel:
+    def function(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # Complex numbers are not asked for their width.
+        complex_half = x.dtype is HALF and _is_narrow(x)
+        return op.decompose(x.to(COMPLEX_HALF) if complex_half else x, *args, **kwargs)
+
+    return function
+
+
+def _of_real(op: torch._ops.OpOverload) -> Kernel:
+    name = op._schema.name.removeprefix("aten::fft_")
+    parameters = [argument.name for argument in op._schema.arguments[1:]]
+    defaults = {argument.name: argument.default_value for argument in op._schema.arguments[1:]}
+
+    def function(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if x.dtype is not HALF or not _is_narrow(x):
+            return op.decompose(x, *args, **kwargs)
+        given = {**defaults, **dict(zip(parameters, args, strict=False)), **kwargs}
+        dims = _dims(x, given.get("s", given.get("n")), given["dim"])
+        sizes = _sizes(x, dims, given.get("s", given.get("n")))
+        if not _fit(x, dims, sizes, given["norm"]):
+            return op.decompose(x.float(), *args, **kwargs)  # and raises what it does
+        return _transformed(name, _resized(x, dims, sizes), dims, given["norm"])
+
+    return function
+
+
+def _transformed(name: str, x: torch.Tensor, dims: list[int], norm: str | None) -> Any:
+    aten, forward = torch.ops.aten, name in ("fft", "rfft", "rfft2", "rfftn")
+    mode, onesided = _norm_mode(norm, forward), name not in ("fft", "ifft")
+    if forward:
+        return aten._fft_r2c(x, dims, mode, onesided)
+    last = aten._fft_r2c(x, dims[-1:], mode, onesided)
+    return aten._fft_c2c(last.conj_physical(), dims[:-1], mode, False) if dims[:-1] else last.conj()
+
+
+def _norm_mode(norm: str | None, forward: bool) -> int:
+    if norm == "ortho":
+        return _BY_ROOT_N
+    return _BY_N if forward == (norm == "forward") else _NONE
+
+
+def _dims(x: torch.Tensor, asked: Any, dim: Any) -> list[int]:
+    """The dims to transform: without any the last ones, as many as there are sizes; else all."""
+    if dim is None:
+        return list(range(x.dim()))[-len(asked) :] if asked else list(range(x.dim()))
+    return [one % x.dim() if -x.dim() <= one < x.dim() else x.dim() for one in _listed(dim)]
+
+
+def _sizes(x: torch.Tensor, dims: list[int], asked: Any) -> list[int]:
+    kept = [x.shape[dim] if dim < x.dim() else 0 for dim in dims]
+    if asked is None:
+        return kept
+    return [kept[i] if size == -1 and i < len(kept) else size for i, size in enumerate(_listed(asked))]
+
+
+def _listed(value: Any) -> list[int]:
+    return [value] if isinstance(value, int) else list(value)
+
+
+def _fit(x: torch.Tensor, dims: list[int], sizes: list[int], norm: str | None) -> bool:
+    are_of_it = all(dim < x.dim() for dim in dims) and 0 < len(set(dims)) == len(dims) == len(sizes)
+    return are_of_it and min(sizes) > 0 and norm in (None, "backward", "forward", "ortho")
+
+
+def _resized(x: torch.Tensor, dims: list[int], sizes: list[int]) -> torch.Tensor:
+    """Cut, or filled up with zeros."""
+    padding = [0, 0] * x.dim()
+    for dim, size in zip(dims, sizes, strict=True):
+        padding[2 * (x.dim() - 1 - dim) + 1] = max(0, size - x.shape[dim])
+        x = x.narrow(dim, 0, size) if size < x.shape[dim] else x
+    return torch.constant_pad_nd(x, padding) if any(padding) else x

@@ -263,7 +263,6 @@ class LinesInFP32(threading.local):
 
     @property
     def are_running(self) -> bool:
-        """Whether a call of the lines has not ended."""
         return bool(self._calls)
 
     @property
@@ -307,14 +306,10 @@ def _in_fp32(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _cast_up(value: Any) -> Any:
-    return _pytree.tree_map_only(torch.Tensor, _in_float32, value)
+    return _pytree.tree_map_only(torch.Tensor, lambda tensor: widened(tensor, LIFTS["float32"]), value)
 
 
 def _as_weights_take_it(module: torch.nn.Module, inputs: Any) -> Any:
     """What lines in FP32 give to a module: half where its weights are, which would take nothing else."""
     dtype = next((weight.dtype for weight in module.parameters() if weight.is_floating_point()), torch.float32)
     return cast(inputs, dtype) if dtype in LIFTS["float32"] else inputs
-
-
-def _in_float32(tensor: torch.Tensor) -> torch.Tensor:
-    return widened(tensor, LIFTS["float32"])

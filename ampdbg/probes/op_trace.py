@@ -25,7 +25,7 @@ from ampdbg.probes.module_calls import OUTSIDE, ModulePaths, module_paths, run_e
 from ampdbg.probes.seams import Seam, attached, only_follows
 from ampdbg.probes.source_lines import innermost_line, is_recomputing, source_of
 from ampdbg.probes.tensors import Magnitude, magnitude_of, magnitude_of_number, together
-from ampdbg.record.replays import OpSite
+from ampdbg.record.run import OpSite
 from ampdbg.source.ownership import Line
 
 

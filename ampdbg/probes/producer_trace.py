@@ -17,7 +17,7 @@ from ampdbg.probes.bad_values import BadValues
 from ampdbg.probes.module_calls import ModulePaths
 from ampdbg.probes.op_trace import OpPlace, OpSeen, OpTrace, OpTraits, storage_of
 from ampdbg.probes.tensors import NOTHING, Magnitude, float_values, leaves_of
-from ampdbg.record.replays import Producer
+from ampdbg.record.run import Producer
 
 BEYOND_COMPUTING = 1e30
 """Nothing that a model computes is as large: it is the lowest number of a wider format, as a mask."""

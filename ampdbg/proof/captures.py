@@ -101,15 +101,12 @@ def _interrupted(child: subprocess.Popen[str]) -> int:
 
 
 def _hand_on(events: IO[str], observer: Observer) -> None:
-    """Tells the observer what the process tells."""
     for line in events:
         name, arguments = pickle.loads(base64.b64decode(line))
         getattr(observer, name)(*arguments)
 
 
 class _Told(Observer):
-    """Tells another process what it sees."""
-
     def __init__(self, stream: IO[str]) -> None:
         for name in ("replay", "search", "trial", "stage"):
             setattr(self, name, self._telling(name, stream))
@@ -121,9 +118,6 @@ class _Told(Observer):
             stream.flush()
 
         return tell
-
-
-# In the process of the script
 
 
 def main() -> None:
@@ -147,7 +141,7 @@ def main() -> None:
     try:
         take_over(Capture(job.path, job.script), use, beside(result))
     except AmpdbgError as error:
-        end(_plain(error))
+        end(CaptureError(str(error)))  # without what only this process has
     except Exception as error:  # noqa: BLE001 - what the script has left of torch may raise anything
         end(CaptureError(f"{job.path}: {named_error(error)}"))
 
@@ -162,16 +156,11 @@ def _outcome(taken: TakenOver, job: CaptureJob, events: IO[str]) -> Suggestion |
     try:
         return _WORK[job.command](taken, job, _Told(events))
     except AmpdbgError as error:
-        return _plain(error)
+        return CaptureError(str(error))
     except KeyboardInterrupt:
         os._exit(EXIT_INTERRUPTED)
     except BaseException as error:  # noqa: BLE001 - it would go on through the script
         return CaptureError(f"{job.path}: {named_error(error)}")
-
-
-def _plain(error: AmpdbgError) -> AmpdbgError:
-    """The error without what only this process has."""
-    return CaptureError(str(error))
 
 
 def _replayed(taken: TakenOver, job: CaptureJob, observer: Observer) -> Suggestion:

@@ -33,16 +33,15 @@ from ampdbg.proof.jobs import (
     StepUse,
     Trained,
     Tried,
+    load_steps,
     overlaid,
     pinned_by,
     prepared_with,
 )
 from ampdbg.proof.processes import own_stdout
-from ampdbg.proof.step_file import load_steps
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
-from ampdbg.record.replays import Investigation, Producer
-from ampdbg.record.run import Record, Step
+from ampdbg.record.run import Investigation, Producer, Record, Step
 from ampdbg.replay.pinned_replays import PinnedReplays
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run
@@ -93,7 +92,13 @@ def perform(job: Job, steps: Path, observer: Observer) -> Seen:
                 seen = _seen(run, _fitting(load_steps(steps, run.workload), run), job, observer)
                 begins_at = run.scaler().get_scale()
             # The training runs build a workload of their own.
-            return seen if seen.is_over else replace(seen, runs=_training_runs(job, seen, begins_at, observer))
+            if seen.is_over:
+                return seen
+            if job.kind == "patched":
+                runs = {"patched": trained_with_the_patch(job, seen.tried, observer, begins_at)}
+            else:
+                runs = reference_runs(job, seen.uses, observer)
+            return replace(seen, runs=runs)
 
         return replace(_without_raising(seen), unused=_unused(job, taken))
 
@@ -109,7 +114,8 @@ def perform_in_script(
     capture = Capture(captured.path, captured.script, is_patched=bool(job.patched.files))
     start = capture.start
     with overlaid(job.patched.files) as taken:
-        own = next((path for path in job.patched.files if not start.is_module and is_same_file(path, start.name)), None)
+        script = None if start.is_module else os.path.realpath(start.name)
+        own = next((path for path in job.patched.files if os.path.realpath(path) == script), None)
 
         def use(step: TakenOver | CaptureError) -> None:
             def seen() -> Seen:
@@ -128,11 +134,6 @@ def perform_in_script(
             raise AssertionError("the process ends in the script")
 
         return _without_raising(started)
-
-
-def is_same_file(path: Path, other: str) -> bool:
-    """Whether two names are of one file."""
-    return os.path.realpath(path) == os.path.realpath(other)
 
 
 def _unused(job: Job, taken: set[Path]) -> tuple[str, ...]:
@@ -164,12 +165,6 @@ def _seen(run: Run, steps: Sequence[FailingStep], job: Job, observer: Observer) 
         uses = {way: use for way, dtype in ways.items() if (use := step_use(run, steps[0], dtype))}
         eval_failure = raised_in_eval_mode(run, steps[0])
     return Seen(tried=tried, further=further, further_failure=further_failure, eval_failure=eval_failure, uses=uses)
-
-
-def _training_runs(job: Job, seen: Seen, begins_at: float, observer: Observer) -> dict[str, Trained]:
-    if job.kind == "patched":
-        return {"patched": trained_with_the_patch(job, seen.tried, observer, begins_at)}
-    return reference_runs(job, seen.uses, observer)
 
 
 def _fitting(steps: Sequence[FailingStep], run: Run) -> Sequence[FailingStep]:
@@ -295,7 +290,6 @@ def step_use(run: Run, failing: FailingStep, dtype: str) -> StepUse | None:
 
 
 def _seconds(run: Run, failing: FailingStep, manner: Manner) -> float:
-    """The median time of one forward and backward pass."""
     seconds = [replay_step(run, failing.snapshot, manner).seconds for _ in range(1 + TIMED_STEPS)]
     return round(statistics.median(seconds[1:]), 4)
 
@@ -316,8 +310,6 @@ def _peak_bytes(run: Run, failing: FailingStep, manner: Manner) -> int | None:
     replay_step(run, failing.snapshot, manner)
     return torch.cuda.max_memory_allocated(run.device)
 
-
-# The training runs, with the patch and in FP32
 
 REPLAYED_STEPS = 2
 """At most so many unhealthy steps of each kind are replayed in the run with the patch."""
@@ -396,7 +388,7 @@ def _trained(job: Job) -> Trained:
         record, failure = error.record, first_line(error)
     if record.interrupted:
         raise KeyboardInterrupt
-    findings = [finding for finding in diagnose(record).findings if finding.severity != "info"]
+    findings = diagnose(record).faults
     return Trained(
         steps=job.train_steps,
         losses=tuple(losses.seen),
@@ -409,6 +401,5 @@ def _trained(job: Job) -> Trained:
 
 
 def _longer(job: Job) -> Config:
-    """The config with the number of steps of the job's training runs."""
     steps = job.config.train.model_copy(update={"steps": job.train_steps})
     return job.config.model_copy(update={"train": steps})

@@ -7,8 +7,8 @@ import importlib.util
 import io
 import linecache
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.machinery import SourceFileLoader
 from importlib.util import decode_source
 from pathlib import Path
@@ -16,12 +16,17 @@ from types import CodeType, ModuleType
 from typing import Literal
 from unittest.mock import patch
 
+import torch
+
 from ampdbg.config.schema import Config
+from ampdbg.errors import AmpdbgError, UserCodeError, first_line
 from ampdbg.patch.file_edits import counterpart
 from ampdbg.record.pins import RootModel
-from ampdbg.record.replays import Investigation
+from ampdbg.record.run import Investigation
 from ampdbg.replay.pinned_replays import ScaleRange
 from ampdbg.replay.run import Run, prepared
+from ampdbg.replay.snapshot import FailingStep
+from ampdbg.workload.build import Workload
 
 
 @dataclass(frozen=True)
@@ -156,9 +161,6 @@ class Seen:
     uses: Mapping[str, StepUse] = field(default_factory=dict)
 
 
-# A patch in force
-
-
 @contextlib.contextmanager
 def prepared_with(patched: Patched, config: Config) -> Iterator[Run]:
     """The workload with the pins of a patch in force; its files have to be :func:`overlaid`."""
@@ -236,3 +238,41 @@ def overlaid(files: Mapping[Path, bytes]) -> Iterator[set[Path]]:
 def _key(path: str | Path) -> str:
     """Two spellings of one file have one key."""
     return os.path.normcase(os.path.realpath(path))
+
+
+def save_steps(steps: Sequence[FailingStep], path: Path) -> None:
+    """Writes the steps with their batches, random states, buffers, attributes and weights.
+
+    Raises:
+        AmpdbgError: a batch holds what cannot be pickled, or the disk is full; the message is one line.
+    """
+    try:
+        torch.save([_compact(step) for step in steps], path)
+    except Exception as error:
+        # Pickling runs the code of whatever a batch holds, which may raise anything.
+        raise AmpdbgError(first_line(error)) from error
+
+
+def load_steps(path: Path, workload: Workload) -> tuple[FailingStep, ...]:
+    """Reads what :func:`save_steps` wrote, tensors on the devices that they were on.
+
+    Args:
+        path: a file that this ampdbg has written itself, a moment ago: only so may all of pickle be allowed in it
+            (``weights_only=False``), which a batch of any class needs.
+        workload: it is built, so that the modules that define those classes can be found.
+
+    Raises:
+        AmpdbgError: a class of a batch is not to be found in this process.
+    """
+    try:
+        with workload.user.running("reading the failing steps"):
+            steps: list[FailingStep] = torch.load(path, weights_only=False)
+    except UserCodeError as error:
+        raise AmpdbgError(first_line(error.__cause__ or error)) from error
+    return tuple(replace(step, snapshot=replace(step.snapshot, beside=(workload.step.of,))) for step in steps)
+
+
+def _compact(step: FailingStep) -> FailingStep:
+    # What is beside the model is code of this process, and the patched one has its own.
+    snapshot = replace(step.snapshot, state=step.snapshot.state.for_another_model(), beside=())
+    return replace(step, snapshot=snapshot)

@@ -12,12 +12,11 @@ from ampdbg.config.schema import LossScale, Precision
 from ampdbg.errors import AmpdbgError
 from ampdbg.files import temporary_folder
 from ampdbg.observer import Observer
-from ampdbg.proof.jobs import Job, Patched, Seen, StepUse, Trained, Tried
+from ampdbg.proof.jobs import Job, Patched, Seen, StepUse, Trained, Tried, save_steps
 from ampdbg.proof.processes import Run, fresh_processes
-from ampdbg.proof.step_file import save_steps
 from ampdbg.quantities import byte_size, counted, duration, listed, percent, scale
 from ampdbg.record.pins import Proof, ProofStep, call_of_pins
-from ampdbg.record.replays import SUM
+from ampdbg.record.run import SUM
 from ampdbg.replay.snapshot import FailingStep
 from ampdbg.training.fp32_twin import distance, last_quarter, taken
 

@@ -66,7 +66,6 @@ def suggest(
     """Trains, bisects, plans the patch or the pins by name, and proves it.
 
     Args:
-        config: a checked config.
         form: what is to be suggested. Where weights are half it is YAML in any case: edits of code rely on autocast.
         verify: prove it in fresh processes.
         known: a record of this config: files that have changed since are refused.
@@ -108,7 +107,8 @@ def _of_search(ended: Bisected, form: Form, prover: Prover | None, observer: Obs
     if record.interrupted or not ended.failing or not (record.pins or _constants(record)):
         return Suggestion(record)
     if form in ("module", "yaml"):
-        return _by_name(ended, form, prover) if prover and _have_names(record) else Suggestion(record)
+        names_say_it_all = record.pins and all(pin.source is None for pin in record.pins)  # a loss's line has none
+        return _by_name(ended, form, prover) if prover and names_say_it_all else Suggestion(record)
     observer.stage("planning the patch")
     return _with_patch(record, _materials(ended), prover, trains=trains)
 
@@ -127,24 +127,17 @@ def _handed_over(searched: Bisected, form: Form) -> Record:
 
 def _constants(record: Record) -> tuple[Source, ...]:
     """The lines of the user's own on which a constant stands that half cannot hold; none where that is not all."""
-    roots = [finding for finding in record.findings if finding.root is None and finding.severity != "info"]
+    roots = [finding for finding in record.faults if finding.root is None]
     lines = tuple(finding.source for finding in roots if finding.source and is_users_file(finding.source.file))
     return lines if len(lines) == len(roots) and all(CODES[one.code].is_a_constant for one in roots) else ()
 
 
-def _have_names(record: Record) -> bool:
-    """Whether names say it all: a line of the step function or the loss has none."""
-    return bool(record.pins) and all(pin.source is None for pin in record.pins)
-
-
 def _pins_file(names: Sequence[str], searched: Bisected) -> str:
-    """The file that pins those of ``names``."""
     one_tensor = layers_of_one_tensor(names, searched.run.workload.model)
     return module_text(names, one_tensor=one_tensor, roots=_roots(names, searched))
 
 
 def _roots(names: Sequence[str], searched: Bisected) -> tuple[RootModel, ...]:
-    """Which of several models ``names`` are of."""
     every = searched.record.search.roots if searched.record.search is not None else ()
     own = set(map(root_of, names))
     return tuple(root for root in every if root.name in own)

@@ -40,7 +40,7 @@ MOST_CAPTURES, LARGEST_CAPTURE = 3, 4 * 2**30
 
 def to_json(record: Record) -> str:
     """The record as one strict JSON object, keys in the order of the fields."""
-    data = strict(_adapter().dump_python(record, warnings=False))
+    data = strict(adapter(Record).dump_python(record, warnings=False))
     text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
     # The user's messages may hold half of a surrogate pair, which UTF-8 does not have.
     text = text.encode("utf-8", "replace").decode("utf-8") + "\n"
@@ -83,7 +83,7 @@ def checked(data: Mapping[str, Any], what: str) -> Record:
     from pydantic import ValidationError
 
     try:
-        record = _adapter().validate_python(data)
+        record: Record = adapter(Record).validate_python(data)
     except ValidationError as error:
         raise RecordError(f"a damaged {what}: {_first_mistake(error)}") from None
     _check_references(record)
@@ -148,9 +148,6 @@ def _written(write: Callable[[Path, bytes], None], path: Path, text: str) -> Non
         raise RecordError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
-# The folder of records
-
-
 def add_record(record: Record) -> Path:
     """Writes the record to ``.ampdbg/<UTC time>-<command>.json``.
 
@@ -183,12 +180,26 @@ def of_rank(name: str, rank: int) -> str:
 
 
 def path_in_folder(beside: Path, created: str, command: str, suffix: str) -> Path:
-    """``.ampdbg/<UTC time>-<command><suffix>``, a name that is free; an empty file holds it.
+    """``.ampdbg/<UTC time>-<command><suffix>``, with a number where another run began in the same second.
+
+    An empty file holds the name.
 
     Raises:
         RecordError: the folder cannot be written.
     """
-    return _reserved(beside / FOLDER / f"{_utc_time(created)}-{command}{suffix}")
+    moment = datetime.fromisoformat(created.replace("Z", "+00:00"))  # Python 3.10 does not read the Z
+    time = moment.astimezone(timezone.utc).strftime("%Y%m%dT%H%M%SZ")  # without what file systems dislike
+    path = candidate = beside / FOLDER / f"{time}-{command}{suffix}"
+    number = 1
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            with contextlib.suppress(FileExistsError), candidate.open("x"):
+                return candidate
+            number += 1
+            candidate = path.with_name(f"{path.stem}-{number}{path.suffix}")
+    except OSError as error:
+        raise RecordError(f"{candidate}: cannot be written: {error.strerror or error}") from None
 
 
 def latest_record() -> Path:
@@ -204,30 +215,6 @@ def latest_record() -> Path:
     return LATEST
 
 
-def _utc_time(created: str) -> str:
-    """ISO 8601 without what file systems dislike: ``20250102T030405Z``."""
-    moment = datetime.fromisoformat(created.replace("Z", "+00:00"))  # Python 3.10 does not read the Z
-    return moment.astimezone(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
-
-
-def _reserved(path: Path) -> Path:
-    """``path``, or with a number behind it where another run began in the same second; an empty file holds the name.
-
-    Raises:
-        RecordError: the folder cannot be written.
-    """
-    candidate, number = path, 1
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            with contextlib.suppress(FileExistsError), candidate.open("x"):
-                return candidate
-            number += 1
-            candidate = path.with_name(f"{path.stem}-{number}{path.suffix}")
-    except OSError as error:
-        raise RecordError(f"{candidate}: cannot be written: {error.strerror or error}") from None
-
-
 def keep_out_of_git(beside: Path) -> None:
     """Records are results, not sources: the folder ignores itself, as pytest's and ruff's caches do."""
     marker = beside / FOLDER / ".gitignore"
@@ -236,14 +223,12 @@ def keep_out_of_git(beside: Path) -> None:
             _written(replace_name, marker, "# Made by ampdbg.\n*\n")
 
 
-# JSON
-
-
 @functools.cache
-def _adapter() -> TypeAdapter[Record]:
+def adapter(kind: type[Any]) -> TypeAdapter[Any]:
+    """What makes plain data of a dataclass, and checks what is read back."""
     from pydantic import TypeAdapter  # `ampdbg --help` must not wait for it
 
-    return TypeAdapter(Record)
+    return TypeAdapter(kind)
 
 
 def strict(value: Any) -> Any:

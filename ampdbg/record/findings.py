@@ -27,6 +27,11 @@ class Source:
     text: str
 
 
+def place_of(source: Source | None) -> str:
+    """``train.py:12``; "" where no line is known."""
+    return f"{source.file}:{source.line}" if source is not None else ""
+
+
 @dataclass(frozen=True)
 class Listing:
     """Lines of a file as they stood when the record was made, the ``first`` counted from 1."""

@@ -8,13 +8,12 @@ log is written anew without them, so that it stays as small.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import math
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,15 +21,16 @@ from typing import TYPE_CHECKING, Any
 from ampdbg.errors import RecordError
 from ampdbg.files import obstacle, read_file, replace_file
 from ampdbg.quantities import shown
-from ampdbg.record.file import LARGEST_FILE, checked, keep_out_of_git, path_in_folder, strict
-from ampdbg.record.replays import Investigation
-from ampdbg.record.run import RECORD_FORMAT, RECORD_VERSION, Record, Step
+from ampdbg.record.file import LARGEST_FILE, adapter, checked, keep_out_of_git, path_in_folder, strict
+from ampdbg.record.run import RECORD_FORMAT, RECORD_VERSION, Investigation, Record, Step
 
 if TYPE_CHECKING:
-    from pydantic import TypeAdapter
+    pass
 
 LOG_FORMAT = "ampdbg.log"
 LOG_VERSION = 1
+KINDS: Mapping[str, Hashable] = {"step": Step, "investigation": Investigation, "record": Record}
+"""What a line may hold, by its only key."""
 
 NEWS = 60.0
 """Seconds after which the line of the record is written again: its times and counts are no older."""
@@ -74,7 +74,8 @@ class RunLog:
     def get_ready(self) -> None:
         """Makes once what the first line needs; the first step would have to wait for it."""
         if not self._is_over:
-            _adapters()
+            for kind in KINDS.values():
+                adapter(kind)
 
     def step(self, step: Step) -> None:
         """A step has ended."""
@@ -84,7 +85,7 @@ class RunLog:
     def thinned(self, steps: Sequence[Step]) -> None:
         """Healthy steps have been left out of the record: these are in it."""
         if self._is_written and self._path is not None and self._path.is_file():
-            lines = [_head(), self._record, *(_line("investigation", one) for one in self._seen)]
+            lines = [_HEAD, self._record, *(_line("investigation", one) for one in self._seen)]
             lines += [_line("step", one) for one in steps]
             try:
                 replace_file(self._path, b"".join(lines))
@@ -159,7 +160,7 @@ class RunLog:
             _check_place(path)
         self._path = path
         with path.open("wb" if path.is_file() or not path.exists() else "ab") as file:
-            file.write(_head())
+            file.write(_HEAD)
         self._reopen()
 
     def _reopen(self) -> None:
@@ -180,12 +181,11 @@ class RunLog:
         self._warn(f"the log goes no further: {self._path or self._given or self._folder}: {reason}; the run does")
 
 
-def _head() -> bytes:
-    return json.dumps({"format": LOG_FORMAT, "version": LOG_VERSION}).encode() + b"\n"
+_HEAD = json.dumps({"format": LOG_FORMAT, "version": LOG_VERSION}).encode() + b"\n"
 
 
 def _line(kind: str, value: Step | Investigation | Record) -> bytes:
-    data = _adapters()[kind].dump_python(value, warnings=False, exclude_defaults=True)
+    data = adapter(KINDS[kind]).dump_python(value, warnings=False, exclude_defaults=True)
     return _compact({kind: strict(data)}).encode() + b"\n"
 
 
@@ -206,13 +206,6 @@ _BOOLEANS = ("false", "true")
 _compact = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
-@functools.cache
-def _adapters() -> Mapping[str, TypeAdapter[Any]]:
-    from pydantic import TypeAdapter  # `ampdbg --help` must not wait for it
-
-    return {"step": TypeAdapter(Step), "investigation": TypeAdapter(Investigation), "record": TypeAdapter(Record)}
-
-
 def _check_place(path: Path) -> None:
     """Looks again where it is opened: the script may have made the file, or nobody has named it.
 
@@ -228,9 +221,6 @@ def _check_place(path: Path) -> None:
 def is_free_for_log(path: Path) -> bool:
     """Whether no file is there, an empty one, or a log."""
     return not os.path.isfile(path) or os.path.getsize(path) == 0 or is_log(path)
-
-
-# Read back
 
 
 _BEGINS = re.compile(rb'\s*\{\s*"format"\s*:\s*"%b"' % re.escape(LOG_FORMAT).encode())
@@ -256,11 +246,9 @@ def read_log(path: Path) -> Record:
         RecordError: it cannot be read, is of another version, or damaged; the message names it.
     """
     try:
-        content = read_file(path, LARGEST_FILE)
+        return _record_of(read_file(path, LARGEST_FILE))
     except OSError as error:
         raise RecordError(f"{path}: cannot be read: {error.strerror or error}") from None
-    try:
-        return _record_of(content)
     except RecordError as error:
         raise RecordError(f"{path}: {error}") from None
 
@@ -308,9 +296,6 @@ def _parsed(line: bytes, number: int) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise RecordError(f"a damaged log: line {number}: got {shown(data)}; needed: a mapping")
     return data
-
-
-KINDS = ("step", "investigation", "record")
 
 
 def _only(data: dict[str, Any], number: int) -> tuple[str, dict[str, Any]]:

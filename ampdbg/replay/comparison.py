@@ -21,7 +21,7 @@ from ampdbg.probes.producer_trace import Circumstances, ProducerTrace, SampleTra
 from ampdbg.probes.source_lines import source_of
 from ampdbg.probes.step_trace import StepTrace
 from ampdbg.probes.tensors import Magnitude
-from ampdbg.record.replays import OpSite, Producer, Replay
+from ampdbg.record.run import OpSite, Producer, Replay
 from ampdbg.replay.replay import Manner, Replayed
 
 PRODUCERS_KEPT = 20

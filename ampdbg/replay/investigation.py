@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from ampdbg.agreement import AGREEMENT, agrees, is_finite, is_same_run
-from ampdbg.diagnosis.divergence import may_have_risen
+from ampdbg.diagnosis.cause import may_have_risen
 from ampdbg.diagnosis.producers import culprit, overflow_in
 from ampdbg.diagnosis.scale import SKIPS_IN_A_ROW, is_nan_alone
 from ampdbg.formats import FLOAT16
@@ -22,8 +22,7 @@ from ampdbg.probes.producer_trace import Mended, ProducerTrace, SampleTrace
 from ampdbg.probes.tensors import are_weights_spoilt, distinct, float_values, leaves_of, nonfinite
 from ampdbg.probes.watch import Watch
 from ampdbg.quantities import number
-from ampdbg.record.replays import Investigation, Producer, Replay
-from ampdbg.record.run import Step
+from ampdbg.record.run import Investigation, Producer, Replay, Step
 from ampdbg.replay.comparison import Noise, first_far_op, held_against, overflows_on_the_way, producers_of
 from ampdbg.replay.replay import FP32, Manner, Replayed, TraceKind, continued_in_fp32, replay_step
 from ampdbg.replay.run import Run

@@ -264,9 +264,6 @@ def _checked(live: Any, name: str) -> Any:
     return live
 
 
-# The random state
-
-
 def packed_random_state(state: RandomState, packing: Packing) -> Any:
     """A random state as JSON and tensors."""
     version, words, gauss = state.python

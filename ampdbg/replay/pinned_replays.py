@@ -12,7 +12,7 @@ from typing import Any
 
 from ampdbg.agreement import agrees, is_finite, keeps_its_gradients, noise_floor
 from ampdbg.probes.producer_trace import ProducerTrace, SampleTrace
-from ampdbg.record.replays import Investigation, Replay
+from ampdbg.record.run import Investigation, Replay
 from ampdbg.replay.comparison import Noise, first_far_op, held_against, producers_of
 from ampdbg.replay.replay import FP32, Manner, Replayed, TraceKind, replay_step
 from ampdbg.replay.run import Run

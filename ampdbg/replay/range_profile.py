@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.ranges import scale_to_try
 from ampdbg.probes.shadow_trace import sites_of
-from ampdbg.record.replays import Replay
-from ampdbg.record.run import Site, Unseen
+from ampdbg.record.run import Replay, Site, Unseen
 from ampdbg.replay.replay import FP32, Manner, counted, replay_step, shadow_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import Snapshot

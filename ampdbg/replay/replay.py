@@ -22,8 +22,7 @@ from ampdbg.probes.module_calls import ModulePaths, compiled_notes, module_paths
 from ampdbg.probes.op_trace import OpTrace, placed
 from ampdbg.probes.shadow_trace import WIDENED_NOTE, RangeSeen, ShadowTrace, bfloat16_for_float16
 from ampdbg.probes.tensors import float_values, is_finite, magnitude_of, nonfinite, stored, to_host, together
-from ampdbg.record.replays import Replay
-from ampdbg.record.run import Unseen
+from ampdbg.record.run import Replay, Unseen
 from ampdbg.replay.copies import altered_batch, duplicate
 from ampdbg.replay.draws import drawn_alike
 from ampdbg.replay.run import Run, loss_of, run_pass

@@ -18,8 +18,7 @@ from torch.jit._fuser import optimized_execution
 from ampdbg.config.schema import Config
 from ampdbg.environment import choose_device, is_emulated
 from ampdbg.precision.emulation import cuda_on_cpu
-from ampdbg.precision.loss_scaler import LossScaler
-from ampdbg.precision.modes import PrecisionMode, mode_of
+from ampdbg.precision.modes import LossScaler, PrecisionMode, mode_of
 from ampdbg.probes.half_names import NamesByLine
 from ampdbg.probes.makings import Makings
 from ampdbg.replay.random_state import seeded

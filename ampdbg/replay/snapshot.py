@@ -19,7 +19,7 @@ import torch
 from ampdbg.probes.module_calls import run_eagerly
 from ampdbg.probes.pause import unwatched
 from ampdbg.probes.tensors import is_finite
-from ampdbg.record.replays import Investigation
+from ampdbg.record.run import Investigation
 from ampdbg.replay.copies import Copying, Left, duplicate
 from ampdbg.replay.draws import Draws
 from ampdbg.replay.random_state import RandomState

@@ -9,13 +9,22 @@ from dataclasses import dataclass
 from ampdbg.levels import format_of_config
 from ampdbg.quantities import counted, duration, listed, number, scale
 from ampdbg.record.codes import catalogued
-from ampdbg.record.pins import EVERYTHING, Outcome, Search, Trial, root_of, within
-from ampdbg.record.replays import SUM
-from ampdbg.record.run import Record
+from ampdbg.record.findings import place_of
+from ampdbg.record.pins import EVERYTHING, Outcome, Search, root_of, within
+from ampdbg.record.run import SUM, Record
 
 from . import scan, view
-from .pins import cost_sentence, pin_lines, pin_table, pins_yaml, proof_table, roots_of, roots_paragraph
-from .trials import names_of, trial_table
+from .pins import (
+    cost_sentence,
+    names_of,
+    pin_lines,
+    pin_table,
+    pins_yaml,
+    proof_table,
+    roots_of,
+    roots_paragraph,
+    trial_table,
+)
 from .view import line, ran_on, with_option
 
 MOST_FACTS, MOST_TO_PASTE = 1, 3
@@ -44,12 +53,12 @@ class EndedSearch:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the set, as the config takes them."""
         return names_of(self.record)
 
     @property
     def some(self) -> str:
         """How many of the modules are in the set."""
+
         return f"{len(self.names)} of {counted(self.search.modules, 'module')}"
 
     @property
@@ -62,12 +71,9 @@ class EndedSearch:
     @property
     def holds(self) -> bool:
         """Whether the last trial of the whole set, on the failing step itself, was healthy."""
-        last = next((trial for trial in reversed(self.record.trials) if _is_of_the_set(trial, self.names)), None)
+        own = (trial for trial in reversed(self.record.trials) if not trial.stage.startswith(FURTHER))
+        last = next((trial for trial in own if set(trial.pins) == set(self.names)), None)
         return last is None or last.healthy
-
-
-def _is_of_the_set(trial: Trial, names: tuple[str, ...]) -> bool:
-    return set(trial.pins) == set(names) and not trial.stage.startswith(FURTHER)
 
 
 def page(record: Record, typed: view.Typed) -> view.Page:
@@ -81,39 +87,27 @@ def page(record: Record, typed: view.Typed) -> view.Page:
         (" · ".join(_facts(ended)), *ran_on(record)),
         typed.record_path,
         next_command(ended),
-        story=tuple(_story(ended)),
+        story=tuple(_sections(ended, is_brief=True)),
     )
 
 
-def _story(ended: EndedSearch) -> Iterator[view.Section]:
+def _sections(ended: EndedSearch, *, is_brief: bool = False) -> Iterator[view.Section]:
+    """All of them, or the story."""
     record, search = ended.record, ended.search
     if search.message and not _is_said_elsewhere(ended):
         yield view.Paragraph((line(_as_sentence(search.message)),))
     if record.pins:
-        yield pin_lines(record)
+        yield pin_lines(record) if is_brief else pin_table(record)
     elif record.findings:
-        yield view.Findings(record.findings, is_brief=True)
-    facts = tuple(_about_the_set(ended))[:MOST_FACTS]
+        yield view.Findings(record.findings, is_brief=is_brief)
+    if not is_brief:
+        yield from roots_paragraph(record)
+    facts = tuple(_about_the_set(ended))[: MOST_FACTS if is_brief else None]
     if facts:
         yield view.Paragraph(facts)
-    if ended.names and ended.holds and len(ended.names) <= MOST_TO_PASTE:
-        yield _snippet(ended)
-
-
-def _sections(ended: EndedSearch) -> Iterator[view.Section]:
-    record, search = ended.record, ended.search
-    if search.message and not _is_said_elsewhere(ended):
-        yield view.Paragraph((line(_as_sentence(search.message)),))
-    if record.pins:
-        yield pin_table(record)
-    elif record.findings:
-        yield view.Findings(record.findings)
-    yield from roots_paragraph(record)
-    facts = tuple(_about_the_set(ended))
-    if facts:
-        yield view.Paragraph(facts)
-    yield from _experiments(ended)
-    if ended.names and ended.holds:
+    if not is_brief:
+        yield from _experiments(ended)
+    if ended.names and ended.holds and not (is_brief and len(ended.names) > MOST_TO_PASTE):
         yield _snippet(ended)
 
 
@@ -124,7 +118,6 @@ def _snippet(ended: EndedSearch) -> view.Section:
 
 
 def _pinning(ended: EndedSearch) -> Iterator[str]:
-    """The calls that pin the set, one for each model."""
     roots = roots_of(ended.record)
     if not roots:
         yield f"ampdbg.pin_fp32(model, {_as_patterns(ended.names)})"
@@ -139,7 +132,6 @@ def _as_patterns(names: Iterable[str]) -> str:
 
 
 def _experiments(ended: EndedSearch) -> Iterator[view.Section]:
-    """What was run: the step in each precision, the trials, the proof."""
     record, search = ended.record, ended.search
     if search.losses:
         yield _loss_table(ended)
@@ -204,9 +196,6 @@ def _loss_table(ended: EndedSearch) -> view.Table:
     return view.Table("The failing step", (view.Column(), view.Column(what, "number")), rows)
 
 
-# The headline
-
-
 def headline(ended: EndedSearch) -> view.Headline:
     """How the search ended, in a sentence or two."""
     ending = ENDINGS[ended.search.outcome]
@@ -261,7 +250,7 @@ def _no_pin_helps(ended: EndedSearch) -> str:
 
 
 def _not_in_a_module(ended: EndedSearch) -> str:
-    lines = [f"{pin.source.file}:{pin.source.line}" for pin in ended.record.pins if pin.source is not None]
+    lines = list(filter(None, (place_of(pin.source) for pin in ended.record.pins)))
     where = f", at {listed(lines)}" if lines else ""
     if ended.record.findings and ended.record.findings[0].module:
         return (
@@ -286,9 +275,6 @@ def _out_of_trials(ended: EndedSearch) -> str:
     else:
         sentence = f"With {ended.some} in FP32 the failing step is healthy; a smaller set may do."
     return end + (sentence if not end else sentence[:1].lower() + sentence[1:])
-
-
-# What to type next
 
 
 def next_command(ended: EndedSearch) -> view.NextCommand | None:
@@ -355,9 +341,6 @@ ENDINGS: Mapping[Outcome, Ending] = {
     ),
     "out-of-trials": Ending("warning", _out_of_trials, "search without that limit"),
 }
-
-
-# The end
 
 
 def _facts(ended: EndedSearch) -> Iterator[str]:

@@ -9,7 +9,9 @@ from typing import Any
 from ampdbg.diagnosis.comparison import Comparison, Overflow, Tightness, Windows
 from ampdbg.diagnosis.producers import op_name
 from ampdbg.diagnosis.scale import of_one_scaler
+from ampdbg.levels import precision_of
 from ampdbg.quantities import counted, listed, number, scale
+from ampdbg.record.findings import place_of
 from ampdbg.record.run import Record, Site
 
 from . import view
@@ -65,9 +67,6 @@ def data(compared: Comparison, then: str, now: str) -> dict[str, Any]:
     }
 
 
-# The headline
-
-
 def _headline(compared: Comparison) -> view.Headline:
     if compared.is_worse:
         return view.Headline("bad", f"Worse: {'; '.join(_worse(compared))}.")
@@ -89,11 +88,11 @@ def _worse(compared: Comparison) -> Iterator[str]:
     if compared.appeared:
         yield f"{listed([_named(one.code, one.module) for one in compared.appeared], 3)} appeared"
     if compared.began:
-        yield f"{_places(sum(one.now - one.then for one in compared.began))} more would overflow"
+        yield f"{counted(sum(one.now - one.then for one in compared.began), 'place')} more would overflow"
     if compared.tighter:
         first, *others = compared.tighter
         also = f", and {counted(len(others), 'more module')} lost headroom" if others else ""
-        yield f"{first.module or '(root)'} lost {counted_bits(round(first.lost, 1))} of headroom{also}"
+        yield f"{view.module(first.module)} lost {counted_bits(round(first.lost, 1))} of headroom{also}"
     if compared.narrower is not None:
         yield f"the loss scales that work are fewer by {counted_bits(round(compared.narrower.lost, 1))}"
 
@@ -102,7 +101,7 @@ def _better(compared: Comparison) -> Iterator[str]:
     if compared.gone:
         yield f"{listed([_named(one.code, one.module) for one in compared.gone], 3)} gone"
     if compared.ceased:
-        yield f"{_places(sum(one.then - one.now for one in compared.ceased))} fewer would overflow"
+        yield f"{counted(sum(one.then - one.now for one in compared.ceased), 'place')} fewer would overflow"
     won = [one for one in compared.headrooms if -one.lost > compared.within]
     if won:
         yield f"{counted(len(won), 'module')} won headroom"
@@ -110,15 +109,8 @@ def _better(compared: Comparison) -> Iterator[str]:
         yield "more loss scales work"
 
 
-def _places(count: int) -> str:
-    return counted(count, "place")
-
-
 def _named(code: str, module: str) -> str:
     return f"{code} in {module}" if module else code
-
-
-# The sections
 
 
 def _sections(compared: Comparison, most: int | None = None) -> Iterator[view.Section]:
@@ -159,13 +151,12 @@ def _overflow_row(one: Overflow) -> Row:
 
 
 def _where(site: Site) -> str:
-    place = (f"{site.source.file}:{site.source.line}",) if site.source else ()
-    backward = ("backward",) if site.phase == "backward" else ()
-    return " · ".join((site.module or "(root)", *backward, op_name(site.op), *place))
+    backward = "backward" if site.phase == "backward" else ""
+    return " · ".join(filter(None, (view.module(site.module), backward, op_name(site.op), place_of(site.source))))
 
 
 def _headroom_row(one: Tightness, within: float) -> Row:
-    return _sign(one.lost, within), one.module or "(root)", f"{one.then:.1f}", f"{one.now:.1f}"
+    return _sign(one.lost, within), view.module(one.module), f"{one.then:.1f}", f"{one.now:.1f}"
 
 
 def _window_row(one: Windows, within: float) -> Row:
@@ -199,9 +190,6 @@ def _run(record: Record) -> dict[str, str]:
     }
 
 
-# The end
-
-
 def _ran_on(record: Record) -> str:
     ran = record.environment
     return f"torch {ran.torch} · {ran.device}{', emulated' if ran.emulated else ''}"
@@ -224,11 +212,7 @@ def _notes(compared: Comparison) -> Iterator[str]:
         if getattr(then.environment, name) != getattr(now.environment, name):
             yield "Note: the two ran on different devices or policies, which alone changes numbers."
             break
-    changed = [key for key in ("dtype", "level", "pins", "loss_scale") if _precision(then, key) != _precision(now, key)]
+    before, after = precision_of(then.config), precision_of(now.config)
+    changed = [key for key in ("dtype", "level", "pins", "loss_scale") if before.get(key) != after.get(key)]
     if changed:
         yield f"Note: the configs differ in precision.{' and precision.'.join(changed)}."
-
-
-def _precision(record: Record, key: str) -> object:
-    section = record.config.get("precision")
-    return section.get(key) if isinstance(section, dict) else None

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ampdbg.agreement import FP32_ROUNDING, NOISE_FLOORS
 from ampdbg.quantities import byte_size, counted, duration, number, percent, share
 from ampdbg.record.codes import catalogued
-from ampdbg.record.cost import BatchFit, Costs, LevelCost, StepMemory
-from ampdbg.record.run import Record
+from ampdbg.record.run import BatchFit, Costs, LevelCost, Record, StepMemory
 
 from . import view
 from .view import line, ran_on, with_option
@@ -103,9 +102,6 @@ def _table(title: str, columns: Columns, levels: Sequence[LevelCost], *below: st
     heads = (view.Column("level", "sign"), *(column for column, _ in columns))
     rows = tuple((line(one.name), *(shown(one) for _, shown in columns)) for one in levels)
     return view.Table(title, heads, rows, below=tuple(line(text, tone="faint") for text in below))
-
-
-# What each column shows
 
 
 def _trained(one: LevelCost) -> view.Cell:

@@ -51,14 +51,11 @@ def explanations() -> tuple[Explanation, ...]:
     return tuple(_parsed(code) for code in CODES.values())
 
 
-def _text(code: str) -> str:
+def _parsed(code: Code) -> Explanation:
     from importlib import resources  # 5 ms that `ampdbg --help` need not wait for
 
-    return (resources.files("ampdbg") / "record" / "explanations" / f"{code}.md").read_text(encoding="utf-8")
-
-
-def _parsed(code: Code) -> Explanation:
-    title, *parts = _text(code.name).removeprefix("# ").split("\n## ")
+    file = resources.files("ampdbg") / "record" / "explanations" / f"{code.name}.md"
+    title, *parts = file.read_text(encoding="utf-8").removeprefix("# ").split("\n## ")
     bodies = {heading: body.strip() for heading, _, body in (part.partition("\n") for part in parts)}
     return Explanation(
         code.name, code.family, title.strip(), **{field: bodies[heading] for field, heading in SECTIONS.items()}

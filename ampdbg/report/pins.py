@@ -1,21 +1,23 @@
-"""A set of pins on a page: what each cures and costs, the lines to paste, the proof of a patch."""
+"""A set of pins on a page: what each cures and costs, the lines to paste, the proof of a patch, the trials."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import PurePath
 from typing import TypeGuard
 
 from ampdbg.diagnosis.producers import NEAR, limit_of, op_name
 from ampdbg.formats import FloatFormat
-from ampdbg.levels import format_of_config
+from ampdbg.levels import format_of_config, precision_of
 from ampdbg.quantities import byte_size, counted, listed, number, share
-from ampdbg.record.findings import Source
-from ampdbg.record.pins import EVERYTHING, OWN, Pin, PinCost, PinSite, Proof, ProofStep, RootModel, in_words
+from ampdbg.record.findings import place_of
+from ampdbg.record.pins import EVERYTHING, OWN, Pin, PinCost, PinSite, Proof, ProofStep, RootModel, Trial, in_words
 from ampdbg.record.run import Record
 
+from . import view
 from .view import Column, Line, Paragraph, Table, Words, line, more
 
 MAX_PINS = 16
@@ -60,7 +62,8 @@ def pin_lines(record: Record) -> Paragraph:
     for pin in record.pins[:MOST_IN_BRIEF]:
         site = pin.sites[0] if pin.sites else None
         code = _what_goes_wrong(pin, record)
-        place = _base(site.source) if site is not None and site.source is not None else ""
+        line_of = site.source if site is not None else None
+        place = f"{PurePath(line_of.file).name}:{line_of.line}" if line_of is not None else ""
         value = f"{number(site.value)} in FP32" if site is not None and _explains(site.value, low) else ""
         why = " · ".join(filter(None, (op_name(site.op) if site else "", place, value, code)))
         lines.append(line(_pin(pin)[0].words[0], f"  {why}" if why else ""))
@@ -82,13 +85,8 @@ def _title(record: Record) -> str:
     return "The set" if any(pin.source is None for pin in record.pins) else "The lines"
 
 
-def _base(source: Source) -> str:
-    """The place by the name of its file, in as few characters as a name has."""
-    return f"{PurePath(source.file).name}:{source.line}"
-
-
 def _pin(pin: Pin) -> tuple[Line, ...]:
-    name = f"{pin.source.file}:{pin.source.line}" if pin.source is not None else pin.name or "the whole model"
+    name = place_of(pin.source) or pin.name or "the whole model"
     if pin.source is None and pin.name == OWN:
         return (line(in_words(OWN, pin.class_name or "the model"), tone="name"),)
     own = "own lines of " if pin.own and pin.class_name else "own lines" if pin.own else ""
@@ -122,9 +120,8 @@ def _same_line(pin: Pin, record: Record) -> tuple[Line, ...]:
 def _site(site: PinSite, pin: Pin, low: FloatFormat) -> Iterator[Line]:
     inner = site.module if site.module != pin.module else ""
     call = f"call {site.call}" if site.call else ""
-    place = f"{site.source.file}:{site.source.line}" if site.source else ""
     backward = "backward" if site.phase == "backward" else ""
-    yield line(" · ".join(part for part in (backward, inner, call, op_name(site.op), place) if part))
+    yield line(" · ".join(filter(None, (backward, inner, call, op_name(site.op), place_of(site.source)))))
     if site.source is not None and site.source.text.strip():
         yield line(site.source.text.strip(), tone="strong", is_code=True)
     if _explains(site.value, low):
@@ -132,7 +129,6 @@ def _site(site: PinSite, pin: Pin, low: FloatFormat) -> Iterator[Line]:
 
 
 def _ops(sites: Sequence[PinSite]) -> str:
-    """The ops, each with its line, in a few words."""
     ops = (f"{op_name(site.op)}{f':{site.source.line}' if site.source else ''}" for site in sites)
     return listed(list(dict.fromkeys(ops)))
 
@@ -155,9 +151,6 @@ def _against_half(value: float, low: FloatFormat) -> str:
     return f"{number(value)} in FP32"
 
 
-# What it costs
-
-
 def _costs(cost: PinCost | None) -> tuple[str, str]:
     return (share(cost.flops), share(cost.activations)) if cost is not None else ("-", "-")
 
@@ -168,9 +161,6 @@ def cost_sentence(cost: PinCost, low: FloatFormat, of: str = "The set") -> str:
         f"{of} takes {share(cost.flops)} of the forward pass's FLOPs and {share(cost.activations)} of its "
         f"{low.short} activations ({byte_size(cost.activation_bytes)}) out of {low.short}."
     )
-
-
-# What to paste
 
 
 def roots_of(record: Record) -> tuple[RootModel, ...]:
@@ -195,8 +185,7 @@ def pins_yaml(names: Sequence[str], config: Mapping[str, object]) -> list[str]:
 
     The whole model, which has no name, is the pattern that every name matches.
     """
-    precision = config.get("precision")
-    already = precision.get("pins") if isinstance(precision, Mapping) else None
+    already = precision_of(config).get("pins")
     given = [str(name) for name in already] if isinstance(already, (list, tuple)) else []
     every = dict.fromkeys([*given, *(name or EVERYTHING for name in names)])
     return ["precision:", "  pins:", *(f"    - {_scalar(name)}" for name in every)]
@@ -205,9 +194,6 @@ def pins_yaml(names: Sequence[str], config: Mapping[str, object]) -> list[str]:
 def _scalar(name: str) -> str:
     is_plain = PLAIN_YAML.fullmatch(name) and name.casefold() not in YAML_WORDS
     return name if is_plain and name.isascii() else json.dumps(name, ensure_ascii=True)
-
-
-# What proves it
 
 
 def proof_in_brief(proof: Proof) -> tuple[Line, ...]:
@@ -243,3 +229,66 @@ def _sign_of(step: ProofStep) -> Words:
     if step.warns:
         return Words("!", "doubtful")
     return Words("✓", "good") if step.passed else Words("✗", "bad")
+
+
+FIRST_TRIALS, LAST_TRIALS = 10, 8
+"""Of a long search so many trials are listed."""
+
+SHOWN_PINS = 2
+LONG_NAME = 24
+
+TRIAL_COLUMNS = (
+    view.Column("", "number"),
+    view.Column("for", is_spare=True),
+    view.Column("in FP32"),
+    view.Column("result"),
+)
+
+
+def names_of(record: Record) -> tuple[str, ...]:
+    """The names of the record's set, as the config takes them."""
+    return tuple(pin.name for pin in record.pins if pin.source is None)
+
+
+def pins_text(pins: Sequence[str], most: int = 3) -> str:
+    """``blocks.2.attn and head``; above ``most`` names the rest is counted."""
+    return listed([in_words(OWN) if name == OWN else name or "the whole model" for name in pins], most) or "nothing"
+
+
+def result_text(trial: Trial) -> str:
+    """``healthy``, ``fails: the loss is NaN``, or of how many runs it was healthy where it ran several times."""
+    if trial.healthy:
+        return f"healthy, {trial.runs} of {trial.runs} runs" if trial.runs > 1 else "healthy"
+    failed = f"fails, {trial.runs - trial.healthy_runs} of {trial.runs} runs" if trial.runs > 1 else "fails"
+    return f"{failed}: {trial.why}" if trial.why else failed
+
+
+def trial_table(record: Record, first: int = FIRST_TRIALS) -> view.Table:
+    """The trials: ``first`` of them and the last; in a narrow terminal what each was for is left to the record."""
+    trials, names = record.trials, names_of(record)
+    rows = [_trial(number, trial, names) for number, trial in enumerate(trials, start=1)]
+    is_long = len(trials) > first + LAST_TRIALS + 1
+    if is_long:
+        left = line(f"{len(trials) - first - LAST_TRIALS:,} more", tone="faint")
+        rows[first:-LAST_TRIALS] = [("…", "", left, "")]
+    return view.Table("The trials" + (" (all in the record)" if is_long else ""), TRIAL_COLUMNS, tuple(rows))
+
+
+def _trial(number: int, trial: Trial, names: tuple[str, ...]) -> tuple[view.Cell, ...]:
+    result = result_text(replace(trial, why=trial.why.partition(": ")[0]))
+    return str(number), trial.stage, _pinned(trial.pins, names), line(result, tone="good" if trial.healthy else "bad")
+
+
+def _pinned(pins: tuple[str, ...], names: tuple[str, ...]) -> str:
+    """The pins, or how they differ from the set that was found, whichever is shorter."""
+    dropped, added = set(names) - set(pins), set(pins) - set(names)
+    if len(pins) > 1 and not dropped and not added:
+        return "the set"
+    if len(names) > 2 and len(dropped) == 1 and not added:
+        return f"the set without {_short(dropped.pop())}"
+    return pins_text([_short(name) for name in pins], SHOWN_PINS)
+
+
+def _short(name: str) -> str:
+    """The last two parts of a long name."""
+    return name if len(name) <= LONG_NAME else "…" + ".".join(name.split(".")[-2:])

@@ -21,9 +21,8 @@ from ampdbg.diagnosis.ranges import (
 from ampdbg.formats import Exponents
 from ampdbg.quantities import counted, duration, listed, number, scale
 from ampdbg.record.codes import catalogued
-from ampdbg.record.findings import Finding
-from ampdbg.record.replays import Replay
-from ampdbg.record.run import Record, Site
+from ampdbg.record.findings import Finding, place_of
+from ampdbg.record.run import Record, Replay, Site
 
 from . import view
 from .scan import TONES, raised, stopped
@@ -144,9 +143,6 @@ def _step(record: Record) -> str:
     return f"step {measured_step(record)}"
 
 
-# The headline
-
-
 def _tone(record: Record) -> view.Tone:
     """An overflow that no FP16 run has shown yet is a warning, and no open question."""
     is_measured = refuted_by(record) is None and record.autocast_error is None
@@ -246,9 +242,6 @@ def _own_scale(record: Record, whole: Window) -> str:
     return f"; that of the step, {_scale(own)}, is {'below' if own < whole.floor else 'above'} them"
 
 
-# The sites
-
-
 def _site_table(sites: Sequence[Site], typed: view.Typed) -> view.Table:
     # What is carried on, the masks of thirty layers say, is not to take the room of what starts.
     places = sorted(sites, key=lambda site: (site.overflow != "starts", _is_lowest(site), _headroom(site), site.order))
@@ -305,22 +298,18 @@ def _mark(site: Site) -> view.Words:
 
 
 def _where(site: Site, with_text: bool) -> tuple[view.Line, ...]:
-    """Module, op and line; below them the line's text."""
     call = f" (call {site.call})" if site.calls > 1 and site.call > 0 else ""
-    place = (f"{site.source.file}:{site.source.line}",) if site.source else ()
-    where = line(" · ".join((f"{site.module or '(root)'}{call}", op_name(site.op), *place)))
+    parts = (f"{view.module(site.module)}{call}", op_name(site.op), place_of(site.source))
+    where = line(" · ".join(filter(None, parts)))
     if with_text and site.source is not None and site.source.text:
         return where, line(site.source.text.strip(), tone="faint", is_code=True)
     return (where,)
 
 
-# The loss scales
-
-
 def _window_table(record: Record, modules: Sequence[Window], top: int) -> view.Table:
     whole = window(record.sites)
     rows = [(line("the whole model", tone="strong"), *_ends(whole), _bounds(whole, with_module=True))]
-    rows += [(line(one.module or "(root)"), *_ends(one), _bounds(one)) for one in modules[:top]]
+    rows += [(line(view.module(one.module)), *_ends(one), _bounds(one)) for one in modules[:top]]
     below = more(len(modules) - top, "module")
     if not whole.is_open:
         below += (line("No scale works for the whole model: the two sites that bound it need different ones."),)
@@ -349,11 +338,10 @@ def _scale(value: float) -> str:
 
 
 def _bounds(one: Window, with_module: bool = False) -> str:
-    """The site that sets the floor and the one that sets the ceiling."""
     ends = (one.highest_floor, one.lowest_ceiling)
     return " … ".join("any" if site is None else _short(site, with_module) for site in ends)
 
 
 def _short(site: Site, with_module: bool) -> str:
-    module = f"{site.module or '(root)'} " if with_module else ""
+    module = f"{view.module(site.module)} " if with_module else ""
     return f"{module}{op_name(site.op)}{f':{site.source.line}' if site.source else ''}"

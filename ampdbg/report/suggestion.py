@@ -14,6 +14,7 @@ from ampdbg.levels import format_of_config
 from ampdbg.ops import CASTS, base_name
 from ampdbg.quantities import counted, listed
 from ampdbg.record.file import to_json
+from ampdbg.record.findings import place_of
 from ampdbg.record.pins import Form, Handover, call_of_pins, in_words
 from ampdbg.record.run import Record
 
@@ -61,9 +62,11 @@ def page(record: Record, typed: Typed) -> Page:
         ended = bisection.page(record, typed)
         # A remedy that a finding shows already is not said twice.
         notes = tuple(note for note in handed.notes if not any(f.remedy and f.remedy in note for f in record.findings))
+        # The patch of a proof that was interrupted, to be read: what is handed over, is proven.
+        unproven = (Snippet("The patch, not proven", tuple(file.diff.splitlines())) for file in handed.files)
         shown = replace(
             ended,
-            sections=(*ended.sections, *_unproven(handed), *_remedies(notes)),
+            sections=(*ended.sections, *unproven, *_remedies(notes)),
             story=(*ended.story, *_remedies(notes[:MOST_IN_BRIEF])),
         )
         if not handed.files:
@@ -78,12 +81,6 @@ def page(record: Record, typed: Typed) -> Page:
         next_command(record, handed, typed),
         story=tuple(_story(record, handed)),
     )
-
-
-def _unproven(handed: Handover) -> Iterator[Section]:
-    """The patch of a proof that was interrupted, to be read: what is handed over, is proven."""
-    for file in handed.files:
-        yield Snippet("The patch, not proven", tuple(file.diff.splitlines()))
 
 
 def _story(record: Record, handed: Handover) -> Iterator[Section]:
@@ -133,7 +130,7 @@ def _together(record: Record) -> tuple[str, ...]:
     root = next(iter(record.findings), None)
     casts = root is not None and root.phase == "forward" and base_name(root.op) in CASTS
     if root is not None and casts and root.source is not None:
-        return (OWN_CAST.format(f"{root.source.file}:{root.source.line}"),)
+        return (OWN_CAST.format(place_of(root.source)),)
     return (TOGETHER,)
 
 
@@ -206,7 +203,6 @@ def next_command(record: Record, handover: Handover, typed: Typed) -> NextComman
 
 
 def _use_of(record: Record, handover: Handover, typed: Typed, again: str) -> NextCommand:
-    """What to do with the file that has it."""
     roots = roots_of(record)
     if handover.form == "diff":
         return NextCommand("apply the patch", applying(handover, typed.handed_over))
@@ -225,9 +221,6 @@ def _use_of(record: Record, handover: Handover, typed: Typed, again: str) -> Nex
     if typed.is_record:  # it does not know the name of its config's file
         return NextCommand("put these lines into the config of that run", "")
     return NextCommand("put these lines into the config, and run it again", f"ampdbg scan {typed.config}")
-
-
-# What is handed over
 
 
 def content(record: Record) -> bytes | None:
@@ -267,9 +260,6 @@ def warning_of_piping(handover: Handover | None) -> str | None:
     return f"warning: the paths of this diff count from {handover.folder}; type ... | {applying(handover)}"
 
 
-# The forms
-
-
 def diff(record: Record, handover: Handover) -> bytes:
     """A unified diff with the proof as comments above it, as ``git apply`` and ``patch -p1`` take the whole of it."""
     comments = _commented([*_kept_in_fp32(handover), *_units(handover), *_proof(record)])
@@ -296,9 +286,6 @@ def as_json(record: Record, handover: Handover) -> bytes:
     text |= {"pins": of_record["pins"], "proof": of_record["verification"]} | {key: handed[key] for key in keys}
     text |= {"roots": of_record["search"]["roots"]} if roots_of(record) else {}
     return (json.dumps(text, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
-
-
-# The comments
 
 
 def _comments_by_name(record: Record, handover: Handover) -> str:

@@ -173,6 +173,11 @@ def line(*parts: str | Words, tone: Tone = "plain", depth: int = 0, is_code: boo
     return Line(tuple(Words(part, tone) if isinstance(part, str) else part for part in parts), depth, is_code)
 
 
+def module(name: str) -> str:
+    """A module by its name; the root has none."""
+    return name or "(root)"
+
+
 def ran_on(record: Record) -> Iterator[str]:
     """What the run ran on, and what its record has to say about that."""
     environment = record.environment

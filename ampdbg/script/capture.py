@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from ampdbg.errors import AmpdbgError, first_line
 from ampdbg.quantities import dotted, shown
-from ampdbg.record.file import from_json
+from ampdbg.record.file import adapter, from_json
 from ampdbg.record.findings import Count
 from ampdbg.record.run import Record
 from ampdbg.replay.copies import Copying
@@ -37,7 +37,7 @@ from ampdbg.script.captured_calls import CapturedCall, Match, data_calls, first_
 from ampdbg.script.played_run import Half
 
 if TYPE_CHECKING:
-    from pydantic import TypeAdapter
+    pass
 
 FORMAT, VERSION = "ampdbg.capture", 1
 
@@ -108,9 +108,6 @@ class Head:
     version: int = VERSION
 
 
-# To read one
-
-
 def read_head(path: Path) -> Head:
     """What a capture holds besides tensors; no code of it runs.
 
@@ -133,7 +130,7 @@ def read_head(path: Path) -> Head:
         if not isinstance(data, dict) or data.get("version") != VERSION:
             version = shown(data.get("version") if isinstance(data, dict) else data)
             raise CaptureError(f"{path}: a capture of version {version}; this ampdbg reads version {VERSION}")
-        head = _adapter().validate_python(data)
+        head: Head = adapter(Head).validate_python(data)
         from_json(json.dumps(dict(head.record)))
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
@@ -143,12 +140,6 @@ def read_head(path: Path) -> Head:
     except (ValueError, RecursionError, AmpdbgError) as error:
         raise CaptureError(f"{path}: a damaged capture: {first_line(error)}") from None
     return head
-
-
-def _adapter() -> TypeAdapter[Head]:
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(Head)
 
 
 class Capture:

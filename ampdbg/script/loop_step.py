@@ -14,8 +14,7 @@ import torch
 
 from ampdbg.observer import Observer
 from ampdbg.probes.watch import Watch
-from ampdbg.record.replays import Investigation
-from ampdbg.record.run import Step
+from ampdbg.record.run import Investigation, Step
 from ampdbg.replay.investigation import Why, investigate
 from ampdbg.replay.played_step import PlayedStep
 from ampdbg.replay.random_state import RandomState

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.producers import overflow_in
 from ampdbg.formats import FORMATS
-from ampdbg.record.replays import Investigation
-from ampdbg.record.run import Step
+from ampdbg.record.run import Investigation, Step
 from ampdbg.replay.investigation import is_blamed
 from ampdbg.replay.pass_end import losses_of
 from ampdbg.replay.step_data import BadData

@@ -22,8 +22,7 @@ from ampdbg.probes.tensors import are_weights_spoilt
 from ampdbg.probes.torch_errors import autocast_error
 from ampdbg.probes.watch import Watch
 from ampdbg.quantities import listed
-from ampdbg.record.replays import Investigation
-from ampdbg.record.run import EXITED, Record
+from ampdbg.record.run import EXITED, Investigation, Record
 from ampdbg.replay.investigation import Why
 from ampdbg.replay.open_pass import OpenPass
 from ampdbg.replay.pass_buffers import is_computed_with

@@ -52,9 +52,6 @@ def in_its_group(start: Start) -> Start:
     return replace(start, rank=distributed.get_rank(), processes=distributed.get_world_size())
 
 
-# What can be read without the others
-
-
 def why_in_parts(model: torch.nn.Module) -> str:
     """Why this process alone cannot say what the model's weights are; "" where it can."""
     for name, parameter in model.named_parameters():
@@ -67,9 +64,6 @@ def has_its_state(optimizer: Optimizer) -> bool:
     """Whether its ``state_dict`` is torch's plain one: another may gather parts, and wait for every process."""
     hooks = (vars(optimizer).get(f"_optimizer_state_dict_{when}_hooks") for when in ("pre", "post"))
     return type(optimizer).state_dict is Optimizer.state_dict and not any(hooks)
-
-
-# A script of several processes, in one
 
 
 @contextlib.contextmanager

@@ -31,8 +31,7 @@ from ampdbg.probes.makings import Makings
 from ampdbg.probes.module_calls import run_eagerly
 from ampdbg.probes.watch import Watch
 from ampdbg.quantities import counted, listed, number
-from ampdbg.record.replays import Investigation
-from ampdbg.record.run import Record, ScriptRun, Step, Unseen
+from ampdbg.record.run import Investigation, Record, ScriptRun, Step, Unseen
 from ampdbg.replay.investigation import investigate
 from ampdbg.replay.open_pass import OpenPass
 from ampdbg.replay.pass_end import losses_of

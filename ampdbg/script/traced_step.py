@@ -22,8 +22,7 @@ from ampdbg.probes.step_trace import StepTrace
 from ampdbg.probes.tensors import are_weights_spoilt, nonfinite
 from ampdbg.probes.unfollowed import note_mode_left
 from ampdbg.probes.watch import Watch
-from ampdbg.record.replays import Investigation, Replay
-from ampdbg.record.run import Step
+from ampdbg.record.run import Investigation, Replay, Step
 from ampdbg.replay.comparison import producers_in_place
 from ampdbg.replay.investigation import Why
 from ampdbg.replay.pass_buffers import is_computed_with

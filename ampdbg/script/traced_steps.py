@@ -15,8 +15,7 @@ from ampdbg.probes.unfollowed import is_compiled_code_there, is_in_compiled_call
 from ampdbg.probes.watch import Watch
 from ampdbg.quantities import counted, listed
 from ampdbg.record.log import kept
-from ampdbg.record.replays import Investigation
-from ampdbg.record.run import Record, ScriptRun
+from ampdbg.record.run import Investigation, Record, ScriptRun
 from ampdbg.script.captures import Captures
 from ampdbg.script.ranks import in_its_group
 from ampdbg.script.traced_step import TracedStep

@@ -1,14 +1,19 @@
-"""Small questions about LibCST expressions: their canonical text, their names, what they assign."""
+"""LibCST expressions: their canonical text, what they read and assign, and what the names of a function stand for."""
 
 from __future__ import annotations
 
 import ast
+import builtins
 import functools
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 import libcst as cst
 
+from ampdbg.ops import SHARES_MEMORY
 from ampdbg.syntax_tree import syntax_tree
 
 _EMPTY = cst.Module([])
@@ -16,6 +21,141 @@ _Node = TypeVar("_Node", bound=cst.CSTNode)
 
 SCOPES = (cst.FunctionDef, cst.ClassDef, cst.Lambda)
 COMPREHENSIONS = (cst.ListComp, cst.SetComp, cst.DictComp, cst.GeneratorExp)
+
+
+Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
+
+# `from __future__`, the standard library, installed packages, the package's own.
+_FUTURE, _STANDARD, _INSTALLED, _OWN = range(4)
+
+
+def imports_of(body: Iterable[cst.CSTNode]) -> dict[str, str]:
+    """What the import statements among ``body`` bind: local name to dotted name, ``F`` to torch.nn.functional.
+
+    Those in an ``if`` or ``try`` count (``if is_torch_available():``), but for what is there for types alone.
+    """
+    bound: dict[str, str] = {}
+    for line in body:
+        for statement in line.body if isinstance(line, cst.SimpleStatementLine) else ():
+            bound.update(_imported(statement))
+        if isinstance(line, cst.Try) or (isinstance(line, cst.If) and not _is_for_types(line.test)):
+            bound.update(imports_of(line.body.body))
+    return bound
+
+
+def _is_for_types(test: cst.BaseExpression) -> bool:
+    return dotted(test).rpartition(".")[2] == "TYPE_CHECKING"
+
+
+def _imported(statement: cst.BaseSmallStatement) -> Iterator[tuple[str, str]]:
+    if isinstance(statement, cst.Import):
+        for alias in statement.names:
+            name = alias.evaluated_name
+            # `import torch.nn` binds torch; `import torch.nn as nn` binds torch.nn.
+            yield (alias.evaluated_alias, name) if alias.evaluated_alias else (name.partition(".")[0],) * 2
+    elif isinstance(statement, cst.ImportFrom) and not isinstance(statement.names, cst.ImportStar):
+        origin = "." * len(statement.relative) + (dotted(statement.module) if statement.module else "")
+        for alias in statement.names:
+            yield alias.evaluated_alias or alias.evaluated_name, f"{origin}.{alias.evaluated_name}"
+
+
+def dotted(node: cst.BaseExpression) -> str:
+    """``a.b.c`` as text; "" for anything that is not names and dots."""
+    match node:
+        case cst.Name(value=name):
+            return name
+        case cst.Attribute(value=base, attr=cst.Name(value=name)) if owner := dotted(base):
+            return f"{owner}.{name}"
+        case _:
+            return ""
+
+
+def origin_of(name: str, imports: Mapping[str, str]) -> str:
+    """Where a dotted name comes from: ``torch.nn.functional.softmax`` of ``F.softmax``; "" where it is not imported."""
+    first, dot, rest = name.partition(".")
+    return f"{imports[first]}{dot}{rest}" if first in imports else ""
+
+
+def disables_autocast(node: cst.CSTNode, imports: Mapping[str, str]) -> bool:
+    """Whether this is ``autocast(…, enabled=False)``, by whatever name, torch.cuda.amp's too, or under it.
+
+    Under it are the block of a ``with`` and a function with such a decorator.
+    """
+    match node:
+        case cst.With(items=managers):
+            return any(disables_autocast(manager.item, imports) for manager in managers)
+        case cst.FunctionDef(decorators=decorators):
+            return any(disables_autocast(each.decorator, imports) for each in decorators)
+        case cst.Call(func=function, args=args):
+            origin = origin_of(dotted(function), imports) or dotted(function)
+            off = {arg.keyword.value for arg in args if arg.keyword is not None and dotted(arg.value) == "False"}
+            return "enabled" in off and origin.startswith("torch.") and origin.endswith("autocast")
+        case _:
+            return False
+
+
+def with_imported(module: cst.Module, name: str) -> cst.Module:
+    """The module with ``import NAME`` where a person would put it; one that has it already stays as it is.
+
+    LibCST's AddImportsVisitor puts a name behind all other imports, out of the order that linters ask for.
+
+    Args:
+        module: the file.
+        name: a top-level package.
+    """
+    if imports_of(module.body).get(name) == name:
+        return module
+    line = cst.SimpleStatementLine([cst.Import([cst.ImportAlias(cst.Name(name))])])
+    first = int(module.get_docstring() is not None)
+    block = _import_block(module.body, first)
+    rank = _rank(line)
+    place = next((index for index in block if _rank(module.body[index]) >= rank), block[-1] + 1 if block else first)
+    starts_section = not block or _rank(module.body[max(place - 1, block[0])])[0] != rank[0]
+    body: list[Statement] = list(module.body)
+    if place in block:  # the blank lines and comments that stood there stay above
+        line = line.with_changes(leading_lines=body[place].leading_lines)
+        body[place] = body[place].with_changes(leading_lines=())
+        ends_section = _rank(body[place])[0] != rank[0]
+    else:
+        line = line.with_changes(leading_lines=[cst.EmptyLine(indent=False)] if starts_section and place else ())
+        ends_section = starts_section
+    body.insert(place, line)
+    if ends_section and place + 1 < len(body):
+        body[place + 1] = apart(body[place + 1], 1)
+    return module.with_changes(body=body)
+
+
+def _import_block(body: Sequence[cst.CSTNode], first: int) -> range:
+    """The indices of the imports at the top, from the ``first`` statement behind a docstring on."""
+    end = next((index for index, line in enumerate(body) if index >= first and not _root_of(line)), len(body))
+    return range(first, end)
+
+
+def _root_of(line: cst.CSTNode) -> str:
+    """The package that a line imports from: "torch", "." for a relative import, "" where it is no import."""
+    first = line.body[0] if isinstance(line, cst.SimpleStatementLine) else None
+    if isinstance(first, cst.Import):
+        return first.names[0].evaluated_name.partition(".")[0]
+    if isinstance(first, cst.ImportFrom):
+        return "." if first.relative else dotted(first.module or cst.Name("")).partition(".")[0]
+    return ""
+
+
+def _rank(line: cst.CSTNode) -> tuple[int, bool, str]:
+    """The order of imports: by section, ``import`` before ``from``, by name."""
+    root = _root_of(line)
+    standard = _STANDARD if root in sys.stdlib_module_names else _INSTALLED
+    section = {"__future__": _FUTURE, ".": _OWN}.get(root, standard)
+    is_from = isinstance(line, cst.SimpleStatementLine) and isinstance(line.body[0], cst.ImportFrom)
+    return section, is_from, root
+
+
+def apart(statement: Statement, count: int) -> Statement:
+    """With so many blank lines above it and its comments; it may have more."""
+    lines = statement.leading_lines
+    blank = next((index for index, line in enumerate(lines) if line.comment is not None), len(lines))
+    missing = [cst.EmptyLine(indent=False)] * (count - min(blank, count))
+    return statement.with_changes(leading_lines=[*missing, *lines])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -95,7 +235,6 @@ def _targets(node: cst.CSTNode) -> Iterator[cst.BaseExpression]:
 
 
 def _target_names(target: cst.BaseExpression) -> Iterator[str]:
-    """The plain names that an assignment to ``target`` binds."""
     if isinstance(target, cst.Name):
         yield target.value
     elif isinstance(target, (cst.Tuple, cst.List)):
@@ -115,3 +254,177 @@ def block_of(body: cst.BaseSuite) -> cst.IndentedBlock:
     assert isinstance(body, cst.SimpleStatementSuite)
     line = cst.SimpleStatementLine(body.body, trailing_whitespace=body.trailing_whitespace)
     return cst.IndentedBlock([line])
+
+
+METADATA = frozenset(
+    """shape dtype device ndim size dim numel nelement stride layout names is_cuda is_floating_point is_contiguous
+    is_complex requires_grad requires_grad_ element_size item tolist grad grad_fn is_leaf get_device""".split()
+)
+"""What a tensor says of itself; the same in half and in FP32, but for ``dtype``, which then keeps its meaning."""
+
+TRANSPOSED = frozenset({"T", "mT", "H", "mH"})
+"""Attributes that are a view of a tensor."""
+
+PLAIN_MODULES = frozenset("math operator itertools functools typing warnings collections einops cmath numbers".split())
+"""Modules whose functions run none of the user's."""
+
+_NUMBER_TYPES = frozenset({"int", "float", "bool", "str"})
+_NUMBER_MAKERS = frozenset({"len", "int", "float", "bool", "range", "round"})
+
+
+@dataclass(frozen=True)
+class Bindings:
+    """The names of one function, or of the module's own lines where ``function`` is None."""
+
+    module: cst.Module
+    function: cst.FunctionDef | None
+
+    @property
+    def _scope(self) -> cst.CSTNode:
+        return self.module if self.function is None else self.function.body
+
+    @cached_property
+    def imports(self) -> Mapping[str, str]:
+        """Imports of the module's top and of the function's own."""
+        own = self.function.body.body if self.function is not None else ()
+        return {**imports_of(self.module.body), **imports_of(own)}
+
+    def origin(self, node: cst.BaseExpression) -> str:
+        """Where an imported function comes from (``F.softmax``: torch.nn.functional.softmax), or "".
+
+        Also one that a variable stands for, whichever it is: ``conv = F.conv2d if x.ndim == 4 else F.conv3d``.
+        """
+        name = dotted(node)
+        return origin_of(name, self.imports) or self._functions.get(name, "")
+
+    @cached_property
+    def _functions(self) -> Mapping[str, str]:
+        """Variables that hold imported functions of one module and nothing else, with one of these."""
+        held: dict[str, list[str]] = {name: [""] for name in self.parameters}
+        for names, value in self._assignments():
+            for name in names:
+                held.setdefault(name, []).extend(origin_of(dotted(one), self.imports) for one in _alternatives(value))
+        modules = {name: {origin.rpartition(".")[0] for origin in origins} for name, origins in held.items()}
+        return {name: origins[0] for name, origins in held.items() if len(modules[name]) == 1 and origins[0]}
+
+    def is_plain_module(self, origin: str) -> bool:
+        """Whether a dotted name belongs to a module whose functions run none of the user's."""
+        return origin.partition(".")[0] in PLAIN_MODULES
+
+    @cached_property
+    def parameters(self) -> Mapping[str, cst.Param]:
+        if self.function is None:
+            return {}
+        given = self.function.params
+        return {item.name.value: item for item in (*given.posonly_params, *given.params, *given.kwonly_params)}
+
+    @cached_property
+    def local(self) -> frozenset[str]:
+        """Parameters and everything that is assigned in the function."""
+        bound = set(self.parameters) | names_assigned(self._scope)
+        if self.function is not None:
+            stars = (self.function.params.star_arg, self.function.params.star_kwarg)
+            bound |= {star.name.value for star in stars if isinstance(star, cst.Param)}
+        return frozenset(bound)
+
+    @cached_property
+    def taken(self) -> frozenset[str]:
+        """Names that a new variable must not have."""
+        return frozenset(
+            names_read(self._scope) | self.local | names_assigned(self.module) | set(self.imports) | set(dir(builtins))
+        )
+
+    @cached_property
+    def numbers(self) -> frozenset[str]:
+        """Names that hold numbers and no tensors: sizes, loop indices, annotated ones, constants in capitals."""
+        numbers = {name for name, parameter in self.parameters.items() if _is_number_parameter(parameter)}
+        others: set[str] = set()
+        for targets, value in self._assignments():
+            (numbers if is_number(value) else others).update(targets)
+        constants = {name for name in names_assigned(self.module) if name.isupper() and len(name) > 1}
+        # What starts at 0 and is added to may be a tensor.
+        return frozenset((numbers - others) | constants)
+
+    @cached_property
+    def maybe_numbers(self) -> frozenset[str]:
+        """Names that may hold a number at one time and a tensor at another: ``total = 0``, ``scale=1.0``."""
+        return self._may_hold(is_number) - self.numbers
+
+    @cached_property
+    def maybe_none(self) -> frozenset[str]:
+        return self._may_hold(_is_none)
+
+    def _may_hold(self, is_one: Callable[[cst.BaseExpression], bool]) -> frozenset[str]:
+        """The parameters with such a default, and the names to which such a value is assigned, on a condition too."""
+        found = {name for name, item in self.parameters.items() if any(map(is_one, _alternatives(item.default)))}
+        plain = (item for item in find(self._scope, cst.Assign) if any(map(is_one, _alternatives(item.value))))
+        return frozenset(found.union(*map(names_assigned, plain)))
+
+    def _assignments(self) -> Iterator[tuple[set[str], cst.BaseExpression]]:
+        for item in walk(self._scope):
+            if isinstance(item, (cst.Assign, cst.AugAssign)):
+                yield names_assigned(item), item.value
+            elif isinstance(item, cst.For):
+                yield names_assigned(cst.AssignTarget(item.target)), item.iter
+
+    def aliases(self, name: str) -> set[str]:
+        """What else may hold the same memory: assigned from ``name``, or what that was assigned from, or a view."""
+        found: set[str] = set()
+        for item in find(self._scope, cst.Assign):
+            if viewed := _viewed(item.value):
+                both = assigned_codes(item) | {viewed}
+                found |= both if name in both else set()
+        return found - {name}
+
+
+def _viewed(value: cst.BaseExpression) -> str:
+    """The name whose memory an expression hands on: ``h`` of ``h``, ``h[0]`` and ``h.view(2, -1).T``; else ""."""
+    match value:
+        case cst.Name(value=name):
+            return "" if name in ("None", "True", "False") else name
+        case cst.Subscript(value=base):
+            return _viewed(base)
+        case cst.Call(func=cst.Attribute() as method):
+            return _viewed(method)
+        case cst.Attribute(value=base, attr=cst.Name(value=name)) if name in SHARES_MEMORY:
+            return _viewed(base)
+        case _:
+            return ""
+
+
+def _alternatives(value: cst.BaseExpression | None) -> Iterator[cst.BaseExpression]:
+    """What an expression may give: both sides of a conditional one."""
+    if isinstance(value, cst.IfExp):
+        yield from (*_alternatives(value.body), *_alternatives(value.orelse))
+    elif value is not None:
+        yield value
+
+
+def _is_none(value: cst.BaseExpression) -> bool:
+    return isinstance(value, cst.Name) and value.value == "None"
+
+
+def _is_number_parameter(parameter: cst.Param) -> bool:
+    note = parameter.annotation.annotation if parameter.annotation is not None else None
+    return isinstance(note, cst.Name) and note.value in _NUMBER_TYPES
+
+
+def is_number(value: cst.BaseExpression) -> bool:
+    """``x.shape[1]``, ``x.size(0)``, ``len(xs)``, ``2``, and arithmetic with them."""
+    match value:
+        case cst.Integer() | cst.Float() | cst.BaseString():
+            return True
+        case cst.UnaryOperation():
+            return is_number(value.expression)
+        case cst.BinaryOperation():
+            return is_number(value.left) and is_number(value.right)
+        case cst.Subscript():
+            return is_number(value.value)
+        case cst.Attribute():
+            return value.attr.value in METADATA
+        case cst.Call(func=cst.Name() as function):
+            return function.value in _NUMBER_MAKERS
+        case cst.Call(func=cst.Attribute() as method):
+            return method.attr.value in METADATA or dotted(method).startswith("math.")
+        case _:
+            return False

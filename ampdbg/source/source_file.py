@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import libcst as cst
 from libcst.metadata import CodeRange, MetadataWrapper, ParentNodeProvider, PositionProvider
 
-from ampdbg.source.expressions import find, walk
-from ampdbg.source.imports import disables_autocast, imports_of
+from ampdbg.source.expressions import disables_autocast, imports_of, walk
 
 
 class EditError(Exception):
@@ -41,7 +40,6 @@ class Located:
 
     @property
     def function(self) -> cst.FunctionDef | None:
-        """The innermost function."""
         return self.functions[-1] if self.functions else None
 
     def is_in(self, function: str) -> bool:
@@ -133,11 +131,6 @@ class SourceFile:
         around = itertools.takewhile(lambda item: not isinstance(item, cst.FunctionDef), self._around(node))
         return [item for item in around if isinstance(item, (cst.For, cst.While))]
 
-    def functions_named(self, function: str) -> list[cst.FunctionDef]:
-        """The functions of a qualified name."""
-        found = find(self.module, cst.FunctionDef)
-        return [node for node in found if (*self.qualname(node), node.name.value) == parts_of(function)]
-
     def qualname(self, node: cst.CSTNode) -> tuple[str, ...]:
         """The names of the functions and classes around a node, the outermost first."""
         around = [item for item in self._around(node) if isinstance(item, (cst.FunctionDef, cst.ClassDef))]
@@ -148,7 +141,6 @@ class SourceFile:
             yield (node := above)
 
     def span(self, node: cst.CSTNode) -> range:
-        """The lines of a node."""
         position = self._positions.get(node)
         if position is None:
             return range(0)  # made by an edit

@@ -9,8 +9,6 @@ from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from typing import TypeVar
 
-import torch
-
 from ampdbg.config.schema import Config
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.precision.modes import DTYPES
@@ -63,7 +61,8 @@ def fp32_losses(
     level = config.precision.model_copy(update={"level": "O0"})
     with prepared(config.model_copy(update={"precision": level})) as run:
         if is_rounded:
-            _round_weights(run.workload.model, low)
+            for parameter in run.workload.model.parameters():
+                parameter.data.copy_(rounded(parameter.data, low))
         without_scale = run.scaler()
         batches, losses = run.workload.batches(), []
         for number in range(config.train.steps):
@@ -74,11 +73,6 @@ def fp32_losses(
             if number not in withheld:
                 take_step(run, without_scale)
     return tuple(losses)
-
-
-def _round_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    for parameter in model.parameters():
-        parameter.data.copy_(rounded(parameter.data, dtype))
 
 
 def last_quarter(steps: Sequence[OfAStep]) -> Sequence[OfAStep]:

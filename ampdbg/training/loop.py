@@ -16,7 +16,7 @@ from ampdbg.config.schema import Config
 from ampdbg.environment import describe_environment
 from ampdbg.errors import AmpdbgError
 from ampdbg.observer import UNOBSERVED, Observer
-from ampdbg.precision.loss_scaler import skips_overflows
+from ampdbg.precision.modes import skips_overflows
 from ampdbg.probes.module_calls import compiled_notes, module_paths
 from ampdbg.probes.tensors import float_values, nonfinite_in_batch, to_host
 from ampdbg.probes.torch_errors import autocast_error, explained
@@ -40,7 +40,6 @@ def train(
     """Trains the workload of ``config`` under its precision policy and watches every step.
 
     Args:
-        config: a checked config.
         observer: sees each optimizer step, and each replay before it runs.
         replays: at most so many unhealthy steps of each kind are replayed; 0 for none.
         prepare: builds the workload.
@@ -226,10 +225,6 @@ def take_step(run: Run, scaler: torch.amp.GradScaler) -> None:
 
 def profile_ranges(config: Config, *, observer: Observer = UNOBSERVED) -> Record:
     """Trains ``train.steps - 1`` steps as configured and measures the ranges of the next.
-
-    Args:
-        config: a checked config.
-        observer: sees each optimizer step.
 
     Returns:
         A record with ``sites``, not yet diagnosed; after an interrupt, or an error that autocast causes, without them.

@@ -23,11 +23,9 @@ class Batches(Protocol):
 
     def batches(self) -> Iterator[Any]:
         """Every batch, over and over."""
-        ...
 
     def describe(self, batch: Any) -> str:
         """What a batch holds, as messages say it."""
-        ...
 
 
 class BatchSource:

@@ -52,7 +52,6 @@ class Workload:
         return self.source.batches()
 
     def clear_gradients(self) -> None:
-        """Before a step's first pass."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 

@@ -93,27 +93,24 @@ def _made(model: nn.Module, found: Found, grouping: str) -> Any:
         return found.value
     if not callable(found.value):
         raise found.refuse(f"is {a(found.value)}; needed: an Optimizer class, or a function that returns an optimizer")
-    if _first_parameter(found.value) == "model" and not isinstance(found.value, type):
+    if next(iter(_signature(found.value).parameters), "") == "model" and not isinstance(found.value, type):
         return found.made(model, names=("model",))
     return found.made(groups_of(model, grouping), names=("params",))
 
 
 def _takes_nothing(function: Callable[..., Any]) -> bool:
-    """Whether it can be called without arguments."""
     try:
-        inspect.signature(function).bind()
+        _signature(function).bind()
     except TypeError:
         return False
-    except ValueError:  # some builtins have no signature
-        return True
     return True
 
 
-def _first_parameter(function: Callable[..., Any]) -> str:
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
     try:
-        return next(iter(inspect.signature(function).parameters), "")
-    except (ValueError, TypeError):  # some builtins have no signature
-        return ""
+        return inspect.signature(function)
+    except (ValueError, TypeError):  # some builtins have none
+        return inspect.Signature()
 
 
 def optimizers_in(made: Any) -> tuple[Optimizer, ...]:
@@ -165,9 +162,6 @@ def _name_of(names: Sequence[str]) -> str:
     return f"{names[0]} and {len(names) - 1} more"
 
 
-# The learning-rate schedules
-
-
 @dataclass
 class Schedule:
     """A scheduler that is stepped after each so many (``every``) steps that its ``optimizer`` has taken.
@@ -182,7 +176,6 @@ class Schedule:
     taken: int = 0
 
     def step_was_taken(self) -> None:
-        """Steps it where it is its turn."""
         self.taken += 1
         if self.every and self.taken % self.every == 0:
             self.scheduler.step()

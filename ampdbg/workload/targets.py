@@ -46,7 +46,6 @@ class Found:
         return f"{self.config.where(f'{self.key}.target')}: {self.spec.target}"
 
     def refuse(self, problem: str) -> WorkloadError:
-        """The error that says what is wrong with this target."""
         return WorkloadError(f"{self.named} {problem}")
 
     def made(self, *positional: Any, names: Sequence[str] = ()) -> Any:
@@ -169,9 +168,9 @@ class Importer:
             with self.user.running(f"{where}: importing {target.module}"), _noting(self.user.folders):
                 return importlib.import_module(target.module)
         except Exception as error:
-            missing = error.__cause__
-            if isinstance(missing, ModuleNotFoundError) and missing.name and _leads_to(missing.name, target.module):
-                no_module = f"there is no module {quoted(missing.name)}"
+            name = error.__cause__.name if isinstance(error.__cause__, ModuleNotFoundError) else None
+            if name and f"{target.module}.".startswith(f"{name}."):  # that one, or a package that it lies in
+                no_module = f"there is no module {quoted(name)}"
                 raise WorkloadError(f"{where}: got {quoted(target.text)}, but {no_module}") from None
             raise
 
@@ -264,13 +263,7 @@ def _has_no(owner: object, name: str) -> str:
     return f"{what} has no {quoted(name)}.{did_you_mean(name, public) or f' It has {listed(public, most=8)}.'}"
 
 
-def _leads_to(missing: str, wanted: str) -> bool:
-    """Whether the module that is missing is the wanted one, or a package it lies in."""
-    return wanted == missing or wanted.startswith(f"{missing}.")
-
-
 # A Python file in the place of a config
-
 
 OPTIONAL: Mapping[str, str] = {"loss": "loss", "step": "training_step"}
 """Keys of the config, and the names in the file that they are taken from where it defines them."""
@@ -359,7 +352,6 @@ def _module_classes(module: ModuleType) -> dict[str, type[nn.Module]]:
 
 
 def _required(kind: type[nn.Module]) -> list[str]:
-    """The arguments without which the class cannot be made."""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = inspect.signature(kind).parameters.values()
     return [item.name for item in parameters if item.default is item.empty and item.kind not in variadic]

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from ampdbg.config.file import load_config
-from ampdbg.config.json_schema import json_schema
-from ampdbg.config.schema import ConfigFile
+from ampdbg.config.schema import ConfigFile, json_schema
 from ampdbg.config.yaml_document import read_yaml
 from tests.commands.program import ROOT, Here, environment, start
 

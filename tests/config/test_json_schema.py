@@ -9,7 +9,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from ampdbg.config.file import load_config
-from ampdbg.config.json_schema import json_schema
+from ampdbg.config.schema import json_schema
 from ampdbg.config.yaml_document import read_yaml
 from ampdbg.errors import ConfigError
 from tests.commands.program import ROOT

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from ampdbg.costs.batch_size import enlarged, largest_batch, shared_dimension
+from ampdbg.costs.levels import enlarged, largest_batch, shared_dimension
 from ampdbg.errors import AmpdbgError
-from ampdbg.record.cost import BatchFit
+from ampdbg.record.run import BatchFit
 
 BATCH = {"x": torch.ones(8, 3), "y": (torch.arange(8), torch.tensor(2.0)), "names": ["a"]}
 

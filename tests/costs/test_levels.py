@@ -16,10 +16,9 @@ from ampdbg.costs.levels import compare, levels_of
 from ampdbg.errors import UserCodeError
 from ampdbg.observer import Observer
 from ampdbg.precision.modes import mode_of
-from ampdbg.record.cost import LevelCost, StepMemory
 from ampdbg.record.file import from_json, to_json, write_record
 from ampdbg.record.pins import Pin
-from ampdbg.record.run import Record
+from ampdbg.record.run import LevelCost, Record, StepMemory
 from ampdbg.replay.run import prepared
 from tests.costs.perceptron import CLASSES, CONFIG, HIDDEN, NET, PARAMETERS, activations, written
 from tests.observing import observing

@@ -19,14 +19,16 @@ from ampdbg.diagnosis.producers import culprit
 from ampdbg.diagnosis.scale import UNTOLD, new_lows
 from ampdbg.quantities import number
 from ampdbg.record.findings import Finding, Source
-from ampdbg.record.replays import Investigation, Producer, Replay
 from ampdbg.record.run import (
     AutocastError,
     Environment,
     GroupOverflow,
+    Investigation,
     Misuse,
     ParameterCounts,
+    Producer,
     Record,
+    Replay,
     ScriptRun,
     Step,
     TensorCounts,
@@ -67,13 +69,35 @@ def record_of(steps: Sequence[Step], **fields: object) -> Record:
     return replace(record, steps=tuple(steps), groups=GROUPS, planned_steps=len(steps), **fields)  # type: ignore[arg-type]
 
 
+FP32 = Replay("float32", 1.0, 1.0, 1.0)
+
+
+def low(**changes: Any) -> Replay:
+    """A replay in half at the first loss scale, with a finite loss and gradients that are not."""
+    return replace(Replay("float16", 65536.0, 1.0, math.inf, gradients=("head.weight",)), **changes)
+
+
+def cured(at: Replay, scale: float, **changes: Any) -> Replay:
+    """The same at a lower loss scale, where all of it is finite."""
+    return replace(at, scale=scale, producers=(), grad_norm=1.0, gradients=(), **changes)
+
+
+def of_gradients(step: int, *replays: Replay, **fields: Any) -> Investigation:
+    return Investigation(step, "gradients", replays, loss=1.0, **fields)
+
+
+def diagnosed(steps: str | Sequence[Step], *investigations: Investigation, **fields: Any) -> Record:
+    made = steps_of(steps) if isinstance(steps, str) else steps
+    return diagnose(record_of(made, investigations=investigations, **fields))
+
+
 def codes(record: Record) -> list[tuple[str, str, int | None]]:
     return [(finding.code, finding.phase, finding.root) for finding in record.findings]
 
 
 def test_what_nothing_explains_is_not_called_normal_and_does_no_harm() -> None:
     for pattern, is_normal in (("xx" + "." * 50, True), ("xx" + "." * 50 + "x" + "." * 50, False)):
-        record = diagnose(record_of(steps_of(pattern)))
+        record = diagnosed(pattern)
         (found,) = record.findings
         said = f"{headline(record).sentence} {found.message}"
         assert record.verdict == "healthy"
@@ -92,7 +116,7 @@ def test_a_skip_of_nan_alone_between_sound_steps_is_not_called_normal_however_ea
     steps = steps_of("xx....xx.....")
     of_nan = [[of_nan_alone(step) if step.step == at else step for step in steps] for at in (0, 1, 6, 7)]
     for made, told in zip((steps, *of_nan), (None, [0], None, [6], None), strict=True):
-        record = diagnose(record_of(made))
+        record = diagnosed(made)
         (found,) = record.findings
         assert (record.verdict, found.evidence.get("unexplained")) == ("healthy", told)
         assert ("this is normal" in found.message) is (told is None)
@@ -115,14 +139,15 @@ def test_a_skip_of_nan_alone_between_sound_steps_is_not_called_normal_however_ea
     ],
 )
 def test_skips_that_are_calibration_are_healthy(pattern: str) -> None:
-    record = diagnose(record_of(steps_of(pattern)))
+    record = diagnosed(pattern)
     assert record.verdict == "healthy"
     assert codes(record) == ([("scale-calibration", "backward", None)] if "x" in pattern else [])
 
 
 def test_a_run_that_took_no_step_is_not_shown_to_be_healthy() -> None:
-    record = diagnose(record_of(steps_of("xxx")))
+    record = diagnosed("xxx")
     assert (record.verdict, codes(record)) == ("inconclusive", [("scale-calibration", "backward", None)])
+    assert "not settled yet" in record.findings[0].message
     said = headline(record)
     assert said.sentence == "Inconclusive: 3 of 3 steps skipped while the loss scale settles; it has not yet."
     assert said.tone == "doubtful"
@@ -133,11 +158,6 @@ def test_a_run_that_took_no_step_is_not_shown_to_be_healthy() -> None:
     assert next_command(replace(record, script=ScriptRun("train.py"), command="run"), Typed("train.py")) is None
 
 
-def test_a_scale_that_is_still_falling_is_not_called_settled() -> None:
-    assert "not settled yet" in diagnose(record_of(steps_of("xxx"))).findings[0].message
-    assert "not settled" not in diagnose(record_of(steps_of("xxx."))).findings[0].message
-
-
 ADVICE = "none is needed; GradScaler(init_scale={}) saves the skipped steps"
 
 
@@ -145,6 +165,7 @@ ADVICE = "none is needed; GradScaler(init_scale={}) saves the skipped steps"
     ("pattern", "interval", "at", "remedy"),
     [
         ("xxx....", 10_000, 8192.0, ADVICE.format(8192)),
+        ("xxx.", 10_000, 8192.0, ADVICE.format(8192)),
         (".x", 10_000, None, ""),  # 65,536 was skipped, and no other was tried
         (".x.", 10_000, 32768.0, ADVICE.format(32768)),
         (".x..x", 10_000, None, ""),  # 32,768 worked, and was skipped later
@@ -169,7 +190,7 @@ def test_a_scale_has_settled_where_a_step_was_taken_and_none_skipped_since(
 def test_steps_with_another_scaler_or_none_say_nothing_of_where_a_scale_settles(other: int, scale: float) -> None:
     scaled = [replace(step, scaler=1) for step in steps_of("x..")]
     apart = [replace(step, step=step.step + 3, scale=scale, scaler=other) for step in steps_of("." * 5)]
-    [finding] = diagnose(record_of((*scaled, *apart))).findings
+    [finding] = diagnosed((*scaled, *apart)).findings
     assert finding.evidence == {"skipped": 1, "scale": 32768.0}
     assert finding.remedy == ADVICE.format(32768)
 
@@ -178,7 +199,7 @@ def test_a_scale_falls_to_where_its_own_scaler_ends() -> None:
     falling = [replace(step, scaler=1) for step in steps_of("." * 30 + "x" * 10)]
     apart = [replace(step, step=step.step + 40, scale=1.0, scaler=0) for step in steps_of("." * 5)]
     for steps in (falling, (*falling, *apart)):
-        collapse = diagnose(record_of(steps)).findings[1]
+        collapse = diagnosed(steps).findings[1]
         assert collapse.message == "the loss scale keeps falling, from 65,536 to 128"
 
 
@@ -187,7 +208,7 @@ def test_one_skip_after_every_growth_is_healthy() -> None:
     steps = steps_of(pattern, interval=10)
     assert sum(step.skipped for step in steps) == 14
     assert new_lows(steps, len(steps)) == []
-    assert diagnose(record_of(steps)).verdict == "healthy"
+    assert diagnosed(steps).verdict == "healthy"
 
 
 @pytest.mark.parametrize(
@@ -210,7 +231,7 @@ def test_a_scale_that_grows_after_every_few_steps_costs_many(pattern: str, inter
 
 def test_a_scaler_that_is_made_anew_again_and_again_and_takes_no_step_is_not_said_to_grow() -> None:
     steps = [replace(step, scale=65536.0 if step.step % 2 else 131072.0) for step in steps_of("x" * 30)]
-    assert "scale-oscillation" not in [finding.code for finding in diagnose(record_of(steps)).findings]
+    assert "scale-oscillation" not in [finding.code for finding in diagnosed(steps).findings]
 
 
 def scalers_of(*patterns: str, loss: float = 1.0) -> list[Step]:
@@ -253,7 +274,7 @@ def test_a_scaler_that_is_made_anew_costs_the_steps_until_it_has_settled(
     ],
 )
 def test_scalers_that_cost_hardly_a_step_or_take_turns_are_healthy(steps: list[Step]) -> None:
-    assert diagnose(record_of(steps)).verdict == "healthy"
+    assert diagnosed(steps).verdict == "healthy"
 
 
 def test_losses_that_are_not_finite_are_no_matter_of_a_new_scaler() -> None:
@@ -264,7 +285,7 @@ def test_losses_that_are_not_finite_are_no_matter_of_a_new_scaler() -> None:
 def test_a_long_run_that_leaves_healthy_steps_out_tells_the_interval_all_the_same() -> None:
     steps = steps_of("...x" * 30, 3)
     kept = [step for step in steps if step.skipped or step.step < 20 or step.step % 4 != 1]
-    [finding] = diagnose(record_of(kept)).findings
+    [finding] = diagnosed(kept).findings
     assert (finding.code, finding.evidence["growth_interval"]) == ("scale-oscillation", 3)
 
 
@@ -284,32 +305,29 @@ def test_a_scale_that_grows_often_and_falls_all_the_same_is_no_matter_of_its_int
     ],
 )
 def test_a_scale_that_keeps_falling_is_no_calibration(pattern: str) -> None:
-    record = diagnose(record_of(steps_of(pattern)))
+    record = diagnosed(pattern)
     assert record.verdict == "inconclusive"
     assert codes(record) == [("unknown", "backward", None), ("scale-collapse", "backward", 0)]
 
 
 def test_skips_that_go_on_between_steps_that_work_are_not_called_normal_where_nothing_was_run_again() -> None:
-    untold = diagnose(record_of(steps_of("xx..x...xx..x..")))
+    untold = diagnosed("xx..x...xx..x..")
     [finding] = untold.findings
     assert (finding.code, untold.verdict, finding.remedy) == ("scale-calibration", "inconclusive", "")
     assert "normal" not in finding.message + headline(untold).sentence
     assert finding.message.endswith("explains steps 4, 8, 9 and 1 more, and no replay has told whether FP32 fails too")
     # A run that has long gone on without any says by itself what they were, and so does a replay.
-    assert diagnose(record_of(steps_of("xx..x...xx..x.." + "." * 30))).verdict == "healthy"
-    low = Replay("float16", 16384.0, 1.0, math.inf)
-    replays = (low, Replay("float32", 1.0, 1.0, 1.0), replace(low, scale=4096.0, grad_norm=1.0))
-    made = Investigation(4, "gradients", replays, loss=1.0, reproduced=1)
-    assert diagnose(record_of(untold.steps, investigations=(made,))).verdict == "healthy"
+    assert diagnosed("xx..x...xx..x.." + "." * 30).verdict == "healthy"
+    first = low(scale=16384.0, gradients=())
+    made = of_gradients(4, first, FP32, cured(first, 4096.0), reproduced=1)
+    assert diagnosed(untold.steps, made).verdict == "healthy"
 
 
 def test_a_static_scale_is_named_also_where_no_op_is_found() -> None:
-    low = Replay("float16", 65536.0, 1.0, math.inf, gradients=("head.weight",))
-    replays = (low, Replay("float32", 1.0, 1.0, 1.0), replace(low, scale=16384.0, grad_norm=1.0, gradients=()))
-    made = Investigation(0, "gradients", replays, loss=1.0)
+    made = of_gradients(0, low(), FP32, cured(low(), 16384.0))
     static = {"precision": {"level": "O1", "loss_scale": 65536.0}}
     steps = [replace(step, scale=65536.0) for step in steps_of("x" * 8)]
-    [finding] = diagnose(record_of(steps, config=static, investigations=(made,))).findings
+    [finding] = diagnosed(steps, made, config=static).findings
     assert (finding.code, finding.severity) == ("scale-calibration", "error")
     assert finding.message.startswith("the static loss scale 65,536 is too large for this step's gradients: ")
 
@@ -317,7 +335,7 @@ def test_a_static_scale_is_named_also_where_no_op_is_found() -> None:
 def test_the_step_that_hits_the_fewest_groups_names_the_place() -> None:
     steps = list(steps_of("." * 30 + "xxxxxx", hit=(0, 1, 2)))
     steps[33] = replace(steps[33], groups=(group(0), group(1)))
-    root = diagnose(record_of(steps)).findings[0]
+    root = diagnosed(steps).findings[0]
     assert root.module == "block1.0.attn"
     assert root.evidence["narrowest_step"] == 33
     assert root.evidence["groups"] == list(GROUPS[:2])
@@ -325,20 +343,17 @@ def test_the_step_that_hits_the_fewest_groups_names_the_place() -> None:
 
 def test_a_static_scale_does_not_fall() -> None:
     steps = [replace(step, scale=1024.0) for step in steps_of("x" * 10)]
-    assert codes(diagnose(record_of(steps))) == [("unknown", "backward", None)]
+    assert codes(diagnosed(steps)) == [("unknown", "backward", None)]
 
 
-def test_a_nonfinite_loss_is_the_root_of_the_falling_scale() -> None:
-    record = diagnose(record_of(steps_of("..." + "N" * 12)))
+@pytest.mark.parametrize(("before", "first"), [("...", 3), ("..x...", 6)])
+def test_a_nonfinite_loss_is_the_root_of_the_falling_scale_and_no_skip_while_the_scale_settled(
+    before: str, first: int
+) -> None:
+    record = diagnosed(before + "N" * 12)
     assert codes(record) == [("unknown", "forward", None), ("scale-collapse", "backward", 0)]
-    assert record.findings[0].step == 3
+    assert record.findings[0].step == first
     assert record.verdict == "inconclusive"
-
-
-def test_a_skip_while_the_scale_settles_is_not_blamed_for_the_nan_that_comes_later() -> None:
-    record = diagnose(record_of(steps_of("..x..." + "N" * 12)))
-    assert codes(record) == [("unknown", "forward", None), ("scale-collapse", "backward", 0)]
-    assert record.findings[0].step == 6
 
 
 @pytest.mark.parametrize(
@@ -347,41 +362,43 @@ def test_a_skip_while_the_scale_settles_is_not_blamed_for_the_nan_that_comes_lat
 def test_a_scale_that_lost_losses_have_brought_down_blames_no_gradient_that_a_lower_one_cured(
     mark: str, found: list[str]
 ) -> None:
-    first = Replay("float16", 65536.0, 1.0, math.inf, producers=(OVERFLOWS,), gradients=("head.weight",))
-    lower = replace(first, scale=32768.0, producers=(), grad_norm=1.0, gradients=())
-    made = Investigation(30, "gradients", (first, Replay("float32", 1.0, 1.0, 1.0), lower), loss=1.0, reproduced=1)
+    first = low(producers=(OVERFLOWS,))
+    made = of_gradients(30, first, FP32, cured(first, 32768.0), reproduced=1)
     steps = steps_of("." * 30 + "x" + "." * 30 + mark * 20 + ".")
     assert steps[-1].scale < 1.0
-    assert [code for code, *_ in codes(diagnose(record_of(steps, investigations=(made,))))] == found
+    assert [code for code, *_ in codes(diagnosed(steps, made))] == found
 
 
 @pytest.mark.parametrize(
     ("factor", "code"), [(2.0, "gradient-growth"), (8.0, "gradient-growth"), (32.0, "gradient-overflow")]
 )
 def test_a_scale_follows_gradients_where_three_skips_at_most_would_do_for_a_step(factor: float, code: str) -> None:
-    first = Replay("float16", 65536.0, 1.0, math.inf, producers=(OVERFLOWS,), gradients=("head.weight",))
-    lower = replace(first, scale=65536.0 / factor, producers=(), grad_norm=1.0, gradients=())
-    made = Investigation(30, "gradients", (first, Replay("float32", 1.0, 1.0, 1.0), lower), loss=1.0, reproduced=1)
-    record = diagnose(record_of(steps_of("." * 30 + 3 * ("x" + "." * 20)), investigations=(made,)))
+    first = low(producers=(OVERFLOWS,))
+    made = of_gradients(30, first, FP32, cured(first, 65536.0 / factor), reproduced=1)
+    record = diagnosed("." * 30 + 3 * ("x" + "." * 20), made)
     assert record.findings[0].code == code
     assert (record.verdict == "healthy") == (code == "gradient-growth")
 
 
-def test_an_infinite_loss_without_a_skipped_step_is_found() -> None:
-    record = diagnose(record_of(steps_of("I" * 10)))
+def test_an_infinite_loss_without_a_skipped_step_is_found_and_the_same_in_fp32_is_none_of_precisions() -> None:
+    record = diagnosed("I" * 10)
     assert codes(record) == [("unknown", "forward", None)]
     assert record.findings[0].evidence["steps_not_skipped"] == 10
+    assert diagnosed("I" * 10, config={"precision": {"level": "O0", "dtype": "float16"}}).verdict == "other"
 
 
-def test_the_same_in_fp32_is_none_of_precisions() -> None:
-    record = record_of(steps_of("I" * 10), config={"precision": {"level": "O0", "dtype": "float16"}})
-    assert diagnose(record).verdict == "other"
+def with_tensor(pattern: str, step: int, *tensor: object) -> tuple[Step, ...]:
+    """Steps as of ``steps_of``, one of which has a tensor that is not finite."""
+    steps = list(steps_of(pattern))
+    steps[step] = replace(steps[step], nonfinite=(TensorCounts(*tensor),))  # type: ignore[arg-type]
+    return tuple(steps)
+
+
+BAD_BATCH = ("batch", "[0]", 0, 2, 64, (5, 1))
 
 
 def test_bad_data_comes_before_what_follows_from_it() -> None:
-    steps = list(steps_of("....N...."))
-    steps[4] = replace(steps[4], nonfinite=(TensorCounts("batch", "[0]", 0, 2, 64, (5, 1)),))
-    record = diagnose(record_of(steps))
+    record = diagnosed(with_tensor("....N....", 4, *BAD_BATCH))
     assert record.verdict == "other"
     assert codes(record) == [("data-nonfinite", "data", None)]
     assert "sample 5" in record.findings[0].message
@@ -389,9 +406,7 @@ def test_bad_data_comes_before_what_follows_from_it() -> None:
 
 @pytest.mark.parametrize("script", [None, ScriptRun("train.py")])
 def test_of_a_script_the_batches_of_later_lost_steps_are_not_known(script: ScriptRun | None) -> None:
-    steps = list(steps_of("..NNN"))
-    steps[2] = replace(steps[2], nonfinite=(TensorCounts("batch", "[0]", 0, 2, 64, (5, 1)),))
-    found = [code for code, _, _ in codes(diagnose(record_of(steps, script=script)))]
+    found = [code for code, _, _ in codes(diagnosed(with_tensor("..NNN", 2, *BAD_BATCH), script=script))]
     assert found[:1] == ["data-nonfinite"]
     assert ("unknown" in found) == (script is None)
 
@@ -404,24 +419,19 @@ def test_how_often_is_told_where_it_is_known(code: str, told: str) -> None:
 
 
 def test_weights_that_were_bad_before_a_step_are_the_root() -> None:
-    steps = list(steps_of("N" * 6))
-    steps[0] = replace(steps[0], nonfinite=(TensorCounts("parameter", "head.weight", 1, 0, 4, (0,)),))
-    record = diagnose(record_of(steps))
+    record = diagnosed(with_tensor("N" * 6, 0, "parameter", "head.weight", 1, 0, 4, (0,)))
     assert record.verdict == "other"
     assert [code for code, _, _ in codes(record)] == ["weights-nonfinite", "scale-collapse"]
     assert record.findings[0].parameter == "head.weight"
 
 
 def test_weights_that_an_unskipped_step_spoilt_are_not_called_bad_before_it() -> None:
-    steps = list(steps_of("..I"))
-    steps[2] = replace(steps[2], nonfinite=(TensorCounts("parameter", "head.weight", 1, 0, 4, (0,), "after"),))
-    assert codes(diagnose(record_of(steps))) == [("unknown", "forward", None)]
+    record = diagnosed(with_tensor("..I", 2, "parameter", "head.weight", 1, 0, 4, (0,), "after"))
+    assert codes(record) == [("unknown", "forward", None)]
 
 
 def test_a_poisoned_buffer_is_found_though_every_loss_is_finite() -> None:
-    steps = list(steps_of("....."))
-    steps[4] = replace(steps[4], nonfinite=(TensorCounts("buffer", "bn.running_var", 1, 0, 4, (0,), "after"),))
-    record = diagnose(record_of(steps))
+    record = diagnosed(with_tensor(".....", 4, "buffer", "bn.running_var", 1, 0, 4, (0,), "after"))
     assert codes(record) == [("buffer-poisoned", "forward", None)]
     assert record.findings[0].module == "bn"
     # No healthy step is looked at before the end: which one has written it is not known.
@@ -429,17 +439,10 @@ def test_a_poisoned_buffer_is_found_though_every_loss_is_finite() -> None:
     assert headline(record).sentence.startswith("A buffer is non-finite in bn after step 4")
 
 
-def with_tensor(pattern: str, step: int, *tensor: object) -> tuple[Step, ...]:
-    """Steps as of ``steps_of``, one of which has a tensor that is not finite."""
-    steps = list(steps_of(pattern))
-    steps[step] = replace(steps[step], nonfinite=(TensorCounts(*tensor),))  # type: ignore[arg-type]
-    return tuple(steps)
-
-
 @pytest.mark.parametrize(("pattern", "step"), [(".....", 4), ("..x..", 2)])
 @pytest.mark.parametrize(("inf", "nan"), [(1, 0), (0, 1)])
 def test_a_buffer_that_no_lost_loss_explains_may_be_meant(pattern: str, step: int, inf: int, nan: int) -> None:
-    record = diagnose(record_of(with_tensor(pattern, step, "buffer", "net.best", inf, nan, 1, (), "after")))
+    record = diagnosed(with_tensor(pattern, step, "buffer", "net.best", inf, nan, 1, (), "after"))
     found = record.findings[0]
     assert (record.verdict, found.code, found.severity, found.remedy) == ("healthy", "buffer-poisoned", "info", "")
     assert found.message.startswith(
@@ -451,35 +454,33 @@ def test_a_buffer_that_no_lost_loss_explains_may_be_meant(pattern: str, step: in
 
 def test_a_buffer_of_a_lost_step_or_beside_an_op_that_overflows_is_poisoned() -> None:
     tensor = ("buffer", "net.best", 1, 0, 1, (), "after")
-    lost = diagnose(record_of(with_tensor("..N..", 2, *tensor)))
+    lost = diagnosed(with_tensor("..N..", 2, *tensor))
     (poisoned,) = [finding for finding in lost.findings if finding.code == "buffer-poisoned"]
     assert poisoned.severity == "error"
     assert "after step 2 and stays so" in poisoned.message
-    made = replace(overflowing(4), why="end")
-    (shown,) = diagnose(record_of(with_tensor(".....", 4, *tensor), investigations=(made,))).findings
+    (shown,) = diagnosed(with_tensor(".....", 4, *tensor), replace(overflowing(4), why="end")).findings
     assert (shown.code, shown.severity, shown.op) == ("buffer-poisoned", "error", "aten.mm.default")
 
 
 @pytest.mark.parametrize("tensor", [("buffer", "mask", 6, 0, 16), ("parameter", "mask", 6, 0, 16, (), "before", True)])
 @pytest.mark.parametrize("pattern", ["....", "xx.."])
 def test_a_mask_is_no_bad_weight_where_a_step_is_healthy(tensor: tuple[object, ...], pattern: str) -> None:
-    record = diagnose(record_of(with_tensor(pattern, 0, *tensor)))
+    record = diagnosed(with_tensor(pattern, 0, *tensor))
     assert record.verdict == "healthy"
     assert [finding.code for finding in record.findings] == ["scale-calibration"] * ("x" in pattern)
-    lost = diagnose(record_of(with_tensor("N" * 8, 0, *tensor)))
+    lost = diagnosed(with_tensor("N" * 8, 0, *tensor))
     assert lost.findings[0].code == "weights-nonfinite"  # nothing says that it is meant
 
 
 @pytest.mark.parametrize(("inf", "nan", "frozen"), [(1, 0, False), (0, 1, True)])
 def test_inf_in_what_trains_and_nan_in_what_is_frozen_are_warned_of(inf: int, nan: int, frozen: bool) -> None:
-    record = diagnose(record_of(with_tensor("....", 0, "parameter", "head.weight", inf, nan, 4, (), "before", frozen)))
+    record = diagnosed(with_tensor("....", 0, "parameter", "head.weight", inf, nan, 4, (), "before", frozen))
     assert [(found.code, found.severity) for found in record.findings] == [("weights-nonfinite", "warning")]
 
 
 def overflowing(step: int) -> Investigation:
     producer = Producer("forward", "head", 0, "aten.mm.default", None, "float16", 300.0, 9.0, 1, 0, 4, fp32_largest=9e5)
-    low = Replay("float16", 65536.0, math.nan, math.nan, gradients=("head.weight",), producers=(producer,))
-    return Investigation(step, "loss", (low, Replay("float32", 1.0, 1.0, 1.0)))
+    return Investigation(step, "loss", (low(loss=math.nan, grad_norm=math.nan, producers=(producer,)), FP32))
 
 
 @pytest.mark.parametrize(
@@ -496,9 +497,8 @@ def test_an_overflow_follows_only_from_misuses_that_reach_it(code: str) -> None:
 
 @pytest.mark.parametrize("spoilt", [1, 2, 5])
 def test_an_overflow_does_not_follow_from_weights_that_it_spoils_later(spoilt: int) -> None:
-    steps = list(steps_of("..NNNNNN"))
-    steps[spoilt] = replace(steps[spoilt], nonfinite=(TensorCounts("parameter", "head.weight", 0, 1, 4, (0,)),))
-    record = diagnose(record_of(steps, investigations=(overflowing(2),)))
+    steps = with_tensor("..NNNNNN", spoilt, "parameter", "head.weight", 0, 1, 4, (0,))
+    record = diagnosed(steps, overflowing(2))
     found = [(finding.code, finding.root) for finding in record.findings]
     if spoilt > 2:
         assert found[:2] == [("forward-overflow", None), ("weights-nonfinite", 0)]
@@ -531,44 +531,38 @@ def test_an_error_that_autocast_causes_is_a_finding(code: str) -> None:
 
 
 def test_a_last_step_that_is_skipped_hides_nothing() -> None:
-    producer = Producer("backward", "head", 0, "aten.mm.default", None, "float16", 9.0, 9.0, 1, 0, 4, fp32_largest=2.0)
-    low = Replay("float16", 65536.0, 1.0, math.inf, gradients=("head.weight",), producers=(producer,), lost_energy=0.0)
-    made = Investigation(2, "end", (low, Replay("float32", 1.0, 1.0, 1.0)))
-    record = diagnose(record_of(steps_of("..x"), investigations=(made,)))
-    assert codes(record) == [("scale-calibration", "backward", None)]
+    made = Investigation(2, "end", (low(producers=(OVERFLOWS,), lost_energy=0.0), FP32))
+    assert codes(diagnosed("..x", made)) == [("scale-calibration", "backward", None)]
+
+
+FLOOR = replace(FP32, rounded=True, gradient_distance=0.01)
 
 
 @pytest.mark.parametrize(
-    ("distance", "is_erased", "severity"), [(0.04, False, "info"), (0.12, False, "warning"), (0.12, True, "info")]
+    ("distance", "is_erased", "floor", "found"),
+    [
+        (0.04, False, (), ("silent-overflow", "info")),
+        (0.12, False, (), ("silent-overflow", "warning")),
+        (0.12, True, (), ("silent-overflow", "info")),
+        (0.9, False, (FLOOR,), ("silent-overflow", "error")),
+        (0.9, True, (FLOOR,), ("precision-loss", "error")),
+    ],
 )
-def test_an_overflow_of_which_no_gradient_has_anything_is_harmless(
-    distance: float, is_erased: bool, severity: str
+def test_an_overflow_of_which_no_gradient_has_anything_is_harmless_and_hides_no_lost_precision(
+    distance: float, is_erased: bool, floor: tuple[Replay, ...], found: tuple[str, str]
 ) -> None:
     producer = replace(OVERFLOWS, is_erased=is_erased)
-    low = Replay("float16", 65536.0, 1.0, 1.0, producers=(producer,), gradient_distance=distance, lost_energy=0.0)
-    made = Investigation(2, "end", (low, Replay("float32", 1.0, 1.0, 1.0)), loss=1.0)
-    [finding] = diagnose(record_of(steps_of("..."), investigations=(made,))).findings
-    assert (finding.code, finding.severity) == ("silent-overflow", severity)
-
-
-@pytest.mark.parametrize("is_erased", [False, True])
-def test_an_overflow_that_is_erased_does_not_hide_lost_precision(is_erased: bool) -> None:
-    producer = replace(OVERFLOWS, is_erased=is_erased)
-    low = Replay("float16", 65536.0, 1.0, 1.0, producers=(producer,), gradient_distance=0.9, lost_energy=0.0)
-    floor = Replay("float32", 1.0, 1.0, 1.0, rounded=True, gradient_distance=0.01)
-    made = Investigation(2, "end", (low, Replay("float32", 1.0, 1.0, 1.0), floor), loss=1.0)
-    found = diagnose(record_of(steps_of("..."), investigations=(made,))).findings
-    assert [one.code for one in found] == ["precision-loss" if is_erased else "silent-overflow"]
+    finite = low(grad_norm=1.0, gradients=(), producers=(producer,), gradient_distance=distance, lost_energy=0.0)
+    made = Investigation(2, "end", (finite, FP32, *floor), loss=1.0)
+    assert [(one.code, one.severity) for one in diagnosed("...", made).findings] == [found]
 
 
 @pytest.mark.parametrize("is_erased", [False, True])
 def test_what_no_gradient_has_anything_of_is_not_why_others_are_infinite(is_erased: bool) -> None:
     first = replace(OVERFLOWS, is_erased=is_erased)
     last = replace(OVERFLOWS, module="body", parameter="body.weight")
-    low = Replay("float16", 65536.0, 1.0, math.inf, gradients=("body.weight",), producers=(first, last))
-    made = Investigation(2, "gradients", (low, Replay("float32", 1.0, 1.0, 1.0)))
-    found = diagnose(record_of(steps_of("..x"), investigations=(made,))).findings
-    assert found[0].module == ("body" if is_erased else "head")
+    made = Investigation(2, "gradients", (low(gradients=("body.weight",), producers=(first, last)), FP32))
+    assert diagnosed("..x", made).findings[0].module == ("body" if is_erased else "head")
 
 
 @pytest.mark.parametrize(
@@ -584,17 +578,17 @@ def test_what_only_fp64_holds_is_beyond_fp32s_range_or_its_rounding(
     changes: dict[str, Any], says: str, remedy: str
 ) -> None:
     begins = Producer("forward", "head", 0, "aten.exp.default", None, "float32", 114.0, 1.0, 0, 0, 4)
-    fp32 = Replay("float32", 1.0, math.nan, math.nan, producers=(replace(begins, **changes),))
-    low, fp64 = Replay("float16", 65536.0, math.nan, math.nan), Replay("float64", 1.0, 1.0, 1.0)
-    made = Investigation(2, "loss", (low, fp32, fp64), loss=math.nan)
-    found = diagnose(record_of(steps_of("..I"), investigations=(made,))).findings[0]
+    lost = replace(FP32, loss=math.nan, grad_norm=math.nan)
+    replays = (replace(lost, dtype="float16"), replace(lost, producers=(replace(begins, **changes),)))
+    made = Investigation(2, "loss", (*replays, replace(FP32, dtype="float64")), loss=math.nan)
+    found = diagnosed("..I", made).findings[0]
     assert found.code == "unknown"
     assert says in found.message
     assert remedy in found.remedy
 
 
 def test_no_steps_and_no_error_is_no_finding() -> None:
-    assert diagnose(record_of(())).findings == ()
+    assert diagnosed(()).findings == ()
 
 
 def test_an_overflow_does_not_follow_from_a_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -604,9 +598,9 @@ def test_an_overflow_does_not_follow_from_a_later_one(monkeypatch: pytest.Monkey
     later, earlier, collapse = found("forward-overflow", 9), found("gradient-overflow", 3), found("scale-collapse", 3)
     collapse = replace(collapse, root=0)
     monkeypatch.setattr(diagnosis, "ORDER_OF_DECISION", [lambda record: iter((later, earlier, collapse))])
-    assert [finding.root for finding in diagnose(record_of(())).findings] == [None, None, 1]
+    assert [finding.root for finding in diagnosed(()).findings] == [None, None, 1]
     later = replace(later, step=2)
-    assert [finding.root for finding in diagnose(record_of(())).findings] == [None, 0, 0]
+    assert [finding.root for finding in diagnosed(()).findings] == [None, 0, 0]
 
 
 def test_a_divergence_is_told_once_from_the_first_step_that_shows_it() -> None:
@@ -614,11 +608,11 @@ def test_a_divergence_is_told_once_from_the_first_step_that_shows_it() -> None:
         replace(step, loss=loss)
         for step, loss in zip(steps_of("....x.I"), [2, 3, 2, 3, 900, 800, math.inf], strict=True)
     ]
-    low, fp32 = Replay("float16", 1.0, math.inf, math.inf, gradients=("head.weight",)), Replay("float32", 1, 900.0, 1)
-    later = Investigation(6, "loss", (low, fp32), continuation=(7e8, math.inf))
-    earlier = Investigation(4, "gradients", (low, fp32), continuation=(900.0, 7e8, math.inf))
+    replays = low(scale=1.0, loss=math.inf), replace(FP32, loss=900.0)
+    later = Investigation(6, "loss", replays, continuation=(7e8, math.inf))
+    earlier = Investigation(4, "gradients", replays, continuation=(900.0, 7e8, math.inf))
     for order in ((earlier, later), (later, earlier)):
-        record = diagnose(record_of(steps, investigations=order))
+        record = diagnosed(steps, *order)
         assert codes(record) == [("divergence", "backward", None)]
         assert record.findings[0].step == 4
         assert "rose from 2 to 900" in record.findings[0].message
@@ -629,11 +623,11 @@ def test_a_divergence_is_told_once_from_the_first_step_that_shows_it() -> None:
 def test_a_divergence_of_the_first_weights_is_no_rise_of_the_loss(script: ScriptRun | None) -> None:
     losses = [1.349, 1.744, 1.999, 2.1, math.nan]
     steps = [replace(step, loss=loss) for step, loss in zip(steps_of("xxx.N"), losses, strict=True)]
-    gradients = Replay("float16", 1.0, 1.999, math.inf, gradients=("head.weight",))
-    lost = Replay("float16", 1.0, math.nan, math.nan, gradients=("head.weight",))
-    first = Investigation(2, "gradients", (gradients, Replay("float32", 1, 1.999, 1)), continuation=(1.999, 9e6, 4e9))
+    gradients, fp32 = low(scale=1.0, loss=1.999), replace(FP32, loss=1.999)
+    lost = low(scale=1.0, loss=math.nan, grad_norm=math.nan)
+    first = Investigation(2, "gradients", (gradients, fp32), continuation=(1.999, 9e6, 4e9))
     later = Investigation(4, "loss", (lost, replace(lost, dtype="float32")), loss=math.nan)
-    record = diagnose(record_of(steps, investigations=(first, later), script=script))
+    record = diagnosed(steps, first, later, script=script)
     found = [finding for finding in record.findings if finding.code == "divergence"]
     assert [(finding.step, finding.message) for finding in found] == [
         (2, "the loss is 1.999, and steps in FP32 on the same batch lead to 4e9")
@@ -643,21 +637,25 @@ def test_a_divergence_of_the_first_weights_is_no_rise_of_the_loss(script: Script
 def test_a_step_that_was_traced_as_it_trained_follows_from_a_divergence_before_it() -> None:
     losses = [1.1, 1.17e6, 1.23e6, 1.21e6, math.nan]
     steps = [replace(step, loss=loss) for step, loss in zip(steps_of(".xx.N"), losses, strict=True)]
-    gradients = Replay("float16", 1.0, 1.23e6, math.inf, gradients=("head.weight",))
-    replayed = Investigation(2, "gradients", (gradients, Replay("float32", 1.0, 1.23e6, 9e6)))
+    replayed = Investigation(2, "gradients", (low(loss=1.23e6), replace(FP32, loss=1.23e6, grad_norm=9e6)))
     traced = replace(overflowing(4), replays=overflowing(4).replays[:1])
     for continuation, code in (((1.23e6, math.nan), "divergence"), ((1.2e6, 1.1e6), "unknown")):
-        made = (replace(replayed, continuation=continuation), traced)
-        record = diagnose(record_of(steps, investigations=made, script=ScriptRun("train.py")))
+        record = diagnosed(steps, replace(replayed, continuation=continuation), traced, script=ScriptRun("train.py"))
         assert (record.findings[0].code, record.verdict == "precision") == (code, False)
-    assert diagnose(record_of(steps, investigations=made[1:])).findings[0].code == "unknown"
+    assert diagnosed(steps, traced).findings[0].code == "unknown"
+
+
+def beyond_half(step: int, leaf: str | None, largest: float = 1.5e6, **fields: Any) -> Investigation:
+    """A step whose batch, or with no leaf another value, is too large for half."""
+    op = "aten._to_copy.default"
+    cast = Producer("forward", "", 0, op, None, "float16", largest, 9.0, 1, 0, 4, fp32_largest=largest, leaf=leaf)
+    lost = low(loss=math.nan, grad_norm=math.nan, gradients=(), producers=(cast,))
+    size = {"[0]": largest if leaf else 1.0}
+    return replace(Investigation(step, "loss", (lost, FP32), batch_largest=size), **fields)
 
 
 def test_a_batch_is_bad_at_its_own_step_whatever_was_skipped_before_it() -> None:
-    cast = Producer("forward", "", 0, "aten._to_copy.default", None, "float16", 1.5e6, 9.0, 1, 0, 4, fp32_largest=1.5e6)
-    low = Replay("float16", 65536.0, math.nan, math.nan, producers=(replace(cast, leaf="[0]"),))
-    made = Investigation(3, "loss", (low, Replay("float32", 1.0, 1.0, 1.0)), batch_largest={"[0]": 1.5e6})
-    record = record_of(steps_of("..xN."), investigations=(made,), script=ScriptRun("train.py"))
+    record = record_of(steps_of("..xN."), investigations=(beyond_half(3, "[0]"),), script=ScriptRun("train.py"))
     assert [(one.code, one.step) for one in diagnose(record).findings[:1]] == [("data-range", 3)]
     other = replace(record, investigations=(overflowing(3),))
     # A step with a finite loss before it failed in another way: only a loss that is not finite is one of a row of them.
@@ -681,7 +679,7 @@ def test_an_optimizer_whose_loss_is_lost_at_each_of_its_turns_fails_from_the_fir
     pattern: str, replayed: int, scalers: str, first: int
 ) -> None:
     steps = [replace(step, scaler=int(scaler)) for step, scaler in zip(steps_of(pattern), scalers, strict=True)]
-    record = diagnose(record_of(steps, investigations=(overflowing(replayed),), script=ScriptRun("train.py")))
+    record = diagnosed(steps, overflowing(replayed), script=ScriptRun("train.py"))
     found = record.findings[0]
     assert (found.code, found.step) == ("forward-overflow", first)
     assert (f"(as step {replayed} was run again)" in found.message) == (first != replayed)
@@ -713,21 +711,15 @@ def test_what_is_no_record_is_refused_by_its_kind(wrong: Any) -> None:
 
 def test_where_no_scale_is_finite_the_op_that_overflows_at_the_lowest_is_named() -> None:
     """What overflows at 32,768 alone fits at 1: there another op is behind gradients that are not finite."""
-
-    def overflow(module: str, fp32_largest: float) -> Producer:
-        return replace(OVERFLOWS, module=module, fp32_largest=fp32_largest)
-
-    producers = (overflow("head", 27.5), overflow("stem", 1e6))
-    first = Replay("float16", 32768.0, 1.0, math.inf, producers=producers, gradients=("head.weight",))
-    fp32, between = Replay("float32", 1.0, 1.0, 1.0), replace(first, scale=16384.0, producers=())
-    lowest = replace(first, scale=1.0, producers=(overflow("stem", 1e6),))
+    head, stem = (replace(OVERFLOWS, module=name, fp32_largest=at) for name, at in (("head", 27.5), ("stem", 1e6)))
+    first = low(scale=32768.0, producers=(head, stem))
+    between, lowest = replace(first, scale=16384.0, producers=()), replace(first, scale=1.0, producers=(stem,))
     steps = [replace(step, scale=32768.0 / 2**step.step) for step in steps_of("x" * 12)]
-    made = Investigation(1, "gradients", (first, fp32, between, lowest), loss=1.0, reproduced=1)
-    found = diagnose(record_of(steps, investigations=(made,))).findings[0]
+    made = of_gradients(1, first, FP32, between, lowest, reproduced=1)
+    found = diagnosed(steps, made).findings[0]
     assert (found.code, found.module) == ("gradient-overflow", "stem")
     # Where a lower scale is finite, it is what overflows at the step's own.
-    survived = replace(lowest, grad_norm=1.0, producers=(), gradients=())
-    suspect = culprit(replace(made, replays=(first, fp32, between, survived)))
+    suspect = culprit(replace(made, replays=(first, FP32, between, cured(lowest, 1.0))))
     assert suspect is not None
     assert suspect.producer.module == "head"
 
@@ -744,10 +736,8 @@ def test_a_scale_that_falls_far_below_the_one_that_cures_a_step_is_not_settling_
     skipped: int, found: list[tuple[str, str, int | None]]
 ) -> None:
     """Replays of step 1 are finite at 1, and leave room for other batches down to 0.25."""
-    first = Replay("float16", 32768.0, 1.0, math.inf, producers=(OVERFLOWS,), gradients=("head.weight",))
-    survived = replace(first, scale=1.0, grad_norm=1.0, producers=(), gradients=())
-    made = Investigation(1, "gradients", (first, Replay("float32", 1.0, 1.0, 1.0), survived), loss=1.0, reproduced=1)
-    record = diagnose(record_of(steps_of("x" * skipped), investigations=(made,)))
+    first = low(scale=32768.0, producers=(OVERFLOWS,))
+    record = diagnosed("x" * skipped, of_gradients(1, first, FP32, cured(first, 1.0), reproduced=1))
     assert (codes(record), record.verdict) == (found, "inconclusive")
     assert record.findings[0].op == ""
     assert exit_code(record, "warning") == int(skipped == 20)
@@ -767,11 +757,10 @@ def test_a_gradient_that_a_lower_scale_makes_finite_overflows_however_small_fp32
 ) -> None:
     """Half precision's own forward pass is far from FP32's there, and its gradients are larger."""
     made_inf = replace(OVERFLOWS, **{"fp32_largest": 0.5, **changes})
-    first = Replay("float16", 32768.0, 1.0, math.inf, producers=(made_inf,), gradients=("head.weight",))
-    lower = replace(first, scale=16384.0, producers=())
-    if survives:
-        lower = replace(lower, grad_norm=1.0, gradients=(), gradient_distance=0.9)
-    made = Investigation(1, "gradients", (first, Replay("float32", 1.0, 1.0, 1.0), lower), loss=1.0, reproduced=1)
+    first = low(scale=32768.0, producers=(made_inf,))
+    finite = cured(first, 16384.0, gradient_distance=0.9)
+    lower = finite if survives else replace(first, scale=16384.0, producers=())
+    made = of_gradients(1, first, FP32, lower, reproduced=1)
     finding = cause_of(made, record_of(steps_of("..x"), investigations=(made,)))
     assert (finding.code, finding.module) == (code, "head")
     assert ("exceeds FP16's limit of 65,504 at a loss scale of 32,768" in finding.message) == (code != "unknown")
@@ -781,11 +770,8 @@ def test_a_gradient_that_a_lower_scale_makes_finite_overflows_however_small_fp32
 
 @pytest.mark.parametrize(("leaf", "code"), [("[0]", "data-range"), (None, "unknown")])
 def test_no_learning_rate_is_behind_a_batch_where_the_losses_are_too_few_to_tell(leaf: str | None, code: str) -> None:
-    cast = Producer("forward", "", 0, "aten._to_copy.default", None, "float16", 1.5e6, 9.0, 1, 0, 4, fp32_largest=1.5e6)
-    low = Replay("float16", 65536.0, math.nan, math.nan, producers=(replace(cast, leaf=leaf),))
-    fp32 = Replay("float32", 1.0, 1.0, 1.0)
-    made = Investigation(1, "loss", (low, fp32), batch_largest={"[0]": 1.5e6 if leaf else 1.0}, has_loss=False)
-    found = diagnose(record_of(steps_of(".N.."), investigations=(made,), script=ScriptRun("train.py"))).findings[0]
+    made = beyond_half(1, leaf, has_loss=False)
+    found = diagnosed(".N..", made, script=ScriptRun("train.py")).findings[0]
     assert (found.code, "a learning rate that diverges" in found.message) == (code, code == "unknown")
 
 
@@ -801,14 +787,11 @@ def test_no_learning_rate_is_behind_a_batch_where_the_losses_are_too_few_to_tell
 def test_a_batch_that_half_cannot_hold_is_no_divergence_though_fp32_climbs_with_it(
     leaf: str | None, losses: tuple[float, ...], grew: float, code: str
 ) -> None:
-    cast = Producer("forward", "", 0, "aten._to_copy.default", None, "float16", 3e5, 9.0, 1, 0, 4, fp32_largest=3e5)
-    low = Replay("float16", 65536.0, math.nan, math.nan, producers=(replace(cast, leaf=leaf),))
-    climb, size = (1086.0, 1.5e9, 1.4e16, math.nan), {"[0]": 3e5 if leaf else 1.0}
-    fp32 = Replay("float32", 1.0, 1086.0, 9e4)
-    made = Investigation(4, "loss", (low, fp32), continuation=climb, weights_grew=grew, batch_largest=size)
+    lost = beyond_half(4, leaf, 3e5, continuation=(1086.0, 1.5e9, 1.4e16, math.nan), weights_grew=grew)
+    made = replace(lost, replays=(lost.replays[0], replace(FP32, loss=1086.0, grad_norm=9e4)))
     steps = [replace(step, loss=loss) for step, loss in zip(steps_of("....N"), (*losses, math.nan), strict=True)]
-    record = diagnose(record_of(steps, investigations=(made,), script=ScriptRun("train.py")))
-    assert (record.findings[0].code, record.findings[0].step) == (code, 4)
+    found = diagnosed(steps, made, script=ScriptRun("train.py")).findings[0]
+    assert (found.code, found.step) == (code, 4)
 
 
 @pytest.mark.parametrize(
@@ -820,8 +803,7 @@ def test_what_a_script_is_given_after_an_overflow_may_be_its_models(
 ) -> None:
     bad = TensorCounts("batch", "[0]", 0, 3, 9)
     steps = [replace(step, nonfinite=(bad,) * (step.step == 2)) for step in steps_of(".NNN.")]
-    record = diagnose(record_of(steps, investigations=(overflowing(1),), script=script))
+    record = diagnosed(steps, overflowing(1), script=script)
     assert [finding.code for finding in record.findings[:2]] == codes_of_it
     steps[1], steps[2] = replace(steps[1], nonfinite=(bad,)), replace(steps[2], nonfinite=())
-    earlier = diagnose(record_of(steps, investigations=(overflowing(3),), script=script))
-    assert earlier.findings[0].code == "data-nonfinite"
+    assert diagnosed(steps, overflowing(3), script=script).findings[0].code == "data-nonfinite"

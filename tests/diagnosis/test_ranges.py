@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from ampdbg.diagnosis.ranges import diagnose_ranges, module_windows, scale_to_try, window
 from ampdbg.record.findings import Source
-from ampdbg.record.replays import Replay
-from ampdbg.record.run import AutocastError, Record, Site, Unseen
+from ampdbg.record.run import AutocastError, Record, Replay, Site, Unseen
 from tests.report.records import ENVIRONMENT
 
 

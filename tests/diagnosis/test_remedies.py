@@ -8,11 +8,10 @@ from dataclasses import replace
 import pytest
 
 from ampdbg.diagnosis.diagnose import diagnose
-from ampdbg.diagnosis.remedies import OR, other_remedies, remedy_of
+from ampdbg.diagnosis.remedies import OR, other_remedies, remedy_of, scales_after_its_product, takes_a_sum
 from ampdbg.record.codes import CODES, Code
 from ampdbg.record.findings import Finding, Phase, Source
-from ampdbg.record.replays import Investigation, Producer, Replay
-from ampdbg.record.run import Step
+from ampdbg.record.run import Investigation, Producer, Replay, Step
 from tests.diagnosis.test_diagnose import record_of, steps_of
 from tests.report.records import healthy_step, run
 
@@ -53,6 +52,40 @@ def test_a_product_that_is_not_scaled_has_no_scaling_to_move(text: str) -> None:
     remedy = remedy_of("forward-overflow", replace(PRODUCER, source=replace(LINE, text=text)))
     assert remedy == CODES["forward-overflow"].remedy
     assert others(finding("forward-overflow", remedy)) == ()
+
+
+@pytest.mark.parametrize(
+    ("line", "is_scaled"),
+    [
+        ("scores = q @ k.transpose(-1, -2) / math.sqrt(d)", True),
+        ("    return self.scale * torch.einsum('bqd,bkd->bqk', q, k)", True),
+        ("w = torch.bmm(q, k).softcap(5).mul_(s)", True),
+        ("x = f((torch.matmul(q, k) + bias) / d)", True),
+        ("logits = (q * self.scale) @ k.transpose(-2, -1)", False),
+        ("x = torch.bmm(q / d, k)", False),
+        ("x = a / (b @ c)", False),  # a product that divides is not scaled
+        ("x = self.proj(x) * 2", False),
+        ("scores = q @ k.transpose(  # the statement goes on", False),
+        ("", False),
+    ],
+)
+def test_a_line_scales_its_product_where_the_scaling_comes_after_it(line: str, is_scaled: bool) -> None:
+    assert scales_after_its_product(line) is is_scaled
+
+
+@pytest.mark.parametrize(
+    ("line", "is_sum"),
+    [
+        ("return x.sum()", True),
+        ("y = torch.sum(x, 0)", True),
+        ("loss = F.mse_loss(a, b, reduction='sum')", True),
+        ("k_sum = k.mean()", False),
+        ("loss = F.mse_loss(a, b, reduction='mean')", False),
+        ("x.sum(", False),
+    ],
+)
+def test_a_line_takes_a_sum_where_it_calls_one(line: str, is_sum: bool) -> None:
+    assert takes_a_sum(line) is is_sum
 
 
 def test_an_op_may_have_a_remedy_of_its_own() -> None:

@@ -10,8 +10,7 @@ import pytest
 
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.diagnosis.scale import settled_at
-from ampdbg.record.replays import Investigation, Producer, Replay
-from ampdbg.record.run import Step
+from ampdbg.record.run import Investigation, Producer, Replay, Step
 from tests.diagnosis.test_diagnose import record_of, steps_of
 
 DESCENT = "x" * 17

@@ -30,10 +30,14 @@ def recorded(*trends: Trend) -> Record:
 NOISE = random.Random(3)
 
 
+def doubling(step: int) -> float:
+    return 2.0 ** (step / 200)
+
+
 @pytest.mark.parametrize(
     ("value", "at"),
     [
-        (lambda step: 2.0 ** (step / 200), 3200),
+        (doubling, 3200),
         (lambda step: 100 * 2.0 ** (step / 400), 3742),
         (lambda step: 2.0 ** (step / 200 + NOISE.gauss(0, 0.3)), 3200),
     ],
@@ -69,15 +73,12 @@ def test_what_is_no_steady_growth_is_silent(name: str) -> None:
 
 
 def test_few_samples_are_no_trend() -> None:
-    def value(step: int) -> float:
-        return 2.0 ** (step / 200)
-
-    assert reached_at(trend(value, steps=STEPS[:7])) is None
-    assert reached_at(trend(value, steps=STEPS[-8:])) is not None
+    assert reached_at(trend(doubling, steps=STEPS[:7])) is None
+    assert reached_at(trend(doubling, steps=STEPS[-8:])) is not None
 
 
 def test_what_is_near_is_a_warning_and_what_is_far_is_information() -> None:
-    near = recorded(trend(lambda step: 2.0 ** (step / 200)))
+    near = recorded(trend(doubling))
     (found,) = near.findings
     assert (found.code, found.severity, found.module, found.step) == ("limit-ahead", "warning", "body", 2000)
     assert found.evidence["reached_at"] == 3200
@@ -92,7 +93,7 @@ def test_what_is_near_is_a_warning_and_what_is_far_is_information() -> None:
 
 def test_the_first_that_gets_there_is_named() -> None:
     slow = Trend("activation", "slow", STEPS, tuple(2.0 ** (step / 300) for step in STEPS))
-    fast = trend(lambda step: 2.0 ** (step / 200))
+    fast = trend(doubling)
     gradient = trend(lambda step: 2.0 ** (step / 150), "gradient")
     (found,) = recorded(slow, fast).findings
     assert (found.module, found.parameter, found.phase) == ("body", "", "forward")
@@ -100,11 +101,8 @@ def test_the_first_that_gets_there_is_named() -> None:
     assert (found.module, found.parameter, found.phase) == ("", "body", "backward")
 
 
-def test_a_loss_scale_that_falls_steadily_is_told_of() -> None:
+def test_a_loss_scale_that_falls_steadily_is_reported_and_one_that_stays_or_grows_is_not() -> None:
     (found,) = recorded(trend(lambda step: 65536.0 / 2.0 ** (step // 250), "scale")).findings
     assert "the loss scale falls steadily, from 65,536 to 256 in steps 100 to 2,000, and would be at 1" in found.message
-
-
-def test_a_loss_scale_that_stays_or_grows_is_silent() -> None:
     for value in (lambda step: 65536.0, lambda step: 256.0 * 2.0 ** (step // 200)):
         assert recorded(trend(value, "scale")).findings == ()

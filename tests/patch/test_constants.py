@@ -2,98 +2,58 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
 from ampdbg.patch.constants import edit_constants
 
-EDITS = {
-    "masked_fill": ("x = x.masked_fill(m, -1e9)", "x = x.masked_fill(m, torch.finfo(x.dtype).min)"),
-    "masked_fill by name": ("x = x.masked_fill(m, value=-1e9)", "x = x.masked_fill(m, value=torch.finfo(x.dtype).min)"),
-    "masked_fill_": ("x.masked_fill_(m, -10**9)", "x.masked_fill_(m, torch.finfo(x.dtype).min)"),
-    "a text": ('x = x.masked_fill(m, float("-1e20"))', "x = x.masked_fill(m, torch.finfo(x.dtype).min)"),
-    "a product is filled": (
-        "x = (x @ y).masked_fill(m, -1e9)",
-        "x = (x @ y).masked_fill(m, torch.finfo(x.dtype).min)",
-    ),
-    "upwards": ("x = x.masked_fill(m, 1e9)", "x = x.masked_fill(m, torch.finfo(x.dtype).max)"),
-    "an attribute": (
-        "x = x.masked_fill(m, self.fill)",
-        "x = x.masked_fill(m, max(self.fill, torch.finfo(x.dtype).min))",
-    ),
-    "a choice": (
-        "x = x.masked_fill(m, -1e9 if self.training else -1e4)",
-        "x = x.masked_fill(m, max(-1e9 if self.training else -1e4, torch.finfo(x.dtype).min))",
-    ),
-    "an item": (
-        'x = x.masked_fill(m, FILLS["mask"])',
-        'x = x.masked_fill(m, max(FILLS["mask"], torch.finfo(x.dtype).min))',
-    ),
-    "the lowest of FP32": (
-        "x = x.masked_fill(m, torch.finfo(torch.float32).min)",
-        "x = x.masked_fill(m, torch.finfo(x.dtype).min)",
-    ),
+# Each line as it was and as it becomes: ``<<before -> after>>``.
+MARKED = {
+    "masked_fill": "x = x.masked_fill(m, <<-1e9 -> torch.finfo(x.dtype).min>>)",
+    "masked_fill by name": "x = x.masked_fill(m, value=<<-1e9 -> torch.finfo(x.dtype).min>>)",
+    "masked_fill_": "x.masked_fill_(m, <<-10**9 -> torch.finfo(x.dtype).min>>)",
+    "a text": 'x = x.masked_fill(m, <<float("-1e20") -> torch.finfo(x.dtype).min>>)',
+    "a product is filled": "x = (x @ y).masked_fill(m, <<-1e9 -> torch.finfo(x.dtype).min>>)",
+    "upwards": "x = x.masked_fill(m, <<1e9 -> torch.finfo(x.dtype).max>>)",
+    "an attribute": "x = x.masked_fill(m, <<self.fill -> max(self.fill, torch.finfo(x.dtype).min)>>)",
+    "a choice": "x = x.masked_fill(m, << -> max(>>-1e9 if self.training else -1e4<< -> , torch.finfo(x.dtype).min)>>)",
+    "an item": 'x = x.masked_fill(m, <<FILLS["mask"] -> max(FILLS["mask"], torch.finfo(x.dtype).min)>>)',
+    "the lowest of FP32": "x = x.masked_fill(m, torch.finfo(<<torch.float32 -> x.dtype>>).min)",
     "the lowest of FP32, multiplied": (
-        "x = x + (1.0 - y) * torch.finfo(torch.float).min",
-        "x = x + (1.0 - y) * (torch.finfo(y.dtype).min / 2)",
+        "x = x + (1.0 - y) * <<torch.finfo(torch.float).min -> (torch.finfo(y.dtype).min / 2)>>"
     ),
-    "where": ("x = torch.where(m, x, -1e9)", "x = torch.where(m, x, torch.finfo(x.dtype).min)"),
-    "where, of a tensor": (
-        "x = torch.where(m, x, torch.tensor(-1e9))",
-        "x = torch.where(m, x, torch.tensor(torch.finfo(x.dtype).min))",
-    ),
-    "a tensor of its own": (
-        "x = torch.where(m, x, torch.tensor(-1e9, dtype=x.dtype))",
-        "x = torch.where(m, x, torch.tensor(torch.finfo(x.dtype).min, dtype=x.dtype))",
-    ),
-    "a full tensor": (
-        "x = x + torch.full((4,), -1e9, dtype=x.dtype) * m",
-        "x = x + torch.full((4,), torch.finfo(x.dtype).min, dtype=x.dtype) * m",
-    ),
-    "new_tensor": ("x = x.new_tensor(-1e9)", "x = x.new_tensor(torch.finfo(x.dtype).min)"),
-    "an index": ("x[m] = -1e9", "x[m] = torch.finfo(x.dtype).min"),
-    "full_like": ("x = torch.full_like(y, -1e9)", "x = torch.full_like(y, torch.finfo(y.dtype).min)"),
-    "multiplied": ("x = x + (1.0 - y) * -1e9", "x = x + (1.0 - y) * (torch.finfo(y.dtype).min / 2)"),
-    "taken away": ("x = x - 1e9 * (1.0 - y)", "x = x - (torch.finfo(y.dtype).max / 2) * (1.0 - y)"),
+    "where": "x = torch.where(m, x, <<-1e9 -> torch.finfo(x.dtype).min>>)",
+    "where, of a tensor": "x = torch.where(m, x, torch.tensor(<<-1e9 -> torch.finfo(x.dtype).min>>))",
+    "a tensor of its own": "x = torch.where(m, x, torch.tensor(<<-1e9 -> torch.finfo(x.dtype).min>>, dtype=x.dtype))",
+    "a full tensor": "x = x + torch.full((4,), <<-1e9 -> torch.finfo(x.dtype).min>>, dtype=x.dtype) * m",
+    "new_tensor": "x = x.new_tensor(<<-1e9 -> torch.finfo(x.dtype).min>>)",
+    "an index": "x[m] = <<-1e9 -> torch.finfo(x.dtype).min>>",
+    "full_like": "x = torch.full_like(y, <<-1e9 -> torch.finfo(y.dtype).min>>)",
+    "multiplied": "x = x + (1.0 - y) * <<-1e9 -> (torch.finfo(y.dtype).min / 2)>>",
+    "taken away": "x = x - <<1e9 -> (torch.finfo(y.dtype).max / 2)>> * (1.0 - y)",
     "a mask that is cast": (
-        "x = x + ((1.0 - m.float()) * -1e9).type_as(x)",
-        "x = x + ((1.0 - m.float()) * -1e9).clamp(min=torch.finfo(x.dtype).min / 2).type_as(x)",
+        "x = x + ((1.0 - m.float()) * -1e9)<< -> .clamp(min=torch.finfo(x.dtype).min / 2)>>.type_as(x)"
     ),
-    "a mask by name that is cast": (
-        "x = x + m.to(x.dtype)",
-        "x = x + m.clamp(min=torch.finfo(x.dtype).min / 2).to(x.dtype)",
-    ),
-    "an attribute that is cast": (
-        "x = x + self.bias[0].half()",
-        "x = x + self.bias[0].clamp(min=torch.finfo(torch.float16).min / 2).half()",
-    ),
-    "filled and cast": (
-        "x = (x @ y).masked_fill(m, -1e9).to(x.dtype)",
-        "x = (x @ y).masked_fill(m, torch.finfo(x.dtype).min).to(x.dtype)",
-    ),
-    "an eps": ("x = x / (x.norm() + 1e-8)", "x = x / (x.norm() + max(1e-8, torch.finfo(x.dtype).tiny))"),
-    "a named eps": (
-        "x = x / (x.norm() + self.eps)",
-        "x = x / (x.norm() + max(self.eps, torch.finfo(x.dtype).tiny))",
-    ),
-    "a least value": (
-        "x = x / x.norm().clamp(min=1e-12)",
-        "x = x / x.norm().clamp(min=max(1e-12, torch.finfo(x.dtype).tiny))",
-    ),
+    "a mask by name that is cast": "x = x + m<< -> .clamp(min=torch.finfo(x.dtype).min / 2)>>.to(x.dtype)",
+    "an attribute that is cast": "x = x + self.bias[0]<< -> .clamp(min=torch.finfo(torch.float16).min / 2)>>.half()",
+    "filled and cast": "x = (x @ y).masked_fill(m, <<-1e9 -> torch.finfo(x.dtype).min>>).to(x.dtype)",
+    "an eps": "x = x / (x.norm() + <<1e-8 -> max(1e-8, torch.finfo(x.dtype).tiny)>>)",
+    "a named eps": "x = x / (x.norm() + <<self.eps -> max(self.eps, torch.finfo(x.dtype).tiny)>>)",
+    "a least value": "x = x / x.norm().clamp(min=<<1e-12 -> max(1e-12, torch.finfo(x.dtype).tiny)>>)",
     "a greatest value": (
-        "x = torch.log(1 - x.sigmoid().clamp(1e-4, 1 - 1e-4))",
-        "x = torch.log(1 - x.sigmoid().clamp(1e-4, min(1 - 1e-4, 1 - torch.finfo(x.dtype).eps)))",
+        "x = torch.log(1 - x.sigmoid().clamp(1e-4, <<1 - 1e-4 -> min(1 - 1e-4, 1 - torch.finfo(x.dtype).eps)>>))"
     ),
     "a greatest value by name": (
-        "x = torch.clamp(x.sigmoid(), min=1e-4, max=1 - self.eps)",
-        "x = torch.clamp(x.sigmoid(), min=1e-4, max=1 - max(self.eps, torch.finfo(x.dtype).eps))",
+        "x = torch.clamp(x.sigmoid(), min=1e-4, max=1 - <<self.eps -> max(self.eps, torch.finfo(x.dtype).eps)>>)"
     ),
-    "a least value by torch": (
-        "x = x / torch.clamp(x.norm(), min=1e-12)",
-        "x = x / torch.clamp(x.norm(), min=max(1e-12, torch.finfo(x.dtype).tiny))",
-    ),
-    "a logarithm": ("x = torch.log(x + 1e-10)", "x = torch.log(x + max(1e-10, torch.finfo(x.dtype).tiny))"),
+    "a least value by torch": "x = x / torch.clamp(x.norm(), min=<<1e-12 -> max(1e-12, torch.finfo(x.dtype).tiny)>>)",
+    "a logarithm": "x = torch.log(x + <<1e-10 -> max(1e-10, torch.finfo(x.dtype).tiny)>>)",
 }
+EDITS = {name: [re.sub(r"<<(.*?) -> (.*?)>>", part, line) for part in (r"\1", r"\2")] for name, line in MARKED.items()}
 
 
 def source(line: str) -> str:
@@ -158,27 +118,22 @@ def test_torch_goes_by_the_name_that_it_has() -> None:
     ["masked_fill", "multiplied", "taken away", "a mask that is cast", "an eps", "a least value", "a greatest value"],
 )
 def test_fp32_computes_what_it_did(name: str) -> None:
-    results = []
-    for line in EDITS[name]:
-        scope: dict[str, object] = {}
-        exec(source(line), scope)
-        forward = scope["forward"]
-        assert callable(forward)
-        x = torch.linspace(-2.0, 2.0, 12).reshape(3, 4)
-        y = torch.tensor([[1.0, 0.0, 1.0, 1.0]]).expand(3, 4)
-        results.append(forward(None, x.clone(), y, x > 1.0).softmax(dim=-1))
+    x = torch.linspace(-2.0, 2.0, 12).reshape(3, 4)
+    y = torch.tensor([[1.0, 0.0, 1.0, 1.0]]).expand(3, 4)
+    results = [forward(None, x.clone(), y, x > 1.0).softmax(dim=-1) for forward in map(forward_of, EDITS[name])]
     assert torch.equal(*results)
 
 
+def forward_of(line: str) -> Callable[..., torch.Tensor]:
+    scope: dict[str, Any] = {}
+    exec(source(line), scope)
+    return scope["forward"]
+
+
 def test_a_greatest_value_leaves_a_logarithm_finite_in_half() -> None:
-    finite = []
-    for line in EDITS["a greatest value"]:
-        scope: dict[str, object] = {}
-        exec(source(line), scope)
-        forward = scope["forward"]
-        assert callable(forward)
-        finite.append(bool(forward(None, torch.full((2,), 12.0, dtype=torch.float16), None, None).isfinite().all()))
-    assert finite == [False, True]
+    x = torch.full((2,), 12.0, dtype=torch.float16)
+    forwards = map(forward_of, EDITS["a greatest value"])
+    assert [bool(forward(None, x, None, None).isfinite().all()) for forward in forwards] == [False, True]
 
 
 def test_a_mask_that_is_told_by_its_value_is_left_alone() -> None:

@@ -27,15 +27,23 @@ CONTENT = st.builds(
 )
 
 
-def apply_with_git(folder: Path, diff: bytes, *options: str) -> None:
-    # A repository's configuration must not change line ends.
-    command = ["git", "-c", "core.autocrlf=false", "apply", "--whitespace=nowarn", *options]
-    subprocess.run(command, cwd=folder, input=diff, check=True, capture_output=True)
+# A repository's configuration must not change line ends.
+GIT = ("git", "-c", "core.autocrlf=false")
+TOOLS = {
+    "git": (*GIT, "apply", "--whitespace=nowarn"),
+    "patch": ("patch", "-p1", "--binary", "--quiet"),
+}
 
 
-def apply_with_patch(folder: Path, diff: bytes, *options: str) -> None:
-    command = ["patch", "-p1", "--binary", "--quiet", *options]
-    subprocess.run(command, cwd=folder, input=diff, check=True, capture_output=True)
+def goes_there_and_back(tool: str, path: str, before: bytes, after: bytes) -> None:
+    """Writes the file into a new folder, and has the tool apply the diff, and undo it."""
+    diff = unified_diff(PurePosixPath(path), before, after)
+    with tempfile.TemporaryDirectory() as folder:
+        file = placed(Path(folder), path, before)
+        for options, expected in (((), after), (("-R",), before)):
+            command = [*TOOLS[tool], *options]
+            subprocess.run(command, cwd=folder, input=diff, check=True, capture_output=True)
+            assert file.read_bytes() == expected
 
 
 def placed(folder: Path, path: str, content: bytes) -> Path:
@@ -67,14 +75,8 @@ def test_no_change_is_no_diff() -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_git_takes_any_path(tmp_path: Path, path: str) -> None:
-    before, after = b"a\r\nb\r\n", b"a\r\nc\r\n"
-    file = placed(tmp_path, path, before)
-    diff = unified_diff(PurePosixPath(path), before, after)
-    apply_with_git(tmp_path, diff)
-    assert file.read_bytes() == after
-    apply_with_git(tmp_path, diff, "-R")
-    assert file.read_bytes() == before
+def test_git_takes_any_path(path: str) -> None:
+    goes_there_and_back("git", path, b"a\r\nb\r\n", b"a\r\nc\r\n")
 
 
 def test_the_header_is_the_one_that_git_writes(tmp_path: Path) -> None:
@@ -83,16 +85,7 @@ def test_the_header_is_the_one_that_git_writes(tmp_path: Path) -> None:
         subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
         subprocess.run(["git", "add", "--", path], cwd=tmp_path, check=True, capture_output=True)
         file.write_bytes(b"b\n")
-        command = [
-            "git",
-            "-c",
-            "core.autocrlf=false",
-            "diff",
-            "--no-color",
-            "--no-ext-diff",
-            "--src-prefix=a/",
-            "--dst-prefix=b/",
-        ]
+        command = [*GIT, "diff", "--no-color", "--no-ext-diff", "--src-prefix=a/", "--dst-prefix=b/"]
         result = subprocess.run([*command, "--", path], cwd=tmp_path, check=True, capture_output=True)
         ours = unified_diff(PurePosixPath(path), b"a\n", b"b\n")
         assert ours == b"".join(line for line in result.stdout.splitlines(True) if not line.startswith(b"index "))
@@ -100,28 +93,15 @@ def test_the_header_is_the_one_that_git_writes(tmp_path: Path) -> None:
 
 @needs_patch
 @pytest.mark.parametrize("path", PATHS[:2])
-def test_patch_takes_it_too(tmp_path: Path, path: str) -> None:
-    before, after = b"a\r\nb\r\nc", b"a\r\nc"
-    file = placed(tmp_path, path, before)
-    diff = unified_diff(PurePosixPath(path), before, after)
-    apply_with_patch(tmp_path, diff)
-    assert file.read_bytes() == after
-    apply_with_patch(tmp_path, diff, "-R")
-    assert file.read_bytes() == before
+def test_patch_takes_it_too(path: str) -> None:
+    goes_there_and_back("patch", path, b"a\r\nb\r\nc", b"a\r\nc")
 
 
 @settings(max_examples=60)
 @given(before=CONTENT.filter(bool), after=CONTENT.filter(bool))
 def test_applied_and_reversed_any_change_gives_the_old_bytes(before: bytes, after: bytes) -> None:
-    if before == after:
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        file = placed(Path(folder), "m.py", before)
-        diff = unified_diff(PurePosixPath("m.py"), before, after)
-        apply_with_git(Path(folder), diff)
-        assert file.read_bytes() == after
-        apply_with_git(Path(folder), diff, "-R")
-        assert file.read_bytes() == before
+    if before != after:
+        goes_there_and_back("git", "m.py", before, after)
 
 
 def test_a_line_is_found_again_where_an_edit_has_moved_or_indented_it() -> None:

@@ -1,12 +1,17 @@
-"""Edits of source files: `NAME.in.py` becomes `NAME.out.py`, which runs in FP32 where it must, and only there."""
+"""Edits of source files: `NAME.in.py` becomes `NAME.out.py`, which runs in FP32 where it must, and only there.
+
+The pins of a fixture stand in comments behind its lines: ``#! pin half: q, k; full: w`` pins a statement,
+``#! call self.attn`` a call on that line, and ``#! forward`` behind a class its forward.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -14,10 +19,67 @@ import pytest
 import torch
 
 from ampdbg.patch.edits import FunctionPin, LinePin, SourcePin, edit_source
-from ampdbg.patch.tensor_names import NamesSeen
+from ampdbg.patch.regions import NamesSeen
 from ampdbg.precision.emulation import cuda_on_cpu
 from tests.conftest import Golden
-from tests.patch.marked_source import FIXTURES, NAMES, marked, without_marks
+from tests.siblings import slow_but_for
+
+FIXTURES = Path(__file__).parent / "fixtures"
+NAMES = sorted(path.name.removesuffix(".in.py") for path in FIXTURES.glob("*.in.py"))
+
+_MARK = re.compile(r"[ ]+#! (pin|call|forward) ?(?P<callee>[\w.\[\]]+(?= |$))?(?P<names>.*)$")
+
+
+def marked(name: str) -> tuple[str, list[SourcePin], NamesSeen]:
+    """A fixture's source without its marks, the pins that they stand for, and what a trace saw."""
+    return without_marks((FIXTURES / f"{name}.in.py").read_text(encoding="utf-8"))
+
+
+def without_marks(text: str) -> tuple[str, list[SourcePin], NamesSeen]:
+    """The text without its marks, the pins, and the names."""
+    lines = text.split("\n")
+    found = [(number, line, match) for number, line in enumerate(lines, 1) if (match := _MARK.search(line))]
+    stripped = [_MARK.sub("", line) for line in lines]
+    pins = [_pin(number, line, match, stripped) for number, line, match in found]
+    half: dict[int, tuple[str, ...]] = {}
+    full: dict[int, tuple[str, ...]] = {}
+    for number, line, match in found:
+        names = dict(_names(match["names"] if match[1] != "pin" else line[match.end(1) :]))
+        for kind, seen in (("half", half), ("full", full)):
+            if kind in names:
+                seen[_first_line(number, match, stripped)] = names[kind]
+    return "\n".join(stripped), pins, NamesSeen(half, full)
+
+
+def _pin(number: int, line: str, match: re.Match[str], lines: list[str]) -> SourcePin:
+    if match[1] == "forward":
+        return FunctionPin(re.split(r"[\s(:]", line)[1] + ".forward")
+    return LinePin(_function(number, lines), (number,), match["callee"] or "")
+
+
+def _first_line(number: int, match: re.Match[str], lines: list[str]) -> int:
+    """Where the names of a mark were seen: on its line, or in the forward of the class that it stands behind."""
+    if match[1] != "forward":
+        return number
+    return next((place for place in range(number, len(lines)) if "def forward" in lines[place - 1]), number)
+
+
+def _names(text: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    for part in filter(None, text.split(";")):
+        kind, _, names = part.partition(":")
+        yield kind.strip(), tuple(name.strip() for name in names.split(","))
+
+
+def _function(number: int, lines: list[str]) -> str:
+    """The name of the function that a line stands in: the last ``def`` above it that is indented less."""
+    indent = len(lines[number - 1]) - len(lines[number - 1].lstrip())
+    for line in reversed(lines[: number - 1]):
+        start = len(line) - len(line.lstrip())
+        if line.strip() and start < indent:
+            indent = start
+            if match := re.match(r"\s*(?:async )?def (\w+)", line):
+                return match[1]
+    return ""
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -29,8 +91,8 @@ def test_the_edit_is_what_a_person_would_have_written(name: str, golden: Golden)
     golden(FIXTURES / f"{name}.out.py", edited.source.decode())
 
 
-def run_example(text: str, *, autocast: bool) -> torch.Tensor:
-    """What a fixture's example returns, under CUDA's autocast on this CPU or without any."""
+def run_example(text: str, *, autocast: bool) -> list[torch.Tensor]:
+    """What a fixture's example returns for each of its edits, under CUDA's autocast on this CPU or without any."""
     code: CodeType = compile(text, "<fixture>", "exec")
     namespace: dict[str, Any] = {"__name__": "fixture"}
     exec(code, namespace)
@@ -43,9 +105,7 @@ def run_example(text: str, *, autocast: bool) -> torch.Tensor:
     else:
         with cuda_on_cpu(), torch.autocast("cpu", dtype=torch.float16):
             result = function(*inputs)
-    output = result[0] if isinstance(result, tuple) else result
-    assert isinstance(output, torch.Tensor)
-    return output
+    return result if isinstance(result, list) else [result]
 
 
 class in_full_precision(torch.utils._python_dispatch.TorchDispatchMode):  # noqa: N801 - a context manager
@@ -62,12 +122,15 @@ class in_full_precision(torch.utils._python_dispatch.TorchDispatchMode):  # noqa
 def test_what_overflowed_before_is_finite_and_agrees_with_fp32_afterwards(name: str) -> None:
     text, pins, names = marked(name)
     edited = edit_source(text.encode(), pins, names).source.decode()
-    assert not run_example(text, autocast=True).isfinite().all(), "the example shows no overflow"
-    expected = run_example(text, autocast=False)
-    largest = expected.abs().max().item()
-    torch.testing.assert_close(
-        run_example(edited, autocast=True).float(), expected.float(), rtol=0, atol=0.01 * largest
+    plain, wide, cured = (
+        run_example(text, autocast=True),
+        run_example(text, autocast=False),
+        run_example(edited, autocast=True),
     )
+    for before, expected, after in zip(plain, wide, cured, strict=True):
+        assert not before.isfinite().all(), "the example shows no overflow"
+        largest = expected.abs().max().item()
+        torch.testing.assert_close(after.float(), expected.float(), rtol=0, atol=0.01 * largest)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -75,25 +138,36 @@ def test_pins_of_what_has_been_edited_change_nothing(name: str) -> None:
     """Another run, whose trace names the lines where they are now."""
     text, pins, names = marked(name)
     once = edit_source(text.encode(), pins, names).source
-    lines = sorted({statement.lineno for statement in statements_in_blocks(once.decode())})
+    lines = sorted({statement.lineno for statement in statements_in_blocks(ast.parse(once))})
     again = [LinePin("", (line,)) for line in lines]
     again_calls = [replace(pin, lines=()) for pin in pins if isinstance(pin, LinePin) and pin.callee]
     again_forwards = [pin for pin in pins if isinstance(pin, FunctionPin)]
     assert again
-    seen = names_after(names, once.decode())
+    seen = names_after(names, text, once.decode())
     assert edit_source(once, [*again, *again_calls, *again_forwards], seen).source == once
 
 
-def names_after(names: NamesSeen, text: str) -> NamesSeen:
+def names_after(names: NamesSeen, before: str, after: str) -> NamesSeen:
     """What a trace of the edited file sees in half, and what it does not: all that a block assigns is in FP32."""
-    half = {name for on_line in names.half.values() for name in on_line}
-    made = {
-        ast.unparse(target)
-        for statement in statements_in_blocks(text)
-        for target in (statement.targets if isinstance(statement, ast.Assign) else ())
-    }
-    full = {name for on_line in names.full.values() for name in on_line}
-    return seen_anywhere(sorted(half - made), ("_", *sorted(full | made)))
+    half: dict[int, Collection[str]] = {}
+    full: dict[int, Collection[str]] = {}
+    for old, new in zip(functions_of(before), functions_of(after), strict=True):
+        lines = range(new.lineno, (new.end_lineno or 0) + 1)
+        assigns = (one for one in statements_in_blocks(new) if isinstance(one, ast.Assign))
+        made = {ast.unparse(target) for one in assigns for target in one.targets}
+        seen_half, seen_full = (
+            {name for line, found in kind.items() if old.lineno <= line <= (old.end_lineno or 0) for name in found}
+            for kind in (names.half, names.full)
+        )
+        half |= dict.fromkeys(lines, sorted(seen_half - made))
+        full |= dict.fromkeys(lines, ("_", *sorted(seen_full | made)))
+    return NamesSeen(half, full)
+
+
+def functions_of(text: str) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """All functions and methods, but not those within them."""
+    bodies = [node.body if isinstance(node, ast.ClassDef) else [node] for node in ast.parse(text).body]
+    return [node for body in bodies for node in body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
 
 
 def seen_anywhere(half: Sequence[str] = (), full: Sequence[str] = ()) -> NamesSeen:
@@ -101,9 +175,9 @@ def seen_anywhere(half: Sequence[str] = (), full: Sequence[str] = ()) -> NamesSe
     return NamesSeen({0: half}, {0: full})
 
 
-def statements_in_blocks(text: str) -> list[ast.stmt]:
+def statements_in_blocks(tree: ast.AST) -> list[ast.stmt]:
     """All statements under ``enabled=False``."""
-    blocks = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.With))
+    blocks = (node for node in ast.walk(tree) if isinstance(node, ast.With))
     return [line for block in blocks if "enabled=False" in ast.unparse(block.items[0]) for line in block.body]
 
 
@@ -121,7 +195,7 @@ AS_IN_OTHER_FILES: dict[str, Callable[[str], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but_for(["functions", "layout", "no_import", "whole_forward"], NAMES))
 @pytest.mark.parametrize("written", AS_IN_OTHER_FILES.values(), ids=AS_IN_OTHER_FILES.keys())
 def test_line_ends_indentation_and_encoding_are_kept(name: str, written: Callable[[str], bytes]) -> None:
     text, pins, names = marked(name)
@@ -305,7 +379,7 @@ def test_no_pins_no_change() -> None:
 @pytest.mark.skipif(
     torch.torch_version.TorchVersion(torch.__version__) < "2.7", reason="torch.compile of torch 2.6 cannot trace it"
 )
-@pytest.mark.parametrize("name", ["einsum_chain", "residual_add", "whole_forward"])
+@pytest.mark.parametrize("name", ["einsum_chain", "residuals", "whole_forward"])
 def test_an_edit_is_compiled_without_a_break_in_the_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("fixture")
     monkeypatch.setitem(sys.modules, "fixture", module)  # up to torch 2.10 torch.compile imports it by its name

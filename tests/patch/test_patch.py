@@ -96,28 +96,25 @@ def titles(patch: Patch) -> Sequence[str]:
     return [unit.title for unit in patch.units]
 
 
-TWO_CLASSES = """\
-class Small(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.proj = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return x + self.proj(x)
+PROJ = "self.proj = nn.Linear(4, 4)"
 
 
-class Big(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.proj = nn.Linear(4, 4)
-
-    def forward(self, y):
-        return y - self.proj(y)
+def module(name: str, forward: str, made: str = "", *, base: str = "nn.Module", takes: str = "x") -> str:
+    """A class of a module: the lines of its forward, and those that make its children."""
+    init = f"    def __init__(self):\n        super().__init__()\n        {made}\n\n" * bool(made)
+    lines = forward.replace("\n", "\n        ")
+    return f"class {name}({base}):\n{init}    def forward(self, {takes}):\n        {lines}\n\n\n"
 
 
-def build():
-    return nn.Sequential(Small(), Big(), Small())
-"""
+def build(model: str) -> str:
+    return f"def build():\n    return {model}\n"
+
+
+TWO_CLASSES = (
+    module("Small", "return x + self.proj(x)", PROJ)
+    + module("Big", "return y - self.proj(y)", PROJ, takes="y")
+    + build("nn.Sequential(Small(), Big(), Small())")
+)
 
 
 def test_a_call_is_edited_in_the_class_that_makes_it_and_in_no_other(write: Write) -> None:
@@ -129,33 +126,13 @@ def test_a_call_is_edited_in_the_class_that_makes_it_and_in_no_other(write: Writ
     assert patch.units[0].notes == ()
 
 
-INHERITED = """\
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.proj = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return x + self.proj(x)
-
-
-class Plain(Block):
-    pass
-
-
-class Scaled(Block):
-    def forward(self, x):
-        return 2 * super().forward(x)
-
-
-class Gated(Block):
-    def forward(self, z):
-        return z - self.proj(z)
-
-
-class Dispatched(Block):
-    def forward(self, z):
-        return self.run(z)
+INHERITED = (
+    module("Block", "return x + self.proj(x)", PROJ)
+    + "class Plain(Block):\n    pass\n\n\n"
+    + module("Scaled", "return 2 * super().forward(x)", base="Block")
+    + module("Gated", "return z - self.proj(z)", base="Block", takes="z")
+    + module("Dispatched", "return self.run(z)", base="Block", takes="z").rstrip()
+    + """
 
     def run(self, z):
         return z / self.proj(z)
@@ -169,15 +146,10 @@ def logged(function):
     return inner
 
 
-class Decorated(Block):
-    @logged
-    def forward(self, w):
-        return w * self.proj(w)
-
-
-def build():
-    return nn.Sequential(Plain(), Scaled(), Gated(), Dispatched(), Decorated())
 """
+    + module("Decorated", "return w * self.proj(w)", base="Block", takes="w").replace("    def", "    @logged\n    def")
+    + build("nn.Sequential(Plain(), Scaled(), Gated(), Dispatched(), Decorated())")
+)
 
 
 @pytest.mark.parametrize(
@@ -203,20 +175,7 @@ def test_what_else_runs_the_edited_code_is_told(write: Write) -> None:
     assert [unit.notes for unit in net.planned(*pins).units] == [()]
 
 
-OWN = """\
-class GLU(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.proj = nn.Linear(4, 4)
-
-    def forward(self, x):
-        h = self.proj(x)
-        return h * h.abs()
-
-
-def build():
-    return nn.Sequential(GLU(), GLU(), GLU())
-"""
+OWN = module("GLU", "h = self.proj(x)\nreturn h * h.abs()", PROJ) + build("nn.Sequential(GLU(), GLU(), GLU())")
 
 
 def test_instances_of_a_class_whose_lines_are_edited_are_counted(write: Write) -> None:
@@ -228,11 +187,13 @@ def test_instances_of_a_class_whose_lines_are_edited_are_counted(write: Write) -
     assert net.planned(net.pin("1:own", "h * h.abs()"), Pin("")).units[0].notes == ()
 
 
-HELPERS = """\
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.proj, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+HELPERS = (
+    module(
+        "Net",
+        'h = self.proj(x)\nreturn self.head(self.pairs({"a": h}) + self.energy(h) + self.mixed(h) + self.through(h))',
+        "self.proj, self.head = nn.Linear(4, 4), nn.Linear(4, 4)",
+    ).rstrip()
+    + """
 
     def pairs(self, feats):
         prods = [a * self.first(feats) for a in feats.values()]
@@ -250,14 +211,10 @@ class Net(nn.Module):
     def through(self, f):
         return (lambda t: t / t)(f) + self.mixed(f)
 
-    def forward(self, x):
-        h = self.proj(x)
-        return self.head(self.pairs({"a": h}) + self.energy(h) + self.mixed(h) + self.through(h))
 
-
-def build():
-    return Net()
 """
+    + build("Net()")
+)
 
 
 @pytest.mark.parametrize(
@@ -274,21 +231,7 @@ def test_own_lines_that_cannot_be_wrapped_go_by_name_and_never_take_the_children
     assert patch.units[0].notes[0].startswith(f"line {net.line(line)} of net.py cannot be edited: ")
 
 
-ATTENTION = """\
-class Pooler(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.cross = nn.Linear(4, 4), nn.MultiheadAttention(4, 2, batch_first=True)
-
-    def forward(self, x):
-        h = self.embed(x)
-        {line}
-        return pooled
-
-
-def build():
-    return Pooler()
-"""
+CHILDREN = "self.embed, self.cross = nn.Linear(4, 4), nn.MultiheadAttention(4, 2, batch_first=True)"
 
 
 @pytest.mark.parametrize(
@@ -304,31 +247,18 @@ def build():
 def test_a_call_whose_result_is_taken_apart_is_wrapped_and_its_half_arguments_cast(
     write: Write, line: str, cast: str
 ) -> None:
-    net = write(ATTENTION.replace("{line}", line))
+    net = write(module("Pooler", f"h = self.embed(x)\n{line}\nreturn pooled", CHILDREN) + build("Pooler()"))
     patch = net.planned(net.pin("cross", line))
     assert titles(patch) == ["self.cross() in Pooler.forward of net.py"]
     assert cast in net.changed(patch)
     assert "with torch.autocast(device_type=h.device.type, enabled=False):" in net.changed(patch)
 
 
-WITH_SIZES = """\
-class Energy(nn.Module):
-    def forward(self, h, dims):
-        return (h * h).mean(dims[0])
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.energy = Energy()
-
-    def forward(self, x):
-        return self.energy(x.half(), [0])
-
-
-def build():
-    return Net()
-"""
+WITH_SIZES = (
+    module("Energy", "return (h * h).mean(dims[0])", takes="h, dims")
+    + module("Net", "return self.energy(x.half(), [0])", "self.energy = Energy()")
+    + build("Net()")
+)
 
 
 def test_of_a_whole_forward_the_parameters_are_cast_that_were_seen_in_half(write: Write) -> None:
@@ -346,19 +276,9 @@ def test_lines_are_told_as_they_stand(lines: tuple[int, ...], title: str) -> Non
     assert lines_title("/x/a.py", lines) == title
 
 
-WRAPPER = """\
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.proj = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return torch.relu(self.proj(x))
-
-
-def build():
-    return nn.Sequential(*(Layer() for _ in range(5)))
-"""
+WRAPPER = module("Layer", "return torch.relu(self.proj(x))", PROJ) + build(
+    "nn.Sequential(*(Layer() for _ in range(5)))"
+)
 
 
 def test_a_class_that_is_used_more_widely_than_the_set_is_left_alone_and_its_module_goes_by_name(write: Write) -> None:
@@ -376,60 +296,34 @@ def test_most_instances_of_a_class_are_pinned_where_it_is_written(write: Write) 
     assert titles(patch) == ["self.proj() in Layer.forward of net.py"]
 
 
-LONG_FORWARD = """\
-class Tower(nn.Module):
-    def forward(self, x):
-        h = x.half()
-{lines}
-        return h
+def tower(lines: str, first: str, given: str) -> str:
+    """A model of one child, the first and the other lines of whose forward these are."""
+    return (
+        module("Tower", f"h = {first}\n{lines}\nreturn h")
+        + module("Net", f"return self.tower({given})", "self.tower = Tower()", takes="y")
+        + build("Net()")
+    )
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.tower = Tower()
-
-    def forward(self, x):
-        return self.tower(x)
-
-
-def build():
-    return Net()
-"""
-
-
-TAKING_HALF = LONG_FORWARD.replace("h = x.half()", "h = x").replace(
-    "x):\n        return self.tower(x)", "y):\n        return self.tower(y.half())"
+@pytest.mark.parametrize(
+    ("first", "given"), [("x.half()", "y"), ("x", "y.half()")], ids=["with no half argument", "that is longer"]
 )
-
-
-@pytest.mark.parametrize("text", [LONG_FORWARD, TAKING_HALF], ids=["with no half argument", "that is longer"])
-def test_one_call_is_wrapped_rather_than_a_long_forward(write: Write, text: str) -> None:
-    net = write(text.replace("{lines}", "        h = h * h\n" * 15 + "        h = h + h"))
+def test_one_call_is_wrapped_rather_than_a_long_forward(write: Write, first: str, given: str) -> None:
+    net = write(tower("h = h * h\n" * 15 + "h = h + h", first, given))
     patch = net.planned(net.pin("tower", "h = h + h"))
     assert titles(patch) == ["self.tower() in Net.forward of net.py"]
 
 
 def test_a_short_forward_is_wrapped_rather_than_the_call(write: Write) -> None:
-    net = write(TAKING_HALF.replace("{lines}", "        h = h + h"))
+    net = write(tower("h = h + h", "x", "y.half()"))
     assert titles(net.planned(net.pin("tower", "h = h + h"))) == ["Tower.forward in net.py"]
 
 
-TWO_CALLS = """\
-class Net(nn.Module):
-    def forward(self, x):
-        first = energy(x.half())
-        second = energy(x.half() + first)
-        return first + second
-
-
-def energy(x):
-    return x * x
-
-
-def build():
-    return Net()
-"""
+TWO_CALLS = (
+    module("Net", "first = energy(x.half())\nsecond = energy(x.half() + first)\nreturn first + second")
+    + "def energy(x):\n    return x * x\n\n\n"
+    + build("Net()")
+)
 
 
 def test_a_librarys_function_that_is_called_on_two_lines_is_wrapped_on_both(write: Write, tmp_path: Path) -> None:

@@ -45,12 +45,6 @@ NEW = {"a.py": b"a.py edited", "b.py": b"b.py edited"}
 
 
 @needs_git
-def test_committed_files_are_written(repository: Path) -> None:
-    write_edits(both(repository))
-    assert contents(repository) == NEW
-
-
-@needs_git
 @pytest.mark.parametrize("stage", [False, True], ids=["changed", "staged"])
 def test_a_file_with_uncommitted_changes_is_refused_by_name(repository: Path, stage: bool) -> None:
     (repository / "b.py").write_bytes(b"mine")
@@ -66,36 +60,30 @@ def test_a_file_with_uncommitted_changes_is_refused_by_name(repository: Path, st
 
 
 @needs_git
-def test_changes_in_other_files_do_not_matter(repository: Path) -> None:
+def test_a_file_that_git_does_not_track_is_refused_and_hinders_no_other(repository: Path) -> None:
     (repository / "c.py").write_bytes(b"untracked")
+    with pytest.raises(PatchError, match=r"c\.py"):
+        write_edits([FileEdit(repository / "c.py", b"untracked", b"edited")])
     write_edits(both(repository))
     assert contents(repository) == {**NEW, "c.py": b"untracked"}
 
 
 @needs_git
-def test_a_file_that_git_does_not_track_is_refused(repository: Path) -> None:
-    (repository / "c.py").write_bytes(b"new")
-    with pytest.raises(PatchError, match=r"c\.py"):
-        write_edits([FileEdit(repository / "c.py", b"new", b"edited")])
-
-
-@needs_git
-def test_the_check_leaves_no_trace_in_the_repository(repository: Path) -> None:
+def test_committed_files_are_written_and_the_check_leaves_no_trace_in_the_repository(repository: Path) -> None:
     index = repository / ".git" / "index"
     os.utime(repository / "a.py", (1, 1))
     before = index.read_bytes()
     write_edits(both(repository))
     assert index.read_bytes() == before
+    assert contents(repository) == NEW
 
 
-def test_files_outside_of_any_repository_are_written(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_bytes(b"a")
-    write_edits([FileEdit(tmp_path / "a.py", b"a", b"b")])
-    assert (tmp_path / "a.py").read_bytes() == b"b"
-
-
-def test_without_git_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
+@pytest.mark.parametrize("has_git", [True, False])
+def test_files_outside_of_any_repository_and_without_git_are_written(
+    has_git: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_git:
+        monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "a.py").write_bytes(b"a")
     write_edits([FileEdit(tmp_path / "a.py", b"a", b"b")])
     assert (tmp_path / "a.py").read_bytes() == b"b"

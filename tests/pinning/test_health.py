@@ -9,7 +9,7 @@ import pytest
 
 from ampdbg.pinning.experiment import health_of
 from ampdbg.record.findings import Source
-from ampdbg.record.replays import Investigation, Producer, Replay
+from ampdbg.record.run import Investigation, Producer, Replay
 
 DIV = Producer(
     phase="forward",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ampdbg.precision.emulation import cuda_on_cpu
-from ampdbg.precision.half_transforms import (
+from ampdbg.precision.half_kernels import (
     NARROWER,
     OF_COMPLEX,
     OF_REAL,

@@ -8,7 +8,7 @@ from torch import nn
 
 from ampdbg.probes.op_trace import placed
 from ampdbg.probes.step_trace import StepTrace
-from ampdbg.record.replays import Replay
+from ampdbg.record.run import Replay
 from ampdbg.replay.comparison import producers_in_place
 
 

@@ -11,7 +11,7 @@ from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.proof.jobs import Job, Patched
 from ampdbg.proof.proof import prove
 from ampdbg.record.pins import Proof, ProofStep
-from ampdbg.record.replays import Investigation
+from ampdbg.record.run import Investigation
 from ampdbg.replay.pinned_replays import ScaleRange
 from ampdbg.replay.run import prepared
 from ampdbg.replay.snapshot import FailingStep, Snapshot, failing_step

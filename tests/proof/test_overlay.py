@@ -18,6 +18,8 @@ import pytest
 from ampdbg.probes.source_lines import source_of
 from ampdbg.proof.jobs import overlaid
 
+PATCH = b"VALUE = 'patch'\n"
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
@@ -47,29 +49,28 @@ def value_of(name: str) -> str:
     return importlib.import_module(name).VALUE
 
 
-def test_a_file_is_patched_by_path_and_by_name(folder: Path) -> None:
+def test_a_file_is_patched_by_path_and_by_name_and_for_its_siblings(folder: Path) -> None:
     path = folder / "overlaid_two.py"
-    with overlaid({path: b"VALUE = 'patch'\n"}) as taken:
+    with overlaid({path: PATCH}) as taken:
         assert taken == set()
         assert imported_by_path(path).VALUE == "patch"
         assert value_of("overlaid_two") == "patch"
         assert value_of("overlaid_one") == "disk"
+        assert importlib.import_module("overlaid_one").overlaid_two.VALUE == "patch"
         assert taken == {path}
 
 
-def test_a_sibling_gets_the_patched_one(folder: Path) -> None:
-    with overlaid({folder / "overlaid_two.py": b"VALUE = 'patch'\n"}):
-        assert importlib.import_module("overlaid_one").overlaid_two.VALUE == "patch"
-
-
-def test_a_module_in_a_package_is_patched(folder: Path) -> None:
-    with overlaid({folder / "overlaid_package" / "inner.py": b"VALUE = 'patch'\n"}):
-        assert value_of("overlaid_package") == "patch"
-
-
-def test_another_spelling_of_the_path_is_the_same_file(folder: Path) -> None:
-    with overlaid({folder / "overlaid_package" / ".." / "overlaid_two.py": b"VALUE = 'patch'\n"}):
-        assert value_of("overlaid_two") == "patch"
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("overlaid_package/inner.py", "overlaid_package"),
+        ("overlaid_package/../overlaid_two.py", "overlaid_two"),
+    ],
+    ids=["a module in a package", "another spelling of its path"],
+)
+def test_a_file_is_patched_however_it_lies(folder: Path, path: str, name: str) -> None:
+    with overlaid({folder / path: PATCH}):
+        assert value_of(name) == "patch"
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def test_bytecode_is_neither_read_nor_written(folder: Path, monkeypatch: pytest.
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     cache = folder / "__pycache__"
     path = folder / "overlaid_two.py"
-    with overlaid({path: b"VALUE = 'patch'\n"}):
+    with overlaid({path: PATCH}):
         assert value_of("overlaid_two") == "patch"
     assert not cache.exists()
     del sys.modules["overlaid_two"]
@@ -99,7 +100,7 @@ def test_bytecode_is_neither_read_nor_written(folder: Path, monkeypatch: pytest.
     (compiled,) = cache.iterdir()
     was = compiled.read_bytes()
     del sys.modules["overlaid_two"]
-    with overlaid({path: b"VALUE = 'patch'\n"}):
+    with overlaid({path: PATCH}):
         assert value_of("overlaid_two") == "patch"
     assert compiled.read_bytes() == was
 
@@ -129,7 +130,7 @@ def test_nothing_is_left_after_an_error(folder: Path) -> None:
     own = {name for name in ("get_code", "get_data") if name in vars(SourceFileLoader)}
 
     def fail() -> None:
-        with overlaid({path: b"VALUE = 'patch'\n"}):
+        with overlaid({path: PATCH}):
             importlib.import_module("overlaid_two")
             raise RuntimeError
 

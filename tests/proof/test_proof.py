@@ -156,17 +156,6 @@ def test_pins_by_name_are_proven_in_the_form_they_have(make: Callable[..., Patch
         assert torch.isnan(run.workload.losses(next(run.workload.batches()))["loss"]), "a pin is left behind"
 
 
-@pytest.mark.slow
-def test_a_patch_that_breaks_the_import_is_a_failed_step(tmp_path: Path) -> None:
-    config = written(tmp_path)
-    proof = proven(config, {tmp_path / "net.py": GOOD.replace("class Net(", "class Net(oops.").encode()})
-    assert not proof.passed
-    (step,) = proof.steps
-    assert step.name == "the patched code"
-    assert "net.py" in step.detail
-    assert "NameError: name 'oops' is not defined" in step.detail
-
-
 def test_a_batch_that_cannot_be_pickled_leaves_the_patch_unproven(tmp_path: Path) -> None:
     kept = (
         "\n\ndef step(model, batch):\n    return loss(model(batch['x']), batch['y'])\n\n\n"
@@ -184,33 +173,68 @@ def test_a_batch_that_cannot_be_pickled_leaves_the_patch_unproven(tmp_path: Path
     assert proof.failure.endswith("--no-verify prints the patch unproven")
 
 
-UNCURED = GOOD.replace("enabled=False", "enabled=True")
-OTHER_FUNCTION = GOOD.replace("large / GAIN**2", "1.01 * large / GAIN**2").replace(
-    "F.layer_norm", "0.99 * F.layer_norm"
-)
-DETACHED = GOOD.replace("return self.after(x)", "return self.after(x) - (self.after(x) - self.after(x.detach()))")
-RENAMED = GOOD.replace("self.before, self.after =", "self.more = nn.Linear(8, 8)\n        self.before, self.after =")
+GATED = GOOD.replace("        return", "        gate = self.before(x) if self.training else None\n        return")
+BROKEN_IN_EVAL = GATED.replace("return self.after(x)", "return self.after(x) + 0 * gate.float().sum()")
+BROKEN_ANYWAY = BROKEN_IN_EVAL.replace(IN_FP32, OVERFLOWS)
+NO_FLOAT = "Net raised AttributeError: 'NoneType' object has no attribute 'float'"
+
+WRONG = {
+    "does not cure": (
+        GOOD.replace("enabled=False", "enabled=True"),
+        ["the failing step (0)"],
+        "loss NaN: mm (net.py)",
+    ),
+    "changes the loss": (
+        GOOD.replace("large / GAIN**2", "1.01 * large / GAIN**2").replace("F.layer_norm", "0.99 * F.layer_norm"),
+        ["the model's function"],
+        "changed: in FP32 the loss of step 0 is",
+    ),
+    "changes the gradients": (
+        GOOD.replace("return self.after(x)", "return self.after(x) - (self.after(x) - self.after(x.detach()))"),
+        ["the model's function"],
+        "changed: in FP32 the gradients' norm of step 0 is",
+    ),
+    "changes the weights": (
+        GOOD.replace("self.before, self.after =", "self.more = nn.Linear(8, 8)\n        self.before, self.after ="),
+        ["the patched code"],
+        "other parameters than the failing step",
+    ),
+    "breaks the import": (
+        GOOD.replace("class Net(", "class Net(oops."),
+        ["the patched code"],
+        "NameError: name 'oops' is not defined",
+    ),
+    "holds on one batch only": (
+        GOOD.replace("enabled=False", "enabled=not is_first").replace(
+            "        x = self.before(x)\n",
+            "        is_first = bool(x[0, 0] == batches()[0][0][0, 0])\n        x = self.before(x)\n",
+        ),
+        ["further batches", "training 8 steps"],
+        "0 of 3 healthy; loss NaN",
+    ),
+    "raises in eval mode": (BROKEN_IN_EVAL, ["in eval mode"], f"{NO_FLOAT}; without the patch it does not"),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
-@pytest.mark.parametrize(
-    ("patch", "name", "detail"),
-    [
-        (UNCURED, "the failing step (0)", "loss NaN: mm (net.py)"),
-        (OTHER_FUNCTION, "the model's function", "changed: in FP32 the loss of step 0 is"),
-        (DETACHED, "the model's function", "changed: in FP32 the gradients' norm of step 0 is"),
-        (RENAMED, "the patched code", "other parameters than the failing step"),
-    ],
-    ids=["does not cure", "changes the loss", "changes the gradients", "changes the weights"],
-)
-def test_a_wrong_patch_fails_where_it_is_wrong(patch: str, name: str, detail: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("patch", "steps", "detail"), WRONG.values(), ids=WRONG)
+def test_a_wrong_patch_fails_where_it_is_wrong(patch: str, steps: list[str], detail: str, tmp_path: Path) -> None:
     config = written(tmp_path)
     proof = proven(config, {tmp_path / "net.py": patch.encode()})
     assert not proof.passed
-    assert name in failed(proof)
-    assert detail in step_of(proof, name).detail
+    assert failed(proof) == steps
+    assert detail in step_of(proof, steps[0]).detail
     assert (tmp_path / "net.py").read_text() == NET
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_this_process")
+def test_a_file_that_the_run_does_not_import_fails(tmp_path: Path) -> None:
+    config = written(tmp_path, {"unused.py": "X = 1\n"})
+    proof = proven(config, {tmp_path / "net.py": GOOD.encode(), tmp_path / "unused.py": b"X = 2\n"})
+    assert proof.steps[-1].detail == "the run does not import unused.py"
+    assert not proof.passed
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -233,50 +257,14 @@ def test_a_unit_that_is_not_needed_fails(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
-def test_a_file_that_the_run_does_not_import_fails(tmp_path: Path) -> None:
-    config = written(tmp_path, {"unused.py": "X = 1\n"})
-    proof = proven(config, {tmp_path / "net.py": GOOD.encode(), tmp_path / "unused.py": b"X = 2\n"})
-    assert proof.steps[-1].detail == "the run does not import unused.py"
-    assert not proof.passed
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("in_this_process")
-def test_a_patch_that_holds_on_one_batch_only_fails(tmp_path: Path) -> None:
-    config = written(tmp_path)
-    failing = failing_steps(config)
-    first = float(failing[0].snapshot.batches[0][0][0, 0])
-    first_only = GOOD.replace("enabled=False", "enabled=not is_first").replace(
-        "        x = self.before(x)\n", f"        is_first = float(x[0, 0]) == {first!r}\n        x = self.before(x)\n"
-    )
-    proof = proven(config, {tmp_path / "net.py": first_only.encode()}, failing=failing)
-    assert failed(proof)[0] == "further batches"
-    assert step_of(proof, "further batches").detail.startswith("0 of 3 healthy; loss NaN")
-    assert not step_of(proof, "training 8 steps").passed
-
-
-GATED = GOOD.replace("        return", "        gate = self.before(x) if self.training else None\n        return")
-BROKEN_IN_EVAL = GATED.replace("return self.after(x)", "return self.after(x) + 0 * gate.float().sum()")
-BROKEN_ANYWAY = BROKEN_IN_EVAL.replace(IN_FP32, OVERFLOWS)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("in_this_process")
-def test_a_patch_that_raises_in_eval_mode_fails(tmp_path: Path) -> None:
+def test_what_raises_in_eval_mode_without_the_patch_too_does_not_tell_against_it(tmp_path: Path) -> None:
     config, path = written(tmp_path), tmp_path / "net.py"
     failing = failing_steps(config)
-    proof = proven(config, {path: BROKEN_IN_EVAL.encode()}, failing=failing)
-    assert failed(proof) == ["in eval mode"]
-    assert step_of(proof, "in eval mode").detail == (
-        "Net raised AttributeError: 'NoneType' object has no attribute 'float'; without the patch it does not"
-    )
     path.write_text(BROKEN_ANYWAY)
     proof = proven(config, {path: BROKEN_IN_EVAL.encode()}, failing=failing)
     assert proof.passed, proof
-    assert step_of(proof, "in eval mode").detail == (
-        "not run: the unpatched model raises too "
-        "(Net raised AttributeError: 'NoneType' object has no attribute 'float')"
-    )
+    detail = step_of(proof, "in eval mode").detail
+    assert detail == f"not run: the unpatched model raises too ({NO_FLOAT})"
 
 
 LARGE = ("F.mse_loss(output.float(), target)", "F.mse_loss(output.float(), target) * 100")

@@ -35,18 +35,15 @@ def tried(**changes: Any) -> Tried:
 SICK = tried(healthy=False, why="loss NaN", loss=math.nan)
 
 
-def test_a_healthy_step_shows_its_loss_beside_that_of_fp32() -> None:
-    imported, step = with_the_patch(Seen(tried=(tried(),)), Patched())
+def test_a_healthy_step_shows_its_loss_beside_that_of_fp32_and_parameters_that_no_gradient_reaches() -> None:
+    seen = Seen(tried=(tried(unreached=("head.weight", "head.bias")),))
+    imported, step, gradients = with_the_patch(seen, Patched())
     assert imported.passed
-    assert (step.name, step.passed) == ("the failing step (403)", True)
+    assert (step.name, step.passed, step.warns) == ("the failing step (403)", True, False)
     assert step.detail == "healthy; loss 1.1720, 1.1722 in FP32"
-
-
-def test_parameters_that_no_gradient_reaches_are_named_in_the_proof() -> None:
-    *_, step, gradients = with_the_patch(Seen(tried=(tried(unreached=("head.weight", "head.bias")),)), Patched())
-    assert (step.detail, step.warns) == ("healthy; loss 1.1720, 1.1722 in FP32", False)
     assert (gradients.name, gradients.passed, gradients.warns) == ("the gradients of step 403", True, True)
     assert gradients.detail == "head.weight and head.bias have none at any loss scale, and have one in FP32"
+    assert list(with_the_patch(Seen(tried=(tried(),)), Patched())) == [imported, step]
 
 
 def test_of_a_step_that_ended_before_its_loss_no_loss_is_told() -> None:
@@ -61,14 +58,14 @@ def test_of_a_step_that_ended_before_its_loss_no_loss_is_told() -> None:
     )
 
 
-def test_a_step_that_is_not_cured_says_why() -> None:
-    *_, step = with_the_patch(Seen(tried=(tried(), SICK)), Patched())
-    assert (step.passed, step.detail) == (False, "loss NaN")
+IMPORT = "importing net.py raised SyntaxError: invalid syntax"
 
 
-def test_what_cannot_be_imported_is_all_that_is_said() -> None:
-    (step,) = with_the_patch(Seen(failure="importing net.py raised SyntaxError: invalid syntax"), Patched())
-    assert (step.passed, step.detail) == (False, "importing net.py raised SyntaxError: invalid syntax")
+@pytest.mark.parametrize(("seen", "why"), [(Seen(tried=(tried(), SICK)), "loss NaN"), (Seen(failure=IMPORT), IMPORT)])
+def test_a_step_that_is_not_cured_or_not_run_says_why_last(seen: Seen, why: str) -> None:
+    *others, step = with_the_patch(seen, Patched())
+    assert (step.passed, step.detail) == (False, why)
+    assert bool(others) is not bool(seen.failure)
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from ampdbg.config.schema import Config
 from ampdbg.errors import AmpdbgError
-from ampdbg.proof.step_file import load_steps, save_steps
+from ampdbg.proof.jobs import load_steps, save_steps
 from ampdbg.replay.copies import duplicate
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run, prepared
@@ -29,17 +31,20 @@ def carried(run: Run, step: FailingStep, file: Path) -> FailingStep:
     return loaded
 
 
-def test_a_step_arrives_as_it_was(tmp_path: Path) -> None:
-    config = written(tmp_path)
-    (step,) = failing_steps(config)
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, FailingStep]:
+    """A config, and the failing step of its run."""
+    config = written(tmp_path_factory.mktemp("made"))
+    return config, failing_steps(config)[0]
+
+
+def test_a_step_arrives_as_it_was(made: tuple[Config, FailingStep], tmp_path: Path) -> None:
+    config, step = made
     with prepared(config) as run:
         loaded = carried(run, step, tmp_path / "steps")
     assert (repr(loaded.made), loaded.scale, loaded.snapshot.step) == (repr(step.made), step.scale, step.snapshot.step)
-    pairs = zip(loaded.snapshot.batches[0], step.snapshot.batches[0], strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
-    assert all(
-        torch.equal(one, other) for one, other in zip(loaded.snapshot.weights, step.snapshot.weights, strict=True)
-    )
+    found, before = ([*one.snapshot.batches[0], *one.snapshot.weights] for one in (loaded, step))
+    assert all(torch.equal(*pair) for pair in zip(found, before, strict=True))
     assert torch.equal(loaded.snapshot.random_state.cpu, step.snapshot.random_state.cpu)
 
 
@@ -61,9 +66,8 @@ def test_a_model_that_is_built_anew_replays_it_with_the_state_that_the_step_foun
             assert "calls" not in vars(run.workload.model)
 
 
-def test_a_slice_does_not_carry_the_data_set_it_is_of(tmp_path: Path) -> None:
-    config = written(tmp_path)
-    (step,) = failing_steps(config)
+def test_a_slice_does_not_carry_the_data_set_it_is_of(made: tuple[Config, FailingStep], tmp_path: Path) -> None:
+    config, step = made
     rows = torch.randn(1_000_000, 8)
     with prepared(config) as run:
         loaded = carried(run, with_batch(step, duplicate((rows[:2], rows[2:4]))), tmp_path / "steps")
@@ -74,24 +78,20 @@ def test_a_slice_does_not_carry_the_data_set_it_is_of(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "held", [lambda: None, (number for number in range(3)), sys.stdout], ids=["lambda", "generator", "file"]
 )
-def test_what_cannot_be_pickled_is_said(held: object, tmp_path: Path) -> None:
-    (step,) = failing_steps(written(tmp_path))
+def test_what_cannot_be_pickled_is_said(held: object, made: tuple[Config, FailingStep], tmp_path: Path) -> None:
     with pytest.raises(AmpdbgError, match=r"^[^\n]+$"):
-        save_steps([with_batch(step, {"x": held})], tmp_path / "steps")
+        save_steps([with_batch(made[1], {"x": held})], tmp_path / "steps")
 
 
-def test_a_class_that_the_other_process_does_not_have_is_said(tmp_path: Path) -> None:
-    config = written(tmp_path, {"elsewhere.py": "class Held: pass\n"})
-    (step,) = failing_steps(config)
-    sys.path.insert(0, str(tmp_path))
-    try:
-        from elsewhere import Held  # type: ignore[import-not-found]
-
-        save_steps([with_batch(step, Held())], tmp_path / "steps")
-    finally:
-        sys.path.remove(str(tmp_path))
-        del sys.modules["elsewhere"]
-    (tmp_path / "elsewhere.py").unlink()
+def test_a_class_that_the_other_process_does_not_have_is_said(
+    made: tuple[Config, FailingStep], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, step = made
+    elsewhere = ModuleType("elsewhere")
+    exec("class Held: pass", vars(elsewhere))
+    monkeypatch.setitem(sys.modules, "elsewhere", elsewhere)
+    save_steps([with_batch(step, elsewhere.Held())], tmp_path / "steps")
+    monkeypatch.undo()
     with prepared(config) as run, pytest.raises(AmpdbgError, match="elsewhere"):
         load_steps(tmp_path / "steps", run.workload)
 

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from ampdbg.errors import RecordError
-from ampdbg.record.file import from_json, read_record, to_json, write_atomically, write_record
+from ampdbg.record.file import from_json, read_record, to_json, write_record
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record
 from tests.report.records import forward_nan, healthy
@@ -27,16 +28,11 @@ def refuse_constant(name: str) -> NoReturn:
 
 @given(records())
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_every_record_survives_json(record: Record) -> None:
+def test_every_record_survives_json_and_the_json_is_strict(record: Record) -> None:
     text = to_json(record)
     # By repr: NaN is not equal to itself, and 0 == 0.0 == False.
     assert repr(from_json(text)) == repr(record)
-
-
-@given(records())
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_the_json_is_strict(record: Record) -> None:
-    json.loads(to_json(record), parse_constant=refuse_constant)
+    json.loads(text, parse_constant=refuse_constant)
 
 
 def test_infinities_and_nan_are_the_strings_of_the_contract() -> None:
@@ -149,43 +145,54 @@ def full_disk(*args: object) -> NoReturn:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_a_full_disk_leaves_the_old_file_whole_and_nothing_beside_it(
-    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def interrupted(*args: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+class Full:
+    """A stream on a full disk."""
+
+    def __enter__(self) -> Full:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        pass
+
+    write = staticmethod(full_disk)
+
+
+opened = Path.open
+
+
+def opened_on_a_full_disk(path: Path, mode: str) -> Full:
+    opened(path, mode).close()
+    return Full()
+
+
+@pytest.mark.parametrize(
+    ("owner", "call", "fails"),
+    [
+        (os, "fsync", full_disk),
+        (os, "replace", full_disk),
+        (Path, "open", opened_on_a_full_disk),
+        (os, "fsync", interrupted),
+    ],
+    ids=["full when all is written", "full at the end", "full while writing", "an interrupt"],
+)
+def test_what_fails_while_writing_leaves_the_old_file_whole_and_nothing_beside_it(
+    owner: object, call: str, fails: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "record.json"
     path.write_text("old", encoding="utf-8")
-    monkeypatch.setattr(os, call, full_disk)
-    with pytest.raises(RecordError, match=r"record\.json: cannot be written: No space left on device"):
-        write_record(healthy(), path)
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, call, fails)
+        with pytest.raises((RecordError, KeyboardInterrupt)) as caught:
+            write_record(healthy(), path)
+    assert caught.type is (KeyboardInterrupt if fails is interrupted else RecordError)
+    said = f"{path}: cannot be written: No space left on device"
+    assert fails is interrupted or str(caught.value) == said
     assert path.read_text(encoding="utf-8") == "old"
     assert os.listdir(tmp_path) == ["record.json"]
-
-
-def test_a_disk_that_is_full_while_writing_leaves_nothing_either(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Full:
-        """A stream on a full disk."""
-
-        def __enter__(self) -> Full:
-            return self
-
-        def __exit__(self, *details: object) -> None:
-            pass
-
-        write = staticmethod(full_disk)
-
-    opened = Path.open
-
-    def full(path: Path, mode: str) -> Full:
-        opened(path, mode).close()
-        return Full()
-
-    monkeypatch.setattr(Path, "open", full)
-    with pytest.raises(RecordError, match="No space left on device"):
-        write_atomically(tmp_path / "record.json", "new")
-    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="folders are always writable for root and on Windows")
@@ -200,19 +207,6 @@ def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RecordError, match=r"record\.json: cannot be written: "):
         write_record(healthy(), tmp_path / "file" / "record.json")
-
-
-def interrupted(*args: object) -> NoReturn:
-    raise KeyboardInterrupt
-
-
-def test_an_interrupt_while_writing_leaves_nothing_half_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "fsync", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        write_record(healthy(), tmp_path / "record.json")
-    assert os.listdir(tmp_path) == []
 
 
 def test_a_finding_is_complete_without_its_optional_parts() -> None:

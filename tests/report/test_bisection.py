@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from ampdbg.config.yaml_document import read_yaml
 from ampdbg.quantities import number
 from ampdbg.record.pins import Outcome, Pin, PinSite, RootModel
-from ampdbg.record.replays import Investigation
-from ampdbg.record.run import Record, ScriptRun
+from ampdbg.record.run import Investigation, Record, ScriptRun
 from ampdbg.report.bisection import ENDINGS
 from ampdbg.report.pins import pin_lines, pins_yaml
 from tests.report.bisections import ATTENTION, BISECTIONS, BLOCK, FOUND, OVERFLOW, found, searched, trial

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from ampdbg.record.cost import BatchFit, Costs, LevelCost, StepMemory
 from ampdbg.record.findings import Finding
-from ampdbg.record.run import Record, Verdict
+from ampdbg.record.run import BatchFit, Costs, LevelCost, Record, StepMemory, Verdict
 from tests.report.pages import rendered
 from tests.report.records import run
 

@@ -77,17 +77,17 @@ def outcome(record: Record) -> Outcome:
 
 COLLAPSE = ("scale-collapse", "error", 0, "backward", "", "", None, 0)
 SETTLES = ("scale-calibration", "info", 0, "backward", "", "", None)
-SCORES = ("forward-overflow", "error", 0, "forward", "attn", BMM, 33)
-GRADIENT = ("gradient-overflow", "error", 0, "backward", "", CAST, 39)
-LOGARITHM = ("true-nan", "error", 0, "forward", "", "aten.log.default", 29)
+SCORES = ("forward-overflow", "error", 0, "forward", "attn", BMM, 30)
+GRADIENT = ("gradient-overflow", "error", 0, "backward", "", CAST, 32)
+LOGARITHM = ("true-nan", "error", 0, "forward", "", "aten.log.default", 20)
 RANDOM = ("unknown", "error", 2, "forward", "", "", None)
 OF_SCRIPT = ("forward-overflow", "error", 0, "forward", "attention", BMM, 16)
 CAUSED = (SCORES, COLLAPSE)
-SCORES_PIN = ("attn:own", ("forward", BMM, 33))
+SCORES_PIN = ("attn:own", ("forward", BMM, 30))
 UNDERFLOW = ("gradient-underflow", "error", 5, "forward", "", "", None)
-NO_SCALE = ("no-usable-scale", "warning", 0, "backward", "first", "aten.sum.dim_IntList", 29)
-OF_LOSSES = ("forward-overflow", "error", 0, "forward", "", "aten.mul.Tensor", 39)
-OF_DATA = ("data-range", "error", 2, "data", "head", CAST, 28)
+NO_SCALE = ("no-usable-scale", "warning", 0, "backward", "first", "aten.sum.dim_IntList", 27)
+OF_LOSSES = ("forward-overflow", "error", 0, "forward", "", "aten.mul.Tensor", 32)
+OF_DATA = ("data-range", "error", 2, "data", "head", CAST, 25)
 IN_BLOCKS = tuple(
     ("forward-overflow", "warning", 0, "forward", f"blocks.{block}.attn", BMM, line)
     for block in (0, 1)
@@ -107,16 +107,16 @@ OUTCOMES = {
     "scan_gradient_overflow": Outcome(findings=(GRADIENT, COLLAPSE)),
     "scan_gradient_underflow": Outcome(findings=(UNDERFLOW,), steps=(6, 0, 1.0)),
     "scan_runaway_scale": Outcome(
-        findings=((*GRADIENT[:-1], 36), ("scale-runaway", "error", 29, "backward", "", "", None, 0)),
+        findings=((*GRADIENT[:-1], 24), ("scale-runaway", "error", 29, "backward", "", "", None, 0)),
         steps=(30, 22, 2.0**-6),
     ),
-    "scan_mask_constant": Outcome("other", (("mask-constant", "error", 0, "forward", "attn", "", 26),), steps=()),
+    "scan_mask_constant": Outcome("other", (("mask-constant", "error", 0, "forward", "attn", "", 17),), steps=()),
     "scan_bad_batch": Outcome("other", (("data-nonfinite", "error", 2, "data", "", "", None),), (6, 2, 16384.0)),
     "scan_bad_weights": Outcome("other", (("weights-nonfinite", "error", 0, "forward", "", "", None), COLLAPSE)),
     "scan_poisoned_buffer": Outcome(
         findings=(
-            ("forward-overflow", "error", 3, "forward", "body", "aten.addmm.default", 30),
-            ("buffer-poisoned", "error", 3, "forward", "norm", "aten.addmm.default", 30, 0),
+            ("forward-overflow", "error", 3, "forward", "body", "aten.addmm.default", 27),
+            ("buffer-poisoned", "error", 3, "forward", "norm", "aten.addmm.default", 27, 0),
         ),
         steps=(6, 3, 8192.0),
     ),
@@ -125,14 +125,14 @@ OUTCOMES = {
     "scan_several_losses": Outcome(findings=(OF_LOSSES, COLLAPSE)),
     "scan_interrupted": Outcome("inconclusive", (SETTLES,), (3, 3, 16384.0), interrupted=True),
     "ranges_overflow": Outcome(
-        "inconclusive", (("forward-overflow", "warning", *SCORES[2:]),), (), ranges=(33, 1.0, 256.0)
+        "inconclusive", (("forward-overflow", "warning", *SCORES[2:]),), (), ranges=(30, 1.0, 256.0)
     ),
     "ranges_no_scale": Outcome("inconclusive", (NO_SCALE,), (), ranges=(2048.0, 2.0)),
     "ranges_example": Outcome("inconclusive", IN_BLOCKS, (), ranges=(49, 50, 49, 50, 4096.0, 65536.0)),
     "bisect_found": Outcome(findings=CAUSED, pins=(SCORES_PIN,), search=("guided", "found", 0, True, 6, 3)),
     "bisect_gradients": Outcome(
         findings=(GRADIENT, COLLAPSE),
-        pins=(("body", ("backward", CAST, 29)), ("head", ("backward", CAST, 30))),
+        pins=(("body", ("backward", CAST, 27)), ("head", ("backward", CAST, 28))),
         search=("guided", "found", 0, True, 11, 3),
     ),
     "bisect_example": Outcome(
@@ -143,7 +143,7 @@ OUTCOMES = {
     ),
     "bisect_blind": Outcome(findings=CAUSED, pins=(SCORES_PIN,), search=("ddmin", "found", 0, True, 9, 3)),
     "bisect_out_of_trials": Outcome(
-        findings=CAUSED, pins=(("", ("forward", BMM, 33)),), search=("ddmin", "out-of-trials", 0, False, 1, 0)
+        findings=CAUSED, pins=(("", ("forward", BMM, 30)),), search=("ddmin", "out-of-trials", 0, False, 1, 0)
     ),
     "bisect_interrupted": Outcome(
         findings=CAUSED, pins=(SCORES_PIN,), search=("guided", "out-of-trials", 0, False, 2, 0), interrupted=True
@@ -162,7 +162,7 @@ OUTCOMES = {
         findings=CAUSED,
         pins=(SCORES_PIN,),
         search=("guided", "found", 0, True, 6, 3),
-        patch=("tests/zoo/cases/scores_before_scaling.py", "line 33 of scores_before_scaling.py", True, 9),
+        patch=("tests/zoo/cases/scores_before_scaling.py", "line 30 of scores_before_scaling.py", True, 9),
     ),
     "cost": Outcome(
         "inconclusive",

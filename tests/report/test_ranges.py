@@ -12,8 +12,7 @@ from ampdbg.diagnosis.ranges import diagnose_ranges
 from ampdbg.formats import headroom_bits
 from ampdbg.quantities import number
 from ampdbg.record.findings import Source
-from ampdbg.record.replays import Replay
-from ampdbg.record.run import AutocastError, Record, ScriptRun, Site, Step, Unseen
+from ampdbg.record.run import AutocastError, Record, Replay, ScriptRun, Site, Step, Unseen
 from tests.report.pages import rendered
 from tests.report.records import ENVIRONMENT
 

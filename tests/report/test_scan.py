@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from ampdbg.record.findings import Finding, Source
-from ampdbg.record.replays import Investigation
-from ampdbg.record.run import GroupOverflow, ParameterCounts, Record, ScriptRun, TensorCounts, Unseen
+from ampdbg.record.run import GroupOverflow, Investigation, ParameterCounts, Record, ScriptRun, TensorCounts, Unseen
 from ampdbg.report.scan import GroupHits, group_hits, next_command, overflows
 from ampdbg.report.view import Typed
 from tests.report.bisections import BISECTIONS

@@ -14,8 +14,7 @@ import pytest
 from ampdbg.patch.file_edits import FileEdit, base_folder
 from ampdbg.proof.suggestion import Suggestion
 from ampdbg.record.pins import FileDiff, Form, Handover, Outcome, PatchUnit, ProofStep, RootModel
-from ampdbg.record.replays import Investigation
-from ampdbg.record.run import Record, ScriptRun
+from ampdbg.record.run import Investigation, Record, ScriptRun
 from ampdbg.report.formats import written
 from ampdbg.report.suggestion import content, headline
 from ampdbg.report.view import Look, Typed

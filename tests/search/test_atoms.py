@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ampdbg.search.atoms import AtomTree, atom_tree
+from ampdbg.search.strategies import AtomTree, atom_tree
 from tests.search.planted import SMALL, random_names, trees
 
 TREE = atom_tree(SMALL)

@@ -10,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ampdbg.record.pins import Trial
-from ampdbg.search.atoms import Atoms, AtomTree, atom_tree
-from ampdbg.search.strategies import best_so_far, delta_debug
-from ampdbg.search.trials import Trials
+from ampdbg.search.strategies import Atoms, AtomTree, Trials, atom_tree, best_so_far, delta_debug
 from tests.search.planted import SMALL, Step, of_any_size, planted, steps, trees
 
 TREE = atom_tree(SMALL)

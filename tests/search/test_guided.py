@@ -11,9 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ampdbg.record.pins import Trial
-from ampdbg.search.atoms import AtomTree, atom_tree
-from ampdbg.search.strategies import GROUPS, best_so_far, delta_debug, guided
-from ampdbg.search.trials import OutOfTrials, Trials
+from ampdbg.search.strategies import GROUPS, AtomTree, OutOfTrials, Trials, atom_tree, best_so_far, delta_debug, guided
 from tests.search.planted import SMALL, Step, of_any_size, planted, steps
 
 TREE = atom_tree(SMALL)

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from ampdbg.record.pins import Trial
-from ampdbg.search.atoms import atom_tree
-from ampdbg.search.trials import OutOfTrials, Trials
+from ampdbg.search.strategies import OutOfTrials, Trials, atom_tree
 from tests.search.planted import SMALL, Step, planted
 
 TREE = atom_tree(SMALL)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import libcst as cst
 import pytest
 
-from ampdbg.source.imports import disables_autocast, imports_of, origin_of, with_imported
+from ampdbg.source.expressions import disables_autocast, imports_of, origin_of, with_imported
 
 IMPORTS = {
     "import torch.nn": {"torch": "torch"},

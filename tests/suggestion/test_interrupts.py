@@ -17,7 +17,9 @@ def interrupt(*args: object, **kwargs: object) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(("form", "at"), [("diff", "own_lines"), ("module", "prove")])
+@pytest.mark.parametrize(
+    ("form", "at"), [("diff", "own_lines"), pytest.param("module", "prove", marks=pytest.mark.slow)]
+)
 def test_an_interrupt_keeps_the_search(form: Form, at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suggestion, at, interrupt)
     found = suggest(spiked(tmp_path), form=form)
@@ -33,36 +35,27 @@ def test_an_interrupt_keeps_the_search(form: Form, at: str, tmp_path: Path, monk
 
 
 @pytest.mark.slow
-def test_an_interrupt_of_the_proof_keeps_the_patch_to_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_interrupted", [True, False])
+def test_a_proof_that_is_interrupted_or_ends_counts_in_the_time_and_an_unproven_patch_is_kept_to_be_read(
+    is_interrupted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = time.monotonic
 
     def an_hour_later(*args: object) -> Proof:
         monkeypatch.setattr(time, "monotonic", lambda: now() + 3600)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(suggestion, "prove", an_hour_later)
-    found = suggest(spiked(tmp_path))
-    assert found.record.interrupted
-    assert (found.edits, found.record.verification) == ((), None)
-    assert found.record.handover is not None
-    (file,) = found.record.handover.files
-    assert "enabled=False" in file.diff
-    assert found.record.elapsed > 3600
-
-
-@pytest.mark.slow
-def test_a_proof_that_ended_counts_in_the_time_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = time.monotonic
-
-    def an_hour_later(*args: object) -> Proof:
-        monkeypatch.setattr(time, "monotonic", lambda: now() + 3600)
+        if is_interrupted:
+            raise KeyboardInterrupt
         return Proof(True, ())
 
     monkeypatch.setattr(suggestion, "prove", an_hour_later)
     found = suggest(spiked(tmp_path))
-    assert not found.record.interrupted
-    assert found.edits
+    assert found.record.interrupted is is_interrupted
     assert found.record.elapsed > 3600
+    assert bool(found.edits) is not is_interrupted
+    assert (found.record.verification is None) is is_interrupted
+    assert found.record.handover is not None
+    (file,) = found.record.handover.files
+    assert "enabled=False" in file.diff
 
 
 def test_an_interrupt_before_there_is_a_record_goes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 import sys
@@ -9,8 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from ampdbg.config.file import load_config
+from ampdbg.diagnosis.diagnose import diagnose
+from ampdbg.proof import proof
+from ampdbg.proof.experiments import perform
+from ampdbg.proof.suggestion import suggest
 from ampdbg.record.file import read_record
 from ampdbg.record.run import Record
+from ampdbg.report.suggestion import content
+from ampdbg.training.loop import train
 from tests.commands.program import ROOT, Result, environment, start
 from tests.zoo.test_zoo import CASES, FILES, config_of
 
@@ -139,10 +147,8 @@ def suggested(folder: Path, config: str, *options: str) -> tuple[Result, Record]
     return result, read_record(folder / "record.json")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name == "house_prices" else pytest.param(name, marks=pytest.mark.slow) for name in PATCHES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PATCHES)
 def test_an_example_is_cured_by_its_patch(name: str, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     folder = repository(tmp_path, name)
@@ -161,6 +167,22 @@ def test_an_example_is_cured_by_its_patch(name: str, tmp_path: Path) -> None:
     assert again.code == 0, again.stdout
     assert without_ampdbg(folder, f"NAME = {name!r}\n{TRAINS}").startswith("trained to ")
     git(folder, "apply", "-R", "-", given=result.stdout)
+    assert git(folder, "status", "--porcelain", "--untracked-files=no") == ""
+
+
+def test_an_example_is_cured_without_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof, "fresh_processes", lambda folder: contextlib.nullcontext(perform))
+    folder = repository(tmp_path, "house_prices")
+    config = folder / "house_prices.yaml"
+    found = suggest(load_config(config))
+    assert found.record.verification is not None
+    assert found.record.verification.passed
+    patch = (content(found.record) or b"").decode()
+    added = [line for line in patch.splitlines() if line.startswith("+") and not line.startswith("+++")]
+    assert added == PATCHES["house_prices"].splitlines()
+    git(folder, "apply", "-", given=patch)
+    assert diagnose(train(load_config(config))).verdict == "healthy"
+    git(folder, "apply", "-R", "-", given=patch)
     assert git(folder, "status", "--porcelain", "--untracked-files=no") == ""
 
 
@@ -196,10 +218,11 @@ def test_a_library_module_is_kept_by_name_in_the_users_script(tmp_path: Path) ->
     assert ran.startswith("trained to ")
 
 
-SLOW = ("batch_with_nan", "divergence", "batch_out_of_range")
+UNCURED = ("true_nan_forward", "batch_with_nan", "divergence", "batch_out_of_range")
 
 
-@pytest.mark.parametrize("name", ["true_nan_forward", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", UNCURED)
 def test_where_no_pin_helps_there_is_no_patch(name: str, tmp_path: Path) -> None:
     file = next(file for file in FILES if file.stem == name)
     result, record = suggested(tmp_path, str(config_of(file, tmp_path)))

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from ampdbg.precision.loss_scaler import LossScaler
-from ampdbg.precision.modes import PrecisionMode
+from ampdbg.precision.modes import LossScaler, PrecisionMode
 
 LEVEL = {"name": "O1", "words": "autocast"}
 

@@ -16,8 +16,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ampdbg.errors import WorkloadError, first_line
-from ampdbg.precision.loss_scaler import LossScaler
-from ampdbg.precision.modes import PrecisionMode
+from ampdbg.precision.modes import LossScaler, PrecisionMode
 from ampdbg.precision.pins import pin_fp32, pinned_names
 from ampdbg.precision.widening import LIFTS, altered, cast, lifted, widened
 from ampdbg.record.pins import OWN
@@ -107,7 +106,6 @@ class HalfModel(PrecisionMode):
         return lifted("bfloat16")
 
     def updates_half_weights(self) -> bool:
-        """As :class:`PrecisionMode`."""
         asked = self.precision.master_weights
         return not (self.has_masters if asked is None else asked)
 

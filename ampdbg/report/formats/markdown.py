@@ -85,7 +85,6 @@ def _end(page: view.Page) -> Iterator[str]:
 
 
 def _is_told(section: view.Section, story: Sequence[view.Section]) -> bool:
-    """Whether the story has all the findings already."""
     return isinstance(section, view.Findings) and any(isinstance(one, view.Findings) for one in story)
 
 

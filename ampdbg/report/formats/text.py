@@ -104,17 +104,14 @@ def _is_whole(section: view.Findings) -> bool:
 
 def _parts(page: view.Page, width: int, *, is_brief: bool) -> Iterator[RenderableType]:
     if page.headline is not None:
-        yield _headline(page.headline)
+        tone = page.headline.tone
+        yield Text(f"{SIGNS[tone]} {page.headline.sentence}", style=f"bold {STYLES[tone]}")
     for section in page.story if is_brief else page.sections:
         title = "" if isinstance(section, view.Findings) else section.title
         yield Group(*([Text(title, style="bold")] if title else []), *_drawn(section, width))
     last = list(_end(page, is_brief=is_brief))
     if last:
         yield Group(*last)
-
-
-def _headline(headline: view.Headline) -> Text:
-    return Text(f"{SIGNS[headline.tone]} {headline.sentence}", style=f"bold {STYLES[headline.tone]}")
 
 
 def _is_note(fact: str) -> bool:
@@ -153,7 +150,6 @@ def _line(one: view.Line, depth: int = 0) -> RenderableType:
 
 
 def _drawn(section: view.Section, width: int) -> Iterator[RenderableType]:
-    """What stands below the section's title."""
     match section:
         case view.Paragraph():
             return (_line(one, depth=1 if section.title else 0) for one in section.lines)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ampdbg.precision.pins import pin_fp32
 from tests.patch.by_name.pinned_models import Model, Scores, autocast_as_on_cuda, dtypes_of_outputs, pinned
+from tests.siblings import slow_but_for
 
 HALF, WIDE = torch.float16, torch.float32
 
@@ -68,6 +69,8 @@ def test_the_pinned_layer_runs_in_float32_and_its_output_stays_so(tmp_path: Path
         assert dtypes_of_outputs(model(), batch())["first"] is HALF
         seen = dtypes_of_outputs(pinned(model(), ["first"], tmp_path), batch())
     assert (seen["first"], seen["attn.query"], seen["last"]) == (WIDE, HALF, HALF)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert dtypes_of_outputs(pinned(model(), ["first"], tmp_path), batch())["first"] is WIDE
 
 
 def test_own_lines_run_in_float32_and_the_layers_they_call_in_half(tmp_path: Path) -> None:
@@ -127,9 +130,10 @@ def test_a_copy_is_pinned_by_itself(
         assert torch.equal(made(batch()), expected)
 
 
-def test_compiled_whole_it_is_the_same(names: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", slow_but_for(["own lines within own lines"], SETS))
+def test_compiled_whole_it_is_the_same(kind: str, tmp_path: Path) -> None:
     torch._dynamo.reset()
-    kept = pinned(model(), names, tmp_path)
+    kept = pinned(model(), SETS[kind], tmp_path)
     compiled = torch.compile(kept, fullgraph=True, backend="aot_eager")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected, seen = kept(batch()), compiled(batch())
@@ -143,11 +147,6 @@ def test_without_autocast_it_changes_nothing(names: tuple[str, ...], tmp_path: P
     assert torch.equal(kept(batch()), plain(batch()))
     for dtype in (torch.bfloat16, torch.float64):
         assert torch.equal(kept.to(dtype)(batch().to(dtype)), plain.to(dtype)(batch().to(dtype)))
-
-
-def test_the_autocast_of_bfloat16_is_left_too(tmp_path: Path) -> None:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert dtypes_of_outputs(pinned(model(), ["first"], tmp_path), batch())["first"] is WIDE
 
 
 def test_a_second_call_changes_nothing(names: tuple[str, ...], tmp_path: Path) -> None:
@@ -253,6 +252,9 @@ def test_an_inner_module_that_leaves_autocast_itself_is_let_alone(tmp_path: Path
 # Models of transformers
 
 
+IDS = torch.arange(6).reshape(2, 3)
+
+
 def test_a_layer_of_t5(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.T5Config(
@@ -261,45 +263,33 @@ def test_a_layer_of_t5(tmp_path: Path) -> None:
     t5 = transformers.T5ForConditionalGeneration(config)
     names = [name for name, _ in t5.named_modules() if name.endswith("DenseReluDense.wo")]
     before = list(t5.state_dict())
-    ids = torch.arange(6).reshape(2, 3)
+    given = {"input_ids": IDS, "labels": IDS}
     with autocast_as_on_cuda():
-        plain = dtypes_of_outputs(t5, input_ids=ids, labels=ids)
-        seen = dtypes_of_outputs(pinned(t5, names, tmp_path), input_ids=ids, labels=ids)
-        t5(input_ids=ids, labels=ids).loss.backward()
-    assert len(names) == 4
-    assert {plain[name] for name in names} == {HALF}
-    assert {seen[name] for name in names} == {WIDE}
+        plain = dtypes_of_outputs(t5, **given)
+        seen = dtypes_of_outputs(pinned(t5, names, tmp_path), **given)
+        t5(**given).loss.backward()
+    assert [(plain[name], seen[name]) for name in names] == [(HALF, WIDE)] * 4
     assert seen["lm_head"] is HALF
     assert list(t5.state_dict()) == before
     assert t5.get_parameter("encoder.block.0.layer.1.DenseReluDense.wo.weight").grad is not None
 
 
 @pytest.mark.parametrize("name", ["transformer.h.1.attn", "transformer.h.1.attn:own", "transformer.h.1.attn.c_proj"])
-def test_the_attention_of_gpt2(name: str, tmp_path: Path) -> None:
+def test_the_attention_of_gpt2_is_pinned_and_generation_is_as_it_was(name: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        vocab_size=32, n_positions=8, n_embd=8, n_layer=2, n_head=2, resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0
-    )
+    options = dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.0)
+    config = transformers.GPT2Config(vocab_size=32, n_positions=16, n_embd=8, n_layer=2, n_head=2, **options)
     torch.manual_seed(0)
     gpt2 = transformers.GPT2LMHeadModel(config).train()
     tried = copy.deepcopy(gpt2)
-    ids = torch.arange(6).reshape(2, 3)
     with autocast_as_on_cuda(), pin_fp32(tried, [name]):
-        plain = dtypes_of_outputs(gpt2, input_ids=ids)
+        plain = dtypes_of_outputs(gpt2, input_ids=IDS)
         kept = pinned(gpt2, [name], tmp_path)
-        assert torch.equal(kept(input_ids=ids).logits, tried(input_ids=ids).logits)
-        seen = dtypes_of_outputs(kept, input_ids=ids)
+        assert torch.equal(kept(input_ids=IDS).logits, tried(input_ids=IDS).logits)
+        seen = dtypes_of_outputs(kept, input_ids=IDS)
     module = name.removesuffix(":own")
     assert (plain[module], plain["transformer.h.0.attn"]) == (HALF, HALF)
-    assert seen["transformer.h.0.attn"] is HALF
-    assert seen[module] is WIDE
-
-
-def test_generation_is_as_it_was(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(vocab_size=32, n_positions=16, n_embd=8, n_layer=1, n_head=2)
-    gpt2 = transformers.GPT2LMHeadModel(config).eval()
-    ids = torch.arange(3).reshape(1, 3)
-    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    before = gpt2.generate(ids, **options)
-    assert torch.equal(pinned(gpt2, ["transformer.h.0.attn:own"], tmp_path).generate(ids, **options), before)
+    assert (seen[module], seen["transformer.h.0.attn"]) == (WIDE, HALF)
+    greedy = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    written = [one.eval().generate(IDS[:1], **greedy) for one in (tried, kept)]
+    assert torch.equal(*written)

@@ -16,6 +16,7 @@ from ampdbg.patch.edits import Edited
 from ampdbg.probes.makings import Making, Makings
 from ampdbg.probes.models import unwrapped
 from tests.conftest import Golden
+from tests.patch.by_name.test_helper import expanded, folded
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "by_line"
 
@@ -34,9 +35,8 @@ CASES = {
     "top_level": Case(),
     "main_block": Case(("layers.0", "head")),
     "attribute": Case(("1",), lambda scope: scope["trainer"].model),
-    "loop_and_with": Case(("1",), lambda scope: scope["net"]),
+    "compound": Case(("1",), lambda scope: scope["net"]),
     "wrapped": Case(),
-    "branches": Case(),
     "new_head": Case(("0", "2")),
     "layer_by_layer": Case(("0", "4")),
     "returned": Case(("1",)),
@@ -59,7 +59,7 @@ def run(path: Path, text: bytes) -> tuple[Scope, Makings]:
 
 def made(name: str, end: str = "in") -> tuple[nn.Module, Making]:
     case, path = CASES[name], FIXTURES / f"{name}.{end}.py"
-    scope, makings = run(path, path.read_bytes())
+    scope, makings = run(path, expanded(path.read_text(encoding="utf-8")).encode())
     model = unwrapped(case.find(scope))
     making = makings.of(model, case.pins)
     assert making is not None
@@ -81,7 +81,7 @@ def test_the_call_stands_where_a_person_would_have_put_it(name: str, golden: Gol
     assert making.file == str(path)
     result = edited(path.read_bytes(), making, *CASES[name].pins)
     assert result.refused == ()
-    golden(FIXTURES / f"{name}.out.py", result.source.decode())
+    golden(FIXTURES / f"{name}.out.py", folded(result.source.decode(), CASES[name].pins))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -20,16 +20,14 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from ampdbg import __version__
 from ampdbg.escapes import harmless
 from ampdbg.quantities import counted
-from ampdbg.record.cost import LevelCost
 from ampdbg.record.findings import Finding
-from ampdbg.record.run import Record
+from ampdbg.record.run import LevelCost, Record
 from ampdbg.report import suggestion, view
 from ampdbg.report.formats import page_of
 from ampdbg.report.formats.text import SIGNS, blocks, exponent_bar
-from ampdbg.report.trials import TRIAL_COLUMNS, trial_table
+from ampdbg.report.pins import TRIAL_COLUMNS, trial_table
 
-from .charts import Detail, Names, clipped, range_map, timeline
-from .places import listings, module_tree
+from .drawn import Detail, Names, clipped, listings, module_tree, range_map, timeline
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -110,9 +108,6 @@ def _at_line(at: int, finding: Finding, record: Record, names: Names, detail: De
         "module": clipped(finding.module, detail.characters),
         "message": clipped(finding.message, detail.characters),
     }
-
-
-# The parts that need no script
 
 
 @dataclass(frozen=True)
@@ -270,9 +265,6 @@ def _left_out(record: Record, data: Mapping[str, Any], detail: Detail) -> dict[s
     return said | ({"lines": f"{counted(lines, 'line')} are left out."} if lines else {})
 
 
-# The page
-
-
 def _templates(characters: int) -> Environment:
     from jinja2 import Environment, FunctionLoader, StrictUndefined
 
@@ -284,14 +276,10 @@ def _templates(characters: int) -> Environment:
         undefined=StrictUndefined,
         finalize=lambda value: clipped(value, characters) if type(value) is str else value,
     )
-    filters: dict[str, Callable[..., Any]] = {"kind": _kind, "bar": exponent_bar, "blocks": blocks}
-    templates.filters |= filters
+    filters: dict[str, Callable[..., Any]] = {"bar": exponent_bar, "blocks": blocks}
+    templates.filters |= filters | {"kind": lambda value: type(value).__name__}
     templates.globals |= {"signs": SIGNS, "conjunction": view.conjunction}
     return templates
-
-
-def _kind(value: object) -> str:
-    return type(value).__name__
 
 
 @functools.cache

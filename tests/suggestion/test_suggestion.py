@@ -1,0 +1,351 @@
+"""What is suggested for a workload: which edit is made, where it stands, and what its reader is told."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ampdbg.config.file import load_config
+from ampdbg.pinning import bisection
+from ampdbg.proof import proof, suggestion
+from ampdbg.proof.experiments import perform
+from ampdbg.proof.suggestion import Suggestion, suggest
+from ampdbg.record.pins import Handover, Proof, ProofStep
+from ampdbg.report.suggestion import content
+from tests.proof.overflowing import CONFIG, NET, written
+from tests.siblings import slow_but_for
+from tests.zoo.test_zoo import CASES, FILES, config_of
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process is started for the proof: it takes seconds to start one."""
+    monkeypatch.setattr(proof, "fresh_processes", lambda folder: contextlib.nullcontext(perform))
+
+
+def net(layers: str, forward: str, batch: str, functions: str, imported: str = "") -> str:
+    """A workload of one model; the bodies of its methods stand in a line each."""
+    return f"""\
+import torch
+import torch.nn.functional as F
+from torch import nn
+{imported}
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        {layers}
+
+    def forward(self, x):
+        {forward}
+
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    return [{batch} for _ in range(6)]
+
+
+{functions}
+"""
+
+
+def handed_over(found: Suggestion) -> Handover:
+    assert found.record.handover is not None
+    return found.record.handover
+
+
+def proven(found: Suggestion) -> str:
+    """The text of what is suggested, which holds its proof."""
+    assert found.record.verification is not None
+    assert found.record.verification.passed, found.record.verification
+    return (content(found.record) or b"").decode()
+
+
+# Of the zoo: constants that half cannot hold stay in range on their lines, and pins of half weights are settings
+
+
+def of_zoo(name: str, folder: Path, *overrides: str, **options: Any) -> Suggestion:
+    file = next(file for file in FILES if file.stem == name)
+    return suggest(load_config(config_of(file, folder), overrides), **options)
+
+
+ADDED = {
+    "mask_constant": "scores = scores.masked_fill(hidden, max(self.fill, torch.finfo(scores.dtype).min))  # <- here",
+    "mask_of_a_whole_row": "mask = hidden * max(self.fill, torch.finfo(hidden.dtype).min / 2)  # <- here",
+    "eps_in_the_backward_pass": (
+        "length = torch.sqrt((h * h).amax(dim=-1, keepdim=True) + max(self.eps, torch.finfo(h.dtype).tiny))  # <- here"
+    ),
+    "eps_on_a_zero_row": (
+        "h = h / (h.abs().amax(dim=-1, keepdim=True) + max(self.eps, torch.finfo(h.dtype).tiny))  # <- here"
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ADDED)
+def test_the_constant_is_kept_in_range_on_its_line(name: str, tmp_path: Path) -> None:
+    found = of_zoo(name, tmp_path)
+    lines = proven(found).splitlines()
+    assert lines[0] == "# Keeps constants within the range of half precision; no module needs FP32:"
+    added = [line.removeprefix("+").strip() for line in lines if line.startswith("+") and not line.startswith("+++")]
+    assert added == [ADDED[name]]
+    assert found.record.pins  # FP32 would cure it too, and is what a file of pins holds
+
+
+def test_unproven_it_is_no_better_than_the_pins_that_the_search_has_tried(tmp_path: Path) -> None:
+    handover = handed_over(of_zoo("mask_of_a_whole_row", tmp_path, verify=False))
+    assert handover.files
+    assert not handover.pins_nothing
+
+
+@pytest.mark.parametrize("form", slow_but_for(["yaml"], ["diff", "module", "yaml"]))
+def test_pins_of_a_half_model_are_proven_as_settings(form: str, tmp_path: Path) -> None:
+    """Edits of code rely on autocast, which does not run at O2."""
+    found = of_zoo("scores_before_scaling", tmp_path, "precision.level=O2", form=form)
+    assert proven(found).splitlines()[-3:] == ["precision:", "  pins:", "    - attn:own"]
+    handover = handed_over(found)
+    assert (handover.names, handover.form, handover.files) == (("attn:own",), "yaml", ())
+
+
+def test_what_no_pin_cures_has_no_patch(tmp_path: Path) -> None:
+    found = of_zoo("true_nan_forward", tmp_path)
+    assert found.record.findings[0].code == CASES["true_nan_forward"].code
+    assert (found.record.pins, found.edits, content(found.record)) == ((), (), None)
+
+
+NORM = """
+class Norm(nn.Module):
+    def forward(self, x):
+        return x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + 1e-8)
+"""
+SMALL = net(
+    "self.body, self.norm, self.head = nn.Linear(16, 16), Norm(), nn.Linear(16, 4)",
+    "return 0.01 * self.head(self.norm(self.body(x) * 1e-4))",
+    "(torch.randn(8, 16, generator=generator), torch.randn(8, 4, generator=generator))",
+    "def loss(output, target):\n    return (output.float() - target).pow(2).mean()",
+    NORM,
+)
+
+
+@pytest.mark.slow
+def test_an_eps_that_half_would_drown_the_values_in_is_not_raised(tmp_path: Path) -> None:
+    """FP32's own values are smaller there than any eps that FP16 holds: the loss hardly tells, the gradients do."""
+    found = suggest(written(tmp_path, {"net.py": SMALL}))
+    assert found.record.findings[0].code == "eps-underflow"
+    patch = proven(found)
+    assert "finfo" not in patch
+    assert "autocast" in patch
+    assert "divides by a value that FP16 rounds to zero" in found.record.pins[0].without
+    assert "reaches" not in patch
+
+
+# Where the edit stands
+
+
+CALLS_A_LIBRARY = net(
+    "self.body = nn.Linear(8, 8)",
+    "return self.body(x)",
+    "(600 * torch.randn(4, 8, generator=generator), torch.zeros(4))",
+    "def loss(output, target):\n    return energy_loss(output, target)",
+    "from energies import energy_loss\n",
+)
+LIBRARY = """\
+def energy_loss(output, target):
+    energy = (output * output).sum(-1)
+    return 1e-6 * (energy - target).abs().mean()
+"""
+
+
+def with_library(library: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Suggestion:
+    """What is suggested where the installed package is this."""
+    site = folder / "site-packages"
+    site.mkdir()
+    (site / "energies.py").write_text(library)
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.delitem(sys.modules, "energies", raising=False)
+    return suggest(written(folder, {"net.py": CALLS_A_LIBRARY}), verify=False)
+
+
+def test_the_users_call_of_a_librarys_function_is_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = with_library(LIBRARY, tmp_path, monkeypatch)
+    assert [unit.title for unit in handed_over(found).units] == ["energy_loss() on line 22 of net.py"]
+    (edit,) = found.edits
+    assert edit.after.decode().endswith(
+        "    with torch.autocast(device_type=output.device.type, enabled=False):\n"
+        "        return energy_loss(output.float(), target)\n"
+    )
+
+
+def test_a_library_that_casts_by_itself_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = with_library(LIBRARY.replace("output * output", "output.float() ** 2"), tmp_path, monkeypatch)
+    assert (found.record.verdict, found.record.pins, found.edits) == ("healthy", (), ())
+
+
+TIED = net(
+    "self.embedding, self.norm, self.head = nn.Embedding(50, 64), nn.LayerNorm(64), nn.Linear(64, 50, bias=False)\n"
+    "        self.head.weight = self.embedding.weight\n"
+    "        nn.init.constant_(self.norm.weight, 8000.0)",
+    "x = self.norm(self.embedding(x))\n        return self.head(x)",
+    "((ids := torch.randint(0, 50, (4, 17), generator=generator))[:, :-1], ids[:, 1:])",
+    "def loss(output, target):\n    return F.cross_entropy(1e-4 * output.float().flatten(0, 1), target.flatten())",
+)
+
+
+@pytest.mark.slow
+def test_tied_modules_are_one_part_of_the_set_and_the_patch_leaves_the_embedding_alone(tmp_path: Path) -> None:
+    config = written(tmp_path, {"net.py": TIED})
+    found = suggest(config)
+    embedding, head = found.record.pins
+    assert (embedding.name, embedding.tied, embedding.sites) == ("embedding", ("head",), ())
+    assert (head.name, head.tied) == ("head", ("embedding",))
+    text = (content(found.record) or b"").decode()
+    assert text.startswith("# Keeps in FP32 under autocast: head.\n")
+    assert (
+        "-        return self.head(x)\n"
+        "+        with torch.autocast(device_type=x.device.type, enabled=False):\n"
+        "+            return self.head(x)\n"
+    ) in text
+    by_name = suggest(config, form="module")
+    assert proven(by_name)
+    assert by_name.record.verification is not None
+    assert "without embedding and head" in [step.name for step in by_name.record.verification.steps]
+
+
+NEAR_ONE = net(
+    "self.body = nn.Linear(4, 1)\n        nn.init.constant_(self.body.bias, 9.0)",
+    'return [{"heat": self.body(x)}]',
+    "(0.1 * torch.randn(8, 4, generator=generator), torch.ones(8, 1))",
+    "def probability(x):\n"
+    "    return torch.clamp(x.sigmoid_(), min=1e-4, max=1 - 1e-4)\n\n\n"
+    "def focal_loss(p, target):\n"
+    "    return -(torch.log(1 - p) * p**2 * target).mean()\n\n\n"
+    "def step(model, batch):\n"
+    '    return focal_loss(probability(model(batch[0])[-1]["heat"]), batch[1])',
+)
+BY_STEP = CONFIG.replace("loss: {target: net.py:loss}", "step: {target: net.py:step}")
+ROUNDED = {
+    "a function that writes into its argument is given another": (
+        NEAR_ONE,
+        "probability() on line 30 of net.py",
+        "        probability_out = probability(model_out.float())\n",
+    ),
+    "its line is edited": (
+        NEAR_ONE.replace("sigmoid_", "sigmoid"),
+        "line 22 of net.py",
+        "        return torch.clamp(x.float().sigmoid(), min=1e-4, max=1 - 1e-4)\n",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("text", "title", "edit"), ROUNDED.values(), ids=ROUNDED)
+def test_what_is_rounded_before_it_goes_wrong_is_kept_in_fp32_where_it_is_made(
+    text: str, title: str, edit: str, tmp_path: Path
+) -> None:
+    found = suggest(written(tmp_path, {"net.py": text}, BY_STEP))
+    assert proven(found)
+    (unit,) = handed_over(found).units
+    assert unit.title == title
+    assert unit.notes[0].startswith("Editing line 26 of net.py alone was not enough: the failing step")
+    assert edit in found.edits[0].after.decode()
+
+
+def test_what_is_made_in_fp32_needs_no_patch(tmp_path: Path) -> None:
+    text = NEAR_ONE.replace('["heat"]', '["heat"].float()')
+    found = suggest(written(tmp_path, {"net.py": text}, BY_STEP))
+    assert (found.record.pins, found.edits) == ((), ())
+
+
+# Where the narrowest patch does not hold, a wider one is tried
+
+
+NARROW = ("line 15 of net.py", ())
+FAILED = Proof(
+    False, (ProofStep("the failing step (0)", True, "healthy"), ProofStep("further batches", False, "loss NaN"))
+)
+
+
+def suggested_where(
+    outcomes: Sequence[Proof], folder: Path, monkeypatch: pytest.MonkeyPatch, text: str = NET
+) -> tuple[Suggestion, list[Any]]:
+    """What is suggested if the proofs come out like this, one after another, and the job that each was of."""
+    jobs: list[Any] = []
+
+    def prove(job: object, *args: object) -> Proof:
+        jobs.append(job)
+        return outcomes[len(jobs) - 1]
+
+    monkeypatch.setattr(suggestion, "prove", prove)
+    return suggest(written(folder, {"net.py": text})), jobs
+
+
+def test_a_wider_patch_says_what_the_narrower_one_failed_in_and_repeats_what_the_search_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bisection, "_repeats", lambda rate: 2)  # as of a step that fails only sometimes
+    found, jobs = suggested_where([FAILED, Proof(True)], tmp_path, monkeypatch)
+    said = "#     Editing line 15 of net.py alone was not enough: further batches: loss NaN\n"
+    assert said in (content(found.record) or b"").decode()
+    assert jobs[0].patched != jobs[1].patched
+    assert found.record.search is not None
+    assert [found.record.search.repeats, *(job.repeats for job in jobs)] == [2, 2, 2]
+
+
+@pytest.mark.slow
+def test_what_the_narrowest_patch_failed_in_is_told_where_no_other_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    also = Proof(False, (ProofStep("the failing step (0)", False, "loss inf"),))
+    found, jobs = suggested_where([FAILED, also], tmp_path, monkeypatch)
+    assert (found.edits, found.record.verification) == ((), FAILED)
+    assert len(jobs) == 2  # the third way makes the patch of the second, which was proven already
+
+
+@pytest.mark.slow
+def test_the_narrowest_patch_that_holds_has_nothing_to_excuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = suggested_where([Proof(True)], tmp_path, monkeypatch)
+    assert [(unit.title, unit.notes) for unit in handed_over(found).units] == [NARROW]
+
+
+IN_TWO_FUNCTIONS = net(
+    "self.body = nn.Linear(8, 8)",
+    "return self.body(x)",
+    "torch.randn(2, 16, 8, generator=generator).unbind()",
+    "def summed(x):\n"
+    "    return x @ torch.full((8, 8), 3e4)\n\n\n"
+    "def energy(x):\n"
+    "    return 1e-12 * (x * x).mean()\n\n\n"
+    "def loss(output, target):\n"
+    "    return energy(summed(0.01 * output)) + 1e-9 * summed(output).abs().mean()",
+)
+
+
+@pytest.mark.slow
+def test_what_the_rest_of_a_patch_does_not_need_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first edit hands on in FP32 cures the second line too."""
+    needless = ProofStep("without line 25 of net.py", False, "not needed: healthy; loss 1.0000, 1.0000 in FP32")
+    outcomes = [Proof(False, (needless,)), Proof(True)]
+    found, jobs = suggested_where(outcomes, tmp_path, monkeypatch, IN_TWO_FUNCTIONS)
+    assert [(unit.title, unit.notes) for unit in handed_over(found).units] == [("line 21 of net.py", ())]
+    assert len(jobs) == 2
+    assert found.edits[0].after.count(b"enabled=False") == 1
+
+
+@pytest.mark.slow
+def test_what_was_refused_is_told_once_with_its_file_and_lines(tmp_path: Path) -> None:
+    text = NET.replace("torch.eye", "F.torch.eye").replace(
+        "def forward(self, x):", "def forward(self, x, torch=None, _keep_in_fp32=None):"
+    )
+    config = written(tmp_path, {"net.py": f"{text}\n\ndef _keep_in_fp32(x):\n    return x\n"})
+    found = suggest(config, verify=False)
+    assert found.edits == ()
+    path = tmp_path / "net.py"
+    assert handed_over(found).refused == (
+        f"{path}:15: the name torch stands for something else here; import torch under its own name first",
+        f"{path}: it has a function _keep_in_fp32 already; add the modules to it by hand, or rename it",
+    )
