@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
@@ -34,15 +34,20 @@ def _config(here: Here) -> None:
     here.stub("c.yaml", "my c.yaml")
 
 
-@pytest.fixture
-def returns(monkeypatch: pytest.MonkeyPatch) -> Callable[[Record], dict[str, Any]]:
-    """``returns(record)`` makes the training return it at once; the result holds the options it was called with."""
+Returns = Callable[[Record | BaseException], dict[str, Any]]
 
-    def put(record: Record) -> dict[str, Any]:
+
+@pytest.fixture
+def returns(monkeypatch: pytest.MonkeyPatch) -> Returns:
+    """``returns(record)`` makes the training return it at once, and an error raise it; the result holds its options."""
+
+    def put(record: Record | BaseException) -> dict[str, Any]:
         called: dict[str, Any] = {}
 
         def scan(given: Given, **options: Any) -> Record:
             called.update(options, given=given)
+            if isinstance(record, BaseException):
+                raise record
             options["observer"].start(len(record.steps))
             sys.stdout.write("printed by the user's code\n")
             for step in record.steps:
@@ -53,25 +58,6 @@ def returns(monkeypatch: pytest.MonkeyPatch) -> Callable[[Record], dict[str, Any
         return called
 
     return put
-
-
-Returns = Callable[[Record], dict[str, Any]]
-
-
-@pytest.fixture
-def raises(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
-    """``raises(error)`` makes the training raise it."""
-
-    def put(error: BaseException) -> None:
-        def scan(given: Given, **options: Any) -> NoReturn:
-            raise error
-
-        monkeypatch.setattr(api, "scan", scan)
-
-    return put
-
-
-Raises = Callable[[BaseException], None]
 
 
 def with_severity(severity: Any) -> Record:
@@ -347,21 +333,21 @@ RAISED: dict[str, tuple[BaseException, str]] = {
 
 
 @pytest.mark.parametrize("name", RAISED)
-def test_an_error_is_one_message_behind_the_users_traceback(name: str, here: Here, raises: Raises) -> None:
+def test_an_error_is_one_message_behind_the_users_traceback(name: str, here: Here, returns: Returns) -> None:
     error, said = RAISED[name]
-    raises(error)
+    returns(error)
     result = here("scan", "c.yaml")
     assert (result.code, result.stdout, result.stderr) == (2, "", said)
 
 
-def test_debug_shows_our_traceback(here: Here, raises: Raises) -> None:
-    raises(ZeroDivisionError("division by zero"))
+def test_debug_shows_our_traceback(here: Here, returns: Returns) -> None:
+    returns(ZeroDivisionError("division by zero"))
     lines = here("scan", "c.yaml", "--debug").stderr.splitlines()
     assert (lines[0], lines[-1]) == ("Traceback (most recent call last):", OURS)
 
 
-def test_an_interrupt_before_the_first_step_says_that_nothing_was_seen(here: Here, raises: Raises) -> None:
-    raises(KeyboardInterrupt())
+def test_an_interrupt_before_the_first_step_says_that_nothing_was_seen(here: Here, returns: Returns) -> None:
+    returns(KeyboardInterrupt())
     result = here("scan", "c.yaml")
     assert (result.code, result.stdout) == (130, "")
     assert result.stderr == "interrupted: nothing was recorded\n"
