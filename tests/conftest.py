@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -61,11 +61,3 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
     """Calls the program in an empty folder: ``here("scan", "c.yaml")``."""
     monkeypatch.chdir(tmp_path)
     return Here(tmp_path, monkeypatch, capfd)
-
-
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """A shell that runs the tests in the background has SIGINT ignored, and children would inherit that."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)

@@ -83,7 +83,6 @@ def test_what_is_printed_inside_or_later_goes_to_stderr(capfd: pytest.CaptureFix
     assert sorted(captured.err.splitlines()) == ["from a descriptor", "from print", "from who kept stdout", "noise"]
 
 
-@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(("interrupts", "is_written"), [(1, True), (2, False)])
 def test_an_interrupt_comes_behind_the_record_and_a_second_does_not_wait_for_it(
     interrupts: int, is_written: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -136,7 +136,6 @@ INTERRUPTED = {
 
 @pytest.mark.slow
 @posix
-@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize(("given", "at", "says"), INTERRUPTED.values(), ids=INTERRUPTED)
 def test_an_interrupted_run_exits_130_with_its_record_and_report(
@@ -312,7 +311,6 @@ main()
 
 
 @posix
-@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_while_the_program_is_imported_shows_no_traceback(tmp_path: Path) -> None:
     program = [sys.executable, "-c", INTERRUPTED_IMPORT]
     done = subprocess.run(program, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)

@@ -182,10 +182,6 @@ def test_the_lines_to_paste_are_the_pins_in_yaml(already: list[str], names: list
     assert read_yaml("\n".join(lines)).data == {"precision": {"pins": every or None}}
 
 
-def test_the_whole_model_is_pinned_by_the_pattern_of_every_name() -> None:
-    assert pins_yaml([""], {}) == ["precision:", "  pins:", '    - "*"']
-
-
 def test_costs_that_were_not_measured_are_left_open() -> None:
     pin = Pin("head", sites=(PinSite("backward", "head.proj", "aten.mm.default", None, None),), cost=None)
     row = next(line for line in plain(searched(FOUND, pins=(pin, ATTENTION))).splitlines() if "head  " in line)

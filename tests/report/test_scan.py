@@ -14,7 +14,7 @@ from ampdbg.report.scan import GroupHits, group_hits, next_command, overflows
 from ampdbg.report.view import Typed
 from tests.report.bisections import BISECTIONS
 from tests.report.pages import rendered
-from tests.report.records import NAMES, calibration, collapse, healthy, healthy_step, overflow, run, skipped_step
+from tests.report.records import NAMES, collapse, healthy, healthy_step, overflow, run, skipped_step
 
 # Groups
 
@@ -100,7 +100,6 @@ SENTENCES = {
     ),
     "a root that points nowhere": (run([healthy_step(0)], findings=(replace(ROOT, root=7),)), "error unknown"),
     "a note": (NOTED, "Note: SDPA is assumed to be fused"),
-    "calibration": (calibration(), "✓ Healthy"),
     "a file below the folder": (OF_FILE, "  project/model.py:7 in forward"),
 }
 
