@@ -1,4 +1,4 @@
-"""What the tests share: golden files, compared with or refreshed by ``pytest --update-golden``."""
+"""What the tests share: golden files, refreshed by ``pytest --update-golden``, and the program in this process."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import Phase, settings
+
+from tests.commands.program import Here
 
 # The first example of a test may wait for torch to load a kernel; a deadline would call that flaky.
 settings.register_profile("ampdbg", deadline=None)
@@ -52,3 +54,10 @@ def golden(request: pytest.FixtureRequest) -> Golden:
         assert text == path.read_bytes().decode(), f"not as in {path}; if that is right: pytest --update-golden"
 
     return check
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Here:
+    """Calls the program in an empty folder: ``here("scan", "c.yaml")``."""
+    monkeypatch.chdir(tmp_path)
+    return Here(tmp_path, monkeypatch, capfd)

@@ -51,7 +51,7 @@ def test_a_mistake_gives_one_message_and_exit_code_2(case: Broken, here: Here) -
     assert all(record.steps and record.error for record in map(read_record, here.folder.glob(".ampdbg/*.json")))
 
 
-@pytest.mark.parametrize("name", ["empty file", "unclosed bracket"])
+@pytest.mark.parametrize("name", ["only comments", "unclosed bracket"])
 def test_the_same_in_a_process_of_its_own(name: str, tmp_path: Path) -> None:
     case = next(case for case in BROKEN if case.name == name)
     case.write(tmp_path)

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import cmarkgfm
@@ -14,37 +15,14 @@ import pytest
 from ampdbg.record.file import from_json, write_record
 from ampdbg.report.formats import FORMATS
 from tests.commands.program import Here, environment, start
+from tests.costs.perceptron import NET, written
 from tests.report.records import collapse, healthy
 from tests.report.test_sarif import mistakes
 from tests.test_escapes import HOSTILE, record_of
 
-CONFIG = """
-model: {target: "net.py:Net"}
-data: {target: "net.py:batches"}
-loss: {target: "torch.nn.functional:mse_loss"}
-train: {steps: 3, device: cpu}
-"""
-NET = """
-import torch
-
-
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = torch.nn.Linear(16, 16)
-        self.head = torch.nn.Linear(16, 1)
-
-    def forward(self, x):
-        h = self.body(x)
-        return self.head(h).float()
-
-
-def batches():
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 16, generator=generator), torch.zeros(8, 1)) for _ in range(3)]
-"""
-ENERGY = "h = 300.0 * self.body(x)\n        h = h * h"
-"""Reaches 183,000, and FP16 ends at 65,504."""
+PLAIN = NET.replace("return self.second(torch.relu(self.first(x)))", "h = self.first(x)\n        return self.second(h)")
+ENERGY = "h = 300.0 * self.first(x)\n        h = h * h"
+"""Goes beyond the 65,504 at which FP16 ends."""
 
 
 def commit(folder: Path, code: str, name: str) -> None:
@@ -58,8 +36,8 @@ def commit(folder: Path, code: str, name: str) -> None:
 def repository(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """Two records of each command, or of one, from a commit and from the one after it, which adds an overflow."""
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
-    (tmp_path / "c.yaml").write_text(CONFIG, encoding="utf-8")
-    for name, code in (("then", NET), ("now", NET.replace("h = self.body(x)", ENERGY))):
+    written(tmp_path)
+    for name, code in (("then", PLAIN), ("now", PLAIN.replace("h = self.first(x)", ENERGY))):
         commit(tmp_path, code, name)
         for verb in getattr(request, "param", ("scan", "ranges")):
             start(tmp_path, verb, "c.yaml", "--quiet", "--record", f"{verb}-{name}.json")
@@ -72,9 +50,9 @@ def test_a_commit_that_adds_an_overflow_is_worse_and_the_way_back_is_better(repo
     assert (worse.code, worse.stderr) == (1, "")
     headline = " ".join(worse.stdout.partition("\n\n")[0].split())
     assert headline.startswith("✗ Worse: forward-overflow")
-    assert "more would overflow; head lost " in headline
-    assert re.search(r"✗  \(root\) · mul · net.py:13 +0 +1\n", worse.stdout)
-    assert re.search(r"✗  head +1[0-9]\.\d +-?\d\.\d\n", worse.stdout)
+    assert "more would overflow; second lost " in headline
+    assert re.search(r"✗  \(root\) · mul · net.py:12 +0 +1\n", worse.stdout)
+    assert re.search(r"✗  second +1[0-9]\.\d +-?\d\.\d\n", worse.stdout)
     assert "✗  the whole model" in worse.stdout
 
     better = start(repository, "compare", "ranges-now.json", "ranges-then.json")
@@ -89,7 +67,7 @@ def test_a_scan_names_what_appeared_and_markdown_and_sarif_have_it_too(repositor
     text = start(repository, *given)
     assert text.code == 1
     assert text.stdout.startswith("✗ Worse: forward-overflow appeared.\n")
-    assert "  net.py:13 in forward\n    h = h * h\n" in text.stdout
+    assert "  net.py:12 in forward\n    h = h * h\n" in text.stdout
 
     markdown = start(repository, *given, "--format", "markdown")
     assert markdown.code == 1
@@ -99,15 +77,15 @@ def test_a_scan_names_what_appeared_and_markdown_and_sarif_have_it_too(repositor
     assert mistakes(sarif) == []
     (result,) = sarif["runs"][0]["results"]
     place = result["locations"][0]["physicalLocation"]
-    assert (place["artifactLocation"]["uri"], place["region"]["startLine"]) == ("net.py", 13)
+    assert (place["artifactLocation"]["uri"], place["region"]["startLine"]) == ("net.py", 12)
     back = json.loads(start(repository, "compare", *given[:0:-1], "--format", "sarif").stdout)
     assert back["runs"][0]["results"] == []
 
 
 @pytest.mark.slow
 def test_a_commit_that_moves_lines_and_renames_a_variable_is_not_worse(repository: Path) -> None:
-    moved = NET.replace("import torch\n", "import torch\n\n# A comment.\n").replace("h = self", "hidden = self")
-    commit(repository, moved.replace("head(h)", "head(hidden)"), "moved")
+    moved = PLAIN.replace("import torch\n", "import torch\n\n# A comment.\n").replace("h = self", "hidden = self")
+    commit(repository, moved.replace("second(h)", "second(hidden)"), "moved")
     start(repository, "ranges", "c.yaml", "--quiet", "--record", "moved.json")
     result = start(repository, "compare", "ranges-then.json", "moved.json")
     assert result.code == 0
@@ -122,7 +100,7 @@ def test_json_is_one_strict_object(repository: Path) -> None:
     assert (data["format"], data["version"], data["worse"], data["within"]) == ("ampdbg.comparison", 1, True, 1.0)
     assert "forward-overflow" in [finding["code"] for finding in data["appeared"]]
     assert {"phase": "forward", "module": "", "op": "aten.mul.Tensor", "then": 0, "now": 1} in data["overflows"]
-    assert {one["module"] for one in data["headroom_bits"]} == {"body", "head"}
+    assert {one["module"] for one in data["headroom_bits"]} == {"first", "second"}
     assert data["loss_scales"][0]["module"] == ""
 
 
@@ -136,8 +114,6 @@ def test_what_was_not_measured_is_said(here: Here) -> None:
 
 
 def test_records_of_two_commands_and_what_is_no_record_are_refused(here: Here) -> None:
-    from dataclasses import replace
-
     write_record(healthy(), Path("a.json"))
     write_record(replace(healthy(), command="bisect"), Path("b.json"))
     result = here.refused("compare", "a.json", "b.json")

@@ -1,16 +1,27 @@
-"""``ampdbg explain``: the list, one code, JSON, a wrong code; as a program of its own and without torch."""
+"""``ampdbg explain``: the list, one code, JSON; as a program of its own and without torch; what each text keeps."""
 
 from __future__ import annotations
 
 import json
+import re
+import textwrap
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from ampdbg.commands.explain import as_text
 from ampdbg.record.codes import CODES
-from ampdbg.report.explanation import explanation
+from ampdbg.report.explanation import SECTIONS, explanation
+from ampdbg.report.formats.text import blocks
+from ampdbg.report.view import Look
 from tests.commands.program import Here, imported_by, start
+
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def plain(code: str, width: int = 80) -> str:
+    return as_text(code, Look(width, color=False, unicode=True))
 
 
 def test_without_a_code_it_lists_all(here: Here) -> None:
@@ -49,3 +60,30 @@ def test_a_terminal_without_unicode_gets_ascii(tmp_path: Path) -> None:
     assert result.code == 0
     assert result.stdout.startswith("forward-overflow - Forward pass\n")
     assert result.stdout.isascii()
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_it_fits_80_columns_also_on_a_wider_terminal(code: str) -> None:
+    assert max(map(len, plain(code).splitlines())) <= 80
+    assert plain(code, width=120) == plain(code)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_no_word_of_the_file_is_lost(code: str) -> None:
+    entry = explanation(code)
+    written = "\n".join(getattr(entry, field) for field in SECTIONS)
+    assert set(re.sub(r"^```.*$", "", written, flags=re.MULTILINE).split()) <= set(plain(code).split())
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_its_code_can_be_copied_as_it_stands(code: str) -> None:
+    for kind, text in blocks(explanation(code).remedy):
+        if kind == "code":
+            assert textwrap.indent(text, "    ") in plain(code)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_colour_changes_no_character(code: str) -> None:
+    colored = as_text(code, Look(80, color=True, unicode=True))
+    assert "\x1b[" in colored
+    assert [line.rstrip() for line in ANSI.sub("", colored).splitlines()] == plain(code).splitlines()

@@ -11,7 +11,6 @@ from ampdbg import api
 from ampdbg.commands.app import COMMANDS
 from ampdbg.errors import UserCodeError
 from ampdbg.given import Given
-from ampdbg.record.file import write_record
 from ampdbg.record.run import Record
 from tests.commands.program import Here, start
 from tests.report.records import collapse, healthy
@@ -67,15 +66,6 @@ def test_it_takes_the_place_of_a_page_and_of_nothing_else(here: Here) -> None:
     assert result.stderr == "error: --html new is the file of the record, and would be overwritten; name another file\n"
 
 
-@pytest.mark.usefixtures("_healthy")
-def test_a_page_that_cannot_be_written_does_not_cost_the_report(here: Here) -> None:
-    Path("file").write_text("", encoding="utf-8")
-    result = here("scan", "c.yaml", "--quiet", "--html", "file/page.html")
-    assert result.code == 2
-    assert result.stdout.startswith("✓ Healthy")
-    assert result.stderr.startswith("error: file/page.html: cannot be written: ")
-
-
 def test_an_error_of_the_users_code_leaves_the_page_of_the_steps_before_it(
     here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,11 +77,6 @@ def test_an_error_of_the_users_code_leaves_the_page_of_the_steps_before_it(
     monkeypatch.setattr(api, "scan", fails)
     assert here("scan", "c.yaml", "--html", "page.html").code == 2
     assert Path("page.html").read_text(encoding="utf-8").startswith(PAGE)
-
-
-def test_report_writes_one_too(here: Here) -> None:
-    write_record(collapse(), Path("r.json"))
-    assert here("report", "r.json", "--format", "html").stdout.startswith(PAGE)
 
 
 def test_a_script_that_was_watched_leaves_its_page(tmp_path: Path) -> None:

@@ -108,12 +108,6 @@ def test_a_fix_is_written_and_keeps_the_rest_of_the_file(here: Here) -> None:
     assert here("lint", "--fix", "train.py").stdout == "✓ Nothing found in 1 file.\n"
 
 
-def test_fix_and_diff_together_are_refused(here: Here) -> None:
-    done = here("lint", "--fix", "--diff", ".")
-    assert done.code == 2
-    assert done.stderr.startswith("error: got --fix and --diff; ")
-
-
 def test_codes_are_selected_and_ignored_by_their_names_or_how_they_begin(here: Here) -> None:
     write(here, "train.py", CLIPS)
     write(here, "old.py", OLD)
@@ -123,12 +117,6 @@ def test_codes_are_selected_and_ignored_by_their_names_or_how_they_begin(here: H
     assert codes(here, ".", "--select", "misuse", "--select", "deprecated", "--ignore", "deprecated") == [
         "misuse-clip-scaled"
     ]
-
-
-def test_a_code_that_no_rule_has_is_refused_with_those_there_are(here: Here) -> None:
-    done = here("lint", ".", "--select", "forward-overflow")
-    assert done.code == 2
-    assert done.stderr.startswith("error: --select: 'forward-overflow' is no code of a rule; allowed are misuse, ")
 
 
 @pytest.mark.parametrize(
@@ -365,11 +353,6 @@ def test_a_file_nested_beyond_pythons_parser_has_a_line(here: Here, deep: str) -
     assert ("deep.py: does not parse: it is nested too deeply" in done.stdout) != is_read
 
 
-def test_a_path_that_is_not_there_is_an_error(here: Here) -> None:
-    done = here("lint", "nowhere")
-    assert (done.code, done.stderr) == (2, "error: nowhere: there is no such file or folder\n")
-
-
 def test_a_file_that_is_met_twice_is_linted_once(here: Here) -> None:
     path = write(here, "train.py", CLIPS)
     (here.folder / "link.py").symlink_to(path)
@@ -395,7 +378,7 @@ def test_torch_is_not_imported(tmp_path: Path) -> None:
 
 def test_no_healthy_loop_of_the_zoo_is_blamed_and_planted_misuses_are_found_at_their_line() -> None:
     zoo = ROOT / "tests" / "zoo_misuse"
-    assert engine.lint([str(zoo / "healthy.py")], Settings()).findings == ()
+    assert engine.lint([str(zoo / "healthy.py"), str(zoo / "parts.py")], Settings()).findings == ()
     found = engine.lint([str(zoo / "planted.py")], Settings()).findings
     lines = (zoo / "planted.py").read_text("utf-8").splitlines()
     for one in found:

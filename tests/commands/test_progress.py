@@ -103,13 +103,6 @@ def test_stderr_is_given_back_when_the_run_raises(terminal: Terminal) -> None:
         assert sys.stderr is terminal
 
 
-def test_quiet_shows_nothing(terminal: Terminal) -> None:
-    with contextlib.redirect_stderr(terminal), progress.shown(quiet=True) as watcher:
-        watcher.start(5)
-        watcher.step(healthy_step(0))
-    assert shown_on(terminal) == ""
-
-
 NAMES = ("", "embed", "block", "block.attn", "block.mlp", "head")
 FAILED = Trial((), healthy=False, why="loss NaN", stage="candidates", suspects=("block.attn",))
 HEALTHY = Trial(("block.attn", "head"), healthy=True, why="", stage="suspects")

@@ -164,6 +164,8 @@ def test_a_transform_without_numbers_is_said_to_be_finite_only_where_fp16_has_ru
     said = " ".join(result.stdout.split())
     assert said.startswith("? Everything that was measured fits FP16 at step 0: ")
     assert "Not measured: Fourier transforms; with them the step is finite in FP16 at a loss scale of" in said
+    assert "Loss scales that what was measured allows" in said
+    assert result.stdout.endswith("  ampdbg scan config.yaml\n")
 
 
 def test_a_mask_beyond_fp16_is_no_reason_to_doubt(here: Here) -> None:
@@ -171,3 +173,4 @@ def test_a_mask_beyond_fp16_is_no_reason_to_doubt(here: Here) -> None:
     result = here("ranges", "config.yaml", "--quiet")
     assert result.code == 0
     assert result.stdout.startswith("✓ No op overflows of itself; an input or a constant of the code is beyond FP16")
+    assert "fits" not in result.stdout.partition("Tightest")[0]

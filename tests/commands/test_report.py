@@ -1,18 +1,23 @@
-"""``ampdbg report``: the latest or any record, as text or JSON, to stdout or a file."""
+"""``ampdbg report``: the latest or any record, as text or JSON, to stdout or a file; damaged ones."""
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ampdbg.record.file import from_json, to_json, write_record
 from ampdbg.record.run import ScriptRun
 from ampdbg.report.formats import FORMATS
 from tests.commands.program import Here
-from tests.commands.suggestions import proven
+from tests.fuzz.outcome import CHECKS
+from tests.fuzz.records import damaged, kept
+from tests.report.bisections import found
 from tests.report.records import collapse, healthy, healthy_step
 
 
@@ -29,16 +34,11 @@ def test_showing_a_failure_again_is_no_failure(here: Here) -> None:
     assert here("report", "r.json").code == 0
 
 
-def test_a_suggestion_is_shown_with_its_search_and_its_proof(here: Here) -> None:
-    write_record(proven(), Path("record.json"))
-    text = here("report", "record.json", "-v").stdout
-    assert text.index("The set") < text.index("The trials") < text.index("The proof")
-    assert "the failing step (3)" in text
-
-
 def test_what_to_type_next_is_of_this_very_run(here: Here) -> None:
     write_record(healthy(), Path("a record.json"))
-    assert "\n  ampdbg scan 'a record.json' --steps 500\n" in here("report", "a record.json").stdout
+    shown = here("report", "a record.json").stdout
+    assert "\n  ampdbg scan 'a record.json' --steps 500\n" in shown
+    assert "Record: 'a record.json'" in shown
     steps = tuple(healthy_step(number) for number in range(60))
     script = replace(healthy(), command="run", steps=steps, script=ScriptRun("my train.py", ("--lr", "0.1")))
     write_record(script, Path("r.json"))
@@ -95,12 +95,6 @@ def test_a_pipe_is_not_waited_for(here: Here) -> None:
         assert (result.code, result.stdout, result.stderr) == (2, "", f"error: {message}\n")
 
 
-def test_a_damaged_record_is_named(here: Here) -> None:
-    Path("r.json").write_text(to_json(healthy())[:100], encoding="utf-8")
-    result = here.refused("report", "r.json")
-    assert result.stderr.startswith("error: r.json: not a record: EOF while parsing a string at line ")
-
-
 def test_an_output_that_cannot_be_written_is_named(here: Here) -> None:
     write_record(healthy(), Path("r.json"))
     Path("file").touch()
@@ -109,12 +103,37 @@ def test_an_output_that_cannot_be_written_is_named(here: Here) -> None:
     assert result.stderr.startswith("error: file/report: cannot be written: ")
 
 
-def test_a_path_with_a_space_is_quoted_in_what_to_type_next(here: Here) -> None:
-    write_record(collapse(), Path("my run.json"))
-    assert "Record: 'my run.json'" in here("report", "my run.json").stdout
-
-
 def test_debug_shows_where(here: Here) -> None:
     result = here("report", "absent.json", "--debug")
     assert result.stderr.startswith("Traceback")
     assert result.stderr.endswith("error: absent.json: cannot be read: No such file or directory\n")
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None, suppress_health_check=CHECKS)
+def test_a_damaged_record_is_shown_or_refused_in_one_line(here: Here, data: st.DataObject) -> None:
+    (here.folder / "r.json").write_bytes(data.draw(damaged(kept())))
+    result = here("report", "r.json")
+    if result.code == 0:
+        assert result.stdout
+        return
+    assert (result.code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: r.json: ")
+    assert (result.stderr.count("\n"), len(result.stderr) < 400) == (1, True)
+
+
+@pytest.mark.parametrize("command", ["report", "suggest-fp32", "bisect"])
+def test_every_command_that_reads_a_record_names_its_path_and_the_key(here: Here, command: str) -> None:
+    data = json.loads(to_json(found()))
+    data["search"]["tried"] = "often"
+    (here.folder / "r.json").write_text(json.dumps(data), encoding="utf-8")
+    result = here.refused(command, "r.json")
+    assert result.stderr.startswith(
+        'error: r.json: a damaged record: search.tried: got "often"; needed: a valid integer'
+    )
+
+
+def test_a_damaged_record_is_named(here: Here) -> None:
+    Path("r.json").write_text(to_json(healthy())[:100], encoding="utf-8")
+    result = here.refused("report", "r.json")
+    assert result.stderr.startswith("error: r.json: not a record: EOF while parsing a string at line ")

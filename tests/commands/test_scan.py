@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
@@ -26,7 +26,7 @@ from ampdbg.record.file import from_json, read_record, write_record
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record, ScriptRun
 from tests.commands.program import Here
-from tests.report.records import calibration, collapse, healthy, interrupted, overflow, skipped_step
+from tests.report.records import calibration, collapse, healthy, interrupted
 
 
 @pytest.fixture(autouse=True)
@@ -34,15 +34,20 @@ def _config(here: Here) -> None:
     here.stub("c.yaml", "my c.yaml")
 
 
-@pytest.fixture
-def returns(monkeypatch: pytest.MonkeyPatch) -> Callable[[Record], dict[str, Any]]:
-    """``returns(record)`` makes the training return it at once; the result holds the options it was called with."""
+Returns = Callable[[Record | BaseException], dict[str, Any]]
 
-    def put(record: Record) -> dict[str, Any]:
+
+@pytest.fixture
+def returns(monkeypatch: pytest.MonkeyPatch) -> Returns:
+    """``returns(record)`` makes the training return it at once, and an error raise it; the result holds its options."""
+
+    def put(record: Record | BaseException) -> dict[str, Any]:
         called: dict[str, Any] = {}
 
         def scan(given: Given, **options: Any) -> Record:
             called.update(options, given=given)
+            if isinstance(record, BaseException):
+                raise record
             options["observer"].start(len(record.steps))
             sys.stdout.write("printed by the user's code\n")
             for step in record.steps:
@@ -53,25 +58,6 @@ def returns(monkeypatch: pytest.MonkeyPatch) -> Callable[[Record], dict[str, Any
         return called
 
     return put
-
-
-Returns = Callable[[Record], dict[str, Any]]
-
-
-@pytest.fixture
-def raises(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
-    """``raises(error)`` makes the training raise it."""
-
-    def put(error: BaseException) -> None:
-        def scan(given: Given, **options: Any) -> NoReturn:
-            raise error
-
-        monkeypatch.setattr(api, "scan", scan)
-
-    return put
-
-
-Raises = Callable[[BaseException], None]
 
 
 def with_severity(severity: Any) -> Record:
@@ -99,6 +85,7 @@ def test_the_exit_code_tells_the_result(
 ) -> None:
     returns(record)
     assert here("scan", "c.yaml", *options).code == code
+    assert read_record(Path(".ampdbg/latest.json")) == record
 
 
 def test_without_a_terminal_progress_is_a_line_each_tenth_of_the_run(here: Here, returns: Returns) -> None:
@@ -121,6 +108,7 @@ def test_quiet_leaves_only_the_report_and_what_users_print(here: Here, returns: 
 def test_json_puts_the_record_on_stdout(here: Here, returns: Returns) -> None:
     returns(collapse())
     result = here("scan", "c.yaml", "--json")
+    assert json.loads(result.stdout, parse_constant=pytest.fail)["steps"][10]["grad_norm"] == "inf"
     assert from_json(result.stdout) == collapse()
     assert result.code == 1
 
@@ -189,12 +177,13 @@ def test_a_folder_that_cannot_be_written_costs_one_message_and_not_the_report(he
     assert message.endswith("choose another place with --record FILE")
 
 
-def test_a_record_file_that_was_asked_for_and_cannot_be_written_is_an_error_after_the_report(
-    here: Here, returns: Returns
+@pytest.mark.parametrize("option", ["--record", "--html"])
+def test_a_file_that_was_asked_for_and_cannot_be_written_is_an_error_after_the_report(
+    option: str, here: Here, returns: Returns
 ) -> None:
     returns(healthy())
     Path("file").touch()
-    result = here("scan", "c.yaml", "--record", "file/r.json")
+    result = here("scan", "c.yaml", option, "file/r.json")
     assert result.code == 2
     assert result.stdout.startswith("✓ Healthy")
     assert "error: file/r.json: cannot be written: " in result.stderr
@@ -251,14 +240,6 @@ def test_the_latest_takes_the_place_of_a_link_and_not_of_what_it_leads_to(here: 
     assert (marker.is_symlink(), Path("made.txt").exists()) == (True, False)
 
 
-def test_an_interrupted_run_is_written_and_shown(here: Here, returns: Returns) -> None:
-    returns(interrupted())
-    result = here("scan", "c.yaml")
-    assert result.code == 130
-    assert result.stdout.startswith("! Interrupted after 12 of 50 steps.")
-    assert read_record(Path(".ampdbg/latest.json")).interrupted
-
-
 def test_the_options_reach_the_scan(here: Here, returns: Returns) -> None:
     called = returns(healthy())
     here(
@@ -281,17 +262,16 @@ def test_the_next_command_carries_the_options_that_change_the_run(here: Here, re
 
 
 def test_a_python_file_is_no_config(here: Here) -> None:
-    Path("model.py").touch()
-    for command in ("scan", "ranges"):
-        result = here.refused(command, "model.py")
-        assert result.stderr.endswith(TWO_LINES)
+    Path("my model.py").touch()
+    for command in ("scan", "ranges", "bisect", "suggest-fp32"):
+        assert here.refused(command, "my model.py").stderr == TWO_LINES
 
 
 TWO_LINES = """\
-error: model.py: a Python file, not a config; try: ampdbg bisect --module model.py, or write a config, such as \
+error: my model.py: a Python file, not a config; try: ampdbg bisect --module 'my model.py', or write a config, such as \
 config.yaml, with two lines:
-  model: {target: "model.py:build_model"}
-  data: {target: "model.py:build_data"}
+  model: {target: "my model.py:build_model"}
+  data: {target: "my model.py:build_data"}
 """
 
 
@@ -353,21 +333,21 @@ RAISED: dict[str, tuple[BaseException, str]] = {
 
 
 @pytest.mark.parametrize("name", RAISED)
-def test_an_error_is_one_message_behind_the_users_traceback(name: str, here: Here, raises: Raises) -> None:
+def test_an_error_is_one_message_behind_the_users_traceback(name: str, here: Here, returns: Returns) -> None:
     error, said = RAISED[name]
-    raises(error)
+    returns(error)
     result = here("scan", "c.yaml")
     assert (result.code, result.stdout, result.stderr) == (2, "", said)
 
 
-def test_debug_shows_our_traceback(here: Here, raises: Raises) -> None:
-    raises(ZeroDivisionError("division by zero"))
+def test_debug_shows_our_traceback(here: Here, returns: Returns) -> None:
+    returns(ZeroDivisionError("division by zero"))
     lines = here("scan", "c.yaml", "--debug").stderr.splitlines()
     assert (lines[0], lines[-1]) == ("Traceback (most recent call last):", OURS)
 
 
-def test_an_interrupt_before_the_first_step_says_that_nothing_was_seen(here: Here, raises: Raises) -> None:
-    raises(KeyboardInterrupt())
+def test_an_interrupt_before_the_first_step_says_that_nothing_was_seen(here: Here, returns: Returns) -> None:
+    returns(KeyboardInterrupt())
     result = here("scan", "c.yaml")
     assert (result.code, result.stdout) == (130, "")
     assert result.stderr == "interrupted: nothing was recorded\n"
@@ -406,8 +386,3 @@ def test_an_interrupt_that_an_import_swallows_is_not_lost_nor_an_error_behind_it
     assert (result.code, result.stdout) == (130, "")
     assert result.stderr.endswith("interrupted: nothing was recorded\n")
     assert "error: " not in result.stderr
-
-
-def test_json_of_infinities_is_strict(here: Here, returns: Returns) -> None:
-    returns(replace(healthy(), steps=(skipped_step(0, 65536.0, overflow(0)),)))
-    assert json.loads(here("scan", "c.yaml", "--json").stdout)["steps"][0]["grad_norm"] == "inf"

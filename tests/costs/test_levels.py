@@ -13,7 +13,6 @@ import ampdbg
 from ampdbg.config.file import load_config
 from ampdbg.costs import levels
 from ampdbg.costs.levels import compare, levels_of
-from ampdbg.errors import UserCodeError
 from ampdbg.observer import Observer
 from ampdbg.precision.modes import mode_of
 from ampdbg.record.file import from_json, to_json, write_record
@@ -164,13 +163,6 @@ def test_a_level_that_cannot_run_is_a_row_that_says_so(tmp_path: Path) -> None:
     assert (code_of(banned["O1"]), banned["O1"].memory) == ("misuse-bce", None)
     assert "unsafe to autocast" in banned["O1"].error
     assert banned["FP32"].trains
-
-
-@pytest.mark.slow
-def test_where_nothing_can_run_the_first_error_is_the_users(tmp_path: Path) -> None:
-    net = NET.replace("return self.second(", "raise ZeroDivisionError('mine')\n        return self.second(")
-    with pytest.raises(UserCodeError, match="mine"):
-        ampdbg.cost(written(tmp_path, net))
 
 
 def test_an_interrupt_leaves_what_had_ended(tmp_path: Path) -> None:

@@ -1,14 +1,17 @@
-"""Records of searches made by hand, one for each way in which a search ends."""
+"""Records of searches, one for each way in which a search ends: made by hand where no run of runs.py ends so."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from ampdbg.record.findings import Finding, Source
 from ampdbg.record.pins import Pin, PinCost, PinSite, Search, Trial
 from ampdbg.record.run import Record
 from tests.report.records import healthy_step, overflow, run, skipped_step
+from tests.report.runs import record_of
 
 SCORES = Source("/home/me/model.py", 41, "forward", "    scores = q @ k.transpose(-1, -2)")
 RESIDUAL = Source("/home/me/model.py", 58, "forward", "        return x + self.mlp(self.norm2(x))")
@@ -102,18 +105,6 @@ def not_again() -> Record:
     return searched(search, pins=(ATTENTION, BLOCK), trials=(*TRIALS[:5], last))
 
 
-def nothing_to_pin() -> Record:
-    record = searched(Search("guided", "nothing-to-pin", "none of 50 steps failed"), findings=(), verdict="healthy")
-    return replace(record, steps=tuple(healthy_step(number) for number in range(50)), planned_steps=50)
-
-
-def fp32_fails() -> Record:
-    message = "The loss is NaN in FP32 and in FP64 too."
-    finding = Finding("true-nan", "error", 3, "forward", message, "Clamp inside the root.")
-    search = Search("guided", "fp32-fails", f"{finding.message}; {finding.remedy}")
-    return searched(search, findings=(finding,), verdict="other")
-
-
 def fp32_raises() -> Record:
     message = "replayed in FP32, step 3 raised KeyError: 'lr'"
     return searched(Search("guided", "fp32-raises", message, step=3), verdict="inconclusive")
@@ -145,34 +136,22 @@ def not_in_a_module() -> Record:
     return searched(search, pins=(pin,), trials=(trial(("head",), "candidates", why), trial(("",), "widened", why)))
 
 
-def not_reproduced() -> Record:
-    message = "none of 10 replays reproduced the failure"
-    search = replace(FAILING, outcome="not-reproduced", message=message, failed=0, tried=10)
-    return searched(search, verdict="inconclusive")
-
-
 def no_set_helps() -> Record:
     message = f"with every module in FP32 the step still fails: {NAN}"
     search = replace(FAILING, outcome="no-set-helps", message=message)
     return searched(search, trials=(trial(("head",), "candidates", NAN), trial(("",), "widened", NAN)))
 
 
-def out_of_trials() -> Record:
-    search = replace(FOUND, outcome="out-of-trials", minimal=False, further=0, losses={}, classes={})
-    return searched(search, pins=(ATTENTION, BLOCK), trials=TRIALS[:3])
-
-
 def out_of_trials_without_a_set() -> Record:
     return searched(replace(FAILING, strategy="ddmin", outcome="out-of-trials"), trials=TRIALS[:1])
 
 
-def search_interrupted() -> Record:
-    return replace(out_of_trials(), interrupted=True)
+REAL = ("nothing_to_pin", "fp32_fails", "not_reproduced", "out_of_trials", "interrupted")
+"""Those of which there is a run."""
 
-
-BISECTIONS = {
+BISECTIONS: dict[str, Callable[[], Record]] = {
     make.__name__: make
-    for make in (found, every_instance, flaky, not_again, nothing_to_pin, fp32_fails, fp32_raises, spoilt_input,
-                 no_pin_helps, misused, not_in_a_module, not_reproduced, no_set_helps, out_of_trials,
-                 out_of_trials_without_a_set, search_interrupted)
+    for make in (found, every_instance, flaky, not_again, fp32_raises, spoilt_input, no_pin_helps, misused,
+                 not_in_a_module, no_set_helps, out_of_trials_without_a_set)
 }  # fmt: skip
+BISECTIONS |= {name: partial(record_of, f"bisect_{name}") for name in REAL}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import cmarkgfm
 import pytest
@@ -18,6 +17,7 @@ from ampdbg.record.run import Record
 from ampdbg.report.formats import written
 from ampdbg.report.formats.markdown import MOST_CHARACTERS, escaped
 from ampdbg.report.view import Look, Typed
+from tests.report.page.samples import Parsed
 from tests.report.records import run
 from tests.report.runs import RUNS, record_of
 from tests.test_escapes import HOSTILE
@@ -56,23 +56,6 @@ def rendered(text: str) -> str:
     return shown
 
 
-class Reader(HTMLParser):
-    """The tags of a page, and what a reader sees of it."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.text = ""
-        self.feed(page)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
 def markdown(record: Record) -> str:
     return written(record, Typed("config.yaml", "r.json", "/home/me"), LOOK, "markdown")
 
@@ -87,7 +70,7 @@ OURS = set("h3 p strong code pre ul li details summary table thead tbody tr th t
 @pytest.mark.parametrize("name", RUNS)
 def test_every_report_is_short_and_of_our_own_tags(name: str) -> None:
     text = markdown(record_of(name))
-    page = Reader(rendered(text))
+    page = Parsed(rendered(text))
     assert len(text) < 20_000
     assert set(page.tags) <= OURS
     assert page.tags[0] == "h3"
@@ -114,21 +97,21 @@ def test_a_name_is_shown_and_does_nothing(text: str) -> None:
     said = markdown(hostile_record(text))
     page = rendered(said)
     assert all(line.isprintable() for line in said.splitlines())
-    assert set(Reader(page).tags) <= OURS
+    assert set(Parsed(page).tags) <= OURS
     assert "href" not in page
     outside = re.sub(r"<(pre|code).*?</\1>", "", page, flags=re.DOTALL)
-    assert not re.search(r"@\w|#\d|GH-\d|:smile:|:\+1:", Reader(outside).text)
+    assert not re.search(r"@\w|#\d|GH-\d|:smile:|:\+1:", Parsed(outside).text)
 
 
 @pytest.mark.parametrize("text", MARKUP.values(), ids=MARKUP)
 def test_what_is_escaped_reads_as_it_was(text: str) -> None:
     for page in (escaped(text), f"| a |\n| --- |\n| {escaped(text)} |"):
-        assert squeezed(text) in squeezed(Reader(rendered(page)).text)
+        assert squeezed(text) in squeezed(Parsed(rendered(page)).text)
 
 
 @given(st.text(alphabet=st.characters(min_codepoint=32, max_codepoint=126), min_size=1))
 def test_any_text_reads_as_it_was(text: str) -> None:
-    assert squeezed(Reader(rendered(escaped(text))).text) == squeezed(text)
+    assert squeezed(Parsed(rendered(escaped(text))).text) == squeezed(text)
 
 
 def test_what_an_issue_has_no_room_for_is_left_out_and_named() -> None:

@@ -14,7 +14,7 @@ from ampdbg.report.scan import GroupHits, group_hits, next_command, overflows
 from ampdbg.report.view import Typed
 from tests.report.bisections import BISECTIONS
 from tests.report.pages import rendered
-from tests.report.records import NAMES, calibration, collapse, healthy, healthy_step, overflow, run, skipped_step
+from tests.report.records import NAMES, collapse, healthy, healthy_step, overflow, run, skipped_step
 
 # Groups
 
@@ -100,7 +100,6 @@ SENTENCES = {
     ),
     "a root that points nowhere": (run([healthy_step(0)], findings=(replace(ROOT, root=7),)), "error unknown"),
     "a note": (NOTED, "Note: SDPA is assumed to be fused"),
-    "calibration": (calibration(), "✓ Healthy"),
     "a file below the folder": (OF_FILE, "  project/model.py:7 in forward"),
 }
 
@@ -113,10 +112,6 @@ def test_the_page_says(name: str) -> None:
 
 def test_a_healthy_run_is_about_eight_lines() -> None:
     assert len(rendered(healthy()).splitlines()) <= 8
-
-
-def test_a_file_beside_the_folder_keeps_its_path() -> None:
-    assert "/home/me/project/model.py:7" in rendered(OF_FILE, folder="/home/me/proj")
 
 
 @pytest.mark.parametrize(("step", "nan", "is_listed"), [(0, 0, False), (0, 1, True), (1, 0, True)])

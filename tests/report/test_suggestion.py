@@ -19,7 +19,7 @@ from ampdbg.report.formats import written
 from ampdbg.report.suggestion import content, headline
 from ampdbg.report.view import Look, Typed
 from tests.commands.suggestions import AFTER, BEFORE, FAILED, PROOF, handed_over, proven, suggestion
-from tests.report.bisections import NAMES, found, fp32_fails
+from tests.report.bisections import BISECTIONS, NAMES, found
 
 FILE = FileDiff("model.py", "utf-8", "+x\n")
 UNITS = (PatchUnit("lines 41 to 43 of model.py", NAMES), PatchUnit("Block.forward in model.py", ()))
@@ -135,6 +135,7 @@ def test_why_no_code_is_edited_stands_where_the_patch_would() -> None:
     )
     assert told in rendered(found(), Handover("diff", refused=reasons))
     assert "Why" not in rendered(replace(found(), verification=FAILED), Handover("diff", refused=reasons))
+    assert "Why" not in rendered(found(), Handover("yaml", NAMES, "x = 1", refused=reasons))
 
 
 def test_a_command_to_copy_is_never_cut() -> None:
@@ -182,9 +183,10 @@ def test_each_end_has_its_headline(name: str) -> None:
 
 
 def test_without_pins_it_is_the_report_of_the_search_and_the_other_remedies() -> None:
-    told = fp32_fails().findings[0].remedy
-    text = rendered(fp32_fails(), Handover("diff", notes=(told, "normalise the data")))
-    assert text.startswith("✗ No pin helps: step 3 fails in FP32 too.")
+    record = BISECTIONS["fp32_fails"]()
+    told = record.findings[0].remedy
+    text = rendered(record, Handover("diff", notes=(told, "normalise the data")), width=400)
+    assert text.startswith("✗ No pin helps: step 0 fails in FP32 too.")
     assert "\nOther remedies\n  normalise the data\n" in text
     assert text.count(told) == 1
 
@@ -266,12 +268,6 @@ def test_pins_places_and_proof_stand_above_the_diff(tmp_path: Path) -> None:
     noted = replace(handover_of(found).units[0], notes=("line 2 cannot be edited: a lambda", "applies to all 24 GLU"))
     lines = "#   - line 2 of model.py\n#     line 2 cannot be edited: a lambda\n#     applies to all 24 GLU\n"
     assert lines in text_of(handing(found, units=(noted,))).decode()
-
-
-def test_without_a_proof_the_diff_says_so(tmp_path: Path) -> None:
-    lines = text_of(suggestion(tmp_path, record=replace(proven(), verification=None))).decode().splitlines()
-    assert "# Not proven: --no-verify was given, and nothing was run with this patch." in lines
-    assert not any("Proven by" in line for line in lines)
 
 
 GIT = ("git", "apply")

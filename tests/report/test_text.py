@@ -56,14 +56,6 @@ def test_a_wide_range_shares_rows() -> None:
     ]
 
 
-def test_steps_that_share_a_column_show_their_range_and_keep_their_marks() -> None:
-    steps = at(*[8.0] * 100, *[4.0] * 100)
-    steps[150] = replace(steps[150], skipped=True)
-    lines = drawn(steps, width=30)
-    assert max(map(len, lines)) <= 30
-    assert sum(line.count("×") for line in lines) == 1
-
-
 def test_a_column_with_a_change_inside_is_drawn_through_its_rows() -> None:
     top, bottom = drawn(at(*[8.0] * 14, *[4.0] * 16), width=18)[:2]
     assert top.count("┃") == bottom.count("┃") == 1
@@ -88,7 +80,8 @@ def test_it_fits_and_every_column_is_drawn_once_at_least(values: list[tuple[floa
     assert max(len(line.text) for line in lines) <= width
     assert len(plot) <= MAX_ROWS
     assert all(any(len(row) > column and row[column] != " " for row in plot) for column in range(columns))
-    assert any("×" in line.text for line in lines) == any(step.skipped for step in steps)
+    marks = sum(line.text.count("×") for line in lines)
+    assert any(step.skipped for step in steps) <= marks <= sum(step.skipped for step in steps)
 
 
 BARS = {
@@ -109,19 +102,12 @@ def test_the_bar_shows_where_values_lie(histogram: tuple[int, tuple[int, ...]], 
 
 
 def test_blocks_are_paragraphs_items_and_code() -> None:
-    text = "One\nparagraph.\n\n- first\n  item\n- second\n\n```python\nif x:\n\n    y()\n```\n\nEnd."
+    text = "One\nparagraph.\n\n- first\n  item\n- second\n\n```python\nif x:\n\n    y()\n```\n\nA list:\n- b - c"
     assert list(blocks(text)) == [
         ("paragraph", "One paragraph."),
         ("item", "first item"),
         ("item", "second"),
         ("code", "if x:\n\n    y()"),
-        ("paragraph", "End."),
-    ]
-
-
-def test_a_list_may_follow_its_paragraph_at_once() -> None:
-    assert list(blocks("These do not:\n\n- a\n- b - c")) == [
-        ("paragraph", "These do not:"),
-        ("item", "a"),
+        ("paragraph", "A list:"),
         ("item", "b - c"),
     ]

@@ -11,18 +11,11 @@ from torch.amp import custom_bwd, custom_fwd
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from tests.zoo_misuse.parts import Parts, amp, scaled, scaler_of, train_and_clear
+from tests.zoo_misuse.parts import Parts, amp, scaled, scaler_of, train, train_and_clear
 
 
 def plain(parts: Parts) -> None:
-    scaler = scaler_of(parts)
-    for x in parts.batches:
-        parts.optimizer.zero_grad()
-        with amp():
-            loss = parts.model(x).square().mean()
-        scaler.scale(loss).backward()
-        scaler.step(parts.optimizer)
-        scaler.update()
+    train(parts, lambda x: parts.model(x).square().mean())
 
 
 def bare_steps_on_other_gradients(parts: Parts) -> None:
@@ -407,15 +400,8 @@ class Projection(torch.autograd.Function):
 
 
 def custom_function(parts: Parts) -> None:
-    scaler = scaler_of(parts)
     weight = nn.Parameter(torch.ones(1, 2))
-    for x in parts.batches:
-        parts.optimizer.zero_grad()
-        with amp():
-            loss = Projection.apply(parts.model(x), weight).float().square().mean()
-        scaler.scale(loss).backward()
-        scaler.step(parts.optimizer)
-        scaler.update()
+    train(parts, lambda x: Projection.apply(parts.model(x), weight).float().square().mean())
 
 
 def checkpointed(parts: Parts) -> None:
@@ -433,14 +419,7 @@ def checkpointed(parts: Parts) -> None:
 
 
 def bce_with_logits(parts: Parts) -> None:
-    scaler = scaler_of(parts)
-    for x in parts.batches:
-        parts.optimizer.zero_grad()
-        with amp():
-            loss = F.binary_cross_entropy_with_logits(parts.model(x), torch.ones(4, 1))
-        scaler.scale(loss).backward()
-        scaler.step(parts.optimizer)
-        scaler.update()
+    train(parts, lambda x: F.binary_cross_entropy_with_logits(parts.model(x), torch.ones(4, 1)))
 
 
 def gradient_penalty(parts: Parts) -> None:

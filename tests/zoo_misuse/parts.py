@@ -74,6 +74,18 @@ def scaled(parts: Parts, infinite: int | None = None) -> Iterator[GradScaler]:
         yield scaler
 
 
+def train(parts: Parts, loss_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """A plain scaled step on each batch, whose loss is computed under autocast."""
+    scaler = scaler_of(parts)
+    for x in parts.batches:
+        parts.optimizer.zero_grad()
+        with amp():
+            loss = loss_of(x)
+        scaler.scale(loss).backward()
+        scaler.step(parts.optimizer)
+        scaler.update()
+
+
 def train_and_clear(parts: Parts, clear: Callable[[], None], micro_batches: int = 1) -> None:
     """A scaled step after so many micro-batches, and what clears the gradients behind it."""
     scaler = scaler_of(parts)

@@ -26,19 +26,28 @@ def clip_before_unscale(parts: Parts) -> None:
 
 
 def clip_values_before_unscale(parts: Parts) -> None:
-    for scaler in scaled(parts):
+    scaler = scaler_of(parts)
+    for x in parts.batches:
+        parts.optimizer.zero_grad()
+        scaler.scale(parts.model(x).square().mean()).backward()
         clip_grad_value_(parameters=parts.model.parameters(), clip_value=0.5)  # misuse-clip-scaled
         scaler.step(parts.optimizer)
         scaler.update()
 
 
 def bare_step(parts: Parts) -> None:
-    for _ in scaled(parts):
+    scaler = scaler_of(parts)
+    for x in parts.batches:
+        parts.optimizer.zero_grad()
+        scaler.scale(parts.model(x).square().mean()).backward()
         parts.optimizer.step()  # misuse-bare-step
 
 
 def bare_step_then_update(parts: Parts) -> None:
-    for scaler in scaled(parts):
+    scaler = scaler_of(parts)
+    for x in parts.batches:
+        parts.optimizer.zero_grad()
+        scaler.scale(parts.model(x).square().mean()).backward()
         parts.optimizer.step()  # misuse-bare-step
         scaler.update()
 
@@ -84,13 +93,10 @@ def unscaled_loss_of_the_other(parts: Parts) -> None:
 
 
 def unscaled_losses_of_a_window(parts: Parts) -> None:
-    scaler = scaler_of(parts)
-    for number, x in enumerate(parts.batches):
-        parts.optimizer.zero_grad()
-        scaler.scale(parts.model(x).square().mean()).backward()
+    for number, scaler in enumerate(scaled(parts)):
         scaler.step(parts.optimizer)
         with amp():
-            loss = parts.other(x).square().mean() / 2
+            loss = parts.other(parts.batches[number]).square().mean() / 2
         loss.backward()  # misuse-unscaled-loss
         if number % 2:
             scaler.unscale_(parts.other_optimizer)
@@ -110,7 +116,10 @@ def no_loss_is_scaled(parts: Parts) -> None:
 
 
 def unscale_twice(parts: Parts) -> None:
-    for scaler in scaled(parts):
+    scaler = scaler_of(parts)
+    for x in parts.batches:
+        parts.optimizer.zero_grad()
+        scaler.scale(parts.model(x).square().mean()).backward()
         scaler.unscale_(parts.optimizer)
         clip_grad_norm_(parts.model.parameters(), 1.0)
         scaler.unscale_(parts.optimizer)  # misuse-unscale-twice
@@ -257,9 +266,7 @@ def scaler_for_bfloat16(parts: Parts) -> None:
 
 
 def unused_optimizer(parts: Parts) -> None:
-    scaler = scaler_of(parts)
-    for x in parts.batches:
-        scaler.scale(parts.model(x).square().mean()).backward()
+    for scaler in scaled(parts):
         scaler.step(parts.optimizer)
         scaler.step(parts.other_optimizer)  # misuse-unused-optimizer
         scaler.update()

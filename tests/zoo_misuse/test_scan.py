@@ -6,19 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from ampdbg.config.file import load_config
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.record.run import Record
 from ampdbg.training.loop import train
 from tests.siblings import slow_but_for
+from tests.written import written
 
 WORKLOAD = """
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from tests.zoo_misuse.planted import Projection
 
 
 class Net(nn.Module):
@@ -69,51 +69,31 @@ def steep(model, batch):
     return F.mse_loss(model(batch[0]), batch[1]) * 1e6
 
 
-class Squared(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x @ w
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, w = ctx.saved_tensors
-        return grad @ w.t(), x.t() @ grad  # misuse-custom-function
-
-
 def custom(model, batch):
-    return Squared.apply(model(batch[0])[:, None], model.head.weight[:, :1].detach().clone().requires_grad_()).mean()
+    return Projection.apply(model(batch[0])[:, None], model.head.weight[:, :1].detach().clone().requires_grad_()).mean()
 """
 
-MSE = {"target": "torch.nn.functional:mse_loss"}
-MODEL = {"target": "work.py:Net"}
+MSE = "torch.nn.functional:mse_loss"
 CLIPPED = {"steps": 6, "accumulate": 3, "clip_grad_norm": 0.1}
 
 
-def step(name: str, **keys: Any) -> dict[str, Any]:
-    return {"model": MODEL, "step": {"target": f"work.py:{name}"}, **keys}
-
-
-def scanned(folder: Path, spec: dict[str, Any]) -> Record:
-    (folder / "work.py").write_text(WORKLOAD)
-    path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump({"data": {"target": "work.py:data"}, "train": {"steps": 6}, **spec}))
-    return diagnose(train(load_config(path)))
+def scanned(folder: Path, **keys: Any) -> Record:
+    return diagnose(train(written(folder, WORKLOAD, **{"data": "data", "train": {"steps": 6}, "model": "Net", **keys})))
 
 
 RIGHT: dict[str, dict[str, Any]] = {
-    "plain": {"model": MODEL, "loss": MSE},
-    "accumulated and clipped": {"model": MODEL, "loss": MSE, "train": CLIPPED},
-    "bfloat16": {"model": MODEL, "loss": MSE, "precision": {"dtype": "bfloat16"}, "train": CLIPPED},
-    "float32": {"model": MODEL, "loss": MSE, "precision": {"level": "O0"}, "train": CLIPPED},
-    "a static scale of 1": {"model": MODEL, "loss": MSE, "precision": {"loss_scale": 1}},
-    "the device's own policy": {"model": MODEL, "loss": MSE, "precision": {"policy": "native"}},
-    "several optimizers and schedulers": {"model": {"target": "work.py:Lit"}, "train": CLIPPED},
-    "several losses": step("two_losses", train=CLIPPED),
-    "a gradient penalty": step("penalised"),
-    "checkpoints": step("checkpointed"),
-    "a loss that overflows": step("overflowing"),
-    "gradients that overflow": step("steep", train={"steps": 12, "clip_grad_norm": 1.0}),
+    "plain": {"loss": MSE},
+    "accumulated and clipped": {"loss": MSE, "train": CLIPPED},
+    "bfloat16": {"loss": MSE, "precision": {"dtype": "bfloat16"}, "train": CLIPPED},
+    "float32": {"loss": MSE, "precision": {"level": "O0"}, "train": CLIPPED},
+    "a static scale of 1": {"loss": MSE, "precision": {"loss_scale": 1}},
+    "the device's own policy": {"loss": MSE, "precision": {"policy": "native"}},
+    "several optimizers and schedulers": {"model": "Lit", "train": CLIPPED},
+    "several losses": {"step": "two_losses", "train": CLIPPED},
+    "a gradient penalty": {"step": "penalised"},
+    "checkpoints": {"step": "checkpointed"},
+    "a loss that overflows": {"step": "overflowing"},
+    "gradients that overflow": {"step": "steep", "train": {"steps": 12, "clip_grad_norm": 1.0}},
 }
 
 
@@ -122,14 +102,14 @@ QUICK = ("accumulated and clipped", "float32", "several optimizers and scheduler
 
 @pytest.mark.parametrize("name", slow_but_for(QUICK, RIGHT))
 def test_scan_and_its_replays_misuse_nothing_themselves(name: str, tmp_path: Path) -> None:
-    record = scanned(tmp_path, RIGHT[name])
+    record = scanned(tmp_path, **RIGHT[name])
     assert record.misuses == ()
     assert len(record.steps) == record.planned_steps
     assert bool(record.investigations) == (name != "float32")
 
 
 def test_what_a_misuse_raises_is_a_finding_and_no_failure_to_run(tmp_path: Path) -> None:
-    record = scanned(tmp_path, step("custom"))
+    record = scanned(tmp_path, step="custom")
     [finding] = record.findings
     assert (finding.code, finding.severity, record.verdict) == ("misuse-custom-function", "error", "other")
     assert finding.source is not None

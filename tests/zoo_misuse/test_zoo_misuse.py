@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
@@ -74,12 +75,9 @@ def watched(loop: Loop, raises: bool = False) -> Record:
     parts = make_parts()
     with warnings.catch_warnings(), cuda_on_cpu():
         warnings.simplefilter("ignore")
-        if raises:
-            with pytest.raises((RuntimeError, AssertionError, ValueError)), watch(parts.both, parts.optimizers) as seen:
-                loop(parts)
-        else:
-            with watch(parts.both, parts.optimizers) as seen:
-                loop(parts)
+        ending = pytest.raises((RuntimeError, AssertionError, ValueError)) if raises else contextlib.nullcontext()
+        with ending, watch(parts.both, parts.optimizers) as seen:
+            loop(parts)
         return diagnose(seen.record())
 
 

@@ -60,6 +60,7 @@ class Parsed(HTMLParser):
         self.text = ""
         self._hidden = ""
         self.feed(page)
+        self.close()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
