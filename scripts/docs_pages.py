@@ -30,7 +30,7 @@ from ampdbg.report.explanation import SECTIONS, Explanation, explanations
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 MADE = re.compile(r"(<!-- made from the code: (.*?) -->\n).*?(<!-- until here -->)", re.DOTALL)
-"""A table in a page: its first line, its name in TABLES, and its last line."""
+"""A table or a file in a page: its first line, its name in TABLES or below docs/, and its last line."""
 
 
 def main() -> None:
@@ -43,8 +43,15 @@ def main() -> None:
 
 
 def with_tables(page: str) -> str:
-    """The text of a page, its tables made from the code as it is now."""
-    return MADE.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n\n{found[3]}", page)
+    """The text of a page, its tables made from the code, and its screens from their files, as they are now."""
+    return MADE.sub(lambda found: f"{found[1]}\n{_made(found[2])}\n\n{found[3]}", page)
+
+
+def _made(name: str) -> str:
+    if name in TABLES:
+        return TABLES[name]()
+    kind = "yaml" if name.endswith(".yml") else "console"
+    return f"```{kind}\n{(DOCS / name).read_text(encoding='utf-8').rstrip()}\n```"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -156,6 +156,7 @@ def test_all_explanations_come_in_the_order_of_the_families() -> None:
         ("forward-overlow", "did you mean forward-overflow?"),
         ("Forward_Overflow", "did you mean forward-overflow?"),
         ("overflow", "did you mean forward-overflow or silent-overflow or gradient-overflow?"),
+        ("overflw", "did you mean forward-overflow or silent-overflow or gradient-overflow?"),
         ("bce", "did you mean misuse-bce?"),
         ("clip", "did you mean misuse-clip-scaled?"),
         ("misuse", "all codes: ampdbg explain"),

@@ -13,6 +13,7 @@ from ampdbg.obstacles import DISTRIBUTIONS, obstacle_in
         "AssertionError: Torch not compiled with CUDA enabled",
         "RuntimeError: Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU",
         "RuntimeError: No CUDA GPUs are available",
+        "AttributeError: module 'torch._C' has no attribute '_cuda_setDevice'",
         "RuntimeError: Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False.",
         "ValueError: ProcessGroupNCCL is only supported with GPUs, no GPUs found!",
         "MisconfigurationException: No supported gpu backend found!",

@@ -210,7 +210,7 @@ def latest_record() -> Path:
     """
     if not LATEST.exists():
         logs = sorted(FOLDER.glob("*.jsonl"))
-        to_do = f"of a run there is its log: ampdbg report {logs[-1]}" if logs else "make one with: ampdbg scan CONFIG"
+        to_do = f"of a run there is its log: ampdbg report {logs[-1]}" if logs else "make one with: ampdbg run SCRIPT, or ampdbg scan CONFIG"
         raise RecordError(f"no record given, and none here ({LATEST}); {to_do}")
     return LATEST
 

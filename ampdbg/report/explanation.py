@@ -21,9 +21,6 @@ SECTIONS: Mapping[str, str] = {
 }
 """The sections of an explanation: field of :class:`Explanation`, and heading in its file."""
 
-MOST_SUGGESTED = 8
-"""More codes than this that hold what was typed are a family, and the list says more."""
-
 
 @dataclass(frozen=True)
 class Explanation:
@@ -66,11 +63,10 @@ def _suggestion(given: str) -> str:
     wanted = given.strip().lower().replace("_", "-").replace(" ", "-")
     words = sorted({word for code in CODES for word in code.split("-")})
     kind = difflib.get_close_matches(wanted, words, n=1, cutoff=0.8)
-    holding = [code for code in CODES if (kind and kind[0] in code.split("-")) or (len(wanted) > 2 and wanted in code)]
+    holding = [code for code in CODES if kind and kind[0] in code.split("-")]
+    holding = holding or [code for code in CODES if len(wanted) > 2 and wanted in code]
     near = holding or difflib.get_close_matches(wanted, CODES, n=1, cutoff=0.5)
-    if near and len(near) <= MOST_SUGGESTED:
-        return f"did you mean {' or '.join(near)}? All codes: ampdbg explain"
-    return "all codes: ampdbg explain"
+    return f"did you mean {' or '.join(near)}? All codes: ampdbg explain" if near else "all codes: ampdbg explain"
 
 
 def listing_page(entries: Sequence[Explanation]) -> Page:

@@ -339,7 +339,8 @@ def _scale(value: float) -> str:
 
 def _bounds(one: Window, with_module: bool = False) -> str:
     ends = (one.highest_floor, one.lowest_ceiling)
-    return " … ".join("any" if site is None else _short(site, with_module) for site in ends)
+    set_by = " … ".join("any" if site is None else _short(site, with_module) for site in ends)
+    return set_by if one.is_open else f"none works: {set_by}"
 
 
 def _short(site: Site, with_module: bool) -> str:

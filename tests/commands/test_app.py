@@ -64,7 +64,7 @@ def test_the_version_is_that_of_the_package(here: Here) -> None:
 
 
 EITHER = "give either a config or a module file: CONFIG, or --module FILE.py\n"
-NO_RECORD = "error: no record given, and none here (.ampdbg/latest.json); make one with: ampdbg scan CONFIG\n"
+NO_RECORD = "error: no record given, and none here (.ampdbg/latest.json); make one with: ampdbg run SCRIPT, or ampdbg scan CONFIG\n"
 NO_CODE = "error: 'forward-overlow' is not a code; did you mean forward-overflow? All codes: ampdbg explain\n"
 NO_RULE = "error: --select: 'forward-overflow' is no code of a rule"
 WRONG = {
