@@ -1,4 +1,4 @@
-"""NaN and inf that enter the loss of a script from outside: bad data, unless they are masked out or were computed."""
+"""What enters a step from outside: bad targets, a teacher's outputs, and what another network has spoilt."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from ampdbg.record.file import read_record
 from ampdbg.record.run import Record
 from tests.commands.program import start
 from tests.script import scripts
+from tests.script.test_captures import capture_of, on
 from tests.script.test_run import captured, run, where
 from tests.siblings import slow_but_for
 
@@ -206,3 +207,174 @@ for step in range(6):
 def test_a_mask_of_minus_infinity_alone_is_not_blamed_for_what_a_formula_makes_of_it(tmp_path: Path) -> None:
     _, record = run(tmp_path, ATTENDING)
     assert [(found.code, found.step) for found in record.findings] == [("true-nan", 3)]
+
+
+CHAINED = scripts.loop("""
+kind, gain = sys.argv[1], float(sys.argv[2])
+first = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4), nn.LayerNorm(4)).cuda()
+second = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 1)).cuda()
+with torch.no_grad():
+    first[0].weight.mul_(gain)
+trained = [*second.parameters()]
+if kind != "frozen":
+    trained += first.parameters()
+optimizer, scaler = torch.optim.Adam(trained, 1e-3), torch.amp.GradScaler("cuda")
+for step in range(6):
+    x = torch.randn(16, 8, device="cuda")
+    if kind == "data" and step == 2:
+        x[3, 1] = float("nan")
+    if kind == "adversaries":
+        with torch.autocast("cuda"):
+            loss = (second(torch.randn(16, 4, device="cuda")) - 1).float().square().mean()
+        scaler.scale(loss).backward()
+    with torch.autocast("cuda"):
+        if kind == "frozen":
+            with torch.no_grad():
+                given = first(x)  # <- frozen
+            loss = second(given).float().square().mean()
+        else:
+            given = first(x)
+            loss = second(given.detach()).float().square().mean() + 1e-6 * given.float().square().mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+""")
+"""With a gain of 3e5 the first network overflows in FP16; LayerNorm makes small numbers of it in FP32."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "module"), [("chained", "first.0"), ("adversaries", "first.0"), ("frozen", "")])
+def test_what_one_network_has_spoilt_is_no_data_of_the_next(kind: str, module: str, tmp_path: Path) -> None:
+    _, record = run(tmp_path, CHAINED, kind, "3e5")
+    first = record.findings[0]
+    assert (record.verdict, first.code, first.step, first.module) == ("precision", "forward-overflow", 0, module)
+    assert {found.code for found in record.findings} <= {"forward-overflow", "scale-collapse"}
+    if kind == "frozen":  # it is run again without the network that overflows
+        noted = "step 0 was run again: it is given inf or NaN, which it may have computed itself: no replay can tell"
+    else:
+        given = "argument 1 of Sequential on line 31 of train.py, which it may have computed itself"
+        noted = f"step 0 was run again with finite numbers in the place of {given}"
+    assert noted in record.unseen.notes
+
+
+@pytest.mark.parametrize("kind", slow_but_for(["chained"], ["chained", "adversaries", "frozen"]))
+def test_the_same_networks_are_healthy_where_nothing_overflows(kind: str, tmp_path: Path) -> None:
+    assert run(tmp_path, CHAINED, kind, "1")[1].verdict == "healthy"
+
+
+@pytest.mark.slow
+def test_bad_data_of_the_first_network_is_bad_data(tmp_path: Path) -> None:
+    _, record = run(tmp_path, CHAINED, "data", "1")
+    assert [(found.code, found.step) for found in record.findings] == [("data-nonfinite", 2)]
+
+
+@pytest.mark.slow
+def test_no_patch_is_promised_nor_denied_for_what_a_frozen_network_has_spoilt(tmp_path: Path) -> None:
+    result, record = run(tmp_path, CHAINED, "frozen", "3e5")
+    line = CHAINED.splitlines().index("                given = first(x)  # <- frozen") + 1
+    assert record.findings[0].source
+    assert record.findings[0].source.line == line
+    assert "suggest-fp32" not in result.stderr
+    capture = capture_of(tmp_path)
+    replayed, again = on(tmp_path, "replay", capture)
+    assert (again.verdict, again.findings[0].code) == ("inconclusive", "unknown")
+    assert "may have computed that itself: no replay can tell" in " ".join(replayed.stdout.split())
+    suggested, ended = on(tmp_path, "suggest-fp32", capture)
+    assert ended.search is not None
+    assert (ended.search.outcome, ended.pins) == ("spoilt-input", ())
+    assert "in FP32 too" not in suggested.stdout
+
+
+DISTILLED = scripts.loop("""
+fault, ends = sys.argv[1], sys.argv[2] == "ends"
+
+class Attention(torch.nn.Module):
+    def __init__(self, gain):
+        super().__init__()
+        self.query, self.key, self.gain = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16), gain
+    def forward(self, x):
+        q, k = self.query(x) * self.gain, self.key(x) * self.gain
+        return (q @ k.transpose(-2, -1)) / self.gain**2  # HERE
+
+class Centred(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(1, 8))
+    def forward(self, student, teacher):
+        target = F.softmax((teacher.float() - self.center) / 0.4, dim=-1).detach()
+        loss = -(target * F.log_softmax(student.float() / 0.9, dim=-1)).sum(-1).mean()
+        self.center = self.center * 0.5 + teacher.float().mean((0, 1)) * 0.5
+        return loss
+
+high = 600.0 if fault != "none" else 1.0
+student = Attention(1.0 if fault == "teacher" else high).cuda()
+teacher, criterion = Attention(high).cuda(), Centred().cuda()
+teacher.load_state_dict(student.state_dict())
+for weight in teacher.parameters():
+    weight.requires_grad = False
+optimizer, scaler = torch.optim.SGD(student.parameters(), lr=1e-2), torch.amp.GradScaler("cuda", init_scale=256.0)
+for step in range(6):
+    x = torch.randn(4, 8, 16).cuda() * 3
+    with torch.autocast("cuda", dtype=torch.float16):
+        target = teacher(x)
+        loss = criterion(student(x), target)
+    if ends and not math.isfinite(loss.item()):
+        sys.exit(1)
+    STEP
+""")
+LINE = next(number for number, line in enumerate(DISTILLED.splitlines(), start=1) if line.endswith("# HERE"))
+
+
+def distilled(folder: Path, *arguments: str) -> tuple[Record, str]:
+    """The record of the script, and what stands on its page."""
+    result, record = run(folder, DISTILLED, *arguments)
+    return record, " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("how", slow_but_for(["ends"], ["ends", "goes on"]))
+def test_an_overflow_that_a_teacher_has_too_is_named(tmp_path: Path, how: str) -> None:
+    record, page = distilled(tmp_path, "both", how)
+    found = record.findings[0]
+    assert (record.verdict, found.code, found.op) == ("precision", "forward-overflow", "aten.bmm.default")
+    assert (found.step, found.source and found.source.line) == (0, LINE)
+    assert "run again with finite numbers in the place of argument 2 of Centred on line 38 of train.py" in page
+
+
+@pytest.mark.slow
+def test_an_overflow_of_a_teacher_alone_is_not_the_mathematics(tmp_path: Path) -> None:
+    record, page = distilled(tmp_path, "teacher", "ends")
+    assert (record.verdict, record.findings) == ("inconclusive", ())
+    assert "it is given inf or NaN, which it may have computed itself: no replay can tell" in page
+
+
+@pytest.mark.slow
+def test_an_overflow_of_a_teacher_alone_is_named_where_the_script_goes_on(tmp_path: Path) -> None:
+    record, _ = distilled(tmp_path, "teacher", "goes on")
+    found = record.findings[0]
+    assert (record.verdict, found.code, found.op) == ("precision", "forward-overflow", "aten.bmm.default")
+    assert (found.step, found.source and found.source.line) == (0, LINE)
+
+
+@pytest.mark.slow
+def test_a_patch_is_said_not_to_be_tried_on_what_was_not_run_again(tmp_path: Path) -> None:
+    distilled(tmp_path, "both", "ends")
+    (capture,) = (tmp_path / ".ampdbg" / "captures").glob("*.safetensors")
+    result = start(tmp_path, "suggest-fp32", str(capture))
+    page = " ".join(result.stderr.split())
+    warned = "argument 2 of Centred on line 38 of train.py was not finite, and is here: pin what computes it, too"
+    assert "the patch for it is proven on the failing step" in page
+    assert f"! what step 0 is given: {warned}" in page
+    assert f"#   - what step 0 is given: {warned}" in result.stdout
+
+
+@pytest.mark.slow
+def test_a_running_mean_of_the_loss_is_as_it_was_before_the_step(tmp_path: Path) -> None:
+    options = ("--emulate", "--capture-step=3")
+    _, record = run(tmp_path, DISTILLED, "none", "goes on", options=options)
+    assert (record.verdict, record.findings) == ("healthy", ())
+    (capture,) = (tmp_path / ".ampdbg" / "captures").glob("*.safetensors")
+    assert start(tmp_path, "replay", "--record=again.json", str(capture)).code == 0
+    again = read_record(tmp_path / "again.json")
+    loss = next(step.loss for step in record.steps if step.step == 3)
+    assert again.investigations[0].replays[0].loss == loss
