@@ -453,7 +453,7 @@ ON_A_CPU: dict[str, Any] = {"steps": 2, "device": "cpu"}
 
 
 def test_a_sparse_product_that_cuda_has_no_kernel_for_is_explained(tmp_path: Path) -> None:
-    keys = {**step_function("sparse_product"), "train": ON_A_CPU}
+    keys: dict[str, Any] = {**step_function("sparse_product"), "train": ON_A_CPU}
     with pytest.raises(UserCodeError, match="addmm_sparse_cuda") as raised:
         run(tmp_path, **keys)
     assert str(raised.value).endswith("or make the matrix CSR, as with matrix.to_sparse_csr()")
@@ -463,7 +463,7 @@ def test_a_sparse_product_that_cuda_has_no_kernel_for_is_explained(tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 def test_of_half_values_only_powers_of_two_are_transformed_and_the_others_explained(tmp_path: Path) -> None:
-    keys = {**step_function("transformed"), "train": ON_A_CPU}
+    keys: dict[str, Any] = {**step_function("transformed"), "train": ON_A_CPU}
     odd = ("Net", {"width": 12})
     with pytest.raises(UserCodeError, match=r"got a signal size of\[12\]; under autocast .* cast it up before"):
         run(tmp_path, **keys, model=odd)
@@ -483,7 +483,7 @@ def test_nan_alone_is_run_again_in_the_first_step_too(tmp_path: Path, bad: int) 
 
 
 def test_what_draws_where_no_replay_can_follow_is_not_compared(tmp_path: Path) -> None:
-    keys = {"optimizer": {"args": {"lr": 1e-9}}, "train": {"steps": 3, "device": "cpu"}}
+    keys: dict[str, Any] = {"optimizer": {"args": {"lr": 1e-9}}, "train": {"steps": 3, "device": "cpu"}}
     record = run(tmp_path, **step_function("drawing"), **keys)
     (note,) = (note for note in record.unseen.notes if note.endswith(NOT_COMPARED))
     assert [finding.code for finding in record.findings if finding.severity != "info"] == []
