@@ -181,33 +181,6 @@ def test_an_interrupt_in_a_replay_leaves_no_trace(tmp_path: Path, why: Why) -> N
         assert same(state(run), before)
 
 
-@pytest.fixture
-def kept_weights(monkeypatch: pytest.MonkeyPatch) -> list[list[torch.Tensor]]:
-    """The parameters and buffers of every run at its end, in order."""
-    seen: list[list[torch.Tensor]] = []
-    original = Run.__init__
-
-    def init(self: Run, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        seen.append([*self.workload.model.state_dict(keep_vars=True).values()])
-
-    monkeypatch.setattr(Run, "__init__", init)
-    return seen
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("factor", [1.0, 300.0, 1e5])
-def test_a_scan_trains_the_same_weights_with_and_without_replays(
-    tmp_path: Path, factor: float, kept_weights: list[list[torch.Tensor]]
-) -> None:
-    checked = config(tmp_path, "train.steps=8", factor=factor)
-    counts = [len(train(checked, replays=replays).investigations) for replays in (0, 1, 2)]
-    assert counts[0] == 0 < counts[1] <= counts[2]
-    without, *others = kept_weights
-    for other in others:
-        assert all(torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5)) for a, b in zip(without, other, strict=True))
-
-
 def test_the_number_of_replayed_steps_is_bounded(tmp_path: Path) -> None:
     said: list[int] = []
     record = train(

@@ -218,14 +218,6 @@ def test_a_model_that_is_scripted_as_a_whole_is_one_module(level: str, tmp_path:
     assert [(finding.code, finding.module) for finding in bad.findings[:1]] == [("forward-overflow", "")]
 
 
-@pytest.mark.slow
-def test_the_same_seed_gives_the_same_record(tmp_path: Path) -> None:
-    first, again = run(tmp_path, train={"steps": 6}), run(tmp_path, train={"steps": 6})
-    other = run(tmp_path, train={"steps": 6, "seed": 1})
-    assert first.steps == again.steps
-    assert first.steps != other.steps
-
-
 def test_the_random_state_of_the_process_is_left_as_it_was(tmp_path: Path) -> None:
     torch.manual_seed(5)
     random.seed(5)
@@ -301,16 +293,6 @@ def test_several_losses_are_scaled_and_recorded_by_name(tmp_path: Path) -> None:
 def test_sparse_gradients_and_gradient_penalties_work(tmp_path: Path) -> None:
     assert run(tmp_path, **SPARSE, **step_function("embed_loss"), train={"steps": 4}).verdict == "healthy"
     assert run(tmp_path, **step_function("penalised"), train={"steps": 4}).verdict == "healthy"
-
-
-@pytest.mark.slow
-def test_an_overflow_in_the_forward_pass_is_found(tmp_path: Path) -> None:
-    record = run(tmp_path, **step_function("overflowing"), train={"steps": 8})
-    finding = record.findings[0]
-    assert (finding.code, finding.op, finding.step) == ("forward-overflow", "aten.mul.Tensor", 0)
-    assert finding.source
-    assert finding.source.text == "return (model.body(batch[0]) * 60000 * 2).float().mean()"
-    assert record.verdict == "precision"
 
 
 @pytest.mark.slow
