@@ -166,20 +166,6 @@ for _ in range(30):
 """)
 """A learning rate that is far too large: FP32 diverges too."""
 
-SAVES_THE_MODEL = loop("""
-net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).cuda()
-optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
-scaler = torch.amp.GradScaler("cuda", init_scale=2.0**24)
-for _ in range(12):
-    with torch.autocast("cuda"):
-        loss = net(torch.randn(8, 16, device="cuda")).square().mean()
-    STEP
-    torch.save(net, io.BytesIO())
-    average = copy.deepcopy(net)
-print(sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in average.modules()))
-""")
-"""The whole model object, pickled and copied also after steps that were skipped."""
-
 ALTERNATING = loop("""
 actor, critic = nn.Linear(16, 16).cuda(), nn.Linear(16, 1).cuda()
 of_actor, of_critic = torch.optim.Adam(actor.parameters(), 1e-4), torch.optim.Adam(critic.parameters(), 1e-4)
@@ -217,18 +203,6 @@ print("tried out")
 train(nn.Linear(4, 4).cuda(), torch.ones(2, 4).cuda(), torch.amp.GradScaler("cuda"))
 """)
 """A loop tried out on a model that has shapes alone, and an optimizer that has no hash."""
-
-COMPILED = loop("""
-net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).cuda()
-compiled = torch.compile(net, backend="aot_eager")
-optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
-scaler = torch.amp.GradScaler("cuda", init_scale=2.0**21)
-for _ in range(6):
-    with torch.autocast("cuda", dtype=torch.float16):
-        loss = compiled(torch.randn(8, 16, device="cuda")).square().mean()
-    STEP
-""")
-"""Its first steps are skipped, so that eager ones are traced among the compiled."""
 
 FP32 = """
 import torch

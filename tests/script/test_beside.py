@@ -52,7 +52,7 @@ ENDING
 
 
 def looped(folder: Path, prelude: str, forward: str, ending: str, loop: str = LOOP) -> str:
-    """What the script prints, whose step 3 is looped again."""
+    """What the script prints, whose step 3 is run again."""
     text = loop.replace("PRELUDE", prelude).replace("FORWARD", forward).replace("ENDING", ending)
     (folder / "train.py").write_text(text, encoding="utf-8")
     done = start(folder, "run", "--emulate", "--record=r.json", "train.py")

@@ -221,8 +221,6 @@ if kind != "frozen":
 optimizer, scaler = torch.optim.Adam(trained, 1e-3), torch.amp.GradScaler("cuda")
 for step in range(6):
     x = torch.randn(16, 8, device="cuda")
-    if kind == "data" and step == 2:
-        x[3, 1] = float("nan")
     if kind == "adversaries":
         with torch.autocast("cuda"):
             loss = (second(torch.randn(16, 4, device="cuda")) - 1).float().square().mean()
@@ -253,7 +251,7 @@ def test_what_one_network_has_spoilt_is_no_data_of_the_next(kind: str, module: s
     if kind == "frozen":  # it is run again without the network that overflows
         noted = "step 0 was run again: it is given inf or NaN, which it may have computed itself: no replay can tell"
     else:
-        given = "argument 1 of Sequential on line 31 of train.py, which it may have computed itself"
+        given = "argument 1 of Sequential on line 29 of train.py, which it may have computed itself"
         noted = f"step 0 was run again with finite numbers in the place of {given}"
     assert noted in record.unseen.notes
 
@@ -261,12 +259,6 @@ def test_what_one_network_has_spoilt_is_no_data_of_the_next(kind: str, module: s
 @pytest.mark.parametrize("kind", slow_but_for(["chained"], ["chained", "adversaries", "frozen"]))
 def test_the_same_networks_are_healthy_where_nothing_overflows(kind: str, tmp_path: Path) -> None:
     assert run(tmp_path, CHAINED, kind, "1")[1].verdict == "healthy"
-
-
-@pytest.mark.slow
-def test_bad_data_of_the_first_network_is_bad_data(tmp_path: Path) -> None:
-    _, record = run(tmp_path, CHAINED, "data", "1")
-    assert [(found.code, found.step) for found in record.findings] == [("data-nonfinite", 2)]
 
 
 @pytest.mark.slow
@@ -346,14 +338,6 @@ def test_an_overflow_of_a_teacher_alone_is_not_the_mathematics(tmp_path: Path) -
     record, page = distilled(tmp_path, "teacher", "ends")
     assert (record.verdict, record.findings) == ("inconclusive", ())
     assert "it is given inf or NaN, which it may have computed itself: no replay can tell" in page
-
-
-@pytest.mark.slow
-def test_an_overflow_of_a_teacher_alone_is_named_where_the_script_goes_on(tmp_path: Path) -> None:
-    record, _ = distilled(tmp_path, "teacher", "goes on")
-    found = record.findings[0]
-    assert (record.verdict, found.code, found.op) == ("precision", "forward-overflow", "aten.bmm.default")
-    assert (found.step, found.source and found.source.line) == (0, LINE)
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def seen(record: Record) -> str:
 
 
 @pytest.mark.parametrize("gain", slow_but_for(["400"], ["1", "400"]))
-def test_the_log_of_a_script_that_is_killed_makes_the_record_that_it_would_have_had(tmp_path: Path, gain: str) -> None:
+def test_a_log_makes_the_record_of_a_script_that_has_ended_and_of_one_that_is_killed(tmp_path: Path, gain: str) -> None:
     for name, text in (("killed", KILLED), ("ended", scripts.PLAIN)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "train.py").write_text(text)
@@ -44,6 +44,7 @@ def test_the_log_of_a_script_that_is_killed_makes_the_record_that_it_would_have_
     assert found.interrupted
     assert found.steps_run == 6
     assert seen(found).replace("killed", "ended") == seen(whole)
+    assert repr(read(tmp_path / "ended" / "r.jsonl")) == repr(whole)
 
 
 @pytest.mark.slow
@@ -62,12 +63,6 @@ def test_report_shows_the_log_of_a_killed_script(tmp_path: Path) -> None:
     assert json.loads(as_json.stdout)["findings"][0]["op"] == "aten.bmm.default"
 
 
-def test_the_log_of_a_run_that_ends_makes_its_very_record(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(scripts.PLAIN)
-    start(tmp_path, "run", "--emulate", "--record=deep/r.json", "train.py", "400", "6")
-    assert repr(read(tmp_path / "deep" / "r.jsonl")) == repr(read_record(tmp_path / "deep" / "r.json"))
-
-
 def test_a_script_without_a_step_has_no_log(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('hello')\n")
     start(tmp_path, "run", "--record=r.json", "train.py")
@@ -75,13 +70,17 @@ def test_a_script_without_a_step_has_no_log(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sigterm_leaves_a_log_that_has_ended(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(KILLED.replace("SIGKILL", "SIGTERM"))
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_as_it_would_and_the_log_and_the_record_have_its_steps(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    (tmp_path / "train.py").write_text(KILLED.replace("SIGKILL", number.name))
     ended = start(tmp_path, "run", "--emulate", "--record=r.json", "train.py", "1", "4")
-    assert ended.code == -signal.SIGTERM
-    log = read_log(tmp_path / "r.jsonl")
-    assert log.script is not None
-    assert (log.steps_run, log.script.exit_code) == (4, 128 + signal.SIGTERM)
+    assert ended.code == (-signal.SIGTERM if number is signal.SIGTERM else 130)
+    for seen in (read_log(tmp_path / "r.jsonl"), read_record(tmp_path / "r.json")):
+        assert seen.script is not None
+        assert (seen.steps_run, seen.script.exit_code) == (4, 128 + number)
 
 
 def test_a_forked_child_that_trains_on_writes_nothing_into_it(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import math
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -62,12 +61,21 @@ def alone(folder: Path, *arguments: str) -> str:
     return subprocess.run(program, check=True, cwd=folder, env=found, capture_output=True, text=True).stdout
 
 
-def test_a_healthy_script_is_healthy(tmp_path: Path) -> None:
+def test_a_healthy_script_is_healthy_and_has_no_captures(tmp_path: Path) -> None:
     result, record = run(tmp_path, scripts.PLAIN, "1", "6")
     assert (result.code, record.verdict, record.steps_run, record.findings) == (0, "healthy", 6, ())
     assert record.environment.emulated is (record.environment.device == "cpu")
-    assert result.stdout.startswith("weights ")
     assert "Healthy" in result.stderr
+    assert not (tmp_path / ".ampdbg" / "captures").exists()
+    assert result.stdout.startswith("weights ")
+
+
+@pytest.mark.slow
+def test_weights_and_output_are_those_of_the_script_alone(tmp_path: Path) -> None:
+    result, _ = run(tmp_path, scripts.PLAIN, "1", "5", options=("--fail-on=never",))
+    watched = (tmp_path / "weights.pt").read_bytes()
+    assert (result.code, result.stdout) == (0, alone(tmp_path, "train.py", "1", "5"))
+    assert (tmp_path / "weights.pt").read_bytes() == watched
 
 
 OPEN_FILES = """\
@@ -145,19 +153,6 @@ def test_a_model_that_is_scripted_as_a_whole_runs_as_it_would(gain: str, tmp_pat
     result, record = run(tmp_path, SCRIPTED, gain)
     assert (result.code, result.stdout, record.steps_run) == (code, "done\n", 3)
     assert [finding.code for finding in record.findings] == ["forward-overflow"] * code
-
-
-@pytest.mark.slow
-def test_an_overflow_is_named_by_module_op_and_line(tmp_path: Path) -> None:
-    result, record = run(tmp_path, scripts.PLAIN, "400", "8")
-    found = record.findings[0]
-    assert where(record) == ("forward-overflow", 0, "attention", "scores = h @ h.transpose(-1, -2)")
-    assert (result.code, found.op) == (1, "aten.bmm.default")
-    value = found.evidence["value"]
-    assert isinstance(value, float)
-    assert value > 65504
-    assert record.script is not None
-    assert record.script.exit_code == 0
 
 
 HEALTHY = {
@@ -240,14 +235,6 @@ def test_a_script_in_fp32_is_told_that_it_was(tmp_path: Path, loss: str, verdict
         assert "precision.level" not in said
 
 
-@pytest.mark.slow
-def test_weights_and_output_are_those_of_the_script_alone(tmp_path: Path) -> None:
-    result, _ = run(tmp_path, scripts.PLAIN, "1", "5", options=("--fail-on=never",))
-    watched = (tmp_path / "weights.pt").read_bytes()
-    assert (result.code, result.stdout) == (0, alone(tmp_path, "train.py", "1", "5"))
-    assert (tmp_path / "weights.pt").read_bytes() == watched
-
-
 @pytest.mark.parametrize("gain", slow_but_for(["1e3"], ["1.0", "1e3"]))
 @pytest.mark.parametrize("loop", slow_but_for(list(scripts.LOOPS)[:2], scripts.LOOPS))
 def test_a_step_that_goes_wrong_is_run_again_and_leaves_no_trace(tmp_path: Path, loop: str, gain: str) -> None:
@@ -268,32 +255,19 @@ def test_a_step_that_goes_wrong_is_run_again_and_leaves_no_trace(tmp_path: Path,
         assert "the script waits while it is run again" in result.stderr
 
 
-@pytest.mark.slow
-def test_what_is_saved_right_after_a_skipped_step_is_what_the_script_alone_saves(tmp_path: Path) -> None:
-    result, record = run(tmp_path, scripts.SAVES_THE_MODEL)
-    assert (result.code, record.steps[0].skipped, result.stdout) == (0, True, "0\n")
-
-
-def test_the_record_lands_where_the_run_started(tmp_path: Path) -> None:
+def test_a_record_lands_where_the_run_started_and_calls_no_script_without_an_optimizer_healthy(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import os\nos.mkdir('out')\nos.chdir('out')\nprint(os.getcwd())", encoding="utf-8"
     )
     result = start(tmp_path, "run", "train.py")
     assert (result.code, result.stdout) == (0, f"{tmp_path / 'out'}\n")
     assert [folder.name for folder in tmp_path.rglob(".ampdbg")] == [".ampdbg"]
-    assert (tmp_path / ".ampdbg").exists()
+    assert read_record(tmp_path / ".ampdbg" / "latest.json").verdict == "inconclusive"
 
 
 def test_a_model_without_numbers_and_an_optimizer_without_a_hash_are_no_trouble(tmp_path: Path) -> None:
     result, record = run(tmp_path, scripts.ODD)
     assert (result.code, result.stdout, record.verdict, record.steps_run) == (0, "tried out\n", "healthy", 4)
-
-
-@pytest.mark.slow  # the compiler takes seconds to come
-def test_a_compiled_model_is_watched_and_its_compilation_is_no_step(tmp_path: Path) -> None:
-    result, record = run(tmp_path, scripts.COMPILED)
-    assert (result.code, record.error, record.steps_run, record.steps[0].skipped) == (0, "", 6, True)
-    assert "global hooks" not in result.stderr
 
 
 ENDINGS = {
@@ -315,11 +289,6 @@ def test_it_ends_as_it_would(tmp_path: Path, how: str) -> None:
     assert (result.code, result.stdout) == (code, "")
     assert says in result.stderr
     assert "ampdbg" not in result.stderr.replace(str(tmp_path), "")
-
-
-def test_a_script_without_an_optimizer_is_not_called_healthy(tmp_path: Path) -> None:
-    result, record = run(tmp_path, "print(1)")
-    assert (result.code, result.stdout, record.verdict) == (0, "1\n", "inconclusive")
 
 
 WARNED = """\
@@ -386,16 +355,6 @@ def test_what_cannot_be_run_says_what_can(tmp_path: Path, arguments: tuple[str, 
     result = start(tmp_path, "run", *arguments)
     assert (result.code, says in result.stderr) == (2, True)
     assert not (tmp_path / ".ampdbg").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="it has no such signals")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_as_it_would_and_the_steps_are_kept(tmp_path: Path, number: signal.Signals) -> None:
-    text = scripts.CALIBRATION.replace("for _ in range(30):", "for step in range(30):\n    if step == 3: KILL")
-    result, record = run(tmp_path, text.replace("KILL", f"os.kill(os.getpid(), {int(number)})"))
-    assert result.code == (-signal.SIGTERM if number is signal.SIGTERM else 130)
-    assert record.steps_run == 3
 
 
 OWN = ("yaml", "typer", "tqdm", "rich", "libcst")

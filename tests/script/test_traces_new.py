@@ -1,4 +1,4 @@
-"""What ``ampdbg.run`` leaves behind: nothing, however the script ends."""
+"""x"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import ampdbg
 from tests.script import scripts
 from tests.siblings import slow_but_for
 
-ENDINGS = {
+TRACED_ENDINGS = {
     "to its end": "",
     "with an error while a step is traced": "raise ValueError('bad')",
     "with a code while a step is traced": "raise SystemExit(3)",
@@ -22,7 +22,7 @@ ENDINGS = {
 }
 
 
-def state() -> list[object]:
+def replaced_by_a_run() -> list[object]:
     """What a run replaces meanwhile."""
     scaler, cuda = torch.amp.GradScaler, torch.cuda
     functions = [scaler.scale, scaler.step, scaler.update, vars(torch.autograd)["_engine_run_backward"]]
@@ -35,15 +35,15 @@ def state() -> list[object]:
     return [*functions, *hooks, *process]
 
 
-@pytest.mark.parametrize("how", slow_but_for(["to its end", "with a code while a step is traced"], ENDINGS))
+@pytest.mark.parametrize("how", slow_but_for(["to its end", "with a code while a step is traced"], TRACED_ENDINGS))
 def test_torch_and_the_process_are_as_they_were(how: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    ending = ENDINGS[how]
+    ending = TRACED_ENDINGS[how]
     text = scripts.LOSS_LINE.replace("GAIN", "1000.0")
     text = text.replace("for _ in range(7):", "sys.modules['held'] = net\nfor step in range(7):")
     (tmp_path / "train.py").write_text(f"{text}    if step == 1:\n        {ending or 'pass'}\n", encoding="utf-8")
-    before = state()
+    before = replaced_by_a_run()
     record = ampdbg.run(tmp_path / "train.py", emulate=True)
-    assert state() == before
+    assert replaced_by_a_run() == before
     model = sys.modules.pop("held")
     assert isinstance(model, torch.nn.Module)
     modules = list(model.modules())
