@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ampdbg.record.run import Record
 from tests.commands.program import start
 from tests.script import scripts
-from tests.script.test_run import alone, captured, run, saves_the_same_alone, steps_captured, where
+from tests.script.test_run import alone, captured, ran, run, saves_the_same_alone, steps_captured, where
 from tests.siblings import slow_but_for
 
 GIVES_UP = scripts.loop("""
@@ -82,16 +81,10 @@ torch.save(net.state_dict(), "net.pt")
 OVERFLOW = "similar = self.q(x) @ self.k(x).transpose(-1, -2)"
 
 
-def given_up(folder: Path, fault: str, how: str) -> tuple[Record, int]:
-    """The record of the script and its exit code."""
-    result, record = run(folder, GIVES_UP, fault, how)
-    return record, result.code
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["loss", "criterion", "by hand", "copies"])
 def test_a_step_that_the_loop_gives_up_is_named_and_captured(tmp_path: Path, how: str) -> None:
-    record, code = given_up(tmp_path, "model", how)
+    record, _, code = ran(tmp_path, GIVES_UP, "model", how)
     assert (code, record.verdict) == (1, "precision")
     assert where(record) == ("forward-overflow", 5, "attention", OVERFLOW)
     assert steps_captured(record)[0] == 5
@@ -114,7 +107,7 @@ def test_half_weights_with_the_hooks_of_a_wrapper_are_left_to_a_replay(tmp_path:
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "steps"), [("loss", 10), ("copies", 1), ("criterion", 10), ("by hand", 1)])
 def test_a_run_that_gives_up_every_step_is_not_one_without_a_step(tmp_path: Path, how: str, steps: int) -> None:
-    record, code = given_up(tmp_path, "always", how)
+    record, _, code = ran(tmp_path, GIVES_UP, "always", how)
     assert (code, record.verdict, record.findings[0].code) == (1, "precision", "forward-overflow")
     assert (record.findings[0].step, record.steps_run, record.steps_skipped) == (0, steps, steps)
     replayed = start(tmp_path, "replay", captured(record)[0])
@@ -123,7 +116,7 @@ def test_a_run_that_gives_up_every_step_is_not_one_without_a_step(tmp_path: Path
 
 @pytest.mark.parametrize("how", slow_but_for(["by hand"], ["loss", "by hand"]))
 def test_a_batch_of_nan_that_is_given_up_is_no_matter_of_precision(tmp_path: Path, how: str) -> None:
-    record, code = given_up(tmp_path, "data", how)
+    record, _, code = ran(tmp_path, GIVES_UP, "data", how)
     assert (code, record.verdict) == (1, "other")
     assert (record.findings[0].code, record.findings[0].step) == ("data-nonfinite", 5)
 
@@ -131,7 +124,7 @@ def test_a_batch_of_nan_that_is_given_up_is_no_matter_of_precision(tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["loss", "criterion", "by hand", "wrapped", "twice", "evaluates"])
 def test_what_is_no_training_and_what_is_called_twice_are_no_steps_given_up(tmp_path: Path, how: str) -> None:
-    record, code = given_up(tmp_path, "nothing", how)
+    record, _, code = ran(tmp_path, GIVES_UP, "nothing", how)
     assert (code, record.verdict, record.steps_run, record.findings) == (0, "healthy", 10, ())
 
 
@@ -140,7 +133,7 @@ def test_what_is_no_training_and_what_is_called_twice_are_no_steps_given_up(tmp_
     ("fault", "how"), [("model", "loss"), ("model", "by hand"), ("model", "wrapped"), ("data", "criterion")]
 )
 def test_the_weights_are_those_of_a_run_that_is_not_watched(tmp_path: Path, fault: str, how: str) -> None:
-    given_up(tmp_path, fault, how)
+    ran(tmp_path, GIVES_UP, fault, how)
     saves_the_same_alone(tmp_path, fault, how)
 
 

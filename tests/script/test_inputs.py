@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from ampdbg.record.file import read_record
-from ampdbg.record.run import Record
 from tests.commands.program import start
 from tests.script import scripts
 from tests.script.test_captures import capture_of, on
-from tests.script.test_run import captured, run, where
+from tests.script.test_run import captured, ran, run, where
 from tests.siblings import slow_but_for
 
 TARGETS = scripts.loop("""
@@ -62,12 +61,6 @@ for step in range(7):
 """From step 3 on, or in it alone, an element of the targets holds ``value``; ``kind`` says what becomes of that."""
 
 
-def trained(folder: Path, kind: str, value: str = "nan") -> tuple[Record, str]:
-    """The record of the script, and what stands on its page."""
-    result, record = run(folder, TARGETS, kind, value)
-    return record, " ".join(result.stderr.split())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "value", "held"),
@@ -79,7 +72,7 @@ def trained(folder: Path, kind: str, value: str = "nan") -> tuple[Record, str]:
     ],
 )
 def test_targets_that_hold_nan_are_bad_data(tmp_path: Path, kind: str, value: str, held: str) -> None:
-    record, page = trained(tmp_path, kind, value)
+    record, page, _ = ran(tmp_path, TARGETS, kind, value)
     assert (record.verdict, record.findings[0].code, record.findings[0].step) == ("other", "data-nonfinite", 4)
     assert record.findings[0].message == f"the batch of step 4 holds {held}, first in sample 5"
     assert [finding.code for finding in record.findings[1:]] in ([], ["scale-collapse"])
@@ -92,7 +85,7 @@ def test_targets_that_hold_nan_are_bad_data(tmp_path: Path, kind: str, value: st
 
 @pytest.mark.parametrize("kind", slow_but_for(["criterion"], ["criterion", "assert"]))
 def test_one_bad_target_of_a_module_that_makes_the_loss_is_bad_data_at_its_own_step(tmp_path: Path, kind: str) -> None:
-    record, _ = trained(tmp_path, kind)
+    record, _, _ = ran(tmp_path, TARGETS, kind, "nan")
     assert (record.verdict, record.findings[0].code, record.findings[0].step) == ("other", "data-nonfinite", 3)
     told = "1 NaN among 64 values in argument 2['boxes'] of Criterion on line 46 of train.py, first in sample 5"
     assert record.findings[0].message == f"the batch of step 3 holds {told}"
@@ -104,13 +97,13 @@ SOUND += [("padded", "nan"), ("mask", "-inf")]
 
 @pytest.mark.parametrize("of", slow_but_for(SOUND[-2:], SOUND), ids="-".join)
 def test_finite_targets_padding_taken_out_and_a_mask_are_healthy(tmp_path: Path, of: tuple[str, str]) -> None:
-    record, _ = trained(tmp_path, *of)
+    record, _, _ = ran(tmp_path, TARGETS, *of)
     assert (record.verdict, record.findings) == ("healthy", ())
 
 
 @pytest.mark.slow
 def test_padding_of_nan_is_not_blamed_for_a_nan_of_the_mathematics(tmp_path: Path) -> None:
-    record, _ = trained(tmp_path, "masked")
+    record, _, _ = ran(tmp_path, TARGETS, "masked", "nan")
     found = record.findings[0]
     assert (record.verdict, found.code, found.op) == ("inconclusive", "unknown", "aten.div.Tensor")
     too = "alone in FP32 it does so too on the same inputs, which FP16 may have rounded before"
@@ -121,7 +114,7 @@ def test_padding_of_nan_is_not_blamed_for_a_nan_of_the_mathematics(tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["distilled", "distilled once"])
 def test_what_a_teacher_has_computed_is_no_data(tmp_path: Path, kind: str) -> None:
-    record, _ = trained(tmp_path, kind, "1")
+    record, _, _ = ran(tmp_path, TARGETS, kind, "1")
     assert record.steps_skipped == (4 if kind == "distilled" else 1)
     assert "data-nonfinite" not in [finding.code for finding in record.findings]
 
@@ -129,7 +122,7 @@ def test_what_a_teacher_has_computed_is_no_data(tmp_path: Path, kind: str) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["once", "raises"])
 def test_one_bad_target_of_a_function_is_not_blamed_for_sure(tmp_path: Path, kind: str) -> None:
-    record, page = trained(tmp_path, kind)
+    record, page, _ = ran(tmp_path, TARGETS, kind, "nan")
     assert "data-nonfinite" not in [finding.code for finding in record.findings]
     assert "look at what the script makes of that" in page
 
@@ -318,15 +311,9 @@ for step in range(6):
 LINE = next(number for number, line in enumerate(DISTILLED.splitlines(), start=1) if line.endswith("# HERE"))
 
 
-def distilled(folder: Path, *arguments: str) -> tuple[Record, str]:
-    """The record of the script, and what stands on its page."""
-    result, record = run(folder, DISTILLED, *arguments)
-    return record, " ".join(result.stderr.split())
-
-
 @pytest.mark.parametrize("how", slow_but_for(["ends"], ["ends", "goes on"]))
 def test_an_overflow_that_a_teacher_has_too_is_named(tmp_path: Path, how: str) -> None:
-    record, page = distilled(tmp_path, "both", how)
+    record, page, _ = ran(tmp_path, DISTILLED, "both", how)
     found = record.findings[0]
     assert (record.verdict, found.code, found.op) == ("precision", "forward-overflow", "aten.bmm.default")
     assert (found.step, found.source and found.source.line) == (0, LINE)
@@ -335,14 +322,14 @@ def test_an_overflow_that_a_teacher_has_too_is_named(tmp_path: Path, how: str) -
 
 @pytest.mark.slow
 def test_an_overflow_of_a_teacher_alone_is_not_the_mathematics(tmp_path: Path) -> None:
-    record, page = distilled(tmp_path, "teacher", "ends")
+    record, page, _ = ran(tmp_path, DISTILLED, "teacher", "ends")
     assert (record.verdict, record.findings) == ("inconclusive", ())
     assert "it is given inf or NaN, which it may have computed itself: no replay can tell" in page
 
 
 @pytest.mark.slow
 def test_a_patch_is_said_not_to_be_tried_on_what_was_not_run_again(tmp_path: Path) -> None:
-    distilled(tmp_path, "both", "ends")
+    ran(tmp_path, DISTILLED, "both", "ends")
     (capture,) = (tmp_path / ".ampdbg" / "captures").glob("*.safetensors")
     result = start(tmp_path, "suggest-fp32", str(capture))
     page = " ".join(result.stderr.split())

@@ -110,39 +110,37 @@ def test_a_full_disk_is_one_warning_and_the_script_ends_as_it_would(tmp_path: Pa
     assert read_record(tmp_path / "r.json").steps_run == 4
 
 
-@pytest.mark.slow
-def test_a_log_takes_the_place_of_a_log_and_of_nothing_else(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(scripts.PLAIN)
-    (tmp_path / "notes.csv").write_text("a,b\n")
-    for name in ("notes.csv", "train.py"):
-        before = (tmp_path / name).read_bytes()
-        refused = start(tmp_path, "run", "--emulate", f"--log={name}", "train.py", "1", "2")
-        assert (refused.code, refused.stdout, (tmp_path / name).read_bytes()) == (2, "", before)
-        assert refused.stderr.startswith(f"error: --log {name} ")
-        assert "would be overwritten; name another file" in refused.stderr
-    for _ in range(2):
-        done = start(tmp_path, "run", "--emulate", "--record=r.json", "--log=run.log", "train.py", "1", "2")
-        assert (done.code, "warning" in done.stderr) == (0, False)
-        assert read_log(tmp_path / "run.log").steps_run == 2
-    same = start(tmp_path, "run", "--record=new", "--log=new", "train.py", "1", "2")
-    assert same.stderr == "error: --log new is the file of the record, and would be overwritten; name another file\n"
+OVERWRITTEN = ", and would be overwritten; name another file"
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no named pipes in folders, and links need a privilege")
-def test_a_log_is_not_written_through_a_link_nor_into_a_pipe(tmp_path: Path) -> None:
+def test_a_log_takes_the_place_of_nothing_else_nor_is_it_written_through_a_link_or_into_a_pipe(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(scripts.PLAIN)
+    (tmp_path / "notes.csv").write_text("a,b\n")
     (tmp_path / "link.log").symlink_to("train.py")
     (tmp_path / "circle").symlink_to("circle")
     os.mkfifo(tmp_path / "pipe")
     for name, told in {
-        "link.log": "is the file of the script, and would be overwritten; name another file",
+        "notes.csv": f"holds no log of a run{OVERWRITTEN}",
+        "train.py": f"is the file of the script{OVERWRITTEN}",
+        "link.log": f"is the file of the script{OVERWRITTEN}",
         "pipe": "is a pipe; allowed: a file, or /dev/stdout",
         "circle": "is a link that leads to itself; allowed: a file, or /dev/stdout",
+        "new": f"is the file of the record{OVERWRITTEN}",
     }.items():
-        refused = start(tmp_path, "run", "--emulate", "--log", name, "train.py", "1", "2")
-        assert (refused.code, refused.stdout) == (2, "")
-        assert refused.stderr == f"error: --log {name} {told}\n"
+        refused = start(tmp_path, "run", "--emulate", "--record=new", "--log", name, "train.py", "1", "2")
+        assert (refused.code, refused.stdout, refused.stderr) == (2, "", f"error: --log {name} {told}\n")
     assert (tmp_path / "train.py").read_text() == scripts.PLAIN
+    assert (tmp_path / "notes.csv").read_text() == "a,b\n"
+
+
+@pytest.mark.slow
+def test_a_log_takes_the_place_of_a_log(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(scripts.PLAIN)
+    for _ in range(2):
+        done = start(tmp_path, "run", "--emulate", "--record=r.json", "--log=run.log", "train.py", "1", "2")
+        assert (done.code, "warning" in done.stderr) == (0, False)
+        assert read_log(tmp_path / "run.log").steps_run == 2
 
 
 def test_each_of_several_processes_looks_at_its_own_files(tmp_path: Path) -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import gzip
 import math
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch.optim import optimizer as torchs
 
+import ampdbg
 from ampdbg.record.file import read_record
 from ampdbg.record.run import Record
 from ampdbg.script.launch import Script, run_script
@@ -27,6 +31,12 @@ def run(folder: Path, text: str, *arguments: str, options: tuple[str, ...] = ("-
     result = start(folder, "run", *options, "--record=r.json", "train.py", *arguments)
     assert (folder / "r.json").exists(), result.stderr
     return result, read_record(folder / "r.json")
+
+
+def ran(folder: Path, text: str, *arguments: str, options: tuple[str, ...] = ("--emulate",)) -> tuple[Record, str, int]:
+    """The record of a script of this text, what stands on its page, and its exit code."""
+    result, record = run(folder, text, *arguments, options=options)
+    return record, " ".join(result.stderr.split()), result.code
 
 
 def where(record: Record) -> tuple[str, int | None, str, str]:
@@ -179,23 +189,27 @@ def test_of_two_models_the_one_that_fails_is_named(tmp_path: Path) -> None:
     assert named == {"netG"}
 
 
+SETTLED = ("settled at 256, ", "loss scale 65,536 to 256 ")
+SETTLES = {
+    "alone": (scripts.CALIBRATION, SETTLED),
+    "before an unscaled loop": (scripts.CALIBRATION + scripts.UNSCALED, SETTLED),
+    "in each fold": (scripts.FOLDS.replace("BREAKS", "pass"), ()),
+    "not before the run ends": (scripts.CALIBRATION.replace("range(30)", "range(7)"), ("it has not settled yet",)),
+}
+"""Where a scale settles, and what the page says of it."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("behind", ["", scripts.UNSCALED], ids=["alone", "before an unscaled loop"])
+@pytest.mark.parametrize("how", SETTLES)
 def test_a_scale_that_settles_is_no_fault_and_settles_where_its_own_loop_has_brought_it(
-    tmp_path: Path, behind: str
+    tmp_path: Path, how: str
 ) -> None:
-    result, record = run(tmp_path, scripts.CALIBRATION + behind)
-    assert (result.code, record.verdict) == (0, "healthy")
+    text, says = SETTLES[how]
+    record, page, code = ran(tmp_path, text)
+    assert (code, record.verdict) == (0, "healthy")
     assert [(found.code, found.severity) for found in record.findings] == [("scale-calibration", "info")]
-    assert record.findings[0].evidence["scale"] == 256.0
-    assert "settled at 256, " in " ".join(result.stderr.split())
-    assert "loss scale 65,536 to 256 " in " ".join(result.stderr.split())
-
-
-@pytest.mark.slow
-def test_scales_that_settle_in_each_fold_are_no_fault(tmp_path: Path) -> None:
-    result, record = run(tmp_path, scripts.FOLDS.replace("BREAKS", "pass"))
-    assert (result.code, [found.code for found in record.findings]) == (0, ["scale-calibration"])
+    assert says != SETTLED or record.findings[0].evidence["scale"] == 256.0
+    assert all(one in page for one in says)
 
 
 @pytest.mark.slow
@@ -398,13 +412,6 @@ def test_ampdbg_has_its_modules_again_however_the_script_ends(
 
 
 @pytest.mark.slow
-def test_a_scale_that_is_still_being_found_when_the_run_ends_is_not_blamed_on_half(tmp_path: Path) -> None:
-    _, record = run(tmp_path, scripts.CALIBRATION.replace("range(30)", "range(7)"))
-    assert [(found.code, found.severity) for found in record.findings] == [("scale-calibration", "info")]
-    assert "it has not settled yet" in record.findings[0].message
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["named_buffers", "modules"])
 def test_a_script_that_breaks_what_the_watcher_asks_trains_on(tmp_path: Path, name: str) -> None:
     text = scripts.PLAIN.replace("        x = torch", f"        nn.Module.{name} = None\n        x = torch")
@@ -453,3 +460,42 @@ def test_an_error_of_autocast_is_named_though_the_model_does_not_name_its_module
     assert len(record.steps) == 3
     assert "no modules today (train.py, line 22)" in record.error
     assert "ampdbg itself failed with" not in result.stderr
+
+
+TRACED_ENDINGS = {
+    "to its end": "",
+    "with an error while a step is traced": "raise ValueError('bad')",
+    "with a code while a step is traced": "raise SystemExit(3)",
+    "by an interrupt while a step is traced": "raise KeyboardInterrupt",
+}
+
+
+def replaced_by_a_run() -> list[object]:
+    """What a run replaces meanwhile."""
+    scaler, cuda = torch.amp.GradScaler, torch.cuda
+    functions = [scaler.scale, scaler.step, scaler.update, vars(torch.autograd)["_engine_run_backward"]]
+    functions += [torch.Tensor.cuda, torch.optim.Optimizer.__init__]
+    functions += [cuda.is_available, cuda.device_count, cuda.get_rng_state_all]
+    of_steps = (torchs._global_optimizer_pre_hooks, torchs._global_optimizer_post_hooks)
+    hooks = [*map(id, of_steps), *(len(each.values()) for each in of_steps), torch._C._len_torch_dispatch_stack()]
+    process = [sys.argv, sys.path[:], sys.modules["__main__"], signal.signal, signal.getsignal]
+    process += [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    return [*functions, *hooks, *process]
+
+
+@pytest.mark.parametrize("how", slow_but_for(["to its end", "with a code while a step is traced"], TRACED_ENDINGS))
+def test_torch_and_the_process_are_as_they_were(how: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    ending = TRACED_ENDINGS[how]
+    text = scripts.LOSS_LINE.replace("GAIN", "1000.0")
+    text = text.replace("for _ in range(7):", "sys.modules['held'] = net\nfor step in range(7):")
+    (tmp_path / "train.py").write_text(f"{text}    if step == 1:\n        {ending or 'pass'}\n", encoding="utf-8")
+    before = replaced_by_a_run()
+    record = ampdbg.run(tmp_path / "train.py", emulate=True)
+    assert replaced_by_a_run() == before
+    model = sys.modules.pop("held")
+    assert isinstance(model, torch.nn.Module)
+    modules = list(model.modules())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+    assert record.steps_run == (2 if ending else 7)
+    assert record.interrupted is ("KeyboardInterrupt" in ending)
+    assert ("ValueError: bad" in capfd.readouterr().err) is ("ValueError" in ending)

@@ -186,13 +186,6 @@ def test_a_scale_that_had_collapsed_goes_on_as_low_as_it_was(tmp_path: Path) -> 
     assert {step.scale for step in static.steps} == {1024.0}
 
 
-def test_a_growth_tracker_goes_on_counting(tmp_path: Path) -> None:
-    scaler = {**torch.amp.GradScaler("cpu").state_dict(), "_growth_tracker": 1998}
-    torch.save({"model": checkpoint_after(config(tmp_path), 0)["model"], "scaler": scaler}, tmp_path / "run.pt")
-    record = train(config(tmp_path, "checkpoint=run.pt", "train.steps=3"), replays=0)
-    assert [step.scale for step in record.steps] == [65536.0, 65536.0, 131072.0]
-
-
 LEARNT = "self.gain = nn.Linear(16, 16), nn.Parameter(torch.tensor(gain))"
 ATTENTION = scripts.PLAIN.partition("def main(")[0].replace("self.gain = nn.Linear(16, 16), gain", LEARNT) + (
     """

@@ -79,9 +79,6 @@ def hunted(model, batch):
     h = model.body(batch[0]) * 900
     return ((h @ h.t() / 1e6).softmax(-1) @ h).float().square().mean()
 
-def masked(model, batch):
-    return model.body(batch[0]).masked_fill(batch[0][:, :1] > 0, -1e9).float().mean()
-
 def says_cuda(model, batch):
     model.cuda()
     x, y = batch[0].cuda(), batch[1].to("cuda")
@@ -107,12 +104,6 @@ def tokens():
 
 def embed_loss(model, batch):
     return model(batch).square().sum()
-
-def penalised(model, batch):
-    x = batch[0].requires_grad_()
-    out = F.mse_loss(model(x), batch[1])
-    [g] = torch.autograd.grad(out, x, create_graph=True)
-    return out + g.square().sum()
 
 def sparse_product(model, batch):
     return torch.sparse.mm(torch.eye(16).to_sparse(), model.body(batch[0])).mean()
@@ -290,12 +281,6 @@ def test_several_losses_are_scaled_and_recorded_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sparse_gradients_and_gradient_penalties_work(tmp_path: Path) -> None:
-    assert run(tmp_path, **SPARSE, **step_function("embed_loss"), train={"steps": 4}).verdict == "healthy"
-    assert run(tmp_path, **step_function("penalised"), train={"steps": 4}).verdict == "healthy"
-
-
-@pytest.mark.slow
 def test_a_compiled_model_is_analysed_eagerly_and_a_scripted_one_from_outside_and_both_are_said(tmp_path: Path) -> None:
     record = run(tmp_path, model="compiled", **step_function("overflowing"), train={"steps": 2})
     assert record.findings[0].code == "forward-overflow"
@@ -321,13 +306,12 @@ def test_a_bad_batch_is_named_with_its_sample(tmp_path: Path) -> None:
     assert "buffer-poisoned" in [finding.code for finding in record.findings]
 
 
-@pytest.mark.parametrize(("name", "code"), [("masked", "mask-constant"), ("bce", "misuse-bce")])
-def test_an_error_that_autocast_causes_names_its_line(tmp_path: Path, name: str, code: str) -> None:
-    record = run(tmp_path, **step_function(name), train={"steps": 3})
+def test_an_error_that_autocast_causes_names_its_line(tmp_path: Path) -> None:
+    record = run(tmp_path, **step_function("bce"), train={"steps": 3})
     [finding] = record.findings
-    assert finding.code == code
+    assert finding.code == "misuse-bce"
     assert finding.source is not None
-    assert (Path(finding.source.file).name, finding.source.function) == ("work.py", name)
+    assert (Path(finding.source.file).name, finding.source.function) == ("work.py", "bce")
     assert finding.source.text.startswith("return ")
 
 
