@@ -61,10 +61,7 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "a frozen object": (Graph, lambda batch: batch.x.mul_(2)),
     "an object in an object": (lambda: Graph(edges=Graph()), lambda batch: batch.edges.x.mul_(2)),
     "a sparse tensor": (lambda: [torch.eye(2).to_sparse()], lambda batch: batch[0].mul_(2)),
-    "a tensor that wants gradients": (
-        lambda: [torch.ones(2, requires_grad=True)],
-        lambda batch: batch[0].data.mul_(2),
-    ),
+    "a tensor that wants gradients": (lambda: [torch.ones(2, requires_grad=True)], lambda batch: batch[0].data.mul_(2)),
 }
 
 

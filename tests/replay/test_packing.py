@@ -179,9 +179,7 @@ def damaged_gauss(packing: Packing, state: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("damage", [damaged_words, damaged_torch, damaged_gauss])
-def test_a_damaged_random_state_is_refused_before_it_is_used(
-    damage: Callable[[Packing, list[Any]], None],
-) -> None:
+def test_a_damaged_random_state_is_refused_before_it_is_used(damage: Callable[[Packing, list[Any]], None]) -> None:
     packing = Packing("value")
     packed = json.loads(json.dumps(packed_random_state(RandomState.now(), packing)))
     damage(packing, packed["list"])

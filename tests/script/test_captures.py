@@ -65,9 +65,7 @@ def on(folder: Path, command: str, capture: Path, *options: str) -> tuple[Result
     return result, read_record(folder / "c.json")
 
 
-def test_an_overflow_is_named_by_module_op_and_line_and_captured_beside_a_frozen_mask(
-    tmp_path: Path,
-) -> None:
+def test_an_overflow_is_named_by_module_op_and_line_and_captured_beside_a_frozen_mask(tmp_path: Path) -> None:
     made = "self.attention, self.out ="
     mask = "self.mask = nn.Parameter(torch.full((2,), -torch.inf), requires_grad=False)"
     result, record = run(tmp_path, scripts.PLAIN.replace(made, f"{mask}\n        {made}"), "400", "6")
@@ -385,10 +383,7 @@ def test_a_step_that_follows_one_of_another_optimizer_is_found_again(tmp_path: P
     assert again.findings[0].message.endswith("(as step 4 was run again)")
 
 
-ASKS = {
-    "a signal": "os.kill(os.getpid(), signal.SIGUSR1)",
-    "code": "__import__('ampdbg').capture()",
-}
+ASKS = {"a signal": "os.kill(os.getpid(), signal.SIGUSR1)", "code": "__import__('ampdbg').capture()"}
 
 
 @pytest.mark.slow

@@ -295,8 +295,7 @@ code."""
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "way",
-    ["model", "in place", "loss", "break", "optimizer", "gradients", "scaler", "step", "late step"],
+    "way", ["model", "in place", "loss", "break", "optimizer", "gradients", "scaler", "step", "late step"]
 )
 def test_torch_compile_follows_the_script_and_nothing_of_ours(way: str, tmp_path: Path) -> None:
     result, record = run(tmp_path, COMPILED, way)

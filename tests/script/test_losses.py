@@ -274,10 +274,7 @@ for _ in range(8):
 """)
 """A last layer of zeros has no gradient, and the root of zero no finite one, in any precision."""
 
-GRADIENTS = {
-    "twice": "torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True)[0]",
-    "once": "y - y.detach()",
-}
+GRADIENTS = {"twice": "torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True)[0]", "once": "y - y.detach()"}
 
 
 def penalty(gradient: str, safe: float) -> str:

@@ -108,9 +108,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "SGD": {"precision": SCALE, "optimizer": ("torch.optim:SGD", {"lr": 0.1, "momentum": 0.9})},
     "two optimizers": {"precision": SCALE, "optimizer": "two"},
     "a scheduler": {"precision": SCALE, "scheduler": "warming"},
-    "a one-cycle schedule": {
-        "scheduler": ("torch.optim.lr_scheduler:OneCycleLR", {"max_lr": 0.1, "total_steps": 15}),
-    },
+    "a one-cycle schedule": {"scheduler": ("torch.optim.lr_scheduler:OneCycleLR", {"max_lr": 0.1, "total_steps": 15})},
     "a scheduler and two optimizers": {"optimizer": "two", "scheduler": "warming"},
     "bfloat16": {"precision": {"dtype": "bfloat16"}},
     "O3 in bfloat16": {"precision": {"level": "O3", "dtype": "bfloat16"}},
