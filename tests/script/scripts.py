@@ -235,7 +235,7 @@ for fold in range(4):
 """)
 """Each fold settles at a scale of 256, as healthy scripts do; with a line for BREAKS the last one collapses."""
 
-_MODEL = loop("""
+MODEL = loop("""
 class Mix(nn.Module):
     def forward(self, x):
         print("mixes")
@@ -291,7 +291,7 @@ _STEPS = {
 
 def _looped(step: str) -> str:
     ending = "    scaler.step(optimizer)\n    scaler.update()\n    optimizer.zero_grad()\n"
-    return f'{_MODEL}for step in range(6):{step}{ending}\ntorch.save(net.state_dict(), "weights.pt")\n'
+    return f'{MODEL}for step in range(6):{step}{ending}\ntorch.save(net.state_dict(), "weights.pt")\n'
 
 
 LOOPS = {name: _looped(step) for name, step in _STEPS.items()}

@@ -26,30 +26,23 @@ from tests.script import scripts
 from tests.script.test_run import alone, captured, run, steps_captured, where
 from tests.siblings import slow_but_for
 
-COLLAPSES = scripts.loop("""
-class Mix(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gain = 1.0
-
-    def forward(self, x):
-        similar = (x * self.gain) @ (x * self.gain).transpose(-1, -2)
-        return x + similar.mean(-1, keepdim=True) / self.gain**2
-
-net = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.1), Mix(), nn.Linear(32, 4)).cuda()
-optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
-criterion = nn.CrossEntropyLoss()
+COLLAPSES = (
+    scripts.MODEL.replace("GAIN", "self.gain").replace("    def forward", "    gain = 1.0\n\n    def forward")
+    + """
 for step in range(400):
     if step == 300:
         net[3].gain = 1e3
     if step == 320:
         os.kill(os.getpid(), signal.SIGKILL)
-    x, y = torch.randn(8, 16, device="cuda"), torch.randint(4, (8,), device="cuda")
+    x, y = batch()
     with torch.autocast("cuda"):
         loss = criterion(net(x), y)
-    STEP
-""")
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+)
 """From step 300 on its ``similar`` overflows, and at step 320 its process is killed."""
 
 

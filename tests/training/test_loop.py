@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,19 @@ def two_losses(model, batch):
     x, y = batch
     out = model(x)
     return {"first": F.mse_loss(out, y), "second": out.square().mean()}
+
+class Widened(nn.Module):
+    def __init__(self, factor=1e6):
+        super().__init__()
+        self.factor, self.body, self.head = factor, nn.Linear(4, 8), nn.Linear(8, 1)
+    def forward(self, x):
+        return self.head((self.body(x).half() * self.factor).float()).squeeze(-1)
+
+def two(model, fused=False, groups=None):
+    return [torch.optim.AdamW(part.parameters(), fused=fused) for part in (model.body, model.head)]
+
+def fit(model, batch):
+    return F.mse_loss(model(batch[0]), batch[1])
 
 def overflowing(model, batch):
     return (model.body(batch[0]) * 60000 * 2).float().mean()
@@ -525,3 +539,37 @@ def test_each_loss_trains_its_own_side(tmp_path: Path) -> None:
                 parameter.grad = gradient
             optimizer.step()
     assert all(map(torch.equal, trained, gan.parameters()))
+
+
+OPTIONS = {
+    "accumulate": "train.accumulate=2",
+    "clip": "train.clip_grad_norm=1.0",
+    "several losses": "step.target=work.py:two_losses",
+    "two optimizers": "optimizer.target=work.py:two",
+    "fused": "optimizer.args.fused=true",
+    "static scale": "precision.loss_scale=128",
+    "bfloat16": "precision.dtype=bfloat16",
+    "O0": "precision.level=O0",
+    "native": "precision.policy=native",
+    "groups": "optimizer.groups=module",
+    "pins": "precision.pins=[body]",
+    "healthy": "model.args.factor=1.0",
+}
+
+
+PAIRS = list(combinations(OPTIONS, 2))
+TWO_BY_TWO = list(zip(*[iter(OPTIONS)] * 2, strict=True))
+"""Each option once."""
+
+
+@pytest.mark.parametrize("names", slow_but_for(TWO_BY_TWO, PAIRS), ids=" and ".join)
+def test_two_options_go_together(names: tuple[str, str], tmp_path: Path) -> None:
+    train_keys = {"steps": 2, "device": "cpu"}
+    overrides = [OPTIONS[name] for name in names]
+    config = written(tmp_path, WORKLOAD, *overrides, model="Widened", data="data", step="fit", train=train_keys)
+    record = diagnose(train(config))
+    assert len(record.steps) == 2
+    assert not any(replay.error for made in record.investigations for replay in made.replays)
+    assert (record.verdict == "healthy") == ("healthy" in names)
+    ranges = profile_ranges(config)
+    assert {site.phase for site in ranges.sites} == {"forward", "backward"}
