@@ -189,12 +189,13 @@ def test_of_two_models_the_one_that_fails_is_named(tmp_path: Path) -> None:
     assert named == {"netG"}
 
 
+UNSETTLED = ("it has not settled yet",)
 SETTLED = ("settled at 256, ", "loss scale 65,536 to 256 ")
 SETTLES = {
     "alone": (scripts.CALIBRATION, SETTLED),
     "before an unscaled loop": (scripts.CALIBRATION + scripts.UNSCALED, SETTLED),
     "in each fold": (scripts.FOLDS.replace("BREAKS", "pass"), ()),
-    "not before the run ends": (scripts.CALIBRATION.replace("range(30)", "range(7)"), ("it has not settled yet",)),
+    "not before the run ends": (scripts.CALIBRATION.replace("range(30)", "range(7)"), UNSETTLED),
 }
 """Where a scale settles, and what the page says of it."""
 
@@ -206,7 +207,7 @@ def test_a_scale_that_settles_is_no_fault_and_settles_where_its_own_loop_has_bro
 ) -> None:
     text, says = SETTLES[how]
     record, page, code = ran(tmp_path, text)
-    assert (code, record.verdict) == (0, "healthy")
+    assert (code, record.verdict) == (0, "healthy" if says != UNSETTLED else "inconclusive")
     assert [(found.code, found.severity) for found in record.findings] == [("scale-calibration", "info")]
     assert says != SETTLED or record.findings[0].evidence["scale"] == 256.0
     assert all(one in page for one in says)
