@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from ampdbg.config.file import load_config
+from ampdbg.config.schema import Config
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.probes.seams import replaced
-from ampdbg.record.run import Record
 from ampdbg.replay import draws
 from ampdbg.replay.draws import Draws, attention, drawn_alike
 from ampdbg.training.fp32_twin import distance, fp32_losses
@@ -45,20 +45,20 @@ def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def scanned(folder: Path) -> Record:
+def config(folder: Path) -> Config:
     file = next(file for file in FILES if file.stem == "dropout")
-    return diagnose(train(load_config(config_of(file, folder), ("train.device=cpu",))))
+    return load_config(config_of(file, folder), ("train.device=cpu",))
 
 
 @pytest.mark.usefixtures("_on_a_gpu")
 def test_a_healthy_model_with_dropout_is_not_blamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = scanned(tmp_path)
+    record = diagnose(train(config(tmp_path)))
     assert (record.verdict, [one.code for one in record.findings]) == ("healthy", ["scale-calibration"])
     low, fp32 = record.investigations[0].replays[:2]
     assert low.loss == pytest.approx(record.steps[-1].loss)
     assert fp32.loss == pytest.approx(low.loss, rel=1e-2)
     monkeypatch.setattr(draws, "depends_on_dtype", lambda tensor: False)
-    assert scanned(tmp_path).findings[0].code == "precision-loss"  # the control
+    assert diagnose(train(config(tmp_path))).findings[0].code == "precision-loss"  # the control
 
 
 @pytest.mark.usefixtures("_on_a_gpu")
@@ -88,9 +88,7 @@ def test_other_dropout_is_part_of_the_noise_of_training(
     seen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(draws, "depends_on_dtype", lambda tensor: seen)
-    file = next(file for file in FILES if file.stem == "dropout")
-    config = load_config(config_of(file, tmp_path), ("train.device=cpu",))
-    noise = distance(fp32_losses(config, is_rounded=True), fp32_losses(config))
+    noise = distance(fp32_losses(config(tmp_path), is_rounded=True), fp32_losses(config(tmp_path)))
     assert (noise > 0.05) is seen
 
 

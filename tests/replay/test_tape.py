@@ -38,9 +38,21 @@ def plain(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
     scaler.scale(F.cross_entropy(model(x()), torch.tensor([0, 1, 2, 0]))).backward()
 
 
-def by_a_criterion(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
-    loss = nn.SmoothL1Loss(reduction="sum")(input=model(x()), target=torch.ones(4, 3)) / 7
-    scaler.scale(loss).backward()
+LOSSES: dict[str, Callable[[Any], torch.Tensor]] = {
+    "by a criterion": lambda model: nn.SmoothL1Loss(reduction="sum")(input=model(x()), target=torch.ones(4, 3)) / 7,
+    "of a part of the model": lambda model: model[3](model[0](x())).square().mean(),
+    "regularized": lambda model: (
+        model(x()).mean() + 0.1 * torch.stack([parameter.square().sum() for parameter in model.parameters()]).sum()
+    ),
+    "tied": lambda model: (model(x()) @ model[3].weight @ model[3].weight.T @ model[3].weight.mT.data.T).mean(),
+    # What the first call gives enters the second as data, as of a generator of old code.
+    "of a variable": lambda model: (model(x()) @ torch.autograd.Variable(model(x()).data).mT).mean(),
+    "by ops": lambda model: torch.ops.aten.mean.default(torch.ops.aten.square(model(x()))),
+}
+
+
+def scaled(loss: Callable[[Any], torch.Tensor]) -> Loop:
+    return lambda model, scaler: scaler.scale(loss(model)).backward()
 
 
 def in_micro_batches(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
@@ -88,29 +100,11 @@ def without_a_scaler(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
     model(x()).square().mean().backward()
 
 
-def part_of_the_model(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
-    assert isinstance(model, nn.Sequential)
-    scaler.scale(model[3](model[0](x())).square().mean()).backward()
-
-
-def regularized(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
-    assert isinstance(model, nn.Sequential)
-    penalty = torch.stack([parameter.square().sum() for parameter in model.parameters()]).sum()
-    scaler.scale(model(x()).mean() + 0.1 * penalty).backward()
-
-
 def penalized(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
     inner = x().requires_grad_()
     output = model(inner).sum()
     (gradient,) = torch.autograd.grad(output, inner, create_graph=True)
     scaler.scale(output + gradient.square().sum()).backward()
-
-
-def tied(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
-    assert isinstance(model, nn.Sequential)
-    assert isinstance(model[3], nn.Linear)
-    output = model(x()) @ model[3].weight
-    scaler.scale((output @ model[3].weight.T @ model[3].weight.mT.data.T).mean()).backward()
 
 
 def asks_for_its_gradients(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
@@ -168,16 +162,6 @@ def multiplies_its_own(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
     scaler.scale((1 - 2 * (model(x(2)).sigmoid() * mask).sum(0) / union).mean()).backward()
 
 
-def variable(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
-    """What the first call gives enters the second as data, as of a generator of old code."""
-    made = torch.autograd.Variable(model(x()).data).mT
-    scaler.scale((model(x()) @ made).mean()).backward()
-
-
-def calls_ops(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
-    scaler.scale(torch.ops.aten.mean.default(torch.ops.aten.square(model(x())))).backward()
-
-
 def casts_what_needs_none(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
     output = model(x())
     output.to(torch.float32).sum()
@@ -208,36 +192,8 @@ def gives_a_distribution(model: nn.Module, scaler: torch.amp.GradScaler) -> None
     scaler.scale(loss - 0.1 * given["actions"].entropy().mean()).backward()
 
 
-PLAYED: dict[str, Loop] = {
-    function.__name__: function
-    for function in (
-        plain,
-        by_a_criterion,
-        in_micro_batches,
-        several_losses,
-        written_into,
-        with_values_of_its_own,
-        changes_its_batch,
-        draws_outside_of_the_model,
-        without_a_scaler,
-        part_of_the_model,
-        regularized,
-        penalized,
-        tied,
-        asks_for_its_gradients,
-        evaluates_before,
-        evaluates_before_with_gradients,
-        evaluates_within,
-        casts_its_own,
-        casts_and_writes,
-        multiplies_its_own,
-        variable,
-        calls_ops,
-        casts_what_needs_none,
-        copies_the_model,
-        gives_a_distribution,
-    )
-}
+LOOPS = {name: loop for name, loop in globals().items() if "scaler" in getattr(loop, "__annotations__", ())}
+PLAYED: dict[str, Loop] = {**LOOPS, **{name: scaled(loss) for name, loss in LOSSES.items()}}
 
 
 class Traced(TorchDispatchMode):
@@ -287,19 +243,18 @@ def test_a_played_step_has_the_gradients_of_the_step(loop: Loop, is_traced: bool
     assert expected.keys() == gradients(model).keys()
 
 
-@pytest.mark.parametrize(
-    "cast",
-    [
-        lambda wide: wide.to(torch.half),
-        lambda wide: wide.half(),
-        lambda wide: wide.type(torch.half),
-        lambda wide: wide.half().unsqueeze(0)[0],
-        lambda wide: torch.stack([each.half() for each in wide]),
-        lambda wide: torch.mm(wide.half(), torch.eye(3).half()),
-        lambda wide: (wide.half() * 2).float().sqrt(),
-    ],
-    ids=["to", "half", "type", "moved", "stacked", "multiplied", "of one that is half"],
-)
+CASTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "to": lambda wide: wide.to(torch.half),
+    "half": lambda wide: wide.half(),
+    "type": lambda wide: wide.type(torch.half),
+    "moved": lambda wide: wide.half().unsqueeze(0)[0],
+    "stacked": lambda wide: torch.stack([each.half() for each in wide]),
+    "multiplied": lambda wide: torch.mm(wide.half(), torch.eye(3).half()),
+    "of one that is half": lambda wide: (wide.half() * 2).float().sqrt(),
+}
+
+
+@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
 def test_what_a_loop_casts_is_cast_again_in_the_format_of_the_replay(
     cast: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:

@@ -166,20 +166,6 @@ for _ in range(30):
 """)
 """A learning rate that is far too large: FP32 diverges too."""
 
-SAVES_THE_MODEL = loop("""
-net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).cuda()
-optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
-scaler = torch.amp.GradScaler("cuda", init_scale=2.0**24)
-for _ in range(12):
-    with torch.autocast("cuda"):
-        loss = net(torch.randn(8, 16, device="cuda")).square().mean()
-    STEP
-    torch.save(net, io.BytesIO())
-    average = copy.deepcopy(net)
-print(sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in average.modules()))
-""")
-"""The whole model object, pickled and copied also after steps that were skipped."""
-
 ALTERNATING = loop("""
 actor, critic = nn.Linear(16, 16).cuda(), nn.Linear(16, 1).cuda()
 of_actor, of_critic = torch.optim.Adam(actor.parameters(), 1e-4), torch.optim.Adam(critic.parameters(), 1e-4)
@@ -218,18 +204,6 @@ train(nn.Linear(4, 4).cuda(), torch.ones(2, 4).cuda(), torch.amp.GradScaler("cud
 """)
 """A loop tried out on a model that has shapes alone, and an optimizer that has no hash."""
 
-COMPILED = loop("""
-net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).cuda()
-compiled = torch.compile(net, backend="aot_eager")
-optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
-scaler = torch.amp.GradScaler("cuda", init_scale=2.0**21)
-for _ in range(6):
-    with torch.autocast("cuda", dtype=torch.float16):
-        loss = compiled(torch.randn(8, 16, device="cuda")).square().mean()
-    STEP
-""")
-"""Its first steps are skipped, so that eager ones are traced among the compiled."""
-
 FP32 = """
 import torch
 from torch import nn
@@ -261,7 +235,7 @@ for fold in range(4):
 """)
 """Each fold settles at a scale of 256, as healthy scripts do; with a line for BREAKS the last one collapses."""
 
-_MODEL = loop("""
+MODEL = loop("""
 class Mix(nn.Module):
     def forward(self, x):
         print("mixes")
@@ -317,7 +291,7 @@ _STEPS = {
 
 def _looped(step: str) -> str:
     ending = "    scaler.step(optimizer)\n    scaler.update()\n    optimizer.zero_grad()\n"
-    return f'{_MODEL}for step in range(6):{step}{ending}\ntorch.save(net.state_dict(), "weights.pt")\n'
+    return f'{MODEL}for step in range(6):{step}{ending}\ntorch.save(net.state_dict(), "weights.pt")\n'
 
 
 LOOPS = {name: _looped(step) for name, step in _STEPS.items()}

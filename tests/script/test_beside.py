@@ -1,7 +1,8 @@
-"""What runs beside a step that is run again: a script's other threads, and its handlers of signals."""
+"""What runs beside a script's loop: its processes, threads and handlers of signals."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 from ampdbg.record.file import read_record
 from tests.commands.program import start
 from tests.script import scripts
+from tests.script.test_run import run
+from tests.siblings import slow_but_for
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +51,7 @@ ENDING
 """)
 
 
-def run(folder: Path, prelude: str, forward: str, ending: str, loop: str = LOOP) -> str:
+def looped(folder: Path, prelude: str, forward: str, ending: str, loop: str = LOOP) -> str:
     """What the script prints, whose step 3 is run again."""
     text = loop.replace("PRELUDE", prelude).replace("FORWARD", forward).replace("ENDING", ending)
     (folder / "train.py").write_text(text, encoding="utf-8")
@@ -76,7 +79,7 @@ def test_a_signal_is_handled_as_in_the_loop_and_what_it_sets_stays(tmp_path: Pat
             globals()["before"] = self.linear.weight.detach().clone()
         if call == {call}:
             signal.raise_signal(signal.SIGTERM)"""
-    said = run(tmp_path, HANDLER, forward, "print('steps', steps, stop)")
+    said = looped(tmp_path, HANDLER, forward, "print('steps', steps, stop)")
     assert said.splitlines() == ["autocast False same True", "steps 4 True"]
     record = read_record(tmp_path / "r.json")
     assert (record.investigations, record.unseen.notes) == ((), ())  # the signal was not kept waiting
@@ -96,7 +99,7 @@ signal.signal(signal.SIGTERM, handle)
 def test_what_a_handler_raises_reaches_the_script(tmp_path: Path) -> None:
     forward = "\n        if call == 4: signal.raise_signal(signal.SIGTERM)"
     prelude = f"{RAISES}\nsys.excepthook = lambda kind, *_: print('raised', kind.__name__, steps)"
-    said = run(tmp_path, prelude, forward, "print('not reached')")
+    said = looped(tmp_path, prelude, forward, "print('not reached')")
     assert said.splitlines() == ["raised OutOfTime 3"]
 
 
@@ -119,7 +122,7 @@ centred = Centred()
 @pytest.mark.slow
 def test_what_a_loss_of_its_own_keeps_is_not_moved_on(tmp_path: Path) -> None:
     text = LOOP.replace("(net(x).float() - 1)", "(centred(net(x).float()) - 1)")
-    said = run(tmp_path, LOSS, "pass", "print(centred.calls, steps)", text)
+    said = looped(tmp_path, LOSS, "pass", "print(centred.calls, steps)", text)
     assert said.split() == ["8", "8"]
     assert any("run again" in note for note in read_record(tmp_path / "r.json").unseen.notes)
 
@@ -147,5 +150,85 @@ seen = []
 def test_what_another_thread_writes_meanwhile_is_not_taken_back(tmp_path: Path) -> None:
     forward = "seen.append(call); time.sleep(0.02)"
     ending = "ends = True; thread.join()\nprint(made == list(own) == list(table), last == own[-1], len(seen), steps)"
-    assert run(tmp_path, THREAD, forward, ending).split() == ["True", "True", "8", "8"]
+    assert looped(tmp_path, THREAD, forward, ending).split() == ["True", "True", "8", "8"]
     assert any("run again" in note for note in read_record(tmp_path / "r.json").unseen.notes)
+
+
+STARTS_PROCESSES = """
+import sys, torch
+import torch.multiprocessing as mp
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+def train(rank=0):
+    net = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    workers = dict(num_workers=2, multiprocessing_context="spawn") if sys.argv[1] == "loader" else {}
+    for (x,) in DataLoader(TensorDataset(torch.randn(4, 4)), batch_size=2, **workers):
+        net(x).pow(2).mean().backward()
+        optimizer.step()
+
+def square(x):
+    return x * x
+
+if __name__ == "__main__":
+    if sys.argv[1] == "spawn":
+        mp.spawn(train, nprocs=2)
+    elif sys.argv[1] == "process":
+        child = mp.get_context("spawn").Process(target=train)
+        child.start()
+        child.join()
+    elif sys.argv[1] == "pool":
+        with mp.get_context("spawn").Pool(2) as pool:
+            print(pool.map(square, [1, 2, 3]))
+        train()
+    else:
+        train()
+    print("over")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "count"), [("spawn", "2 processes"), ("process", "1 process")])
+def test_processes_that_train_unseen_are_told_of(tmp_path: Path, how: str, count: str) -> None:
+    result, record = run(tmp_path, STARTS_PROCESSES, how)
+    verb = "were" if how == "spawn" else "was"
+    (note,) = record.unseen.notes
+    assert note.startswith(f"{count} started by multiprocessing {verb} not watched and had no emulated GPU; to watch")
+    page = " ".join(result.stderr.split())
+    assert "torchrun --nproc-per-node N --no-python ampdbg run SCRIPT" in page
+    assert (result.stdout, record.verdict, record.steps) == ("over\n", "inconclusive", ())
+
+
+@pytest.mark.parametrize("how", slow_but_for(["pool", "alone"], ["loader", "pool", "alone"]))
+def test_helpers_of_a_script_are_no_matter(tmp_path: Path, how: str) -> None:
+    result, record = run(tmp_path, STARTS_PROCESSES, how)
+    assert (record.unseen.notes, len(record.steps)) == ((), 2), result.stderr
+
+
+SIGNALS = """
+import _signal, os, signal, sys
+
+numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+def are_default():
+    return [_signal.getsignal(number) == _signal.SIG_DFL for number in numbers]
+
+if os.fork() == 0:
+    at_once = are_default()
+    for number in numbers:
+        signal.signal(number, signal.SIG_DFL)
+    print("child", at_once, are_default(), flush=True)
+    os._exit(0)
+os.wait()
+print("parent", are_default(), [signal.getsignal(number) is signal.SIG_DFL for number in numbers])
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no such processes")
+def test_a_signal_ends_a_forked_child_without_python_having_to_run(tmp_path: Path) -> None:
+    # A pool ends its workers by SIGTERM: a handler in Python came too late for one about to wait for a lock, for ever.
+    result, _ = run(tmp_path, SIGNALS)
+    child, parent = result.stdout.splitlines()
+    assert child == "child [True, True, True] [True, True, True]"
+    assert parent == "parent [False, False, False] [True, True, True]"

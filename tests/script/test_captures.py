@@ -26,30 +26,23 @@ from tests.script import scripts
 from tests.script.test_run import alone, captured, run, steps_captured, where
 from tests.siblings import slow_but_for
 
-COLLAPSES = scripts.loop("""
-class Mix(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gain = 1.0
-
-    def forward(self, x):
-        similar = (x * self.gain) @ (x * self.gain).transpose(-1, -2)
-        return x + similar.mean(-1, keepdim=True) / self.gain**2
-
-net = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.1), Mix(), nn.Linear(32, 4)).cuda()
-optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
-criterion = nn.CrossEntropyLoss()
+COLLAPSES = (
+    scripts.MODEL.replace("GAIN", "self.gain").replace("    def forward", "    gain = 1.0\n\n    def forward")
+    + """
 for step in range(400):
     if step == 300:
         net[3].gain = 1e3
     if step == 320:
         os.kill(os.getpid(), signal.SIGKILL)
-    x, y = torch.randn(8, 16, device="cuda"), torch.randint(4, (8,), device="cuda")
+    x, y = batch()
     with torch.autocast("cuda"):
         loss = criterion(net(x), y)
-    STEP
-""")
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+)
 """From step 300 on its ``similar`` overflows, and at step 320 its process is killed."""
 
 
@@ -65,12 +58,19 @@ def on(folder: Path, command: str, capture: Path, *options: str) -> tuple[Result
     return result, read_record(folder / "c.json")
 
 
-def test_a_step_is_captured_beside_a_mask_that_is_a_frozen_parameter(tmp_path: Path) -> None:
+def test_an_overflow_is_named_by_module_op_and_line_and_captured_beside_a_frozen_mask(tmp_path: Path) -> None:
     made = "self.attention, self.out ="
     mask = "self.mask = nn.Parameter(torch.full((2,), -torch.inf), requires_grad=False)"
-    _, record = run(tmp_path, scripts.PLAIN.replace(made, f"{mask}\n        {made}"), "400", "6")
-    assert (*where(record)[:3:2], record.verdict) == ("forward-overflow", "attention", "precision")
+    result, record = run(tmp_path, scripts.PLAIN.replace(made, f"{mask}\n        {made}"), "400", "6")
+    assert where(record) == ("forward-overflow", 0, "attention", "scores = h @ h.transpose(-1, -2)")
+    found = record.findings[0]
+    assert (result.code, record.verdict, found.op) == (1, "precision", "aten.bmm.default")
+    value = found.evidence["value"]
+    assert isinstance(value, float)
+    assert value > 65504
     assert captured(record)
+    assert record.script is not None
+    assert record.script.exit_code == 0
 
 
 @pytest.mark.slow
@@ -188,8 +188,6 @@ def test_a_patch_of_another_file_is_proven_in_the_script(tmp_path: Path) -> None
     assert (result.code, record.verification is not None and record.verification.passed) == (0, True)
     assert "+++ b/parts.py" in result.stdout
 
-
-LOSS = "similar = (y * 1000.0) @ (y * 1000.0).T"
 
 SIMILAR = "similar = (x * 1e3) @ (x * 1e3).transpose(-1, -2)"
 CASES: dict[str, tuple[str, str, str, str]] = {
@@ -378,15 +376,7 @@ def test_a_step_that_follows_one_of_another_optimizer_is_found_again(tmp_path: P
     assert again.findings[0].message.endswith("(as step 4 was run again)")
 
 
-def test_a_healthy_script_writes_none(tmp_path: Path) -> None:
-    run(tmp_path, scripts.PLAIN, "1", "4")
-    assert not (tmp_path / ".ampdbg" / "captures").exists()
-
-
-ASKS = {
-    "a signal": "os.kill(os.getpid(), signal.SIGUSR1)",
-    "code": "__import__('ampdbg').capture()",
-}
+ASKS = {"a signal": "os.kill(os.getpid(), signal.SIGUSR1)", "code": "__import__('ampdbg').capture()"}
 
 
 @pytest.mark.slow
@@ -479,10 +469,6 @@ def test_a_capture_of_a_gpu_is_replayed_under_the_emulation(made: Path, tmp_path
 
 
 # What a run does where a capture cannot be written
-
-
-def full(folder: Path) -> tuple[str, ...]:
-    return ("--captures=/dev/full/x",)
 
 
 def taken(folder: Path) -> tuple[str, ...]:

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ampdbg.record.run import Record
 from tests.commands.program import start
 from tests.script import scripts
-from tests.script.test_run import captured, run, saves_the_same_alone, steps_captured, where
+from tests.script.test_run import alone, captured, ran, run, saves_the_same_alone, steps_captured, where
 from tests.siblings import slow_but_for
 
 GIVES_UP = scripts.loop("""
@@ -82,16 +81,10 @@ torch.save(net.state_dict(), "net.pt")
 OVERFLOW = "similar = self.q(x) @ self.k(x).transpose(-1, -2)"
 
 
-def given_up(folder: Path, fault: str, how: str) -> tuple[Record, int]:
-    """The record of the script and its exit code."""
-    result, record = run(folder, GIVES_UP, fault, how)
-    return record, result.code
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["loss", "criterion", "by hand", "copies"])
 def test_a_step_that_the_loop_gives_up_is_named_and_captured(tmp_path: Path, how: str) -> None:
-    record, code = given_up(tmp_path, "model", how)
+    record, _, code = ran(tmp_path, GIVES_UP, "model", how)
     assert (code, record.verdict) == (1, "precision")
     assert where(record) == ("forward-overflow", 5, "attention", OVERFLOW)
     assert steps_captured(record)[0] == 5
@@ -114,7 +107,7 @@ def test_half_weights_with_the_hooks_of_a_wrapper_are_left_to_a_replay(tmp_path:
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "steps"), [("loss", 10), ("copies", 1), ("criterion", 10), ("by hand", 1)])
 def test_a_run_that_gives_up_every_step_is_not_one_without_a_step(tmp_path: Path, how: str, steps: int) -> None:
-    record, code = given_up(tmp_path, "always", how)
+    record, _, code = ran(tmp_path, GIVES_UP, "always", how)
     assert (code, record.verdict, record.findings[0].code) == (1, "precision", "forward-overflow")
     assert (record.findings[0].step, record.steps_run, record.steps_skipped) == (0, steps, steps)
     replayed = start(tmp_path, "replay", captured(record)[0])
@@ -123,7 +116,7 @@ def test_a_run_that_gives_up_every_step_is_not_one_without_a_step(tmp_path: Path
 
 @pytest.mark.parametrize("how", slow_but_for(["by hand"], ["loss", "by hand"]))
 def test_a_batch_of_nan_that_is_given_up_is_no_matter_of_precision(tmp_path: Path, how: str) -> None:
-    record, code = given_up(tmp_path, "data", how)
+    record, _, code = ran(tmp_path, GIVES_UP, "data", how)
     assert (code, record.verdict) == (1, "other")
     assert (record.findings[0].code, record.findings[0].step) == ("data-nonfinite", 5)
 
@@ -131,7 +124,7 @@ def test_a_batch_of_nan_that_is_given_up_is_no_matter_of_precision(tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["loss", "criterion", "by hand", "wrapped", "twice", "evaluates"])
 def test_what_is_no_training_and_what_is_called_twice_are_no_steps_given_up(tmp_path: Path, how: str) -> None:
-    record, code = given_up(tmp_path, "nothing", how)
+    record, _, code = ran(tmp_path, GIVES_UP, "nothing", how)
     assert (code, record.verdict, record.steps_run, record.findings) == (0, "healthy", 10, ())
 
 
@@ -140,7 +133,7 @@ def test_what_is_no_training_and_what_is_called_twice_are_no_steps_given_up(tmp_
     ("fault", "how"), [("model", "loss"), ("model", "by hand"), ("model", "wrapped"), ("data", "criterion")]
 )
 def test_the_weights_are_those_of_a_run_that_is_not_watched(tmp_path: Path, fault: str, how: str) -> None:
-    given_up(tmp_path, fault, how)
+    ran(tmp_path, GIVES_UP, fault, how)
     saves_the_same_alone(tmp_path, fault, how)
 
 
@@ -164,3 +157,60 @@ def test_a_module_that_is_not_trained_does_not_become_a_model(tmp_path: Path) ->
     _, record = run(tmp_path, BESIDE)
     names = {one.name for step in record.steps for group in step.groups for one in group.parameters}
     assert names == {"weight", "bias"}
+
+
+PARTS = scripts.loop("""
+way, bad = sys.argv[1], {*map(int, sys.argv[2:])}
+
+class Critic(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(8, 4)
+    def forward(self, x):
+        return self.a(x)
+
+net, criterion = Critic(), nn.MSELoss()
+optimizer, scaler = torch.optim.SGD(net.parameters(), lr=1e-2), torch.amp.GradScaler("cpu", init_scale=64.0)
+made = 0
+for step in range(8):
+    real, fake, target = torch.randn(6, 8), torch.randn(6, 8), torch.randn(6, 4)
+    if step in bad:
+        target[2, 1] = float("nan")
+    optimizer.zero_grad()
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = criterion(net(real), target)
+        if way == "given up" and not torch.isfinite(loss):
+            continue
+        if way == "heads":
+            loss = loss + criterion(loss.detach() * 0 + loss, torch.zeros(()))
+        if way == "critic":
+            loss = loss + criterion(net(fake), target.nan_to_num())
+        if way == "penalty":
+            fake.requires_grad_()
+            slope, = torch.autograd.grad(net(fake).sum(), fake, create_graph=True)
+            loss = loss + criterion(slope, torch.zeros_like(slope)) + criterion(net(real), target.nan_to_num())
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    made += 1
+print(made, [weight.double().sum().item() for weight in net.parameters()])
+""")
+"""``way`` says what becomes of a loss; the target is NaN in the steps of these numbers."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["heads", "critic", "penalty"])
+@pytest.mark.parametrize("bad", [("3",), ("3", "4", "7")])
+def test_a_loss_of_several_parts_is_one_step(way: str, bad: tuple[str, ...], tmp_path: Path) -> None:
+    result, record = run(tmp_path, PARTS, way, *bad, options=())
+    assert (record.steps_run, record.steps_skipped) == (8, len(bad))
+    assert result.stdout == alone(tmp_path, "train.py", way, *bad)
+
+
+@pytest.mark.parametrize("bad", slow_but_for([("3",)], [("3",), ("3", "4", "7")]))
+def test_each_loss_that_is_given_up_is_a_step(bad: tuple[str, ...], tmp_path: Path) -> None:
+    result, record = run(tmp_path, PARTS, "given up", *bad, options=())
+    assert (record.steps_run, record.steps_skipped) == (8, len(bad))
+    assert [step.step for step in record.steps if step.skipped] == [*map(int, bad)]
+    assert result.stdout.startswith(f"{8 - len(bad)} ")
+    assert result.stdout == start(tmp_path, "run", "--no-watch", "train.py", "given up", *bad).stdout

@@ -71,10 +71,7 @@ def test_code_that_asks_which_accelerator_there_is_gets_a_gpu() -> None:
     with torch.autocast(device.type):
         assert [
             torch.mm(batch[0][:, None].float().to(device), torch.ones(1, 1, device=device)).dtype for batch in batches
-        ] == [
-            torch.float16,
-            torch.float16,
-        ]
+        ] == [torch.float16, torch.float16]
 
 
 @pytest.mark.parametrize(("told", "count"), [("2", 2), ("", 1), ("many", 1)])

@@ -33,7 +33,7 @@ def seen(record: Record) -> str:
 
 
 @pytest.mark.parametrize("gain", slow_but_for(["400"], ["1", "400"]))
-def test_the_log_of_a_script_that_is_killed_makes_the_record_that_it_would_have_had(tmp_path: Path, gain: str) -> None:
+def test_a_log_makes_the_record_of_a_script_that_has_ended_and_of_one_that_is_killed(tmp_path: Path, gain: str) -> None:
     for name, text in (("killed", KILLED), ("ended", scripts.PLAIN)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "train.py").write_text(text)
@@ -44,6 +44,7 @@ def test_the_log_of_a_script_that_is_killed_makes_the_record_that_it_would_have_
     assert found.interrupted
     assert found.steps_run == 6
     assert seen(found).replace("killed", "ended") == seen(whole)
+    assert repr(read(tmp_path / "ended" / "r.jsonl")) == repr(whole)
 
 
 @pytest.mark.slow
@@ -62,12 +63,6 @@ def test_report_shows_the_log_of_a_killed_script(tmp_path: Path) -> None:
     assert json.loads(as_json.stdout)["findings"][0]["op"] == "aten.bmm.default"
 
 
-def test_the_log_of_a_run_that_ends_makes_its_very_record(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(scripts.PLAIN)
-    start(tmp_path, "run", "--emulate", "--record=deep/r.json", "train.py", "400", "6")
-    assert repr(read(tmp_path / "deep" / "r.jsonl")) == repr(read_record(tmp_path / "deep" / "r.json"))
-
-
 def test_a_script_without_a_step_has_no_log(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('hello')\n")
     start(tmp_path, "run", "--record=r.json", "train.py")
@@ -75,13 +70,17 @@ def test_a_script_without_a_step_has_no_log(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sigterm_leaves_a_log_that_has_ended(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(KILLED.replace("SIGKILL", "SIGTERM"))
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_as_it_would_and_the_log_and_the_record_have_its_steps(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    (tmp_path / "train.py").write_text(KILLED.replace("SIGKILL", number.name))
     ended = start(tmp_path, "run", "--emulate", "--record=r.json", "train.py", "1", "4")
-    assert ended.code == -signal.SIGTERM
-    log = read_log(tmp_path / "r.jsonl")
-    assert log.script is not None
-    assert (log.steps_run, log.script.exit_code) == (4, 128 + signal.SIGTERM)
+    assert ended.code == (-signal.SIGTERM if number is signal.SIGTERM else 130)
+    for seen in (read_log(tmp_path / "r.jsonl"), read_record(tmp_path / "r.json")):
+        assert seen.script is not None
+        assert (seen.steps_run, seen.script.exit_code) == (4, 128 + number)
 
 
 def test_a_forked_child_that_trains_on_writes_nothing_into_it(tmp_path: Path) -> None:
@@ -111,39 +110,37 @@ def test_a_full_disk_is_one_warning_and_the_script_ends_as_it_would(tmp_path: Pa
     assert read_record(tmp_path / "r.json").steps_run == 4
 
 
-@pytest.mark.slow
-def test_a_log_takes_the_place_of_a_log_and_of_nothing_else(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(scripts.PLAIN)
-    (tmp_path / "notes.csv").write_text("a,b\n")
-    for name in ("notes.csv", "train.py"):
-        before = (tmp_path / name).read_bytes()
-        refused = start(tmp_path, "run", "--emulate", f"--log={name}", "train.py", "1", "2")
-        assert (refused.code, refused.stdout, (tmp_path / name).read_bytes()) == (2, "", before)
-        assert refused.stderr.startswith(f"error: --log {name} ")
-        assert "would be overwritten; name another file" in refused.stderr
-    for _ in range(2):
-        done = start(tmp_path, "run", "--emulate", "--record=r.json", "--log=run.log", "train.py", "1", "2")
-        assert (done.code, "warning" in done.stderr) == (0, False)
-        assert read_log(tmp_path / "run.log").steps_run == 2
-    same = start(tmp_path, "run", "--record=new", "--log=new", "train.py", "1", "2")
-    assert same.stderr == "error: --log new is the file of the record, and would be overwritten; name another file\n"
+OVERWRITTEN = ", and would be overwritten; name another file"
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no named pipes in folders, and links need a privilege")
-def test_a_log_is_not_written_through_a_link_nor_into_a_pipe(tmp_path: Path) -> None:
+def test_a_log_takes_the_place_of_nothing_else_nor_is_it_written_through_a_link_or_into_a_pipe(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(scripts.PLAIN)
+    (tmp_path / "notes.csv").write_text("a,b\n")
     (tmp_path / "link.log").symlink_to("train.py")
     (tmp_path / "circle").symlink_to("circle")
     os.mkfifo(tmp_path / "pipe")
     for name, told in {
-        "link.log": "is the file of the script, and would be overwritten; name another file",
+        "notes.csv": f"holds no log of a run{OVERWRITTEN}",
+        "train.py": f"is the file of the script{OVERWRITTEN}",
+        "link.log": f"is the file of the script{OVERWRITTEN}",
         "pipe": "is a pipe; allowed: a file, or /dev/stdout",
         "circle": "is a link that leads to itself; allowed: a file, or /dev/stdout",
+        "new": f"is the file of the record{OVERWRITTEN}",
     }.items():
-        refused = start(tmp_path, "run", "--emulate", "--log", name, "train.py", "1", "2")
-        assert (refused.code, refused.stdout) == (2, "")
-        assert refused.stderr == f"error: --log {name} {told}\n"
+        refused = start(tmp_path, "run", "--emulate", "--record=new", "--log", name, "train.py", "1", "2")
+        assert (refused.code, refused.stdout, refused.stderr) == (2, "", f"error: --log {name} {told}\n")
     assert (tmp_path / "train.py").read_text() == scripts.PLAIN
+    assert (tmp_path / "notes.csv").read_text() == "a,b\n"
+
+
+@pytest.mark.slow
+def test_a_log_takes_the_place_of_a_log(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(scripts.PLAIN)
+    for _ in range(2):
+        done = start(tmp_path, "run", "--emulate", "--record=r.json", "--log=run.log", "train.py", "1", "2")
+        assert (done.code, "warning" in done.stderr) == (0, False)
+        assert read_log(tmp_path / "run.log").steps_run == 2
 
 
 def test_each_of_several_processes_looks_at_its_own_files(tmp_path: Path) -> None:

@@ -1,18 +1,321 @@
-"""A script that is started again for a capture ends in its middle, with the processes and threads that it started."""
+"""A script that is started again for a capture ends in its middle, and what it would write over stays as it is."""
 
 from __future__ import annotations
 
+import builtins
+import contextlib
+import io
 import multiprocessing
+import os
 import re
 import shutil
+import tarfile
+import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
+from ampdbg.script.file_functions import scratch_files
+from tests.commands.program import Result, start, start_python
 from tests.proof.test_proof_process import is_alive
 from tests.script import scripts
 from tests.script.test_captures import capture_of, interrupted, on
 from tests.script.test_run import run
+
+BEGINS_ANEW = """
+import logging, os, shutil, sqlite3, sys, torch
+from pathlib import Path
+logging.basicConfig(filename="train.log", filemode="w", level=logging.INFO)
+logging.info("begun")
+torch.save({"at": "the start"}, "last.pt")
+Path("config.json").write_text("{}")
+if Path("out").exists():
+    shutil.rmtree("out")
+if Path("old.txt").exists():
+    os.remove("old.txt")
+if Path("a.txt").exists():
+    os.replace("a.txt", "b.txt")
+with open("events.txt", "a") as events:
+    events.write("one more")
+Path("new.txt").write_text("new")
+"""
+"""Writes, removes and renames files before it trains."""
+
+NIGHT = {
+    "train.log": "a night's log\n" * 1000,
+    "last.pt": "a night's weights",
+    "config.json": '{"of": "the night"}',
+    "out/deep/best.pt": "the best",
+    "old.txt": "old",
+    "a.txt": "a",
+    "b.txt": "b",
+    "events.txt": "events\n",
+}
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {name: (folder / name).read_text() for name in NIGHT if (folder / name).exists()}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the script, its capture, and the files of a night."""
+    folder = tmp_path_factory.mktemp("night")
+    run(folder, BEGINS_ANEW + scripts.PLAIN, "400", "6")
+    shutil.copy(capture_of(folder), folder / "c.safetensors")
+    for name, text in NIGHT.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+        os.utime(folder / name, (1e9, 1e9))
+    (folder / "new.txt").unlink()
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["replay", "suggest-fp32"])
+def test_files_are_as_they_were_before_the_script_was_started_again(command: str, made: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "again"
+    shutil.copytree(made, folder)
+    result = start(folder, command, "c.safetensors")
+    assert result.code == (1 if command == "replay" else 0)
+    assert contents(folder) == NIGHT
+    assert {(folder / name).stat().st_mtime for name in NIGHT} == {1e9}
+    assert not (folder / "new.txt").exists()
+
+
+WORKS_IN_ITS_OWN = "import os\nos.makedirs('outputs/run', exist_ok=True)\nos.chdir('outputs/run')\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_script_may_work_in_a_folder_of_its_own(is_there: bool, tmp_path: Path) -> None:
+    run(tmp_path, WORKS_IN_ITS_OWN + scripts.PLAIN, "400", "6")
+    if not is_there:
+        shutil.rmtree(tmp_path / "outputs")
+    result = start(tmp_path, "suggest-fp32", str(capture_of(tmp_path)))
+    assert (result.code, "the failing step (1): healthy" in result.stdout) == (0, True), result.stderr
+    assert (tmp_path / "outputs" / "run").exists() == is_there
+
+
+@pytest.mark.slow
+def test_so_they_are_when_it_is_interrupted(made: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "again"
+    shutil.copytree(made, folder)
+    interrupted("replaying step", folder, tmp_path, "replay")
+    assert contents(folder) == NIGHT
+
+
+def in_scratch(folder: Path, code: str, is_refused: bool = False) -> Result:
+    """A process that runs the code in the folder, where what it would write over goes into ``scratch``."""
+    program = "import io, os, shutil, torch\nfrom pathlib import Path\n"
+    program += "from ampdbg.script.file_functions import scratch_files\n"
+    program += "with scratch_files(Path('scratch')):\n" + textwrap.indent(code, "    ")
+    ended = start_python(folder, program)
+    assert ended.code == 0 or is_refused, ended.stderr
+    return ended
+
+
+WAYS = {
+    "written": "open('a.txt', 'w').write('new')\nassert open('a.txt').read() == 'new'",
+    "by what open is made of": "import _io\n_io.open('a.txt', 'w').write('new')\nassert open('a.txt').read() == 'new'",
+    "by what os is made of": "import posix\nposix.write(posix.open('a.txt', os.O_WRONLY), b'new')\n"
+    "assert open('a.txt').read() == 'new'\nposix.remove('d/b')",
+    "appended": "open('a.txt', 'a').write('+')\nassert Path('a.txt').read_text() == 'old+'",
+    "by a path": "Path('a.txt').write_text('new')\nassert Path('a.txt').read_bytes() == b'new'",
+    "by a descriptor": "os.write(os.open('a.txt', os.O_WRONLY), b'new')\nassert open('a.txt').read() == 'new'",
+    "by a descriptor that empties it": "os.write(os.open('a.txt', os.O_WRONLY | os.O_TRUNC), b'new')\n"
+    "assert open('a.txt').read() == 'new'",
+    "from the descriptor of its folder": "folder = os.open('d', os.O_RDONLY)\n"
+    "os.write(os.open('b', os.O_WRONLY | os.O_TRUNC, dir_fd=folder), b'new')\nassert open('d/b').read() == 'new'\n"
+    "os.unlink('b', dir_fd=folder)",
+    "as the memory of a tensor": "torch.from_file('a.txt', shared=True, size=3, dtype=torch.uint8).fill_(78)\n"
+    "assert open('a.txt').read() == 'NNN'",
+    "as a scripted module": "module = torch.jit.script(torch.nn.Linear(2, 2))\n"
+    "torch.jit.save(module, 'a.txt')\nmodule.save('d/b')",
+    "locked": "os.chmod('a.txt', 0)",
+    "rotated with its folder": "os.mkdir('new')\nopen('new/b', 'w').write('new')\nshutil.rmtree('d')\n"
+    "os.rename('new', 'd')\nassert open('d/b').read() == 'new'\nopen('d/c', 'w').write('more')",
+    "emptied by a descriptor that reads": "os.open('a.txt', os.O_RDONLY | os.O_TRUNC)",
+    "with its folder under a new name": "os.rename('d', 'old')\nassert open('old/b').read() == 'old'\n"
+    "open('old/b', 'w').write('new')\nassert open('old/b').read() == 'new'",
+    "truncated": "os.truncate('a.txt', 1)\nassert open('a.txt').read() == 'o'",
+    "replaced": "open('t', 'w').write('new')\nos.replace('t', 'a.txt')\nassert open('a.txt').read() == 'new'",
+    "removed": "os.remove('a.txt')",
+    "moved away": "os.rename('a.txt', 'b.txt')\nassert open('b.txt').read() == 'old'",
+    "through a link": "os.symlink('a.txt', 'l')\nopen('l', 'w').write('new')\nassert open('a.txt').read() == 'new'",
+    "a link that is made anew": "os.remove('latest')\nos.symlink('d/b', 'latest')\nos.readlink('latest')",
+    "by a module that has its own name for open": "import tarfile\ntarfile.open('a.txt', 'w').close()\n"
+    "import bz2\nbz2.open('d/b', 'wb').write(b'new')\nassert bz2.open('d/b').read() == b'new'",
+    "unpacked over": "import tarfile\nwith tarfile.open('new.tar', 'w') as new:\n    open('c', 'w').write('new')\n"
+    "    new.add('c', 'a.txt')\ntarfile.open('new.tar').extractall()\nassert open('a.txt').read() == 'new'",
+    "by numpy": "import numpy\nnumpy.savetxt('a.txt', [1.0])\nassert numpy.loadtxt('a.txt') == 1",
+    "as a traced module": "module = torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(2))\nmodule.save('a.txt')\n"
+    "assert torch.jit.load('a.txt')(torch.ones(2)).shape == (2,)",
+    "as a package": "with torch.package.PackageExporter('a.txt') as package:\n    package.save_pickle('a', 'b', 1)",
+    "as the memory of a storage": "torch.UntypedStorage.from_file('a.txt', True, 3).fill_(78)\n"
+    "assert open('a.txt').read() == 'NNN'",
+    "as a profile": "from torch.profiler import profile\nwith profile() as seen:\n    torch.ones(3)\n"
+    "seen.export_chrome_trace('a.txt')",
+    "through a hard link": "os.link('a.txt', 'l')\nopen('l', 'w').write('new')\nassert open('l').read() == 'new'",
+    "removed and made by who must make it": "os.remove('a.txt')\nopen('a.txt', 'x').write('new')\n"
+    "assert open('a.txt').read() == 'new'",
+    "removed, with others in its place": "shutil.rmtree('d')\nos.makedirs('d/e/f')\nopen('d/b', 'w').write('new')",
+    "in a folder that gives its name away": "os.rename('d', 'old')\nos.mkdir('n')\nopen('n/b', 'w').write('new')\n"
+    "os.rename('n', 'd')\nassert (open('d/b').read(), open('old/b').read()) == ('new', 'old')",
+    "removed with its folder": "shutil.rmtree('d')\nos.makedirs('d')\nopen('d/b', 'w').write('new')",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_was_there_stays_however_it_is_written(tmp_path: Path, way: str) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "a.txt").write_text("old")
+    (tmp_path / "a.txt").chmod(0o644)
+    (tmp_path / "d" / "b").write_text("old")
+    (tmp_path / "latest").symlink_to("a.txt")
+    in_scratch(tmp_path, WAYS[way])
+    assert os.readlink(tmp_path / "latest") == "a.txt"
+    assert (tmp_path / "a.txt").read_text() == (tmp_path / "d" / "b").read_text() == "old"
+    assert (tmp_path / "a.txt").stat().st_mode & 0o777 == 0o644
+    assert [path.name for path in (tmp_path / "d").iterdir()] == ["b"]
+
+
+ROTATES = """
+for turn in range(3):
+    os.mkdir("new")
+    open("new/m", "w").write(str(turn))
+    shutil.rmtree("bak", ignore_errors=True)
+    if os.path.exists("cur"):
+        os.rename("cur", "bak")
+    os.rename("new", "cur")
+    assert open("cur/m").read() == str(turn)
+    assert open("bak/m").read() == (str(turn - 1) if turn else "of before")
+"""
+
+
+@pytest.mark.parametrize("has_backup", [True, False])
+def test_folders_that_take_turns_stay_as_they_were(has_backup: bool, tmp_path: Path) -> None:
+    there = {"cur/m": "of before", **({"bak/m": "older"} if has_backup else {})}
+    for name, text in there.items():
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(text)
+    in_scratch(tmp_path, ROTATES)
+    shutil.rmtree(tmp_path / "scratch")
+    assert {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.glob("*/*")} == there
+
+
+MAKES = (
+    "os.makedirs('d/e')\n"
+    "open('d/e/f', 'w').write('1')\nopen('d/e/f', 'a').write('2')\nopen('x', 'x').write('x')\n"
+    "open('gone', 'w').close()\nos.remove('gone')\n"
+    "os.mkdir('g')\nopen('g/h', 'w').close()\nshutil.rmtree('g')\nos.rename('x', 'y')\n"
+    "open('y', 'a').write('y')\nos.symlink('y', 'l')\n"
+    "assert {str(path) for path in Path().rglob('*')} == {'d', 'd/e', 'd/e/f', 'y', 'l'}\n"
+    "assert (Path('d/e/f').read_text(), Path('l').read_text()) == ('12', 'xy')\n"
+)
+
+
+@pytest.mark.parametrize("ending", ["pass", "sys.exit()", "os.chdir('d')"])
+def test_new_files_and_folders_are_like_any_other_and_go_again(tmp_path: Path, ending: str) -> None:
+    in_scratch(tmp_path, f"import sys\n{MAKES}{ending}")
+    assert list(tmp_path.rglob("*")) == []
+
+
+def test_a_new_folder_that_holds_what_another_process_has_made_stays_with_that(tmp_path: Path) -> None:
+    code = f"{MAKES}import subprocess\nsubprocess.run(['touch', 'd/theirs'], check=True)"
+    in_scratch(tmp_path, code)
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == {"d", "d/theirs"}
+
+
+BESIDE = {
+    "put in its place": ("open('new', 'w').write('ours')", "open('t', 'w').write('theirs')\nos.replace('t', 'new')"),
+    "made after it was removed": ("open('new', 'w').close()\nos.remove('new')", "open('new', 'w').write('theirs')"),
+    "made where ours could not be": (
+        "try:\n    torch.save(0, 'no/new')\n    open('new', 'w', 0)\nexcept Exception:\n    pass",
+        "os.makedirs('no')\nopen('new', 'w').write('theirs')",
+    ),
+    "written over it": ("torch.save(1, 'new')", "open('new', 'wb').write(b'theirs')"),
+    "written over it under its name": (
+        "torch.save(1, 't')\nos.replace('t', 'new')",
+        "open('new', 'wb').write(b'theirs')",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", BESIDE)
+@pytest.mark.parametrize(
+    "then", ["", "open('new', 'w').write('ours again')\nassert open('new').read() == 'ours again'"]
+)
+def test_a_new_file_that_another_process_has_written_since_stays(tmp_path: Path, way: str, then: str) -> None:
+    ours, theirs = BESIDE[way]
+    code = (
+        f"{ours}\nimport subprocess, sys\nsubprocess.run([sys.executable, '-c', {f'import os{chr(10)}{theirs}'!r}])\n"
+    )
+    in_scratch(tmp_path, code + then)
+    assert (tmp_path / "new").read_text() == "theirs"
+    assert {path.name for path in tmp_path.iterdir()} <= {"new", "no", "scratch"}
+
+
+MOVES = {
+    "a checkpoint": "torch.save(1, 't')\nos.replace('t', 'best.pt')\ntorch.save(2, 't')\nos.replace('t', 'best.pt')",
+    "a folder": "os.makedirs('t/a')\ntorch.save(1, 't/a/b')\nopen('t/c', 'w').write('c')\nos.rename('t', 'step-1')\n"
+    "assert torch.load('step-1/a/b') == 1",
+    "a link": "open('y', 'w').close()\nos.symlink('y', 'l')\nos.remove('l')\nos.symlink('y', 'l')",
+    "a package": "package = torch.package.PackageExporter('p')\npackage.save_pickle('a', 'b', 1)\npackage.close()",
+    "a second name": "open('y', 'w').close()\nos.link('y', 'l')\nos.symlink('scratch', 's')",
+    "a log that goes on": "log = open('log', 'w')\nlog.write('1')\nlog.flush()\nos.chmod('log', 0o600)\nlog.write('2')",
+}
+
+
+@pytest.mark.parametrize("what", MOVES)
+def test_what_was_moved_or_written_on_goes_too(tmp_path: Path, what: str) -> None:
+    in_scratch(tmp_path, MOVES[what])
+    assert list(tmp_path.rglob("*")) == []
+
+
+def test_what_was_there_and_what_is_elsewhere_does_not_go(tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "a.txt").write_text("old")
+    in_scratch(tmp_path / "work", "open('a.txt', 'w').write('new')\nopen('../cache', 'w').write('kept')")
+    assert (tmp_path / "work" / "a.txt").read_text() == "old"
+    assert (tmp_path / "cache").read_text() == "kept"
+
+
+def test_what_would_be_an_error_is_one(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("old")
+    for code, error in (
+        ("open('a.txt', 'x')", "FileExistsError"),
+        ("os.remove('b.txt')", "FileNotFoundError"),
+        ("os.open('a.txt', os.O_CREAT | os.O_EXCL | os.O_WRONLY)", "FileExistsError"),
+        ("open('no/b', 'w')", "FileNotFoundError"),
+        ("shutil.rmtree('no')", "FileNotFoundError"),
+        ("os.rename('no', 'b')", "FileNotFoundError"),
+    ):
+        assert f"{error}: " in in_scratch(tmp_path, code, is_refused=True).stderr
+
+
+def test_what_cannot_be_led_to_a_copy_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("old")
+    ended = in_scratch(tmp_path, "io.FileIO('a.txt', 'w')", is_refused=True)
+    assert "PermissionError: [Errno 13] kept as it is while ampdbg starts the script again" in ended.stderr
+    assert (tmp_path / "a.txt").read_text() == "old"
+    in_scratch(tmp_path, "io.FileIO('b', 'w')\nio.FileIO('b', 'a')\nio.FileIO('a.txt').read()")
+
+
+def replaced_by_scratch_files() -> list[object]:
+    of_python = [builtins.open, io.open, os.open, os.remove, os.link, shutil.rmtree, vars(tarfile)["bltn_open"]]
+    of_torch = [torch.save, torch.jit.load, torch._C.PyTorchFileWriter]
+    return [*of_python, *of_torch, "from_file" in vars(torch.UntypedStorage)]
+
+
+def test_afterwards_python_is_as_it_was(tmp_path: Path) -> None:
+    before = replaced_by_scratch_files()
+    with contextlib.suppress(ZeroDivisionError), scratch_files(tmp_path / "scratch"):
+        assert all(now is not then for now, then in zip(replaced_by_scratch_files(), before, strict=True))
+        raise ZeroDivisionError
+    assert replaced_by_scratch_files() == before
+
 
 WORKERS = {
     "a process": "p = mp.Process(target=late); p.start()",
@@ -91,3 +394,50 @@ def test_it_may_train_in_a_thread(command: str, how: str, threaded: Path, tmp_pa
 @pytest.mark.slow
 def test_an_interrupt_ends_it_in_a_thread(threaded: Path, tmp_path: Path) -> None:
     interrupted("searching", threaded, tmp_path, "bisect")
+
+
+MAKES_TEMPORARIES = """
+    import multiprocessing, os, shutil, tempfile
+    folder, temporaries, file = tempfile.TemporaryDirectory(), tempfile.mkdtemp(), tempfile.NamedTemporaryFile()
+    for one in folder.name, temporaries:
+        open(os.path.join(one, "data"), "w").write("data")
+    lock = multiprocessing.get_context("spawn").Lock()
+    print("semaphore", lock._semlock.name, flush=True)
+    cache = os.path.join(tempfile.gettempdir(), "cache")
+    if os.path.exists(cache):
+        print("cached", open(cache).read(), flush=True)
+    if len(sys.argv) > 3:
+        x = [torch.ones(3)] * 8
+        loader = torch.utils.data.DataLoader(x, num_workers=1, multiprocessing_context="spawn", persistent_workers=True)
+        print("loaded", len([*loader]), flush=True)
+    main(float(sys.argv[1]), int(sys.argv[2]))
+    shutil.rmtree(temporaries)
+"""
+
+
+@pytest.fixture(scope="module")
+def temporaries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the script and its capture."""
+    folder = tmp_path_factory.mktemp("temporaries")
+    run(folder, scripts.PLAIN.partition("\n    main(")[0] + MAKES_TEMPORARIES, "400", "6")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no TMPDIR, and no semaphores that stay")
+@pytest.mark.parametrize("arguments", ["400 6", "400 6 loader"])
+@pytest.mark.parametrize("command", ["replay", "suggest-fp32"])
+def test_temporary_files_go_with_the_script(command: str, arguments: str, temporaries: Path, tmp_path: Path) -> None:
+    folder, temporary = tmp_path / "f", tmp_path / "t"
+    shutil.copytree(temporaries, folder)
+    temporary.mkdir()
+    for name in ("cache", "tmp0123"):
+        (temporary / name).write_text("of before")
+    result = start(folder, command, str(capture_of(folder)), f"--script=train.py {arguments}", TMPDIR=str(temporary))
+    assert result.code == (command == "replay"), result.stderr
+    assert "cached of before" in result.stderr
+    assert ("loaded 8" in result.stderr) == arguments.endswith("loader")
+    assert {path.name for path in temporary.iterdir()} - {"torchinductor_root"} == {"cache", "tmp0123"}
+    names = re.findall(r"semaphore (\S+)", result.stderr)
+    assert names
+    assert not any(Path(f"/dev/shm/sem.{name[1:]}").exists() for name in names)

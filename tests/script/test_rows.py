@@ -1,7 +1,8 @@
-"""Rows of bad steps that have not one cause: each fault is told of, and of its own step."""
+"""Rows of skipped steps: each fault is named at its own step, whether scalers are made anew or loops run in threads."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from ampdbg.record.file import read_record
 from tests.commands.program import start
 from tests.script import scripts
 from tests.script.test_run import captured, run
+from tests.siblings import slow_but_for
 
 SETTLES = scripts.loop("""
 net = nn.Linear(16, 4).cuda()
@@ -109,3 +111,67 @@ def test_losses_of_optimizers_with_a_scaler_each_are_no_one_curve(tmp_path: Path
     again = read_record(tmp_path / ".ampdbg" / "latest.json")
     assert [(one.code, one.step) for one in again.findings] == [("true-nan", 7)]
     assert [step.scaler for step in again.steps] == [1, 2] * 4
+
+
+ANEW = scripts.loop("""
+net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1)).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-7)
+for step in range(40):
+    if step % int(sys.argv[1]) == 0:
+        scaler = torch.amp.GradScaler("cuda", init_scale=float(sys.argv[2]))
+    x = torch.randn(32, 16, device="cuda")
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = (net(x) * 2 - 1).float().pow(2).mean()
+    STEP
+""")
+
+
+CASES = {
+    "none lasts": ("1", "65536", [("scale-restart", "error")]),  # no step is taken, and no error says so
+    "each lasts a little": ("4", "65536", [("scale-restart", "warning")]),
+    "nothing is lost": ("1", "64", []),
+    "one scaler, as it ought to be": ("40", "65536", [("scale-calibration", "info")]),
+}
+
+
+@pytest.mark.parametrize("case", slow_but_for(["none lasts", "nothing is lost"], CASES))
+def test_a_new_scaler_every_few_steps_is_told_of_where_it_costs_steps(tmp_path: Path, case: str) -> None:
+    every, begins, found = CASES[case]
+    result, record = run(tmp_path, ANEW, every, begins)
+    assert [(one.code, one.severity) for one in record.findings] == found
+    assert result.code == any(severity != "info" for _, severity in found)
+
+
+LOOPS = scripts.loop("""
+from concurrent.futures import ThreadPoolExecutor
+
+STEPS, LOOPS = 4, 3
+together = threading.Barrier(LOOPS, timeout=60)
+
+def train(net):
+    optimizer, scaler = torch.optim.SGD(net.parameters(), lr=1e-3), torch.amp.GradScaler("cuda", init_scale=1024.0)
+    for step in range(STEPS):
+        with torch.autocast("cuda"):
+            loss = net(torch.ones(16, 8).cuda()).square().mean() * GAIN
+        optimizer.zero_grad()
+        together.wait()
+        scaler.scale(loss).backward()
+        together.wait()
+        scaler.step(optimizer)
+        together.wait()
+        scaler.update()
+        together.wait()
+
+nets = [nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).cuda() for _ in range(LOOPS)]
+with ThreadPoolExecutor(LOOPS) as pool:
+    print([*pool.map(train, nets)])
+""")
+
+
+@pytest.mark.parametrize("gain", slow_but_for(["1e9"], ["1.0", "1e9"]))
+def test_each_step_of_loops_in_several_threads_is_counted_once(gain: str, tmp_path: Path) -> None:
+    result, record = run(tmp_path, LOOPS.replace("GAIN", gain))
+    assert result.stdout == "[None, None, None]\n"
+    assert Counter(step.step for step in record.steps) == Counter(range(12))
+    assert sum(step.skipped for step in record.steps) == (0 if gain == "1.0" else 12)
+    assert (record.steps_run, record.error, record.investigations) == (12, "", ())

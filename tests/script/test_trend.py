@@ -10,10 +10,10 @@ import torch
 from ampdbg.api import read
 from ampdbg.probes.trend import MOST_KEPT, MOST_SAMPLES, TrendSamples
 from ampdbg.probes.watch import watch
-from ampdbg.record.file import read_record
 from ampdbg.record.run import Record
 from tests.commands.program import Result, start
 from tests.script import scripts
+from tests.script.test_run import run
 
 GROWING = scripts.loop("""
 class Body(nn.Module):
@@ -38,18 +38,13 @@ print([parameter.detach().double().sum().item() for parameter in net.parameters(
 """)
 
 
-def run(folder: Path, factor: str, *options: str) -> tuple[Result, Record | None]:
-    (folder / "train.py").write_text(GROWING.replace("FACTOR", factor))
-    result = start(folder, "run", "--emulate", *options, "train.py")
-    path = folder / "r.json"
-    return result, read_record(path) if path.exists() else None
+def growing(folder: Path, factor: str, *options: str) -> tuple[Result, Record]:
+    return run(folder, GROWING.replace("FACTOR", factor), options=("--emulate", *options))
 
 
 def test_an_activation_that_grows_is_told_of_before_it_overflows(tmp_path: Path) -> None:
-    alone, _ = run(tmp_path, "1.05 ** step", "--no-watch")
-    result, record = run(tmp_path, "1.05 ** step", "--trend=5", "--record=r.json")
-    assert record is not None
-    assert result.stdout == alone.stdout
+    result, record = growing(tmp_path, "1.05 ** step", "--trend=5")
+    assert result.stdout == start(tmp_path, "run", "--emulate", "--no-watch", "train.py").stdout
     (found,) = record.findings
     assert (found.code, found.severity, found.module, result.code) == ("limit-ahead", "warning", "1", 1)
     reached = found.evidence["reached_at"]
@@ -64,16 +59,14 @@ def test_an_activation_that_grows_is_told_of_before_it_overflows(tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.parametrize("factor", ["1.0", "2 ** (step % 40 / 10)"], ids=["flat", "swings"])
 def test_its_healthy_twins_are_silent(tmp_path: Path, factor: str) -> None:
-    result, record = run(tmp_path, factor, "--trend=5", "--record=r.json")
-    assert record is not None
+    result, record = growing(tmp_path, factor, "--trend=5")
     assert (result.code, record.verdict, record.findings) == (0, "healthy", ())
     assert record.trends
 
 
 @pytest.mark.slow
 def test_nothing_is_sampled_unless_it_is_asked_for(tmp_path: Path) -> None:
-    _, record = run(tmp_path, "1.05 ** step", "--record=r.json")
-    assert record is not None
+    _, record = growing(tmp_path, "1.05 ** step")
     assert (record.trends, record.findings) == ((), ())
 
 

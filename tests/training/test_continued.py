@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from ampdbg.api import scan, suggest_fp32
-from ampdbg.config.file import load_config
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.probes.watch import watch
 from ampdbg.record.run import Record, Step
 from ampdbg.replay.run import Run, prepared
 from ampdbg.training.fp32_twin import fp32_losses
 from ampdbg.training.loop import accumulate_gradients, batches_of_steps, take_step, train
+from tests.script import scripts
 from tests.siblings import slow_but_for
 from tests.written import written
 
@@ -108,9 +108,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "SGD": {"precision": SCALE, "optimizer": ("torch.optim:SGD", {"lr": 0.1, "momentum": 0.9})},
     "two optimizers": {"precision": SCALE, "optimizer": "two"},
     "a scheduler": {"precision": SCALE, "scheduler": "warming"},
-    "a one-cycle schedule": {
-        "scheduler": ("torch.optim.lr_scheduler:OneCycleLR", {"max_lr": 0.1, "total_steps": 15}),
-    },
+    "a one-cycle schedule": {"scheduler": ("torch.optim.lr_scheduler:OneCycleLR", {"max_lr": 0.1, "total_steps": 15})},
     "a scheduler and two optimizers": {"optimizer": "two", "scheduler": "warming"},
     "bfloat16": {"precision": {"dtype": "bfloat16"}},
     "O3 in bfloat16": {"precision": {"level": "O3", "dtype": "bfloat16"}},
@@ -186,61 +184,30 @@ def test_a_scale_that_had_collapsed_goes_on_as_low_as_it_was(tmp_path: Path) -> 
     assert {step.scale for step in static.steps} == {1024.0}
 
 
-def test_a_growth_tracker_goes_on_counting(tmp_path: Path) -> None:
-    scaler = {**torch.amp.GradScaler("cpu").state_dict(), "_growth_tracker": 1998}
-    torch.save({"model": checkpoint_after(config(tmp_path), 0)["model"], "scaler": scaler}, tmp_path / "run.pt")
-    record = train(config(tmp_path, "checkpoint=run.pt", "train.steps=3"), replays=0)
-    assert [step.scale for step in record.steps] == [65536.0, 65536.0, 131072.0]
-
-
-ATTENTION = """
-import torch
-from torch import nn
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.q, self.gain = nn.Linear(16, 16), nn.Parameter(torch.tensor(1.0))
-
-    def forward(self, x):
-        h = self.q(x) * self.gain
-        scores = h @ h.transpose(-1, -2)
-        return scores.mean(-1, keepdim=True) * 1e-4 + x
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention, self.out = Attention(), nn.Linear(16, 4)
-
-    def forward(self, x):
-        return self.out(self.attention(x)).mean(1)
-
+LEARNT = "self.gain = nn.Linear(16, 16), nn.Parameter(torch.tensor(gain))"
+ATTENTION = scripts.PLAIN.partition("def main(")[0].replace("self.gain = nn.Linear(16, 16), gain", LEARNT) + (
+    """
 def data():
     torch.manual_seed(1)
     return [(torch.randn(8, 5, 16), torch.randint(4, (8,))) for _ in range(30)]
 """
-SPEC = """
-model: {target: net.py:Net}
-data: {target: net.py:data}
-loss: {target: torch.nn.functional:cross_entropy}
-optimizer: {target: torch.optim:SGD, args: {lr: 1.0e-4, momentum: 0.9}}
-scheduler: {target: torch.optim.lr_scheduler:LinearLR, args: {start_factor: 0.5, total_iters: 10}}
-checkpoint: run.pt
-train: {steps: 30, device: cpu}
-"""
+)
 
 
 @pytest.mark.slow
 def test_a_patch_is_proven_where_only_the_warm_momentum_leads_to_the_failing_step(tmp_path: Path) -> None:
-    (tmp_path / "net.py").write_text(ATTENTION)
-    (tmp_path / "config.yaml").write_text(SPEC)
-    with prepared(load_config(tmp_path / "config.yaml", ["checkpoint=null"])) as run:
+    keys: dict[str, Any] = {"model": ("Net", {"gain": 1.0}), "data": "data"}
+    keys["loss"], keys["train"] = "torch.nn.functional:cross_entropy", {"steps": 30, "device": "cpu"}
+    keys["optimizer"] = ("torch.optim:SGD", {"lr": 1e-4, "momentum": 0.9})
+    keys["scheduler"] = ("torch.optim.lr_scheduler:LinearLR", {"start_factor": 0.5, "total_iters": 10})
+    with prepared(written(tmp_path, ATTENTION, **keys)) as run:
         with watch(run.workload.model, run.workload.optimizers) as watcher:
             accumulate_gradients(run, watcher, torch.amp.GradScaler("cpu", enabled=False), next(batches_of_steps(run)))
             take_step(run, torch.amp.GradScaler("cpu", enabled=False))
         (optimizer,) = run.workload.optimizers
         optimizer.state[run.workload.model.get_parameter("attention.gain")]["momentum_buffer"].fill_(-4e5)
         torch.save(saved(run, torch.amp.GradScaler("cpu", init_scale=2.0**17)), tmp_path / "run.pt")
+    written(tmp_path, ATTENTION, checkpoint="run.pt", **keys)
     assert scan(tmp_path / "config.yaml", overrides=["checkpoint={model: run.pt}"]).verdict == "healthy"
     record = suggest_fp32(tmp_path / "config.yaml")
     assert (record.findings[0].code, record.findings[0].module) == ("forward-overflow", "attention")

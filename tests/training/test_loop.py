@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,19 @@ import pytest
 import torch
 
 from ampdbg import api
+from ampdbg.config.schema import Config
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.errors import AmpdbgError, UserCodeError, WorkloadError
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.record.run import Record, Step
-from ampdbg.training.loop import profile_ranges, train
+from ampdbg.replay.run import prepared
+from ampdbg.training.loop import profile_ranges, train, train_prepared
 from tests.observing import observing
 from tests.siblings import slow_but_for
 from tests.written import written
 
 WORKLOAD = """
+import itertools
 import math
 import torch
 from torch import nn
@@ -53,11 +57,11 @@ def scripted(kind=Net):
 def loud():
     return scripted(Loud)
 
-def data(bad=-1):
+def data(bad=-1, value=math.nan):
     generator = torch.Generator().manual_seed(3)
-    batches = [(torch.randn(16, 4, generator=generator), torch.randn(16, generator=generator)) for _ in range(5)]
+    batches = [(torch.randn(16, 4, generator=generator), torch.randn(16, generator=generator)) for _ in range(6)]
     if bad >= 0:
-        batches[bad][0][7, 2] = math.nan
+        batches[bad][0][7, 2] = value
     return batches
 
 def two_losses(model, batch):
@@ -65,16 +69,29 @@ def two_losses(model, batch):
     out = model(x)
     return {"first": F.mse_loss(out, y), "second": out.square().mean()}
 
+class Widened(nn.Module):
+    def __init__(self, factor=1e6):
+        super().__init__()
+        self.factor, self.body, self.head = factor, nn.Linear(4, 8), nn.Linear(8, 1)
+    def forward(self, x):
+        return self.head((self.body(x).half() * self.factor).float()).squeeze(-1)
+
+def two(model, fused=False, groups=None):
+    return [torch.optim.AdamW(part.parameters(), fused=fused) for part in (model.body, model.head)]
+
+def fit(model, batch):
+    return F.mse_loss(model(batch[0]), batch[1])
+
 def overflowing(model, batch):
     return (model.body(batch[0]) * 60000 * 2).float().mean()
+
+def overflowing_at_60000(model, batch):
+    return (model.body(batch[0]) * batch[0].amax()).float().square().mean()
 
 def hunted(model, batch):
     torch.autograd.set_detect_anomaly(True)
     h = model.body(batch[0]) * 900
     return ((h @ h.t() / 1e6).softmax(-1) @ h).float().square().mean()
-
-def masked(model, batch):
-    return model.body(batch[0]).masked_fill(batch[0][:, :1] > 0, -1e9).float().mean()
 
 def says_cuda(model, batch):
     model.cuda()
@@ -102,14 +119,70 @@ def tokens():
 def embed_loss(model, batch):
     return model(batch).square().sum()
 
-def penalised(model, batch):
-    x = batch[0].requires_grad_()
-    out = F.mse_loss(model(x), batch[1])
-    [g] = torch.autograd.grad(out, x, create_graph=True)
-    return out + g.square().sum()
+def sparse_product(model, batch):
+    return torch.sparse.mm(torch.eye(16).to_sparse(), model.body(batch[0])).mean()
+
+def transformed(model, batch):
+    return torch.fft.rfft(model.body(batch[0]), dim=-1).abs().square().mean()
+
+def root_of_zero(model, batch):
+    h = model.body(batch[0])
+    gone = h * (batch[0][:, 2:3] != 0)
+    return F.mse_loss(model.head(h / (1 + (gone * gone).sum(-1, keepdim=True).sqrt())).squeeze(-1), batch[1])
+
+CALLS = itertools.count()  # nobody can wind it back
+
+def drawing(model, batch):
+    return F.mse_loss(model.head(model.body(batch[0])).squeeze(-1), batch[1]) * (1.0 + next(CALLS) % 7 / 10)
+
+class Checked(nn.Module):
+    def __init__(self, gain, check):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.gain, self.check, self.calls = gain, check, 0
+
+    def forward(self, x):
+        self.calls += self.training
+        h = self.body(x) * (self.gain if self.calls > 3 else 1.0)
+        scores = h @ h.T
+        out = self.head((scores - scores.mean(-1, keepdim=True)).softmax(-1) @ h)
+        if self.check == "finite":
+            assert torch.isfinite(out).all(), "what comes out is wrong"
+        if self.check == "always" and self.calls > 3:
+            raise ValueError("it is time")
+        if self.check == "half" and self.calls > 3:
+            assert out.dtype is torch.float32, "this is no float32"
+        if self.check == "dtypes" and self.calls > 3:
+            out = out @ torch.ones(2, 2).double()
+        return out
+
+def checked_loss(model, batch):
+    return (model(batch[0]).float() - batch[1][:, None]).pow(2).mean()
+
+class GAN(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.generator, self.discriminator = nn.Linear(2, 4), nn.Linear(4, 1)
+
+    def configure_optimizers(self):
+        sides = (self.generator, self.discriminator)
+        return [torch.optim.SGD(side.parameters(), lr=0.1) for side in sides]
+
+    def training_step(self, batch, index):
+        real = batch[0]
+        fake = self.generator(real[:, :2])
+        judged = self.discriminator(torch.cat([real, fake.detach()])).squeeze(-1)
+        truth = (torch.arange(2 * len(real), device=real.device) < len(real)).float()
+        return {
+            "generator": F.softplus(-self.discriminator(fake)).mean(),
+            "discriminator": F.binary_cross_entropy_with_logits(judged, truth),
+        }
 """
 
 LOSS = "torch.nn.functional:mse_loss"
+NOT_COMPARED = "it was not compared with FP32"
 
 
 def run(folder: Path, *, observer: Observer = UNOBSERVED, loop: Callable[..., Record] = train, **keys: Any) -> Record:
@@ -125,6 +198,7 @@ def test_a_healthy_run(tmp_path: Path) -> None:
     seen: list[Step] = []
     record = run(tmp_path, observer=observing(step=seen.append), train={"steps": 12})
     assert record.verdict == "healthy"
+    assert not any(note.endswith(NOT_COMPARED) for note in record.unseen.notes)
     assert tuple(seen) == record.steps
     assert [step.step for step in record.steps] == list(range(12))
     assert record.environment.emulated is not torch.cuda.is_available()
@@ -147,14 +221,6 @@ def test_a_model_that_is_scripted_as_a_whole_is_one_module(level: str, tmp_path:
     assert whole.unseen.notes == ("module '' is scripted and cannot be watched inside",)
     bad = run(tmp_path, model="loud", precision={"level": level}, train={"steps": 2})
     assert [(finding.code, finding.module) for finding in bad.findings[:1]] == [("forward-overflow", "")]
-
-
-@pytest.mark.slow
-def test_the_same_seed_gives_the_same_record(tmp_path: Path) -> None:
-    first, again = run(tmp_path, train={"steps": 6}), run(tmp_path, train={"steps": 6})
-    other = run(tmp_path, train={"steps": 6, "seed": 1})
-    assert first.steps == again.steps
-    assert first.steps != other.steps
 
 
 def test_the_random_state_of_the_process_is_left_as_it_was(tmp_path: Path) -> None:
@@ -229,22 +295,6 @@ def test_several_losses_are_scaled_and_recorded_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sparse_gradients_and_gradient_penalties_work(tmp_path: Path) -> None:
-    assert run(tmp_path, **SPARSE, **step_function("embed_loss"), train={"steps": 4}).verdict == "healthy"
-    assert run(tmp_path, **step_function("penalised"), train={"steps": 4}).verdict == "healthy"
-
-
-@pytest.mark.slow
-def test_an_overflow_in_the_forward_pass_is_found(tmp_path: Path) -> None:
-    record = run(tmp_path, **step_function("overflowing"), train={"steps": 8})
-    finding = record.findings[0]
-    assert (finding.code, finding.op, finding.step) == ("forward-overflow", "aten.mul.Tensor", 0)
-    assert finding.source
-    assert finding.source.text == "return (model.body(batch[0]) * 60000 * 2).float().mean()"
-    assert record.verdict == "precision"
-
-
-@pytest.mark.slow
 def test_a_compiled_model_is_analysed_eagerly_and_a_scripted_one_from_outside_and_both_are_said(tmp_path: Path) -> None:
     record = run(tmp_path, model="compiled", **step_function("overflowing"), train={"steps": 2})
     assert record.findings[0].code == "forward-overflow"
@@ -270,13 +320,12 @@ def test_a_bad_batch_is_named_with_its_sample(tmp_path: Path) -> None:
     assert "buffer-poisoned" in [finding.code for finding in record.findings]
 
 
-@pytest.mark.parametrize(("name", "code"), [("masked", "mask-constant"), ("bce", "misuse-bce")])
-def test_an_error_that_autocast_causes_names_its_line(tmp_path: Path, name: str, code: str) -> None:
-    record = run(tmp_path, **step_function(name), train={"steps": 3})
+def test_an_error_that_autocast_causes_names_its_line(tmp_path: Path) -> None:
+    record = run(tmp_path, **step_function("bce"), train={"steps": 3})
     [finding] = record.findings
-    assert finding.code == code
+    assert finding.code == "misuse-bce"
     assert finding.source is not None
-    assert (Path(finding.source.file).name, finding.source.function) == ("work.py", name)
+    assert (Path(finding.source.file).name, finding.source.function) == ("work.py", "bce")
     assert finding.source.text.startswith("return ")
 
 
@@ -357,8 +406,9 @@ INTERRUPTED = [(command, at) for command in COMMANDS for at in (1, 2, 3)]
 @pytest.mark.parametrize("case", slow_but_for([("scan", 1), ("bisect", 2), ("suggest-fp32", 3)], INTERRUPTED), ids=str)
 def test_an_interrupted_replay_keeps_what_was_seen(case: tuple[str, int], tmp_path: Path) -> None:
     command, at = case
+    data = ("data", {"bad": 3, "value": 60000.0})
     train = {"steps": 6, "device": "cpu"}
-    written(tmp_path, OVERFLOWS_AT_3, model="Net", data="data", loss=LOSS, train=train)
+    written(tmp_path, WORKLOAD, model="Net", data=data, step="overflowing_at_60000", train=train)
     replays: list[int] = []
 
     def interrupt(step: int, doing: str) -> None:
@@ -379,102 +429,147 @@ def test_an_interrupted_replay_keeps_what_was_seen(case: tuple[str, int], tmp_pa
     assert replays == [3] * at
 
 
-OVERFLOWS_AT_3 = """\
-import torch
-
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = torch.nn.Linear(8, 4)
-
-    def forward(self, x):
-        return self.a(x) * x.amax()
-
-def data():
-    for step in range(100):
-        yield torch.ones(4, 8) * (1.0 if step < 3 else 60000.0), torch.zeros(4, 4)
-"""
-
-
-GRAPH = """
-import torch
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 1)
-        self.register_buffer("adjacency", torch.eye(4).to_sparse())
-    def forward(self, x):
-        return torch.sparse.mm(self.adjacency, self.linear(x))
-
-def data():
-    return [(torch.ones(4, 4), torch.zeros(4, 1))] * 2
-"""
+ON_A_CPU: dict[str, Any] = {"steps": 2, "device": "cpu"}
 
 
 def test_a_sparse_product_that_cuda_has_no_kernel_for_is_explained(tmp_path: Path) -> None:
-    keys: dict[str, Any] = {"model": "Net", "data": "data", "loss": LOSS, "train": {"steps": 2, "device": "cpu"}}
+    keys: dict[str, Any] = {**step_function("sparse_product"), "train": ON_A_CPU}
     with pytest.raises(UserCodeError, match="addmm_sparse_cuda") as raised:
-        train(written(tmp_path, GRAPH, **keys))
+        run(tmp_path, **keys)
     assert str(raised.value).endswith("or make the matrix CSR, as with matrix.to_sparse_csr()")
-    assert len(train(written(tmp_path, GRAPH, "precision.level=O0", **keys)).steps) == 2
-
-
-MIXER = """
-import torch
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.linear = nn.Linear(4, width)
-    def forward(self, x):
-        return torch.fft.rfft(self.linear(x), dim=-1).abs()
-
-def data():
-    return [(torch.ones(4, 4), torch.zeros(4, 1))] * 2
-"""
+    assert len(run(tmp_path, **keys, precision={"level": "O0"}).steps) == 2
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning", "ignore:Using a target size")
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 def test_of_half_values_only_powers_of_two_are_transformed_and_the_others_explained(tmp_path: Path) -> None:
-    keys: dict[str, Any] = {"data": "data", "loss": LOSS, "train": {"steps": 2, "device": "cpu"}}
-    keys["model"] = ("Net", {"width": 12})
+    keys: dict[str, Any] = {**step_function("transformed"), "train": ON_A_CPU}
+    odd = ("Net", {"width": 12})
     with pytest.raises(UserCodeError, match=r"got a signal size of\[12\]; under autocast .* cast it up before"):
-        train(written(tmp_path, MIXER, **keys))
-    for healthy in ("model.args.width=16", "precision.level=O0"):
-        steps = train(written(tmp_path, MIXER, healthy, "precision.loss_scale.init=256.0", **keys)).steps
-        assert [step.skipped for step in steps] == [False, False]
-
-
-ROOT_OF_ZERO = """
-import torch
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
-    def forward(self, x):
-        h = self.body(x)
-        gone = h * (x == 0).all(-1, keepdim=True).logical_not()
-        return self.head(h / (1 + (gone * gone).sum(-1, keepdim=True).sqrt())).squeeze(-1)
-
-def data(bad):
-    generator = torch.Generator().manual_seed(3)
-    batches = [(torch.randn(16, 4, generator=generator), torch.randn(16, generator=generator)) for _ in range(6)]
-    if bad >= 0:
-        batches[bad][0][7] = 0.0
-    return batches
-"""
+        run(tmp_path, **keys, model=odd)
+    for healthy in (
+        run(tmp_path, **keys, model=("Net", {"width": 16}), precision={"loss_scale": {"init": 256.0}}),
+        run(tmp_path, **keys, model=odd, precision={"level": "O0"}),
+    ):
+        assert [step.skipped for step in healthy.steps] == [False, False]
 
 
 @pytest.mark.parametrize("bad", slow_but_for([0, -1], [0, 3, -1]))
 def test_nan_alone_is_run_again_in_the_first_step_too(tmp_path: Path, bad: int) -> None:
     keys: dict[str, Any] = {"precision": {"loss_scale": 256.0}, "train": {"steps": 6}}
-    config = written(tmp_path, ROOT_OF_ZERO, model="Net", data=("data", {"bad": bad}), loss=LOSS, **keys)
-    record = diagnose(train(config))
+    record = run(tmp_path, data=("data", {"bad": bad, "value": 0.0}), **step_function("root_of_zero"), **keys)
     assert [(one.code, one.step) for one in record.findings] == ([("true-nan", bad)] if bad >= 0 else [])
     assert [step.step for step in record.steps if step.skipped] == ([bad] if bad >= 0 else [])
+
+
+def test_what_draws_where_no_replay_can_follow_is_not_compared(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"optimizer": {"args": {"lr": 1e-9}}, "train": {"steps": 3, "device": "cpu"}}
+    record = run(tmp_path, **step_function("drawing"), **keys)
+    (note,) = (note for note in record.unseen.notes if note.endswith(NOT_COMPARED))
+    assert [finding.code for finding in record.findings if finding.severity != "info"] == []
+    assert note.startswith("the loss of step 2 is ")
+
+
+def checked(folder: Path, gain: float, check: str, dtype: str = "float16", replays: int = 2) -> Record:
+    """The record of a model that looks at what it computes, and whose ``gain`` comes in step 3."""
+
+    def loop(config: Config, observer: Observer) -> Record:
+        return train(config, observer=observer, replays=replays)
+
+    keys = {"precision": {"dtype": dtype}, "train": {"steps": 6}, **step_function("checked_loss")}
+    return run(folder, loop=loop, model=("Checked", {"gain": gain, "check": check}), **keys)
+
+
+def test_an_overflow_that_makes_the_code_raise_is_named(tmp_path: Path) -> None:
+    record = checked(tmp_path, 600.0, "finite")
+    found = record.findings[0]
+    assert (record.verdict, record.steps_run, found.code, found.step) == ("precision", 4, "forward-overflow", 3)
+    assert found.source is not None
+    assert found.source.text == "scores = h @ h.T"
+    assert record.error.splitlines()[0].endswith("raised AssertionError: what comes out is wrong")
+
+
+OTHER: dict[str, tuple[Any, ...]] = {
+    "in FP32 too": (1.0, "always"),
+    "only in FP16, and no op goes wrong": (1.0, "half"),
+    "torch itself says what is wrong": (600.0, "dtypes"),
+    "nothing is half": (1e30, "finite", "float32"),
+    "FP32 is not finite either": (1e30, "finite"),
+    "nothing is run again": (600.0, "finite", "float16", 0),
+}
+
+
+@pytest.mark.parametrize(
+    "case", slow_but_for(["in FP32 too", "FP32 is not finite either", "nothing is run again"], OTHER)
+)
+def test_any_other_error_is_the_users_own_and_the_steps_before_it_are_kept(tmp_path: Path, case: str) -> None:
+    with pytest.raises(UserCodeError) as raised:
+        checked(tmp_path, *OTHER[case])
+    record = raised.value.record
+    assert isinstance(record, Record)
+    assert [step.step for step in record.steps] == [0, 1, 2]
+    assert record.investigations == ()
+
+
+def test_a_check_that_holds_is_healthy(tmp_path: Path) -> None:
+    assert checked(tmp_path, 1.0, "finite").verdict == "healthy"
+
+
+def test_each_loss_trains_its_own_side(tmp_path: Path) -> None:
+    """As in a loop by hand."""
+    config = written(
+        tmp_path, WORKLOAD, model="GAN", data="data", precision={"level": "O0"}, train={"steps": 3, "device": "cpu"}
+    )
+    with prepared(config) as prepared_run:
+        record = train_prepared(prepared_run, observer=UNOBSERVED, command="scan", replays=2)
+        trained = [parameter.detach().clone() for parameter in prepared_run.workload.model.parameters()]
+    assert set(record.steps[0].losses) == {"generator", "discriminator"}
+
+    scope: dict[str, Any] = {}
+    exec(WORKLOAD, scope)
+    gan = scope["GAN"]()
+    sides, optimizers = (gan.generator, gan.discriminator), gan.configure_optimizers()
+    for batch in scope["data"]()[:3]:
+        losses = gan.training_step(batch, 0).values()
+        gradients = [
+            torch.autograd.grad(loss, list(side.parameters())) for loss, side in zip(losses, sides, strict=True)
+        ]
+        for side, own, optimizer in zip(sides, gradients, optimizers, strict=True):
+            for parameter, gradient in zip(side.parameters(), own, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+    assert all(map(torch.equal, trained, gan.parameters()))
+
+
+OPTIONS = {
+    "accumulate": "train.accumulate=2",
+    "clip": "train.clip_grad_norm=1.0",
+    "several losses": "step.target=work.py:two_losses",
+    "two optimizers": "optimizer.target=work.py:two",
+    "fused": "optimizer.args.fused=true",
+    "static scale": "precision.loss_scale=128",
+    "bfloat16": "precision.dtype=bfloat16",
+    "O0": "precision.level=O0",
+    "native": "precision.policy=native",
+    "groups": "optimizer.groups=module",
+    "pins": "precision.pins=[body]",
+    "healthy": "model.args.factor=1.0",
+}
+
+
+PAIRS = list(combinations(OPTIONS, 2))
+TWO_BY_TWO = list(zip(*[iter(OPTIONS)] * 2, strict=True))
+"""Each option once."""
+
+
+@pytest.mark.parametrize("names", slow_but_for(TWO_BY_TWO, PAIRS), ids=" and ".join)
+def test_two_options_go_together(names: tuple[str, str], tmp_path: Path) -> None:
+    train_keys = {"steps": 2, "device": "cpu"}
+    overrides = [OPTIONS[name] for name in names]
+    config = written(tmp_path, WORKLOAD, *overrides, model="Widened", data="data", step="fit", train=train_keys)
+    record = diagnose(train(config))
+    assert len(record.steps) == 2
+    assert not any(replay.error for made in record.investigations for replay in made.replays)
+    assert (record.verdict == "healthy") == ("healthy" in names)
+    ranges = profile_ranges(config)
+    assert {site.phase for site in ranges.sites} == {"forward", "backward"}

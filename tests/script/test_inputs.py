@@ -1,4 +1,4 @@
-"""NaN and inf that enter the loss of a script from outside: bad data, unless they are masked out or were computed."""
+"""What enters a step from outside: bad targets, a teacher's outputs, and what another network has spoilt."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from ampdbg.record.file import read_record
-from ampdbg.record.run import Record
 from tests.commands.program import start
 from tests.script import scripts
-from tests.script.test_run import captured, run, where
+from tests.script.test_captures import capture_of, on
+from tests.script.test_run import captured, ran, run, where
 from tests.siblings import slow_but_for
 
 TARGETS = scripts.loop("""
@@ -61,12 +61,6 @@ for step in range(7):
 """From step 3 on, or in it alone, an element of the targets holds ``value``; ``kind`` says what becomes of that."""
 
 
-def trained(folder: Path, kind: str, value: str = "nan") -> tuple[Record, str]:
-    """The record of the script, and what stands on its page."""
-    result, record = run(folder, TARGETS, kind, value)
-    return record, " ".join(result.stderr.split())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "value", "held"),
@@ -78,7 +72,7 @@ def trained(folder: Path, kind: str, value: str = "nan") -> tuple[Record, str]:
     ],
 )
 def test_targets_that_hold_nan_are_bad_data(tmp_path: Path, kind: str, value: str, held: str) -> None:
-    record, page = trained(tmp_path, kind, value)
+    record, page, _ = ran(tmp_path, TARGETS, kind, value)
     assert (record.verdict, record.findings[0].code, record.findings[0].step) == ("other", "data-nonfinite", 4)
     assert record.findings[0].message == f"the batch of step 4 holds {held}, first in sample 5"
     assert [finding.code for finding in record.findings[1:]] in ([], ["scale-collapse"])
@@ -91,7 +85,7 @@ def test_targets_that_hold_nan_are_bad_data(tmp_path: Path, kind: str, value: st
 
 @pytest.mark.parametrize("kind", slow_but_for(["criterion"], ["criterion", "assert"]))
 def test_one_bad_target_of_a_module_that_makes_the_loss_is_bad_data_at_its_own_step(tmp_path: Path, kind: str) -> None:
-    record, _ = trained(tmp_path, kind)
+    record, _, _ = ran(tmp_path, TARGETS, kind, "nan")
     assert (record.verdict, record.findings[0].code, record.findings[0].step) == ("other", "data-nonfinite", 3)
     told = "1 NaN among 64 values in argument 2['boxes'] of Criterion on line 46 of train.py, first in sample 5"
     assert record.findings[0].message == f"the batch of step 3 holds {told}"
@@ -103,13 +97,13 @@ SOUND += [("padded", "nan"), ("mask", "-inf")]
 
 @pytest.mark.parametrize("of", slow_but_for(SOUND[-2:], SOUND), ids="-".join)
 def test_finite_targets_padding_taken_out_and_a_mask_are_healthy(tmp_path: Path, of: tuple[str, str]) -> None:
-    record, _ = trained(tmp_path, *of)
+    record, _, _ = ran(tmp_path, TARGETS, *of)
     assert (record.verdict, record.findings) == ("healthy", ())
 
 
 @pytest.mark.slow
 def test_padding_of_nan_is_not_blamed_for_a_nan_of_the_mathematics(tmp_path: Path) -> None:
-    record, _ = trained(tmp_path, "masked")
+    record, _, _ = ran(tmp_path, TARGETS, "masked", "nan")
     found = record.findings[0]
     assert (record.verdict, found.code, found.op) == ("inconclusive", "unknown", "aten.div.Tensor")
     too = "alone in FP32 it does so too on the same inputs, which FP16 may have rounded before"
@@ -120,7 +114,7 @@ def test_padding_of_nan_is_not_blamed_for_a_nan_of_the_mathematics(tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["distilled", "distilled once"])
 def test_what_a_teacher_has_computed_is_no_data(tmp_path: Path, kind: str) -> None:
-    record, _ = trained(tmp_path, kind, "1")
+    record, _, _ = ran(tmp_path, TARGETS, kind, "1")
     assert record.steps_skipped == (4 if kind == "distilled" else 1)
     assert "data-nonfinite" not in [finding.code for finding in record.findings]
 
@@ -128,7 +122,7 @@ def test_what_a_teacher_has_computed_is_no_data(tmp_path: Path, kind: str) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["once", "raises"])
 def test_one_bad_target_of_a_function_is_not_blamed_for_sure(tmp_path: Path, kind: str) -> None:
-    record, page = trained(tmp_path, kind)
+    record, page, _ = ran(tmp_path, TARGETS, kind, "nan")
     assert "data-nonfinite" not in [finding.code for finding in record.findings]
     assert "look at what the script makes of that" in page
 
@@ -206,3 +200,152 @@ for step in range(6):
 def test_a_mask_of_minus_infinity_alone_is_not_blamed_for_what_a_formula_makes_of_it(tmp_path: Path) -> None:
     _, record = run(tmp_path, ATTENDING)
     assert [(found.code, found.step) for found in record.findings] == [("true-nan", 3)]
+
+
+CHAINED = scripts.loop("""
+kind, gain = sys.argv[1], float(sys.argv[2])
+first = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4), nn.LayerNorm(4)).cuda()
+second = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 1)).cuda()
+with torch.no_grad():
+    first[0].weight.mul_(gain)
+trained = [*second.parameters()]
+if kind != "frozen":
+    trained += first.parameters()
+optimizer, scaler = torch.optim.Adam(trained, 1e-3), torch.amp.GradScaler("cuda")
+for step in range(6):
+    x = torch.randn(16, 8, device="cuda")
+    if kind == "adversaries":
+        with torch.autocast("cuda"):
+            loss = (second(torch.randn(16, 4, device="cuda")) - 1).float().square().mean()
+        scaler.scale(loss).backward()
+    with torch.autocast("cuda"):
+        if kind == "frozen":
+            with torch.no_grad():
+                given = first(x)  # <- frozen
+            loss = second(given).float().square().mean()
+        else:
+            given = first(x)
+            loss = second(given.detach()).float().square().mean() + 1e-6 * given.float().square().mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+""")
+"""With a gain of 3e5 the first network overflows in FP16; LayerNorm makes small numbers of it in FP32."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "module"), [("chained", "first.0"), ("adversaries", "first.0"), ("frozen", "")])
+def test_what_one_network_has_spoilt_is_no_data_of_the_next(kind: str, module: str, tmp_path: Path) -> None:
+    _, record = run(tmp_path, CHAINED, kind, "3e5")
+    first = record.findings[0]
+    assert (record.verdict, first.code, first.step, first.module) == ("precision", "forward-overflow", 0, module)
+    assert {found.code for found in record.findings} <= {"forward-overflow", "scale-collapse"}
+    if kind == "frozen":  # it is run again without the network that overflows
+        noted = "step 0 was run again: it is given inf or NaN, which it may have computed itself: no replay can tell"
+    else:
+        given = "argument 1 of Sequential on line 29 of train.py, which it may have computed itself"
+        noted = f"step 0 was run again with finite numbers in the place of {given}"
+    assert noted in record.unseen.notes
+
+
+@pytest.mark.parametrize("kind", slow_but_for(["chained"], ["chained", "adversaries", "frozen"]))
+def test_the_same_networks_are_healthy_where_nothing_overflows(kind: str, tmp_path: Path) -> None:
+    assert run(tmp_path, CHAINED, kind, "1")[1].verdict == "healthy"
+
+
+@pytest.mark.slow
+def test_no_patch_is_promised_nor_denied_for_what_a_frozen_network_has_spoilt(tmp_path: Path) -> None:
+    result, record = run(tmp_path, CHAINED, "frozen", "3e5")
+    line = CHAINED.splitlines().index("                given = first(x)  # <- frozen") + 1
+    assert record.findings[0].source
+    assert record.findings[0].source.line == line
+    assert "suggest-fp32" not in result.stderr
+    capture = capture_of(tmp_path)
+    replayed, again = on(tmp_path, "replay", capture)
+    assert (again.verdict, again.findings[0].code) == ("inconclusive", "unknown")
+    assert "may have computed that itself: no replay can tell" in " ".join(replayed.stdout.split())
+    suggested, ended = on(tmp_path, "suggest-fp32", capture)
+    assert ended.search is not None
+    assert (ended.search.outcome, ended.pins) == ("spoilt-input", ())
+    assert "in FP32 too" not in suggested.stdout
+
+
+DISTILLED = scripts.loop("""
+fault, ends = sys.argv[1], sys.argv[2] == "ends"
+
+class Attention(torch.nn.Module):
+    def __init__(self, gain):
+        super().__init__()
+        self.query, self.key, self.gain = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16), gain
+    def forward(self, x):
+        q, k = self.query(x) * self.gain, self.key(x) * self.gain
+        return (q @ k.transpose(-2, -1)) / self.gain**2  # HERE
+
+class Centred(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(1, 8))
+    def forward(self, student, teacher):
+        target = F.softmax((teacher.float() - self.center) / 0.4, dim=-1).detach()
+        loss = -(target * F.log_softmax(student.float() / 0.9, dim=-1)).sum(-1).mean()
+        self.center = self.center * 0.5 + teacher.float().mean((0, 1)) * 0.5
+        return loss
+
+high = 600.0 if fault != "none" else 1.0
+student = Attention(1.0 if fault == "teacher" else high).cuda()
+teacher, criterion = Attention(high).cuda(), Centred().cuda()
+teacher.load_state_dict(student.state_dict())
+for weight in teacher.parameters():
+    weight.requires_grad = False
+optimizer, scaler = torch.optim.SGD(student.parameters(), lr=1e-2), torch.amp.GradScaler("cuda", init_scale=256.0)
+for step in range(6):
+    x = torch.randn(4, 8, 16).cuda() * 3
+    with torch.autocast("cuda", dtype=torch.float16):
+        target = teacher(x)
+        loss = criterion(student(x), target)
+    if ends and not math.isfinite(loss.item()):
+        sys.exit(1)
+    STEP
+""")
+LINE = next(number for number, line in enumerate(DISTILLED.splitlines(), start=1) if line.endswith("# HERE"))
+
+
+@pytest.mark.parametrize("how", slow_but_for(["ends"], ["ends", "goes on"]))
+def test_an_overflow_that_a_teacher_has_too_is_named(tmp_path: Path, how: str) -> None:
+    record, page, _ = ran(tmp_path, DISTILLED, "both", how)
+    found = record.findings[0]
+    assert (record.verdict, found.code, found.op) == ("precision", "forward-overflow", "aten.bmm.default")
+    assert (found.step, found.source and found.source.line) == (0, LINE)
+    assert "run again with finite numbers in the place of argument 2 of Centred on line 38 of train.py" in page
+
+
+@pytest.mark.slow
+def test_an_overflow_of_a_teacher_alone_is_not_the_mathematics(tmp_path: Path) -> None:
+    record, page, _ = ran(tmp_path, DISTILLED, "teacher", "ends")
+    assert (record.verdict, record.findings) == ("inconclusive", ())
+    assert "it is given inf or NaN, which it may have computed itself: no replay can tell" in page
+
+
+@pytest.mark.slow
+def test_a_patch_is_said_not_to_be_tried_on_what_was_not_run_again(tmp_path: Path) -> None:
+    ran(tmp_path, DISTILLED, "both", "ends")
+    (capture,) = (tmp_path / ".ampdbg" / "captures").glob("*.safetensors")
+    result = start(tmp_path, "suggest-fp32", str(capture))
+    page = " ".join(result.stderr.split())
+    warned = "argument 2 of Centred on line 38 of train.py was not finite, and is here: pin what computes it, too"
+    assert "the patch for it is proven on the failing step" in page
+    assert f"! what step 0 is given: {warned}" in page
+    assert f"#   - what step 0 is given: {warned}" in result.stdout
+
+
+@pytest.mark.slow
+def test_a_running_mean_of_the_loss_is_as_it_was_before_the_step(tmp_path: Path) -> None:
+    options = ("--emulate", "--capture-step=3")
+    _, record = run(tmp_path, DISTILLED, "none", "goes on", options=options)
+    assert (record.verdict, record.findings) == ("healthy", ())
+    (capture,) = (tmp_path / ".ampdbg" / "captures").glob("*.safetensors")
+    assert start(tmp_path, "replay", "--record=again.json", str(capture)).code == 0
+    again = read_record(tmp_path / "again.json")
+    loss = next(step.loss for step in record.steps if step.step == 3)
+    assert again.investigations[0].replays[0].loss == loss

@@ -1,0 +1,334 @@
+"""What a script's own loss does beside its modules: casts, lines that overflow and are edited, gradient penalties."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ampdbg.record.file import read_record
+from ampdbg.record.run import Record
+from tests.commands.program import start
+from tests.script import scripts
+from tests.script.test_run import captured, run, steps_captured, where
+from tests.siblings import slow_but_for
+
+CASTS = scripts.loop("""
+net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)).cuda()
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+for step in range(4):
+    x, y, far = torch.randn(32, 8).cuda(), torch.randint(0, 2, (32, 4)).cuda(), torch.full((32, 4), {far}).cuda()
+    y[:, 0] = 1
+    with torch.autocast("cuda", dtype=torch.float16):
+        out = net(x)
+        mask = (1.0 - y.float()) * -1e5
+        loss = {loss}
+    STEP
+""")
+
+BY_A_DISTANCE = "(torch.relu(out) * far.to(out.dtype)).float().neg().exp().mean()"
+TWICE_MASKED = "torch.softmax(out + mask.to(out.dtype) - mask.to(out.dtype), -1).square().mean()"
+MASKED = "torch.softmax(out + mask.to(out.dtype), -1).square().mean()"
+
+
+CASES: dict[str, tuple[str, float, str, str | None]] = {
+    "a distance": (BY_A_DISTANCE, 1e10, "precision", "forward-overflow"),
+    "a near distance": (BY_A_DISTANCE, 1e2, "healthy", None),
+    "a mask": (TWICE_MASKED, 1.0, "other", "mask-constant"),
+    "a harmless mask": (MASKED, 1.0, "healthy", None),
+}
+
+
+@pytest.mark.parametrize("case", slow_but_for(["a distance", "a harmless mask"], CASES))
+def test_a_cast_of_the_loss_code_is_judged_by_what_it_casts(tmp_path: Path, case: str) -> None:
+    loss, far, verdict, code = CASES[case]
+    result, record = run(tmp_path, CASTS.format(loss=loss, far=far))
+    assert (result.code, record.verdict) == (int(verdict != "healthy"), verdict), result.stderr
+    if code is None:
+        assert record.findings == ()
+        return
+    assert (where(record)[::3], record.findings[0].op) == ((code, f"loss = {loss}"), "aten._to_copy.default")
+
+
+DICE = scripts.loop("""
+net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 1, 3, padding=1)).cuda()
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+
+def dice(p, g):
+    inside = torch.einsum("bchw,bchw->c", p / 2, g / 2)
+    union = torch.einsum("bchw,bchw->c", p, p) + torch.einsum("bchw,bchw->c", g, g)
+    return 1 - (8 * inside / (union + 1e-8)).mean()
+
+for step in range(4):
+    x = torch.randn(SAMPLES, 1, 128, 128, device="cuda")
+    mask = (torch.rand(SAMPLES, 1, 128, 128, device="cuda") < 0.9).float()
+    with torch.autocast("cuda"):
+        loss = dice(net(x).sigmoid(), mask)
+    STEP
+""")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("samples", [8, 2])
+def test_what_a_loss_computes_of_its_targets_alone_is_computed_anew_in_fp32(tmp_path: Path, samples: int) -> None:
+    """Of 8 masks the sum of squares is beyond FP16; of 2 it fits."""
+    result, record = run(tmp_path, DICE.replace("SAMPLES", str(samples)))
+    if samples == 2:
+        assert (result.code, record.verdict, record.findings) == (0, "healthy", ())
+        return
+    found = record.findings[0]
+    assert (found.code, found.op, record.verdict) == ("forward-overflow", "aten.bmm.default", "precision")
+    assert found.message.startswith("bmm reaches 117,916 in FP32, above FP16's limit of 65,504")
+    assert where(record)[3].startswith("union = ")
+    patch = start(tmp_path, "suggest-fp32", captured(record)[steps_captured(record).index(1)])
+    assert patch.code == 0, patch.stderr
+    assert "the failing step (1): healthy" in patch.stdout
+    assert "inf" not in patch.stdout
+    assert "enabled=False" in patch.stdout
+
+
+BESIDE = scripts.loop("""
+net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)).cuda()
+with torch.no_grad():
+    net[2].weight.mul_(20000)
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-12)
+scaler = torch.amp.GradScaler("cuda", init_scale=4.0)
+for step in range(4):
+    x, far = torch.rand(32, 8).cuda(), torch.rand(32, 4).cuda()
+    half = torch.ones(32, 4, dtype=torch.half).cuda()
+    with torch.autocast("cuda", dtype=torch.float16):
+        out = net(x * 25 * 2)
+        loss = out.square().mean().float() * 1e-12
+        loss = loss + LOSS
+    STEP
+""")
+"""Its last layer overflows."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "loss",
+    [
+        "1e-12 * sum((p * p).sum() for p in net.parameters())",
+        "(out * (far.to(out.dtype) * 2)).mean() * 1e-12",
+        "(out * (far.half() * 2)).mean() * 1e-12",
+        "((far.type_as(out) + out) * far.type_as(out)).mean() * 1e-12",
+        "((far.to(out) + out) * (far * 3)).mean() * 1e-12",
+        "((half.type_as(out) + out) * half.type_as(out)).mean() * 1e-12",
+        "((far.half().type(out.dtype) + out) * far.half().to(out)).mean() * 1e-12",
+        "(out.float() * out).mean() * 1e-18",
+    ],
+)
+def test_a_patch_is_proven_whatever_is_computed_beside_the_place(tmp_path: Path, loss: str) -> None:
+    """The script computes more of its own data by functions of the same names, and a cast may have nothing to do."""
+    _, record = run(tmp_path, BESIDE.replace("LOSS", loss))
+    patch = start(tmp_path, "suggest-fp32", captured(record)[steps_captured(record).index(1)])
+    assert patch.code == 0, patch.stderr
+    assert "the failing step (1): healthy" in patch.stdout
+
+
+LOSSES = scripts.loop("""
+kind, gain, size = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
+model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8)).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+scaler = torch.amp.GradScaler("cuda", init_scale=16.0)
+zeros = torch.zeros(16, dtype=torch.long).cuda()
+
+
+def contrasted(out):
+    similar = torch.matmul(out, out.T)
+    mask = torch.eye(out.shape[0], dtype=torch.bool, device=out.device)
+    similar = similar[~mask].view(out.shape[0], -1)
+    logits = similar * gain
+    return F.cross_entropy(logits, zeros) / 1e3
+
+
+def summed(out):
+    return (out * gain).square().sum(dtype=out.dtype) / 1e4
+
+
+def cast_itself(out):
+    return (out * gain).square().sum(dtype=out.dtype).float() / 1e4
+
+
+def behind(out):
+    if True: return F.cross_entropy(out * (gain * 10), zeros)
+
+
+def plain(out):
+    logits = out * (gain * 10)
+    return F.cross_entropy(logits, zeros)
+
+
+def targeted(out):
+    return (out * 4096 * target.to(out.dtype)).mean() / 1e6
+
+
+def targeted_twice(out):
+    return ((out - target.to(out.dtype)) * (out - target.type_as(out))).mean() / 1e6
+
+
+for step in range(5):
+    x = torch.randn(16, 8).cuda() * size
+    target = torch.linspace(-2.0, 2.0, 128).view(16, 8).cuda() * gain * (step + 1)
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = globals()[kind](model(x))
+    STEP
+""")
+
+AUTOCAST_OFF = "with torch.autocast(device_type=out.device.type, enabled=False):"
+
+
+def suggested(folder: Path, kind: str, gain: str, size: str = "80") -> tuple[Record, str, str]:
+    """What is suggested for the first captured step: its record, the patch and the page."""
+    record = run(folder, LOSSES, kind, gain, size)[1]
+    assert record.findings[0].code == "forward-overflow"
+    result = start(folder, "suggest-fp32", captured(record)[0], "--record=s.json")
+    return read_record(folder / "s.json"), result.stdout, " ".join(result.stderr.split())
+
+
+def added(patch: str) -> list[str]:
+    """The lines that a diff puts in."""
+    return [line[1:].strip() for line in patch.splitlines() if line.startswith("+") and not line.startswith("+++")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "gain", "lines"),
+    [
+        (
+            "contrasted",
+            "30",
+            [
+                AUTOCAST_OFF.replace("out.", "similar."),
+                "logits = similar.float() * gain",
+                "return F.cross_entropy(logits, zeros) / 1e3",
+            ],
+        ),
+        ("summed", "2", [AUTOCAST_OFF, "return (out.float() * gain).square().sum() / 1e4"]),
+        ("cast_itself", "2", [AUTOCAST_OFF, "return (out.float() * gain).square().sum().float() / 1e4"]),
+    ],
+)
+def test_a_line_of_the_loss_is_edited_and_proven(tmp_path: Path, kind: str, gain: str, lines: list[str]) -> None:
+    record, patch, _ = suggested(tmp_path, kind, gain)
+    assert record.verification is not None
+    assert (record.verification.passed, added(patch)) == (True, lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "returned"),
+    [
+        ("targeted", "(out.float() * 4096 * target.float()).mean() / 1e6"),
+        (
+            "targeted_twice",
+            "((out.float() - target.float()) * (out.float() - target.type_as(out.float()))).mean() / 1e6",
+        ),
+    ],
+)
+def test_a_target_that_is_cast_no_more_is_the_captured_one(tmp_path: Path, kind: str, returned: str) -> None:
+    record, patch, _ = suggested(tmp_path, kind, "900", "1")
+    assert record.verification is not None
+    assert (record.verification.passed, added(patch)) == (True, [AUTOCAST_OFF, f"return {returned}"])
+    told = {step.name: step.detail for step in record.verification.steps}
+    losses = re.fullmatch(r"healthy; loss (.+), (.+) in FP32", told["the failing step (1)"])
+    assert losses is not None
+    in_fp32 = next(made.replays[1] for made in read_record(tmp_path / "r.json").investigations if made.step == 1)
+    assert in_fp32.dtype == "float32"
+    assert [float(one) for one in losses.groups()] == pytest.approx([in_fp32.loss] * 2, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", slow_but_for(["plain"], ["contrasted", "summed", "plain"]))
+def test_a_loss_within_range_is_healthy(tmp_path: Path, kind: str) -> None:
+    assert run(tmp_path, LOSSES, kind, "0.01", "1")[1].findings == ()
+
+
+@pytest.mark.slow
+def test_why_a_line_of_the_loss_is_not_edited_is_true(tmp_path: Path) -> None:
+    _, patch, _ = suggested(tmp_path, "behind", "200")
+    reason = "line 31 of train.py cannot be edited: it stands behind a colon; put it on a line of its own first"
+    assert reason in " ".join(patch.replace("#", "").split())
+
+
+@pytest.mark.slow
+def test_an_op_of_the_backward_pass_is_not_called_an_overflow_of_the_forward_pass(tmp_path: Path) -> None:
+    _, _, page = suggested(tmp_path, "plain", "10000", "1")
+    assert "2 sum · train.py:51 · 100,000 in FP32 · in the backward pass" in page
+
+
+PENALTY = scripts.loop("""
+critic = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 1)).cuda()
+nn.init.zeros_(critic[2].weight)
+optimizer = torch.optim.Adam(critic.parameters(), lr=1e-4)
+scaler = torch.amp.GradScaler("cuda")
+for _ in range(8):
+    x = torch.randn(8, 2, device="cuda").requires_grad_(True)
+    with torch.autocast("cuda", dtype=torch.float16):
+        y = critic(x)
+    g = GRADIENT
+    loss = ((torch.sqrt((g ** 2).sum(1) + SAFE) - 1) ** 2).mean()
+    STEP
+""")
+"""A last layer of zeros has no gradient, and the root of zero no finite one, in any precision."""
+
+GRADIENTS = {"twice": "torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True)[0]", "once": "y - y.detach()"}
+
+
+def penalty(gradient: str, safe: float) -> str:
+    return PENALTY.replace("GRADIENT", GRADIENTS[gradient]).replace("SAFE", str(safe))
+
+
+@pytest.mark.parametrize("gradient", slow_but_for(["twice"], GRADIENTS))
+def test_a_nan_of_the_mathematics_is_one_where_the_input_needs_gradients(tmp_path: Path, gradient: str) -> None:
+    _, record = run(tmp_path, penalty(gradient, 0.0))
+    assert (record.verdict, *where(record)[:2]) == ("other", "true-nan", 0)
+    assert where(record)[3].startswith("loss = ((torch.sqrt(")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gradient", GRADIENTS)
+def test_with_a_safe_root_it_is_healthy(tmp_path: Path, gradient: str) -> None:
+    _, record = run(tmp_path, penalty(gradient, 1e-4))
+    assert (record.verdict, {found.severity for found in record.findings} - {"info"}) == ("healthy", set())
+
+
+CRITIC = scripts.loop("""
+generator = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 2)).cuda()
+critic = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 1)).cuda()
+nn.init.zeros_(critic[2].weight)
+ours, theirs = torch.optim.Adam(generator.parameters()), torch.optim.Adam(critic.parameters())
+scaler = torch.amp.GradScaler("cuda", init_scale=INIT)
+
+def step(optimizer, loss):
+    STEP
+
+for _ in range(8):
+    for _ in range(3):
+        x = torch.randn(8, 2, device="cuda").requires_grad_(True)
+        with torch.autocast("cuda"):
+            y = critic(x)
+        slope, = torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True)
+        step(theirs, ((torch.sqrt((slope ** 2).sum(1)) - 1) ** 2).mean())
+    with torch.autocast("cuda"):
+        z = generator(torch.randn(8, 2, device="cuda"))
+        loss = critic(z).float().mean() * 0.0 + OTHER * z.float().square().mean()
+    step(ours, loss)
+""")
+"""Its critic never takes a step, and its generator takes each, with gradients where ``OTHER`` is not 0."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", [0.0, 1.0])
+@pytest.mark.parametrize("options", [(), ("--no-investigate",)])
+def test_no_scale_is_said_to_work_where_one_optimizer_never_steps(
+    tmp_path: Path, other: float, options: tuple[str, ...]
+) -> None:
+    script = CRITIC.replace("INIT", "64.0").replace("OTHER", str(other))
+    _, record = run(tmp_path, script, options=("--emulate", *options))
+    assert sum(step.skipped for step in record.steps) == 24
+    assert record.steps[-1].scale < 1.0
+    assert not record.steps[-1].skipped
+    assert [found.code for found in record.findings] == ["unknown" if options else "true-nan", "scale-collapse"]

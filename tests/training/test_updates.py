@@ -1,0 +1,325 @@
+"""What updates do to weights: a rate that throws them away is not blamed on precision, and what half loses is exact."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ampdbg.config.schema import Config
+from ampdbg.diagnosis.diagnose import diagnose
+from ampdbg.pinning.bisection import bisect_run
+from ampdbg.probes.watch import Watch, watch
+from ampdbg.record.run import HalfUpdates, Record
+from ampdbg.replay.run import Run, prepared
+from ampdbg.training.half_updates import ComparedUpdates
+from ampdbg.training.loop import train
+from tests.siblings import slow_but_for
+from tests.written import written
+
+THROWN = """
+import torch
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self, gain):
+        torch.manual_seed(0)
+        super().__init__(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2),
+        )
+        self.gain, self.calls = gain, 0
+
+    def forward(self, x):
+        self.calls += self.training
+        for module in self:
+            x = module(x)
+            if module is self[1] and self.calls > 3:
+                x = self[3](x * self.gain) / self.gain
+                return self[8](x.mean((2, 3)))
+        return x
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randn(6, 3, 10, 10, generator=generator) for _ in range(8)]
+    return [(x * 30, torch.randint(2, (6,), generator=generator)) for x in batches]
+
+def loss(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]).float(), batch[1])
+"""
+
+
+def thrown(folder: Path, rate: float, gain: float) -> Config:
+    return of_fp16(folder, THROWN, model=("Net", {"gain": gain}), optimizer=("torch.optim:RMSprop", {"lr": rate}))
+
+
+def of_fp16(folder: Path, code: str, **keys: Any) -> Config:
+    keys = {"data": "data", "step": "loss", **keys}
+    return written(folder, code, **keys, train={"steps": 6}, precision={"dtype": "float16"})
+
+
+def scanned(folder: Path, rate: float, gain: float) -> Record:
+    return diagnose(train(thrown(folder, rate, gain), replays=2))
+
+
+def test_weights_thrown_away_by_the_optimizer_are_told_and_precision_is_not_blamed(tmp_path: Path) -> None:
+    record = scanned(tmp_path, rate=1e3, gain=1.0)
+    root = record.findings[0]
+
+    assert (root.code, root.op.rpartition(".")[0]) == ("unknown", "aten.convolution")
+    assert "times as large as when the run began" in root.message
+    assert "lower the learning rate" in root.remedy
+    assert record.investigations[0].weights_grew > 1000
+    assert root.evidence["weights_grew"] == record.investigations[0].weights_grew
+
+
+@pytest.mark.slow
+def test_no_pin_is_suggested_for_them(tmp_path: Path) -> None:
+    record = bisect_run(thrown(tmp_path, rate=1e3, gain=1.0))
+
+    assert (record.pins, record.trials) == ((), ())
+    assert record.search is not None
+    assert record.search.outcome == "no-pin-helps"
+    assert "lower the learning rate" in record.search.message
+
+
+@pytest.mark.slow
+def test_an_overflow_with_weights_of_their_size_is_blamed_on_precision(tmp_path: Path) -> None:
+    record = scanned(tmp_path, rate=1e-3, gain=1e5)
+
+    assert record.findings[0].code == "forward-overflow"
+    assert record.investigations[0].weights_grew == pytest.approx(1.0, abs=0.1)
+
+
+LEAPS = """
+import torch
+from torch import nn
+
+def model():
+    torch.manual_seed(0)
+    hidden = [part for _ in range(2) for part in (nn.Linear(64, 64), nn.ReLU())]
+    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), *hidden, nn.Linear(64, 1))
+
+def data(gain):
+    x = torch.randn(32, 16, generator=torch.Generator().manual_seed(1))
+    return [(x, x[:, :1].sin(), gain if step == 3 else 1.0) for step in range(8)]
+
+def loss(model, batch):
+    x, y, gain = batch
+    return nn.functional.mse_loss(model(x), y) * gain
+"""
+
+
+LEAPING = [(0.3, 1.0, "unknown"), (1.0, 1.0, "unknown"), (1e-3, 1e9, "")]
+
+
+@pytest.mark.parametrize("case", slow_but_for(LEAPING[2:], LEAPING), ids=str)
+def test_a_loss_that_leaps_in_fp32_too_is_blamed_on_the_rate_where_weights_grew(
+    tmp_path: Path, case: tuple[float, float, str]
+) -> None:
+    rate, gain, code = case
+    adam = ("torch.optim:Adam", {"lr": rate})
+    thrown = of_fp16(tmp_path, LEAPS, model="model", data=("data", {"gain": gain}), optimizer=adam)
+    root = diagnose(train(thrown, replays=2)).findings[0]
+    assert (root.code, root.remedy.startswith("lower the learning rate")) == (code or "gradient-overflow", bool(code))
+    assert ("in FP32 too the loss leaps from" in root.message) == bool(code)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_weights_are_measured_from_the_first_backward_pass_on(dtype: torch.dtype) -> None:
+    model = torch.nn.Linear(4, 2, dtype=dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with watch(model, optimizer) as watched:
+        assert watched.optimizers.weights_grew == 1.0
+        for times in (50.0, 4.0):  # the first as where a checkpoint is loaded before the run begins
+            for parameter in model.parameters():
+                parameter.data *= times
+            model(torch.ones(1, 4, dtype=dtype)).sum().backward()
+            optimizer.step()
+
+        assert watched.optimizers.weights_grew == pytest.approx(4.0, rel=1e-2)
+
+
+@pytest.mark.slow
+def test_an_optimizer_that_comes_after_another_has_gone_is_measured_too() -> None:
+    watched = Watch(None, ())
+    with watched:
+        for times in (1.0, 3.0):
+            model = torch.nn.Linear(4, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            model(torch.ones(1, 4)).sum().backward()
+            for parameter in model.parameters():
+                parameter.data *= times
+            assert watched.optimizers.weights_grew == pytest.approx(times)
+            del model, optimizer, parameter
+            gc.collect()
+
+
+def test_weights_that_began_near_zero_have_to_grow() -> None:
+    model = torch.nn.Linear(64, 64, bias=False)
+    model.weight.data.fill_(1e-4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with watch(model, optimizer) as watched:
+        model(torch.ones(1, 64)).sum().backward()
+        model.weight.data.fill_(0.04)
+        assert watched.optimizers.weights_grew == pytest.approx(2.0, rel=1e-3)  # of a common beginning, 0.02
+        model.weight.data.fill_(20.0)
+        assert watched.optimizers.weights_grew == pytest.approx(1000.0, rel=1e-3)
+
+
+def test_weights_that_began_as_zero_or_hold_nan_have_not_grown() -> None:
+    model = torch.nn.Linear(4, 2)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with watch(model, optimizer) as watched:
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        assert watched.optimizers.weights_grew == 1.0
+
+        model.weight.data[0, 0] = float("nan")
+        assert watched.optimizers.weights_grew == 1.0
+
+
+HALF = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 8).half()
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 1).half()
+
+    def forward(self, x):
+        return self.head(self.norm(self.body(x.half()).float()).half()).float().square().mean()
+
+class Weight(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.0, 2.0**-10]).half())
+
+    def forward(self, x):
+        return (self.weight * x.half()).float().sum()
+
+class Picky(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(-0.01)
+                assert parameter.dtype is torch.float16, "made for half weights alone"
+
+class Masters(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.01})
+        every = [each for group in self.param_groups for each in group["params"]]
+        self.masters = {each: each.detach().float().clone() for each in every}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter, master in self.masters.items():
+            master -= 0.01 * parameter.grad.float()
+            parameter.copy_(master)
+
+def data():
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(16, 4, generator=generator) for _ in range(5)]
+
+def ones():
+    return [torch.ones(2)]
+"""
+
+
+def config(folder: Path, model: str, data: str, optimizer: str, level: str = "O0", **arguments: Any) -> Config:
+    precision, train = {"level": level}, {"steps": 4}
+    return written(
+        folder, HALF, model=model, data=data, optimizer=(optimizer, arguments), precision=precision, train=train
+    )
+
+
+def tensors_of(run: Run) -> Iterator[tuple[int, torch.Tensor]]:
+    """All that a comparison could change, with what it is."""
+    for parameter in run.workload.model.parameters():
+        yield id(parameter), parameter
+        if parameter.grad is not None:
+            yield id(parameter.grad), parameter.grad
+    for optimizer in run.workload.optimizers:
+        for state in optimizer.state.values():
+            yield from ((id(item), item) for item in state.values() if isinstance(item, torch.Tensor))
+
+
+def trained(path: Config, compared: bool) -> tuple[list[torch.Tensor], HalfUpdates | None]:
+    """What three updates leave; the comparison changes no bit, and no tensor becomes another."""
+    with prepared(path) as run:
+        updates, batches = ComparedUpdates(run), run.workload.batches()
+        for step in range(3):
+            for optimizer in run.workload.optimizers:
+                optimizer.zero_grad()
+            sum(run.workload.losses(next(batches)).values(), torch.zeros(())).backward()
+            if compared:
+                updates.before_update()
+            for optimizer in run.workload.optimizers:
+                optimizer.step()
+            before = [key for key, _ in tensors_of(run)]
+            if compared:
+                updates.after_update(step)
+            assert [key for key, _ in tensors_of(run)] == before
+        return [tensor.detach().clone() for _, tensor in tensors_of(run)], updates.seen
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "arguments"),
+    [
+        ("torch.optim:SGD", {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1}),
+        ("torch.optim:Adam", {"lr": 0.001, "eps": 1e-3, "amsgrad": True}),
+        ("torch.optim:AdamW", {"lr": 0.001, "eps": 1e-3, "foreach": True}),
+        ("torch.optim:Rprop", {"lr": 0.001}),
+    ],
+)
+def test_a_comparison_leaves_no_trace(tmp_path: Path, optimizer: str, arguments: dict[str, Any]) -> None:
+    path = config(tmp_path, "Net", "data", optimizer, **arguments)
+    (plain, unseen), (compared, seen) = trained(path, compared=False), trained(path, compared=True)
+    assert all(torch.equal(one, other) for one, other in zip(plain, compared, strict=True))
+    assert {tensor.dtype for tensor in compared} >= {torch.float16, torch.float32}
+    assert unseen is None
+    assert seen is not None
+    assert (seen.steps, seen.spoilt) == (3, ())
+
+
+def test_what_is_lost_is_exact(tmp_path: Path) -> None:
+    # Both weights should fall by 2**-13: too little for the one at 1, where half has steps of 2**-11 downwards.
+    _, seen = trained(config(tmp_path, "Weight", "ones", "torch.optim:SGD", lr=2.0**-13), compared=True)
+    assert seen == HalfUpdates(steps=3, lost_energy=0.5)
+    _, seen = trained(config(tmp_path, "Weight", "ones", "torch.optim:SGD", lr=2.0**-30), compared=True)
+    assert seen == HalfUpdates(steps=3, lost_energy=1.0, lost=("weight",))
+
+
+def test_an_eps_of_zero_spoils_weights_and_ends_the_comparison(tmp_path: Path) -> None:
+    _, seen = trained(config(tmp_path, "Net", "data", "torch.optim:Adam", eps=1e-8), compared=True)
+    assert seen is not None
+    assert (seen.steps, seen.spoilt_step, seen.vanishing_eps) == (1, 0, 1e-8)
+    assert {"body.weight", "head.bias"} & set(seen.spoilt)
+    assert not {"norm.weight", "norm.bias"} & set(seen.spoilt)
+
+
+@pytest.mark.parametrize("optimizer", ["Picky", "Masters"])
+def test_an_optimizer_of_the_users_own_is_not_compared(tmp_path: Path, optimizer: str) -> None:
+    path = config(tmp_path, "Weight", "ones", optimizer)
+    (plain, _), (compared, seen) = trained(path, compared=False), trained(path, compared=True)
+    assert all(torch.equal(one, other) for one, other in zip(plain, compared, strict=True))
+    assert seen is None
+
+
+def test_the_record_has_it_and_only_of_runs_with_half_weights_and_no_scaler(tmp_path: Path) -> None:
+    half = train(config(tmp_path, "Net", "data", "torch.optim:SGD", lr=0.01))
+    assert half.half_updates is not None
+    assert (half.half_updates.steps, len(half.steps)) == (4, 4)
+    assert half.misuses == ()
+    refused = train(config(tmp_path, "Net", "data", "torch.optim:SGD", level="O1", lr=0.01))
+    assert refused.autocast_error is not None
+    assert (refused.autocast_error.code, refused.half_updates) == ("misuse-half-parameters", None)
