@@ -1,7 +1,5 @@
 """What the tests share: golden files, refreshed by ``pytest --update-golden``, and the program in this process."""
 
-from __future__ import annotations
-
 import gc
 import signal
 from collections.abc import Callable

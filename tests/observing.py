@@ -1,7 +1,5 @@
 """An observer made of functions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

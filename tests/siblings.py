@@ -1,7 +1,5 @@
 """Parameters of a test of which a few stand for all: the others are slow."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from typing import Any
 

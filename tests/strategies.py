@@ -1,7 +1,5 @@
 """Hypothesis strategies for records: any numbers, infinities and NaN included, any text."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import is_dataclass
 from functools import reduce

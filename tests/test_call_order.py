@@ -1,7 +1,5 @@
 """The order of calls as a pure state machine: sequences of calls, and the codes that they have."""
 
-from __future__ import annotations
-
 import pytest
 
 from ampdbg.call_order import Call, CallOrder, Hit

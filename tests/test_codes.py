@@ -1,7 +1,5 @@
 """The codes and their explanations: complete, of one form, true to each other, in the field's words."""
 
-from __future__ import annotations
-
 import ast
 import re
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """The documentation is built from the code: every command, every code, every key; every link leads somewhere."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -1,7 +1,5 @@
 """Names and texts from the user's world are shown, and never obeyed, on every output."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Histograms of exponents, and the loss scales that follow from them, against torch's own roundings."""
 
-from __future__ import annotations
-
 import math
 
 import torch

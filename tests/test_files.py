@@ -1,7 +1,5 @@
 """Files are replaced whole; links and what is no file stay what they are."""
 
-from __future__ import annotations
-
 import os
 import stat
 import subprocess

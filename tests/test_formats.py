@@ -1,7 +1,5 @@
 """Number formats against torch's own limits and roundings, and headroom in bits."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The house as a whole: class names that are unique, short lists of parameters, few decisions for its code."""
 
-from __future__ import annotations
-
 import ast
 import io
 import tokenize

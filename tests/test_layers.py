@@ -1,7 +1,5 @@
 """Arrows point down: a module of ampdbg imports only from its own layer and those below it (DESIGN.md)."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a machine lacks is known by the error that it makes; an error of another cause is left alone."""
 
-from __future__ import annotations
-
 import pytest
 
 from ampdbg.obstacles import DISTRIBUTIONS, obstacle_in

@@ -1,7 +1,5 @@
 """The one table of kinds of op."""
 
-from __future__ import annotations
-
 import pytest
 
 from ampdbg.ops import base_name

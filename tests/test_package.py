@@ -1,7 +1,5 @@
 """The package as it is published: wheel and sdist are built, pass the index's check, and the wheel runs by itself."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What the README shows is so: its screen, patch, Python, config, commands and links; and it is short."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

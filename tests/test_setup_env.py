@@ -1,7 +1,5 @@
 """The set-up never brings CUDA packages onto a machine without a GPU, and does its work only once."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

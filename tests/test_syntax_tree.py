@@ -1,7 +1,5 @@
 """Source is parsed in several threads, and as Python parses it."""
 
-from __future__ import annotations
-
 import ast
 import gc
 import sys

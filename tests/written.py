@@ -1,7 +1,5 @@
 """Workloads of a few lines, written beside a config of their own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -209,8 +209,8 @@ def latest_record() -> Path:
         RecordError: there is none.
     """
     if not LATEST.exists():
-        logs = sorted(FOLDER.glob("*.jsonl"))
-        to_do = f"of a run there is its log: ampdbg report {logs[-1]}" if logs else "make one with: ampdbg run SCRIPT, or ampdbg scan CONFIG"
+        logs, make = sorted(FOLDER.glob("*.jsonl")), "make one with: ampdbg run SCRIPT, or ampdbg scan CONFIG"
+        to_do = f"of a run there is its log: ampdbg report {logs[-1]}" if logs else make
         raise RecordError(f"no record given, and none here ({LATEST}); {to_do}")
     return LATEST
 

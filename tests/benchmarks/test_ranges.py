@@ -1,7 +1,5 @@
 """The benchmark of ranges runs, at a tiny size; how fast anything is, no test says."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks import ranges

@@ -1,7 +1,5 @@
 """The benchmark of searches runs, at a small size, finds every planted set and keeps to the trials allowed."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks import search

@@ -1,7 +1,5 @@
 """The benchmark of the program's start runs; how fast it is, no test says."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks import startup

@@ -1,7 +1,5 @@
 """The benchmarks run, at a tiny size; how fast anything is, no test says."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -4,8 +4,6 @@ Each case is a folder: the config's text as ``config.yaml``, ``workload.py`` (a 
 own) and whatever else the case brings. Used through the functions and through the command line.
 """
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field

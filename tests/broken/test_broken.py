@@ -1,7 +1,5 @@
 """Every kind of mistake through the real program: one message on stderr, exit code 2, no traceback of ours."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

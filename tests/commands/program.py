@@ -1,7 +1,5 @@
 """The real program in a process of its own, and the same program called in this one."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

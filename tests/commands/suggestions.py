@@ -1,7 +1,5 @@
 """Suggestions made by hand: a patch of two files, its proof, and their record."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The program as a whole: quick answers, exit codes, and messages for what was typed wrong."""
 
-from __future__ import annotations
-
 import errno
 import subprocess
 import sys
@@ -64,7 +62,8 @@ def test_the_version_is_that_of_the_package(here: Here) -> None:
 
 
 EITHER = "give either a config or a module file: CONFIG, or --module FILE.py\n"
-NO_RECORD = "error: no record given, and none here (.ampdbg/latest.json); make one with: ampdbg run SCRIPT, or ampdbg scan CONFIG\n"
+MAKE_ONE = "make one with: ampdbg run SCRIPT, or ampdbg scan CONFIG"
+NO_RECORD = f"error: no record given, and none here (.ampdbg/latest.json); {MAKE_ONE}\n"
 NO_CODE = "error: 'forward-overlow' is not a code; did you mean forward-overflow? All codes: ampdbg explain\n"
 NO_RULE = "error: --select: 'forward-overflow' is no code of a rule"
 WRONG = {

@@ -1,7 +1,5 @@
 """``ampdbg bisect``: what it runs, what it prints, its exit codes, and what is said of a wrong call."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Callable

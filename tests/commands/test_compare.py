@@ -1,7 +1,5 @@
 """``ampdbg compare``: two records, what got worse, and the exit code of a gate in CI."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

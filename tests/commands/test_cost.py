@@ -1,7 +1,5 @@
 """``ampdbg cost``, the whole way: from a config to a page, a record and an exit code."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """``ampdbg doctor`` on this machine, on others that are faked, and where torch or the driver is broken."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

@@ -1,7 +1,5 @@
 """``ampdbg explain``: the list, one code, JSON; as a program of its own and without torch; what each text keeps."""
 
-from __future__ import annotations
-
 import json
 import re
 import textwrap

@@ -1,7 +1,5 @@
 """``--html FILE``: on every command that makes a record, beside what it prints, also where the run failed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``ampdbg init``, ``schema`` and completion: what helps before the first run."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """``ampdbg lint``: what it prints and writes, its settings, its formats, and files that it cannot look at."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

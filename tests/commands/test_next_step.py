@@ -1,7 +1,5 @@
 """A run that the machine stops ends with what to type next."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

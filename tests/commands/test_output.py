@@ -1,7 +1,5 @@
 """What a stream can show, and that only results reach stdout."""
 
-from __future__ import annotations
-
 import io
 import os
 import signal

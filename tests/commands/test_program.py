@@ -1,7 +1,5 @@
 """The real program on a real, tiny training run: clean stdout, signals, closed pipes, the user's own errors."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

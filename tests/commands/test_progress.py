@@ -1,7 +1,5 @@
 """The progress display: a live bar on a terminal that costs a step nothing, plain lines elsewhere."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

@@ -1,7 +1,5 @@
 """``ampdbg ranges``, the whole way: from a config to a table, a record and an exit code."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``ampdbg report``: the latest or any record, as text or JSON, to stdout or a file; damaged ones."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

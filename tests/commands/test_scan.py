@@ -1,7 +1,5 @@
 """``ampdbg scan`` around the training: exit codes, where things are written, and what failure looks like."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

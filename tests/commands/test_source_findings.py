@@ -1,7 +1,5 @@
 """What the source shows beside a run: said on stderr, once, and never at the cost of the run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """``ampdbg suggest-fp32``: what goes to stdout, what to stderr, its exit codes. The whole way: tests/suggestion."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

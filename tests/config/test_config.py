@@ -1,7 +1,5 @@
 """The config: defaults, round trips, --set, places, and what a FILE.py defines without importing it."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The config's JSON schema: an editor that checks by it marks mistakes, and nothing that the config allows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

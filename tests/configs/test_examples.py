@@ -1,7 +1,5 @@
 """Every example in configs/ through the real program: the failing ones fail as they say, their twins are healthy."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A small model in a folder, of which every byte of a step can be reckoned by hand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 BATCH, WIDTH, HIDDEN, CLASSES = 8, 16, 32, 4

@@ -1,7 +1,5 @@
 """How large a batch fits: doubling, what is reckoned from it, and why it ends."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

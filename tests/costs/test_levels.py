@@ -1,7 +1,5 @@
 """The levels side by side: each is the scan of its own, its memory is that by hand, and what cannot run is a row."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a pass takes: bytes by hand, against ``saved_tensors_hooks`` of a plain kind, under CUDA's policy and native."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 

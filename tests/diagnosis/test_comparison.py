@@ -1,7 +1,5 @@
 """What counts as worse between two runs, and what does not."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

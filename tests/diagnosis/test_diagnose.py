@@ -1,7 +1,5 @@
 """From a record to findings and a verdict: exact outcomes on records made by hand."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """When a loss has risen, and when FP32 diverges: the same for losses of any sign, level and size."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """Remedies: what a finding's op and line of source add to its own, and what there is to do besides a pin."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

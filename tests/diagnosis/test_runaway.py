@@ -1,7 +1,5 @@
 """A loss scale below 1 is said to work only where steps show it: gradients came through, and FP32 does not fail too."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A scheduler that moves in skipped steps: information where a few settle the scale, a warning where they go on."""
 
-from __future__ import annotations
-
 import pytest
 
 from ampdbg.diagnosis.diagnose import diagnose

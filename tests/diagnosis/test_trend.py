@@ -1,7 +1,5 @@
 """Trends: what grows by the same factor all along is told of with its step, and nothing else is."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Configs that are broken: valid ones with values, keys or characters changed."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Iterator

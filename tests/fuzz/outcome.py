@@ -1,7 +1,5 @@
 """How an attack may end: a result with its record, one message, or an interrupt; whatever else is a fault of ampdbg."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterator

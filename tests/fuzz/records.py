@@ -1,7 +1,5 @@
 """Records that are damaged: real ones with values, keys or characters changed."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

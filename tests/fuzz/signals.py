@@ -1,7 +1,5 @@
 """Runs that are interrupted or killed at any moment."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

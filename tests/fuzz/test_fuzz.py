@@ -4,8 +4,6 @@ it says of a random model holds beside a plain FP32 loop.
 A small share of the attacks here; ``make fuzz`` makes all of them.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from signal import Signals

@@ -1,7 +1,5 @@
 """Workloads that raise anything anywhere, or hold anything."""
 
-from __future__ import annotations
-
 import sys
 
 import yaml

@@ -4,8 +4,6 @@ Each script leaves its ``losses``. Under plain Python, without a GPU, autocast a
 nothing: that run is the reference. apex's classes have stand-ins.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Every rule on its own examples: it finds what the invalid ones mark, at that line, and nothing in the valid."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

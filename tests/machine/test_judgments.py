@@ -1,7 +1,5 @@
 """What the facts of faked machines mean: old GPUs and new ones, other makers', drivers and torches that do not fit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Language models of transformers, built from a config as upstream initialises them, and batches to fine-tune them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A model of this folder trained and diagnosed as ``ampdbg scan`` does it, from a config in a folder of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Vision and speech models of transformers and timm, built from a config, and batches to fine-tune them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import tests.models.torchvision_on_cpu  # noqa: F401 - transformers imports torchvision where it is there

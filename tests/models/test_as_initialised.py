@@ -1,7 +1,5 @@
 """No wolf is cried: real models as upstream initialises them are healthy, whatever they are run with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

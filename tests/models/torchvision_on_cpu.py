@@ -5,8 +5,6 @@ load, which it tolerates, and then its meta kernels for them raise, which it doe
 does not exist". No model here uses those ops, so their meta kernels are left out and all else is torchvision's own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from types import ModuleType

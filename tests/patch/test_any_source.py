@@ -1,7 +1,5 @@
 """Edits of any file that LibCST can parse: they parse, and keep what they do not touch."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Constants kept within the range of half: the edit, and that FP32 computes what it did."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

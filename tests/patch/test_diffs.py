@@ -1,7 +1,5 @@
 """Diffs: what `git apply` and `patch -p1` make of them, forwards and in reverse, byte for byte."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import tempfile

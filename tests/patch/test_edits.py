@@ -4,8 +4,6 @@ The pins of a fixture stand in comments behind its lines: ``#! pin half: q, k; f
 ``#! call self.attn`` a call on that line, and ``#! forward`` behind a class its forward.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

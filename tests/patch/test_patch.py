@@ -1,7 +1,5 @@
 """From pins to edits: which function is edited, how much of it, and what the reader of the patch is told."""
 
-from __future__ import annotations
-
 import importlib.util
 import textwrap
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Edited files: all are written or none, permissions are kept, and uncommitted work is never overwritten."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import stat

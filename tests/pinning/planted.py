@@ -1,7 +1,5 @@
 """Models of any number of modules with culprits planted among them: layers whose inner product is beyond half."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

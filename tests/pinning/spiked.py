@@ -1,7 +1,5 @@
 """A workload in a file of its own: layers of which some overflow, or the loss does; and what a found set is."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from ampdbg.config.schema import Config

@@ -1,7 +1,5 @@
 """Why a trial fails, in a line: an op's value is told of where that is beyond the format, and else what explains it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

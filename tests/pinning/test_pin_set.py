@@ -1,7 +1,5 @@
 """What a set costs is told where torch's counter can tell it, and never ends a search; tied modules are one part."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

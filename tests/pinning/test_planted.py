@@ -1,7 +1,5 @@
 """``bisect`` on models with planted culprits: the set that is found is exactly the planted one, within few trials."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """Of several models of a script: which object each pin's name begins with."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``bisect`` on planted faults of the zoo, outliers in real models and examples: the exact set, or why none."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Each op of PyTorch's own CUDA autocast tests gives CUDA's dtype on a CPU (torch.testing._internal)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What autocast rounds in half as on CUDA: gradients of a weight that is used many times, intermediates of one op."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """User code that says ``cuda`` runs on a CPU, and with all that PyTorch lets it do."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

@@ -1,7 +1,5 @@
 """CUDA on a CPU leaves no trace: what torch is after the context is what it was before."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys

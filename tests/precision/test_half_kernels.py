@@ -1,7 +1,5 @@
 """The emulated half kernels round where a GPU's do: against the CPU's own, float64, and a GPU where there is one."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Fourier transforms of half tensors under the emulation: cuFFT's dtypes, refusals and overflows, and what follows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Precision modes: what each level lowers, scales and leaves alone; half models, Apex's O2 and O3, to the step."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Pins: what runs in FP32, what as before, where a pinned forward goes, and that nothing stays behind."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """Tensors rounded to a narrower format, to the nearest value of it or at random."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

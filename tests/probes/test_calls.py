@@ -1,7 +1,5 @@
 """The calls of real loops: no legal one is blamed, several misuses are told apart, and no trace is left."""
 
-from __future__ import annotations
-
 import gc
 import math
 import sys

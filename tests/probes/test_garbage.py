@@ -1,7 +1,5 @@
 """Python looks for garbage behind a replay, seldom through all that there is, and afterwards as before."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The gradients between backward and step: their norm, and the groups that are not finite."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """What held half tensors on a line: names, attributes, elements, and what is added to in place."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

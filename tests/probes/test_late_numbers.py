@@ -1,7 +1,5 @@
 """What a watcher waits for where numbers come late, as from a GPU: mostly with every number taken to be on one."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Where the user's code makes a model: from outside of the model, the last line that its pins depend on."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which models an optimizer trains, and what their parameters are called."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """Op tracing: every op with its phase, module, call and exact line, and no trace of the trace."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import sys

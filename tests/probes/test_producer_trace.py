@@ -1,7 +1,5 @@
 """Where values come from, through views, casts and copies; and where inf and NaN go that a loss leaves out."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

@@ -4,8 +4,6 @@ The workload is ``_create_scaling_case`` of ``torch.testing._internal.common_cud
 those of PyTorch's ``test_grad_scaling_*``. An inf is planted in one of four steps.
 """
 
-from __future__ import annotations
-
 import inspect
 import pickle
 from collections.abc import Callable, Iterator

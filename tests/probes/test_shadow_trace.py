@@ -1,7 +1,5 @@
 """The shadow's trace: what FP16 would hold, where overflow starts, and float16 turned into bfloat16 on the way."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

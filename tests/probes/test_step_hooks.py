@@ -1,7 +1,5 @@
 """Hooks around the steps of all optimizers, while those step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

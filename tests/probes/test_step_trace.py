@@ -1,7 +1,5 @@
 """A trace of a step as it trains: what several processes do together is run once, and no process is blamed for it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

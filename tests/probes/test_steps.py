@@ -1,7 +1,5 @@
 """What the record keeps of thousands of steps: all that is said of them, and little enough for the disk."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import pairwise

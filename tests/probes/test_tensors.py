@@ -1,7 +1,5 @@
 """Counting inf and NaN in batches, parameters and buffers."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Code of ours that no compiler follows."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from pathlib import Path

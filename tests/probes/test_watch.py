@@ -1,7 +1,5 @@
 """Watching a training loop through its scaler: what is seen, and that nothing is changed."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

@@ -7,8 +7,6 @@ examples as a healthy one in tests/zoo_misuse; custom_fwd and custom_bwd, checkp
 PyTorch's own tests of its scaler while watched in tests/probes/test_scaling_parity.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools

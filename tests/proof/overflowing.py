@@ -1,7 +1,5 @@
 """A folder with a small model that overflows in FP16, its failing step, and patches of it written by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

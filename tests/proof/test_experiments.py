@@ -1,7 +1,5 @@
 """Experiments with a patch: a pass in eval mode, what a step takes, and a run of which only a failure disproves it."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from pathlib import Path

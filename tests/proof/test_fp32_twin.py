@@ -1,7 +1,5 @@
 """FP32 twins: the losses of a run at level O0, with updates withheld, and how far two runs are apart."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Patched bytes in the place of files: however they are imported, shown in tracebacks, and gone afterwards."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect

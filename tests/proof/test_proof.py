@@ -1,7 +1,5 @@
 """Proofs of patches written by hand: a good one passes, and each way of being wrong fails in a step that says so."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import os

@@ -1,7 +1,5 @@
 """The process of an experiment: what it says is passed on, and however it ends the other side gets an answer."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess

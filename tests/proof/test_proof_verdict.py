@@ -1,7 +1,5 @@
 """What experiments say about a patch, in one plain line each."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

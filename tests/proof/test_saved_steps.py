@@ -1,7 +1,5 @@
 """Failing steps through a file: everything arrives, no more than that, and what cannot be carried says so."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

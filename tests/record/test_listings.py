@@ -1,7 +1,5 @@
 """The lines of code that a record names, as it keeps them."""
 
-from __future__ import annotations
-
 import linecache
 from dataclasses import replace
 from pathlib import Path

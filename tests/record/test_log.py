@@ -1,7 +1,5 @@
 """The log of a run: its lines make the record, it stays small, and no fault of it reaches the run."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import json

@@ -1,7 +1,5 @@
 """A replay starts with the batch as the step found it: copied in memory, or packed as JSON and tensors without code."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Replays drop what the step has dropped where, as on a GPU, another dtype draws other random numbers."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The forward pass under way: noted from outside, held no longer than by its script, and run again."""
 
-from __future__ import annotations
-
 import gc
 import random
 import weakref

@@ -1,7 +1,5 @@
 """Replays leave no trace, change no run whatever a model moves in a pass, run wider than its code asks, and are few."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import math

@@ -1,7 +1,5 @@
 """The wide shadow of a whole step: five overflows at once, the windows of gradients, and nothing left behind."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import random

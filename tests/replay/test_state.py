@@ -1,7 +1,5 @@
 """Whatever a forward pass writes into what a model holds is put back: the very same objects with the same contents."""
 
-from __future__ import annotations
-
 import io
 import random
 from collections import Counter, OrderedDict, defaultdict, deque

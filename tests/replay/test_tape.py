@@ -1,7 +1,5 @@
 """A tape plays a step again: the same loss and gradients, by the same code, on what the step was given."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

@@ -1,7 +1,5 @@
 """Whatever kind of tensor a model or a batch holds, a run is scanned, measured and searched: no kind stops a replay."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

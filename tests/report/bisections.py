@@ -1,7 +1,5 @@
 """Records of searches, one for each way in which a search ends: made by hand where no run of runs.py ends so."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

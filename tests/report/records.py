@@ -1,7 +1,5 @@
 """Records and steps made by hand, for tests of single sentences; whole pages come from real runs (runs.py)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -5,8 +5,6 @@ Whoever changes what a run finds, or how a page says it, refreshes both and read
 ``test_outcomes.py`` has what each run finds. Where two branches have changed the packed file, take either and refresh.
 """
 
-from __future__ import annotations
-
 import functools
 import gzip
 import json

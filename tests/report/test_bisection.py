@@ -1,7 +1,5 @@
 """The page of a search for pins: how each outcome is said, lines to paste, and what holds for every record."""
 
-from __future__ import annotations
-
 import math
 import typing
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The page of a comparison of levels: what stands in it, and that every record has one."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

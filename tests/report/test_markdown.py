@@ -1,7 +1,5 @@
 """Markdown for an issue, rendered by GitHub's own parser: short, folded, and every name as text."""
 
-from __future__ import annotations
-
 import html
 import re
 from dataclasses import replace

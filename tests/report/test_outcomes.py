@@ -1,7 +1,5 @@
 """What each golden run finds, field by field: in the packed records, and in runs made again."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

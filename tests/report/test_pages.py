@@ -3,8 +3,6 @@
 ``init`` and ``schema`` print text that no width changes, and ``report`` the screen of the command whose record it has.
 """
 
-from __future__ import annotations
-
 import re
 import typing
 from collections.abc import Callable

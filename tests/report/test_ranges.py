@@ -1,7 +1,5 @@
 """The page of a range profile: orders, bars, and what holds for every record."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Literal

@@ -1,7 +1,5 @@
 """SARIF: what code scanning reads, held against the standard's own schema."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from dataclasses import replace

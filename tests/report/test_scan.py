@@ -1,7 +1,5 @@
 """The page of a scan or script: which groups overflowed, single sentences, and the command that comes next."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A suggestion: what is said beside its patch, and what git, patch and Python make of its forms."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

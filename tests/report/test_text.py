@@ -1,7 +1,5 @@
 """What a terminal shows of a page's parts: the chart of loss scales, bars of exponents, blocks of Markdown."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

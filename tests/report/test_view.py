@@ -1,7 +1,5 @@
 """What the pages share: where a follow-up is shown, a command with an option set anew, and the formats."""
 
-from __future__ import annotations
-
 import pkgutil
 import shlex
 import sys

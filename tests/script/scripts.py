@@ -1,7 +1,5 @@
 """Training scripts as their users write them: no word of ampdbg in them."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 

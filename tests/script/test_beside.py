@@ -1,7 +1,5 @@
 """What runs beside a script's loop: its processes, threads and handlers of signals."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Captures of a script's failing steps: written while it trains, run again when its process has long gone."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

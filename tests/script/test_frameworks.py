@@ -1,7 +1,5 @@
 """``ampdbg run``, ``ampdbg.watch`` with captures and the callbacks, in scripts of frameworks and in a plain loop."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

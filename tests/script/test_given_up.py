@@ -1,7 +1,5 @@
 """Steps that a loop gives up by itself: it looks at its loss, or at its gradients, and goes on to the next batch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

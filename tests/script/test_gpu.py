@@ -1,7 +1,5 @@
 """A GPU in name: what code for one GPU does with it passes on a CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from unittest.mock import patch
 

@@ -1,7 +1,5 @@
 """Scripts that have torch make graphs or copies of the model they train: each gets what it would without ampdbg."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What enters a step from outside: bad targets, a teacher's outputs, and what another network has spoilt."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

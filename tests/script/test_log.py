@@ -1,7 +1,5 @@
 """The log of ``ampdbg run``: what a killed script leaves, and that a log that cannot be written stops nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """What a script's own loss does beside its modules: casts, lines that overflow and are edited, gradient penalties."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

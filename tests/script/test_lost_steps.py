@@ -1,7 +1,5 @@
 """The step in which a script ends: run again where it exits or raises, and blamed on precision where that is so."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

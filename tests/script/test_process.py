@@ -1,7 +1,5 @@
 """``ampdbg run`` beside ``python``: a process ends as it would, whatever its script does with signals and streams."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

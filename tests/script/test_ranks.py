@@ -1,7 +1,5 @@
 """Scripts of several processes: each finds its own faults, captures its own steps, and none waits for another."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

@@ -1,7 +1,5 @@
 """A script that is started again for a capture ends in its middle, and what it would write over stays as it is."""
 
-from __future__ import annotations
-
 import builtins
 import contextlib
 import io

@@ -1,7 +1,5 @@
 """Rows of skipped steps: each fault is named at its own step, whether scalers are made anew or loops run in threads."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

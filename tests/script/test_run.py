@@ -1,7 +1,5 @@
 """``ampdbg run`` on unchanged scripts: what is found in them, and that they end as they would without it."""
 
-from __future__ import annotations
-
 import gzip
 import math
 import os

@@ -1,7 +1,5 @@
 """A script that trains several models: what is handed over of a failing step can be used in it as it says."""
 
-from __future__ import annotations
-
 import textwrap
 from pathlib import Path
 

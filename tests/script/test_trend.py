@@ -1,7 +1,5 @@
 """``ampdbg run --trend N``: what grows is told of ahead of time, at no cost to the script's numbers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

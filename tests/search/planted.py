@@ -1,7 +1,5 @@
 """Planted failures for searches: trees of modules, and steps that are healthy exactly when the culprits are pinned."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Atoms: a leaf is one, a parent's own lines are one, and all of a subtree's are its module."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -1,7 +1,5 @@
 """The guided search, from candidates to what shows next and each dropped in turn; and the blind one, block by block."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import random

@@ -1,7 +1,5 @@
 """Trials: each set is tried once, the best is kept, tied modules move together, and the limit holds."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Whose code a frame runs: told by the name of its module, wherever the file lies."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

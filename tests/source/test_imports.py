@@ -1,7 +1,5 @@
 """Imports of a file: what they bind, which expressions are autocast, and where another import goes."""
 
-from __future__ import annotations
-
 import libcst as cst
 import pytest
 

@@ -1,7 +1,5 @@
 """Source files as LibCST reads them: what stands on a line, and all bytes kept but those of an edit."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

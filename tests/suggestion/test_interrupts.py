@@ -1,7 +1,5 @@
 """Ctrl-C while a suggestion is planned or proven: the search that had ended by then stands."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

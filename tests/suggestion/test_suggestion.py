@@ -1,7 +1,5 @@
 """What is suggested for a workload: which edit is made, where it stands, and what its reader is told."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Sequence

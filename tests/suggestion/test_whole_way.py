@@ -1,7 +1,5 @@
 """From a broken run to a merged patch: scan, suggest-fp32, git apply, scan again; and training without ampdbg."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Runs that go on from a training checkpoint: bit by bit as if they had never been interrupted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

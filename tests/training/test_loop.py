@@ -1,7 +1,5 @@
 """The training loop on small real workloads: what is seen, and that nothing is changed."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

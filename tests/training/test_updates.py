@@ -1,7 +1,5 @@
 """What updates do to weights: a rate that throws them away is not blamed on precision, and what half loses is exact."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from pathlib import Path

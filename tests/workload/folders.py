@@ -1,7 +1,5 @@
 """A user's folder for a test: Python files and a config, built into a workload."""
 
-from __future__ import annotations
-
 import textwrap
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Checkpoints: what training scripts save is found, what does not fit is said in one message."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path

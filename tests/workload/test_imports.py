@@ -1,7 +1,5 @@
 """Where targets come from: files, siblings, packages; and what an import leaves behind."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How a batch becomes losses: every convention of the config."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

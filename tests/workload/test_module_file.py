@@ -1,7 +1,5 @@
 """A Python file in the place of a config: which names it is read by, and one clear message for each slip."""
 
-from __future__ import annotations
-
 import textwrap
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Models, optimizers and learning-rate schedules: what a target may be, how parameters are grouped, what is stepped."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Whatever the user's code raises, wherever: a UserCodeError with their traceback, and the steps that had ended."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a user sees of an exception in their own code."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

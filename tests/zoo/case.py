@@ -1,7 +1,5 @@
 """What a case of the zoo says of itself, its batches and its loss where it has none of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """The zoo: every file in ``cases`` is a planted fault that must be named to the line, with a healthy twin."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from types import ModuleType

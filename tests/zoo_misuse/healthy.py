@@ -1,7 +1,5 @@
 """The healthy twins: the same loops in the right order, and legal ones that look like a misuse."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

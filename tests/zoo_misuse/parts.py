@@ -1,7 +1,5 @@
 """What every loop of the zoo is made of: two small models, their optimizers and a few batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 

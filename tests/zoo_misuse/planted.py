@@ -1,7 +1,5 @@
 """Training loops with one misuse each. The line to blame ends with a comment that is the code."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

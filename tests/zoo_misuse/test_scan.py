@@ -1,7 +1,5 @@
 """ampdbg's own loop is in the right order, whatever the workload does that is right; what is wrong in it is named."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every misuse as a planted loop: its exact code and line; and every healthy twin, which gives no finding."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import warnings

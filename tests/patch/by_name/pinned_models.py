@@ -1,7 +1,5 @@
 """Models with the helper applied as a user would have it: the text in a file, imported under a name."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import sys

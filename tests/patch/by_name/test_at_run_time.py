@@ -1,7 +1,5 @@
 """What the helper does when it runs: the pinned op in FP32, and everything else about the model as it was."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

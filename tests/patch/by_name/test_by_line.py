@@ -1,7 +1,5 @@
 """The helper where a script makes its model: `NAME.in.py` is run, and becomes `NAME.out.py`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass

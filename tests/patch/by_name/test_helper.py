@@ -1,7 +1,5 @@
 """The helper in a user's file: `NAME.in.py` becomes `NAME.out.py`, which makes the same model, with its pins."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

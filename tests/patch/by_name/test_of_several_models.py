@@ -1,7 +1,5 @@
 """The file of pins of a script with several models: it takes those that have pins, as the script holds them."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from pathlib import Path

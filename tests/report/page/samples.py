@@ -1,7 +1,5 @@
 """Records for the HTML page: large ones, hostile ones; and what a page holds."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

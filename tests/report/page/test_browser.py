@@ -1,7 +1,5 @@
 """The HTML page in a real browser: what moves, what leads where, by keyboard; light, dark, printed, at three widths."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The HTML page: what stands in it without its script, what it hands to that, how large it is, what it lets run."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
