@@ -1,9 +1,10 @@
-"""The guided search, from candidates to what shows next and each dropped in turn; and the blind one, block by block."""
+"""Atoms, trials, and both searches: the guided one, from candidates to what shows next, and the blind one by blocks."""
 
 import hashlib
+import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -21,9 +22,203 @@ from ampdbg.search.strategies import (
     delta_debug,
     guided,
 )
-from tests.search.planted import SMALL, Step, of_any_size, planted, steps, trees
+from tests.search.planted import SMALL, Step, of_any_size, planted, random_names, steps, trees
 
 TREE = atom_tree(SMALL)
+LEVELS = {
+    ":own": 0,
+    "embed": 1,
+    "blocks.0:own": 1,
+    "blocks.0.attn": 3,
+    "blocks.0.mlp:own": 3,
+    "blocks.0.mlp.fc": 4,
+    "blocks.1": 2,
+    "head": 1,
+}
+
+
+def test_the_parents_own_atom_comes_before_its_childrens_and_levels_say_how_large_a_block_begins_there() -> None:
+    assert dict(zip(TREE.atoms, TREE.levels, strict=True)) == LEVELS
+    assert tuple(LEVELS) == TREE.atoms
+
+
+def test_siblings_are_in_the_order_in_which_anything_in_them_was_named() -> None:
+    assert atom_tree(["a.x", "b", "a.y", "a", ""]).atoms == (":own", "a:own", "a.x", "a.y", "b")
+
+
+UNDER = {
+    "head": ("head",),
+    "blocks.0.mlp": ("blocks.0.mlp:own", "blocks.0.mlp.fc"),
+    "blocks.0.mlp:own": ("blocks.0.mlp:own",),
+    "blocks": TREE.atoms[2:7],
+    "": TREE.atoms,
+    ":own": (":own",),
+}
+
+
+@pytest.mark.parametrize(("name", "atoms"), UNDER.items())
+def test_what_is_under_a_module_an_atom_or_a_container(name: str, atoms: tuple[str, ...]) -> None:
+    assert name in TREE
+    assert TREE.under(name) == atoms
+
+
+@pytest.mark.parametrize("name", ["nothing", "head:own", "blocks:own", "blocks.2"])
+def test_nothing_else_is_known(name: str) -> None:
+    assert name not in TREE
+    with pytest.raises(KeyError):
+        TREE.under(name)
+
+
+def test_a_module_with_children_has_lines_of_its_own_and_a_parent_unless_it_is_the_root() -> None:
+    own = {"": ":own", "blocks.0": "blocks.0:own", "head": "head", "blocks.0:own": "blocks.0:own", "blocks": "blocks"}
+    assert {name: TREE.own(name) for name in own} == own
+    names = ("blocks.0.mlp:own", "blocks.0.mlp", "blocks.0", "head", ":own", "")
+    assert [TREE.parent(name) for name in names] == ["blocks.0.mlp", "blocks.0", "blocks", "", "", None]
+
+
+COMPRESSED = {
+    ("blocks.0.mlp.fc", "head", "blocks.0.mlp:own"): ("blocks.0.mlp", "head"),
+    TREE.atoms: ("",),
+    TREE.atoms[1:]: ("embed", "blocks.0", "blocks.1", "head"),
+    (): (),
+}
+
+
+@pytest.mark.parametrize(("atoms", "pins"), COMPRESSED.items())
+def test_a_whole_module_stands_for_its_atoms_and_a_container_for_none(
+    atoms: tuple[str, ...], pins: tuple[str, ...]
+) -> None:
+    assert TREE.compress(atoms) == pins
+
+
+@pytest.mark.parametrize(
+    ("names", "pins"), [([""], ("",)), (["encoder", "decoder"], ("encoder", "decoder")), ([], ())], ids=str
+)
+def test_all_of_a_model_is_its_root_unless_that_never_ran(names: list[str], pins: tuple[str, ...]) -> None:
+    tree = atom_tree(names)
+    assert (tree.atoms, tree.compress(tree.atoms)) == (pins, pins)
+    assert tree.expand([]) == frozenset()
+
+
+def test_modules_may_be_nested_deeper_than_pythons_stack() -> None:
+    names = [".".join(["m"] * depth) for depth in range(1, 1500)]
+    tree = atom_tree(["", *names])
+    assert len(tree.atoms) == 1500
+    assert tree.compress(tree.under("m.m")) == ("m.m",)
+
+
+@given(trees(), st.randoms(use_true_random=False))
+@settings(max_examples=30)
+def test_pins_expand_to_the_atoms_that_they_were_made_of(tree: AtomTree, source: random.Random) -> None:
+    share = source.random()
+    atoms = frozenset(atom for atom in tree.atoms if source.random() < share)
+    pins = tree.compress(atoms)
+    assert tree.expand(pins) == atoms
+    assert tree.compress(pins_atoms := sorted(atoms, reverse=True)) == pins, pins_atoms
+    assert sum(len(tree.under(pin)) for pin in pins) == len(atoms), "pins that overlap"
+
+
+@given(st.integers(0, 1000), st.integers(1, 6))
+@settings(max_examples=50)
+def test_no_fewer_pins_would_do(seed: int, recent: int) -> None:
+    source = random.Random(seed)
+    names = random_names(6, source, recent)
+    tree = atom_tree(names)
+    atoms = frozenset(atom for atom in tree.atoms if source.random() < 0.7)
+    pinnable = {*names, *tree.atoms}
+    fewer = range(len(tree.compress(atoms)))
+    assert not any(
+        tree.expand(pins) == atoms for count in fewer for pins in itertools.combinations(sorted(pinnable), count)
+    )
+
+
+def test_a_set_is_tried_once_however_it_is_named_and_passed_on_once_as_it_ends() -> None:
+    seen: list[Trial] = []
+    step = Step(TREE, [["head"]])
+    trials = Trials(step, TREE, on_trial=seen.append)
+    first = trials.test(["blocks.0.mlp"], "one")
+    second = trials.test(["head"], "")
+    assert trials.test(["blocks.0.mlp.fc", "blocks.0.mlp:own", "blocks.0.mlp.fc"], "two") is first
+    assert trials.made == tuple(seen) == (first, second)
+    assert step.ran == [("blocks.0.mlp",), ("head",)]
+
+
+def test_a_trial_says_what_was_seen() -> None:
+    _, trials = planted("head", "embed")
+    assert trials.test(["head"], "candidates") == Trial(
+        ("head",), healthy=False, why="inf", stage="candidates", suspects=("embed",), runs=1, healthy_runs=0
+    )
+    assert trials.test(["head", "embed"], "joined") == Trial(
+        ("embed", "head"), healthy=True, why="", stage="joined", runs=1, healthy_runs=1, loss=1.0, seconds=0.5
+    )
+
+
+def test_the_best_is_the_healthy_set_of_the_fewest_atoms() -> None:
+    _, trials = planted("head")
+    bests = []
+    for pins in (["embed"], ["blocks.0", "head"], ["embed", "head"], ["head", "blocks.1"], ["head"]):
+        trials.test(pins, "")
+        bests.append(trials.best)
+    assert bests == [None, ("blocks.0", "head"), ("embed", "head"), ("embed", "head"), ("head",)]
+    trials = Trials(lambda pins: Trial(pins, healthy=True), TREE)
+    trials.test([], "")
+    assert trials.best == ()
+
+
+def test_beyond_the_limit_only_what_is_known_is_answered() -> None:
+    step = Step(TREE, [["head"]])
+    trials = Trials(step, TREE, max_trials=1)
+    known = trials.test(["head"], "")
+    with pytest.raises(OutOfTrials):
+        trials.test(["embed"], "")
+    assert trials.test(["head"], "") is known
+    assert (len(trials.made), len(step.ran)) == (1, 1)
+
+
+def flaky(answers: str) -> tuple[Trials, Iterator[str]]:
+    """Trials of three repeats whose runs are healthy where there is a "+"."""
+    left = iter(answers)
+    return Trials(lambda pins: Trial(pins, healthy=next(left) == "+", why="nan", seconds=1.0), TREE, repeats=3), left
+
+
+@pytest.mark.parametrize(("answers", "runs", "healthy_runs"), [("+++", 3, 3), ("++-", 3, 2), ("+-", 2, 1), ("-", 1, 0)])
+def test_repeats_end_with_the_first_unhealthy_run(answers: str, runs: int, healthy_runs: int) -> None:
+    trials, left = flaky(answers + "+")
+    trial = trials.test(["head"], "")
+    assert (trial.healthy, trial.runs, trial.healthy_runs) == ("-" not in answers, runs, healthy_runs)
+    assert (trial.seconds, list(left), len(trials.made)) == (runs, ["+"], 1)
+
+
+def test_an_interrupt_goes_through_and_what_was_made_stays() -> None:
+    def interrupted(pins: tuple[str, ...]) -> Trial:
+        if pins == ("embed",):
+            raise KeyboardInterrupt
+        return Trial(pins, healthy=True)
+
+    trials = Trials(interrupted, TREE)
+    trials.test(["head"], "")
+    with pytest.raises(KeyboardInterrupt):
+        trials.test(["embed"], "")
+    assert (trials.best, trials.made) == (("head",), (trials.known(["head"]),))
+    assert trials.known(["embed"]) is None
+
+
+def test_tied_modules_move_together() -> None:
+    step = Step(TREE, [["head"]])
+    trials = Trials(step, TREE, together=[("embed", "head", "blocks.1")])
+    assert trials.test(["embed"], "").pins == ("embed", "blocks.1", "head")
+    assert trials.test(["head"], "") is trials.made[0]
+    assert trials.test(["blocks.0.attn"], "").pins == ("blocks.0.attn",)
+    assert trials.units(["head", "blocks.0.attn", "embed"]) == (
+        frozenset({"embed", "blocks.1", "head"}),
+        frozenset({"blocks.0.attn"}),
+    )
+
+
+def test_pins_of_what_never_ran_are_refused() -> None:
+    _, trials = planted("head")
+    with pytest.raises(KeyError):
+        trials.test(["tail"], "")
 
 
 def stages(trials: Trials) -> list[tuple[str, tuple[str, ...], bool]]:
