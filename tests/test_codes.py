@@ -157,7 +157,7 @@ def test_all_explanations_come_in_the_order_of_the_families() -> None:
         ("overflw", "did you mean forward-overflow or silent-overflow or gradient-overflow?"),
         ("bce", "did you mean misuse-bce?"),
         ("clip", "did you mean misuse-clip-scaled?"),
-        ("misuse", "all codes: ampdbg explain"),
+        ("misuse", "did you mean " + " or ".join(code for code in CODES if code.startswith("misuse-")) + "?"),
         ("fp16", "all codes: ampdbg explain"),
         ("", "all codes: ampdbg explain"),
     ],

@@ -123,7 +123,8 @@ def test_tables_made_from_the_code_are_those_of_this_code() -> None:
     for name, text in PAGES.items():
         assert with_tables(text) == text, f"docs/{name} is older than the code; run: make docs"
     made = {table for text in PAGES.values() for table in re.findall(r"<!-- made from the code: (.*?) -->", text)}
-    assert made == set(TABLES)
+    assert set(TABLES) <= made
+    assert [name for name in made - set(TABLES) if not (DOCS / name).is_file()] == []
 
 
 @pytest.mark.parametrize("page", ["python.md"])
