@@ -55,6 +55,7 @@ docs: setup ## the documentation, from docs/ and from the code, into build/docs
 screens: setup ## the screens of README and documentation, by running the examples: minutes
 	@$(BIN)/python scripts/screens.py
 	@$(BIN)/python scripts/page_picture.py
+	@$(BIN)/python -m scripts.docs_pages # the screens stand in pages of docs/ too
 
 lint: setup ## only lint, format and types
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
