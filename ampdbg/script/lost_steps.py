@@ -43,7 +43,7 @@ MOST_LOST = 2
 """So many steps of a run whose loss is lost are run again by their forward pass while it waits, as many whose gradients
 alone are, and the one in which it ends."""
 
-MODULES_ALONE = "of step {} the modules alone were run again: a loss told of it is the sum of what they give"
+MODULES_ALONE = "step {}: only the modules were replayed; the loss shown is the sum of their outputs"
 """Where the script makes the loss of what they give by itself, or comes to none."""
 
 LED_BACK = "of step {} the modules alone were run again, with the gradients that came to what they gave"
