@@ -26,8 +26,8 @@ and whoever holds that name on the package index is a stranger."""
 
 _NO_GPU = re.compile(
     r"Torch not compiled with CUDA enabled|Found no NVIDIA driver|No CUDA GPUs are available"
-    r"|torch\.cuda\.is_available\(\) is False|no GPUs found|No supported gpu backend found|requires a GPU"
-    r"|module 'torch\._C' has no attribute '_cuda_"
+    r"|torch\.cuda\.is_available\(\) is False|no GPUs found|No supported gpu backend found"
+    r"|mixed precision requires a GPU|module 'torch\._C' has no attribute '_cuda_"
 )
 """What torch says, and Lightning and Accelerate, of a device that is not there. A build for the CPU alone lacks the
 functions behind ``torch.cuda.set_device``."""

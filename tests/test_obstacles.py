@@ -40,6 +40,7 @@ def test_a_missing_package_of_the_field_is_named_as_pip_has_it(module: str, comm
         "ModuleNotFoundError: No module named 'utils'",  # whoever holds that name on the index is a stranger
         "ModuleNotFoundError: No module named 'sklearnx'",
         "RuntimeError: CUDA out of memory",
+        "RuntimeError: FlashAttention requires a GPU of compute capability 8.0",
         "ImportError: cannot import name 'x' from 'sklearn'",
         "",
     ],
