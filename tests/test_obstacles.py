@@ -26,7 +26,7 @@ def test_a_missing_gpu_is_known_by_what_torch_and_its_frameworks_say(error: str)
 
 @pytest.mark.parametrize(
     ("module", "command"),
-    [("sklearn.datasets", "pip install scikit-learn"), ("PIL", "pip install pillow"), ("timm", "pip install timm")],
+    [("sklearn", "pip install scikit-learn"), ("PIL", "pip install pillow"), ("timm", "pip install timm")],
 )
 def test_a_missing_package_of_the_field_is_named_as_pip_has_it(module: str, command: str) -> None:
     found = obstacle_in(f"ModuleNotFoundError: No module named '{module}'")
@@ -38,7 +38,9 @@ def test_a_missing_package_of_the_field_is_named_as_pip_has_it(module: str, comm
     "error",
     [
         "ModuleNotFoundError: No module named 'utils'",  # whoever holds that name on the index is a stranger
+        "ModuleNotFoundError: No module named 'datasets'",  # a folder of many projects
         "ModuleNotFoundError: No module named 'sklearnx'",
+        "ModuleNotFoundError: No module named 'sklearn.no_such_part'",
         "RuntimeError: CUDA out of memory",
         "RuntimeError: FlashAttention requires a GPU of compute capability 8.0",
         "ImportError: cannot import name 'x' from 'sklearn'",
