@@ -25,11 +25,11 @@ from ampdbg.source.ownership import (
 )
 
 # By their names, for they stand on a higher floor: what notes the calls of the user's code while it makes them.
-_TAPES = ("ampdbg.replay.tape", "ampdbg.replay.narrowings", "ampdbg.replay.open_pass")
+_RECORDER = "ampdbg.replay.recorder"
 
 # ampdbg's code that stands between the user's and an op; what of ampdbg's else comes above an op runs the user's code,
 # and frames above that belong to whoever has started ampdbg, a program or a script.
-_BETWEEN = (probes.__name__, precision.__name__, *_TAPES)
+_BETWEEN = (probes.__name__, precision.__name__, _RECORDER)
 
 # The frame from which autograd's engine is started: what stands above it is the caller of backward().
 _ENGINE = "_engine_run_backward"

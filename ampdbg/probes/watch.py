@@ -72,10 +72,11 @@ class Watch:
         self._interrupted = False
         self.ended: Callable[[bool], None] = lambda is_bad: None
         """Called when a step has ended, with whether it was withheld or its loss is known not to be finite."""
-        self.lost: Callable[[bool], None] = lambda is_spoilt: None
-        """Called when a loss is known not to be finite, with whether an optimizer is about to write the weights."""
-        self.withheld: Callable[[], None] = lambda: None
-        """Called when a scaler has withheld a step whose loss is finite."""
+        self.lost: Callable[[Optimizer], None] = lambda optimizer: None
+        """Called when a loss is known not to be finite, before the optimizer writes the weights."""
+        self.withheld: Callable[[Optimizer], None] = lambda optimizer: None
+        """Called when gradients are not finite behind a loss that is: before the optimizer writes the weights, or behind
+        a scaler that has withheld that."""
         self._restoring: ExitStack | None = None
         self._created = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._started = time.monotonic()
@@ -249,7 +250,7 @@ class Watch:
         if withheld or (not enabled and not is_finite_scalar(step.norms.get(id(optimizer)))):
             step.note_groups(optimizer, self.optimizers.nonfinite_groups)
             if step.skipped < withheld:
-                self.withheld() if step.has_finite_loss() else self.lost(False)
+                self.withheld(optimizer) if step.has_finite_loss() else self.lost(optimizer)
         step.skipped |= withheld
         if enabled:
             step.succeeds = step.succeeds or self.calls.succeeded_by(scaler, optimizer)
@@ -333,14 +334,16 @@ class Watch:
         bad = self.calls.is_unscaled(optimizer) and not is_finite_scalar(step.norms.get(id(optimizer)))
         self.calls.bare_step(optimizer, bad)
         if step.scaler is None and not step.bare and not step.is_known_finite():
-            self.lost(True)
+            self.lost(optimizer)
+        elif step.scaler is None and not is_finite_scalar(step.norms.get(id(optimizer))):
+            self.withheld(optimizer)
         step.begin_bare(id(optimizer))
 
     def _before_scaled_step(self, optimizer: Optimizer) -> None:
         """A loss that is lost may have finite gradients, as the mean over no target has: no scaler withholds it."""
         is_its = self._loop.is_inside("step") and optimizer in self.optimizers and not self.is_paused
         if is_its and not computes_no_numbers() and self._measures.steps_on_lost(optimizer):
-            self.lost(True)
+            self.lost(optimizer)
 
     def _after_bare_step(self, optimizer: Optimizer, _: bool) -> None:
         if self._is_ignored(optimizer):

@@ -29,8 +29,8 @@ from ampdbg.proof.suggestion import Suggestion, suggestion_of
 from ampdbg.record.pins import Form, Strategy
 from ampdbg.replay.range_profile import profile_of
 from ampdbg.script.capture import Capture, CaptureError
+from ampdbg.script.restart import RestoredStep, how_often, restore_in_script
 from ampdbg.script.scratch_files import beside
-from ampdbg.script.takeover import TakenOver, how_often, take_over
 from ampdbg.script.temporaries import remove_temporaries
 
 RUN = (
@@ -132,21 +132,21 @@ def main() -> None:
         end_group(os.getpid())  # with what the script has started, also where nobody waits for the result any more
         os._exit(0)
 
-    def use(taken: TakenOver | CaptureError) -> None:
+    def use(taken: RestoredStep | CaptureError) -> None:
         if isinstance(taken, CaptureError):
             end(taken)
             return
         end(_outcome(taken, job, events))
 
     try:
-        take_over(Capture(job.path, job.script), use, beside(result))
+        restore_in_script(Capture(job.path, job.script), use, beside(result))
     except AmpdbgError as error:
         end(CaptureError(str(error)))  # without what only this process has
     except Exception as error:  # noqa: BLE001 - what the script has left of torch may raise anything
         end(CaptureError(f"{job.path}: {named_error(error)}"))
 
 
-def _outcome(taken: TakenOver, job: CaptureJob, events: IO[str]) -> Suggestion | AmpdbgError:
+def _outcome(taken: RestoredStep, job: CaptureJob, events: IO[str]) -> Suggestion | AmpdbgError:
     """What comes of the job; Ctrl-C ends the process where nothing was found by then.
 
     Python interrupts the main thread alone: where the script trains in another one, Ctrl-C ends the process at once.
@@ -163,12 +163,12 @@ def _outcome(taken: TakenOver, job: CaptureJob, events: IO[str]) -> Suggestion |
         return CaptureError(f"{job.path}: {named_error(error)}")
 
 
-def _replayed(taken: TakenOver, job: CaptureJob, observer: Observer) -> Suggestion:
+def _replayed(taken: RestoredStep, job: CaptureJob, observer: Observer) -> Suggestion:
     made = taken.investigated(observer)
     return Suggestion(taken.diagnosed(how_often(taken, made), "replay"))
 
 
-def _measured(taken: TakenOver, job: CaptureJob, observer: Observer) -> Suggestion:
+def _measured(taken: RestoredStep, job: CaptureJob, observer: Observer) -> Suggestion:
     observer.replay(taken.snapshot.step, "bfloat16, every op measured")
     profile = profile_of(taken.run, taken.snapshot)
     unseen = replace(profile.unseen, notes=(*taken.record.unseen.notes, *profile.unseen.notes))
@@ -176,7 +176,7 @@ def _measured(taken: TakenOver, job: CaptureJob, observer: Observer) -> Suggesti
     return Suggestion(diagnose_ranges(replace(seen, elapsed=taken.run.elapsed)))
 
 
-def _bisected(taken: TakenOver, job: CaptureJob, observer: Observer) -> Suggestion:
+def _bisected(taken: RestoredStep, job: CaptureJob, observer: Observer) -> Suggestion:
     made = taken.investigated(observer)
     kept: Kept = {(made.step, made.why): taken.failing(made)}
     record = taken.diagnosed(made, "bisect")
@@ -186,7 +186,7 @@ def _bisected(taken: TakenOver, job: CaptureJob, observer: Observer) -> Suggesti
     return suggestion_of(ended, job.form, job.verify, observer, CapturedStep(job.path, made, job.script))
 
 
-_WORK: Mapping[str, Callable[[TakenOver, CaptureJob, Observer], Suggestion]] = {
+_WORK: Mapping[str, Callable[[RestoredStep, CaptureJob, Observer], Suggestion]] = {
     "replay": _replayed,
     "ranges": _measured,
     "bisect": _bisected,

@@ -47,8 +47,8 @@ from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep, rewound, weights_of
 from ampdbg.script.capture import Capture, CaptureError
+from ampdbg.script.restart import RestoredStep, restore_in_script
 from ampdbg.script.scratch_files import beside
-from ampdbg.script.takeover import TakenOver, take_over
 from ampdbg.training.fp32_twin import Losses, fp32_losses, last_quarter
 from ampdbg.training.loop import train
 from ampdbg.workload.losses import call_model
@@ -117,7 +117,7 @@ def perform_in_script(
         script = None if start.is_module else os.path.realpath(start.name)
         own = next((path for path in job.patched.files if os.path.realpath(path) == script), None)
 
-        def use(step: TakenOver | CaptureError) -> None:
+        def use(step: RestoredStep | CaptureError) -> None:
             def seen() -> Seen:
                 if isinstance(step, CaptureError):
                     raise step
@@ -130,7 +130,7 @@ def perform_in_script(
             os._exit(0)
 
         def started() -> Seen:
-            take_over(capture, use, files, job.patched.files[own] if own is not None else None)
+            restore_in_script(capture, use, files, job.patched.files[own] if own is not None else None)
             raise AssertionError("the process ends in the script")
 
         return _without_raising(started)

@@ -19,9 +19,7 @@ from ampdbg.ops import CASTS, WRITTEN_OUT, base_name
 from ampdbg.probes.op_trace import OpKey, OpSeen, OpTrace
 from ampdbg.probes.producer_trace import Circumstances, ProducerTrace, SampleTrace
 from ampdbg.probes.source_lines import source_of
-from ampdbg.probes.step_trace import StepTrace
-from ampdbg.probes.tensors import Magnitude
-from ampdbg.record.run import OpSite, Producer, Replay
+from ampdbg.record.run import Producer, Replay
 from ampdbg.replay.replay import Manner, Replayed
 
 PRODUCERS_KEPT = 20
@@ -98,22 +96,6 @@ def _reaching_gradients(trace: ProducerTrace, met: Mapping[OpKey, tuple[float, b
     found = trace.bad.in_gradients
     begin = {index for index in found if trace.ops[index].produces}
     return {index for index in found if index in begin or not begin or not met.get(trace.ops[index].key, UNMET)[1]}
-
-
-def producers_in_place(replay: Replay, trace: StepTrace) -> Replay:
-    """The replay, which is a step that was traced where it trained, with its producers; each is held against its own op
-    alone in FP32, a gradient's at a loss scale of 1."""
-    producers = producers_of(Replayed(replay, trace), Replayed(replay)).producers
-    alone = {trace.ops[index].site: found for index, found in trace.alone.items()}
-    return replace(replay, producers=tuple(_against_itself(one, alone, replay.scale) for one in producers))
-
-
-def _against_itself(producer: Producer, alone: Mapping[OpSite, Magnitude], scale: float) -> Producer:
-    found = alone.get(producer.site)
-    if found is None:
-        return producer
-    divisor = scale if producer.phase == "backward" else 1.0
-    return replace(producer, fp32_largest=found.largest / divisor, finite_in_fp32=found.is_finite)
 
 
 def _is_meant(seen: OpSeen, met: Mapping[OpKey, tuple[float, bool]]) -> bool:

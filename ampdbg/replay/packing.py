@@ -6,7 +6,6 @@ reads it has the like of it at hand, from the same code that has run again.
 
 from __future__ import annotations
 
-import copy
 import math
 import random
 from collections import deque
@@ -17,7 +16,6 @@ import numpy
 import torch
 
 from ampdbg.errors import AmpdbgError, first_line
-from ampdbg.replay.played_step import Made
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.state import OBJECT, Kinds
 
@@ -151,9 +149,6 @@ def type_name(value: Any) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-_MADE = type_name(Made)
-
-
 class Unpacking:
     """Makes values of packed ones.
 
@@ -167,13 +162,6 @@ class Unpacking:
         self._device = device
         self._kinds = Kinds()
         self._met: dict[str, torch.Tensor] = {}
-        self._own: torch.Tensor | None = None
-
-    def with_own(self, own: torch.Tensor | None) -> Unpacking:
-        """One that takes ``own`` where an earlier call had made a tensor, and none has made the like of it."""
-        other = copy.copy(self)
-        other._own = own
-        return other
 
     def of(self, packed: Any, live: Any = None) -> Any:
         """The value; ``live`` is the like of it, which is taken where the value was not written.
@@ -203,9 +191,6 @@ class Unpacking:
         return array if packed.get("shape") else array[()]
 
     def _live(self, name: Any, packed: Mapping[str, Any], live: Any) -> Any:
-        own = self._own if name == _MADE and isinstance(live, torch.Tensor) else None
-        if own is not None and (own.dtype, own.shape) == (live.dtype, live.shape):
-            return own
         return _checked(live, str(name))
 
     def _each(self, parts: list[Any], live: Any) -> list[Any]:

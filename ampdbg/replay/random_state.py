@@ -6,7 +6,7 @@ import contextlib
 import random
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,37 +44,45 @@ states takes as long as all else that is noted of a call. A prime number, as loo
 
 
 class RandomStates:
-    """The random state before each call of a loop, read only where a call was seen to draw from it.
-
-    NumPy's is left out: it takes longest to be read, and few models draw from it.
-    """
+    """The random state before each call of a loop, read only where a call was seen to draw from it."""
 
     def __init__(self) -> None:
-        self._state = _without_numpy()
+        self.latest = RandomState.now()
+        """That before the last call; of a generator that no call has drawn from, one of earlier."""
         self._calls = 0
         self._is_looked_at = False
-        self._draws_from_python = self._draws_from_torch = False
+        self._draws = {"python": False, "numpy": False, "torch": False}
 
     def before_a_call(self) -> RandomState:
-        """The state of now; of a generator that no call has drawn from, one of earlier."""
+        """The state of now, as far as calls draw from it."""
         self._calls += 1
-        self._is_looked_at = looks = self._calls <= LOOKED_AT or self._calls % LOOKED_AT == 0
-        if looks or self._draws_from_python:
-            self._state = replace(self._state, python=random.getstate())
-        if looks or self._draws_from_torch:
-            self._state = replace(self._state, cpu=torch.get_rng_state(), devices=_of_devices())
-        return self._state
+        self._is_looked_at = self._calls <= LOOKED_AT or self._calls % LOOKED_AT == 0
+        if self._is_looked_at or any(self._draws.values()):
+            self.latest = self._now()
+        return self.latest
 
     def after_a_call(self) -> None:
         """To be called when the call has returned: now and then it is looked at what it has drawn from."""
         if self._is_looked_at:
-            now, before = _without_numpy(), self._state
-            self._draws_from_python |= now.python != before.python
-            self._draws_from_torch |= not _are_equal((now.cpu, *now.devices), (before.cpu, *before.devices))
+            now, before = self._now(), self.latest
+            self._draws["python"] |= now.python != before.python
+            self._draws["numpy"] |= _of_numpy(now) != _of_numpy(before)
+            self._draws["torch"] |= not _are_equal((now.cpu, *now.devices), (before.cpu, *before.devices))
+
+    def _now(self) -> RandomState:
+        looks, draws, before = self._is_looked_at, self._draws, self.latest
+        numpy = sys.modules.get("numpy")
+        is_torch = looks or draws["torch"]
+        return RandomState(
+            random.getstate() if looks or draws["python"] else before.python,
+            numpy.random.get_state() if numpy is not None and (looks or draws["numpy"]) else before.numpy,
+            torch.get_rng_state() if is_torch else before.cpu,
+            _of_devices() if is_torch else before.devices,
+        )
 
 
-def _without_numpy() -> RandomState:
-    return RandomState(random.getstate(), None, torch.get_rng_state(), _of_devices())
+def _of_numpy(state: RandomState) -> object:
+    return state.numpy and (state.numpy[1].tobytes(), *state.numpy[2:])
 
 
 def _of_devices() -> tuple[torch.Tensor, ...]:

@@ -19,16 +19,13 @@ from ampdbg.agreement import is_finite
 from ampdbg.probes.tensors import bad_data, float_values, leaves_of, may_be_bad
 from ampdbg.record.run import TensorCounts
 from ampdbg.replay.copies import altered_batch
-from ampdbg.replay.narrowings import NARROWS_OR_MOVES
-from ampdbg.replay.pass_end import PassEnd, called_by, losses_of, module_of
-from ampdbg.replay.played_step import Given, PlayedStep, TapedCall
-from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.replay import FP32, replay_step
 from ampdbg.replay.run import Run
-from ampdbg.replay.snapshot import ModelState, Snapshot
+from ampdbg.replay.snapshot import Snapshot
+from ampdbg.replay.step import Call, RecordedStep
 
 
-def data_of(played: PlayedStep) -> Iterator[tuple[str, torch.Tensor]]:
+def data_of(played: RecordedStep) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors that come from outside of a step, each once with its name: the batch's by its path, and those that
     enter its loss by what takes them."""
     met: set[int] = set()
@@ -36,15 +33,6 @@ def data_of(played: PlayedStep) -> Iterator[tuple[str, torch.Tensor]]:
         if id(tensor) not in met:
             met.add(id(tensor))
             yield name, tensor
-
-
-def snapshot_of(played: PlayedStep, step: int, random_state: RandomState, state: ModelState) -> Snapshot:
-    """The step with what its calls are given as its batches, a part of it each, and the modules that they are of."""
-    data = tuple(_data_in(played, part) for part in played.given)
-    called = {id(module): module for module in map(module_of, played.calls) if module is not None}
-    return Snapshot(
-        step, played.given, data, random_state, state, beside=tuple(called.values()), states_beside=played.beside
-    )
 
 
 @dataclass(frozen=True)
@@ -58,7 +46,7 @@ class BadData:
     spoilt: tuple[str, ...] = ()
 
 
-def blamed_data(run: Run, snapshot: Snapshot, played: PlayedStep, computed: Collection[str] = ()) -> BadData:
+def blamed_data(run: Run, snapshot: Snapshot, played: RecordedStep, computed: Collection[str] = ()) -> BadData:
     """What of its data is why FP32 does not come through the step.
 
     Args:
@@ -68,8 +56,7 @@ def blamed_data(run: Run, snapshot: Snapshot, played: PlayedStep, computed: Coll
         computed: the names of data that the step itself may have computed.
     """
     suspects = [(name, tensor) for name, tensor in data_of(played) if may_be_bad(tensor)]
-    ends = [call for call in played.calls if isinstance(call.function, PassEnd)]
-    has_loss = not ends or losses_of(played) > 0  # else its modules may give a mask of -inf
+    has_loss = played.reach == "whole"  # else its modules may give a mask of -inf
 
     def comes_through(kept: Collection[int] = ()) -> bool:
         finite = {id(tensor): _made_finite(tensor) for _, tensor in suspects if id(tensor) not in kept}
@@ -85,14 +72,7 @@ def blamed_data(run: Run, snapshot: Snapshot, played: PlayedStep, computed: Coll
     return BadData(tuple(counts for counts in bad if counts.name not in computed), spoilt)
 
 
-def with_finite_data(played: PlayedStep, names: Collection[str]) -> PlayedStep:
-    """The step with finite numbers of the usual size in the place of inf and NaN in these of its data."""
-    finite = {id(tensor): _made_finite(tensor) for name, tensor in data_of(played) if name in names}
-    given = (altered_batch(part, lambda tensor: finite.get(id(tensor), tensor)) for part in played.given)
-    return replace(played, given=tuple(given), replaced=tuple(names))
-
-
-def _of_first_calls(played: PlayedStep) -> Iterator[tuple[str, torch.Tensor]]:
+def _of_first_calls(played: RecordedStep) -> Iterator[tuple[str, torch.Tensor]]:
     """What those calls are given that take nothing which others have made: of one call alone that is the batch."""
     first = [(number, given[number]) for given in played.given for number in given if not played.calls[number].reads]
     parts = [part for _, given in first for part in given if part]
@@ -103,15 +83,7 @@ def _of_first_calls(played: PlayedStep) -> Iterator[tuple[str, torch.Tensor]]:
         yield from _arguments(played.calls[number], given)
 
 
-def _data_in(played: PlayedStep, part: Given) -> Given:
-    """The part without what only casts and moves take that lead into no module: it may be the script's own."""
-    of_modules = [played.calls[n].reads for n in part if isinstance(played.calls[n].function, torch.nn.Module)]
-    moves = {n for n in part if getattr(played.calls[n].function, "__name__", "") in NARROWS_OR_MOVES}
-    aside = moves.difference(*of_modules)
-    return {n: given for n, given in part.items() if n not in aside}
-
-
-def _of_later_calls(played: PlayedStep) -> Iterator[tuple[str, torch.Tensor]]:
+def _of_later_calls(played: RecordedStep) -> Iterator[tuple[str, torch.Tensor]]:
     """What enters calls that take results of others, such as the targets of a loss."""
     for given in played.given:
         for number in given:
@@ -119,15 +91,15 @@ def _of_later_calls(played: PlayedStep) -> Iterator[tuple[str, torch.Tensor]]:
                 yield from _arguments(played.calls[number], given[number])
 
 
-def _arguments(call: TapedCall, given: tuple[Any, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def _arguments(call: Call, given: tuple[Any, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     arguments: list[tuple[Any, Any]] = [*enumerate(given[0], 1), *given[1].items()]
     for argument, value in arguments:
         for path, tensor in leaves_of(value):
             yield f"argument {argument}{path} of {_described(call)}", tensor
 
 
-def _described(call: TapedCall) -> str:
-    function: Any = called_by(call)
+def _described(call: Call) -> str:
+    function: Any = call.called
     name = getattr(function, "__name__", type(function).__name__).strip("_")
     return f"{name} on line {call.line[1]} of {PurePath(call.line[0]).name}" if call.line is not None else name
 

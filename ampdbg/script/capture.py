@@ -25,21 +25,17 @@ from ampdbg.quantities import dotted, shown
 from ampdbg.record.file import adapter, from_json
 from ampdbg.record.findings import Count
 from ampdbg.record.run import Record
-from ampdbg.replay.copies import Copying
 from ampdbg.replay.investigation import Why
-from ampdbg.replay.narrowings import NARROWS_OR_MOVES
 from ampdbg.replay.packing import PackedError, Unpacking, unpacked_random_state
-from ampdbg.replay.pass_end import module_of
-from ampdbg.replay.played_step import Made, PlayedStep
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.snapshot import ModelState, SavedTensor
-from ampdbg.script.captured_calls import CapturedCall, Match, data_calls, first_given
-from ampdbg.script.played_run import Half
+from ampdbg.replay.step import Half, Reach, RecordedStep
+from ampdbg.script.captured_calls import CapturedCall, Match
 
 if TYPE_CHECKING:
     pass
 
-FORMAT, VERSION = "ampdbg.capture", 1
+FORMAT, VERSION = "ampdbg.capture", 2
 
 IN_A_GROUP = "WORLD_SIZE"
 """The environment has this where a launcher, or the user, tells a script to train in a group, of one process too."""
@@ -73,11 +69,9 @@ class Head:
     """What a capture holds besides tensors. ``record`` is that of the run up to the step, as JSON.
 
     ``calls`` are those that lead to the losses, in order; ``parts`` has the numbers of those of each part of the step,
-    and ``losses`` where its losses are: the number of a call, and the path in what that gave. ``is_broken_off`` says
-    that the script has ended in the step: only its forward pass is here. ``weights_grew`` is as of an investigation,
-    ``scaler_number`` is that of its scaler in the record, 0 where that is not known; ``computed`` names what looks like
-    data, and the step itself may have computed, and ``replaced`` what of that has
-    finite numbers here, and had none. ``beside`` has attributes of modules that are not the model's, by the place of
+    and ``losses`` where its losses are: the number of a call, and the path in what that gave. ``reach`` says
+    whether the step is whole, or its modules are here alone. ``weights_grew`` is as of an investigation,
+    ``scaler_number`` is that of its scaler in the record, 0 where that is not known. ``beside`` has attributes of modules that are not the model's, by the place of
     the first call of each.
     """
 
@@ -98,11 +92,9 @@ class Head:
     scaler: Any
     record: Mapping[str, Any]
     created: str
-    is_broken_off: bool = False
+    reach: Reach = "whole"
     weights_grew: float = 1.0
     scaler_number: Count = 0
-    computed: tuple[str, ...] = ()
-    replaced: tuple[str, ...] = ()
     beside: Mapping[Count, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
     format: str = FORMAT
     version: int = VERSION
@@ -173,16 +165,9 @@ class Capture:
         """The record of the run up to the step."""
         return from_json(json.dumps(dict(self.head.record)))
 
-    @property
-    def own_calls(self) -> frozenset[str]:
-        """Names of what the script computes of its own data, beside what its models make: where a patch has made FP32
-        of that, it is a part of the step all the same. Moves and casts are so by their format alone."""
-        names = (self.head.calls[place].name for place in data_calls(self.head.calls) if self._is_patched)
-        return frozenset(name for name in names if name.rpartition(".")[2] not in NARROWS_OR_MOVES)
-
-    def match(self, played: PlayedStep) -> Match:
+    def match(self, recorded: RecordedStep) -> Match:
         """Which call of a step of the script that was started again is which of the captured ones."""
-        return Match(self.head.calls, self.head.parts, played, is_patched=self._is_patched)
+        return Match(self.head.calls, self.head.parts, recorded, is_patched=self._is_patched)
 
     def put_into(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[str, ...]:
         """Gives the model and its optimizers what the step had; returns notes on what could not be given.
@@ -247,52 +232,40 @@ class Capture:
         """That of the process when the step had gone backward."""
         return unpacked_random_state(self.head.random_state, self.unpacking(device))
 
-    def played(self, live: PlayedStep, device: torch.device) -> PlayedStep:
+    def step(self, live: RecordedStep, device: torch.device) -> RecordedStep:
         """The captured step, made of a step of the same calls.
 
         Raises:
-            PackedError: it was given what is not written, and the other step has nothing like it.
+            CaptureError: it was given what is not written, and the other step has nothing like it.
         """
         unpacking, match = self.unpacking(device), self.match(live)
-        calls, given = list(live.calls), {}
+        calls, given = dict(live.calls), {}
         states = [unpacked_random_state(packed, unpacking) for packed in self.head.random_states]
         for number, place in match.own.items():
             call, captured = live.calls[number], self.head.calls[place]
-            state = states[captured.random_state]
             lowers = captured.lowers and (call.lowers or not self._is_patched)
-            calls[number] = replace(call, lowers=lowers, has_gradients=captured.has_gradients, random_state=state)
+            calls[number] = replace(
+                call,
+                lowers=lowers,
+                has_gradients=captured.has_gradients,
+                random_state=states[captured.random_state],
+                training=captured.training,
+            )
             before = next(part[number] for part in live.given if number in part)
             try:
-                own = unpacking.with_own(_first_of(match.cast_before(place), unpacking))
-                given[number] = tuple(own.of(captured.given, list(before)))
+                given[number] = tuple(unpacking.of(captured.given, list(before)))
                 if self._is_patched:
                     given[number] = _with_dtypes(given[number], before)
             except PackedError as error:
                 raise CaptureError(f"{self.path}: call {place + 1}, of {captured.name}: {error}") from None
-            if any(made.call in match.spare for made in _made_in(given[number])):
-                raise CaptureError(f"{self.path}: call {place + 1}, of {captured.name}, takes what other calls gave")
-        parts = [{n: given.get(n, before) for n, before in part.items() if n not in match.spare} for part in live.given]
-        calls_at = {place: live.calls[number] for number, place in match.own.items()}
-        modules = {place: module_of(calls_at[place]) for place in self.head.beside if place in calls_at}
+        parts = tuple({n: given.get(n, before) for n, before in part.items()} for part in live.given)
+        modules = {place: live.calls[n].module for n, place in match.own.items() if place in self.head.beside}
         beside = tuple(
             (module, self._state(f"beside.{place}.", self.head.beside[place], device))
             for place, module in modules.items()
             if module is not None
         )
-        losses = {min(now): live.losses[min(part)] for now, part in zip(parts, live.given, strict=True)}
-        return replace(live, calls=calls, given=tuple(parts), losses=losses, beside=beside, replaced=self.head.replaced)
-
-
-def _made_in(given: Any) -> list[Made]:
-    found: list[Made] = []
-    Copying(lambda value: found.append(value) if isinstance(value, Made) else value).of(given)
-    return found
-
-
-def _first_of(cast: CapturedCall | None, unpacking: Unpacking) -> torch.Tensor | None:
-    """What a cast was given."""
-    first = unpacking.of(first_given(cast)) if cast is not None else None
-    return first if isinstance(first, torch.Tensor) else None
+        return replace(live, calls=calls, given=parts, beside=beside)
 
 
 def _with_dtypes(given: tuple[Any, Any], patched: tuple[Any, Any]) -> tuple[Any, Any]:

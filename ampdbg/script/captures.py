@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from ampdbg.diagnosis.cause import LONGEST_TURN
 from ampdbg.errors import named_error
 from ampdbg.files import replace_file
 from ampdbg.probes.tensors import leaves_of
@@ -25,14 +24,12 @@ from ampdbg.record.run import NOT_CAPTURED, Record
 from ampdbg.replay.copies import Left
 from ampdbg.replay.investigation import Why
 from ampdbg.replay.packing import Packing, can_be_written, packed_random_state, written_form
-from ampdbg.replay.pass_end import module_of
-from ampdbg.replay.played_step import PlayedStep
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.snapshot import ModelState, SavedTensor
+from ampdbg.replay.step import Half, RecordedStep
 from ampdbg.script.capture import FORMAT, IN_A_GROUP, CaptureError, Head, Start
 from ampdbg.script.captured_calls import CapturedCall, name_of, order_of, paths_in, reads_of
 from ampdbg.script.launch import Script, launched_as
-from ampdbg.script.played_run import Half
 from ampdbg.script.ranks import has_its_state, why_in_parts
 
 LARGEST_HEADER = 100_000_000
@@ -51,10 +48,6 @@ ENVIRONMENT = (
 class Captures:
     """Where the captures of a run go, and those that were written.
 
-    Where there are as many as may be, the next takes the place of one that a loss scale has settled in: every run has
-    those, and one that fails much later would have no capture of its failure. A lost step is captured by its modules
-    alone, for it may be the only one; a whole one that fails soon after takes its place.
-
     Args:
         folder: is made with the first.
         start: how the script was started.
@@ -71,10 +64,6 @@ class Captures:
         self.is_wanted = False
         """Whether the next whole step is to be captured, whatever it does."""
         self.start = start
-        self._settling: list[Path] = []
-        """Those of them that may have to go, the first last; what was asked for stays."""
-        self._stand_ins: list[int] = []
-        """The steps that were captured by their modules alone, and whose scripts went on."""
         self._folder = Path(os.path.abspath(folder))
         self._most = most
         self._largest = largest
@@ -90,7 +79,7 @@ class Captures:
     @property
     def has_room(self) -> bool:
         """Whether one more may be written."""
-        return len(self.written) < self._most or bool(self._settling)
+        return len(self.written) < self._most
 
     def has(self, step: int) -> bool:
         """Whether the step of this number was captured."""
@@ -105,7 +94,6 @@ class Captures:
         path = self._of(step)
         if path is not None:
             self.written.remove(path)
-            self._settling = [other for other in self._settling if other != path]
             with contextlib.suppress(OSError):
                 path.unlink()
 
@@ -130,14 +118,14 @@ class Captures:
         if step == self.wanted or not self.why_not:
             self.why_not, self._failed = f"step {step} {NOT_CAPTURED}: {why}", step
 
-    def add(self, step: int, make: Callable[[], Captured], *, is_wanted: bool = False) -> None:
+    def add(self, step: int, make: Callable[[], Captured]) -> None:
         """Writes the one that ``make`` makes; where that cannot be, ``why_not`` says why, and the script goes on."""
         try:
-            self._write(make(), is_wanted)
+            self._write(make())
         except Exception as error:  # noqa: BLE001 - whatever the user's own classes raise
             self.cannot(step, named_error(error))
 
-    def _write(self, captured: Captured, is_wanted: bool) -> None:
+    def _write(self, captured: Captured) -> None:
         if not self.has_room and not self.has(captured.step):
             allowed = f"{counted(self._most, 'capture')} a run"
             self.cannot(captured.step, f"at most {allowed}; allow more with --max-captures")
@@ -154,27 +142,8 @@ class Captures:
             self.written.remove(path)
         elif earlier is not None:
             self.drop(captured.step)
-        elif len(self.written) == self._most:
-            replaced = self._settling.pop()
-            self.written.remove(replaced)
-            with contextlib.suppress(OSError):
-                replaced.unlink()
         self.written.append(path)
         self.why_not = "" if self._failed == captured.step else self.why_not
-        self._rank(captured, path, is_wanted)
-
-    def _rank(self, captured: Captured, path: Path, is_wanted: bool) -> None:
-        """Notes whether the one at the path may have to go, and removes those that have stood in for it."""
-        if captured.stands_in:
-            self._stand_ins.append(captured.step)
-            self._settling.insert(0, path)
-            return
-        near = [step for step in self._stand_ins if 0 < captured.step - step <= LONGEST_TURN]
-        for step in near if captured.why == "loss" else ():  # one that was asked for may be of a sound step
-            self._stand_ins.remove(step)
-            self.drop(step)
-        if captured.is_settling and not is_wanted:
-            self._settling.append(path)
 
 
 _asked: list[Callable[[], None]] = []
@@ -210,7 +179,7 @@ class Captured:
     ``scale`` is its loss scale and ``state`` the model's from before the step; ``record`` is that of the run so far.
     """
 
-    played: PlayedStep
+    recorded: RecordedStep
     model: torch.nn.Module
     state: ModelState
     optimizers: Sequence[torch.optim.Optimizer]
@@ -222,23 +191,13 @@ class Captured:
     half: Half | None
     record: Record
     start: Start
-    is_broken_off: bool = False
-    """Whether nothing has gone backward from its loss when it was captured: its pass is that of an ``OpenPass``."""
-    stands_in: bool = False
-    """Whether the script goes on behind it, and a later step of the same failure may be captured whole."""
     weights_grew: float = 1.0
     scaler_number: int = 0
-    computed: tuple[str, ...] = ()
-
-    @property
-    def is_settling(self) -> bool:
-        """Whether its gradients overflow at a loss scale that no step of the run has borne so far."""
-        return self.why == "gradients" and all(step.skipped or step.scale < self.scale for step in self.record.steps)
 
     @property
     def size(self) -> int:
         """About how many bytes a file of it takes."""
-        parts = (list(self.model.parameters()), dict(self.state.buffers), self._states, self.played.given)
+        parts = (list(self.model.parameters()), dict(self.state.buffers), self._states, self.recorded.given)
         tensors = {id(tensor): tensor for part in parts for _, tensor in leaves_of(part)}
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
@@ -277,7 +236,7 @@ class Captured:
         tensors |= {
             f"buffer.{name}": written_form(one) for name, one in self.state.buffers.items() if can_be_written(one)
         }
-        for place, state in _states_beside(self.played, order_of(self.played)):
+        for place, state in _states_beside(self.recorded, order_of(self.recorded)):
             buffers = state.buffers.items()
             tensors |= {f"beside.{place}.{name}": written_form(one) for name, one in buffers if can_be_written(one)}
         text = json.dumps({**asdict(head), "loss": str(head.loss)}, allow_nan=False, ensure_ascii=True)
@@ -286,34 +245,33 @@ class Captured:
         return save({**tensors, **packing.tensors}, metadata={FORMAT: text})
 
     def _head(self, packing: Packing) -> Head:
-        numbers = order_of(self.played)
+        numbers = order_of(self.recorded)
         states: list[RandomState] = []
         paths = paths_in(self.model)
-        calls = tuple(_captured_call(self.played, number, numbers, paths, packing, states) for number in numbers)
+        calls = tuple(_captured_call(self.recorded, number, numbers, paths, packing, states) for number in numbers)
         return Head(
             step=self.step,
             scale=self.scale,
             loss=self.loss,
             why=self.why,
             half=self.half,
-            is_broken_off=self.is_broken_off,
+            reach=self.recorded.reach,
             weights_grew=self.weights_grew,
             scaler_number=self.scaler_number,
-            computed=self.computed,
-            replaced=self.played.replaced,
             device=str(next(self.model.parameters()).device),
             start=self.start,
             calls=calls,
-            parts=tuple(tuple(numbers[number] for number in sorted(part)) for part in self.played.given),
+            parts=tuple(tuple(numbers[number] for number in sorted(part)) for part in self.recorded.given),
             losses=tuple(
-                tuple((numbers[made.call], made.path) for made in self.played.losses[min(part)])
-                for part in self.played.given
+                tuple((numbers[made.call], made.path) for made in self.recorded.losses[min(part)])
+                for part in self.recorded.given
             ),
             random_states=tuple(packed_random_state(state, packing) for state in states),
             random_state=packed_random_state(RandomState.now(), packing),
             attributes=dict(_packed_attributes(self.state, packing)),
             beside={
-                place: dict(_packed_attributes(state, packing)) for place, state in _states_beside(self.played, numbers)
+                place: dict(_packed_attributes(state, packing))
+                for place, state in _states_beside(self.recorded, numbers)
             },
             optimizers=tuple(map(packing.of, self._states)),
             scaler=packing.of(self.scaler.state_dict() if self.scaler is not None else None),
@@ -322,24 +280,24 @@ class Captured:
         )
 
 
-def _states_beside(played: PlayedStep, numbers: Mapping[int, int]) -> Iterator[tuple[int, ModelState]]:
+def _states_beside(recorded: RecordedStep, numbers: Mapping[int, int]) -> Iterator[tuple[int, ModelState]]:
     """What modules beside the model held, each with the place of the first call of it."""
-    for module, state in played.beside:
-        places = [place for number, place in numbers.items() if module_of(played.calls[number]) is module]
+    for module, state in recorded.beside:
+        places = [place for number, place in numbers.items() if recorded.calls[number].module is module]
         if places:
             yield min(places), state
 
 
 def _captured_call(
-    played: PlayedStep,
+    recorded: RecordedStep,
     number: int,
     numbers: Mapping[int, int],
     paths: Mapping[int, str],
     packing: Packing,
     states: list[RandomState],
 ) -> CapturedCall:
-    call = played.calls[number]
-    given = next(part[number] for part in played.given if number in part)
+    call = recorded.calls[number]
+    given = next(part[number] for part in recorded.given if number in part)
     if not states or not _is_same(states[-1], call.random_state):  # between two draws all calls have one state
         states.append(call.random_state)
     return CapturedCall(
@@ -350,7 +308,7 @@ def _captured_call(
         has_gradients=call.has_gradients,
         writes=call.writes,
         random_state=len(states) - 1,
-        hands_on=call.hands_on,
+        training=call.training,
     )
 
 

@@ -16,8 +16,8 @@ from ampdbg.probes.watch import Watch
 from ampdbg.record.file import LARGEST_CAPTURE, MOST_CAPTURES
 from ampdbg.record.run import Record, Step
 from ampdbg.script.captures import Captures, asked_from_code, start_of
+from ampdbg.script.failing_steps import FailingSteps
 from ampdbg.script.launch import Script
-from ampdbg.script.traced_steps import TracedSteps
 
 
 class LoopWatch(Watch):
@@ -32,25 +32,23 @@ class LoopWatch(Watch):
     ) -> None:
         super().__init__(model, optimizers, on_step)
         self._captures = captures
-        self._investigated = TracedSteps(self, captures, UNOBSERVED)
-        self._asked = ExitStack()
+        self._failing = FailingSteps(self, captures, UNOBSERVED)
+        self._entered = ExitStack()
 
     def start(self) -> Watch:
         """As of any watch; ``ampdbg.capture()`` asks it for a capture from now on."""
-        self.ended, self.guard.failed = self._investigated.step_ended, self._investigated.end
-        self._asked.enter_context(asked_from_code(self._captures.ask))
+        self._entered.enter_context(asked_from_code(self._captures.ask))
+        self._entered.enter_context(self._failing.recorder)
         return super().start()
 
     def stop(self) -> None:
         """As of any watch."""
-        self._asked.close()
-        self._investigated.end()
-        self.ended = lambda is_bad: None
+        self._entered.close()
         super().stop()
 
     def record(self) -> Record:
         """What was seen so far, the steps that were run again included; not yet diagnosed."""
-        return self._investigated.seen(super().record())
+        return self._failing.seen(super().record())
 
 
 def watch(
@@ -70,8 +68,8 @@ def watch(
         model: names the parameters; its parameters and buffers are checked on unhealthy steps.
         optimizers: one or several; steps of others are left alone.
         on_step: called with each Step as it ends. On a GPU this costs one sync a step.
-        captures: a folder. After a step that has gone wrong the next is taped; where it goes wrong too, it is written
-            there, and run again in FP32 and at lower loss scales while the loop waits. ``ampdbg replay`` starts the
+        captures: a folder. A step that goes wrong is written there, and run again in FP32 and at lower loss scales
+            while the loop waits. ``ampdbg replay`` starts the
             program of this process again for it.
 
     Raises:

@@ -20,11 +20,9 @@ from ampdbg.record.log import RunLog
 from ampdbg.record.run import Record
 from ampdbg.script.captures import Captures, asked_from_code
 from ampdbg.script.children import NewProcesses
+from ampdbg.script.failing_steps import FailingSteps, explains_itself
 from ampdbg.script.gpu import emulated_gpu
-from ampdbg.script.idle_optimizers import IdleOptimizers
 from ampdbg.script.launch import Script, ScriptEnd, asked_by_a_signal, run_script, told_before_a_signal
-from ampdbg.script.lost_steps import LostSteps, is_told
-from ampdbg.script.traced_steps import TracedSteps
 
 
 class Session:
@@ -50,10 +48,8 @@ class Session:
         self.watcher = watcher = Watch(None, ())
         self._captures = captures
         self._log = log
-        self._traced = TracedSteps(watcher, captures, observer, investigates=investigates)
-        self._lost = LostSteps(watcher, captures, self._traced, observer, investigates=investigates)
+        self._failing = FailingSteps(watcher, captures, observer, investigates=investigates)
         self._samples = TrendSamples(watcher, trend)
-        self._idle = IdleOptimizers(watcher)
         self._looks = ExitStack()
         self._entered = ExitStack()
         self._processes = NewProcesses()
@@ -65,10 +61,9 @@ class Session:
         """Watches from now on."""
         self._entered.enter_context(self._processes.counted_in())
         self._entered.enter_context(self.watcher)
-        self._entered.enter_context(self._lost.open_pass)
+        self._entered.enter_context(self._failing.recorder)
         self._entered.enter_context(self._looks)  # those that look closer than the watcher
         self._looks.callback(self._samples.end)
-        self._looks.callback(self._traced.end)
         return self
 
     def __exit__(self, *raised: Any) -> None:
@@ -78,15 +73,15 @@ class Session:
     def script_ended(self, ending: ScriptEnd) -> None:
         """To be called when the script has ended, while what it holds is still alive."""
         self._looks.close()
-        self._lost.ended(ending)
+        self._failing.ended(ending)
 
     def seen(self, ending: ScriptEnd | None) -> Record:
         """The record of what was seen by now, not yet diagnosed; of a script that goes on, and may be killed, without
         its end."""
-        record = self._lost.seen(_record(self.watcher, self._traced, ending))
+        record = _record(self.watcher, self._failing, ending)
         note = self._processes.note(emulates=self._captures.start.emulate)
         frameworks = self._frameworks() if ending is not None else ()
-        notes = (*record.unseen.notes, *[note] * bool(note), *self._idle.notes, *frameworks)
+        notes = (*record.unseen.notes, *[note] * bool(note), *frameworks)
         unseen = replace(record.unseen, notes=notes)
         return replace(record, unseen=unseen, trends=self._samples.seen())
 
@@ -98,11 +93,10 @@ class Session:
 
     def _step_ended(self, is_bad: bool) -> None:
         self._samples.step_ended()
-        self._idle.step_ended()
-        self._traced.step_ended(is_bad)
+        self._failing.step_ended(is_bad)
         if self.watcher.log.is_read:
             news = (_news(self.watcher, self._captures), self._samples.count // 8)
-            self._log.note(news, lambda: self.seen(None), self._traced.found)
+            self._log.note(news, lambda: self.seen(None), self._failing.found)
 
 
 def watch_script(
@@ -168,13 +162,13 @@ def run_unwatched(script: Script, *, emulate: bool) -> int:
         return run_script(script).code
 
 
-def _record(watcher: Watch, traced: TracedSteps, ending: ScriptEnd | None) -> Record:
+def _record(watcher: Watch, failing: FailingSteps, ending: ScriptEnd | None) -> Record:
     """The record of the script; of one that goes on, and may be killed, without its end."""
     error = ending.error if ending else None
     interrupted = ending is None or isinstance(error, KeyboardInterrupt)
     by_autocast = autocast_error(error, watcher.log.closed(), watcher.models.named_modules)
-    raised = not interrupted and not is_told(watcher, error)
-    seen = traced.seen(watcher.record(), ending.code if ending else 0)
+    raised = not interrupted and not explains_itself(watcher, error)
+    seen = failing.seen(watcher.record(), ending.code if ending else 0)
     why = f"the script raised {named_error(error)}" if error is not None and raised else ""
     notes = (*seen.unseen.notes, ending.note) if ending is not None and ending.note else seen.unseen.notes
     return replace(

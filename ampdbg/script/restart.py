@@ -1,6 +1,6 @@
-"""A captured step put into the script that it is of: that is started again, and taken over before it trains.
+"""A captured step put into the script that it is of: that is started again, and waits before it trains on.
 
-The script is its own factory: it builds model, optimizers and loss as it always does. Its steps are taped until one
+The script is its own factory: it builds model, optimizers and loss as it always does. Its steps are noted until one
 makes the calls of the captured one; then the captured weights, buffers, random state and arguments take the place of
 its own.
 """
@@ -30,24 +30,20 @@ from ampdbg.probes.half_names import CallNames
 from ampdbg.probes.makings import Makings
 from ampdbg.probes.module_calls import run_eagerly
 from ampdbg.probes.watch import Watch
-from ampdbg.quantities import counted, listed, number
+from ampdbg.quantities import counted, number
 from ampdbg.record.run import Investigation, Record, ScriptRun, Step, Unseen
 from ampdbg.replay.investigation import investigate
-from ampdbg.replay.open_pass import OpenPass
-from ampdbg.replay.pass_end import losses_of
-from ampdbg.replay.played_step import PlayedStep
+from ampdbg.replay.recorder import Recorder
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep, Snapshot, failing_step
-from ampdbg.replay.step_data import blamed_data, snapshot_of
-from ampdbg.replay.tape import NOT_ALL_SEEN, Tape, taping
+from ampdbg.replay.step import RecordedStep
+from ampdbg.replay.step_data import blamed_data
 from ampdbg.script.capture import Capture, CaptureError
 from ampdbg.script.captured_calls import Difference
 from ampdbg.script.file_functions import scratch_files
 from ampdbg.script.gpu import emulated_gpu
 from ampdbg.script.launch import Script, ScriptEnd, run_script
-from ampdbg.script.loop_step import REPLACED
-from ampdbg.script.played_run import run_of
 from ampdbg.script.ranks import alone
 from ampdbg.script.scratch_files import ScratchFiles
 from ampdbg.script.temporaries import noted_temporaries
@@ -59,20 +55,16 @@ MOST_STEPS, LONGEST = 50, 60.0
 """A script that has not made the calls of the captured step in so many steps, nor in so many seconds, trains something
 else."""
 
-MOST_ON_A_TAPE = 4
-"""Steps. Of several optimizers one may end its step only when the forward pass of the next is over: a tape that begins
-then has not seen that, and goes on: the next such step is seen whole."""
-
 
 @dataclass(frozen=True)
-class TakenOver:
+class RestoredStep:
     """The captured step in the script's own model.
 
     ``record`` is that of the run that was captured, up to the step, as of now and of this machine.
     """
 
     run: Run
-    played: PlayedStep
+    recorded: RecordedStep
     snapshot: Snapshot
     capture: Capture
     record: Record
@@ -80,7 +72,7 @@ class TakenOver:
     @property
     def has_loss(self) -> bool:
         """Whether the step came to a loss: else the sum of what its modules give stands for it."""
-        return not self.capture.head.is_broken_off or losses_of(self.played) > 0
+        return self.capture.head.reach == "whole"
 
     def investigated(self, observer: Observer) -> Investigation:
         """Replays the step until its cause can be told."""
@@ -94,7 +86,7 @@ class TakenOver:
             weights_grew=head.weights_grew,
             observer=observer,
         )
-        return replace(made, loss=head.loss, has_loss=has_loss, replaced=head.replaced)
+        return replace(made, loss=head.loss, has_loss=has_loss)
 
     def failing(self, made: Investigation) -> FailingStep:
         """The step, with its weights."""
@@ -105,8 +97,8 @@ class TakenOver:
         notes = (*self.record.unseen.notes, *self._beside_the_run(made))
         *before, step = self.record.steps
         if made.reproduced and not is_finite(made.replays[1]):
-            bad = blamed_data(self.run, self.snapshot, self.played, self.capture.head.computed)
-            step, made = replace(step, nonfinite=bad.batch), replace(made, spoilt=bad.spoilt)
+            bad = blamed_data(self.run, self.snapshot, self.recorded)
+            step = replace(step, nonfinite=bad.batch)
         ended = replace(
             self.record, command=command, steps=(*before, step), investigations=(made,), elapsed=self.run.elapsed
         )
@@ -115,8 +107,6 @@ class TakenOver:
     def _beside_the_run(self, made: Investigation) -> Iterator[str]:
         """How the replays compare with the step as it was captured."""
         head, there, here = self.capture.head, self.capture.record.environment, self.record.environment
-        if made.replaced:
-            yield REPLACED.format(made.step, listed(made.replaced))
         if made.tries == AGAIN:
             yield f"step {made.step} as it was fails in {made.reproduced} of {made.tries} replays"
         if head.why == "end" and not is_same_run(made):
@@ -129,11 +119,11 @@ class TakenOver:
             yield f"captured on {there.device_name}, and replayed on {here.device}: {losses}"
 
 
-Use = Callable[["TakenOver | CaptureError"], None]
+Use = Callable[["RestoredStep | CaptureError"], None]
 """Takes a step that was taken over, or why it could not be put into the script."""
 
 
-def take_over(capture: Capture, use: Use, files: Path, text: bytes | None = None) -> None:
+def restore_in_script(capture: Capture, use: Use, files: Path, text: bytes | None = None) -> None:
     """Starts the script again, in this process, and calls ``use`` with the captured step in its model.
 
     What ``use`` raises goes through the script: who does not want its ``finally`` to run ends the process in it.
@@ -150,23 +140,19 @@ def take_over(capture: Capture, use: Use, files: Path, text: bytes | None = None
     start = capture.start
     script = Script(start.name, start.arguments, start.is_module, text=text)
     script.check()
-    taking = _Taking(capture, use)
+    finder = _StepFinder(capture, use)
     with ExitStack() as stack:
         stack.enter_context(noted_temporaries(files))
-        taking.scratch = stack.enter_context(scratch_files(files))
+        finder.scratch = stack.enter_context(scratch_files(files))
         stack.enter_context(alone(has_launcher=capture.head.start.is_of_group))
         if capture.head.start.emulate or (capture.head.device.startswith("cuda") and not torch.cuda.is_available()):
             stack.enter_context(emulated_gpu(capture.head.start.processes))
-        with taking.watcher, taking.open_pass, taking.makings:
-            taking.begin_when_known()
-            try:
-                ended = run_script(script, taking.script_ended)
-            finally:
-                taking.end()
-    if ended.error is not None and not taking.is_used:
+        with finder.watcher, finder.recorder, finder.makings, run_eagerly():
+            ended = run_script(script, finder.script_ended)
+    if ended.error is not None and not finder.is_used:
         raise CaptureError(f"{start.name} raised {named_error(ended.error)}")
-    if not taking.is_used:
-        raise CaptureError(f"{capture.path}: {taking.why_not}")
+    if not finder.is_used:
+        raise CaptureError(f"{capture.path}: {finder.why_not}")
 
 
 WITHOUT_ITS_LOSS = (
@@ -181,33 +167,34 @@ NO_STEP = (
 )
 
 
-class _Taking:
-    """Tapes each step of a script, until one is of the captured calls."""
+class _StepFinder:
+    """Looks at each step of a script, until one is of the captured calls."""
 
     def __init__(self, capture: Capture, use: Use) -> None:
         self.watcher = Watch(None, ())
         self.makings = Makings()
         self.is_used = False
-        self._is_over = threading.Event()
-        self._capture = capture
-        self._use = use
-        self._folder = os.getcwd()
         self.scratch: ScratchFiles | None = None
+        self._is_over = threading.Event()
+        self._capture, self._use, self._folder = capture, use, os.getcwd()
         self._steps, self._began = 0, time.monotonic()
-        self._on_tape, self._is_late = 0, False
-        self._nearest = Difference(-1, "the first one shows what it trains: it has to make two")
+        self._nearest = Difference(-1, "none of its losses went backward")
         self._names = CallNames()
-        self._entered = ExitStack()
-        self.open_pass = OpenPass(self.watcher, self._next_begins)
-        self.watcher.models.called = lambda: self.open_pass.called
+        self.recorder = Recorder(self._is_idle, self._begins_anew, self._about_to_step, self._names.note)
+        self.watcher.models.called = lambda: self.recorder.called
+        self.watcher.ended = lambda is_bad: self._step_ended()
+
+    def _is_idle(self) -> bool:
+        is_long = self._steps > MOST_STEPS and time.monotonic() - self._began > LONGEST
+        return self.is_used or is_long or self.watcher.is_paused
 
     @property
     def why_not(self) -> str:
-        """Why nothing was taken over."""
+        """Why no step was found."""
         name = self._capture.start.name
         if self.watcher.failure:
             return f"{name} could not be followed: {self.watcher.failure}"
-        if not self._steps:
+        if not self._steps and self._nearest.alike < 0:
             return f"{name} {NO_STEP}"
         nearest = "in the one most like it, " if self._steps > 1 else ""
         return (
@@ -215,87 +202,49 @@ class _Taking:
             f"{nearest}{self._nearest.reason}"
         )
 
-    def begin_when_known(self) -> None:
-        """Tapes from the second step on: by then the models and optimizers are known."""
-        self.watcher.ended = lambda is_bad: self._step_ended()
-
-    def end(self) -> None:
-        """Leaves torch as it was."""
-        self._entered.close()
-
     def _step_ended(self) -> None:
         self._steps += 1
-        is_long = self._steps > MOST_STEPS and time.monotonic() - self._began > LONGEST
-        is_over = self.is_used or is_long
-        if self._is_late and not is_over and self._on_tape < MOST_ON_A_TAPE:
-            self._on_tape += 1
-            return
-        self.end()
-        if not is_over:
-            self._begin()
 
-    def _begin(self) -> None:
-        """Tapes from now on."""
-        self._on_tape, self._is_late = 1, False
-        self.watcher.optimizers.adopt(self.open_pass.trained)
-        model = self.watcher.models.together()
-        device = _device_type(model)
-        self._names = CallNames()
-        tape = Tape(model, device, self.end, self._names.note, self._capture.own_calls)
-        self._entered.enter_context(run_eagerly())
-        self._entered.enter_context(taping(tape, lambda optimizer, scaler: self._about_to_step(tape)))
+    def _about_to_step(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> None:
+        if not self._is_idle():
+            self._look()
 
-    def _about_to_step(self, tape: Tape) -> None:
-        if self.is_used or self.watcher.is_paused or not tape.is_of_this_thread:
-            return
-        if self._capture.head.is_broken_off:
-            self._take_forward_pass()
-        else:
-            played = tape.played()
-            self._is_late |= played is None and tape.why_not == NOT_ALL_SEEN
-            self._take(played, tape.why_not)
-        if not self.is_used:
-            tape.stepped_on()
+    def _begins_anew(self) -> None:
+        """Called when another pass begins: a loop may step only on what is finite, and so never."""
+        if not self._is_idle() and not self._steps:
+            self._look(self.recorder.lost_loss)
 
     def script_ended(self, ended: ScriptEnd) -> None:
         """To be called when the script has ended, while what it holds is still alive: maybe in the captured step, or
         right behind it."""
         if self.is_used:
             self._is_over.wait()  # the script trains in another thread, which still uses what is to end with this one
-        self.end()
-        is_noted = self.open_pass.is_under_way or self.open_pass.has_gone_backward
-        if not self.is_used and self._capture.head.is_broken_off and is_noted:
-            self.watcher.learn()
-            self._steps += self.open_pass.is_under_way
-            self._take_forward_pass()
+        elif self.recorder.is_under_way or self.recorder.has_losses:
+            self._steps += self.recorder.is_under_way
+            self._look(self.recorder.lost_loss)
 
-    def _next_begins(self) -> None:
-        """Called when another pass begins: a loop may step only on what is finite, and so never."""
-        if not self.is_used and self._capture.head.is_broken_off and not self._steps:
-            self.watcher.learn()
-            self.watcher.optimizers.adopt(self.open_pass.trained)
-            self._take_forward_pass()
+    def _look(self, loss: torch.Tensor | None = None) -> None:
+        """Compares the step under way, as far as the captured one goes."""
+        self.watcher.learn()
+        self.watcher.optimizers.adopt(self.recorder.trained)
+        model, optimizers = self.watcher.models.together(), tuple(self.watcher.optimizers)
+        device, head = _device_type(model), self._capture.head
+        if head.reach == "whole":
+            self._take(*self.recorder.step(model, optimizers, device, loss)[:2], model)
+            return
+        for most in range(len(head.calls), 0, -1):
+            if not self.is_used:
+                self._take(*self.recorder.modules(model, optimizers, device, most)[:2], model)
 
-    def _take_forward_pass(self) -> None:
-        """Takes the pass of this step up to where the captured one was broken off."""
-        model = self.watcher.models.together()
-        device = _device_type(model)
-        for most in range(len(self._capture.head.calls), 0, -1):
-            if self.is_used:
-                return
-            self._take(self.open_pass.played(model, device, most), "its calls cannot be made again")
-
-    def _take(self, played: PlayedStep | None, why_not: str) -> None:
-        model = self.watcher.models.together()
-        different = self._capture.match(played).why_not(model) if played is not None else Difference(0, why_not)
+    def _take(self, recorded: RecordedStep | None, why_not: str, model: torch.nn.Module) -> None:
+        different = self._capture.match(recorded).why_not(model) if recorded is not None else Difference(0, why_not)
         if different is not None:
             self._nearest = max(different, self._nearest, key=attrgetter("alike"))
-        elif played is not None:
-            self._use_once(played, model)
+        elif recorded is not None:
+            self._use_once(recorded, model)
 
-    def _use_once(self, played: PlayedStep, model: torch.nn.Module) -> None:
+    def _use_once(self, recorded: RecordedStep, model: torch.nn.Module) -> None:
         self.is_used = True
-        self.end()
         torch.clear_autocast_cache()
         with contextlib.suppress(OSError):
             os.chdir(self._folder)  # a script may work in one of its own, which goes with what is new
@@ -305,35 +254,35 @@ class _Taking:
         outside = torch.autocast(_device_type(model), enabled=False)
         try:
             with self.watcher.paused(), torch.enable_grad(), outside:
-                self._use(self._taken_or_why_not(played, model))
+                self._use(self._restored_or_why_not(recorded, model))
         finally:
             self._is_over.set()
 
-    def _taken_or_why_not(self, played: PlayedStep, model: torch.nn.Module) -> TakenOver | CaptureError:
+    def _restored_or_why_not(self, recorded: RecordedStep, model: torch.nn.Module) -> RestoredStep | CaptureError:
         try:
-            return self._taken(played, model)
+            return self._restored(recorded, model)
         except CaptureError as error:
             return error
         except Exception as error:  # noqa: BLE001 - torch and the user's own code may raise anything
             return CaptureError(f"{self._capture.path}: {first_line(error)}")
 
-    def _taken(self, played: PlayedStep, model: torch.nn.Module) -> TakenOver:
+    def _restored(self, recorded: RecordedStep, model: torch.nn.Module) -> RestoredStep:
         capture, optimizers = self._capture, tuple(self.watcher.optimizers)
         device = next(model.parameters()).device
         notes = capture.put_into(model, optimizers)
-        captured = capture.played(played, device)
-        run = run_of(captured, model, optimizers, device, capture.head.half)
+        captured = capture.step(recorded, device)
+        run = captured.run(model, optimizers, device, capture.head.half)
         run = replace(run, makings=self.makings, names=self._names.seen)
-        snapshot = snapshot_of(captured, capture.head.step, capture.random_state(device), capture.state(device))
+        snapshot = captured.snapshot(capture.head.step, capture.random_state(device), capture.state(device))
         before = _of_capture(capture)
-        if capture.head.is_broken_off and not losses_of(captured):
+        if capture.head.reach != "whole":
             notes = (*notes, *(note.format(capture.head.step) for note in WITHOUT_ITS_LOSS))
         record = replace(
             before,
             environment=environment_of(device, run.config.precision.policy, emulated=is_emulating()),
             unseen=Unseen(notes=(*before.unseen.notes, *notes)),
         )
-        return TakenOver(run, captured, snapshot, capture, record)
+        return RestoredStep(run, captured, snapshot, capture, record)
 
 
 def _device_type(model: torch.nn.Module) -> str:
@@ -359,7 +308,7 @@ def _of_capture(capture: Capture) -> Record:
     return replace(before, created=now, steps=steps, script=script, interrupted=False, error="")
 
 
-def how_often(taken: TakenOver, made: Investigation) -> Investigation:
+def how_often(taken: RestoredStep, made: Investigation) -> Investigation:
     """The investigation with how often a step that went wrong does as it was, of ``AGAIN`` replays."""
     if made.why == "end":
         return made

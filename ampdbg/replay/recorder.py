@@ -1,0 +1,780 @@
+"""The step that a loop has under way, noted while it runs, so that one which fails can be run again at once.
+
+Noted are the outermost calls of modules, and between the end of one and the backward pass each function of torch's that
+takes what they gave: by reference, with how often each tensor had been written. A step is what lies behind the losses
+that went backward since an optimizer stepped on some. What was written in place since cannot be had again: that is said
+by name, and copied from then on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch._C import (  # as they are, where an emulated GPU has other names
+    _get_function_stack_at,
+    _len_torch_function_stack,
+    get_autocast_dtype,
+    is_autocast_enabled,
+)
+from torch._C._functorch import peek_interpreter_stack
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
+
+from ampdbg.probes.guard import Guard
+from ampdbg.probes.models import WRAPPERS
+from ampdbg.probes.seams import Seam, attached, only_follows, replaced
+from ampdbg.probes.source_lines import innermost_line
+from ampdbg.probes.step_hooks import hooked_steps
+from ampdbg.probes.tensors import Mark, leaves_of, read_aside, times_written
+from ampdbg.probes.unfollowed import leave_ours_alone
+from ampdbg.replay.before import Before
+from ampdbg.replay.copies import Copying, duplicate
+from ampdbg.replay.random_state import RandomState, RandomStates
+from ampdbg.replay.snapshot import ModelState
+from ampdbg.replay.state import CONSTANTS, tensors_in
+from ampdbg.replay.step import MOVES_OR_CASTS, Call, Made, Own, PassEnd, RecordedStep, made_in, weighted
+from ampdbg.source.ownership import Line
+
+MOST_CALLS = 1000
+"""A step of more calls is no step but an epoch."""
+
+PRUNED_FROM = 16
+"""So many calls are kept before those are looked for whose results nobody has any more."""
+
+DEVICES = ("cpu", "cuda")
+"""The kinds of device whose autocast is noted."""
+
+VIEWS = frozenset({"T", "H", "mT", "mH", "real", "imag", "data"})
+"""The attributes of a tensor that are views of it. To ask for another, such as ``grad``, computes nothing."""
+
+NO_PART = (torch.Tensor.backward, torch.Tensor.__deepcopy__, torch.Tensor.item, torch.Tensor.__bool__)
+"""Functions that make no part of a step."""
+
+DRAWS = re.compile(r"rand|dropout|bernoulli|multinomial|poisson|rrelu|gumbel|fractional|normal|uniform|exponential")
+"""What draws random numbers, by the names of torch's functions."""
+
+NOT_ALL_SEEN = "what makes its loss was not all seen"
+"""Why a step cannot be run again where a graph leads into it that no noted call has made."""
+
+OF_SCALED = "its loss takes gradients of what the scaler has scaled"
+"""The scale is in them, and what the script divides them by is a number to it: another one cannot be tried."""
+
+
+@dataclass(eq=False)
+class Noted:
+    """One call while its step runs. ``given`` has ``Made`` in the place of what others have made; ``inputs`` has the
+    tensors that come from elsewhere, each with how often it had been written; ``past`` what stands for a result that
+    no gradient leads to. ``why_not`` says why it cannot be made again, and ``steps`` how often optimizers had stepped.
+    """
+
+    function: Callable[..., Any]
+    line: Line | None
+    lowers: Mapping[str, torch.dtype]
+    random_state: RandomState
+    steps: int
+    given: tuple[Any, Any] = ((), {})
+    reads: set[int] = field(default_factory=set)
+    inputs: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    past: dict[Made, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    gives: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    changes: set[int] = field(default_factory=set)
+    """The calls whose results it writes into."""
+    why_not: str = ""
+    has_gradients: bool = True
+    has_returned: bool = False
+    writes: bool = False
+    hands_on: bool = False
+    training: bool | None = None
+
+    @property
+    def module(self) -> torch.nn.Module | None:
+        return self.function if isinstance(self.function, torch.nn.Module) else None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody has something that it gave."""
+        return any(result() is not None for result in self.gives)
+
+
+class _Thread(threading.local):
+    """What one thread has noted."""
+
+    def __init__(self) -> None:
+        self.calls: dict[int, Noted] = {}
+        self.numbers = itertools.count()
+        self.made: dict[int, tuple[weakref.ref[torch.Tensor], Made]] = {}
+        self.scaled: dict[int, weakref.ref[torch.Tensor]] = {}
+        self.changed: dict[int, list[int]] = {}
+        self.losses: list[tuple[Made | None, torch.Tensor | None]] = []
+        self.has_stepped = True
+        self.inside = 0
+        self.is_on = False
+        self.prune_at = PRUNED_FROM
+        self.scalars: list[tuple[weakref.ref[torch.Tensor], Mark]] = []
+        self.was_on = False
+        self.has_gone = False
+        self.random_states = RandomStates()
+        self.original: Callable[..., Any] = torch.nn.Module.__call__
+
+
+class Recorder(TorchFunctionMode):
+    """Notes the calls of a loop while it is entered.
+
+    Args:
+        is_paused: whether nothing is to be noted now.
+        begins_anew: called when a module is called that was called before, and nothing has gone backward since.
+        about_to_step: called with each optimizer right before it steps, or before the ``step`` of an enabled scaler
+            that is to call it, with that.
+        about_to_call: called with the line of each call before that is made.
+    """
+
+    def __init__(
+        self,
+        is_paused: Callable[[], bool] = lambda: False,
+        begins_anew: Callable[[], None] = lambda: None,
+        about_to_step: Callable[[Optimizer, torch.amp.GradScaler | None], None] = lambda optimizer, scaler: None,
+        about_to_call: Callable[[Line | None], None] = lambda line: None,
+    ) -> None:
+        super().__init__()
+        self._is_paused, self._begins_anew, self._about_to_step = is_paused, begins_anew, about_to_step
+        self._about_to_call = about_to_call
+        self._now = _Thread()
+        self._steps, self._stepped = 0, dict[int, int]()
+        self._copied: set[tuple[Line | None, str]] = set()
+        self._scaling: set[int] = set()
+        self._compiles = ""
+        self._entered: list[Recorder] = []
+        self.before = Before()
+        self._guard = Guard()
+        self._leaving = ExitStack()
+
+    def __enter__(self) -> Recorder:
+        """Begins to note."""
+        leave_ours_alone()
+        stack, entered = self._leaving, self._entered
+        entered.append(self)
+        stack.callback(self._off)
+        stack.callback(entered.clear)
+        stack.enter_context(replaced(torch.Tensor, "backward", self._leading_back))
+        stack.enter_context(replaced(torch.autograd, "backward", self._leading_back))
+        stack.enter_context(replaced(torch.nn.Module, "__call__", lambda original: _noting(original, entered)))
+        stack.enter_context(replaced(torch, "compile", lambda original: _compiling(original, entered)))
+        stack.enter_context(hooked_steps(self._before_step, self._behind_step))
+        stack.enter_context(attached(self._around))
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        """Notes no more; what was noted stays."""
+        self._leaving.close()
+
+    # The mode: only between the end of a root call and what goes backward.
+
+    def _on(self) -> None:
+        """Enters the mode below all others: who leaves one of the script's own is to leave that."""
+        if self._now.is_on or self._compiles:
+            return
+        self._off()
+        above = [_pop_mode() for _ in range(_len_torch_function_stack())]
+        while above and isinstance(above[-1], DeviceContext):  # which has to be the lowest
+            _push_mode(above.pop())
+        _push_mode(self)
+        self._now.is_on = True
+        for mode in reversed(above):
+            _push_mode(mode)
+
+    def _off(self) -> None:
+        self._now.is_on = False
+        if not any(_get_function_stack_at(place) is self for place in range(_len_torch_function_stack())):
+            return  # or torch has taken it out for a function that is under way, and it only hands on from now on
+        above: list[TorchFunctionMode] = []
+        while (top := _pop_mode()) is not self:
+            above.append(top)
+        for mode in reversed(above):
+            _push_mode(mode)
+
+    def _leading_back(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A backward pass begins without the mode, which torch would put back behind it otherwise."""
+        entered = self._entered
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            if entered and not torch.compiler.is_compiling():
+                entered[0]._rest()
+            return original(*args, **kwargs)
+
+        return backward
+
+    def _rest(self) -> None:
+        now = self._now
+        if now.is_on and not now.inside:
+            self._off()
+            now.was_on = True
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs a function of torch's, and notes it where it takes what calls have made, or what is trained."""
+        kwargs = kwargs or {}
+        now = self._now
+        if now.inside or not now.is_on or not self._is_part(function, args, kwargs):
+            return function(*args, **kwargs)
+        return self._guard.around(Recorder._noted, self, self.alone, function, *args, **kwargs)
+
+    def _is_part(self, function: Any, args: Any, kwargs: Any) -> bool:
+        name = getattr(function, "__name__", "")
+        if name in ("__get__", "__set__") and getattr(getattr(function, "__self__", None), "__name__", "") not in VIEWS:
+            return False
+        if self._guard.failure or function in NO_PART or self._is_paused() or only_follows():
+            return False
+        return any(tensor.requires_grad or self._maker(tensor) is not None for tensor in _tensors(args, kwargs))
+
+    def run_call(self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        """Runs a call of a module, and notes it where it is an outermost one."""
+        now = self._now
+        if now.inside or self._guard.failure or only_follows() or torch.is_inference_mode_enabled():
+            return original(module, *args, **kwargs)
+        if self._is_paused() or torch._C._current_graph_task_id() != -1 or _hands_on(module):
+            return original(module, *args, **kwargs)
+        if peek_interpreter_stack() is not None:  # what goes backward in torch.func comes from no single call
+            return original(module, *args, **kwargs)
+        was_on, now.original = now.is_on, original
+        self._off()
+        self._guard.hooked(self._root_begins, module)
+        try:
+            return self._guard.around(Recorder._noted, self, self.alone, module, *args, **kwargs)
+        finally:
+            if was_on or torch.is_grad_enabled():
+                self._guard.hooked(self._on)
+
+    def alone(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Runs a function or a call of a module; what it calls in its turn is not noted."""
+        now = self._now
+        now.inside += 1
+        try:
+            if isinstance(function, torch.nn.Module):
+                return now.original(function, *args, **kwargs)
+            return function(*args, **kwargs)
+        finally:
+            now.inside -= 1
+
+    def _noted(self, run: Callable[..., Any], function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        now, module = self._now, function if isinstance(function, torch.nn.Module) else None
+        if len(now.calls) >= MOST_CALLS:
+            return run(function, *args, **kwargs)
+        name, number, line = getattr(function, "__name__", ""), next(now.numbers), innermost_line()
+        lowers = {kind: get_autocast_dtype(kind) for kind in DEVICES if is_autocast_enabled(kind)}
+        draws = module is not None or DRAWS.search(name) is not None
+        state = now.random_states.before_a_call() if draws else now.random_states.latest
+        noted = Noted(function, line, lowers, state, self._steps, has_gradients=torch.is_grad_enabled())
+        is_in_place = name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__"))
+        taking = _Taking(self, noted, is_in_place=is_in_place)
+        noted.given = tuple(map(taking.of, args)), {key: taking.of(value) for key, value in kwargs.items()}
+        if function is torch.autograd.grad and kwargs.get("create_graph") and self._is_of_scaled(args, kwargs):
+            noted.why_not = OF_SCALED
+        if module is not None:
+            noted.training = module.training
+            self.before.begins(number, module, now.calls)
+        now.calls[number] = noted
+        self._about_to_call(line)
+        result = run(function, *args, **kwargs)
+        noted.has_returned = True
+        if draws:
+            now.random_states.after_a_call()
+        if module is not None:
+            self.before.returned(number, module)
+        is_first = bool(args) and result is args[0]
+        noted.hands_on = is_first and name in MOVES_OR_CASTS
+        noted.writes = name in ("__setitem__", "__set__") or (is_first and not noted.hands_on)
+        for taken, tensor, times in taking.made:
+            if times_written(tensor) != times:
+                self._is_changed(number, taken, tensor)
+        self._gives(number, noted, args[0] if noted.writes else result)
+        return result
+
+    def _is_changed(self, number: int, made: Made, tensor: torch.Tensor) -> None:
+        """Whoever takes something of what was written into, takes it from this call as well."""
+        base = self._maker(tensor._base) if tensor._base is not None else None
+        for call in {made.call, *([base.call] if base is not None else [])}:
+            self._now.calls[number].changes.add(call)
+            self._now.changed.setdefault(call, []).append(number)
+
+    def _gives(self, number: int, noted: Noted, result: Any) -> None:
+        for path, tensor in made_in(result):
+            held = weakref.ref(tensor)
+            noted.gives.append(held)
+            self._now.made[id(tensor)] = held, Made(number, path)
+            if tensor.requires_grad and tensor.numel() == 1 and not path.startswith("."):
+                self._now.scalars[:] = [*self._now.scalars[1 - PRUNED_FROM :], (held, Mark(tensor))]
+
+    def _maker(self, tensor: torch.Tensor) -> Made | None:
+        held, made = self._now.made.get(id(tensor), (None, None))
+        return made if held is not None and held() is tensor else None
+
+    def _is_of_scaled(self, args: Any, kwargs: Any) -> bool:
+        return any(self._is_scaled(tensor) for tensor in _tensors(args, kwargs))
+
+    def _is_scaled(self, tensor: torch.Tensor) -> bool:
+        held = self._now.scaled.get(id(tensor))
+        return held is not None and held() is tensor
+
+    def compiles_functions(self) -> None:
+        """The script compiles a function: torch would follow the mode too, so that only modules are noted."""
+        self._compiles = "it may compile what makes its loss"
+
+    # What goes backward, and who steps on it.
+
+    def _around(self, seam: Seam, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a function of torch's that the loop has called."""
+        now = self._now
+        if seam == "export":
+            self._off()
+        if now.inside or self._guard.failure or self._is_paused() or seam not in ("scale", "engine", "step"):
+            return original(*args, **kwargs)
+        if seam == "engine":
+            return self._goes_backward(original, *args, **kwargs)
+        scaler = args[0]
+        if not scaler.is_enabled():
+            return original(*args, **kwargs)
+        if seam == "scale":
+            result = self.alone(original, *args, **kwargs)
+            self._guard.hooked(self._scaled, args[1], result)
+            return result
+        optimizer = args[1] if len(args) > 1 else kwargs["optimizer"]
+        self._off()
+        self._guard.hooked(self._about_to_step, optimizer, scaler)
+        thread = threading.get_ident()
+        self._scaling.add(thread)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._scaling.discard(thread)
+            now.has_stepped = True
+
+    def _scaled(self, outputs: Any, results: Any) -> None:
+        """What a scaler gives stands for the loss that it was given: a replay has a scale of its own."""
+        for (_, loss), (_, scaled) in zip(leaves_of(outputs), leaves_of(results), strict=False):
+            made = self._maker(loss)
+            self._now.scaled[id(scaled)] = weakref.ref(scaled)
+            if made is not None:
+                self._now.made[id(scaled)] = weakref.ref(scaled), made
+
+    def _goes_backward(self, original: Callable[..., Any], roots: Any, starts: Any, *args: Any, **kwargs: Any) -> Any:
+        """The engine's arguments: (roots, gradients, retain_graph, create_graph, inputs, ...)."""
+        now = self._now
+        is_step = kwargs.get("accumulate_grad", True) and torch._C._current_graph_task_id() == -1
+        was_on, now.was_on = now.is_on or now.was_on, False
+        self._off()
+        if is_step:
+            self._guard.hooked(self._add_losses, roots, starts)
+        try:
+            return self.alone(original, roots, starts, *args, **kwargs)
+        finally:
+            keeps_graph = bool(args[0]) if args else False
+            if was_on and (keeps_graph or not is_step or self._has_more()):
+                self._on()
+
+    def _add_losses(self, roots: Sequence[Any], starts: Sequence[Any]) -> None:
+        now = self._now
+        if now.has_stepped:
+            now.losses.clear()
+            now.has_stepped = False
+        for root, start in zip(roots, starts, strict=False):
+            now.losses.append((self._maker(root) if isinstance(root, torch.Tensor) else None, start))
+        now.has_gone = True
+        now.scalars.clear()
+
+    def _has_more(self) -> bool:
+        """Whether modules gave something that leads backward, and that no loss so far was made of."""
+        now = self._now
+        used = self._behind(made.call for made, _ in now.losses if made is not None)
+        return any(
+            number not in used and call.module is not None and call.has_gradients and call.is_held
+            for number, call in now.calls.items()
+        )
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_paused() or threading.get_ident() in self._scaling:
+            return
+        self._off()
+        self._guard.hooked(self._about_to_step, optimizer, None)
+        self._now.has_stepped = True
+
+    def _behind_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._steps += 1
+        self._stepped[id(optimizer)] = self._steps
+
+    def withheld(self, optimizer: Optimizer) -> None:
+        """To be called where an optimizer was stepped and has written nothing, as a fused one that has found inf."""
+        self._stepped.pop(id(optimizer), None)
+
+    def _root_begins(self, module: torch.nn.Module) -> None:
+        now = self._now
+        is_again = not now.has_gone and any(call.module is module for call in now.calls.values())
+        if is_again and torch.is_grad_enabled():
+            self._begins_anew()
+        if now.has_gone and now.has_stepped:
+            now.losses.clear()
+        if now.has_gone or is_again or len(now.calls) >= now.prune_at:
+            self._prune()
+        now.has_gone = False
+
+    def _prune(self) -> None:
+        """Forgets the calls that no loss and nothing which somebody holds was made of."""
+        now = self._now
+        held = (number for number, call in now.calls.items() if call.is_held)
+        needed = self._behind((*held, *(made.call for made, _ in now.losses if made is not None)))
+        now.calls = {number: call for number, call in now.calls.items() if number in needed}
+        now.made = {key: known for key, known in now.made.items() if known[1].call in needed}
+        now.changed = {number: writers for number, writers in now.changed.items() if number in needed}
+        now.scaled = {key: held for key, held in now.scaled.items() if held() is not None}
+        now.prune_at = max(PRUNED_FROM, 2 * len(now.calls))
+
+    def _behind(self, numbers: Iterable[int]) -> set[int]:
+        """The calls of these numbers, all that they read from, and what has written into that."""
+        calls, waiting, found = self._now.calls, list(numbers), set[int]()
+        while waiting:
+            number = waiting.pop()
+            if number not in found and number in calls:
+                found.add(number)
+                waiting += calls[number].reads
+        return found
+
+    # The step.
+
+    @property
+    def called(self) -> tuple[torch.nn.Module, ...]:
+        """The modules that were called, in order, those within others left out."""
+        return tuple(module for call in self._now.calls.values() if (module := call.module) is not None)
+
+    @property
+    def trained(self) -> tuple[torch.nn.Module, ...]:
+        """Those of them with weights of their own that were called to train."""
+        return tuple(one for one in self.called if one.training and next(one.parameters(), None) is not None)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether modules were called, and nothing has gone backward since."""
+        return bool(self._now.calls) and not self._now.has_gone
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether losses went backward on which no optimizer has stepped."""
+        return bool(self._now.losses)
+
+    @property
+    def lost_loss(self) -> torch.Tensor | None:
+        """What was made for a loss since the last backward pass, where somebody holds it still and it is not finite;
+        else None. On a GPU only those are looked at that nobody has to wait for any more."""
+        held = [(result(), mark) for result, mark in self._now.scalars]
+        losses = [scalar for scalar, mark in held if scalar is not None and mark.is_passed]
+        values = read_aside([loss.detach() for loss in losses])
+        return next((loss for loss, value in zip(losses, values, strict=True) if value - value != 0), None)
+
+    def lowers_to(self, device: str) -> torch.dtype | None:
+        """What autocast of a kind of device lowers to in the last call where it is on; None where it is in none."""
+        calls = reversed(self._now.calls.values())
+        return next((call.lowers[device] for call in calls if device in call.lowers), None)
+
+    def forget(self) -> None:
+        """Lets go of what was noted."""
+        now = self._now
+        for held in (now.calls, now.made, now.changed, now.scaled, now.losses, now.scalars):
+            held.clear()
+
+    def step(
+        self,
+        model: torch.nn.Module,
+        optimizers: Sequence[Optimizer],
+        device: str,
+        loss: torch.Tensor | None = None,
+    ) -> tuple[RecordedStep | None, str, ModelState]:
+        """The step that has gone backward, whole; or what leads to a ``loss`` that has not.
+
+        Args:
+            model: whose weights count.
+            optimizers: of the loop.
+            device: the kind whose autocast counts.
+            loss: made since the last backward pass.
+
+        Returns:
+            The step, or None with why it cannot be run again; and what the model held before it.
+        """
+        losses = [(self._maker(loss), None)] if loss is not None else self._now.losses
+        if not losses:
+            return None, "no loss went backward in it", ModelState()
+        if any(made is None for made, _ in losses):
+            return None, NOT_ALL_SEEN, ModelState()
+        calls = _Calls(self._now.calls, self._now.changed, self._weights_written(optimizers), self._copied)
+        ends = [calls.end(made, start) for made, start in losses if made is not None]
+        return self._made(calls, calls.parts_of(ends), model, device)
+
+    def modules(
+        self, model: torch.nn.Module, optimizers: Sequence[Optimizer], device: str, most: int | None = None
+    ) -> tuple[RecordedStep | None, str, ModelState]:
+        """The modules that were called since an optimizer stepped, without what the script makes of what they give.
+
+        ``most`` says how many calls of them at most.
+        """
+        calls = _Calls(self._now.calls, self._now.changed, self._weights_written(optimizers), self._copied)
+        own = {id(tensor) for tensor in tensors_in(model)}
+        wanted: dict[int, Noted] = {}
+        for number, call in self._now.calls.items():
+            is_got_over = not call.has_returned and number != max(self._now.calls)
+            has_weights = call.module is not None and any(id(one) in own for one in call.module.parameters())
+            is_last = not call.reads or call.reads <= wanted.keys()
+            if call.module is not None and not is_got_over and is_last and (has_weights or call.reads):
+                wanted |= {} if calls.why_not(number) else {number: call}
+        wanted = dict(itertools.islice(wanted.items(), most))
+        ends = [number for number in wanted if not any(number in other.reads for other in wanted.values())]
+        if not ends:
+            return None, next(filter(None, map(calls.why_not, self._now.calls)), NOT_ALL_SEEN), ModelState()
+        part = set(wanted), tuple(Made(number, "") for number in ends)
+        step, why, state = self._made(calls, [part], model, device)
+        if step is not None:
+            cut = {
+                n: replace(call, function=PassEnd(call.function)) if n in ends else call
+                for n, call in step.calls.items()
+            }
+            step = replace(step, calls=cut, reach="modules")
+        return step, why, state
+
+    def _made(
+        self, calls: _Calls, parts: Sequence[tuple[set[int], tuple[Made, ...]]], model: torch.nn.Module, device: str
+    ) -> tuple[RecordedStep | None, str, ModelState]:
+        numbers = sorted(set().union(*(part for part, _ in parts)))
+        why = next(filter(None, map(calls.why_not, numbers)), "")
+        if why:
+            return None, why, ModelState()
+        state, unknown = self.before.state(model, numbers)
+        if unknown:
+            return None, f"its buffer {unknown} was written in it, and is kept from now on", state
+        own = {id(tensor) for tensor in tensors_in(model)}
+        given = tuple({n: calls.given(n, own) for n in sorted(part)} for part, _ in parts)
+        modules = {id(module): module for n in numbers if (module := calls.calls[n].module) is not None}
+        beside = [module for module in modules.values() if own.isdisjoint(map(id, tensors_in(module)))]
+        states = [(module, *self.before.state(module, numbers)) for module in beside]
+        if any(unknown for _, _, unknown in states):
+            return None, "a buffer of a module beside its model was written in it, and is kept from now on", state
+        step = RecordedStep(
+            {n: calls.call(n, device) for n in numbers},
+            {min(part): losses for part, losses in parts},
+            device,
+            given,
+            tuple((module, before) for module, before, _ in states),
+        )
+        return step, "", state
+
+    def _weights_written(self, optimizers: Sequence[Optimizer]) -> dict[int, int]:
+        """When each weight was last stepped on, by ``id``."""
+        written: dict[int, int] = {}
+        for optimizer in optimizers:
+            times = self._stepped.get(id(optimizer), 0)
+            weights = (weight for group in optimizer.param_groups for weight in group["params"])
+            written.update({id(weight): max(times, written.get(id(weight), 0)) for weight in weights} if times else {})
+        return written
+
+
+class _Calls:
+    """The calls that were noted, as a graph: which a loss needs, and why one cannot be made again."""
+
+    def __init__(
+        self,
+        calls: Mapping[int, Noted],
+        changed: Mapping[int, Sequence[int]],
+        written: Mapping[int, int],
+        copied: set[tuple[Line | None, str]],
+    ) -> None:
+        self.calls: dict[int, Noted] = dict(calls)
+        self._changed, self._written, self._copied = changed, written, copied
+        self._whys: dict[int, str] = {}
+
+    def end(self, made: Made, start: torch.Tensor | None) -> Made:
+        """The loss that goes backward: what was made, or its product with the gradient that this begins with."""
+        if start is None or (start.numel() == 1 and float(start) == 1.0):
+            return made
+        number = max(self.calls) + 1
+        weighs = replace(self.calls[made.call], function=weighted, given=((made, start), {}), reads={made.call})
+        self.calls[number] = replace(weighs, inputs=[], past={}, writes=False, training=None, why_not="")
+        return Made(number, "")
+
+    def why_not(self, number: int) -> str:
+        """Why a call cannot be made again as it was; "" where it can."""
+        for one in sorted(self._behind([number], through=lambda _: True)):
+            self._whys.setdefault(one, self._why_not(one))
+        return self._whys.get(number, NOT_ALL_SEEN)
+
+    def _why_not(self, number: int) -> str:
+        call = self.calls[number]
+        if call.why_not:
+            return call.why_not
+        for place, (tensor, times) in enumerate(call.inputs):
+            if times_written(tensor) != times:
+                self._copied.add((call.line, str(place)))
+                return f"what {_described(call)} was given was changed in place since; it is copied from now on"
+        weights = call.module.parameters() if call.module is not None else ()
+        if any(self._written.get(id(weight), -1) > call.steps for weight in weights):
+            return "its weights are others by now"
+        return next(
+            (why for read in call.reads if (why := self._whys.get(read, "")) and not self._is_data(call, read)), ""
+        )
+
+    def _is_data(self, call: Noted, read: int) -> bool:
+        """Whether all that a call takes of another is held still, and no gradient leads to it."""
+        taken = [made for made in _mades(call.given) if made.call == read]
+        return bool(taken) and all(
+            made in call.past and times_written(call.past[made][0]) == call.past[made][1] for made in taken
+        )
+
+    def parts_of(self, losses: Sequence[Made]) -> list[tuple[set[int], tuple[Made, ...]]]:
+        """The calls that each loss needs, with that loss; all in one part where losses share a call, as one pass has
+        them all then."""
+        parts = [self._leading_to(loss) for loss in losses]
+        every = set().union(*parts)
+        if sum(map(len, parts)) != len(every):
+            return [(every, tuple(losses))]
+        return [(part, (loss,)) for part, loss in zip(parts, losses, strict=True)]
+
+    def _leading_to(self, loss: Made) -> set[int]:
+        """The calls that a loss needs, and those that write into what they give."""
+        self.why_not(loss.call)
+        needed = self._behind([loss.call], through=lambda _: False)
+        while more := {w for n in needed for w in self._changed.get(n, ()) if w < loss.call} - needed:
+            needed |= self._behind(more, through=lambda _: False)
+        return needed
+
+    def _behind(self, numbers: Iterable[int], through: Callable[[int], bool]) -> set[int]:
+        """The calls of these numbers and all that they read from; those that are data by now, where it goes through."""
+        waiting, found = list(numbers), set[int]()
+        while waiting:
+            number = waiting.pop()
+            if number in found or number not in self.calls:
+                continue
+            found.add(number)
+            call = self.calls[number]
+            waiting += [
+                read
+                for read in call.reads
+                if through(read) or not self._whys.get(read) or not self._is_data(call, read)
+            ]
+        return found
+
+    def given(self, number: int, own: Collection[int]) -> tuple[Any, Any]:
+        """What a call is given, with ``Own`` in the place of what is the model's."""
+        call = self.calls[number]
+
+        def each(value: Any) -> Any:
+            if isinstance(value, Made):
+                return call.past[value][0] if self._whys.get(value.call) else value
+            return Own(value) if isinstance(value, torch.Tensor) and id(value) in own else value
+
+        given: tuple[Any, Any] = Copying(each).of(call.given)
+        return given
+
+    def call(self, number: int, device: str) -> Call:
+        """The call, to be made again."""
+        noted = self.calls[number]
+        return Call(
+            noted.function,
+            noted.line,
+            device in noted.lowers,
+            noted.has_gradients,
+            noted.random_state,
+            frozenset(read for read in noted.reads if not self._whys.get(read)),
+            noted.writes,
+            noted.hands_on,
+            noted.training,
+        )
+
+
+class _Taking:
+    """Takes what one call is given; ``made`` are those tensors that others have made, and how often written."""
+
+    def __init__(self, recorder: Recorder, noted: Noted, *, is_in_place: bool) -> None:
+        self.made: list[tuple[Made, torch.Tensor, int]] = []
+        self._recorder, self._noted, self._is_first = recorder, noted, is_in_place
+
+    def of(self, value: Any) -> Any:
+        """What stands for an argument."""
+        if isinstance(value, torch.Tensor):
+            return self._taken(value)
+        if type(value) in CONSTANTS:
+            return value
+        return Copying(lambda one: self._taken(one) if isinstance(one, torch.Tensor) else one).of(value)
+
+    def _taken(self, tensor: torch.Tensor) -> Any:
+        recorder, noted = self._recorder, self._noted
+        is_first, self._is_first = self._is_first, False
+        made, times = recorder._maker(tensor), times_written(tensor)
+        if made is not None:
+            self.made.append((made, tensor, times))
+            noted.reads |= {made.call, *recorder._now.changed.get(made.call, ())}
+            if not tensor.requires_grad:
+                noted.past[made] = tensor, times
+            return made
+        if tensor.requires_grad and not tensor.is_leaf:
+            noted.why_not = NOT_ALL_SEEN  # nor is it held: a graph hangs on it
+            return None
+        if is_first or (noted.line, str(len(noted.inputs))) in recorder._copied:
+            tensor = duplicate(tensor.detach()).requires_grad_(tensor.requires_grad)
+            times = times_written(tensor)
+        noted.inputs.append((tensor, times))
+        return tensor
+
+
+def _mades(given: Any) -> list[Made]:
+    found: list[Made] = []
+    Copying(lambda value: found.append(value) if isinstance(value, Made) else value).of(given)
+    return found
+
+
+def _described(call: Noted) -> str:
+    name = getattr(call.function, "__name__", type(call.function).__name__).strip("_")
+    return f"{name} on line {call.line[1]}" if call.line is not None else name
+
+
+def _tensors(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """Those among arguments, and in lists and tuples of them."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (one for one in value if isinstance(one, torch.Tensor))
+
+
+def _noting(original: Callable[..., Any], entered: Sequence[Recorder]) -> Callable[..., Any]:
+    is_compiled = torch.compiler.is_dynamo_compiling
+
+    def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # The first is all that torch.compile sees. Whoever has taken this function keeps it for good.
+        if is_compiled() or not entered:
+            return original(module, *args, **kwargs)
+        return entered[0].run_call(original, module, args, kwargs)
+
+    return call
+
+
+def _compiling(original: Callable[..., Any], entered: Sequence[Recorder]) -> Callable[..., Any]:
+    def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if entered and not isinstance(model, torch.nn.Module):
+            entered[0].compiles_functions()
+        return original(model, *args, **kwargs)
+
+    return compile
+
+
+def _hands_on(module: torch.nn.Module) -> bool:
+    """Whether a call is that of the model inside, and not to be made again itself: it readies DistributedDataParallel
+    for a backward pass, and where none follows the next call raises."""
+    held = module._modules
+    return _is_of_ddp(module) or any(_is_of_ddp(held[name]) for name in WRAPPERS if name in held)
+
+
+def _is_of_ddp(module: torch.nn.Module | None) -> bool:
+    return DistributedDataParallel in type(module).__mro__  # of an abstract class `isinstance` takes ten times as long

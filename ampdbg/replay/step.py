@@ -1,0 +1,254 @@
+"""A step that can be run again: the calls that led to its losses, with what they were given, made by the same code.
+
+A :class:`~ampdbg.replay.recorder.Recorder` notes them while a loop trains; a capture keeps them.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, Literal
+
+import torch
+from torch.utils import _pytree
+
+from ampdbg.config.schema import Precision, config_of_script
+from ampdbg.ops import MOVES
+from ampdbg.precision.emulation import is_emulating
+from ampdbg.precision.modes import mode_of
+from ampdbg.probes.tensors import float_values
+from ampdbg.replay.copies import Copying
+from ampdbg.replay.random_state import RandomState
+from ampdbg.replay.run import Run
+from ampdbg.replay.snapshot import ModelState, Snapshot
+from ampdbg.source.ownership import Line
+from ampdbg.workload.build import Workload
+from ampdbg.workload.losses import StepFunction
+from ampdbg.workload.user_code import UserCode
+
+Half = Literal["float16", "bfloat16"]
+
+Reach = Literal["whole", "modules"]
+"""How far a step is run again: up to its losses, or its modules alone, without what the script makes of what they give."""
+
+MOVES_OR_CASTS = MOVES | {"type", "tensor", "as_tensor", "__getitem__"}
+"""torch's functions that give a tensor's own values, in its format or in another one, by their names."""
+
+Given = Mapping[int, tuple[Any, Any]]
+"""What each call of a step is given, by its number: positional and keyword arguments, with ``Made`` and ``Own`` in the
+place of tensors that others have made, and that are the model's own."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """In the place of a tensor that an earlier call has made; ``path`` leads to it in what that gave."""
+
+    call: int
+    path: str
+
+
+@dataclass(frozen=True)
+class Own:
+    """In the place of a tensor that is a model's own: a replay finds it altered and gives it back."""
+
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call. ``writes`` says that it changes its first argument, which stands for what it gives; ``hands_on``, that
+    it is a cast or a move that had nothing to do, and gave the tensor that it was given. ``training`` is whether the
+    module that it is of was in training mode."""
+
+    function: Callable[..., Any]
+    line: Line | None
+    lowers: bool
+    has_gradients: bool
+    random_state: RandomState
+    reads: frozenset[int]
+    writes: bool = False
+    hands_on: bool = False
+    training: bool | None = None
+
+    @property
+    def module(self) -> torch.nn.Module | None:
+        """The module that it calls; None where it calls a function."""
+        called = self.called
+        return called if isinstance(called, torch.nn.Module) else None
+
+    @property
+    def called(self) -> Callable[..., Any]:
+        """What it calls, at the end of a pass too."""
+        return self.function.module if isinstance(self.function, PassEnd) else self.function
+
+    def again(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The same call with other arguments; its line is that of the first time."""
+        self.random_state.restore()
+        module = self.module
+        if module is not None and self.training is not None and module.training is not self.training:
+            module.train(self.training)
+        with torch.set_grad_enabled(self.has_gradients):
+            result = _at(self.line)(self.function, args, kwargs)
+        return args[0] if self.writes else result
+
+
+@dataclass(frozen=True)
+class PassEnd:
+    """Calls a module whose step is run again no further, and makes one number of all that it gives.
+
+    A step of such calls fails where any of what its modules give is not finite, and has no gradients.
+    """
+
+    module: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The sum, of shape (); it leads nowhere."""
+        made = [tensor for _, tensor in made_in(self.module(*args, **kwargs)) if tensor.requires_grad]
+        sums = [values.float().sum().cpu() for tensor in made if (values := float_values(tensor.detach())) is not None]
+        return torch.stack([torch.zeros(()), *sums]).sum().requires_grad_()
+
+
+def weighted(output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The loss, of shape (), whose gradient is what ``output.backward(gradient)`` begins with."""
+    return (output * gradient).sum()
+
+
+def torch_name(function: Callable[..., Any]) -> str:
+    """What torch calls a function of its own: ``torch.Tensor.add``; "" of any other."""
+    with contextlib.suppress(Exception):  # it may be anything that can be called
+        return str(torch.overrides.resolve_name(function) or "")
+    return ""
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """``calls`` by number, in order; ``losses`` of each part by the number of its first call; ``given`` has what the
+    calls are given, an entry for each part. ``beside`` are the modules that it calls and the model does not have, such
+    as a loss with a running mean, with what they held before; ``replaced`` are the names of those of its data that were
+    not finite, and have finite numbers here."""
+
+    calls: Mapping[int, Call]
+    losses: Mapping[int, tuple[Made, ...]]
+    device: str
+    given: tuple[Given, ...] = field(repr=False)
+    beside: tuple[tuple[torch.nn.Module, ModelState], ...] = field(default=(), repr=False)
+    replaced: tuple[str, ...] = ()
+    reach: Reach = "whole"
+
+    def loss(self, given: Given) -> torch.Tensor:
+        """The sum of the losses of one part, of shape ().
+
+        Where autocast lowers around it, it lowers what it has lowered when the step ran, and nothing else.
+        """
+        results: dict[int, Any] = {}
+        torch.clear_autocast_cache()  # it may hold casts of weights as another replay had them
+        for number, (args, kwargs) in given.items():
+            call = self.calls[number]
+            found = Copying(lambda value: _found(value, results))
+            with contextlib.nullcontext() if call.lowers else torch.autocast(self.device, enabled=False):
+                results[number] = call.again(*found.of((args, kwargs)))
+        losses = [_at_path(results, made).reshape(()) for made in self.losses[min(given)]]
+        return losses[0] if len(losses) == 1 else torch.stack([loss.float() for loss in losses]).sum()
+
+    def run(
+        self,
+        model: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        device: torch.device,
+        half: Half | None,
+    ) -> Run:
+        """The step as a run of one step, under the autocast of its device; ``half`` is what that lowers to."""
+        share = len(self.given)
+
+        def losses(batch: Any, index: int) -> torch.Tensor:
+            # A pass gives each part an equal share; the script's own shares are among the calls.
+            return self.loss(batch) * share if share > 1 else self.loss(batch)
+
+        policy: Literal["cuda", "native"] = "cuda" if device.type == "cuda" or is_emulating() else "native"
+        precision = Precision(dtype=half or "float32", policy=policy)
+        step = StepFunction("the script's step", losses)
+        workload = Workload(model, tuple(optimizers), _Parts(self), step, UserCode(()))
+        return Run(config_of_script(precision), workload, device, mode_of(precision, device), time.monotonic())
+
+    def snapshot(self, number: int, random_state: RandomState, state: ModelState) -> Snapshot:
+        """The step with what its calls are given as its batches, a part of it each, and the modules that they are of."""
+        data = tuple(self._data_in(part) for part in self.given)
+        called = {id(module): module for call in self.calls.values() if (module := call.module) is not None}
+        return Snapshot(
+            number, self.given, data, random_state, state, beside=tuple(called.values()), states_beside=self.beside
+        )
+
+    def _data_in(self, part: Given) -> Given:
+        """The part without what only casts and moves take that lead into no module: it may be the script's own."""
+        of_modules = [self.calls[n].reads for n in part if self.calls[n].module is not None]
+        moves = {n for n in part if getattr(self.calls[n].function, "__name__", "") in MOVES_OR_CASTS}
+        aside = moves.difference(*of_modules)
+        return {n: given for n, given in part.items() if n not in aside}
+
+
+@dataclass
+class _Parts:
+    """The parts of one step, as the batches of a workload: there are no further ones."""
+
+    step: RecordedStep
+    position: int = 0
+
+    def batches(self) -> Iterator[Any]:
+        """The parts of the step."""
+        return iter(self.step.given)
+
+    def describe(self, batch: Any) -> str:
+        """How many calls a part makes."""
+        return f"the step makes {len(batch)} calls"
+
+
+def _found(value: Any, results: Mapping[int, Any]) -> Any:
+    if isinstance(value, Own):
+        return value.tensor
+    return _at_path(results, value) if isinstance(value, Made) else value
+
+
+def _at_path(results: Mapping[int, Any], made: Made) -> Any:
+    return next(tensor for path, tensor in made_in(results[made.call]) if path == made.path)
+
+
+MOST_NESTED = 3
+"""A distribution may have another as its base."""
+
+
+def made_in(result: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in what a call gives, each with its path: those of containers, and what objects hold as attributes,
+    such as distributions."""
+    if isinstance(result, torch.Tensor):
+        yield "", result
+        return
+    for path, leaf in _pytree.tree_flatten_with_path(result)[0]:
+        yield from _held_by(leaf, _pytree.keystr(path))
+
+
+def _held_by(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif depth < MOST_NESTED and not isinstance(value, (torch.nn.Module, type, FunctionType, ModuleType)):
+        for name, attribute in list(getattr(value, "__dict__", {}).items()):
+            yield from _held_by(attribute, f"{path}.{name}", depth + 1)
+
+
+def _call(function: Any, args: Any, kwargs: Any) -> Any: return function(*args, **kwargs)  # fmt: skip
+
+
+SPACE = {"__builtins__": builtins}
+"""An import that C++ code makes looks for them where the call stands."""
+
+
+def _at(line: Line | None) -> Callable[..., Any]:
+    """``_call`` as if it stood in that line, so that what it runs is known to belong there."""
+    if line is None:
+        return _call
+    file, number, function = line
+    code: CodeType = _call.__code__
+    return FunctionType(code.replace(co_filename=file, co_firstlineno=number, co_name=function), SPACE)

@@ -1,0 +1,489 @@
+"""The failing steps of a loop that is not ours: which of them are run again and captured, while their weights are there.
+
+A step whose loss is not finite is, where it is the first of a row. One whose gradients alone are not finite may be the
+doing of a loss scale that settles: it is looked at where it leaves NaN alone, where a step has borne its scale before,
+at the ``SKIPS_IN_A_ROW``-th of a row, and where the script ends in it. All within ``SHARE`` of the run's time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TextIO, get_args
+
+import torch
+from torch.optim import Optimizer
+
+from ampdbg.agreement import is_finite
+from ampdbg.diagnosis.scale import SKIPS_IN_A_ROW, is_nan_alone
+from ampdbg.errors import named_error
+from ampdbg.observer import Observer
+from ampdbg.probes.module_calls import recorded_graphs
+from ampdbg.probes.tensors import are_weights_spoilt, nonfinite
+from ampdbg.probes.torch_errors import autocast_error
+from ampdbg.probes.watch import Watch
+from ampdbg.quantities import counted
+from ampdbg.record.log import kept
+from ampdbg.record.run import EXITED, Investigation, Record, ScriptRun, Step
+from ampdbg.replay.investigation import Why, investigate, is_blamed
+from ampdbg.replay.random_state import RandomState
+from ampdbg.replay.recorder import Recorder
+from ampdbg.replay.run import Run
+from ampdbg.replay.snapshot import ModelState, Snapshot
+from ampdbg.replay.step import Half, RecordedStep
+from ampdbg.replay.step_data import blamed_data
+from ampdbg.script.captures import Captured, Captures
+from ampdbg.script.launch import ScriptEnd
+from ampdbg.script.ranks import hooks_half_weights, in_its_group, is_in_group
+from ampdbg.script.signals import have_come, held_signals
+
+SHARE, WAITS = 0.1, 5.0
+"""The share of a run's time that it waits for replays of steps whose scale may be settling, beyond so many seconds."""
+
+MOST_OF_A_KIND = 3
+"""So many steps whose loss is lost are run again, and as many whose gradients alone are."""
+
+RUN_AGAIN = "FP16, FP32 and more"
+"""What is said of a step before it is run again."""
+
+MODULES_ALONE = "step {}: only its modules were replayed, for {}; the loss shown is the sum of their outputs"
+
+NOT_AGAIN = "step {}, whose {} not finite, could not be replayed: {}"
+
+FINITE_AGAIN = "step {} was replayed whole and is finite in {}: what made it fail is no part of its calls"
+
+NOT_REACHED = "step {} was not captured: the script has made {}, counted from 0"
+"""Of one that was asked for."""
+
+BEGAN_SPOILT = "its buffer {} held inf or NaN before it, which an earlier step has written"
+
+RECORDED = "it runs a CUDA graph as that was recorded, and in no other precision"
+
+IN_A_GROUP = "rank {} of {}: steps of a group are run again by ampdbg replay CAPTURE"
+
+
+class Policy:
+    """Which failing steps are looked at."""
+
+    def __init__(self) -> None:
+        self._tries = dict[Why, int]()
+        self._in_a_row = dict[int, int]()
+        self._lost = -2
+        self._started, self.waited = time.monotonic(), 0.0
+
+    def wants(self, why: Why, step: int, optimizer: int, *, has_borne: bool, is_nan: bool) -> bool:
+        """Whether a failing step of an optimizer is to be looked at; ``has_borne``: an earlier one has come through its
+        loss scale, ``is_nan``: no inf is left."""
+        if why == "loss":
+            is_first, self._lost = step - self._lost > 1, step
+            return is_first and self.is_open(why)
+        skips = self._in_a_row[optimizer] = self._in_a_row.get(optimizer, 0) + 1
+        is_in_time = self.waited <= WAITS + SHARE * (time.monotonic() - self._started)
+        return self.is_open(why) and (
+            skips == SKIPS_IN_A_ROW or (skips == 1 and (is_nan or (has_borne and is_in_time)))
+        )
+
+    def taken(self, optimizer: int) -> None:
+        """An optimizer has stepped on gradients that are finite."""
+        self._in_a_row[optimizer] = 0
+
+    def is_open(self, why: Why) -> bool:
+        """Whether steps of a kind may still be looked at."""
+        return self._tries.get(why, 0) < MOST_OF_A_KIND
+
+    @contextlib.contextmanager
+    def looking(self, why: Why) -> Iterator[None]:
+        """While a step is looked at."""
+        began = time.monotonic()
+        self._tries[why] = self._tries.get(why, 0) + 1
+        try:
+            yield
+        finally:
+            self.waited += time.monotonic() - began
+
+
+@dataclass(frozen=True)
+class LiveStep:
+    """The step that a watched loop has under way, with the weights that it had.
+
+    Args:
+        number: counted from 0.
+        watcher: of the loop; it is paused while the step is run again.
+        recorded: what the step has called.
+        model: whose weights count.
+        device: where its weights are.
+        state: that of the model when the step began.
+        half: what the step lowers to; None where it lowers to nothing.
+        scale: its loss scale.
+        why: what calls for a closer look.
+    """
+
+    number: int
+    watcher: Watch
+    recorded: RecordedStep
+    model: torch.nn.Module
+    device: torch.device
+    state: ModelState
+    half: Half | None
+    scale: float
+    why: Why
+
+    def investigated(self, before: Sequence[Step]) -> Investigation | None:
+        """What replays of it show; ``before`` are the steps that its loss is to be compared with. The script waits.
+
+        None where a signal has come meanwhile that the script handles itself: it is not kept waiting any longer.
+
+        Raises:
+            Exception: whatever the script's own code raises, or that there is no memory for it.
+        """
+        grew = self.watcher.optimizers.weights_grew
+        with self._again() as (run, snapshot), contextlib.suppress(_SignalCameError):
+            made = investigate(
+                run, snapshot, self.why, self.scale, before=before, weights_grew=grew, observer=_UntilASignal()
+            )
+            if made.reproduced and not is_finite(made.replays[1]):
+                self.watcher.log.batch += blamed_data(run, snapshot, self.recorded).batch
+            return replace(made, has_loss=self.recorded.reach == "whole")
+        return None
+
+    @contextlib.contextmanager
+    def _again(self) -> Iterator[tuple[Run, Snapshot]]:
+        """What it takes to run it again, while the script waits and sees nothing of that."""
+        run = self.recorded.run(self.model, tuple(self.watcher.optimizers), self.device, self.half)
+        snapshot = self.recorded.snapshot(self.number, RandomState.now(), self.state)
+        # The script may be within a region of autocast's.
+        outside = torch.autocast(self.device.type, enabled=False)
+        with self.watcher.paused(), held_signals(), _hushed(), torch.enable_grad(), outside:
+            yield run, snapshot
+        torch.clear_autocast_cache()  # where the script steps within a region, it has casts of altered weights
+
+    def capture(
+        self, captures: Captures, loss: float, scaler: torch.amp.GradScaler | None, *, is_wanted: bool = False
+    ) -> None:
+        """Writes it; ``is_wanted``: it was asked for."""
+        watcher = self.watcher
+
+        def captured() -> Captured:
+            return Captured(
+                recorded=self.recorded,
+                model=self.model,
+                state=self.state,
+                optimizers=tuple(watcher.optimizers),
+                scaler=scaler,
+                step=self.number,
+                scale=self.scale,
+                loss=loss,
+                why=self.why,
+                half=self.half,
+                weights_grew=watcher.optimizers.weights_grew,
+                scaler_number=0 if scaler is None else watcher.calls.number_of(scaler),
+                record=watcher.record(),
+                start=captures.start,
+            )
+
+        with watcher.paused(), held_signals(), torch.no_grad():
+            captures.add(self.number, captured)
+
+
+class FailingSteps:
+    """Looks at the failing steps of a watched loop right before their weights change, and captures them.
+
+    Args:
+        watcher: of the loop.
+        captures: where captures go.
+        observer: called before a step is run again.
+        investigates: they may be run again.
+    """
+
+    def __init__(self, watcher: Watch, captures: Captures, observer: Observer, *, investigates: bool = True) -> None:
+        self.found: list[Investigation] = []
+        self.captures = captures
+        self.recorder = Recorder(lambda: watcher.is_paused, self._begins_anew, self._about_to_step)
+        """Notes the steps, and is to be entered while the loop runs."""
+        watcher.lost = self._lost
+        watcher.withheld = self._withheld
+        watcher.ended = self.step_ended
+        watcher.models.called = lambda: self.recorder.called
+        self._watcher, self._observer, self._investigates = watcher, observer, investigates
+        self._policy = Policy()
+        self._notes: list[str] = []
+        self._why_ended = ""
+        self._looked_at, self._stepping = -1, 0
+        self._owner = os.getpid()
+
+    # When a step fails.
+
+    def _lost(self, optimizer: Optimizer | None = None) -> None:
+        """Called when the loss of the step is not finite, while its weights are still its own."""
+        self._fails("loss", optimizer)
+
+    def _withheld(self, optimizer: Optimizer) -> None:
+        """Called when the gradients of the step are not finite, though its loss is."""
+        self._fails("gradients", optimizer)
+
+    def _begins_anew(self) -> None:
+        """Called when a module is called again though nothing has gone backward: the loop may have given up a loss."""
+        loss = self.recorder.lost_loss
+        if loss is None or self._watcher.is_paused:
+            return
+        self._watcher.learn()
+        self._watcher.optimizers.adopt(self.recorder.trained)
+        self._fails("loss", None, loss)
+        self._watcher.log.break_off(float(loss.detach()), is_skipped=True)
+        self.recorder.forget()
+
+    def _fails(self, why: Why, optimizer: Optimizer | None, loss: torch.Tensor | None = None) -> None:
+        number, scale = self._watcher.log.closed(), self._scale()
+        place = 0 if optimizer is None else self._watcher.calls.place_of(optimizer)
+        is_nan = is_nan_alone(self._watcher.open_step.groups)
+        borne = max((step.scale for step in self._watcher.steps if not step.skipped), default=-1.0)
+        if number == self._looked_at or not self._policy.wants(
+            why, number, place, has_borne=scale <= borne, is_nan=is_nan
+        ):
+            return
+        self._looked_at = number
+        if optimizer is not None:
+            self.recorder.withheld(optimizer)
+        with self._policy.looking(why):
+            self._look(number, why, scale, loss)
+
+    def _scale(self) -> float:
+        if self._watcher.open_step.scaler is not None:
+            return float(self._watcher.open_step.loss_scale())
+        steps = self._watcher.steps
+        return steps[-1].scale if steps else 1.0
+
+    def _look(self, number: int, why: Why, scale: float, loss: torch.Tensor | None = None) -> Investigation | None:
+        """Runs a step again, and captures it; keeps what that shows, or why it shows nothing."""
+        what = "loss is" if why == "loss" else "gradients are"
+        with held_signals():
+            try:
+                live, why_not = self._live(number, why, scale, loss)
+                made = None
+                if live is not None:
+                    made, why_not = self._tried(live)
+            except Exception as error:  # noqa: BLE001 - as that there is no memory for it: the script goes on
+                made, why_not = None, named_error(error)
+        if why_not and self._investigates:
+            self._notes.append(NOT_AGAIN.format(number, what, why_not))
+        return made
+
+    def _tried(self, live: LiveStep) -> tuple[Investigation | None, str]:
+        """What replays of a step show, and why they show nothing."""
+        loss, scaler = self._loss(), self._watcher.open_step.scaler
+        is_free = self._investigates and not hooks_half_weights(live.model)
+        if self.captures.are_wanted and (live.recorded.reach == "whole" or is_free):
+            live.capture(self.captures, loss, scaler)
+        if not is_free:
+            return None, ""
+        self._observer.replay(live.number, RUN_AGAIN)  # here, for behind this nothing is shown
+        whole = live.recorded.reach == "whole"
+        made = live.investigated(self._watcher.steps if whole else ())
+        if made is None:
+            return None, "a signal has come"
+        if not made.reproduced:
+            if is_in_group():
+                self.captures.drop(live.number)
+                made = replace(made, is_of_others=True)
+            else:
+                return None, "it is finite when it is run again"
+        elif made.replays[0].error and not is_blamed(made):
+            return None, made.replays[0].error
+        made = replace(made, loss=loss)
+        self.found[:] = kept([*self.found, made])
+        return made, ""
+
+    def _loss(self) -> float:
+        losses = self._watcher.open_step.scaled
+        return sum(map(float, losses)) if losses else math.nan
+
+    def _live(
+        self, number: int, why: Why, scale: float, loss: torch.Tensor | None, *, is_cut: bool = False
+    ) -> tuple[LiveStep | None, str]:
+        """The step as it can be run again, and why it cannot, or no further."""
+        watcher, recorder = self._watcher, self.recorder
+        if watcher.has_other_loops:
+            return None, "other threads train too"
+        watcher.optimizers.adopt(recorder.trained)
+        model = watcher.models.together()
+        device = next((parameter.device for parameter in model.parameters()), None)
+        if device is None:
+            return None, "its model is not known"
+        half = self._half(model, device)
+        if half is None and not watcher.is_in_fp32 and why != "end":
+            return None, "it is not known what it lowers to"
+        if why != "end" and are_weights_spoilt(model):
+            return None, "its weights were NaN or inf before it"
+        if recorded_graphs(model):
+            return None, RECORDED
+        optimizers = tuple(watcher.optimizers)
+        step, why_not, state = None, "", ModelState()
+        if not is_cut:
+            step, why_not, state = recorder.step(model, optimizers, device.type, loss)
+        if step is None and why == "loss":
+            step, other, state = recorder.modules(model, optimizers, device.type)
+            if step is not None and why_not:
+                self._notes.append(MODULES_ALONE.format(number, why_not))
+            why_not = why_not or other
+        if step is None:
+            return None, why_not
+        spoilt = next((name for name, _ in nonfinite(recorder.before.changing(state))), "")
+        if spoilt and why != "end":
+            return None, BEGAN_SPOILT.format(spoilt)
+        return LiveStep(number, watcher, step, model, device, state, half, scale, why), ""
+
+    def _half(self, model: torch.nn.Module, device: torch.device) -> Half | None:
+        """What autocast lowers to around it, what the weights are, or what the graphs of earlier losses held."""
+        dtypes = [self.recorder.lowers_to(device.type), *{parameter.dtype for parameter in model.parameters()}]
+        names = [str(dtype).removeprefix("torch.") for dtype in dtypes if dtype is not None]
+        names += sorted(self._watcher.calls.lowered)
+        return next((half for name in names for half in get_args(Half) if half == name), None)
+
+    # Captures that were asked for.
+
+    def _about_to_step(self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> None:
+        """Captures a step that was asked for, whatever it does; of several turns the last, or the first that fails."""
+        if optimizer in self._watcher.optimizers:
+            self._stepping = self._watcher.calls.place_of(optimizer)
+        if not self.captures.is_wanted or self._watcher.is_paused:
+            return
+        number = self._watcher.log.closed()
+        scale = 1.0 if scaler is None else float(scaler._get_scale_async() or 1.0)
+        is_lost = not self._watcher.open_step.is_known_finite()
+        live, why_not = self._live(number, "loss" if is_lost else "end", scale, None)
+        if live is None:
+            self.captures.cannot(number, f"it cannot be run again: {why_not}")
+        else:
+            live.capture(self.captures, self._loss(), scaler)
+
+    def step_ended(self, is_bad: bool) -> None:
+        """Called when a step has ended."""
+        latest, captures = self._watcher.log, self.captures
+        if is_bad or latest.closed() == 1:
+            captures.start = in_its_group(captures.start)
+        if not is_bad:
+            self._policy.taken(self._stepping)
+        captures.is_wanted = False if captures.has(latest.closed() - 1) else captures.is_wanted
+        captures.begins(latest.closed())
+
+    # The end of the script.
+
+    def ended(self, ending: ScriptEnd) -> None:
+        """To be called when the script has ended, while what it holds is still alive."""
+        if ending.error is not None:
+            self._watcher.calls.failed(ending.error)
+        is_left = os.getpid() != self._owner or isinstance(ending.error, KeyboardInterrupt)
+        if is_left or self._watcher.failure or explains_itself(self._watcher, ending.error):
+            return
+        # Whatever it raises, and if the user does not want to wait for it, the script ends as it does.
+        with contextlib.suppress(Exception, KeyboardInterrupt):
+            if not self.recorder.is_under_way:
+                self._ended_between_steps()
+                return
+            self._begins_anew()
+            if ending.code == 0 or not self.recorder.is_under_way:
+                return
+            self._watcher.learn()
+            how = f"the script raised {type(ending.error).__name__}" if ending.error else f"{EXITED} {ending.code}"
+            step = self._watcher.log.closed()
+            self._why_ended = f"{how} in step {step}, after a forward pass from which nothing went backward"
+            self._observer.ended_in(step)
+            live, why_not = self._live(step, "loss", self._scale(), None, is_cut=True)
+            made = None
+            if live is not None:
+                with self._policy.looking("loss"):
+                    made, why_not = self._tried(live)
+            if made is not None:
+                self._why_ended = ""
+                self._watcher.log.break_off(made.replays[0].loss)
+            elif why_not:
+                self._why_ended += f"; {why_not}"
+        self.recorder.forget()
+
+    def _ended_between_steps(self) -> None:
+        """Looks at the last step where that was withheld, and nothing is known of any: it may be why the script ends."""
+        steps = self._watcher.steps
+        last = steps[-1] if steps else None
+        if last is None or not last.skipped or self.found or not self.recorder.has_losses:
+            return
+        why: Why = "gradients" if math.isfinite(last.loss) else "loss"
+        if self._looked_at < last.step and self._policy.is_open(why):
+            with self._policy.looking(why):
+                self._look(last.step, why, last.scale)
+
+    def seen(self, record: Record, exit_code: int = 0) -> Record:
+        """A record of the loop with what was found and captured in it."""
+        self.captures.start = in_its_group(self.captures.start)
+        start, captures, steps = self.captures.start, self.captures, self._watcher.log.closed()
+        found = {made.step for made in self.found}
+        notes = [note for note in dict.fromkeys(self._notes)]
+        notes += [captures.why_not] * bool(captures.why_not)
+        notes += [NOT_REACHED.format(captures.wanted, counted(steps, "step"))] * (captures.wanted >= steps > 0)
+        error = "\n".join(filter(None, (record.error, self._why_ended)))
+        run = ScriptRun(
+            start.name,
+            start.arguments,
+            start.is_module,
+            exit_code,
+            tuple(map(str, captures.written)),
+            start.rank,
+            start.processes,
+        )
+        unseen = replace(record.unseen, notes=(*record.unseen.notes, *notes))
+        return replace(record, unseen=unseen, script=run, investigations=tuple(self.found), error=error)
+
+
+def explains_itself(watcher: Watch, error: BaseException | None) -> bool:
+    """Whether an error that the script has raised says what is wrong."""
+    by_autocast = autocast_error(error, watcher.log.closed(), watcher.models.named_modules)
+    return by_autocast is not None or watcher.calls.explains(error)
+
+
+class _SignalCameError(Exception):
+    """A signal waits for the script to handle it."""
+
+
+class _UntilASignal(Observer):
+    """Breaks replays off between two of them, for a batch system gives a script half a minute to save its model."""
+
+    def replay(self, step: int, doing: str) -> None:
+        """Another replay is about to run.
+
+        Raises:
+            _SignalCameError: not while a signal waits.
+        """
+        if have_come():
+            raise _SignalCameError
+
+
+@contextlib.contextmanager
+def _hushed() -> Iterator[None]:
+    """While this is entered what this thread prints is not shown: it has been, when the step ran first."""
+    with contextlib.redirect_stdout(_Hushed(sys.stdout)), contextlib.redirect_stderr(_Hushed(sys.stderr)):
+        yield
+
+
+class _Hushed(io.TextIOBase):
+    """A stream that writes what other threads write."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._thread = threading.get_ident()
+
+    def write(self, text: str) -> int:
+        """Writes it, unless it is this thread's."""
+        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
+
+    def flush(self) -> None:
+        """As the stream's own."""
+        self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
