@@ -220,7 +220,7 @@ class Recorder(TorchFunctionMode):
             now.was_on = True
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs a function of torch's, and notes it where it takes what calls have made, or what is trained."""
+        """Runs a function of torch's, and notes it where it takes numbers, or what calls have made."""
         kwargs = kwargs or {}
         now = self._now
         if now.inside or not now.is_on or not self._is_part(function, args, kwargs):
@@ -233,7 +233,8 @@ class Recorder(TorchFunctionMode):
             return False
         if self._guard.failure or function in NO_PART or self._is_paused() or only_follows():
             return False
-        return any(tensor.requires_grad or self._maker(tensor) is not None for tensor in _tensors(args, kwargs))
+        # What is made of data alone counts as well: a target that is inf in half is finite in a replay in FP32.
+        return any(one.is_floating_point() or self._maker(one) is not None for one in _tensors(args, kwargs))
 
     def run_call(self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """Runs a call of a module, and notes it where it is an outermost one."""
@@ -472,6 +473,7 @@ class Recorder(TorchFunctionMode):
     def lost_loss(self) -> torch.Tensor | None:
         """What was made for a loss since the last backward pass, where somebody holds it still and it is not finite;
         else None. On a GPU only those are looked at that nobody has to wait for any more."""
+        self._off()
         held = [(result(), mark) for result, mark in self._now.scalars]
         losses = [scalar for scalar, mark in held if scalar is not None and mark.is_passed]
         values = read_aside([loss.detach() for loss in losses])
@@ -506,6 +508,7 @@ class Recorder(TorchFunctionMode):
         Returns:
             The step, or None with why it cannot be run again; and what the model held before it.
         """
+        self._off()
         losses = [(self._maker(loss), None)] if loss is not None else self._now.losses
         if not losses:
             return None, "no loss went backward in it", ModelState()
@@ -522,6 +525,7 @@ class Recorder(TorchFunctionMode):
 
         ``most`` says how many calls of them at most.
         """
+        self._off()
         calls = _Calls(self._now.calls, self._now.changed, self._weights_written(optimizers), self._copied)
         own = {id(tensor) for tensor in tensors_in(model)}
         wanted: dict[int, Noted] = {}

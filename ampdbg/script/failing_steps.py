@@ -22,6 +22,7 @@ import torch
 from torch.optim import Optimizer
 
 from ampdbg.agreement import is_finite
+from ampdbg.diagnosis.producers import survivor
 from ampdbg.diagnosis.scale import SKIPS_IN_A_ROW, is_nan_alone
 from ampdbg.errors import named_error
 from ampdbg.observer import Observer
@@ -251,8 +252,12 @@ class FailingSteps:
         self._looked_at = number
         if optimizer is not None:
             self.recorder.withheld(optimizer)
-        with self._policy.looking(why):
-            self._look(number, why, scale, loss)
+        self._observer.replay(number, RUN_AGAIN) if self._investigates else None
+        self._note_why_not(number, why, self._look(number, why, scale, loss)[1])
+
+    def _note_why_not(self, number: int, why: Why, why_not: str) -> None:
+        if why_not and self._investigates:
+            self._notes.append(NOT_AGAIN.format(number, "loss is" if why == "loss" else "gradients are", why_not))
 
     def _scale(self) -> float:
         if self._watcher.open_step.scaler is not None:
@@ -260,20 +265,19 @@ class FailingSteps:
         steps = self._watcher.steps
         return steps[-1].scale if steps else 1.0
 
-    def _look(self, number: int, why: Why, scale: float, loss: torch.Tensor | None = None) -> Investigation | None:
-        """Runs a step again, and captures it; keeps what that shows, or why it shows nothing."""
-        what = "loss is" if why == "loss" else "gradients are"
-        with held_signals():
+    def _look(
+        self, number: int, why: Why, scale: float, loss: torch.Tensor | None = None, *, is_cut: bool = False
+    ) -> tuple[Investigation | None, str]:
+        """Runs a step again, and captures it: what that shows, or why it shows nothing."""
+        made, why_not = None, ""
+        with held_signals(), self._policy.looking(why):
             try:
-                live, why_not = self._live(number, why, scale, loss)
-                made = None
+                live, why_not = self._live(number, why, scale, loss, is_cut=is_cut)
                 if live is not None:
                     made, why_not = self._tried(live)
             except Exception as error:  # noqa: BLE001 - as that there is no memory for it: the script goes on
-                made, why_not = None, named_error(error)
-        if why_not and self._investigates:
-            self._notes.append(NOT_AGAIN.format(number, what, why_not))
-        return made
+                why_not = named_error(error)
+        return made, why_not
 
     def _tried(self, live: LiveStep) -> tuple[Investigation | None, str]:
         """What replays of a step show, and why they show nothing."""
@@ -283,7 +287,6 @@ class FailingSteps:
             live.capture(self.captures, loss, scaler)
         if not is_free:
             return None, ""
-        self._observer.replay(live.number, RUN_AGAIN)  # here, for behind this nothing is shown
         whole = live.recorded.reach == "whole"
         made = live.investigated(self._watcher.steps if whole else ())
         if made is None:
@@ -296,6 +299,8 @@ class FailingSteps:
                 return None, "it is finite when it is run again"
         elif made.replays[0].error and not is_blamed(made):
             return None, made.replays[0].error
+        elif settles(made):
+            self.captures.drop(live.number)
         made = replace(made, loss=loss)
         self.found[:] = kept([*self.found, made])
         return made, ""
@@ -382,30 +387,27 @@ class FailingSteps:
         is_left = os.getpid() != self._owner or isinstance(ending.error, KeyboardInterrupt)
         if is_left or self._watcher.failure or explains_itself(self._watcher, ending.error):
             return
-        # Whatever it raises, and if the user does not want to wait for it, the script ends as it does.
-        with contextlib.suppress(Exception, KeyboardInterrupt):
+        # If the user does not want to wait for it, the script ends as it does.
+        with contextlib.suppress(KeyboardInterrupt):
             if not self.recorder.is_under_way:
                 self._ended_between_steps()
-                return
-            self._begins_anew()
-            if ending.code == 0 or not self.recorder.is_under_way:
-                return
-            self._watcher.learn()
-            how = f"the script raised {type(ending.error).__name__}" if ending.error else f"{EXITED} {ending.code}"
-            step = self._watcher.log.closed()
-            self._why_ended = f"{how} in step {step}, after a forward pass from which nothing went backward"
-            self._observer.ended_in(step)
-            live, why_not = self._live(step, "loss", self._scale(), None, is_cut=True)
-            made = None
-            if live is not None:
-                with self._policy.looking("loss"):
-                    made, why_not = self._tried(live)
-            if made is not None:
-                self._why_ended = ""
-                self._watcher.log.break_off(made.replays[0].loss)
-            elif why_not:
-                self._why_ended += f"; {why_not}"
+            elif ending.code or self.recorder.lost_loss is not None:
+                self._ended_in_a_step(ending)
         self.recorder.forget()
+
+    def _ended_in_a_step(self, ending: ScriptEnd) -> None:
+        """Looks at the step in which the script has ended, from which nothing has gone backward."""
+        self._watcher.learn()
+        self._watcher.optimizers.adopt(self.recorder.trained)
+        step, loss = self._watcher.log.closed(), self.recorder.lost_loss
+        how = f"the script raised {type(ending.error).__name__}" if ending.error else f"{EXITED} {ending.code}"
+        self._observer.ended_in(step)
+        made, why_not = self._look(step, "loss", self._scale(), loss, is_cut=loss is None)
+        if made is not None or not ending.code:
+            self._watcher.log.break_off(made.replays[0].loss if made is not None else math.nan)
+        else:
+            self._why_ended = f"{how} in step {step}, after a forward pass from which nothing went backward"
+            self._why_ended += f"; {why_not}" * bool(why_not)
 
     def _ended_between_steps(self) -> None:
         """Looks at the last step where that was withheld, and nothing is known of any: it may be why the script ends."""
@@ -415,8 +417,8 @@ class FailingSteps:
             return
         why: Why = "gradients" if math.isfinite(last.loss) else "loss"
         if self._looked_at < last.step and self._policy.is_open(why):
-            with self._policy.looking(why):
-                self._look(last.step, why, last.scale)
+            self._observer.replay(last.step, RUN_AGAIN) if self._investigates else None
+            self._note_why_not(last.step, why, self._look(last.step, why, last.scale)[1])
 
     def seen(self, record: Record, exit_code: int = 0) -> Record:
         """A record of the loop with what was found and captured in it."""
@@ -438,6 +440,11 @@ class FailingSteps:
         )
         unseen = replace(record.unseen, notes=(*record.unseen.notes, *notes))
         return replace(record, unseen=unseen, script=run, investigations=tuple(self.found), error=error)
+
+
+def settles(made: Investigation) -> bool:
+    """Whether a loss scale that settles is all that a step lacks."""
+    return made.why == "gradients" and is_finite(made.replays[1]) and survivor(made) is not None
 
 
 def explains_itself(watcher: Watch, error: BaseException | None) -> bool:

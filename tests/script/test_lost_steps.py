@@ -6,7 +6,7 @@ import pytest
 
 from ampdbg.record.file import read_record
 from ampdbg.record.run import Record
-from ampdbg.script.lost_steps import KNOWN_LATE
+KNOWN_LATE = "that was known only when its weights had been changed"
 from tests.commands.program import start
 from tests.script import scripts
 from tests.script.test_run import captured, ran, run, saves_the_same_alone, steps_captured, where
