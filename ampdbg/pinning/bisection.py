@@ -176,16 +176,17 @@ def _searched(
         fp32 = case.fp32.replay
     if not is_finite(fp32):
         return replace(record, search=_unusable_reference(search, fp32))
-    observer.search(paths.callable)
+    atoms = (*paths.callable, *run.tail.lines)
+    observer.search(atoms)
     is_silent = CODES[record.findings[0].code].erases_itself
     cases = (case, *_others(run, record, failing[1:]))
     raises = (record.autocast_error.module,) if record.autocast_error is not None else ()
-    experiment = Experiment(run, cases, atom_tree(paths.callable), is_silent=is_silent, suspected=raises)
-    search = _how_often(experiment, replace(search, modules=len(paths.callable)))
+    experiment = Experiment(run, cases, atom_tree(atoms), is_silent=is_silent, suspected=raises)
+    search = _how_often(experiment, replace(search, modules=len(atoms)))
     if search.failed == 0:
         message = f"none of {search.tried} replays reproduced the failure"
         return replace(record, search=replace(search, outcome="not-reproduced", message=message))
-    return _settled(Setting(run, experiment, paths.callable, observer, max_trials, search.repeats), record, search)
+    return _settled(Setting(run, experiment, atoms, observer, max_trials, search.repeats), record, search)
 
 
 def _unusable_reference(search: Search, fp32: Replay) -> Search:
@@ -302,7 +303,7 @@ def _proposed_by_shadow(run: Run, failing: FailingStep, pins: Sequence[str]) -> 
     where it is they that overflow. None where the step cannot run in bfloat16: code that asks for its dtype."""
     scale = failing.scale if failing.made.why == "gradients" else LOWEST_SCALE
     try:
-        with weights_of(run.workload.model, failing), run.mode.pinned(run.workload.model, pins):
+        with weights_of(run.workload.model, failing), run.pinned(pins):
             ranges = shadow_step(run, failing.snapshot).ranges
     except UserCodeError:
         return []

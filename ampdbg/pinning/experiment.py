@@ -16,7 +16,7 @@ from ampdbg.record.findings import Source
 from ampdbg.record.pins import PinSite, Trial
 from ampdbg.record.run import Investigation
 from ampdbg.replay.pinned_replays import SUSPECTS, PinnedReplays, ScaleRange
-from ampdbg.replay.run import Run
+from ampdbg.replay.run import Run, name_of_line
 from ampdbg.replay.snapshot import FailingStep, further_steps, weights_of
 from ampdbg.search.strategies import AtomTree
 
@@ -69,7 +69,7 @@ class Experiment:
             pins=tuple(pins),
             healthy=health.healthy,
             why=health.why,
-            suspects=tuple(filter(self.tree.has_run, dict.fromkeys(self.tree.own(site.module) for site in sites))),
+            suspects=tuple(filter(self.tree.has_run, dict.fromkeys(map(self.atom_of, sites)))),
             loss=loss,
             seconds=round(time.perf_counter() - started, 3),
         )
@@ -97,10 +97,15 @@ class Experiment:
         forward = (site for site in self.sites(atoms) if site.phase == "forward" and self.is_silent)
         return any(site.value is not None and site.value > largest for site in forward)
 
+    def atom_of(self, site: PinSite) -> str:
+        """The atom that an op is of: its module's own lines, or its line of a script behind all modules."""
+        line = "" if site.module or site.source is None else name_of_line(site.source.file, site.source.line)
+        return line if line in self.tree else self.tree.own(site.module)
+
     def _note(self, sites: Iterable[PinSite], pins: Sequence[str]) -> None:
         pinned = self.tree.expand(pins)
         for site in sites:
-            atom = self.tree.own(site.module)
+            atom = self.atom_of(site)
             is_outside = not self.tree.has_run(atom) or atom in pinned
             into = self.outside if is_outside else self._sites.setdefault(atom, [])
             if not any(_is_same(site, known) for known in into):

@@ -24,13 +24,14 @@ from ampdbg.probes.makings import Makings
 from ampdbg.probes.models import Together, is_global_of_script
 from ampdbg.probes.module_calls import ModulePaths, module_paths, run_eagerly
 from ampdbg.probes.op_trace import OpPlace, OpTraits, PlacedOps, placed
+from ampdbg.probes.source_lines import source_of
 from ampdbg.probes.tensors import HALVES
 from ampdbg.record.findings import Finding
 from ampdbg.record.pins import OWN, Pin, PinCost, PinSite, RootModel, Search, Trial, root_of
 from ampdbg.record.run import Record
-from ampdbg.replay.run import Run
+from ampdbg.replay.run import Run, name_of_line
 from ampdbg.replay.snapshot import FailingStep, Snapshot, rewound
-from ampdbg.search.strategies import OutOfTrials, Result, Trials, most_dropped, trial_of
+from ampdbg.search.strategies import OutOfTrials, Result, Trials, is_line, most_dropped, trial_of
 from ampdbg.source.ownership import is_library_class, is_users_file
 
 AGAIN = "the whole set once more"
@@ -168,11 +169,12 @@ def record_of_best(setting: Setting, record: Record, search: Search, result: Res
     pins = [
         replace(
             pin,
-            tied=tuple(other for other in tied[pin.name] if other != pin.name),
-            without=dropped.get(pin.name) or dropped.get(pin.module + OWN, ""),
-            cost=costs.of(tree.under(pin.name)) if costs is not None else None,
+            tied=tuple(other for other in tied[name] if other != name),
+            without=dropped.get(name) or dropped.get(name + OWN, ""),
+            cost=costs.of(tree.under(name)) if costs is not None else None,
         )
-        for pin in (_pin(setting, name, record.findings) for name in result.pins)
+        for name in result.pins
+        for pin in (_pin(setting, name, record.findings),)
     ]
     search = replace(
         search,
@@ -186,6 +188,12 @@ def record_of_best(setting: Setting, record: Record, search: Search, result: Res
 
 def _pin(setting: Setting, name: str, findings: Sequence[Finding]) -> Pin:
     """The pin of this name, with what goes wrong in it; its reason is the finding there, or the root finding."""
+    if is_line(name):
+        line, sites = setting.run.tail.lines[name][0], setting.experiment.sites([name])
+        at = (
+            n for n, one in enumerate(findings) if one.source and name_of_line(one.source.file, one.source.line) == name
+        )
+        return Pin("", source=source_of(line), reason=next(at, 0 if findings else None), sites=sites)
     module = name.removesuffix(OWN)
     same = (index for index, finding in enumerate(findings) if finding.op and finding.module == module)
     return Pin(
@@ -200,7 +208,8 @@ def _pin(setting: Setting, name: str, findings: Sequence[Finding]) -> Pin:
 def _library_modules_whole(setting: Setting, pins: tuple[str, ...]) -> tuple[str, ...]:
     """A line inside a library cannot be patched: where the whole module is healthy too, it is the pin to take."""
     modules = dict(setting.run.workload.model.named_modules())
-    whole = [pin.removesuffix(OWN) if is_library_class(type(modules[pin.removesuffix(OWN)])) else pin for pin in pins]
+    classes = {pin: type(modules.get(pin.removesuffix(OWN))) for pin in pins}
+    whole = [pin.removesuffix(OWN) if is_library_class(classes[pin]) else pin for pin in pins]
     # A module that is whole now may hold others of the set.
     larger = setting.experiment.tree.compress(setting.experiment.tree.expand(whole))
     with contextlib.suppress(OutOfTrials):  # what was found stands without it
@@ -211,8 +220,9 @@ def _library_modules_whole(setting: Setting, pins: tuple[str, ...]) -> tuple[str
 
 def classes_of(model: torch.nn.Module, pins: Iterable[str], ran: Iterable[str]) -> dict[str, tuple[int, ...]]:
     """How many instances of each pinned class are pinned, and how many ran, where there are several."""
-    every = Counter(type(model.get_submodule(name)).__name__ for name in ran)
-    pinned = Counter(type(model.get_submodule(pin.removesuffix(OWN))).__name__ for pin in pins)
+    every = Counter(type(model.get_submodule(name)).__name__ for name in ran if not is_line(name))
+    named = (pin.removesuffix(OWN) for pin in pins if not is_line(pin))
+    pinned = Counter(type(model.get_submodule(name)).__name__ for name in named)
     return {name: (count, every[name]) for name, count in pinned.items() if every[name] > 1}
 
 
@@ -234,6 +244,8 @@ def tied_together(names: Sequence[str], model: torch.nn.Module) -> tuple[tuple[s
     """The pins in parts: those that hold the same parameter are one part, every other is a part of its own."""
 
     def parameters(pin: str) -> Iterator[int]:
+        if is_line(pin):
+            return iter(())
         module = model.get_submodule(pin.removesuffix(OWN))
         return map(id, module.parameters(recurse=not pin.endswith(OWN)))
 
@@ -331,7 +343,7 @@ def roots_of(model: nn.Module, pins: Iterable[str], makings: Makings | None) -> 
     """The models that the pins are of, in the order of the pins; none where there is but one model."""
     if not isinstance(model, Together):
         return ()
-    names = dict.fromkeys(map(root_of, pins))
+    names = dict.fromkeys(root_of(pin) for pin in pins if not is_line(pin))
     arguments = _arguments(names)
     return tuple(
         RootModel(name, argument, _what(name, model, makings), is_global_of_script(name, model.get_submodule(name)))

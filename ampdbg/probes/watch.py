@@ -75,8 +75,8 @@ class Watch:
         self.lost: Callable[[Optimizer], None] = lambda optimizer: None
         """Called when a loss is known not to be finite, before the optimizer writes the weights."""
         self.withheld: Callable[[Optimizer], None] = lambda optimizer: None
-        """Called when gradients are not finite behind a loss that is: before the optimizer writes the weights, or behind
-        a scaler that has withheld that."""
+        """Called when gradients are not finite behind a loss that is: before the optimizer writes the weights, or
+        behind a scaler that has withheld that."""
         self._restoring: ExitStack | None = None
         self._created = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._started = time.monotonic()

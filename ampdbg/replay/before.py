@@ -82,7 +82,7 @@ class _Root:
             self.marks = {slot: (value, _mark(value)) for slot, value in every.items()}
             self.attributes = copying.each(every)  # type: ignore[arg-type, assignment]
         else:
-            held = {name: owner for name, owner in self.alive()} if self.changed - set(self.written) else {}
+            held = dict(self.alive()) if self.changed - set(self.written) else {}
             slots = [slot for slot in self.changed if slot[0] in held and slot[1] in vars(held[slot[0]])]
             self.attributes = {slot: copying.of(vars(held[slot[0]])[slot[1]]) for slot in slots}
 

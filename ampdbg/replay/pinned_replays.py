@@ -149,7 +149,7 @@ class PinnedReplays:
             return self._replay(Manner(self._low, self.scale, is_lifted=False), SampleTrace)
 
     def _pinned(self, pins: Sequence[str]) -> AbstractContextManager[Any]:
-        return self._run.mode.pinned(self._run.workload.model, pins)
+        return self._run.pinned(pins)
 
     def _replay(self, manner: Manner, traced: TraceKind | None, *, stops_at_loss: bool = False) -> Replayed:
         step = self.failing.snapshot

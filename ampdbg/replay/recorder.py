@@ -765,12 +765,12 @@ def _noting(original: Callable[..., Any], entered: Sequence[Recorder]) -> Callab
 
 
 def _compiling(original: Callable[..., Any], entered: Sequence[Recorder]) -> Callable[..., Any]:
-    def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def call(model: Any = None, *args: Any, **kwargs: Any) -> Any:
         if entered and not isinstance(model, torch.nn.Module):
             entered[0].compiles_functions()
         return original(model, *args, **kwargs)
 
-    return compile
+    return call
 
 
 def _hands_on(module: torch.nn.Module) -> bool:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -22,7 +23,28 @@ from ampdbg.precision.modes import LossScaler, PrecisionMode, mode_of
 from ampdbg.probes.half_names import NamesByLine
 from ampdbg.probes.makings import Makings
 from ampdbg.replay.random_state import seeded
+from ampdbg.source.ownership import Line
 from ampdbg.workload.build import Workload, build_workload
+
+
+@dataclass
+class Tail:
+    """The lines of a script between its modules and its losses, each with its calls, by :func:`name_of_line`.
+
+    ``in_fp32`` are the calls that run in FP32 now.
+    """
+
+    lines: Mapping[str, tuple[Line, frozenset[int]]]
+    in_fp32: frozenset[int] = frozenset()
+
+    def calls_of(self, names: Iterable[str]) -> frozenset[int]:
+        """The calls of the lines among these names."""
+        return frozenset(number for name in names if name in self.lines for number in self.lines[name][1])
+
+
+def name_of_line(file: str, number: int) -> str:
+    """What a line is called among pins: ``train.py:41``."""
+    return f"{PurePath(file).name}:{number}"
 
 
 @dataclass(frozen=True)
@@ -40,6 +62,19 @@ class Run:
     started: float
     makings: Makings | None = None
     names: NamesByLine = field(default_factory=dict)
+    tail: Tail = field(default_factory=lambda: Tail({}))
+
+    @contextlib.contextmanager
+    def pinned(self, pins: Iterable[str]) -> Iterator[None]:
+        """While this is entered, the modules and the lines behind them of these names run in FP32."""
+        names = list(pins)
+        modules = [name for name in names if name not in self.tail.lines]
+        before, self.tail.in_fp32 = self.tail.in_fp32, self.tail.calls_of(names)
+        try:
+            with self.mode.pinned(self.workload.model, modules):
+                yield
+        finally:
+            self.tail.in_fp32 = before
 
     def scaler(self) -> torch.amp.GradScaler:
         """The loss scaler of the run; a dynamic one goes on from the checkpoint's."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Literal
@@ -20,10 +20,10 @@ from ampdbg.config.schema import Precision, config_of_script
 from ampdbg.ops import MOVES
 from ampdbg.precision.emulation import is_emulating
 from ampdbg.precision.modes import mode_of
-from ampdbg.probes.tensors import float_values
+from ampdbg.probes.tensors import HALVES, float_values
 from ampdbg.replay.copies import Copying
 from ampdbg.replay.random_state import RandomState
-from ampdbg.replay.run import Run
+from ampdbg.replay.run import Run, Tail, name_of_line
 from ampdbg.replay.snapshot import ModelState, Snapshot
 from ampdbg.source.ownership import Line
 from ampdbg.workload.build import Workload
@@ -33,7 +33,7 @@ from ampdbg.workload.user_code import UserCode
 Half = Literal["float16", "bfloat16"]
 
 Reach = Literal["whole", "modules"]
-"""How far a step is run again: up to its losses, or its modules alone, without what the script makes of what they give."""
+"""How far a step is run again: up to its losses, or its modules alone, without what is made of what they give."""
 
 MOVES_OR_CASTS = MOVES | {"type", "tensor", "as_tensor", "__getitem__"}
 """torch's functions that give a tensor's own values, in its format or in another one, by their names."""
@@ -139,8 +139,8 @@ class RecordedStep:
     replaced: tuple[str, ...] = ()
     reach: Reach = "whole"
 
-    def loss(self, given: Given) -> torch.Tensor:
-        """The sum of the losses of one part, of shape ().
+    def loss(self, given: Given, in_fp32: Collection[int] = ()) -> torch.Tensor:
+        """The sum of the losses of one part, of shape (); the calls ``in_fp32`` are run so, whatever autocast does.
 
         Where autocast lowers around it, it lowers what it has lowered when the step ran, and nothing else.
         """
@@ -148,8 +148,10 @@ class RecordedStep:
         torch.clear_autocast_cache()  # it may hold casts of weights as another replay had them
         for number, (args, kwargs) in given.items():
             call = self.calls[number]
-            found = Copying(lambda value: _found(value, results))
-            with contextlib.nullcontext() if call.lowers else torch.autocast(self.device, enabled=False):
+            is_pinned = number in in_fp32
+            found = Copying(lambda value: _found(value, results, is_pinned=is_pinned))  # noqa: B023 - used at once
+            is_lowered = call.lowers and not is_pinned
+            with contextlib.nullcontext() if is_lowered else torch.autocast(self.device, enabled=False):
                 results[number] = call.again(*found.of((args, kwargs)))
         losses = [_at_path(results, made).reshape(()) for made in self.losses[min(given)]]
         return losses[0] if len(losses) == 1 else torch.stack([loss.float() for loss in losses]).sum()
@@ -164,18 +166,31 @@ class RecordedStep:
         """The step as a run of one step, under the autocast of its device; ``half`` is what that lowers to."""
         share = len(self.given)
 
+        tail = Tail(self.lines)
+
         def losses(batch: Any, index: int) -> torch.Tensor:
             # A pass gives each part an equal share; the script's own shares are among the calls.
-            return self.loss(batch) * share if share > 1 else self.loss(batch)
+            loss = self.loss(batch, tail.in_fp32)
+            return loss * share if share > 1 else loss
 
         policy: Literal["cuda", "native"] = "cuda" if device.type == "cuda" or is_emulating() else "native"
         precision = Precision(dtype=half or "float32", policy=policy)
         step = StepFunction("the script's step", losses)
         workload = Workload(model, tuple(optimizers), _Parts(self), step, UserCode(()))
-        return Run(config_of_script(precision), workload, device, mode_of(precision, device), time.monotonic())
+        mode = mode_of(precision, device)
+        return Run(config_of_script(precision), workload, device, mode, time.monotonic(), tail=tail)
+
+    @property
+    def lines(self) -> dict[str, tuple[Line, frozenset[int]]]:
+        """The lines between its modules and its losses, with the numbers of their calls, by file name and number."""
+        found: dict[Line, set[int]] = {}
+        for number, call in self.calls.items() if self.reach == "whole" else ():
+            if call.line is not None and call.module is None:
+                found.setdefault(call.line, set()).add(number)
+        return {name_of_line(*line[:2]): (line, frozenset(numbers)) for line, numbers in found.items()}
 
     def snapshot(self, number: int, random_state: RandomState, state: ModelState) -> Snapshot:
-        """The step with what its calls are given as its batches, a part of it each, and the modules that they are of."""
+        """The step with what its calls are given as its batches, a part each, and the modules that they are of."""
         data = tuple(self._data_in(part) for part in self.given)
         called = {id(module): module for call in self.calls.values() if (module := call.module) is not None}
         return Snapshot(
@@ -206,10 +221,10 @@ class _Parts:
         return f"the step makes {len(batch)} calls"
 
 
-def _found(value: Any, results: Mapping[int, Any]) -> Any:
-    if isinstance(value, Own):
-        return value.tensor
-    return _at_path(results, value) if isinstance(value, Made) else value
+def _found(value: Any, results: Mapping[int, Any], *, is_pinned: bool) -> Any:
+    found = value.tensor if isinstance(value, Own) else _at_path(results, value) if isinstance(value, Made) else value
+    is_half = is_pinned and isinstance(found, torch.Tensor) and found.dtype in HALVES
+    return found.float() if is_half else found
 
 
 def _at_path(results: Mapping[int, Any], made: Made) -> Any:

@@ -1,4 +1,4 @@
-"""The failing steps of a loop that is not ours: which of them are run again and captured, while their weights are there.
+"""The failing steps of a loop that is not ours: which are run again and captured, while their weights are there.
 
 A step whose loss is not finite is, where it is the first of a row. One whose gradients alone are not finite may be the
 doing of a loss scale that settles: it is looked at where it leaves NaN alone, where a step has borne its scale before,
@@ -290,7 +290,7 @@ class FailingSteps:
         whole = live.recorded.reach == "whole"
         made = live.investigated(self._watcher.steps if whole else ())
         if made is None:
-            return None, "a signal has come"
+            return None, ""  # a signal has come, and the script is not kept waiting
         if not made.reproduced:
             if is_in_group():
                 self.captures.drop(live.number)
@@ -401,7 +401,7 @@ class FailingSteps:
         self._watcher.optimizers.adopt(self.recorder.trained)
         step, loss = self._watcher.log.closed(), self.recorder.lost_loss
         how = f"the script raised {type(ending.error).__name__}" if ending.error else f"{EXITED} {ending.code}"
-        self._observer.ended_in(step)
+        self._observer.ended_in(step) if self._investigates else None
         made, why_not = self._look(step, "loss", self._scale(), loss, is_cut=loss is None)
         if made is not None or not ending.code:
             self._watcher.log.break_off(made.replays[0].loss if made is not None else math.nan)
@@ -410,7 +410,7 @@ class FailingSteps:
             self._why_ended += f"; {why_not}" * bool(why_not)
 
     def _ended_between_steps(self) -> None:
-        """Looks at the last step where that was withheld, and nothing is known of any: it may be why the script ends."""
+        """Looks at the last step where that was withheld, and nothing is known of any."""
         steps = self._watcher.steps
         last = steps[-1] if steps else None
         if last is None or not last.skipped or self.found or not self.recorder.has_losses:
@@ -424,8 +424,7 @@ class FailingSteps:
         """A record of the loop with what was found and captured in it."""
         self.captures.start = in_its_group(self.captures.start)
         start, captures, steps = self.captures.start, self.captures, self._watcher.log.closed()
-        found = {made.step for made in self.found}
-        notes = [note for note in dict.fromkeys(self._notes)]
+        notes = list(dict.fromkeys(self._notes))
         notes += [captures.why_not] * bool(captures.why_not)
         notes += [NOT_REACHED.format(captures.wanted, counted(steps, "step"))] * (captures.wanted >= steps > 0)
         error = "\n".join(filter(None, (record.error, self._why_ended)))

@@ -11,6 +11,11 @@ Atoms = frozenset[str]
 """A set of atoms: of a leaf module's name, or of ``NAME:own``, a parent's own lines."""
 
 
+def is_line(name: str) -> bool:
+    """Whether an atom is a line of a script behind its modules, ``train.py:41``; it stands in no module."""
+    return ":" in name and not name.endswith(OWN)
+
+
 @dataclass(frozen=True)
 class AtomTree:
     """The modules that ran, as atoms in tree order: depth first, a parent's own lines before its children's.
@@ -53,6 +58,8 @@ class AtomTree:
         """
         if name.endswith(OWN) and name.removesuffix(OWN) in self._spans:
             return name.removesuffix(OWN)
+        if is_line(name):
+            return None
         return name.rpartition(".")[0] if name else None
 
     def expand(self, pins: Iterable[str]) -> Atoms:
@@ -87,10 +94,11 @@ def atom_tree(names: Sequence[str]) -> AtomTree:
 
     Args:
         names: their qualified names, "" for the root, in order of execution or registration; that becomes the order
-            of siblings. Containers that never ran need not be named, and are never a pin: nothing would run in them.
+            of siblings. Lines of a script stand behind all modules, and in none. Containers that never ran need not be named, and are never a pin: nothing would run in them.
     """
     if not names:
         return AtomTree((), (), (), {"": (0, 0)})
+    lines, names = [name for name in names if is_line(name)], [name for name in names if not is_line(name)]
     children = _children(names)
     nodes = _depth_first(children)
     ran = frozenset(names)
@@ -111,6 +119,9 @@ def atom_tree(names: Sequence[str]) -> AtomTree:
         levels[starts[name]] = name.count(".") + 1 if name else 0
         if name in ran:
             modules[starts[name]] = (name, spans[name][1])
+    for line in lines:
+        spans[line] = len(atoms), len(atoms) + 1
+        atoms, levels, modules = [*atoms, line], [*levels, 0], [*modules, (line, len(atoms) + 1)]
     return AtomTree(tuple(atoms), tuple(levels), tuple(modules), spans)
 
 
