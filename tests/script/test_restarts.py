@@ -17,7 +17,7 @@ import torch
 
 from ampdbg.files import temporary_folder
 from ampdbg.script.guard import FileGuard
-from tests.commands.program import Result, start, start_python
+from tests.commands.program import Result, start, start_anew, start_python
 from tests.proof.test_proof_process import is_alive
 from tests.script import scripts
 from tests.script.test_captures import capture_of, interrupted, on
@@ -474,7 +474,8 @@ def test_temporary_files_go_with_the_script(command: str, arguments: str, tempor
     temporary.mkdir()
     for name in ("cache", "tmp0123"):
         (temporary / name).write_text("of before")
-    result = start(folder, command, str(capture_of(folder)), f"--script=train.py {arguments}", TMPDIR=str(temporary))
+    script = f"--script=train.py {arguments}"
+    result = start_anew(folder, command, str(capture_of(folder)), script, TMPDIR=str(temporary))  # a fork knows its own
     assert result.code == (command == "replay"), result.stderr
     assert "cached of before" in result.stderr
     assert ("loaded 8" in result.stderr) == arguments.endswith("loader")
