@@ -53,8 +53,11 @@ def staged_file(path: Path, content: bytes) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder that is gone afterwards; first go those that killed processes have left."""
-    folder = Path(tempfile.gettempdir(), f"{TEMPORARY}{secrets.token_hex(8)}")
+    """A folder that is gone afterwards; first go those that killed processes have left.
+
+    Files and semaphores that have its name of chance in theirs go with it.
+    """
+    folder = Path(tempfile.mktemp(prefix=TEMPORARY))  # mkdir makes none that is there
     try:  # begins before the folder is there: Ctrl-C may fall into the very call that makes it
         folder.mkdir(mode=0o700)
         with _held(folder):
@@ -62,6 +65,10 @@ def temporary_folder() -> Iterator[Path]:
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        for place in (folder.parent, Path("/dev/shm")):
+            for other in place.glob(f"*{folder.name[len(TEMPORARY) :]}*"):
+                with contextlib.suppress(OSError):
+                    shutil.rmtree(other) if other.is_dir() and not other.is_symlink() else other.unlink()
 
 
 def _remove_abandoned(folder: Path) -> None:

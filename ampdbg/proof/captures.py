@@ -30,8 +30,6 @@ from ampdbg.record.pins import Form, Strategy
 from ampdbg.replay.range_profile import profile_of
 from ampdbg.script.capture import Capture, CaptureError
 from ampdbg.script.restart import RestoredStep, how_often, restore_in_script
-from ampdbg.script.scratch_files import beside
-from ampdbg.script.temporaries import remove_temporaries
 
 RUN = (
     "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "  # while it imports there is nothing to keep
@@ -82,7 +80,6 @@ def done_with(job: CaptureJob, observer: Observer) -> Suggestion:
                     raise
             finally:
                 end_group(child.pid)
-                remove_temporaries(beside(result))
         if not result.exists():
             how = signal.strsignal(-code) if code < 0 else f"exit code {code}"
             raise CaptureError(f"{job.path}: the process of {capture.start.name} ended before it was done: {how}")
@@ -139,7 +136,7 @@ def main() -> None:
         end(_outcome(taken, job, events))
 
     try:
-        restore_in_script(Capture(job.path, job.script), use, beside(result))
+        restore_in_script(Capture(job.path, job.script), use, result.parent)
     except AmpdbgError as error:
         end(CaptureError(str(error)))  # without what only this process has
     except Exception as error:  # noqa: BLE001 - what the script has left of torch may raise anything

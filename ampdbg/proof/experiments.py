@@ -48,7 +48,6 @@ from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep, rewound, weights_of
 from ampdbg.script.capture import Capture, CaptureError
 from ampdbg.script.restart import RestoredStep, restore_in_script
-from ampdbg.script.scratch_files import beside
 from ampdbg.training.fp32_twin import Losses, fp32_losses, last_quarter
 from ampdbg.training.loop import train
 from ampdbg.workload.losses import call_model
@@ -68,7 +67,7 @@ def main() -> None:
     if job.captured is None:
         deliver(perform(job, steps, _StagesTo(stages)))
     else:
-        deliver(perform_in_script(job, job.captured, _StagesTo(stages), deliver, beside(result)))
+        deliver(perform_in_script(job, job.captured, _StagesTo(stages), deliver, result.parent))
 
 
 class _StagesTo(Observer):
@@ -104,7 +103,7 @@ def perform(job: Job, steps: Path, observer: Observer) -> Seen:
 
 
 def perform_in_script(
-    job: Job, captured: CapturedStep, observer: Observer, deliver: Callable[[Seen], None], files: Path
+    job: Job, captured: CapturedStep, observer: Observer, deliver: Callable[[Seen], None], folder: Path
 ) -> Seen:
     """Runs the job in the script that its step was captured in, and hands what was seen to ``deliver``.
 
@@ -130,7 +129,7 @@ def perform_in_script(
             os._exit(0)
 
         def started() -> Seen:
-            restore_in_script(capture, use, files, job.patched.files[own] if own is not None else None)
+            restore_in_script(capture, use, folder, job.patched.files[own] if own is not None else None)
             raise AssertionError("the process ends in the script")
 
         return _without_raising(started)

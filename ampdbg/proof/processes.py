@@ -72,8 +72,6 @@ def _seen_by(start: Start, job: Job, steps: Path, observer: Observer) -> Seen:
     import torch
 
     from ampdbg.proof.jobs import Seen
-    from ampdbg.script.scratch_files import beside
-    from ampdbg.script.temporaries import remove_temporaries
 
     with temporary_folder() as folder:
         task, result, output = (folder / part for part in ("task", "result", "output"))
@@ -85,8 +83,6 @@ def _seen_by(start: Start, job: Job, steps: Path, observer: Observer) -> Seen:
                 failure = _ended(wait)
         except OSError as error:
             return Seen(failure=f"no process can be started: {error}")
-        finally:
-            remove_temporaries(beside(result))
         if result.exists():
             seen: Seen = pickle.loads(result.read_bytes())
             return seen

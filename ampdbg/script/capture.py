@@ -59,6 +59,11 @@ class Start:
     processes: Count = 1
 
     @property
+    def typed(self) -> str:
+        """What to type to start it once more: ``--script`` takes that."""
+        return shlex.join([*(["-m"] if self.is_module else []), self.name, *self.arguments])
+
+    @property
     def is_of_group(self) -> bool:
         """Whether it trained in a group of processes, be it of one."""
         return self.processes > 1 or IN_A_GROUP in self.environment
@@ -153,10 +158,9 @@ class Capture:
         self.head = read_head(path)
         self.start = _start_of(script) if script else self.head.start
         if not script and not _is_here(self.start):
-            typed = shlex.join([*(["-m"] if self.start.is_module else []), self.start.name, *self.start.arguments])
             raise CaptureError(
-                f"{path}: it is of {typed}, which does not stand in this folder; go to the folder of the script, or "
-                f"say what to start: --script {shlex.quote(typed)}"
+                f"{path}: it is of {self.start.typed}, which does not stand in this folder; go to the folder of the "
+                f"script, or say what to start: --script {shlex.quote(self.start.typed)}"
             )
         self._opened = safe_open(path, framework="pt")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -41,12 +42,10 @@ from ampdbg.replay.step import RecordedStep
 from ampdbg.replay.step_data import blamed_data
 from ampdbg.script.capture import Capture, CaptureError
 from ampdbg.script.captured_calls import Difference
-from ampdbg.script.file_functions import scratch_files
 from ampdbg.script.gpu import emulated_gpu
+from ampdbg.script.guard import FileGuard
 from ampdbg.script.launch import Script, ScriptEnd, run_script
 from ampdbg.script.ranks import alone
-from ampdbg.script.scratch_files import ScratchFiles
-from ampdbg.script.temporaries import noted_temporaries
 
 AGAIN = 5
 """So many replays tell how often a step fails."""
@@ -123,7 +122,7 @@ Use = Callable[["RestoredStep | CaptureError"], None]
 """Takes a step that was taken over, or why it could not be put into the script."""
 
 
-def restore_in_script(capture: Capture, use: Use, files: Path, text: bytes | None = None) -> None:
+def restore_in_script(capture: Capture, use: Use, folder: Path, text: bytes | None = None) -> None:
     """Starts the script again, in this process, and calls ``use`` with the captured step in its model.
 
     What ``use`` raises goes through the script: who does not want its ``finally`` to run ends the process in it.
@@ -131,7 +130,7 @@ def restore_in_script(capture: Capture, use: Use, files: Path, text: bytes | Non
     Args:
         capture: the step.
         use: called at most once, in the middle of the script.
-        files: a folder of its own, for what the script would write over.
+        folder: a temporary one of its own, for copies of files that the script writes.
         text: what the script's file is taken to hold.
 
     Raises:
@@ -140,10 +139,9 @@ def restore_in_script(capture: Capture, use: Use, files: Path, text: bytes | Non
     start = capture.start
     script = Script(start.name, start.arguments, start.is_module, text=text)
     script.check()
-    finder = _StepFinder(capture, use)
+    finder = _StepFinder(capture, use, folder)
     with ExitStack() as stack:
-        stack.enter_context(noted_temporaries(files))
-        finder.scratch = stack.enter_context(scratch_files(files))
+        stack.enter_context(finder.files.on())
         stack.enter_context(alone(has_launcher=capture.head.start.is_of_group))
         if capture.head.start.emulate or (capture.head.device.startswith("cuda") and not torch.cuda.is_available()):
             stack.enter_context(emulated_gpu(capture.head.start.processes))
@@ -167,16 +165,23 @@ NO_STEP = (
 )
 
 
+REFUSED = (
+    "{} calls {} on {}, which was there before: a replay changes no such file; "
+    "start it so that it writes elsewhere: --script {}"
+)
+
+
 class _StepFinder:
     """Looks at each step of a script, until one is of the captured calls."""
 
-    def __init__(self, capture: Capture, use: Use) -> None:
+    def __init__(self, capture: Capture, use: Use, folder: Path) -> None:
         self.watcher = Watch(None, ())
         self.makings = Makings()
         self.is_used = False
-        self.scratch: ScratchFiles | None = None
+        self.files = FileGuard(folder, self.refuse)
         self._is_over = threading.Event()
-        self._capture, self._use, self._folder = capture, use, os.getcwd()
+        self._capture, self._use = capture, use
+        self._folder, self._process = os.getcwd(), os.getpid()
         self._steps, self._began = 0, time.monotonic()
         self._nearest = Difference(-1, "none of its losses went backward")
         self._names = CallNames()
@@ -201,6 +206,20 @@ class _StepFinder:
             f"{name} made no step like the captured one, of {counted(self._steps, 'step')} that it made; "
             f"{nearest}{self._nearest.reason}"
         )
+
+    def refuse(self, event: str, path: str) -> CaptureError:
+        """Ends the script, where it would change what was there; once the step is found, or in a fork, it raises."""
+        start = self._capture.start
+        typed = shlex.quote(f"{start.typed} --output elsewhere")
+        error = CaptureError(REFUSED.format(start.name, event, path, typed))
+        if not self.is_used and os.getpid() == self._process:
+            self.is_used = True
+            self.files.remove_new()
+            try:
+                self._use(error)
+            finally:
+                self._is_over.set()
+        return error
 
     def _step_ended(self) -> None:
         self._steps += 1
@@ -248,8 +267,7 @@ class _StepFinder:
         torch.clear_autocast_cache()
         with contextlib.suppress(OSError):
             os.chdir(self._folder)  # a script may work in one of its own, which goes with what is new
-        if self.scratch is not None:
-            self.scratch.remove_new()  # the script goes on no more: a proof that starts it is to find what it found
+        self.files.remove_new()  # the script goes on no more: a proof that starts it is to find what it found
         # The script may be within a region of autocast's, as at the next pass of an accumulation.
         outside = torch.autocast(_device_type(model), enabled=False)
         try:

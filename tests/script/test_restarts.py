@@ -7,15 +7,17 @@ import multiprocessing
 import os
 import re
 import shutil
-import tarfile
-import textwrap
+import sqlite3
+import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from ampdbg.script.file_functions import scratch_files
-from tests.commands.program import Result, start, start_python
+from ampdbg.files import temporary_folder
+from ampdbg.script.guard import FileGuard
+from tests.commands.program import Result, start, start_anew, start_python
 from tests.proof.test_proof_process import is_alive
 from tests.script import scripts
 from tests.script.test_captures import capture_of, interrupted, on
@@ -28,23 +30,22 @@ logging.basicConfig(filename="train.log", filemode="w", level=logging.INFO)
 logging.info("begun")
 torch.save({"at": "the start"}, "last.pt")
 Path("config.json").write_text("{}")
-if Path("out").exists():
-    shutil.rmtree("out")
-if Path("old.txt").exists():
-    os.remove("old.txt")
-if Path("a.txt").exists():
-    os.replace("a.txt", "b.txt")
+torch.save({"at": "the start"}, "new.pt")
+os.replace("new.pt", "b.txt")
+os.makedirs("out/deep", exist_ok=True)
+shutil.copy(__file__, "out/train.txt")
 with open("events.txt", "a") as events:
     events.write("one more")
 Path("new.txt").write_text("new")
 """
-"""Writes, removes and renames files before it trains."""
+"""Writes and replaces files before it trains."""
 
 NIGHT = {
     "train.log": "a night's log\n" * 1000,
     "last.pt": "a night's weights",
     "config.json": '{"of": "the night"}',
     "out/deep/best.pt": "the best",
+    "out/train.txt": "the script",
     "old.txt": "old",
     "a.txt": "a",
     "b.txt": "b",
@@ -82,6 +83,26 @@ def test_files_are_as_they_were_before_the_script_was_started_again(command: str
     assert not (folder / "new.txt").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["replay", "suggest-fp32"])
+@pytest.mark.parametrize("caught", ["", "try: ", "threading.Thread(target=lambda: "])
+def test_a_script_that_removes_what_was_there_ends_with_what_to_type(
+    caught: str, command: str, made: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "again"
+    shutil.copytree(made, folder)
+    script = (folder / "train.py").read_text(encoding="utf-8")
+    behind = {"": "", "try: ": "\nexcept: pass", "threading.Thread(target=lambda: ": ").start()"}[caught]
+    removes = f"import shutil, threading\n{caught}shutil.rmtree('out'){behind}\n"
+    (folder / "train.py").write_text(removes + script, encoding="utf-8")
+    result = start(folder, command, "c.safetensors")
+    assert (result.code, result.stdout, "Traceback" in result.stderr) == (2, "", False)
+    said = " ".join(result.stderr.split())
+    assert f"train.py calls shutil.rmtree on {folder / 'out'}, which was there before" in said
+    assert "writes elsewhere: --script 'train.py 400 6 --output elsewhere'" in said
+    assert contents(folder) == NIGHT
+
+
 WORKS_IN_ITS_OWN = "import os\nos.makedirs('outputs/run', exist_ok=True)\nos.chdir('outputs/run')\n"
 
 
@@ -104,49 +125,43 @@ def test_so_they_are_when_it_is_interrupted(made: Path, tmp_path: Path) -> None:
     assert contents(folder) == NIGHT
 
 
-def in_scratch(folder: Path, code: str, is_refused: bool = False) -> Result:
-    """A process that runs the code in the folder, where what it would write over goes into ``scratch``."""
-    program = "import io, os, shutil, torch\nfrom pathlib import Path\n"
-    program += "from ampdbg.script.file_functions import scratch_files\n"
-    program += "with scratch_files(Path('scratch')):\n" + textwrap.indent(code, "    ")
-    ended = start_python(folder, program)
-    assert ended.code == 0 or is_refused, ended.stderr
+PROGRAM = """
+import io, os, shutil, sqlite3, torch
+from pathlib import Path
+from ampdbg.files import temporary_folder
+from ampdbg.script.guard import FileGuard
+
+class Refused(Exception):
+    pass
+
+with temporary_folder() as folder, FileGuard(folder, lambda event, path: Refused(event, path)).on():
+    exec(CODE)
+"""
+
+
+def guarded(folder: Path, code: str, is_refused: bool = False) -> Result:
+    """A process that runs the code in the folder, with the files there guarded."""
+    ended = start_python(folder, PROGRAM.replace("CODE", repr(code)))
+    assert (ended.code == 0) != is_refused, ended.stderr
     return ended
 
 
-WAYS = {
+CARRIED = {
     "written": "open('a.txt', 'w').write('new')\nassert open('a.txt').read() == 'new'",
-    "by what open is made of": "import _io\n_io.open('a.txt', 'w').write('new')\nassert open('a.txt').read() == 'new'",
-    "by what os is made of": "import posix\nposix.write(posix.open('a.txt', os.O_WRONLY), b'new')\n"
-    "assert open('a.txt').read() == 'new'\nposix.remove('d/b')",
     "appended": "open('a.txt', 'a').write('+')\nassert Path('a.txt').read_text() == 'old+'",
     "by a path": "Path('a.txt').write_text('new')\nassert Path('a.txt').read_bytes() == b'new'",
     "by a descriptor": "os.write(os.open('a.txt', os.O_WRONLY), b'new')\nassert open('a.txt').read() == 'new'",
     "by a descriptor that empties it": "os.write(os.open('a.txt', os.O_WRONLY | os.O_TRUNC), b'new')\n"
     "assert open('a.txt').read() == 'new'",
-    "from the descriptor of its folder": "folder = os.open('d', os.O_RDONLY)\n"
-    "os.write(os.open('b', os.O_WRONLY | os.O_TRUNC, dir_fd=folder), b'new')\nassert open('d/b').read() == 'new'\n"
-    "os.unlink('b', dir_fd=folder)",
     "as the memory of a tensor": "torch.from_file('a.txt', shared=True, size=3, dtype=torch.uint8).fill_(78)\n"
     "assert open('a.txt').read() == 'NNN'",
     "as a scripted module": "module = torch.jit.script(torch.nn.Linear(2, 2))\n"
     "torch.jit.save(module, 'a.txt')\nmodule.save('d/b')",
     "locked": "os.chmod('a.txt', 0)",
-    "rotated with its folder": "os.mkdir('new')\nopen('new/b', 'w').write('new')\nshutil.rmtree('d')\n"
-    "os.rename('new', 'd')\nassert open('d/b').read() == 'new'\nopen('d/c', 'w').write('more')",
     "emptied by a descriptor that reads": "os.open('a.txt', os.O_RDONLY | os.O_TRUNC)",
-    "with its folder under a new name": "os.rename('d', 'old')\nassert open('old/b').read() == 'old'\n"
-    "open('old/b', 'w').write('new')\nassert open('old/b').read() == 'new'",
     "truncated": "os.truncate('a.txt', 1)\nassert open('a.txt').read() == 'o'",
     "replaced": "open('t', 'w').write('new')\nos.replace('t', 'a.txt')\nassert open('a.txt').read() == 'new'",
-    "removed": "os.remove('a.txt')",
-    "moved away": "os.rename('a.txt', 'b.txt')\nassert open('b.txt').read() == 'old'",
     "through a link": "os.symlink('a.txt', 'l')\nopen('l', 'w').write('new')\nassert open('a.txt').read() == 'new'",
-    "a link that is made anew": "os.remove('latest')\nos.symlink('d/b', 'latest')\nos.readlink('latest')",
-    "by a module that has its own name for open": "import tarfile\ntarfile.open('a.txt', 'w').close()\n"
-    "import bz2\nbz2.open('d/b', 'wb').write(b'new')\nassert bz2.open('d/b').read() == b'new'",
-    "unpacked over": "import tarfile\nwith tarfile.open('new.tar', 'w') as new:\n    open('c', 'w').write('new')\n"
-    "    new.add('c', 'a.txt')\ntarfile.open('new.tar').extractall()\nassert open('a.txt').read() == 'new'",
     "by numpy": "import numpy\nnumpy.savetxt('a.txt', [1.0])\nassert numpy.loadtxt('a.txt') == 1",
     "as a traced module": "module = torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(2))\nmodule.save('a.txt')\n"
     "assert torch.jit.load('a.txt')(torch.ones(2)).shape == (2,)",
@@ -155,52 +170,92 @@ WAYS = {
     "assert open('a.txt').read() == 'NNN'",
     "as a profile": "from torch.profiler import profile\nwith profile() as seen:\n    torch.ones(3)\n"
     "seen.export_chrome_trace('a.txt')",
-    "through a hard link": "os.link('a.txt', 'l')\nopen('l', 'w').write('new')\nassert open('l').read() == 'new'",
-    "removed and made by who must make it": "os.remove('a.txt')\nopen('a.txt', 'x').write('new')\n"
-    "assert open('a.txt').read() == 'new'",
-    "removed, with others in its place": "shutil.rmtree('d')\nos.makedirs('d/e/f')\nopen('d/b', 'w').write('new')",
-    "in a folder that gives its name away": "os.rename('d', 'old')\nos.mkdir('n')\nopen('n/b', 'w').write('new')\n"
-    "os.rename('n', 'd')\nassert (open('d/b').read(), open('old/b').read()) == ('new', 'old')",
-    "removed with its folder": "shutil.rmtree('d')\nos.makedirs('d')\nopen('d/b', 'w').write('new')",
+    "copied over": "shutil.copy2('d/b', 'a.txt')\nassert open('a.txt').read() == 'old'",
+    "as a database": "base = sqlite3.connect('base')\nbase.execute('insert into t values (2)')\nbase.commit()\n"
+    "assert sqlite3.connect('base').execute('select count(*) from t').fetchone() == (2,)",
+    "as an array": "import numpy\nnumpy.save('x.npy', numpy.ones(3))\nassert numpy.load('x.npy').sum() == 3\n"
+    "numpy.memmap('x.npy', mode='r+')[:] = 0",
+    "as tensors": "from safetensors.torch import save_file\nsave_file({'a': torch.ones(3)}, 'a.txt')",
+    "as a log": "import logging\nlogging.basicConfig(filename='a.txt')\nlogging.error('one')\n"
+    "assert open('a.txt').read().startswith('old')",
 }
 
+REFUSED = {
+    "removed": ("os.remove('a.txt')", "os.remove", "a.txt"),
+    "unlinked": ("Path('a.txt').unlink()", "os.remove", "a.txt"),
+    "removed from its folder": ("os.unlink('b', dir_fd=os.open('d', os.O_RDONLY))", "os.remove", "d/b"),
+    "removed as a tree": ("shutil.rmtree('d', ignore_errors=True)", "shutil.rmtree", "d"),
+    "removed as a tree through what is new": ("os.mkdir('n')\nshutil.rmtree('n/../d')", "shutil.rmtree", "d"),
+    "moved away": ("os.rename('a.txt', 'b.txt')", "os.rename", "a.txt"),
+    "moved elsewhere": ("os.mkdir('n')\nshutil.move('a.txt', 'n')", "os.rename", "a.txt"),
+    "with its folder under a new name": ("Path('d').rename('old')", "os.rename", "d"),
+    "replaced with its folder": ("os.rmdir('e')", "os.rmdir", "e"),
+    "a folder replaced": ("os.mkdir('n')\nos.rename('n', 'e')", "os.rename", "e"),
+    "a link that is made anew": ("os.remove('latest')", "os.remove", "latest"),
+    "a link replaced by one": ("os.symlink('d', 'l')\nos.replace('l', 'latest')", "os.rename", "latest"),
+    "through a second name": ("os.link('a.txt', 'l')", "os.link", "a.txt"),
+    "by what open is made of": ("import _io\n_io.open('a.txt', 'w')", "open", "a.txt"),
+    "by what os is made of": ("import posix\nposix.open('a.txt', os.O_WRONLY)", "open", "a.txt"),
+    "truncated by that": ("import posix\nposix.truncate('a.txt', 1)", "os.truncate", "a.txt"),
+    "as raw bytes": ("io.FileIO('a.txt', 'w')", "open", "a.txt"),
+    "locked by its descriptor": ("os.fchmod(os.open('a.txt', os.O_RDONLY), 0)", "os.chmod", "a.txt"),
+    "locked with its folder": ("os.chmod('d', 0)", "os.chmod", "d"),
+    "as a database by its address": ("sqlite3.connect('file:base', uri=True)", "sqlite3.connect", "base"),
+    "unpacked over": (
+        """import tarfile
+open('c', 'w').close()
+with tarfile.open('t', 'w') as new:
+    new.add('c', 'a.txt')
+tarfile.open('t').extractall()""",
+        "open",
+        "a.txt",
+    ),
+}
+"""Code, and the event and path that are named."""
 
-@pytest.mark.parametrize("way", WAYS)
-def test_what_was_there_stays_however_it_is_written(tmp_path: Path, way: str) -> None:
+
+def there(folder: Path) -> dict[str, object]:
+    """What is below a folder: contents, modes, and where links lead to."""
+    return {
+        str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else (path.stat().st_mode, read(path))
+        for path in folder.rglob("*")
+    }
+
+
+def read(path: Path) -> bytes:
+    return b"" if path.is_dir() else path.read_bytes()
+
+
+@pytest.fixture
+def before(tmp_path: Path) -> dict[str, object]:
+    """A folder with files, folders, a link and a database."""
     (tmp_path / "d").mkdir()
+    (tmp_path / "e").mkdir()
     (tmp_path / "a.txt").write_text("old")
     (tmp_path / "a.txt").chmod(0o644)
     (tmp_path / "d" / "b").write_text("old")
     (tmp_path / "latest").symlink_to("a.txt")
-    in_scratch(tmp_path, WAYS[way])
-    assert os.readlink(tmp_path / "latest") == "a.txt"
-    assert (tmp_path / "a.txt").read_text() == (tmp_path / "d" / "b").read_text() == "old"
-    assert (tmp_path / "a.txt").stat().st_mode & 0o777 == 0o644
-    assert [path.name for path in (tmp_path / "d").iterdir()] == ["b"]
+    np.save(tmp_path / "x.npy", np.zeros(2))
+    with contextlib.closing(sqlite3.connect(tmp_path / "base")) as base:
+        base.executescript("create table t (x); insert into t values (1)")
+    return there(tmp_path)
 
 
-ROTATES = """
-for turn in range(3):
-    os.mkdir("new")
-    open("new/m", "w").write(str(turn))
-    shutil.rmtree("bak", ignore_errors=True)
-    if os.path.exists("cur"):
-        os.rename("cur", "bak")
-    os.rename("new", "cur")
-    assert open("cur/m").read() == str(turn)
-    assert open("bak/m").read() == (str(turn - 1) if turn else "of before")
-"""
+@pytest.mark.parametrize("way", CARRIED)
+def test_what_was_there_stays_however_it_is_written(tmp_path: Path, before: dict[str, object], way: str) -> None:
+    guarded(tmp_path, CARRIED[way])
+    assert there(tmp_path) == before
 
 
-@pytest.mark.parametrize("has_backup", [True, False])
-def test_folders_that_take_turns_stay_as_they_were(has_backup: bool, tmp_path: Path) -> None:
-    there = {"cur/m": "of before", **({"bak/m": "older"} if has_backup else {})}
-    for name, text in there.items():
-        (tmp_path / name).parent.mkdir()
-        (tmp_path / name).write_text(text)
-    in_scratch(tmp_path, ROTATES)
-    shutil.rmtree(tmp_path / "scratch")
-    assert {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.glob("*/*")} == there
+@pytest.mark.parametrize("way", REFUSED)
+def test_what_would_remove_or_rename_it_is_refused_by_its_name(
+    tmp_path: Path, before: dict[str, object], way: str
+) -> None:
+    code, event, path = REFUSED[way]
+    ended = guarded(tmp_path, code, is_refused=True)
+    assert ended.stderr.splitlines()[-1] == f"Refused: ({event!r}, {str(tmp_path / path)!r})"
+    left = {name: found for name, found in there(tmp_path).items() if name in before}
+    assert left == before
 
 
 MAKES = (
@@ -216,13 +271,13 @@ MAKES = (
 
 @pytest.mark.parametrize("ending", ["pass", "sys.exit()", "os.chdir('d')"])
 def test_new_files_and_folders_are_like_any_other_and_go_again(tmp_path: Path, ending: str) -> None:
-    in_scratch(tmp_path, f"import sys\n{MAKES}{ending}")
+    guarded(tmp_path, f"import sys\n{MAKES}{ending}")
     assert list(tmp_path.rglob("*")) == []
 
 
 def test_a_new_folder_that_holds_what_another_process_has_made_stays_with_that(tmp_path: Path) -> None:
     code = f"{MAKES}import subprocess\nsubprocess.run(['touch', 'd/theirs'], check=True)"
-    in_scratch(tmp_path, code)
+    guarded(tmp_path, code)
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == {"d", "d/theirs"}
 
 
@@ -230,13 +285,8 @@ BESIDE = {
     "put in its place": ("open('new', 'w').write('ours')", "open('t', 'w').write('theirs')\nos.replace('t', 'new')"),
     "made after it was removed": ("open('new', 'w').close()\nos.remove('new')", "open('new', 'w').write('theirs')"),
     "made where ours could not be": (
-        "try:\n    torch.save(0, 'no/new')\n    open('new', 'w', 0)\nexcept Exception:\n    pass",
-        "os.makedirs('no')\nopen('new', 'w').write('theirs')",
-    ),
-    "written over it": ("torch.save(1, 'new')", "open('new', 'wb').write(b'theirs')"),
-    "written over it under its name": (
-        "torch.save(1, 't')\nos.replace('t', 'new')",
-        "open('new', 'wb').write(b'theirs')",
+        "try:\n    torch.save(0, 'no/new')\nexcept Exception:\n    pass",
+        "os.makedirs('no')\nopen('no/new', 'w').close()\nopen('new', 'w').write('theirs')",
     ),
 }
 
@@ -245,14 +295,14 @@ BESIDE = {
 @pytest.mark.parametrize(
     "then", ["", "open('new', 'w').write('ours again')\nassert open('new').read() == 'ours again'"]
 )
-def test_a_new_file_that_another_process_has_written_since_stays(tmp_path: Path, way: str, then: str) -> None:
+def test_a_new_file_that_another_process_has_put_in_its_place_stays(tmp_path: Path, way: str, then: str) -> None:
     ours, theirs = BESIDE[way]
     code = (
         f"{ours}\nimport subprocess, sys\nsubprocess.run([sys.executable, '-c', {f'import os{chr(10)}{theirs}'!r}])\n"
     )
-    in_scratch(tmp_path, code + then)
+    guarded(tmp_path, code + then)
     assert (tmp_path / "new").read_text() == "theirs"
-    assert {path.name for path in tmp_path.iterdir()} <= {"new", "no", "scratch"}
+    assert {path.name for path in tmp_path.iterdir()} <= {"new", "no"}
 
 
 MOVES = {
@@ -261,21 +311,21 @@ MOVES = {
     "assert torch.load('step-1/a/b') == 1",
     "a link": "open('y', 'w').close()\nos.symlink('y', 'l')\nos.remove('l')\nos.symlink('y', 'l')",
     "a package": "package = torch.package.PackageExporter('p')\npackage.save_pickle('a', 'b', 1)\npackage.close()",
-    "a second name": "open('y', 'w').close()\nos.link('y', 'l')\nos.symlink('scratch', 's')",
+    "a second name": "open('y', 'w').close()\nos.link('y', 'l')\nos.symlink('nothing', 's')",
     "a log that goes on": "log = open('log', 'w')\nlog.write('1')\nlog.flush()\nos.chmod('log', 0o600)\nlog.write('2')",
 }
 
 
 @pytest.mark.parametrize("what", MOVES)
 def test_what_was_moved_or_written_on_goes_too(tmp_path: Path, what: str) -> None:
-    in_scratch(tmp_path, MOVES[what])
+    guarded(tmp_path, MOVES[what])
     assert list(tmp_path.rglob("*")) == []
 
 
 def test_what_was_there_and_what_is_elsewhere_does_not_go(tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "a.txt").write_text("old")
-    in_scratch(tmp_path / "work", "open('a.txt', 'w').write('new')\nopen('../cache', 'w').write('kept')")
+    guarded(tmp_path / "work", "open('a.txt', 'w').write('new')\nopen('../cache', 'w').write('kept')")
     assert (tmp_path / "work" / "a.txt").read_text() == "old"
     assert (tmp_path / "cache").read_text() == "kept"
 
@@ -290,29 +340,22 @@ def test_what_would_be_an_error_is_one(tmp_path: Path) -> None:
         ("shutil.rmtree('no')", "FileNotFoundError"),
         ("os.rename('no', 'b')", "FileNotFoundError"),
     ):
-        assert f"{error}: " in in_scratch(tmp_path, code, is_refused=True).stderr
+        assert f"{error}: " in guarded(tmp_path, code, is_refused=True).stderr
 
 
-def test_what_cannot_be_led_to_a_copy_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("old")
-    ended = in_scratch(tmp_path, "io.FileIO('a.txt', 'w')", is_refused=True)
-    assert "PermissionError: [Errno 13] kept as it is while ampdbg starts the script again" in ended.stderr
-    assert (tmp_path / "a.txt").read_text() == "old"
-    in_scratch(tmp_path, "io.FileIO('b', 'w')\nio.FileIO('b', 'a')\nio.FileIO('a.txt').read()")
-
-
-def replaced_by_scratch_files() -> list[object]:
-    of_python = [builtins.open, io.open, os.open, os.remove, os.link, shutil.rmtree, vars(tarfile)["bltn_open"]]
-    of_torch = [torch.save, torch.jit.load, torch._C.PyTorchFileWriter]
-    return [*of_python, *of_torch, "from_file" in vars(torch.UntypedStorage)]
+def replaced_by_a_guard() -> list[object]:
+    of_python = [builtins.open, io.open, os.open, os.replace, vars(tempfile)["_RandomNameSequence"].__next__]
+    return [*of_python, torch.jit.load, torch._C.PyTorchFileWriter, "from_file" in vars(torch.UntypedStorage)]
 
 
 def test_afterwards_python_is_as_it_was(tmp_path: Path) -> None:
-    before = replaced_by_scratch_files()
-    with contextlib.suppress(ZeroDivisionError), scratch_files(tmp_path / "scratch"):
-        assert all(now is not then for now, then in zip(replaced_by_scratch_files(), before, strict=True))
+    then = replaced_by_a_guard()
+    with temporary_folder() as folder, contextlib.suppress(ZeroDivisionError), FileGuard(folder, PermissionError).on():
+        assert all(now is not before for now, before in zip(replaced_by_a_guard(), then, strict=True))
         raise ZeroDivisionError
-    assert replaced_by_scratch_files() == before
+    assert replaced_by_a_guard() == then
+    (tmp_path / "a.txt").write_text("old")
+    (tmp_path / "a.txt").unlink()
 
 
 WORKERS = {
@@ -431,7 +474,8 @@ def test_temporary_files_go_with_the_script(command: str, arguments: str, tempor
     temporary.mkdir()
     for name in ("cache", "tmp0123"):
         (temporary / name).write_text("of before")
-    result = start(folder, command, str(capture_of(folder)), f"--script=train.py {arguments}", TMPDIR=str(temporary))
+    script = f"--script=train.py {arguments}"
+    result = start_anew(folder, command, str(capture_of(folder)), script, TMPDIR=str(temporary))  # a fork knows its own
     assert result.code == (command == "replay"), result.stderr
     assert "cached of before" in result.stderr
     assert ("loaded 8" in result.stderr) == arguments.endswith("loader")
