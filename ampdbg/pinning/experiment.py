@@ -100,7 +100,7 @@ class Experiment:
     def atom_of(self, site: PinSite) -> str:
         """The atom that an op is of: its module's own lines, or its line of a script behind all modules."""
         line = "" if site.module or site.source is None else name_of_line(site.source.file, site.source.line)
-        return line if line in self.tree else self.tree.own(site.module)
+        return line if line and line in self.tree else self.tree.own(site.module)
 
     def _note(self, sites: Iterable[PinSite], pins: Sequence[str]) -> None:
         pinned = self.tree.expand(pins)
