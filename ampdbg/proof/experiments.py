@@ -193,7 +193,8 @@ def _each_tried(run: Run, steps: Sequence[FailingStep], job: Job) -> Iterator[Tr
 
 def _tried(replays: PinnedReplays, job: Job) -> Tried:
     _, made = judged(replays, (), "unhealthy" if job.kind == "patched" else "always", is_silent=job.is_silent)
-    low, fp32 = made.replays[:2]
+    low, fp32 = made.low, made.fp32
+    assert fp32 is not None
     health = health_of(on_disk(made, job.patched), is_silent=job.is_silent)
     # A constant that was moved is another number in half than in FP32: that it does no harm has to be seen.
     why = health.why or (gradients_far(made) if job.patched.moves_constants else "")
@@ -218,8 +219,7 @@ def on_disk(made: Investigation, patched: Patched) -> Investigation:
         at = one.source
         return one if at is None else replace(one, source=replace(at, line=line_of(at.file, at.line)))
 
-    low, *others = made.replays
-    return replace(made, replays=(replace(low, producers=tuple(map(moved, low.producers))), *others))
+    return replace(made, low=replace(made.low, producers=tuple(map(moved, made.low.producers))))
 
 
 def _further(

@@ -51,7 +51,7 @@ def prove(job: Job, failing: Sequence[FailingStep], without: Mapping[str, Patche
             told = f"the failing step cannot be written to a file for it: {why}; --no-verify prints the patch unproven"
             return Proof(False, (ProofStep("a fresh process", False, told),))
         # What FP32 made of the steps when they were investigated, in their second replay.
-        recorded = [next((replay.loss for replay in step.made.replays[1:2]), math.nan) for step in failing]
+        recorded = [math.nan if step.made.fp32 is None else step.made.fp32.loss for step in failing]
         with fresh_processes(job.config.start) as run:
             proof = _proof(job, steps, recorded, without, run, observer)
     return replace(proof, steps=(*proof.steps, *replaced_data(failing))) if proof.passed else proof

@@ -17,8 +17,8 @@ from ampdbg.record.findings import Count, Exponent, Finding, Listing, Phase, Sou
 from ampdbg.record.pins import Handover, Pin, Proof, Search, Trial
 
 RECORD_FORMAT = "ampdbg.record"
-RECORD_VERSION = 2
-READABLE_VERSIONS = (1, 2)
+RECORD_VERSION = 3
+READABLE_VERSIONS = (2, 3)
 
 EXITED = "the script ended with exit code"
 """How the ``error`` of a record begins where no error, but the script itself has ended the run within a step."""
@@ -120,8 +120,10 @@ class Replay:
 class Investigation:
     """The replays of one step. ``why`` says what called for them: the loss, the gradients, or the end of the run.
 
-    The first replay is the step as it was, the second, where there is one, FP32. ``loss`` is what the step itself
-    had; ``reproduced`` of ``tries`` replays as it was went wrong like it. ``continuation`` has the losses of FP32
+    ``low`` is the step as it was, ``fp32`` the step in FP32, and ``wide`` in FP64 where FP32 is not finite, else in
+    bfloat16. ``at_lower`` are those at ever lower loss scales, up to the first at which every gradient is finite, and
+    ``floor`` is FP32 on weights and batch rounded to half: what rounding alone changes. ``loss`` is what the step
+    itself had; ``reproduced`` of ``tries`` replays as it was went wrong like it. ``continuation`` has the losses of FP32
     steps on the same batch from the same state. ``first_far`` is the first op whose result is far from FP32's, where
     the step's is. ``is_of_others`` says that all that this process computed was finite, and what it got from another
     one was not; ``spoilt`` names what it was given that is not finite, and why no replay is, where the step may have
@@ -134,7 +136,11 @@ class Investigation:
 
     step: Count
     why: Literal["loss", "gradients", "end"]
-    replays: tuple[Replay, ...]
+    low: Replay
+    fp32: Replay | None = None
+    wide: Replay | None = None
+    at_lower: tuple[Replay, ...] = ()
+    floor: Replay | None = None
     loss: float = math.nan
     reproduced: Count = 1
     tries: Count = 1
@@ -149,6 +155,11 @@ class Investigation:
     weights_grew: float = 1.0
 
     @property
+    def replays(self) -> tuple[Replay, ...]:
+        """Every replay that was made."""
+        return tuple(filter(None, (self.low, self.fp32, *self.at_lower, self.floor, self.wide)))
+
+    @property
     def what(self) -> str:
         """What the losses of its replays are, in words."""
         return "the loss" if self.has_loss else SUM
@@ -156,7 +167,7 @@ class Investigation:
     @property
     def is_as_it_trained(self) -> bool:
         """Whether the step was traced as it trained and not replayed: FP32 is known of single ops alone."""
-        return len(self.replays) == 1 and self.reproduced > 0
+        return self.fp32 is None and self.reproduced > 0
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class LostStep:
         Where one of its modules overflows, the step may have made of that what it gives to others. Where it overflows
         as well with sound numbers in their place, and FP32 comes through that, these replays tell.
         """
-        if not made.reproduced or math.isfinite(made.replays[1].loss):
+        if not made.reproduced or made.fp32 is None or math.isfinite(made.fp32.loss):
             return cls(again, made, BadData())
         bad, overflow = again.blamed_data(), overflow_in(made)
         if overflow is not None and overflow.producer.phase == "forward":
@@ -40,7 +40,7 @@ class LostStep:
         if bad.spoilt and overflow is not None:
             sound = again.with_finite_data(bad.spoilt)
             found = sound.investigated(before)
-            if found is not None and found.reproduced and is_finite(found.replays[1]):
+            if found is not None and found.reproduced and is_finite(found.fp32):
                 still = overflow_in(found)
                 if still is not None and still.producer.site == overflow.producer.site:
                     return cls(sound, replace(found, has_loss=made.has_loss), BadData())
@@ -48,19 +48,19 @@ class LostStep:
 
     def why_untold(self) -> str:
         """What replays show of it where they do not show that precision is the cause, nor that it is not."""
-        made, (low, *others) = self.made, self.made.replays
+        made, low, fp32 = self.made, self.made.low, self.made.fp32
         short = FORMATS[self.again.half or "float32"].short
         if not made.reproduced and made.why == "gradients":
             return "its modules fail no more: it may be an earlier part of it that fails, or what they have kept since"
-        if not made.reproduced:
+        if not made.reproduced or fp32 is None:
             return f"what its modules give is finite in {short}: look at what the script makes of that"
         if self.bad.spoilt:
             return "it is given inf or NaN, which it may have computed itself: no replay can tell"
-        if low.error and others[0].error:
-            return f"it raises an error in FP32 too, and precision is not the cause: {others[0].error}"
+        if low.error and fp32.error:
+            return f"it raises an error in FP32 too, and precision is not the cause: {fp32.error}"
         if low.error and not is_blamed(made):
             return f"it raises that in {short} and not in FP32, and no op was found that goes wrong"
-        makes_nan = math.isnan(others[0].loss) and any(one.phase == "forward" for one in others[0].producers)
-        if not losses_of(self.again.played) and not math.isfinite(others[0].loss) and not makes_nan:
+        makes_nan = math.isnan(fp32.loss) and any(one.phase == "forward" for one in fp32.producers)
+        if not losses_of(self.again.played) and not math.isfinite(fp32.loss) and not makes_nan:
             return "what its modules give is not finite, and in FP32 neither"  # as where they mask what they give
         return ""

@@ -285,7 +285,7 @@ class LostSteps:
         self._why = ""
         self._capture(again, made)
         self._traced.found += [made] * (not too)
-        self._watcher.log.break_off(made.replays[0].loss)
+        self._watcher.log.break_off(made.low.loss)
 
     def _capture(
         self,
@@ -295,7 +295,7 @@ class LostSteps:
         *,
         stands_in: bool = False,
     ) -> None:
-        loss = math.nan if made is None else made.replays[0].loss
+        loss = math.nan if made is None else made.low.loss
         again.capture(self._captures, loss, scaler, is_broken_off=scaler is None, stands_in=stands_in)
 
     def _run_again(

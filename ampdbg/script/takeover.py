@@ -104,7 +104,7 @@ class TakenOver:
         """The record of the run up to the step, which was investigated here."""
         notes = (*self.record.unseen.notes, *self._beside_the_run(made))
         *before, step = self.record.steps
-        if made.reproduced and not is_finite(made.replays[1]):
+        if made.reproduced and not is_finite(made.fp32):
             bad = blamed_data(self.run, self.snapshot, self.played, self.capture.head.computed)
             step, made = replace(step, nonfinite=bad.batch), replace(made, spoilt=bad.spoilt)
         ended = replace(
@@ -120,12 +120,12 @@ class TakenOver:
         if made.tries == AGAIN:
             yield f"step {made.step} as it was fails in {made.reproduced} of {made.tries} replays"
         if head.why == "end" and not is_same_run(made):
-            losses = f"was {number(head.loss)} there, and is {number(made.replays[0].loss)} here"
+            losses = f"was {number(head.loss)} there, and is {number(made.low.loss)} here"
             yield f"the loss of step {made.step} {losses}: what shows in no loss cannot be told"
         if head.start.processes > 1:
             yield f"captured on rank {head.start.rank} of {head.start.processes}: here its gradients are not averaged"
         if torch.device(head.device).type != self.run.device.type:
-            losses = f"its loss was {number(head.loss)} there, and is {number(made.replays[0].loss)} here"
+            losses = f"its loss was {number(head.loss)} there, and is {number(made.low.loss)} here"
             yield f"captured on {there.device_name}, and replayed on {here.device}: {losses}"
 
 

@@ -204,9 +204,9 @@ class TracedStep:
         with held_signals(), contextlib.suppress(Exception):
             made = step.investigated(self._watcher.steps)
             self._made = made if made is not None and _is_told(made) else None
-            if self._made is not None and self._is_doubted and not is_finite(self._made.replays[1]):
+            if self._made is not None and self._is_doubted and not is_finite(self._made.fp32):
                 self._made = None  # which what earlier steps have left in the buffers may be behind
-            if self._made is not None and not is_finite(self._made.replays[1]):  # else it is meant, or no matter
+            if self._made is not None and not is_finite(self._made.fp32):  # else it is meant, or no matter
                 bad = step.blamed_data()
                 self._watcher.log.batch += bad.batch
                 if bad.spoilt:  # replays are given it too, and tell nothing: the trace has seen its op
@@ -223,7 +223,7 @@ class TracedStep:
 
 def _is_told(made: Investigation) -> bool:
     """Whether it was seen again, and the script's own code raised nothing there."""
-    return bool(made.reproduced) and not any(replay.error for replay in made.replays[:2])
+    return bool(made.reproduced) and not any(replay.error for replay in filter(None, (made.low, made.fp32)))
 
 
 def _as_it_trained(step: Step, trace: StepTrace) -> Investigation:
@@ -234,7 +234,7 @@ def _as_it_trained(step: Step, trace: StepTrace) -> Investigation:
         grad_norm=step.grad_norm if step.grad_norm is not None else 0.0,
         gradients=tuple(one.name for group in step.groups for one in group.parameters),
     )
-    return Investigation(step.step, _why(step.loss), (producers_in_place(replay, trace),), loss=step.loss)
+    return Investigation(step.step, _why(step.loss), producers_in_place(replay, trace), loss=step.loss)
 
 
 def _why(loss: float) -> Why:

@@ -1,0 +1,28 @@
+"""Records of version 2 in today's form; what is damaged in them stays so, for the reader to name."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+DAMAGED = AttributeError, KeyError, TypeError, ValueError
+
+
+def upgraded(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The plain data of a record of version 2 in today's form."""
+    with contextlib.suppress(*DAMAGED):
+        return {**record, "investigations": [*map(upgraded_investigation, record.get("investigations", ()))]}
+    return record
+
+
+def upgraded_investigation(made: Any) -> Any:
+    """An investigation of version 2, in which the role of a replay was its place in one list."""
+    with contextlib.suppress(*DAMAGED):
+        low, *others = made["replays"]
+        fp32, *others = others or [None]
+        floor = next((one for one in others if one.get("rounded")), None)
+        at_lower = [one for one in others if one is not floor]
+        wide = at_lower.pop() if at_lower and made["why"] != "end" else None
+        return {**made, "low": low, "fp32": fp32, "wide": wide, "at_lower": at_lower, "floor": floor}
+    return made
