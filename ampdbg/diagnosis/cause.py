@@ -53,7 +53,7 @@ GROWS = (
     "take the largest value off before it grows beyond FP32, as torch.logsumexp and log_softmax do; no pin helps, "
     "since FP32 fails too"
 )
-OF_SPOILT = "run what computes it with autocast(enabled=False), and compare; the report of ampdbg run may name the op"
+OF_COMPUTED = "run what computes it with autocast(enabled=False), and compare; the report of ampdbg run may name the op"
 TOO_COARSE = "change the formula where it divides or cancels; no pin helps, since FP32 fails too"
 
 
@@ -151,7 +151,7 @@ def cause_of(made: Investigation, record: Record) -> Finding:
     steps in a row, for all have the same weights; a row of an optimizer's own turns is one too. Where the loss is at
     fault, one with a finite loss is none of them.
     """
-    found = _of_single_ops(made, record) if made.is_as_it_trained else _of_replays(made, record)
+    found = _of_single_ops(made, record) if made.reach == "none" else _of_replays(made, record)
     if CODES[found.code].verdict == "precision":
         found = _grown(found, made, record)
     # A batch is that of its own step, and a divergence begins where replays show it.
@@ -162,7 +162,7 @@ def cause_of(made: Investigation, record: Record) -> Finding:
     alike -= {other.step for other in record.investigations if is_another_fault(other, made, record)}
     first = first_in_a_row(found.step, alike)
     first = _first_of_turns(first, alike, record) if is_of_loss else first
-    told = first == found.step or made.is_as_it_trained
+    told = first == found.step or made.reach == "none"
     message = found.message if told else f"{found.message} (as step {found.step} was run again)"
     return replace(found, step=first, message=message, evidence={**found.evidence, "replayed_step": found.step})
 
@@ -172,7 +172,7 @@ def is_another_fault(other: Investigation, made: Investigation, record: Record) 
 
     Of two optimizers that step in turn the replays of one tell nothing of the other.
     """
-    if other.step == made.step or other.is_as_it_trained or not other.reproduced:
+    if other.step == made.step or other.reach == "none" or not other.reproduced:
         return False
     own = next((step.loss for step in record.steps if step.step == other.step), math.nan)
     if not is_same_run(replace(other, loss=own)):
@@ -217,11 +217,11 @@ def _of_replays(made: Investigation, record: Record) -> Finding:
     diverging = first_divergence(made, record)
     if diverging is not None and not (diverging is made and _is_of_its_batch(made, record)):
         return divergence(diverging, record)
-    if made.spoilt:
-        where = listed([name or "its tensor" for name in made.spoilt])
+    if made.computed_inputs:
+        where = listed([name or "its tensor" for name in made.computed_inputs])
         message = f"the step is given inf or NaN in {where}, and may have computed that itself: no replay can tell"
-        found = finding_at(UNKNOWN, made, message, spoilt_input=list(made.spoilt))
-        return replace(found, remedy=OF_SPOILT)
+        found = finding_at(UNKNOWN, made, message, computed_inputs=list(made.computed_inputs))
+        return replace(found, remedy=OF_COMPUTED)
     if not is_finite(fp32):
         return _wrong_in_fp32_too(made, fp32)
     suspect = culprit(made)
@@ -269,8 +269,8 @@ def _of_single_ops(made: Investigation, record: Record) -> Finding:
     if why:
         return _doubted(found, why)
     told = replace(found, message=f"{found.message} (this op alone, on the inputs that it had at step {made.step})")
-    spoilt = {"spoilt_input": list(made.spoilt)} if made.spoilt else {}
-    return replace(told, evidence={**found.evidence, **spoilt})
+    computed = {"computed_inputs": list(made.computed_inputs)} if made.computed_inputs else {}
+    return replace(told, evidence={**found.evidence, **computed})
 
 
 def _in_fp32(at: Producer, made: Investigation) -> str:
@@ -284,7 +284,7 @@ def _in_fp32(at: Producer, made: Investigation) -> str:
 
 def _is_in_doubt(made: Investigation, record: Record) -> bool:
     """Whether FP32 comes through what modules gave in the step, and a learning rate that diverges may be behind it."""
-    return not made.has_loss and is_finite(made.fp32) and may_diverge(made, record)
+    return made.reach == "modules" and is_finite(made.fp32) and may_diverge(made, record)
 
 
 def _doubted(found: Finding, why: str) -> Finding:
@@ -368,8 +368,8 @@ RESOLUTION = 1e-6
 
 def first_divergence(made: Investigation, record: Record) -> Investigation | None:
     """The first step whose replays show that the run diverges, if ``made`` shows it or was not replayed; else None."""
-    own = None if made.is_as_it_trained or not _diverges(made, record) else made
-    if own is None and not made.is_as_it_trained:
+    own = None if made.reach == "none" or not _diverges(made, record) else made
+    if own is None and made.reach != "none":
         return None
     earlier = (other for other in record.investigations if other.step < made.step and was_replayed(other))
     return min((other for other in earlier if _diverges(other, record)), key=lambda other: other.step, default=own)

@@ -221,7 +221,7 @@ def _works_below_one(steps: Sequence[Step]) -> bool:
 
 def _fails_in_fp32_too(made: Investigation, record: Record) -> bool:
     """Whether FP32 does not come through the step either, or diverges; of one that was seen as it trained, the op."""
-    if made.is_as_it_trained:
+    if made.reach == "none":
         begins = next(iter(made.low.producers), None)
         return culprit(made) is None and begins is not None and begins.finite_in_fp32 is False
     if not was_replayed(made):
@@ -404,7 +404,7 @@ def _untold(record: Record) -> tuple[list[Step], bool]:
 
     That is where no step at all could be run again, and those between steps that worked are not few, and go on.
     """
-    replayed = {made.step for made in record.investigations if made.reproduced and not made.is_as_it_trained}
+    replayed = {made.step for made in record.investigations if made.reproduced and made.reach != "none"}
     grown = just_grown(record.steps)
     relapses = [step for step in _relapses(record.steps) if step.step not in grown]
     goes_on = bool(relapses) and record.steps[-1].step - relapses[-1].step < SETTLING_STEPS
@@ -506,7 +506,7 @@ def is_calibration(made: Investigation, record: Record) -> bool:
 
     Where no replay tells, as of a step that was traced as it trained, it may; what the run does then shows.
     """
-    if made.is_as_it_trained:
+    if made.reach == "none":
         return True
     if has_static_scale(record.config) or _usable_scale(made) is None:
         return False
@@ -533,7 +533,7 @@ def _has_worked(record: Record) -> bool:
 
 
 def _will_work(made: Investigation, record: Record) -> bool:
-    return not made.is_as_it_trained and is_calibration(made, record)
+    return made.reach != "none" and is_calibration(made, record)
 
 
 def _is_cured_before(made: Investigation, record: Record) -> bool:
@@ -553,7 +553,7 @@ def lasts(made: Investigation, record: Record) -> bool:
     if _will_work(made, record) and _is_cured_before(made, record):
         return False
     suspect = culprit(made)
-    if not made.is_as_it_trained or suspect is None or suspect.producer.phase == "forward" or suspect.value is None:
+    if made.reach != "none" or suspect is None or suspect.producer.phase == "forward" or suspect.value is None:
         return True
     if all(step.skipped for step in record.steps):  # no scale has worked, and the finding says so
         return True

@@ -221,7 +221,7 @@ def _what(made: Investigation) -> str:
     low = made.low
     if not math.isfinite(low.loss):
         value = "NaN" if math.isnan(low.loss) else "inf"
-        return f"loss {value}" if made.has_loss else f"{made.what} is {value}"
+        return f"loss {value}" if made.reach == "whole" else f"{made.what} is {value}"
     if low.gradients:
         return f"gradient of {listed(low.gradients, 1)} not finite"
     return f"buffer {listed(low.buffers, 1)} not finite"

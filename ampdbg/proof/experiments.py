@@ -160,7 +160,7 @@ def _seen(run: Run, steps: Sequence[FailingStep], job: Job, observer: Observer) 
         further, further_failure = _further(run, steps[0], tried[0].scale, job, observer) if is_patched else ((), "")
         low = run.mode.format.name
         ways = {"patched": low} if is_patched else {"unpatched": low, "float32": "float32"}
-        if not steps[0].made.has_loss:  # nothing goes backward
+        if steps[0].made.reach == "modules":  # nothing goes backward
             ways = {}
         uses = {way: use for way, dtype in ways.items() if (use := step_use(run, steps[0], dtype))}
         eval_failure = raised_in_eval_mode(run, steps[0])
@@ -206,7 +206,7 @@ def _tried(replays: PinnedReplays, job: Job) -> Tried:
         scale=replays.scale,
         fp32_loss=fp32.loss,
         fp32_grad_norm=fp32.grad_norm,
-        has_loss=made.has_loss,
+        reach=made.reach,
         unreached=low.unreached,
     )
 

@@ -43,7 +43,7 @@ class LostStep:
             if found is not None and found.reproduced and is_finite(found.fp32):
                 still = overflow_in(found)
                 if still is not None and still.producer.site == overflow.producer.site:
-                    return cls(sound, replace(found, has_loss=made.has_loss), BadData())
+                    return cls(sound, replace(found, reach=made.reach), BadData())
         return cls(again, made, bad)
 
     def why_untold(self) -> str:

@@ -247,7 +247,7 @@ class LostSteps:
     def seen(self, record: Record) -> Record:
         """A record of the loop with why nothing was found in the step in which the script ended, and what was run again
         of others."""
-        parts = [made.step for made in record.investigations if not made.has_loss and made.why != "gradients"]
+        parts = [made.step for made in record.investigations if made.reach == "modules" and made.why != "gradients"]
         found = [made for made in record.investigations if made.replaced]
         replaced = (REPLACED.format(made.step, listed(made.replaced)) for made in found)
         told_of = (*map(MODULES_ALONE.format, parts), *replaced, *self._untold, *self._why_others_were_not(record))
@@ -333,7 +333,7 @@ class LostSteps:
         tell()  # here, for behind this nothing is shown
         has_loss = losses_of(played) == 1  # a sum of other numbers is not to be compared with losses
         made = again.investigated(watcher.steps if has_loss else ())
-        return again, made and replace(made, has_loss=has_loss)
+        return again, made and replace(made, reach="whole" if has_loss else "modules")
 
     def _played(self, model: torch.nn.Module, device: torch.device, why: Why) -> tuple[PlayedStep | None, float]:
         """The pass as it was noted, and its loss scale. Where its gradients are ``why``, and its modules do not make

@@ -94,7 +94,7 @@ class TakenOver:
             weights_grew=head.weights_grew,
             observer=observer,
         )
-        return replace(made, loss=head.loss, has_loss=has_loss, replaced=head.replaced)
+        return replace(made, loss=head.loss, reach="whole" if has_loss else "modules", replaced=head.replaced)
 
     def failing(self, made: Investigation) -> FailingStep:
         """The step, with its weights."""
@@ -106,7 +106,7 @@ class TakenOver:
         *before, step = self.record.steps
         if made.reproduced and not is_finite(made.fp32):
             bad = blamed_data(self.run, self.snapshot, self.played, self.capture.head.computed)
-            step, made = replace(step, nonfinite=bad.batch), replace(made, spoilt=bad.spoilt)
+            step, made = replace(step, nonfinite=bad.batch), replace(made, computed_inputs=bad.spoilt)
         ended = replace(
             self.record, command=command, steps=(*before, step), investigations=(made,), elapsed=self.run.elapsed
         )

@@ -122,7 +122,7 @@ class TracedStep:
         if self._made is not None:
             return replace(self._made, step=step.step, loss=step.loss)
         grew = self._watcher.optimizers.weights_grew
-        made = replace(_as_it_trained(step, self._trace), weights_grew=grew, spoilt=self._spoilt)
+        made = replace(_as_it_trained(step, self._trace), weights_grew=grew, computed_inputs=self._spoilt)
         return replace(made, is_of_others=is_in_group() and not self._is_bad_itself())
 
     def _is_bad_itself(self) -> bool:
@@ -234,7 +234,7 @@ def _as_it_trained(step: Step, trace: StepTrace) -> Investigation:
         grad_norm=step.grad_norm if step.grad_norm is not None else 0.0,
         gradients=tuple(one.name for group in step.groups for one in group.parameters),
     )
-    return Investigation(step.step, _why(step.loss), producers_in_place(replay, trace), loss=step.loss)
+    return Investigation(step.step, _why(step.loss), producers_in_place(replay, trace), loss=step.loss, reach="none")
 
 
 def _why(loss: float) -> Why:

@@ -636,7 +636,7 @@ def test_a_step_that_was_traced_as_it_trained_follows_from_a_divergence_before_i
     losses = [1.1, 1.17e6, 1.23e6, 1.21e6, math.nan]
     steps = [replace(step, loss=loss) for step, loss in zip(steps_of(".xx.N"), losses, strict=True)]
     replayed = Investigation(2, "gradients", low(loss=1.23e6), replace(FP32, loss=1.23e6, grad_norm=9e6))
-    traced = replace(overflowing(4), fp32=None)
+    traced = replace(overflowing(4), fp32=None, reach="none")
     for continuation, code in (((1.23e6, math.nan), "divergence"), ((1.2e6, 1.1e6), "unknown")):
         record = diagnosed(steps, replace(replayed, continuation=continuation), traced, script=ScriptRun("train.py"))
         assert (record.findings[0].code, record.verdict == "precision") == (code, False)
@@ -768,7 +768,7 @@ def test_a_gradient_that_a_lower_scale_makes_finite_overflows_however_small_fp32
 
 @pytest.mark.parametrize(("leaf", "code"), [("[0]", "data-range"), (None, "unknown")])
 def test_no_learning_rate_is_behind_a_batch_where_the_losses_are_too_few_to_tell(leaf: str | None, code: str) -> None:
-    made = beyond_half(1, leaf, has_loss=False)
+    made = beyond_half(1, leaf, reach="modules")
     found = diagnosed(".N..", made, script=ScriptRun("train.py")).findings[0]
     assert (found.code, "a learning rate that diverges" in found.message) == (code, code == "unknown")
 

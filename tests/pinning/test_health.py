@@ -48,7 +48,7 @@ WHY = {
 def test_of_a_step_that_ended_before_its_loss_no_loss_is_told() -> None:
     def why(low: float) -> str:
         replays = (Replay("float16", 1.0, low, 1.0), Replay("float32", 1.0, 2.0, 1.0))
-        return health_of(Investigation(3, "loss", *replays, has_loss=False), is_silent=False).why
+        return health_of(Investigation(3, "loss", *replays, reach="modules"), is_silent=False).why
 
     assert why(math.nan) == "the sum of what its modules give is NaN"
     assert why(math.inf) == "the sum of what its modules give is inf"

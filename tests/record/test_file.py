@@ -68,6 +68,7 @@ def test_the_replays_of_a_record_of_version_2_have_the_roles_that_they_had_by_th
     roles: dict[str, list[Replay]] = {"low": [], "fp32": [], "at_lower": [], "floor": [], "wide": []}
     for name, replay in zip(names.split(), replays, strict=True):
         roles[name].append(Replay(**replay))
+    assert made.reach == ("none" if names == "low" else "whole")
     assert made.at_lower == tuple(roles.pop("at_lower"))
     for name, expected in roles.items():
         assert [one for one in [getattr(made, name)] if one is not None] == expected
@@ -80,6 +81,20 @@ def changed(**keys: Any) -> str:
 
 def without(key: str) -> str:
     return json.dumps({name: value for name, value in json.loads(to_json(healthy())).items() if name != key})
+
+
+def test_a_record_of_version_2_says_how_far_a_step_could_be_replayed() -> None:
+    made = {"step": 3, "why": "loss", "replays": [REPLAY, FP32, FP64], "has_loss": False, "spoilt": ["[0]"]}
+    found = {"code": "unknown", "severity": "error", "step": 3, "phase": "forward", "message": "it fails"}
+    found["evidence"] = {"spoilt_input": ["[0]"]}
+    searched = {"strategy": "guided", "outcome": "spoilt-input", "message": "it fails"}
+    record = from_json(changed(version=2, investigations=[made], findings=[found], search=searched))
+    assert (record.investigations[0].reach, record.investigations[0].computed_inputs) == ("modules", ("[0]",))
+    assert record.findings[0].has_computed_inputs
+    assert record.search is not None
+    assert record.search.outcome == "computed-inputs"
+    not_again = {**made, "replays": [REPLAY], "reproduced": 0}
+    assert from_json(changed(version=2, investigations=[not_again])).investigations[0].reach == "modules"
 
 
 STEP = {"step": 0, "loss": 1.0, "scale": 1.0, "found_inf": False, "skipped": False}

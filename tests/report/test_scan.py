@@ -139,7 +139,7 @@ def said_of(command: str, **fields: object) -> str:
     found = Finding("forward-overflow", "error", 1, "forward", "it overflows", "pin it", module="net")
     last = replace(healthy_step(1), loss=math.nan, grad_norm=None)
     record = run([healthy_step(0), last], findings=(found,), script=ScriptRun("train.py"), verdict="precision")
-    made = Investigation(1, "loss", LOST, has_loss=False)
+    made = Investigation(1, "loss", LOST, reach="modules")
     return " ".join(rendered(replace(record, command=command, investigations=(made,), **fields)).split())  # type: ignore[arg-type]
 
 

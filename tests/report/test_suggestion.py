@@ -143,7 +143,7 @@ def test_a_command_to_copy_is_never_cut() -> None:
         assert f" apply {PATCH.removeprefix('/home/me/')}\n" in page
 
 
-NO_LOSS = (Investigation(3, "loss", LOST, has_loss=False),)
+NO_LOSS = (Investigation(3, "loss", LOST, reach="modules"),)
 CONSTANT = (PatchUnit("the constant on line 3 of model.py", ()),)
 FAILS = "further batches: 1 of 3 healthy; loss NaN. ampdbg does not suggest it."
 RANGE = "the range of half precision"

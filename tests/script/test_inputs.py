@@ -265,7 +265,7 @@ def test_no_patch_is_promised_nor_denied_for_what_a_frozen_network_has_spoilt(tm
     assert "may have computed that itself: no replay can tell" in " ".join(replayed.stdout.split())
     suggested, ended = on(tmp_path, "suggest-fp32", capture)
     assert ended.search is not None
-    assert (ended.search.outcome, ended.pins) == ("spoilt-input", ())
+    assert (ended.search.outcome, ended.pins) == ("computed-inputs", ())
     assert "in FP32 too" not in suggested.stdout
 
 

@@ -169,7 +169,7 @@ def test_two_optimizers_that_settle_with_one_scaler_or_need_not_are_healthy(
     result, record = run(tmp_path, SHARED, "0", scale)
     assert (result.code, record.verdict, record.steps_skipped) == (0, "healthy", skipped)
     assert [found.code for found in record.findings] == ["scale-calibration"] * bool(skipped)
-    assert [(made.step, made.is_as_it_trained) for made in record.investigations] == replayed
+    assert [(made.step, made.reach == "none") for made in record.investigations] == replayed
 
 
 UPDATED = "scaler.step(optimizer=optimizers[1]); scaler.update()"
@@ -352,7 +352,7 @@ def test_a_generator_whose_loss_is_lost_after_the_critic_has_stepped_is_named(
     verdict, code, line = FAILS[how]
     assert (record.verdict, record.steps_skipped) == (verdict, len(bad.split(",")))
     assert where(record) == (code, 8, "net_g", line)
-    assert [(made.step, made.has_loss) for made in record.investigations] == [
+    assert [(made.step, made.reach == "whole") for made in record.investigations] == [
         (8, False),
         *((step, True) for step in (9, 10) if str(step) in bad.split(",")),
     ]
