@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TypeGuard
 
 from ampdbg.record.run import Investigation, Replay
 
@@ -25,14 +26,9 @@ SAME_RUN = 1e-2
 """A replay whose loss is further from the step's own than this share did not run the same computation."""
 
 
-def is_finite(replay: Replay) -> bool:
-    """Whether the replay ran, and its loss and every gradient are finite."""
-    return not replay.error and math.isfinite(replay.loss) and not replay.gradients
-
-
-def is_finite_in_fp32(made: Investigation) -> bool:
-    """Whether the step was replayed in FP32, and all is finite there."""
-    return len(made.replays) > 1 and is_finite(made.replays[1])
+def is_finite(replay: Replay | None) -> TypeGuard[Replay]:
+    """Whether there is such a replay, it ran, and its loss and every gradient are finite."""
+    return replay is not None and not replay.error and math.isfinite(replay.loss) and not replay.gradients
 
 
 def agrees(low: Replay, fp32: Replay, floor: Replay | None) -> bool:
@@ -58,9 +54,9 @@ def keeps_its_gradients(low: Replay) -> bool:
 
 def is_same_run(made: Investigation) -> bool:
     """Whether the replay as it was came to the loss that the step itself had."""
-    return math.isclose(made.loss, made.replays[0].loss, rel_tol=SAME_RUN, abs_tol=1e-6)
+    return math.isclose(made.loss, made.low.loss, rel_tol=SAME_RUN, abs_tol=1e-6)
 
 
 def noise_floor(made: Investigation) -> Replay | None:
     """The replay that shows the noise floor, where it was made and ran."""
-    return next((replay for replay in made.replays if replay.rounded and is_finite(replay)), None)
+    return made.floor if is_finite(made.floor) else None

@@ -12,7 +12,7 @@ from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from ampdbg.agreement import is_finite, is_finite_in_fp32, is_same_run
+from ampdbg.agreement import is_finite, is_same_run
 from ampdbg.diagnosis.producers import (
     UNKNOWN,
     culprit,
@@ -25,7 +25,7 @@ from ampdbg.diagnosis.tensors import blamed_in_batch, spoilt_weights, weights_no
 from ampdbg.quantities import listed, number
 from ampdbg.record.codes import CODES, finding_of
 from ampdbg.record.findings import Finding, Phase
-from ampdbg.record.run import Investigation, Producer, Record, Step, TensorCounts
+from ampdbg.record.run import Investigation, Producer, Record, Replay, Step, TensorCounts
 
 GREW = 30.0
 """Weights so many times as large as when the run began have been thrown there by single updates; training from scratch
@@ -53,7 +53,7 @@ GROWS = (
     "take the largest value off before it grows beyond FP32, as torch.logsumexp and log_softmax do; no pin helps, "
     "since FP32 fails too"
 )
-OF_SPOILT = "run what computes it with autocast(enabled=False), and compare; the report of ampdbg run may name the op"
+OF_COMPUTED = "run what computes it with autocast(enabled=False), and compare; the report of ampdbg run may name the op"
 TOO_COARSE = "change the formula where it divides or cancels; no pin helps, since FP32 fails too"
 
 
@@ -118,7 +118,7 @@ def _is_of_scale(step: Step, record: Record) -> bool:
 def _has_spoilt_weights(made: Investigation, record: Record) -> bool:
     """Whether an earlier step has spoilt the weights, and FP32 comes to nothing with them either."""
     spoilt = (step.step for step in record.steps for counts in step.nonfinite if _is_spoilt(counts))
-    return not is_finite_in_fp32(made) and min(spoilt, default=math.inf) < made.step
+    return not is_finite(made.fp32) and min(spoilt, default=math.inf) < made.step
 
 
 def _is_spoilt(counts: TensorCounts) -> bool:
@@ -151,7 +151,7 @@ def cause_of(made: Investigation, record: Record) -> Finding:
     steps in a row, for all have the same weights; a row of an optimizer's own turns is one too. Where the loss is at
     fault, one with a finite loss is none of them.
     """
-    found = _of_single_ops(made, record) if made.is_as_it_trained else _of_replays(made, record)
+    found = _of_single_ops(made, record) if made.reach == "none" else _of_replays(made, record)
     if CODES[found.code].verdict == "precision":
         found = _grown(found, made, record)
     # A batch is that of its own step, and a divergence begins where replays show it.
@@ -162,7 +162,7 @@ def cause_of(made: Investigation, record: Record) -> Finding:
     alike -= {other.step for other in record.investigations if is_another_fault(other, made, record)}
     first = first_in_a_row(found.step, alike)
     first = _first_of_turns(first, alike, record) if is_of_loss else first
-    told = first == found.step or made.is_as_it_trained
+    told = first == found.step or made.reach == "none"
     message = found.message if told else f"{found.message} (as step {found.step} was run again)"
     return replace(found, step=first, message=message, evidence={**found.evidence, "replayed_step": found.step})
 
@@ -172,12 +172,12 @@ def is_another_fault(other: Investigation, made: Investigation, record: Record) 
 
     Of two optimizers that step in turn the replays of one tell nothing of the other.
     """
-    if other.step == made.step or other.is_as_it_trained or not other.reproduced:
+    if other.step == made.step or other.reach == "none" or not other.reproduced:
         return False
     own = next((step.loss for step in record.steps if step.step == other.step), math.nan)
     if not is_same_run(replace(other, loss=own)):
         return False
-    begins, here = (next(iter(one.replays[0].producers), None) for one in (other, made))
+    begins, here = (next(iter(one.low.producers), None) for one in (other, made))
     return begins is not None and here is not None and begins.site != here.site
 
 
@@ -208,24 +208,25 @@ def _first_of_turns(last: int, alike: Collection[int], record: Record) -> int:
 
 
 def _of_replays(made: Investigation, record: Record) -> Finding:
-    if made.reproduced == 0:
+    fp32 = made.fp32
+    if made.reproduced == 0 or fp32 is None:
         message = f"none of {made.tries} replays reproduced the failure"
         return finding_at(UNKNOWN, made, message, reproduced=made.reproduced, tries=made.tries)
-    if made.replays[1].error:
-        return finding_at(UNKNOWN, made, f"the same step in FP32 raised an error: {made.replays[1].error}")
+    if fp32.error:
+        return finding_at(UNKNOWN, made, f"the same step in FP32 raised an error: {fp32.error}")
     diverging = first_divergence(made, record)
     if diverging is not None and not (diverging is made and _is_of_its_batch(made, record)):
         return divergence(diverging, record)
-    if made.spoilt:
-        where = listed([name or "its tensor" for name in made.spoilt])
+    if made.computed_inputs:
+        where = listed([name or "its tensor" for name in made.computed_inputs])
         message = f"the step is given inf or NaN in {where}, and may have computed that itself: no replay can tell"
-        found = finding_at(UNKNOWN, made, message, spoilt_input=list(made.spoilt))
-        return replace(found, remedy=OF_SPOILT)
-    if not is_finite(made.replays[1]):
-        return wrong_in_fp32_too(made)
+        found = finding_at(UNKNOWN, made, message, computed_inputs=list(made.computed_inputs))
+        return replace(found, remedy=OF_COMPUTED)
+    if not is_finite(fp32):
+        return _wrong_in_fp32_too(made, fp32)
     suspect = culprit(made)
     if suspect is None:
-        low, raised = format_of(made.replays[0].dtype).short, made.replays[0].error
+        low, raised = format_of(made.low.dtype).short, made.low.error
         if raised:
             message = (
                 f"the step raises an error in {low} and not in FP32, and no op was found that goes wrong: {raised}"
@@ -253,7 +254,7 @@ def _of_single_ops(made: Investigation, record: Record) -> Finding:
         return divergence(diverging, record)
     suspect = culprit(made)
     if suspect is None or suspect.producer.finite_in_fp32 is None:
-        at = suspect.producer if suspect else next(iter(made.replays[0].producers), None)
+        at = suspect.producer if suspect else next(iter(made.low.producers), None)
         if at is None:
             begins = "no op was found that begins it"
         else:
@@ -268,38 +269,38 @@ def _of_single_ops(made: Investigation, record: Record) -> Finding:
     if why:
         return _doubted(found, why)
     told = replace(found, message=f"{found.message} (this op alone, on the inputs that it had at step {made.step})")
-    spoilt = {"spoilt_input": list(made.spoilt)} if made.spoilt else {}
-    return replace(told, evidence={**found.evidence, **spoilt})
+    computed = {"computed_inputs": list(made.computed_inputs)} if made.computed_inputs else {}
+    return replace(told, evidence={**found.evidence, **computed})
 
 
 def _in_fp32(at: Producer, made: Investigation) -> str:
     """What is known of FP32 where an op alone is not finite in it: it had what half has left of its inputs."""
     if at.finite_in_fp32 is not False:
         return "what it gives in FP32 is not known"
-    low = made.replays[0].dtype
+    low = made.low.dtype
     rounded = "" if low == "float32" else f" on the same inputs, which {format_of(low).short} may have rounded before"
     return f"alone in FP32 it does so too{rounded}"
 
 
 def _is_in_doubt(made: Investigation, record: Record) -> bool:
     """Whether FP32 comes through what modules gave in the step, and a learning rate that diverges may be behind it."""
-    return not made.has_loss and is_finite_in_fp32(made) and may_diverge(made, record)
+    return made.reach == "modules" and is_finite(made.fp32) and may_diverge(made, record)
 
 
 def _doubted(found: Finding, why: str) -> Finding:
     return replace(found, code=UNKNOWN, message=f"{found.message}; {why}", remedy=CODES[UNKNOWN].remedy)
 
 
-def wrong_in_fp32_too(made: Investigation) -> Finding:
+def _wrong_in_fp32_too(made: Investigation, fp32: Replay) -> Finding:
     """The finding of a step that is not finite in FP32: FP64 decides whether its mathematics is."""
-    producer = _starts_in(made)
+    producer = _starts_in(fp32, made.why)
     where = f", first in {named(producer)}" if producer else ""
     if producer and producer.phase == "forward" and producer.reaches_gradients:
         where += ", which the loss leaves out and the gradients do not"
-    fp64 = next((replay for replay in made.replays if replay.dtype == "float64"), None)
+    fp64 = made.wide
     if fp64 is None or fp64.error or is_finite(fp64):
         return _beyond_fp32(made, producer, where, fp64.error if fp64 else "")
-    if fp64.loss == math.inf and made.replays[1].loss == math.inf:
+    if fp64.loss == fp32.loss == math.inf:
         # torch's CTC loss has one value a sample, before any mean.
         unit = "samples" if producer and "ctc_loss" in producer.op else "values"
         share = f": {producer.inf} of {producer.size} {unit}" if producer else ""
@@ -312,7 +313,7 @@ def _beyond_fp32(made: Investigation, producer: Producer | None, where: str, err
     """The finding of a step that FP32 does not come through either, though its mathematics may: no pin helps."""
     largest = producer.input_largest if producer and producer.input_largest > LARGE else None
     of = f" on values of up to {number(largest)}" if largest else ""
-    low = format_of(made.replays[0].dtype).short
+    low = format_of(made.low.dtype).short
     overflows = producer is not None and producer.inf > 0 and not (producer.nan or producer.divides_by_zero)
     is_beyond = largest is not None or overflows
     limit = (
@@ -326,15 +327,14 @@ def _beyond_fp32(made: Investigation, producer: Producer | None, where: str, err
     return replace(found, remedy=TOO_LARGE if largest else GROWS if is_beyond else TOO_COARSE)
 
 
-def _starts_in(made: Investigation) -> Producer | None:
+def _starts_in(fp32: Replay, why: str) -> Producer | None:
     """Where FP32 goes wrong: an op that makes a NaN of finite numbers is wrong for certain, an inf may be meant.
 
     Of gradients that is what has reached them, from either pass, where that is known.
     """
-    phase = "forward" if made.why == "loss" else "backward"
-    all_of_them = made.replays[1].producers
-    reaching = [producer for producer in all_of_them if producer.reaches_gradients and made.why == "gradients"]
-    found = reaching or [producer for producer in all_of_them if producer.phase == phase]
+    phase = "forward" if why == "loss" else "backward"
+    reaching = [producer for producer in fp32.producers if producer.reaches_gradients and why == "gradients"]
+    found = reaching or [producer for producer in fp32.producers if producer.phase == phase]
     return next((producer for producer in found if producer.nan), next(iter(found), None))
 
 
@@ -368,10 +368,10 @@ RESOLUTION = 1e-6
 
 def first_divergence(made: Investigation, record: Record) -> Investigation | None:
     """The first step whose replays show that the run diverges, if ``made`` shows it or was not replayed; else None."""
-    own = None if made.is_as_it_trained or not _diverges(made, record) else made
-    if own is None and not made.is_as_it_trained:
+    own = None if made.reach == "none" or not _diverges(made, record) else made
+    if own is None and made.reach != "none":
         return None
-    earlier = (other for other in record.investigations if other.step < made.step and _was_replayed(other))
+    earlier = (other for other in record.investigations if other.step < made.step and was_replayed(other))
     return min((other for other in earlier if _diverges(other, record)), key=lambda other: other.step, default=own)
 
 
@@ -382,7 +382,7 @@ def divergence(made: Investigation, record: Record) -> Finding:
         message = f"the loss is {number(climb[0])}, and steps in FP32 on the same batch lead to {number(climb[-1])}"
     else:
         losses = [step.loss for step in before if math.isfinite(step.loss)]
-        reached = max(loss for loss in (losses[-1], made.replays[1].loss) if math.isfinite(loss))
+        reached = max(loss for loss in (losses[-1], _loss_in_fp32(made)) if math.isfinite(loss))
         rose_from = f"the loss rose from {number(min(losses))} to {number(reached)}"
         message = f"{rose_from}, and further steps in FP32 go on rising"
     return finding_at(DIVERGENCE, made, message, continuation=list(climb))
@@ -457,7 +457,7 @@ def _before(made: Investigation, record: Record) -> list[Step]:
 def _diverges(made: Investigation, record: Record) -> bool:
     """Whether FP32 climbs by itself from this step on; where it is not even finite here, whether the loss had risen."""
     before = [step.loss for step in _before(made, record)]
-    return climbs_on(before, made.continuation) or (not is_finite(made.replays[1]) and rose(before))
+    return climbs_on(before, made.continuation) or (not is_finite(made.fp32) and rose(before))
 
 
 def may_diverge(made: Investigation, record: Record) -> bool:
@@ -488,7 +488,7 @@ def leap_in_fp32(made: Investigation, record: Record) -> str:
     told = next((one for one in record.investigations if one.continuation and one.step in of_same_weights), None)
     if not before or told is None:
         return ""
-    now = told.replays[1].loss
+    now = _loss_in_fp32(told)
     comes_back = now <= LEAPT * max(before) or any(loss <= DIVERGED * max(before) for loss in told.continuation)
     return "" if comes_back else f", and in FP32 too the loss leaps from {number(before[-1])} to {number(now)}"
 
@@ -500,5 +500,10 @@ def first_in_a_row(last: int, numbers: Container[int]) -> int:
     return last
 
 
-def _was_replayed(made: Investigation) -> bool:
-    return made.reproduced > 0 and len(made.replays) > 1 and not made.replays[1].error
+def was_replayed(made: Investigation) -> bool:
+    """Whether the step went wrong again, and FP32 has shown what it comes to."""
+    return made.reproduced > 0 and made.fp32 is not None and not made.fp32.error
+
+
+def _loss_in_fp32(made: Investigation) -> float:
+    return math.nan if made.fp32 is None else made.fp32.loss

@@ -12,7 +12,6 @@ from ampdbg.agreement import (
     LOST_ENERGY,
     agrees,
     is_finite,
-    is_finite_in_fp32,
     is_same_run,
     losses_agree,
     noise_floor,
@@ -46,34 +45,30 @@ HELD_DOWN = (
 def hidden_faults(record: Record) -> Iterator[Finding]:
     """What the last step of a run that looks healthy hides."""
     for made in record.investigations:
-        if made.why == "end" and _can_be_judged(made):
-            yield from _faults(made, record)
+        # Code that does not compute the same again cannot be compared with FP32.
+        if made.why == "end" and is_finite(made.fp32) and is_finite(made.low) and is_same_run(made):
+            yield from _faults(made, made.fp32, record)
 
 
-def _can_be_judged(made: Investigation) -> bool:
-    """Code that does not compute the same again cannot be compared with FP32."""
-    return is_finite_in_fp32(made) and is_finite(made.replays[0]) and is_same_run(made)
-
-
-def _faults(made: Investigation, record: Record) -> Iterator[Finding]:
-    low, fp32, floor = made.replays[0], made.replays[1], noise_floor(made)
+def _faults(made: Investigation, fp32: Replay, record: Record) -> Iterator[Finding]:
+    low, floor = made.low, noise_floor(made)
     # Without its noise floor a difference says nothing.
     is_far = floor is not None and not agrees(low, fp32, floor)
     hidden, erased = overflow_in(made), erased_in(made)
     if hidden is not None:
-        yield _silent_overflow(hidden, is_far)
+        yield _silent_overflow(hidden, fp32, is_far)
     elif erased is not None:
-        yield _erased_overflow(erased)
+        yield _erased_overflow(erased, fp32)
     if (low.lost_energy or 0.0) > LOST_ENERGY or (is_far and hidden is None and low.lost):
         yield _underflow(made, record)
-    elif is_far and hidden is None and not _chooses_otherwise(made, floor):
-        yield _precision_loss(made)
+    elif is_far and hidden is None and not _chooses_otherwise(made, fp32):
+        yield _precision_loss(made, fp32)
 
 
-def _silent_overflow(suspect: Suspect, is_far: bool) -> Finding:
-    low, fp32 = suspect.made.replays[:2]
+def _silent_overflow(suspect: Suspect, fp32: Replay, is_far: bool) -> Finding:
+    low = suspect.made.low
     if not is_far and suspect.producer.phase == "backward" and _agree(low):
-        return _erased_overflow(suspect)
+        return _erased_overflow(suspect, fp32)
     result = _losses(low, fp32) if is_far else "the loss still agrees with FP32's"
     message = f"{overflow(suspect)}, and a later op turns the inf into a finite value; {result}"
     evidence = {"value": suspect.value, **_against_fp32(low, fp32)}
@@ -85,16 +80,16 @@ def _agree(low: Replay) -> bool:
     return low.gradient_distance is not None and low.gradient_distance <= AGREEMENT
 
 
-def _erased_overflow(suspect: Suspect) -> Finding:
+def _erased_overflow(suspect: Suspect, fp32: Replay) -> Finding:
     """A gradient overflowed where FP32 makes a zero of it too, as behind a ReLU."""
     message = f"{overflow(suspect)}, and a later op turns the inf into a zero, as it does in FP32"
-    evidence = {"value": suspect.value, **_against_fp32(*suspect.made.replays[:2])}
+    evidence = {"value": suspect.value, **_against_fp32(suspect.made.low, fp32)}
     found = finding_at("silent-overflow", suspect.made, message, suspect.producer, **evidence)
     return replace(found, severity="info", remedy="")
 
 
 def _underflow(made: Investigation, record: Record) -> Finding:
-    low = made.replays[0]
+    low = made.low
     flushes = f"{format_of(low.dtype).short} flushes {low.lost_energy or 0.0:.0%} of the gradient's energy to zero"
     message = f"at a loss scale of {number(low.scale)}, {flushes}"
     lost = low.lost[:20]
@@ -109,16 +104,14 @@ def _underflow(made: Investigation, record: Record) -> Finding:
     return replace(found, remedy=HELD_DOWN if is_held else STARTS_LOW)
 
 
-def _chooses_otherwise(made: Investigation, floor: Replay | None) -> bool:
+def _chooses_otherwise(made: Investigation, fp32: Replay) -> bool:
     """Whether a choice alone is far from FP32's, such as which box an object is matched to, and the loss agrees."""
-    first = made.first_far
-    return (
-        first is not None and base_name(first.op) in CHOOSES and losses_agree(made.replays[0], made.replays[1], floor)
-    )
+    first, floor = made.first_far, noise_floor(made)
+    return first is not None and base_name(first.op) in CHOOSES and losses_agree(made.low, fp32, floor)
 
 
-def _precision_loss(made: Investigation) -> Finding:
-    low, fp32 = made.replays[:2]
+def _precision_loss(made: Investigation, fp32: Replay) -> Finding:
+    low = made.low
     where = f"; {named(made.first_far)} is the first op that differs" if made.first_far else ""
     message = f"the step differs from FP32 by more than rounding explains: {_losses(low, fp32)}{where}"
     return finding_at(FAR_FROM_FP32, made, message, made.first_far, **_against_fp32(low, fp32))

@@ -88,9 +88,10 @@ class Suspect:
     def needs_only_a_scale(self) -> bool:
         """Whether it goes wrong in the backward pass, and at a lower loss scale all gradients are FP32's."""
         survived = survivor(self.made) if self.producer.phase == "backward" else None
-        if survived is None or not keeps_its_gradients(survived):
+        fp32 = self.made.fp32
+        if survived is None or fp32 is None or not keeps_its_gradients(survived):
             return False
-        return agrees(survived, self.made.replays[1], noise_floor(self.made))
+        return agrees(survived, fp32, noise_floor(self.made))
 
     @property
     def is_constant(self) -> bool:
@@ -145,9 +146,8 @@ def _unlike_fp32(made: Investigation) -> list[Suspect]:
 def blamed_replay(made: Investigation) -> Replay:
     """The replay whose producers explain the step: that at its own loss scale, or where no lower one is finite either
     that at the lowest, for what overflows at the first may fit there."""
-    first = made.replays[0]
-    lower = (replay for replay in made.replays[2:] if replay.dtype == first.dtype and replay.producers)
-    return first if survivor(made) else next(lower, first)
+    lower = (replay for replay in made.at_lower if replay.producers)
+    return made.low if survivor(made) else next(lower, made.low)
 
 
 def _first_beyond(found: Iterable[Suspect]) -> Suspect | None:
@@ -169,8 +169,7 @@ def culprit(made: Investigation) -> Suspect | None:
 
 def survivor(made: Investigation) -> Replay | None:
     """The replay at the highest of the lower loss scales that were tried at which everything is finite."""
-    low = made.replays[0]
-    return next((replay for replay in made.replays[2:] if replay.dtype == low.dtype and is_finite(replay)), None)
+    return next(filter(is_finite, made.at_lower), None)
 
 
 def format_of(dtype: str) -> FloatFormat:

@@ -16,7 +16,7 @@ from statistics import mode
 
 from ampdbg import quantities
 from ampdbg.agreement import is_finite
-from ampdbg.diagnosis.cause import DIVERGENCE, cause_of, first_in_a_row, is_another_fault
+from ampdbg.diagnosis.cause import DIVERGENCE, cause_of, first_in_a_row, is_another_fault, was_replayed
 from ampdbg.diagnosis.producers import NEAR, OVERFLOWS, UNKNOWN, culprit, op_name, survivor
 from ampdbg.levels import has_static_scale
 from ampdbg.quantities import counted, listed, number
@@ -221,12 +221,12 @@ def _works_below_one(steps: Sequence[Step]) -> bool:
 
 def _fails_in_fp32_too(made: Investigation, record: Record) -> bool:
     """Whether FP32 does not come through the step either, or diverges; of one that was seen as it trained, the op."""
-    if made.is_as_it_trained:
-        begins = next(iter(made.replays[0].producers), None)
+    if made.reach == "none":
+        begins = next(iter(made.low.producers), None)
         return culprit(made) is None and begins is not None and begins.finite_in_fp32 is False
-    if not made.reproduced or made.replays[1].error:
+    if not was_replayed(made):
         return False
-    return not is_finite(made.replays[1]) or cause_of(made, record).code == DIVERGENCE
+    return not is_finite(made.fp32) or cause_of(made, record).code == DIVERGENCE
 
 
 def _cause(made: Investigation, record: Record) -> Finding:
@@ -235,7 +235,7 @@ def _cause(made: Investigation, record: Record) -> Finding:
     Where a static scale is the only thing wrong, the finding is the scale.
     """
     found = _since_its_first_skip(cause_of(made, record), made, record)
-    given, survived = number(made.replays[0].scale), survivor(made)
+    given, survived = number(made.low.scale), survivor(made)
     if survived is None:
         return found
     if not survived.lost and has_static_scale(record.config) and CODES[found.code].keeps_scale:
@@ -404,7 +404,7 @@ def _untold(record: Record) -> tuple[list[Step], bool]:
 
     That is where no step at all could be run again, and those between steps that worked are not few, and go on.
     """
-    replayed = {made.step for made in record.investigations if made.reproduced and not made.is_as_it_trained}
+    replayed = {made.step for made in record.investigations if made.reproduced and made.reach != "none"}
     grown = just_grown(record.steps)
     relapses = [step for step in _relapses(record.steps) if step.step not in grown]
     goes_on = bool(relapses) and record.steps[-1].step - relapses[-1].step < SETTLING_STEPS
@@ -506,13 +506,13 @@ def is_calibration(made: Investigation, record: Record) -> bool:
 
     Where no replay tells, as of a step that was traced as it trained, it may; what the run does then shows.
     """
-    if made.is_as_it_trained:
+    if made.reach == "none":
         return True
     if has_static_scale(record.config) or _usable_scale(made) is None:
         return False
     suspect, code = culprit(made), CODES[cause_of(made, record).code]
     is_of_scale = suspect is not None and suspect.needs_only_a_scale and code.verdict != "other"
-    return is_finite(made.replays[1]) and (is_of_scale or code.keeps_scale)
+    return is_finite(made.fp32) and (is_of_scale or code.keeps_scale)
 
 
 def _usable_scale(made: Investigation) -> float | None:
@@ -533,7 +533,7 @@ def _has_worked(record: Record) -> bool:
 
 
 def _will_work(made: Investigation, record: Record) -> bool:
-    return not made.is_as_it_trained and is_calibration(made, record)
+    return made.reach != "none" and is_calibration(made, record)
 
 
 def _is_cured_before(made: Investigation, record: Record) -> bool:
@@ -553,7 +553,7 @@ def lasts(made: Investigation, record: Record) -> bool:
     if _will_work(made, record) and _is_cured_before(made, record):
         return False
     suspect = culprit(made)
-    if not made.is_as_it_trained or suspect is None or suspect.producer.phase == "forward" or suspect.value is None:
+    if made.reach != "none" or suspect is None or suspect.producer.phase == "forward" or suspect.value is None:
         return True
     if all(step.skipped for step in record.steps):  # no scale has worked, and the finding says so
         return True
@@ -564,4 +564,4 @@ def lasts(made: Investigation, record: Record) -> bool:
 def works_soon_below(made: Investigation, record: Record) -> bool:
     """Whether a loss scale that is soon found below the step's own would have done."""
     usable = _usable_scale(made)
-    return usable is not None and usable >= made.replays[0].scale / SOON and is_calibration(made, record)
+    return usable is not None and usable >= made.low.scale / SOON and is_calibration(made, record)

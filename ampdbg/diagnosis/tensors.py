@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ampdbg.agreement import is_finite_in_fp32
+from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.producers import suspects
 from ampdbg.quantities import counted, listed, number
 from ampdbg.record.codes import CODES, finding_of
@@ -234,17 +234,16 @@ def _poisoned_by(step: Step, record: Record) -> Producer | None:
 
 def _is_meant(counts: TensorCounts, record: Record) -> bool:
     """Whether a finite step in FP32 leaves the buffer like this too."""
-    return any(counts.name in made.replays[1].buffers for made in _finite_in_fp32(record))
+    return any(counts.name in made.fp32.buffers for made in record.investigations if is_finite(made.fp32))
 
 
 def _is_healthy(step: Step) -> bool:
     return math.isfinite(step.loss) and not step.found_inf
 
 
-def _finite_in_fp32(record: Record, step: Step | None = None) -> list[Investigation]:
-    """The investigations, of the one step or of all, whose replay in FP32 is finite."""
-    made = filter(is_finite_in_fp32, record.investigations)
-    return [one for one in made if step is None or one.step == step.step]
+def _finite_in_fp32(record: Record, step: Step) -> list[Investigation]:
+    """The investigations of the step whose replay in FP32 is finite."""
+    return [made for made in record.investigations if made.step == step.step and is_finite(made.fp32)]
 
 
 def _was_bad_before(counts: TensorCounts, step: Step) -> bool:

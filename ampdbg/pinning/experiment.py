@@ -76,7 +76,7 @@ class Experiment:
 
     def _tried(self, case: PinnedReplays, pins: Sequence[str], names: Names) -> tuple[Health, float]:
         health, made = judged(case, pins, names, is_silent=self.is_silent)
-        return health, made.replays[0].loss
+        return health, made.low.loss
 
     @property
     def seen_atoms(self) -> tuple[str, ...]:
@@ -131,7 +131,7 @@ def _is_same(one: PinSite, other: PinSite) -> bool:
 
 def on_further_batches(run: Run, failing: FailingStep, scales: ScaleRange) -> Iterator[PinnedReplays]:
     """The step on the batches that come after its own, where FP32 is finite on them."""
-    made = replace(failing.made, replays=failing.made.replays[:1])  # what others tell is of the step's own batch
+    made = replace(failing.made, floor=None)  # that is of the step's own batch
     for snapshot in further_steps(run, failing, FURTHER_BATCHES):
         case = PinnedReplays(run, replace(failing, snapshot=snapshot, made=made), scales)
         if is_finite(case.fp32_in_brief.replay):
@@ -177,7 +177,8 @@ def health_of(made: Investigation, *, is_silent: bool) -> Health:
         is_silent: an overflow that erases itself is what is being cured: then none may be left, although
             everything that leaves the step is finite.
     """
-    low, fp32, floor = made.replays[0], made.replays[1], noise_floor(made)
+    low, fp32, floor = made.low, made.fp32, noise_floor(made)
+    assert fp32 is not None
     guilty = _guilty(made)
     if low.error:
         return Health(False, f"raised: {low.error}", guilty)
@@ -202,7 +203,8 @@ def health_of(made: Investigation, *, is_silent: bool) -> Health:
 
 def gradients_far(made: Investigation) -> str:
     """How far the gradients of a replay that is healthy else are from FP32's; "" within the noise."""
-    low, fp32 = made.replays[:2]
+    low, fp32 = made.low, made.fp32
+    assert fp32 is not None
     if agrees(low, fp32, noise_floor(made)):
         return ""
     return f"finite, but the gradients are {low.gradient_distance or 0.0:.0%} away from FP32's"
@@ -215,16 +217,16 @@ def _far(made: Investigation) -> tuple[Suspect, ...]:
 def _guilty(made: Investigation) -> tuple[Suspect, ...]:
     """What goes wrong in FP16 alone; masks do so on purpose. Behind a loss that is not finite gradients say nothing."""
     found = [suspect for suspect in suspects(made) if not suspect.is_constant]
-    if not math.isfinite(made.replays[0].loss):
+    if not math.isfinite(made.low.loss):
         found = [suspect for suspect in found if suspect.producer.phase == "forward"]
     return tuple(found)
 
 
 def _what(made: Investigation) -> str:
-    low = made.replays[0]
+    low = made.low
     if not math.isfinite(low.loss):
         value = "NaN" if math.isnan(low.loss) else "inf"
-        return f"loss {value}" if made.has_loss else f"{made.what} is {value}"
+        return f"loss {value}" if made.reach == "whole" else f"{made.what} is {value}"
     if low.gradients:
         return f"gradient of {listed(low.gradients, 1)} not finite"
     return f"buffer {listed(low.buffers, 1)} not finite"

@@ -159,7 +159,7 @@ def _seen(run: Run, steps: Sequence[FailingStep], job: Job, observer: Observer) 
         further, further_failure = _further(run, steps[0], tried[0].scale, job, observer) if is_patched else ((), "")
         low = run.mode.format.name
         ways = {"patched": low} if is_patched else {"unpatched": low, "float32": "float32"}
-        if not steps[0].made.has_loss:  # nothing goes backward
+        if steps[0].made.reach == "modules":  # nothing goes backward
             ways = {}
         uses = {way: use for way, dtype in ways.items() if (use := step_use(run, steps[0], dtype))}
         eval_failure = raised_in_eval_mode(run, steps[0])
@@ -192,7 +192,8 @@ def _each_tried(run: Run, steps: Sequence[FailingStep], job: Job) -> Iterator[Tr
 
 def _tried(replays: PinnedReplays, job: Job) -> Tried:
     _, made = judged(replays, (), "unhealthy" if job.kind == "patched" else "always", is_silent=job.is_silent)
-    low, fp32 = made.replays[:2]
+    low, fp32 = made.low, made.fp32
+    assert fp32 is not None
     health = health_of(on_disk(made, job.patched), is_silent=job.is_silent)
     # A constant that was moved is another number in half than in FP32: that it does no harm has to be seen.
     why = health.why or (gradients_far(made) if job.patched.moves_constants else "")
@@ -204,7 +205,7 @@ def _tried(replays: PinnedReplays, job: Job) -> Tried:
         scale=replays.scale,
         fp32_loss=fp32.loss,
         fp32_grad_norm=fp32.grad_norm,
-        has_loss=made.has_loss,
+        reach=made.reach,
         unreached=low.unreached,
     )
 
@@ -217,8 +218,7 @@ def on_disk(made: Investigation, patched: Patched) -> Investigation:
         at = one.source
         return one if at is None else replace(one, source=replace(at, line=line_of(at.file, at.line)))
 
-    low, *others = made.replays
-    return replace(made, replays=(replace(low, producers=tuple(map(moved, low.producers))), *others))
+    return replace(made, low=replace(made.low, producers=tuple(map(moved, made.low.producers))))
 
 
 def _further(

@@ -22,7 +22,7 @@ from ampdbg.config.schema import Config
 from ampdbg.errors import AmpdbgError, UserCodeError, first_line
 from ampdbg.patch.file_edits import counterpart
 from ampdbg.record.pins import RootModel
-from ampdbg.record.run import Investigation
+from ampdbg.record.run import Investigation, Reach
 from ampdbg.replay.pinned_replays import ScaleRange
 from ampdbg.replay.run import Run, prepared
 from ampdbg.replay.snapshot import FailingStep
@@ -107,7 +107,7 @@ class Job:
 class Tried:
     """A failing step that was run: ``loss`` in FP16 at the usable ``scale``, and FP32's of the very same code.
 
-    ``has_loss`` is as of its investigation, ``unreached`` as of its FP16 replay.
+    ``reach`` is as of its investigation, ``unreached`` as of its FP16 replay.
     """
 
     step: int
@@ -117,7 +117,7 @@ class Tried:
     scale: float
     fp32_loss: float
     fp32_grad_norm: float
-    has_loss: bool = True
+    reach: Reach = "whole"
     unreached: tuple[str, ...] = ()
 
 

@@ -16,7 +16,7 @@ from ampdbg.proof.jobs import Job, Patched, Seen, StepUse, Trained, Tried, save_
 from ampdbg.proof.processes import Run, fresh_processes
 from ampdbg.quantities import byte_size, counted, duration, listed, percent, scale
 from ampdbg.record.pins import Proof, ProofStep, call_of_pins
-from ampdbg.record.run import SUM
+from ampdbg.record.run import SUM, what_of
 from ampdbg.replay.snapshot import FailingStep
 from ampdbg.training.fp32_twin import distance, last_quarter, taken
 
@@ -51,7 +51,7 @@ def prove(job: Job, failing: Sequence[FailingStep], without: Mapping[str, Patche
             told = f"the failing step cannot be written to a file for it: {why}; --no-verify prints the patch unproven"
             return Proof(False, (ProofStep("a fresh process", False, told),))
         # What FP32 made of the steps when they were investigated, in their second replay.
-        recorded = [next((replay.loss for replay in step.made.replays[1:2]), math.nan) for step in failing]
+        recorded = [math.nan if step.made.fp32 is None else step.made.fp32.loss for step in failing]
         with fresh_processes(job.config.start) as run:
             proof = _proof(job, steps, recorded, without, run, observer)
     return replace(proof, steps=(*proof.steps, *replaced_data(failing))) if proof.passed else proof
@@ -168,14 +168,14 @@ def same_in_fp32(patched: Seen, reference: Seen, recorded: Sequence[float]) -> P
     for now, before, loss in zip(patched.tried, reference.tried, recorded, strict=True):
         share = _allowed(before.fp32_loss, loss)
         for what, one, other in (
-            ("loss" if now.has_loss else SUM.removeprefix("the "), now.fp32_loss, before.fp32_loss),
+            (what_of(now.reach).removeprefix("the "), now.fp32_loss, before.fp32_loss),
             ("gradients' norm", now.fp32_grad_norm, before.fp32_grad_norm),
         ):
             if not math.isclose(one, other, rel_tol=share):
                 told = f"changed: in FP32 the {what} of step {now.step} is {_number(one)}, {_number(other)} without it"
                 return ProofStep(name, False, told)
     losses = " and ".join(_number(one.fp32_loss) for one in patched.tried)
-    what = "the loss" if all(one.has_loss for one in patched.tried) else SUM
+    what = what_of(next((one.reach for one in patched.tried if one.reach == "modules"), "whole"))
     return ProofStep(name, True, f"unchanged: in FP32 {what} is {losses} with and without the patch")
 
 
@@ -283,7 +283,7 @@ _USES: tuple[tuple[Callable[[StepUse], str], str], ...] = (
 def _state(one: Tried) -> str:
     if not one.healthy:
         return one.why
-    what = "loss" if one.has_loss else f"{SUM}:"
+    what = f"{SUM}:" if one.reach == "modules" else "loss"
     return f"healthy; {what} {_number(one.loss)}, {_number(one.fp32_loss)} in FP32"
 
 

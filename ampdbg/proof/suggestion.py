@@ -267,7 +267,7 @@ def _materials(ended: Bisected) -> Materials:
     pins, run, first = ended.record.pins, ended.run, ended.failing[0]
     model = run.workload.model
     lines = own_lines(run, ended.failing, pins)
-    half = Manner(first.made.replays[0].dtype, first.scale, is_lifted=False)
+    half = Manner(first.made.low.dtype, first.scale, is_lifted=False)
     edited = lines_that_may_be_edited(pins, lines, model) | {(one.file, one.line) for one in _constants(ended.record)}
     with weights_of(model, first), names_seen(edited) as names:
         replay_step(run, first.snapshot, half)

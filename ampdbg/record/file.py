@@ -20,6 +20,7 @@ from ampdbg.errors import RecordError
 from ampdbg.files import read_file, replace_file, replace_name
 from ampdbg.quantities import dotted, shown
 from ampdbg.record.run import READABLE_VERSIONS, RECORD_FORMAT, RECORD_VERSION, Record
+from ampdbg.record.version_2 import upgraded
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
@@ -53,7 +54,7 @@ def _escaped(char: str) -> str:
 
 
 def from_json(text: str | bytes) -> Record:
-    """Reads what :func:`to_json` wrote, and records of version 1.
+    """Reads what :func:`to_json` wrote, and records of version 2.
 
     Raises:
         RecordError: the text is no record, one of another version, or a damaged one; the message names the key.
@@ -71,6 +72,7 @@ def from_json(text: str | bytes) -> Record:
             f"a record of version {shown(data.get('version'))}; this ampdbg reads versions "
             f"{' and '.join(map(str, READABLE_VERSIONS))}. Run the command again to make a new record."
         )
+    data = data if data["version"] == RECORD_VERSION else upgraded(data)
     return checked({**data, "version": RECORD_VERSION}, "record")
 
 

@@ -63,9 +63,9 @@ class Finding:
     root: Count | None = None
 
     @property
-    def has_spoilt_input(self) -> bool:
+    def has_computed_inputs(self) -> bool:
         """Whether its step is given inf or NaN that it may have computed itself: no replay tells of it, and no pin."""
-        return "spoilt_input" in self.evidence
+        return "computed_inputs" in self.evidence
 
     @property
     def replayed_step(self) -> int:

@@ -23,12 +23,16 @@ from ampdbg.files import obstacle, read_file, replace_file
 from ampdbg.quantities import shown
 from ampdbg.record.file import LARGEST_FILE, adapter, checked, keep_out_of_git, path_in_folder, strict
 from ampdbg.record.run import RECORD_FORMAT, RECORD_VERSION, Investigation, Record, Step
+from ampdbg.record.version_2 import upgraded_investigation
 
 if TYPE_CHECKING:
     pass
 
 LOG_FORMAT = "ampdbg.log"
-LOG_VERSION = 1
+LOG_VERSION = 2
+READABLE_LOGS = (1, 2)
+"""The first has investigations as records of version 2 have."""
+
 KINDS: Mapping[str, Hashable] = {"step": Step, "investigation": Investigation, "record": Record}
 """What a line may hold, by its only key."""
 
@@ -258,8 +262,9 @@ def _record_of(content: bytes) -> Record:
     head = _parsed(lines[0], 1)
     if head.get("format") != LOG_FORMAT:
         raise RecordError("not a log")
-    if head.get("version") != LOG_VERSION:
-        raise RecordError(f"a log of version {shown(head.get('version'))}; this ampdbg reads version {LOG_VERSION}")
+    if head.get("version") not in READABLE_LOGS:
+        version, readable = shown(head.get("version")), " and ".join(map(str, READABLE_LOGS))
+        raise RecordError(f"a log of version {version}; this ampdbg reads versions {readable}")
     steps: dict[Any, Any] = {}
     investigations: list[Any] = []
     record: dict[str, Any] = {}
@@ -268,7 +273,7 @@ def _record_of(content: bytes) -> Record:
         if kind == "step":
             steps[_number_of(value, number)] = value
         elif kind == "investigation":
-            investigations.append(value)
+            investigations.append(value if head["version"] == LOG_VERSION else upgraded_investigation(value))
         else:
             record = value
     if not record:

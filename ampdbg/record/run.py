@@ -17,8 +17,8 @@ from ampdbg.record.findings import Count, Exponent, Finding, Listing, Phase, Sou
 from ampdbg.record.pins import Handover, Pin, Proof, Search, Trial
 
 RECORD_FORMAT = "ampdbg.record"
-RECORD_VERSION = 2
-READABLE_VERSIONS = (1, 2)
+RECORD_VERSION = 3
+READABLE_VERSIONS = (2, 3)
 
 EXITED = "the script ended with exit code"
 """How the ``error`` of a record begins where no error, but the script itself has ended the run within a step."""
@@ -31,6 +31,16 @@ Verdict = Literal["healthy", "precision", "other", "inconclusive"]
 
 SUM = "the sum of what its modules give"
 """What stands for the loss of a step that has none, in words."""
+
+Reach = Literal["whole", "modules", "none"]
+"""How far a step could be replayed: with its own loss, or its modules alone, for whose loss stands the sum of what they
+give; or not at all: then it was traced as it trained, and FP32 is known of single ops alone."""
+
+
+def what_of(reach: Reach) -> str:
+    """What the loss of a replay is, in words."""
+    return SUM if reach == "modules" else "the loss"
+
 
 OpSite = tuple[Phase, str, int, str, Source | None]
 """Where an op is in a step: its phase, its module, which call of that, its name and its line."""
@@ -120,21 +130,27 @@ class Replay:
 class Investigation:
     """The replays of one step. ``why`` says what called for them: the loss, the gradients, or the end of the run.
 
-    The first replay is the step as it was, the second, where there is one, FP32. ``loss`` is what the step itself
-    had; ``reproduced`` of ``tries`` replays as it was went wrong like it. ``continuation`` has the losses of FP32
-    steps on the same batch from the same state. ``first_far`` is the first op whose result is far from FP32's, where
-    the step's is. ``is_of_others`` says that all that this process computed was finite, and what it got from another
-    one was not; ``spoilt`` names what it was given that is not finite, and why no replay is, where the step may have
-    computed that itself, as by a network without gradients; ``replaced`` what finite numbers stand for in its replays,
-    for that reason. ``has_loss`` says that its replays have the step's own
-    loss, and no more than what its modules gave where it is false. ``weights_grew`` is how many times as large all
-    weights together are in it as when the run began, by their 2-norm. ``batch_largest`` is the largest finite
-    magnitude in the batch's numeric leaves, by leaf, and ``batch_index`` where in the leaf it stands.
+    ``low`` is the step as it was, ``fp32`` the step in FP32, and ``wide`` in FP64 where FP32 is not finite, else in
+    bfloat16. ``at_lower`` are those at ever lower loss scales, up to the first at which every gradient is finite, and
+    ``floor`` is FP32 on weights and batch rounded to half: what rounding alone changes. ``loss`` is what the step
+    itself had; ``reproduced`` of ``tries`` replays as it was went wrong like it. ``continuation`` has the losses of
+    FP32 steps on the same batch from the same state. ``first_far`` is the first op whose result is far from FP32's,
+    where the step's is. ``is_of_others`` says that all that this process computed was finite, and what it got from
+    another one was not. ``computed_inputs`` names what it was given that is not finite, and why no replay is, where the
+    step may have computed that itself, as by a network without gradients; ``replaced`` what finite numbers stand for in
+    its replays, for that reason. ``reach`` is how far the step could be replayed, and ``why_no_further`` the reason
+    where that is not the whole of it and is known. ``weights_grew`` is how many times as large all weights together are
+    in it as when the run began, by their 2-norm. ``batch_largest`` is the largest finite magnitude in the batch's
+    numeric leaves, by leaf, and ``batch_index`` where in the leaf it stands.
     """
 
     step: Count
     why: Literal["loss", "gradients", "end"]
-    replays: tuple[Replay, ...]
+    low: Replay
+    fp32: Replay | None = None
+    wide: Replay | None = None
+    at_lower: tuple[Replay, ...] = ()
+    floor: Replay | None = None
     loss: float = math.nan
     reproduced: Count = 1
     tries: Count = 1
@@ -143,20 +159,21 @@ class Investigation:
     batch_largest: Mapping[str, float] = field(default_factory=dict)
     batch_index: Mapping[str, tuple[Count, ...]] = field(default_factory=dict)
     is_of_others: bool = False
-    spoilt: tuple[str, ...] = ()
+    computed_inputs: tuple[str, ...] = ()
     replaced: tuple[str, ...] = ()
-    has_loss: bool = True
+    reach: Reach = "whole"
+    why_no_further: str = ""
     weights_grew: float = 1.0
+
+    @property
+    def replays(self) -> tuple[Replay, ...]:
+        """Every replay that was made."""
+        return tuple(filter(None, (self.low, self.fp32, *self.at_lower, self.floor, self.wide)))
 
     @property
     def what(self) -> str:
         """What the losses of its replays are, in words."""
-        return "the loss" if self.has_loss else SUM
-
-    @property
-    def is_as_it_trained(self) -> bool:
-        """Whether the step was traced as it trained and not replayed: FP32 is known of single ops alone."""
-        return len(self.replays) == 1 and self.reproduced > 0
+        return what_of(self.reach)
 
 
 @dataclass(frozen=True)

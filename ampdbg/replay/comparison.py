@@ -175,8 +175,8 @@ def held_against(
     noise: Noise,
     at_scale: Callable[[float], Replayed] | None = None,
     most: int = PRODUCERS_KEPT,
-) -> tuple[Replay, ...]:
-    """The replay with its producers and its distances from FP32's; behind it the floor, where it is too far without.
+) -> tuple[Replay, Replay | None]:
+    """The replay with its producers and its distances from FP32's; and the floor, where it is too far without.
 
     A gradient that is zero at any loss scale was not flushed, whatever it is in FP32: the code has made another choice,
     such as which box an object is matched to, or rounds to where a function is flat; or something overflows in the
@@ -190,7 +190,7 @@ def held_against(
         replay = replace(replay, unreached=unreached, **compared_gradients(low, fp32))
     is_near = agrees(replay, fp32.replay, None) and keeps_its_gradients(replay)
     if is_near or not (is_finite(replay) and is_finite(fp32.replay)):
-        return (replay,)
+        return replay, None
     if noise.known is not None and not replay.lost:  # else its gradients tell which of these are noise
         return replay, noise.known
     return replace(replay, **compared_gradients(low, fp32, noise.floor)), noise.floor.replay

@@ -90,33 +90,33 @@ class _Replays:
 
     def of_fault(self, why: Why, before: Sequence[Step]) -> Investigation:
         """The replays of a step whose loss or gradients are not finite."""
-        made = Investigation(self._snapshot.step, why, ())
         low, failed, tries = self._again_until_it_fails(why)
+        made = Investigation(self._snapshot.step, why, low.replay, reproduced=int(failed), tries=tries)
         if not failed:
-            return replace(made, replays=(low.replay,), reproduced=0, tries=tries)
+            return made
         fp32 = self._fp32(traced=self._producers, keep_gradients=why == "gradients")
-        replays = [producers_of(low, fp32), producers_of(fp32, fp32)]
+        made = replace(made, low=producers_of(low, fp32), fp32=producers_of(fp32, fp32))
         if why == "gradients" and is_finite(fp32.replay):
-            replays[0] = self._with_erased(low, replays[0])
-            replays += self._at_lower_scales(fp32, None if overflows_on_the_way(replays[0]) else self._at_scale)
-            replays[-1] = self._traced_at_one(replays[-1], fp32)
-        replays.append(self._wider(fp32.replay))
+            made = replace(made, low=self._with_erased(low, made.low))
+            at_scale = None if overflows_on_the_way(made.low) else self._at_scale
+            at_lower, floor = self._at_lower_scales(fp32, at_scale)
+            made = replace(made, at_lower=at_lower, floor=floor)
+        made = replace(made, wide=self._wider(fp32.replay))
         may_diverge = may_have_risen([step.loss for step in before], fp32.replay.loss)
         continuation = self._continued() if may_diverge and not fp32.replay.error else ()
-        return replace(made, replays=tuple(replays), reproduced=1, tries=tries, continuation=continuation)
+        return replace(made, continuation=continuation)
 
     def of_hidden_fault(self) -> Investigation:
         """The replays of a step that looks healthy: two, and more only where those differ."""
-        made = Investigation(self._snapshot.step, "end", ())
         low = self._low(traced=self._producers, keep_gradients=True)
         overflows = any(op.produces for op in low.trace.ops) if low.trace else False
         fp32 = self._fp32(traced=self._producers if overflows else None, keep_gradients=True)
         noise = self._floor(fp32)
-        replay, *floor = held_against(low, fp32, noise, self._at_scale)
+        replay, floor = held_against(low, fp32, noise, self._at_scale)
         if (replay.gradient_distance or 0.0) > AGREEMENT:
             replay = self._with_erased(low, replay)
-        made = replace(made, replays=(replay, producers_of(fp32, fp32), *floor))
-        if not floor or agrees(replay, fp32.replay, *floor) or overflow_in(made):  # which is why it is far
+        made = Investigation(self._snapshot.step, "end", replay, producers_of(fp32, fp32), floor=floor)
+        if floor is None or agrees(replay, fp32.replay, floor) or overflow_in(made):  # which is why it is far
             return made
         low, fp32 = self._low(traced=SampleTrace), self._fp32(traced=SampleTrace)
         far = first_far_op(low, fp32, self._replay(ROUNDED, noise.manner, traced=SampleTrace))
@@ -163,28 +163,27 @@ class _Replays:
             return self._replay("bfloat16", Manner("bfloat16")).replay
         return self._replay("FP64", Manner("float64")).replay
 
-    def _at_lower_scales(self, fp32: Replayed, at_scale: Callable[[float], Replayed] | None) -> Iterator[Replay]:
-        """The backward pass at S/2, S/8, S/32 … 1, up to the first scale at which every gradient is finite.
-
-        Behind that one is the noise floor, where it is far from FP32.
-        """
+    def _at_lower_scales(
+        self, fp32: Replayed, at_scale: Callable[[float], Replayed] | None
+    ) -> tuple[tuple[Replay, ...], Replay | None]:
+        """The backward pass at S/2, S/8, S/32 … 1, up to the first scale at which every gradient is finite; and the
+        noise floor, where that one is far from FP32."""
+        found: list[Replay] = []
         scale, factor = self._as_it_was.scale, 2.0
         while scale > 1.0:
             scale, factor = max(1.0, scale / factor), 4.0
             low = self._at_scale(scale)
-            if not is_finite(low.replay):
-                yield low.replay
-                continue
-            yield from held_against(low, fp32, self._floor(fp32), at_scale)
-            return
+            if is_finite(low.replay):
+                replay, floor = held_against(low, fp32, self._floor(fp32), at_scale)
+                return (*found, replay), floor
+            found.append(low.replay if scale > 1.0 else self._traced_at_one(fp32))
+        return tuple(found), None
 
     def _at_scale(self, scale: float) -> Replayed:
         return self._replay(f"loss scale {scale:g}", replace(self._as_it_was, scale=scale), keep_gradients=True)
 
-    def _traced_at_one(self, lowest: Replay, fp32: Replayed) -> Replay:
-        """The replay at a loss scale of 1 with its producers, where its gradients are not finite either."""
-        if lowest.scale != 1.0 or lowest.dtype != self._as_it_was.dtype or is_finite(lowest):
-            return lowest
+    def _traced_at_one(self, fp32: Replayed) -> Replay:
+        """The replay at a loss scale of 1 with its producers, whose gradients are not finite either."""
         manner = replace(self._as_it_was, scale=1.0)
         low = self._replay("loss scale 1, every op", manner, traced=self._producers, keep_gradients=True)
         return self._with_erased(low, producers_of(low, fp32))
@@ -243,7 +242,7 @@ def is_blamed(made: Investigation) -> bool:
 
     A constant that overflows is mostly a mask, and does no harm.
     """
-    if not made.reproduced or not made.replays[0].error or not is_finite(made.replays[1]):
+    if not made.reproduced or not made.low.error or not is_finite(made.fp32):
         return False
     suspect = culprit(made)
     return suspect is not None and not suspect.is_constant
@@ -275,9 +274,9 @@ class Investigator:
     @property
     def notes(self) -> tuple[str, ...]:
         """Of a step that looks healthy, and is another when it is run again: that it was held against nothing."""
-        others = [made for made in self.found if made.why == "end" and math.isfinite(made.replays[0].loss)]
+        others = [made for made in self.found if made.why == "end" and math.isfinite(made.low.loss)]
         return tuple(
-            f"the loss of step {made.step} is {number(made.replays[0].loss)} when it is run again, and was "
+            f"the loss of step {made.step} is {number(made.low.loss)} when it is run again, and was "
             f"{number(made.loss)}, as where it draws random numbers of its own: it was not compared with FP32"
             for made in others
             if not is_same_run(made)
@@ -381,5 +380,5 @@ class Investigator:
 
 
 def _root(made: Investigation) -> tuple[Any, ...] | None:
-    producer: Producer | None = next(iter(made.replays[0].producers), None)
+    producer: Producer | None = next(iter(made.low.producers), None)
     return None if producer is None else (producer.phase, producer.module, producer.op, producer.source)

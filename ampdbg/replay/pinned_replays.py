@@ -76,9 +76,9 @@ class PinnedReplays:
             return self._made(low.replay)
         if not math.isfinite(low.replay.loss):  # where the code raised, it has none
             return self._made(producers_of(low, fp32, most))
-        replay, *floor = self._held_against_fp32(low, pins, most)
-        made = self._made(replay, *floor)
-        if is_brief or not floor or replay.producers or agrees(replay, fp32.replay, *floor):
+        replay, floor = self._held_against_fp32(low, pins, most)
+        made = self._made(replay, floor)
+        if is_brief or floor is None or replay.producers or agrees(replay, fp32.replay, floor):
             return made
         return replace(made, first_far=first_far_op(self._sampled(pins), *self._references))
 
@@ -92,9 +92,9 @@ class PinnedReplays:
         has_producers = low.trace is not None and any(seen.produces for seen in low.trace.ops)
         return self._in_fp32(ProducerTrace if has_producers else None)
 
-    def _made(self, low: Replay, *more: Replay) -> Investigation:
-        made = self.failing.made
-        return replace(made, replays=(low, self.fp32_in_brief.replay, *more), first_far=None, continuation=())
+    def _made(self, low: Replay, floor: Replay | None = None) -> Investigation:
+        made = replace(self.failing.made, wide=None, at_lower=(), first_far=None, continuation=())
+        return replace(made, low=low, fp32=self.fp32_in_brief.replay, floor=floor)
 
     def _at_a_usable_scale(self, pins: Sequence[str], traced: TraceKind | None) -> Replayed:
         """The first finite replay of the range; where there is none the last, and of a lossless range the first."""
@@ -115,7 +115,9 @@ class PinnedReplays:
     def _keeps_its_gradients(self, low: Replayed, pins: Sequence[str]) -> bool:
         return keeps_its_gradients(self._held_against_fp32(low, pins)[0])
 
-    def _held_against_fp32(self, low: Replayed, pins: Sequence[str], most: int = SUSPECTS) -> tuple[Replay, ...]:
+    def _held_against_fp32(
+        self, low: Replayed, pins: Sequence[str], most: int = SUSPECTS
+    ) -> tuple[Replay, Replay | None]:
         """The replay against FP32. Whether a gradient is lost is told by a trace alone, of a brief replay too: without
         one nobody knows what overflows, and so whether a gradient that is zero at any scale was flushed."""
         at_scale = functools.partial(self._at_scale, pins)

@@ -21,6 +21,7 @@ from ampdbg.ops import MOVES
 from ampdbg.precision.emulation import is_emulating
 from ampdbg.precision.modes import mode_of
 from ampdbg.probes.tensors import HALVES, float_values
+from ampdbg.record.run import Reach
 from ampdbg.replay.copies import Copying
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import Run, Tail, name_of_line
@@ -31,9 +32,6 @@ from ampdbg.workload.losses import StepFunction
 from ampdbg.workload.user_code import UserCode
 
 Half = Literal["float16", "bfloat16"]
-
-Reach = Literal["whole", "modules"]
-"""How far a step is run again: up to its losses, or its modules alone, without what is made of what they give."""
 
 MOVES_OR_CASTS = MOVES | {"type", "tensor", "as_tensor", "__getitem__"}
 """torch's functions that give a tensor's own values, in its format or in another one, by their names."""

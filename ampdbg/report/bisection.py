@@ -188,7 +188,7 @@ def _loss_table(ended: EndedSearch) -> view.Table:
     """The loss of the failing step as it was, in FP32 and with the set, or what stands for it."""
     losses, what = dict(ended.search.losses), "loss"
     for step in ended.record.steps:
-        if step.step == ended.search.step and scan.has_loss(step, ended.record):
+        if step.step == ended.search.step and scan.is_own_loss(step, ended.record):
             losses.setdefault("float16", step.loss)
         elif step.step == ended.search.step:
             what = SUM
@@ -328,7 +328,7 @@ ENDINGS: Mapping[Outcome, Ending] = {
     "fp32-raises": Ending(
         "doubtful", lambda ended: f"ampdbg tried no pin: the replay of {ended.step} in FP32 raised an error.", REPAIRED
     ),
-    "spoilt-input": Ending(
+    "computed-inputs": Ending(
         "doubtful", lambda ended: f"ampdbg tried no pin: {ended.step} is given inf or NaN, which it may have computed."
     ),
     "no-pin-helps": Ending("bad", _no_pin_helps, REPAIRED),

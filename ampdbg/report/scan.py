@@ -154,18 +154,18 @@ def _how_it_ends(record: Record) -> str:
     return f"the script ends with exit code {code}" if code else ""
 
 
-def has_loss(step: Step, record: Record) -> bool:
+def is_own_loss(step: Step, record: Record) -> bool:
     """Whether its loss is the step's own: that of one which ended before it is what replays of its modules gave.
 
     In the middle of a run the loop itself made one, of what the modules gave.
     """
     is_last = step.step == record.steps[-1].step and bool(_how_it_ends(record))
     is_replayed = record.command != "run" or is_last
-    return not is_replayed or all(made.has_loss for made in record.investigations if made.step == step.step)
+    return not is_replayed or all(made.reach != "modules" for made in record.investigations if made.step == step.step)
 
 
 def _is_lost(step: Step, record: Record) -> bool:
-    return not math.isfinite(step.loss) and has_loss(step, record)
+    return not math.isfinite(step.loss) and is_own_loss(step, record)
 
 
 def _losses(finding: Finding, record: Record) -> str:
@@ -376,7 +376,7 @@ def _facts(record: Record) -> Iterator[str]:
     if record.steps:
         last = record.steps[-1]
         yield f"{record.steps_skipped:,} skipped"
-        with_loss = [step for step in record.steps if has_loss(step, record)]
+        with_loss = [step for step in record.steps if is_own_loss(step, record)]
         if with_loss:
             yield f"loss {_change(number(with_loss[0].loss), number(with_loss[-1].loss))}"
         if last.grad_norm is not None:
@@ -460,7 +460,7 @@ def _precision(replay: Replay) -> str:
 
 def pin_may_help(record: Record) -> bool:
     """Whether the first finding is one that FP32 cures."""
-    first = (finding for finding in record.findings[:1] if not finding.has_spoilt_input)
+    first = (finding for finding in record.findings[:1] if not finding.has_computed_inputs)
     return record.verdict == "precision" and any(catalogued(finding.code).pin_helps for finding in first)
 
 

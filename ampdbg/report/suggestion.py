@@ -174,8 +174,8 @@ def headline(record: Record, handed: Handover) -> Headline:
 
 def _where(record: Record) -> str:
     """What the patch was proven on: of a step that ended before its loss, nothing shows what becomes of that."""
-    has_loss = all(made.has_loss for made in record.investigations)
-    return "the failing step" if has_loss else "the modules of the failing step, without its loss"
+    are_modules = any(made.reach == "modules" for made in record.investigations)
+    return "the modules of the failing step, without its loss" if are_modules else "the failing step"
 
 
 def next_command(record: Record, handover: Handover, typed: Typed) -> NextCommand | None:

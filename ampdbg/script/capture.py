@@ -24,12 +24,12 @@ from ampdbg.errors import AmpdbgError, first_line
 from ampdbg.quantities import dotted, shown
 from ampdbg.record.file import adapter, from_json
 from ampdbg.record.findings import Count
-from ampdbg.record.run import Record
+from ampdbg.record.run import Reach, Record
 from ampdbg.replay.investigation import Why
 from ampdbg.replay.packing import PackedError, Unpacking, unpacked_random_state
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.snapshot import ModelState, SavedTensor
-from ampdbg.replay.step import Half, Reach, RecordedStep
+from ampdbg.replay.step import Half, RecordedStep
 from ampdbg.script.captured_calls import CapturedCall, Match
 
 if TYPE_CHECKING:
@@ -74,10 +74,10 @@ class Head:
     """What a capture holds besides tensors. ``record`` is that of the run up to the step, as JSON.
 
     ``calls`` are those that lead to the losses, in order; ``parts`` has the numbers of those of each part of the step,
-    and ``losses`` where its losses are: the number of a call, and the path in what that gave. ``reach`` says
-    whether the step is whole, or its modules are here alone. ``weights_grew`` is as of an investigation,
-    ``scaler_number`` is that of its scaler in the record, 0 where that is not known. ``beside`` has attributes of modules that are not the model's, by the place of
-    the first call of each.
+    and ``losses`` where its losses are: the number of a call, and the path in what that gave. ``reach`` says whether the
+    step is whole, or its modules are here alone. ``weights_grew`` is as of an investigation, ``scaler_number`` is that
+    of its scaler in the record, 0 where that is not known. ``beside`` has attributes of modules that are not the
+    model's, by the place of the first call of each.
     """
 
     step: Count

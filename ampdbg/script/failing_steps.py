@@ -149,9 +149,9 @@ class LiveStep:
             made = investigate(
                 run, snapshot, self.why, self.scale, before=before, weights_grew=grew, observer=_UntilASignal()
             )
-            if made.reproduced and not is_finite(made.replays[1]):
+            if made.reproduced and not is_finite(made.fp32):
                 self.watcher.log.batch += blamed_data(run, snapshot, self.recorded).batch
-            return replace(made, has_loss=self.recorded.reach == "whole")
+            return replace(made, reach=self.recorded.reach)
         return None
 
     @contextlib.contextmanager
@@ -297,8 +297,8 @@ class FailingSteps:
                 made = replace(made, is_of_others=True)
             else:
                 return None, "it is finite when it is run again"
-        elif made.replays[0].error and not is_blamed(made):
-            return None, made.replays[0].error
+        elif made.low.error and not is_blamed(made):
+            return None, made.low.error
         elif settles(made):
             self.captures.drop(live.number)
         made = replace(made, loss=loss)
@@ -404,7 +404,7 @@ class FailingSteps:
         self._observer.ended_in(step) if self._investigates else None
         made, why_not = self._look(step, "loss", self._scale(), loss, is_cut=loss is None)
         if made is not None or not ending.code:
-            self._watcher.log.break_off(made.replays[0].loss if made is not None else math.nan)
+            self._watcher.log.break_off(made.low.loss if made is not None else math.nan)
         else:
             self._why_ended = f"{how} in step {step}, after a forward pass from which nothing went backward"
             self._why_ended += f"; {why_not}" * bool(why_not)
@@ -443,7 +443,7 @@ class FailingSteps:
 
 def settles(made: Investigation) -> bool:
     """Whether a loss scale that settles is all that a step lacks."""
-    return made.why == "gradients" and is_finite(made.replays[1]) and survivor(made) is not None
+    return made.why == "gradients" and is_finite(made.fp32) and survivor(made) is not None
 
 
 def explains_itself(watcher: Watch, error: BaseException | None) -> bool:

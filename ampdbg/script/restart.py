@@ -68,24 +68,22 @@ class RestoredStep:
     capture: Capture
     record: Record
 
-    @property
-    def has_loss(self) -> bool:
-        """Whether the step came to a loss: else the sum of what its modules give stands for it."""
-        return self.capture.head.reach == "whole"
-
     def investigated(self, observer: Observer) -> Investigation:
         """Replays the step until its cause can be told."""
-        head, has_loss = self.capture.head, self.has_loss
+        head = self.capture.head
+        before = self.record.steps if head.reach == "whole" else ()  # else its loss is a sum of other numbers
         made = investigate(
             self.run,
             self.snapshot,
             head.why,
             head.scale,
-            before=self.record.steps if has_loss else (),  # a sum of other numbers is not to be compared with losses
+            before=self.record.steps
+            if head.reach == "whole"
+            else (),  # a sum of other numbers is not to be compared with losses
             weights_grew=head.weights_grew,
             observer=observer,
         )
-        return replace(made, loss=head.loss, has_loss=has_loss)
+        return replace(made, loss=head.loss, reach=head.reach)
 
     def failing(self, made: Investigation) -> FailingStep:
         """The step, with its weights."""
@@ -95,7 +93,7 @@ class RestoredStep:
         """The record of the run up to the step, which was investigated here."""
         notes = (*self.record.unseen.notes, *self._beside_the_run(made))
         *before, step = self.record.steps
-        if made.reproduced and not is_finite(made.replays[1]):
+        if made.reproduced and not is_finite(made.fp32):
             bad = blamed_data(self.run, self.snapshot, self.recorded)
             step = replace(step, nonfinite=bad.batch)
         ended = replace(
@@ -109,12 +107,12 @@ class RestoredStep:
         if made.tries == AGAIN:
             yield f"step {made.step} as it was fails in {made.reproduced} of {made.tries} replays"
         if head.why == "end" and not is_same_run(made):
-            losses = f"was {number(head.loss)} there, and is {number(made.replays[0].loss)} here"
+            losses = f"was {number(head.loss)} there, and is {number(made.low.loss)} here"
             yield f"the loss of step {made.step} {losses}: what shows in no loss cannot be told"
         if head.start.processes > 1:
             yield f"captured on rank {head.start.rank} of {head.start.processes}: here its gradients are not averaged"
         if torch.device(head.device).type != self.run.device.type:
-            losses = f"its loss was {number(head.loss)} there, and is {number(made.replays[0].loss)} here"
+            losses = f"its loss was {number(head.loss)} there, and is {number(made.low.loss)} here"
             yield f"captured on {there.device_name}, and replayed on {here.device}: {losses}"
 
 

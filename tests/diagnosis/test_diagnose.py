@@ -80,8 +80,8 @@ def cured(at: Replay, scale: float, **changes: Any) -> Replay:
     return replace(at, scale=scale, producers=(), grad_norm=1.0, gradients=(), **changes)
 
 
-def of_gradients(step: int, *replays: Replay, **fields: Any) -> Investigation:
-    return Investigation(step, "gradients", replays, loss=1.0, **fields)
+def of_gradients(step: int, low: Replay, fp32: Replay, *at_lower: Replay, **fields: Any) -> Investigation:
+    return Investigation(step, "gradients", low, fp32, at_lower=at_lower, loss=1.0, **fields)
 
 
 def diagnosed(steps: str | Sequence[Step], *investigations: Investigation, **fields: Any) -> Record:
@@ -478,7 +478,7 @@ def test_inf_in_what_trains_and_nan_in_what_is_frozen_are_warned_of(inf: int, na
 
 def overflowing(step: int) -> Investigation:
     producer = Producer("forward", "head", 0, "aten.mm.default", None, "float16", 300.0, 9.0, 1, 0, 4, fp32_largest=9e5)
-    return Investigation(step, "loss", (low(loss=math.nan, grad_norm=math.nan, producers=(producer,)), FP32))
+    return Investigation(step, "loss", low(loss=math.nan, grad_norm=math.nan, producers=(producer,)), FP32)
 
 
 @pytest.mark.parametrize(
@@ -529,7 +529,7 @@ def test_an_error_that_autocast_causes_is_a_finding(code: str) -> None:
 
 
 def test_a_last_step_that_is_skipped_hides_nothing() -> None:
-    made = Investigation(2, "end", (low(producers=(OVERFLOWS,), lost_energy=0.0), FP32))
+    made = Investigation(2, "end", low(producers=(OVERFLOWS,), lost_energy=0.0), FP32)
     assert codes(diagnosed("..x", made)) == [("scale-calibration", "backward", None)]
 
 
@@ -539,19 +539,19 @@ FLOOR = replace(FP32, rounded=True, gradient_distance=0.01)
 @pytest.mark.parametrize(
     ("distance", "is_erased", "floor", "found"),
     [
-        (0.04, False, (), ("silent-overflow", "info")),
-        (0.12, False, (), ("silent-overflow", "warning")),
-        (0.12, True, (), ("silent-overflow", "info")),
-        (0.9, False, (FLOOR,), ("silent-overflow", "error")),
-        (0.9, True, (FLOOR,), ("precision-loss", "error")),
+        (0.04, False, None, ("silent-overflow", "info")),
+        (0.12, False, None, ("silent-overflow", "warning")),
+        (0.12, True, None, ("silent-overflow", "info")),
+        (0.9, False, FLOOR, ("silent-overflow", "error")),
+        (0.9, True, FLOOR, ("precision-loss", "error")),
     ],
 )
 def test_an_overflow_of_which_no_gradient_has_anything_is_harmless_and_hides_no_lost_precision(
-    distance: float, is_erased: bool, floor: tuple[Replay, ...], found: tuple[str, str]
+    distance: float, is_erased: bool, floor: Replay | None, found: tuple[str, str]
 ) -> None:
     producer = replace(OVERFLOWS, is_erased=is_erased)
     finite = low(grad_norm=1.0, gradients=(), producers=(producer,), gradient_distance=distance, lost_energy=0.0)
-    made = Investigation(2, "end", (finite, FP32, *floor), loss=1.0)
+    made = Investigation(2, "end", finite, FP32, floor=floor, loss=1.0)
     assert [(one.code, one.severity) for one in diagnosed("...", made).findings] == [found]
 
 
@@ -559,7 +559,7 @@ def test_an_overflow_of_which_no_gradient_has_anything_is_harmless_and_hides_no_
 def test_what_no_gradient_has_anything_of_is_not_why_others_are_infinite(is_erased: bool) -> None:
     first = replace(OVERFLOWS, is_erased=is_erased)
     last = replace(OVERFLOWS, module="body", parameter="body.weight")
-    made = Investigation(2, "gradients", (low(gradients=("body.weight",), producers=(first, last)), FP32))
+    made = Investigation(2, "gradients", low(gradients=("body.weight",), producers=(first, last)), FP32)
     assert diagnosed("..x", made).findings[0].module == ("body" if is_erased else "head")
 
 
@@ -578,7 +578,7 @@ def test_what_only_fp64_holds_is_beyond_fp32s_range_or_its_rounding(
     begins = Producer("forward", "head", 0, "aten.exp.default", None, "float32", 114.0, 1.0, 0, 0, 4)
     lost = replace(FP32, loss=math.nan, grad_norm=math.nan)
     replays = (replace(lost, dtype="float16"), replace(lost, producers=(replace(begins, **changes),)))
-    made = Investigation(2, "loss", (*replays, replace(FP32, dtype="float64")), loss=math.nan)
+    made = Investigation(2, "loss", *replays, replace(FP32, dtype="float64"), loss=math.nan)
     found = diagnosed("..I", made).findings[0]
     assert found.code == "unknown"
     assert says in found.message
@@ -607,8 +607,8 @@ def test_a_divergence_is_told_once_from_the_first_step_that_shows_it() -> None:
         for step, loss in zip(steps_of("....x.I"), [2, 3, 2, 3, 900, 800, math.inf], strict=True)
     ]
     replays = low(scale=1.0, loss=math.inf), replace(FP32, loss=900.0)
-    later = Investigation(6, "loss", replays, continuation=(7e8, math.inf))
-    earlier = Investigation(4, "gradients", replays, continuation=(900.0, 7e8, math.inf))
+    later = Investigation(6, "loss", *replays, continuation=(7e8, math.inf))
+    earlier = Investigation(4, "gradients", *replays, continuation=(900.0, 7e8, math.inf))
     for order in ((earlier, later), (later, earlier)):
         record = diagnosed(steps, *order)
         assert codes(record) == [("divergence", "backward", None)]
@@ -623,8 +623,8 @@ def test_a_divergence_of_the_first_weights_is_no_rise_of_the_loss(script: Script
     steps = [replace(step, loss=loss) for step, loss in zip(steps_of("xxx.N"), losses, strict=True)]
     gradients, fp32 = low(scale=1.0, loss=1.999), replace(FP32, loss=1.999)
     lost = low(scale=1.0, loss=math.nan, grad_norm=math.nan)
-    first = Investigation(2, "gradients", (gradients, fp32), continuation=(1.999, 9e6, 4e9))
-    later = Investigation(4, "loss", (lost, replace(lost, dtype="float32")), loss=math.nan)
+    first = Investigation(2, "gradients", gradients, fp32, continuation=(1.999, 9e6, 4e9))
+    later = Investigation(4, "loss", lost, replace(lost, dtype="float32"), loss=math.nan)
     record = diagnosed(steps, first, later, script=script)
     found = [finding for finding in record.findings if finding.code == "divergence"]
     assert [(finding.step, finding.message) for finding in found] == [
@@ -635,8 +635,8 @@ def test_a_divergence_of_the_first_weights_is_no_rise_of_the_loss(script: Script
 def test_a_step_that_was_traced_as_it_trained_follows_from_a_divergence_before_it() -> None:
     losses = [1.1, 1.17e6, 1.23e6, 1.21e6, math.nan]
     steps = [replace(step, loss=loss) for step, loss in zip(steps_of(".xx.N"), losses, strict=True)]
-    replayed = Investigation(2, "gradients", (low(loss=1.23e6), replace(FP32, loss=1.23e6, grad_norm=9e6)))
-    traced = replace(overflowing(4), replays=overflowing(4).replays[:1])
+    replayed = Investigation(2, "gradients", low(loss=1.23e6), replace(FP32, loss=1.23e6, grad_norm=9e6))
+    traced = replace(overflowing(4), fp32=None, reach="none")
     for continuation, code in (((1.23e6, math.nan), "divergence"), ((1.2e6, 1.1e6), "unknown")):
         record = diagnosed(steps, replace(replayed, continuation=continuation), traced, script=ScriptRun("train.py"))
         assert (record.findings[0].code, record.verdict == "precision") == (code, False)
@@ -649,7 +649,7 @@ def beyond_half(step: int, leaf: str | None, largest: float = 1.5e6, **fields: A
     cast = Producer("forward", "", 0, op, None, "float16", largest, 9.0, 1, 0, 4, fp32_largest=largest, leaf=leaf)
     lost = low(loss=math.nan, grad_norm=math.nan, gradients=(), producers=(cast,))
     size = {"[0]": largest if leaf else 1.0}
-    return replace(Investigation(step, "loss", (lost, FP32), batch_largest=size), **fields)
+    return replace(Investigation(step, "loss", lost, FP32, batch_largest=size), **fields)
 
 
 def test_a_batch_is_bad_at_its_own_step_whatever_was_skipped_before_it() -> None:
@@ -717,7 +717,7 @@ def test_where_no_scale_is_finite_the_op_that_overflows_at_the_lowest_is_named()
     found = diagnosed(steps, made).findings[0]
     assert (found.code, found.module) == ("gradient-overflow", "stem")
     # Where a lower scale is finite, it is what overflows at the step's own.
-    suspect = culprit(replace(made, replays=(first, FP32, between, cured(lowest, 1.0))))
+    suspect = culprit(replace(made, at_lower=(between, cured(lowest, 1.0))))
     assert suspect is not None
     assert suspect.producer.module == "head"
 
@@ -768,7 +768,7 @@ def test_a_gradient_that_a_lower_scale_makes_finite_overflows_however_small_fp32
 
 @pytest.mark.parametrize(("leaf", "code"), [("[0]", "data-range"), (None, "unknown")])
 def test_no_learning_rate_is_behind_a_batch_where_the_losses_are_too_few_to_tell(leaf: str | None, code: str) -> None:
-    made = beyond_half(1, leaf, has_loss=False)
+    made = beyond_half(1, leaf, reach="modules")
     found = diagnosed(".N..", made, script=ScriptRun("train.py")).findings[0]
     assert (found.code, "a learning rate that diverges" in found.message) == (code, code == "unknown")
 
@@ -786,7 +786,7 @@ def test_a_batch_that_half_cannot_hold_is_no_divergence_though_fp32_climbs_with_
     leaf: str | None, losses: tuple[float, ...], grew: float, code: str
 ) -> None:
     lost = beyond_half(4, leaf, 3e5, continuation=(1086.0, 1.5e9, 1.4e16, math.nan), weights_grew=grew)
-    made = replace(lost, replays=(lost.replays[0], replace(FP32, loss=1086.0, grad_norm=9e4)))
+    made = replace(lost, fp32=replace(FP32, loss=1086.0, grad_norm=9e4))
     steps = [replace(step, loss=loss) for step, loss in zip(steps_of("....N"), (*losses, math.nan), strict=True)]
     found = diagnosed(steps, made, script=ScriptRun("train.py")).findings[0]
     assert (found.code, found.step) == (code, 4)

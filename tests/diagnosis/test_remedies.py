@@ -195,7 +195,7 @@ def test_what_is_computed_in_fp32_already_is_not_to_be_computed_in_fp32(
 def underflow(steps: Sequence[Step], loss_scale: object = None) -> str:
     """What is advised of gradients that are flushed at the last step's scale."""
     replays = (Replay("float16", steps[-1].scale, 1.0, 1.0, lost_energy=0.5), Replay("float32", 1.0, 1.0, 1.0))
-    made = Investigation(steps[-1].step, "end", replays, loss=1.0)
+    made = Investigation(steps[-1].step, "end", *replays, loss=1.0)
     config = {"precision": {} if loss_scale is None else {"loss_scale": loss_scale}}
     findings = diagnose(replace(record_of(steps, investigations=(made,)), config=config)).findings
     return next(found.remedy for found in findings if found.code == "gradient-underflow")

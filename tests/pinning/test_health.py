@@ -48,7 +48,7 @@ WHY = {
 def test_of_a_step_that_ended_before_its_loss_no_loss_is_told() -> None:
     def why(low: float) -> str:
         replays = (Replay("float16", 1.0, low, 1.0), Replay("float32", 1.0, 2.0, 1.0))
-        return health_of(Investigation(3, "loss", replays, has_loss=False), is_silent=False).why
+        return health_of(Investigation(3, "loss", *replays, reach="modules"), is_silent=False).why
 
     assert why(math.nan) == "the sum of what its modules give is NaN"
     assert why(math.inf) == "the sum of what its modules give is inf"
@@ -60,4 +60,4 @@ def test_a_trial_says_what_explains_its_failure(name: str) -> None:
     producer, why = WHY[name]
     low = Replay("float16", 1.0, math.nan, math.nan, producers=(producer,))
     fp32 = Replay("float32", 1.0, 2.0, 1.0)
-    assert health_of(Investigation(3, "loss", (low, fp32)), is_silent=False).why == why
+    assert health_of(Investigation(3, "loss", low, fp32), is_silent=False).why == why

@@ -45,7 +45,7 @@ def test_a_healthy_step_shows_its_loss_beside_that_of_fp32_and_parameters_that_n
 
 
 def test_of_a_step_that_ended_before_its_loss_no_loss_is_told() -> None:
-    seen = Seen(tried=(tried(has_loss=False),))
+    seen = Seen(tried=(tried(reach="modules"),))
     *_, step = with_the_patch(seen, Patched())
     assert step.detail == "healthy; the sum of what its modules give: 1.1720, 1.1722 in FP32"
     same = same_in_fp32(seen, seen, [1.1722])

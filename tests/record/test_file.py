@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from ampdbg.errors import RecordError
 from ampdbg.record.file import from_json, read_record, to_json, write_record
 from ampdbg.record.findings import Finding
-from ampdbg.record.run import Record
+from ampdbg.record.run import Record, Replay
 from tests.report.records import forward_nan, healthy
 from tests.strategies import records
 
@@ -46,8 +46,33 @@ def test_an_unknown_key_of_a_later_version_is_ignored() -> None:
     assert from_json(json.dumps(data)) == healthy()
 
 
-def test_a_record_of_version_1_is_read() -> None:
-    assert from_json(changed(version=1, group_totals=[])) == healthy()
+REPLAY = {"dtype": "float16", "scale": 4.0, "loss": 1.0, "grad_norm": 1.0}
+FP32 = {**REPLAY, "dtype": "float32", "scale": 1.0}
+LOWER, FP64, FLOOR = {**REPLAY, "scale": 2.0}, {**FP32, "dtype": "float64"}, {**FP32, "rounded": True}
+
+
+@pytest.mark.parametrize(
+    ("why", "replays", "names"),
+    [
+        ("gradients", (REPLAY,), "low"),
+        ("gradients", (REPLAY, FP32, FP64), "low fp32 wide"),
+        ("gradients", (REPLAY, FP32, LOWER, LOWER, FLOOR, FP64), "low fp32 at_lower at_lower floor wide"),
+        ("end", (REPLAY, FP32, FLOOR), "low fp32 floor"),
+    ],
+)
+def test_the_replays_of_a_record_of_version_2_have_the_roles_that_they_had_by_their_place(
+    why: str, replays: tuple[dict[str, Any], ...], names: str
+) -> None:
+    record = from_json(changed(version=2, investigations=[{"step": 3, "why": why, "replays": replays}]))
+    (made,) = record.investigations
+    roles: dict[str, list[Replay]] = {"low": [], "fp32": [], "at_lower": [], "floor": [], "wide": []}
+    for name, replay in zip(names.split(), replays, strict=True):
+        roles[name].append(Replay(**replay))
+    assert made.reach == ("none" if names == "low" else "whole")
+    assert made.at_lower == tuple(roles.pop("at_lower"))
+    for name, expected in roles.items():
+        assert [one for one in [getattr(made, name)] if one is not None] == expected
+    assert repr(from_json(to_json(record))) == repr(record)
 
 
 def changed(**keys: Any) -> str:
@@ -58,6 +83,20 @@ def without(key: str) -> str:
     return json.dumps({name: value for name, value in json.loads(to_json(healthy())).items() if name != key})
 
 
+def test_a_record_of_version_2_says_how_far_a_step_could_be_replayed() -> None:
+    made = {"step": 3, "why": "loss", "replays": [REPLAY, FP32, FP64], "has_loss": False, "spoilt": ["[0]"]}
+    found = {"code": "unknown", "severity": "error", "step": 3, "phase": "forward", "message": "it fails"}
+    found["evidence"] = {"spoilt_input": ["[0]"]}
+    searched = {"strategy": "guided", "outcome": "spoilt-input", "message": "it fails"}
+    record = from_json(changed(version=2, investigations=[made], findings=[found], search=searched))
+    assert (record.investigations[0].reach, record.investigations[0].computed_inputs) == ("modules", ("[0]",))
+    assert record.findings[0].has_computed_inputs
+    assert record.search is not None
+    assert record.search.outcome == "computed-inputs"
+    not_again = {**made, "replays": [REPLAY], "reproduced": 0}
+    assert from_json(changed(version=2, investigations=[not_again])).investigations[0].reach == "modules"
+
+
 STEP = {"step": 0, "loss": 1.0, "scale": 1.0, "found_inf": False, "skipped": False}
 DAMAGED = {
     "empty": ("", "not a record: "),
@@ -66,8 +105,15 @@ DAMAGED = {
     "a number of 6,000 digits": (to_json(healthy()).replace("50", "1" * 6000), "not a record: number out of range"),
     "another thing": ("[1, 2]", 'it has no "format": "ampdbg.record"'),
     "another format": ('{"format": "other"}', 'it has no "format": "ampdbg.record"'),
-    "a later version": (changed(version=3), "a record of version 3; this ampdbg reads versions 1 and 2"),
-    "a list for the version": (changed(version=[1]), "a record of version [1]; this ampdbg reads versions 1 and 2"),
+    "a later version": (changed(version=4), "a record of version 4; this ampdbg reads versions 2 and 3"),
+    "an earlier version": (changed(version=1), "a record of version 1; this ampdbg reads versions 2 and 3"),
+    "replays of version 2 that are no list": (
+        changed(version=2, investigations=[{"step": 3, "why": "loss", "replays": 3}]),
+        "investigations[0].low: missing",
+    ),
+    "an investigation of version 2 that is none": (changed(version=2, investigations=[3]), "investigations[0]: got 3"),
+    "investigations of version 2 that are none": (changed(version=2, investigations=3), "investigations: got 3"),
+    "a list for the version": (changed(version=[1]), "a record of version [1]; this ampdbg reads versions 2 and 3"),
     "no verdict": (without("verdict"), "a damaged record: verdict: missing"),
     "a number for the steps": (changed(steps=3), "a damaged record: steps: got 3; needed: a valid tuple"),
     "a step that is no object": (changed(steps=[3]), "a damaged record: steps[0]: got 3; needed: "),

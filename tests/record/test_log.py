@@ -30,7 +30,7 @@ def step(number: int, **facts: Any) -> Step:
 
 
 def investigation(number: int) -> Investigation:
-    return Investigation(number, "loss", (Replay("float16", 2.0, float("nan"), float("inf")),))
+    return Investigation(number, "loss", Replay("float16", 2.0, float("nan"), float("inf")))
 
 
 def failing(text: str) -> None:
@@ -263,7 +263,7 @@ RECORD = RECORD.replace('"config": {}', '"config": {}, "verdict": "inconclusive"
     ("lines", "expected"),
     [
         ([HEAD], "a log that ends before it says of what"),
-        ([HEAD.replace("1}", "7}"), STEP], "a log of version 7; this ampdbg reads version 1"),
+        ([HEAD.replace("1}", "7}"), STEP], "a log of version 7; this ampdbg reads versions 1 and 2"),
         ([HEAD, "nonsense", RECORD], "a damaged log: line 2: expected ident"),
         ([HEAD, "[]", RECORD], "a damaged log: line 2: got []; needed: a mapping"),
         ([HEAD, "{}", RECORD], "a damaged log: line 2: got {}; needed: one of step, investigation, record"),

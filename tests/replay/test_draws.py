@@ -52,8 +52,9 @@ def config(folder: Path) -> Config:
 def test_a_healthy_model_with_dropout_is_not_blamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = diagnose(train(config(tmp_path)))
     assert (record.verdict, [one.code for one in record.findings]) == ("healthy", ["scale-calibration"])
-    low, fp32 = record.investigations[0].replays[:2]
+    low, fp32 = record.investigations[0].low, record.investigations[0].fp32
     assert low.loss == pytest.approx(record.steps[-1].loss)
+    assert fp32 is not None
     assert fp32.loss == pytest.approx(low.loss, rel=1e-2)
     monkeypatch.setattr(draws, "depends_on_dtype", lambda tensor: False)
     assert diagnose(train(config(tmp_path))).findings[0].code == "precision-loss"  # the control

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ampdbg.record.findings import Finding, Source
-from ampdbg.record.run import Environment, GroupOverflow, ParameterCounts, Record, Step
+from ampdbg.record.run import Environment, GroupOverflow, ParameterCounts, Record, Replay, Step
 
 ENVIRONMENT = Environment("0.1.0", "3.12.4", "2.6.0", "Linux-x86_64", "cpu", "", policy="cuda", emulated=True)
 
@@ -81,3 +81,7 @@ def forward_nan() -> Record:
 
 def interrupted() -> Record:
     return replace(run([healthy_step(number) for number in range(12)]), interrupted=True, planned_steps=50)
+
+
+LOST = Replay("float16", 1.0, math.nan, math.nan)
+"""The replay of a step whose loss is NaN."""

@@ -16,7 +16,7 @@ from ampdbg.report.bisection import ENDINGS
 from ampdbg.report.pins import pin_lines, pins_yaml
 from tests.report.bisections import ATTENTION, BISECTIONS, BLOCK, FOUND, OVERFLOW, found, searched, trial
 from tests.report.pages import rendered
-from tests.report.records import healthy_step, interrupted, skipped_step
+from tests.report.records import LOST, healthy_step, interrupted, skipped_step
 
 
 def plain(record: Record, width: int = 80, config: str = "config.yaml") -> str:
@@ -134,7 +134,7 @@ def test_a_narrow_terminal_leaves_the_costs_out_and_no_word_is_broken(width: int
 
 def test_of_a_step_that_ended_before_its_loss_the_table_has_what_stands_for_it() -> None:
     steps = (healthy_step(0), replace(skipped_step(3, 65536.0, ()), loss=math.nan))
-    record = replace(found(), steps=steps, investigations=(Investigation(3, "loss", (), has_loss=False),))
+    record = replace(found(), steps=steps, investigations=(Investigation(3, "loss", LOST, reach="modules"),))
     table = squeezed(plain(record).split("The failing step\n")[1].split("\n\n")[0])
     assert table == "the sum of what its modules give in FP32 2.31 with the set 2.31"
     assert "as it was NaN in FP32 2.31" in squeezed(plain(replace(record, investigations=())))

@@ -12,7 +12,7 @@ from ampdbg.report.scan import GroupHits, group_hits, next_command, overflows
 from ampdbg.report.view import Typed
 from tests.report.bisections import BISECTIONS
 from tests.report.pages import rendered
-from tests.report.records import NAMES, collapse, healthy, healthy_step, overflow, run, skipped_step
+from tests.report.records import LOST, NAMES, collapse, healthy, healthy_step, overflow, run, skipped_step
 
 # Groups
 
@@ -139,7 +139,7 @@ def said_of(command: str, **fields: object) -> str:
     found = Finding("forward-overflow", "error", 1, "forward", "it overflows", "pin it", module="net")
     last = replace(healthy_step(1), loss=math.nan, grad_norm=None)
     record = run([healthy_step(0), last], findings=(found,), script=ScriptRun("train.py"), verdict="precision")
-    made = Investigation(1, "loss", (), has_loss=False)
+    made = Investigation(1, "loss", LOST, reach="modules")
     return " ".join(rendered(replace(record, command=command, investigations=(made,), **fields)).split())  # type: ignore[arg-type]
 
 
@@ -186,7 +186,7 @@ def test_the_capture_that_is_named_is_that_of_the_first_finding(step: int, repla
 
 
 def test_a_capture_of_an_earlier_step_is_of_another_fault() -> None:
-    assert of_captures(99, 99, Investigation(99, "loss", ())) == "ampdbg explain forward-overflow"
+    assert of_captures(99, 99, Investigation(99, "loss", LOST)) == "ampdbg explain forward-overflow"
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from ampdbg.report.suggestion import content, headline
 from ampdbg.report.view import Look, Typed
 from tests.commands.suggestions import AFTER, BEFORE, FAILED, PROOF, handed_over, proven, suggestion
 from tests.report.bisections import BISECTIONS, NAMES, found
+from tests.report.records import LOST
 
 FILE = FileDiff("model.py", "utf-8", "+x\n")
 UNITS = (PatchUnit("lines 41 to 43 of model.py", NAMES), PatchUnit("Block.forward in model.py", ()))
@@ -142,7 +143,7 @@ def test_a_command_to_copy_is_never_cut() -> None:
         assert f" apply {PATCH.removeprefix('/home/me/')}\n" in page
 
 
-NO_LOSS = (Investigation(3, "loss", (), has_loss=False),)
+NO_LOSS = (Investigation(3, "loss", LOST, reach="modules"),)
 CONSTANT = (PatchUnit("the constant on line 3 of model.py", ()),)
 FAILS = "further batches: 1 of 3 healthy; loss NaN. ampdbg does not suggest it."
 RANGE = "the range of half precision"

@@ -131,7 +131,7 @@ def test_a_planted_fault_is_named_and_the_step_run_again(tmp_path: Path, name: s
     assert found.source is not None
     assert (record.verdict, found.code, found.module) == ("precision", "forward-overflow", module)
     assert found.source.text.startswith("similar = ")
-    assert [replay.dtype for replay in record.investigations[0].replays[:2]] == ["float16", "float32"]
+    assert [replay.dtype for replay in record.investigations[0].replays][:2] == ["float16", "float32"]
     capture = min((tmp_path / ".ampdbg" / "captures").iterdir())
     again = start(tmp_path, "replay", str(capture), "--record=c.json")
     replayed = read_record(tmp_path / "c.json")
@@ -152,7 +152,7 @@ def test_autocast_within_the_model_is_known_by_earlier_steps(tmp_path: Path) -> 
         text = text.replace(old, new)
     record = run(tmp_path, text)[1]
     assert where(record) == ("forward-overflow", 5, "1", "similar = (x * gain) @ (x * gain).transpose(-1, -2)")
-    assert record.investigations[0].replays[0].dtype == "float16"
+    assert record.investigations[0].low.dtype == "float16"
 
 
 # A loop, or a callback of a framework, that watches itself

@@ -265,7 +265,7 @@ def test_no_patch_is_promised_nor_denied_for_what_a_frozen_network_has_spoilt(tm
     assert "may have computed that itself: no replay can tell" in " ".join(replayed.stdout.split())
     suggested, ended = on(tmp_path, "suggest-fp32", capture)
     assert ended.search is not None
-    assert (ended.search.outcome, ended.pins) == ("spoilt-input", ())
+    assert (ended.search.outcome, ended.pins) == ("computed-inputs", ())
     assert "in FP32 too" not in suggested.stdout
 
 
@@ -346,4 +346,4 @@ def test_a_running_mean_of_the_loss_is_as_it_was_before_the_step(tmp_path: Path)
     assert start(tmp_path, "replay", "--record=again.json", str(capture)).code == 0
     again = read_record(tmp_path / "again.json")
     loss = next(step.loss for step in record.steps if step.step == 3)
-    assert again.investigations[0].replays[0].loss == loss
+    assert again.investigations[0].low.loss == loss

@@ -234,7 +234,8 @@ def test_a_target_that_is_cast_no_more_is_the_captured_one(tmp_path: Path, kind:
     told = {step.name: step.detail for step in record.verification.steps}
     losses = re.fullmatch(r"healthy; loss (.+), (.+) in FP32", told["the failing step (1)"])
     assert losses is not None
-    in_fp32 = next(made.replays[1] for made in read_record(tmp_path / "r.json").investigations if made.step == 1)
+    in_fp32 = next(made.fp32 for made in read_record(tmp_path / "r.json").investigations if made.step == 1)
+    assert in_fp32 is not None
     assert in_fp32.dtype == "float32"
     assert [float(one) for one in losses.groups()] == pytest.approx([in_fp32.loss] * 2, rel=1e-3)
 

@@ -86,7 +86,7 @@ def test_of_two_processes_the_one_at_fault_is_named_and_captured(tmp_path: Path)
     assert first.script.captures == ()
     assert "forward-overflow" not in {finding.code for finding in first.findings}
     assert [made.is_of_others for made in first.investigations] == [True, True]
-    assert [producer for made in first.investigations for producer in made.replays[0].producers] == []
+    assert [producer for made in first.investigations for producer in made.low.producers] == []
 
     capture, _ = map(Path, second.script.captures)
     assert capture.name.endswith("-step-1-rank-1.safetensors")

@@ -262,7 +262,10 @@ def test_a_step_that_goes_wrong_is_run_again_and_leaves_no_trace(tmp_path: Path,
         assert (record.verdict, *where(record)[:3:2]) == ("precision", "forward-overflow", "3")
         assert record.findings[0].op == "aten.mm.default"
         assert where(record)[3].startswith("similar = ")
-        low, fp32, *_, bfloat16 = record.investigations[0].replays
+        made = record.investigations[0]
+        low, fp32, bfloat16 = made.low, made.fp32, made.wide
+        assert fp32 is not None
+        assert bfloat16 is not None
         assert (low.dtype, fp32.dtype, bfloat16.dtype) == ("float16", "float32", "bfloat16")
         assert math.isfinite(fp32.loss + fp32.grad_norm + bfloat16.loss)
         assert "the script waits while it is run again" in result.stderr

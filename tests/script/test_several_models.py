@@ -155,7 +155,7 @@ def test_of_two_optimizers_with_one_scaler_the_one_that_no_scale_cures_is_blamed
     assert (root.step, root.op) == (0, "aten.binary_cross_entropy_backward.default")
     assert where(record)[3] == "lossD = criterion(of_real.float(), one) + criterion(of_fake.float(), zero)"
     assert (collapse.code, collapse.root) == ("scale-collapse", 0)
-    lines = [made.replays[0].producers[0].source for made in record.investigations]
+    lines = [made.low.producers[0].source for made in record.investigations]
     assert [line.text.split(" =")[0] if line else "" for line in lines] == ["lossG", "lossD"]
 
 
@@ -169,7 +169,7 @@ def test_two_optimizers_that_settle_with_one_scaler_or_need_not_are_healthy(
     result, record = run(tmp_path, SHARED, "0", scale)
     assert (result.code, record.verdict, record.steps_skipped) == (0, "healthy", skipped)
     assert [found.code for found in record.findings] == ["scale-calibration"] * bool(skipped)
-    assert [(made.step, made.is_as_it_trained) for made in record.investigations] == replayed
+    assert [(made.step, made.reach == "none") for made in record.investigations] == replayed
 
 
 UPDATED = "scaler.step(optimizer=optimizers[1]); scaler.update()"
@@ -202,7 +202,7 @@ def test_of_a_step_that_was_asked_for_the_turn_that_fails_is_captured_or_else_th
     result, record = on(tmp_path, "replay", path)
     assert (result.code, [found.code for found in record.findings]) == (code, ["gradient-overflow"] * code)
     turn = 1 if steps == "step != 5" else 2
-    replay = record.investigations[0].replays[0]
+    replay = record.investigations[0].low
     assert replay.loss == pytest.approx(float(losses[5][turn]), rel=1e-3)
     assert replay.scale == 65536.0
 
@@ -250,7 +250,7 @@ def test_where_the_generator_steps_first_its_picture_is_data_of_the_discriminato
     made = record.investigations[0]
     if not bad:
         last = float(trained.stdout.splitlines()[3].split()[1])
-        assert made.replays[0].loss == pytest.approx(last, rel=1e-3)
+        assert made.low.loss == pytest.approx(last, rel=1e-3)
         return
     assert (result.code, where(record)[3]) == (1, "return (of - of.detach()).float().pow(2).sum().sqrt()")
 
@@ -273,7 +273,7 @@ def test_where_each_optimizer_has_its_own_update_the_step_that_was_asked_for_is_
     losses = [line.split() for line in trained.stdout.splitlines() if line[:1].isdigit()]
     result, again = on(tmp_path, "replay", capture_of(tmp_path))
     assert (result.code, again.verdict) == (0, "healthy")
-    replay = again.investigations[0].replays[0]
+    replay = again.investigations[0].low
     assert replay.loss == pytest.approx(float(losses[3][turn]), rel=1e-3)
     assert replay.scale == 65536.0
     assert f"Step {asked}, run again" in result.stdout
@@ -352,7 +352,7 @@ def test_a_generator_whose_loss_is_lost_after_the_critic_has_stepped_is_named(
     verdict, code, line = FAILS[how]
     assert (record.verdict, record.steps_skipped) == (verdict, len(bad.split(",")))
     assert where(record) == (code, 8, "net_g", line)
-    assert [(made.step, made.has_loss) for made in record.investigations] == [
+    assert [(made.step, made.reach == "whole") for made in record.investigations] == [
         (8, False),
         *((step, True) for step in (9, 10) if str(step) in bad.split(",")),
     ]

@@ -1,0 +1,46 @@
+"""Records of version 2 in today's form; what is damaged in them stays so, for the reader to name."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+DAMAGED = AttributeError, KeyError, TypeError, ValueError
+
+
+def upgraded(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The plain data of a record of version 2 in today's form."""
+    fields = dict(record)
+    for name, upgrade in UPGRADES.items():
+        with contextlib.suppress(*DAMAGED):
+            fields[name] = [*map(upgrade, record.get(name, ()))]
+    with contextlib.suppress(*DAMAGED):
+        outcome = record["search"]["outcome"]
+        fields["search"] = {**record["search"], "outcome": OUTCOMES.get(outcome, outcome)}
+    return fields
+
+
+def upgraded_investigation(made: Any) -> Any:
+    """An investigation of version 2, in which the role of a replay was its place in one list."""
+    with contextlib.suppress(*DAMAGED):
+        low, *others = made["replays"]
+        fp32, *others = others or [None]
+        floor = next((one for one in others if one.get("rounded")), None)
+        at_lower = [one for one in others if one is not floor]
+        wide = at_lower.pop() if at_lower and made["why"] != "end" else None
+        roles = {"low": low, "fp32": fp32, "wide": wide, "at_lower": at_lower, "floor": floor}
+        is_traced = fp32 is None and made.get("reproduced", 1) > 0
+        reach = "none" if is_traced else "whole" if made.get("has_loss", True) else "modules"
+        return {**made, **roles, "reach": reach, "computed_inputs": made.get("spoilt", ())}
+    return made
+
+
+def _upgraded_finding(found: Any) -> Any:
+    with contextlib.suppress(*DAMAGED):
+        return {**found, "evidence": {**found["evidence"], "computed_inputs": found["evidence"]["spoilt_input"]}}
+    return found
+
+
+UPGRADES = {"investigations": upgraded_investigation, "findings": _upgraded_finding}
+OUTCOMES = {"spoilt-input": "computed-inputs"}
