@@ -96,7 +96,8 @@ def run(
     given = Script(str(script), tuple(arguments), is_module, ends_process)
     given.check()
     from ampdbg.diagnosis.diagnose import diagnose
-    from ampdbg.script.captures import Captures, start_of
+    from ampdbg.script.capture import Captures
+    from ampdbg.script.launch import start_of
     from ampdbg.script.session import watch_script
 
     def shown(record: Record) -> Record:
@@ -123,7 +124,7 @@ def capture() -> bool:
 
     Returns whether there is somebody who captures it; without ``ampdbg run`` it does nothing.
     """
-    captures = sys.modules.get("ampdbg.script.captures")  # nobody captures where it was never imported
+    captures = sys.modules.get("ampdbg.script.capture")  # nobody captures where it was never imported
     return captures is not None and bool(captures.ask_for_capture())
 
 

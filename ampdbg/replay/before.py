@@ -135,21 +135,21 @@ class Before:
         """
         state, names, unknown = ModelState.now(model), {id(one): name for name, one in model.named_modules()}, ""
         buffers, attributes = dict(state.buffers), {name: dict(held) for name, held in state.attributes.items()}
-        for root in sorted(self._roots.values(), key=lambda root: -root.since):
-            if root.since not in calls:
-                continue
+        begun = (root for root in self._roots.values() if root.since in calls)
+        for root in sorted(begun, key=lambda root: -root.since):  # of one in two others the earlier counts
             paths = {name: names[id(owner)] for name, owner in root.alive() if id(owner) in names}
-            for (name, key), contents in root.buffers.items():
-                if name in paths:
-                    buffers[f"{paths[name]}.{key}".lstrip(".")] = contents
+            buffers |= {_joined(paths[slot[0]], slot[1]): one for slot, one in root.buffers.items() if slot[0] in paths}
             for (name, key), value in root.attributes.items():
                 if name in paths:
                     attributes.setdefault(paths[name], {})[key] = value
-            for slot in root.written:
-                if slot not in root.buffers and slot[0] in paths and root.is_written(slot):
-                    root.changed.add(slot)
-                    unknown = f"{paths[slot[0]]}.{slot[1]}".lstrip(".")
+            lost = [slot for slot in root.written if slot not in root.buffers and root.is_written(slot)]
+            root.changed |= set(lost)
+            unknown = next((_joined(paths[name], key) for name, key in lost if name in paths), unknown)
         return replace(state, buffers=buffers, attributes=attributes), unknown
+
+
+def _joined(module: str, key: str) -> str:
+    return f"{module}.{key}".lstrip(".")
 
 
 def _saved(value: Any) -> Any:

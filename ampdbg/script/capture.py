@@ -7,38 +7,51 @@ one runs no code: the calls themselves are made again by the script, which is st
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from annotated_types import Interval
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 
-from ampdbg.errors import AmpdbgError, first_line
-from ampdbg.quantities import dotted, shown
-from ampdbg.record.file import adapter, from_json
+from ampdbg.errors import AmpdbgError, first_line, named_error
+from ampdbg.files import replace_file
+from ampdbg.probes.tensors import leaves_of
+from ampdbg.quantities import byte_size, counted, dotted, shown
+from ampdbg.record.file import CAPTURE_SUFFIX, adapter, from_json, of_rank, to_json
 from ampdbg.record.findings import Count
-from ampdbg.record.run import Reach, Record
+from ampdbg.record.run import NOT_CAPTURED, Reach, Record
+from ampdbg.replay.copies import Left
 from ampdbg.replay.investigation import Why
-from ampdbg.replay.packing import PackedError, Unpacking, unpacked_random_state
+from ampdbg.replay.packing import (
+    PackedError,
+    Packing,
+    Unpacking,
+    can_be_written,
+    packed_random_state,
+    unpacked_random_state,
+    written_form,
+)
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.snapshot import ModelState, SavedTensor
-from ampdbg.replay.step import Half, RecordedStep
-from ampdbg.script.captured_calls import CapturedCall, Match
+from ampdbg.replay.step import Call, Half, RecordedStep, torch_name
+from ampdbg.script.launch import Start
+from ampdbg.script.live_step import LiveStep
+from ampdbg.script.ranks import has_its_state, why_in_parts
 
 if TYPE_CHECKING:
     pass
 
 FORMAT, VERSION = "ampdbg.capture", 2
-
-IN_A_GROUP = "WORLD_SIZE"
-"""The environment has this where a launcher, or the user, tells a script to train in a group, of one process too."""
 
 
 class CaptureError(AmpdbgError):
@@ -46,27 +59,17 @@ class CaptureError(AmpdbgError):
 
 
 @dataclass(frozen=True)
-class Start:
-    """How the script was started: from which folder, with a GPU that was emulated or not, as one of how many."""
+class CapturedCall:
+    """One call: ``name`` says of what, ``reads`` which earlier ones it takes results from, ``given`` is packed."""
 
     name: str
-    arguments: tuple[str, ...] = ()
-    is_module: bool = False
-    folder: str = ""
-    emulate: bool = False
-    environment: Mapping[str, str] = field(default_factory=dict)
-    rank: Count = 0
-    processes: Count = 1
-
-    @property
-    def typed(self) -> str:
-        """What to type to start it once more: ``--script`` takes that."""
-        return shlex.join([*(["-m"] if self.is_module else []), self.name, *self.arguments])
-
-    @property
-    def is_of_group(self) -> bool:
-        """Whether it trained in a group of processes, be it of one."""
-        return self.processes > 1 or IN_A_GROUP in self.environment
+    reads: tuple[Count, ...]
+    given: Any
+    lowers: bool
+    has_gradients: bool
+    writes: bool
+    random_state: Count
+    training: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -308,3 +311,391 @@ def _difference(name: str, now: torch.Tensor | None, then: torch.Tensor | None) 
     if now is None or then is None:
         return f"it has {'no ' if now is None else ''}{name}, and had {'none' if then is None else 'it'}"
     return f"{name} is {list(now.shape)}, and was {list(then.shape)}"
+
+
+# The calls of a captured step, and which of them a step makes again that comes of the same script
+
+
+def order_of(recorded: RecordedStep) -> dict[int, int]:
+    """The numbers of the calls that the step needs, each with its place among them."""
+    return {
+        number: place for place, number in enumerate(sorted({number for part in recorded.given for number in part}))
+    }
+
+
+def paths_in(model: torch.nn.Module) -> dict[int, str]:
+    """The paths of the model's modules by ``id``."""
+    return {id(module): name or "the model" for name, module in model.named_modules()}
+
+
+def name_of(call: Call, paths: Mapping[int, str]) -> str:
+    """Of what a call is: a module of the model by its path, another by its class, a function as torch calls it."""
+    function = call.called
+    if isinstance(function, torch.nn.Module):
+        return paths.get(id(function), f"{type(function).__module__}.{type(function).__qualname__}")
+    return torch_name(function) or str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def reads_of(call: Call, numbers: Mapping[int, int]) -> tuple[int, ...]:
+    """The places of the calls that a call takes results from."""
+    return tuple(sorted({numbers[other] for other in call.reads if other in numbers}))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Why a step is not of the captured calls, and how many of its first ones are."""
+
+    alike: int
+    reason: str
+
+
+class Match:
+    """Which call of a step, of the script that was started again, is which of the captured ones.
+
+    ``own`` has the number of each call that the step needs with its place among the captured ones, ``casts`` those to
+    FP32 that a patch has put in, each with the place of what it casts.
+
+    Args:
+        captured: the calls of the captured step, in order.
+        parts: the places of those of each part of it.
+        recorded: the step.
+        is_patched: its code has a patch.
+    """
+
+    def __init__(
+        self,
+        captured: Sequence[CapturedCall],
+        parts: Sequence[Sequence[int]],
+        recorded: RecordedStep,
+        *,
+        is_patched: bool,
+    ) -> None:
+        self._captured, self._parts, self._recorded, self._is_patched = captured, parts, recorded, is_patched
+        self.own: dict[int, int] = {}
+        self.casts: dict[int, int] = {}
+        for number in order_of(recorded):
+            call, place = recorded.calls[number], len(self.own)
+            is_cast = is_patched and call.function is torch.Tensor.float and bool(call.reads)
+            if is_cast and not any(known.name == "torch.Tensor.float" for known in captured[place : place + 1]):
+                read = max(call.reads)
+                self.casts[number] = self.own[read] if read in self.own else self.casts[read]
+            else:
+                self.own[number] = place
+
+    def why_not(self, model: torch.nn.Module) -> Difference | None:
+        """Why the step is not of the same calls; None where it is."""
+        paths, numbers = paths_in(model), {**self.own, **self.casts}
+        for number, place in self.own.items():
+            if other := self._other(self._recorded.calls[number], place, paths, numbers):
+                return Difference(place, other)
+        reason = self._unlike_as_a_whole()
+        return Difference(len(self.own), reason) if reason else None
+
+    def _other(self, call: Call, place: int, paths: Mapping[int, str], numbers: Mapping[int, int]) -> str:
+        """How a call is not the captured one of its place."""
+        if place >= len(self._captured):
+            return ""
+        known, now = self._captured[place], name_of(call, paths)
+        if now != known.name:
+            return f"call {place + 1} is of {now}, and was of {known.name}"
+        is_same = set(reads_of(call, numbers)) == set(known.reads)
+        return "" if is_same else f"call {place + 1}, of {now}, takes what other calls gave"
+
+    def _unlike_as_a_whole(self) -> str:
+        """What is other about the step where each of its calls is as captured."""
+        if len(self.own) != len(self._captured):
+            return f"it makes {len(self.own)} calls, and made {len(self._captured)}"
+        parts = [[self.own[number] for number in sorted(part) if number in self.own] for part in self._recorded.given]
+        if parts != [list(part) for part in self._parts]:
+            return "its calls lead to other losses"
+        first = next(iter(self.own), None)
+        if self._is_patched and first is not None and self._recorded.calls[first].lowers != self._captured[0].lowers:
+            return "autocast is on in one of them, and off in the other"  # a patch begins behind the model
+        return ""
+
+
+# Writing
+
+LARGEST_HEADER = 100_000_000
+"""Bytes: safetensors reads no larger one."""
+
+
+class Captures:
+    """Where the captures of a run go, and those that were written.
+
+    Args:
+        folder: is made with the first.
+        start: how the script was started.
+        most: there are never more.
+        largest: the bytes that each may have.
+        wanted: the step of this number is one, whatever it does; 0 for none.
+    """
+
+    def __init__(self, folder: Path, start: Start, *, most: int, largest: int, wanted: int = 0) -> None:
+        self.written: list[Path] = []
+        """Those that are there, in the order of their steps."""
+        self.why_not = ""
+        """Why one was not written."""
+        self.is_wanted = False
+        """Whether the next whole step is to be captured, whatever it does."""
+        self.start = start
+        self._folder = Path(os.path.abspath(folder))
+        self._most = most
+        self._largest = largest
+        self.wanted = wanted
+        """The number of the step that was asked for from outside; 0 for none."""
+        self._failed = -1
+
+    @property
+    def are_wanted(self) -> bool:
+        """Whether any may be written; who allows none need not be told that one was not."""
+        return self._most > 0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more may be written."""
+        return len(self.written) < self._most
+
+    def has(self, step: int) -> bool:
+        """Whether the step of this number was captured."""
+        return self._of(step) is not None
+
+    def _of(self, step: int) -> Path | None:
+        ending = f"-{self._name(step)}{CAPTURE_SUFFIX}"
+        return next((path for path in self.written if path.name.endswith(ending)), None)
+
+    def drop(self, step: int) -> None:
+        """Removes the capture of the step of this number, if there is one."""
+        path = self._of(step)
+        if path is not None:
+            self.written.remove(path)
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    def _name(self, step: int) -> str:
+        return of_rank(f"step-{step}", self.start.rank)
+
+    def ask(self) -> None:
+        """The next whole step is to be captured."""
+        self.is_wanted = True
+
+    def begins(self, step: int) -> None:
+        """To be called when the step of this number is about to begin."""
+        self.is_wanted |= step == self.wanted > 0
+
+    def cannot(self, step: int, why: str) -> None:
+        """Notes that a step could not be captured."""
+        if step == self.wanted or not self.why_not:
+            self.why_not, self._failed = f"step {step} {NOT_CAPTURED}: {why}", step
+
+    def add(self, live: LiveStep, loss: float, scaler: torch.amp.GradScaler | None) -> None:
+        """Writes a step; where that cannot be, ``why_not`` says why, and the script goes on."""
+        try:
+            self._write(Captured(live, loss, scaler, self.start), live.number)
+        except Exception as error:  # noqa: BLE001 - whatever the user's own classes raise
+            self.cannot(live.number, named_error(error))
+
+    def _write(self, captured: Captured, step: int) -> None:
+        if not self.has_room and not self.has(step):
+            allowed = f"{counted(self._most, 'capture')} a run"
+            self.cannot(step, f"at most {allowed}; allow more with --max-captures")
+            return
+        now = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}"
+        path = self._folder / f"{now}-{self._name(step)}{CAPTURE_SUFFIX}"
+        try:
+            captured.write(path, self._largest)
+        except CaptureError as error:
+            self.cannot(step, str(error))
+            return
+        earlier = self._of(step)  # of another turn
+        if earlier == path:
+            self.written.remove(path)
+        elif earlier is not None:
+            self.drop(step)
+        self.written.append(path)
+        self.why_not = "" if self._failed == step else self.why_not
+
+
+_asked: list[Callable[[], None]] = []
+
+
+@contextlib.contextmanager
+def asked_from_code(ask: Callable[[], None]) -> Iterator[None]:
+    """While this is entered :func:`ask_for_capture` calls ``ask``."""
+    _asked.append(ask)
+    try:
+        yield
+    finally:
+        _asked.remove(ask)
+
+
+def ask_for_capture() -> bool:
+    """Asks for a capture of the next whole step; False where nothing captures."""
+    for ask in _asked:
+        ask()
+    return bool(_asked)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A step at hand, right before its optimizer would step, and all that is to be known of it elsewhere.
+
+    ``scaler`` is that of its loss.
+    """
+
+    live: LiveStep
+    loss: float
+    scaler: torch.amp.GradScaler | None
+    start: Start
+
+    @property
+    def size(self) -> int:
+        """About how many bytes a file of it takes."""
+        parts = (
+            list(self.live.model.parameters()),
+            dict(self.live.state.buffers),
+            self._states,
+            self.live.recorded.given,
+        )
+        tensors = {id(tensor): tensor for part in parts for _, tensor in leaves_of(part)}
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+    @functools.cached_property
+    def _states(self) -> Sequence[Any]:
+        """Those of the optimizers; None for one that might wait for other processes to give it."""
+        is_alone = self.start.processes == 1
+        return [one.state_dict() if is_alone or has_its_state(one) else None for one in self.live.watcher.optimizers]
+
+    def write(self, path: Path, largest: int) -> None:
+        """Writes it whole, or not at all.
+
+        Raises:
+            CaptureError: it is larger than ``largest`` bytes, it holds what cannot be written, or the disk is full.
+        """
+        if self.start.processes > 1 and (why := why_in_parts(self.live.model)):
+            raise CaptureError(why)
+        if self.size > largest:
+            told = f"it would be {byte_size(self.size)}, and at most {byte_size(largest)} are allowed"
+            raise CaptureError(f"{told}; allow more with --max-capture-size")
+        try:
+            content = self._content()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, content)
+        except OSError as error:
+            raise CaptureError(f"cannot be written: {error.strerror or error}: {path}") from None
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise CaptureError(f"cannot be written: {named_error(error)}: {path}") from error
+
+    def _content(self) -> bytes:
+        packing = Packing("value")
+        head = self._head(packing)
+        tensors = {f"weight.{name}": written_form(one) for name, one in self.live.model.named_parameters()}
+        tensors |= {
+            f"buffer.{name}": written_form(one) for name, one in self.live.state.buffers.items() if can_be_written(one)
+        }
+        for place, state in _states_beside(self.live.recorded, order_of(self.live.recorded)):
+            buffers = state.buffers.items()
+            tensors |= {f"beside.{place}.{name}": written_form(one) for name, one in buffers if can_be_written(one)}
+        text = json.dumps({**asdict(head), "loss": str(head.loss)}, allow_nan=False, ensure_ascii=True)
+        if len(text) > LARGEST_HEADER:
+            raise CaptureError(f"what it is told of takes {byte_size(len(text))}")
+        return save({**tensors, **packing.tensors}, metadata={FORMAT: text})
+
+    def _head(self, packing: Packing) -> Head:
+        numbers = order_of(self.live.recorded)
+        states: list[RandomState] = []
+        paths = paths_in(self.live.model)
+        calls = tuple(_captured_call(self.live.recorded, number, numbers, paths, packing, states) for number in numbers)
+        return Head(
+            step=self.live.number,
+            scale=self.live.scale,
+            loss=self.loss,
+            why=self.live.why,
+            half=self.live.half,
+            reach=self.live.recorded.reach,
+            weights_grew=self.live.watcher.optimizers.weights_grew,
+            scaler_number=0 if self.scaler is None else self.live.watcher.calls.number_of(self.scaler),
+            device=str(next(self.live.model.parameters()).device),
+            start=self.start,
+            calls=calls,
+            parts=tuple(tuple(numbers[number] for number in sorted(part)) for part in self.live.recorded.given),
+            losses=tuple(
+                tuple((numbers[made.call], made.path) for made in self.live.recorded.losses[min(part)])
+                for part in self.live.recorded.given
+            ),
+            random_states=tuple(packed_random_state(state, packing) for state in states),
+            random_state=packed_random_state(RandomState.now(), packing),
+            attributes=dict(_packed_attributes(self.live.state, packing)),
+            beside={
+                place: dict(_packed_attributes(state, packing))
+                for place, state in _states_beside(self.live.recorded, numbers)
+            },
+            optimizers=tuple(map(packing.of, self._states)),
+            scaler=packing.of(self.scaler.state_dict() if self.scaler is not None else None),
+            record=json.loads(to_json(self.live.watcher.record())),
+            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        )
+
+
+def _states_beside(recorded: RecordedStep, numbers: Mapping[int, int]) -> Iterator[tuple[int, ModelState]]:
+    """What modules beside the model held, each with the place of the first call of it."""
+    for module, state in recorded.beside:
+        places = [place for number, place in numbers.items() if recorded.calls[number].module is module]
+        if places:
+            yield min(places), state
+
+
+def _captured_call(
+    recorded: RecordedStep,
+    number: int,
+    numbers: Mapping[int, int],
+    paths: Mapping[int, str],
+    packing: Packing,
+    states: list[RandomState],
+) -> CapturedCall:
+    call = recorded.calls[number]
+    given = next(part[number] for part in recorded.given if number in part)
+    if not states or not _is_same(states[-1], call.random_state):  # between two draws all calls have one state
+        states.append(call.random_state)
+    return CapturedCall(
+        name=name_of(call, paths),
+        reads=reads_of(call, numbers),
+        given=packing.of(list(given)),
+        lowers=call.lowers,
+        has_gradients=call.has_gradients,
+        writes=call.writes,
+        random_state=len(states) - 1,
+        training=call.training,
+    )
+
+
+def _is_same(one: RandomState, other: RandomState) -> bool:
+    tensors = [(one.cpu, other.cpu), *zip(one.devices, other.devices, strict=False)]
+    if one.python != other.python or not all(torch.equal(*pair) for pair in tensors):
+        return False
+    first, second = one.numpy, other.numpy
+    return str(first) == str(second) if first is None or second is None else bool((first[1] == second[1]).all())
+
+
+def _packed_attributes(state: ModelState, packing: Packing) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Those attributes that can be written as they are; a model that is built anew has the others of its own."""
+    for name, saved in state.attributes.items():
+        packed = {key: packing.of(_contents(value)) for key, value in saved.items() if value is not Left.AS_IT_IS}
+        whole = {key: value for key, value in packed.items() if not _is_live(value)}
+        if whole:
+            yield name, whole
+
+
+def _contents(saved: Any) -> Any:
+    if isinstance(saved, SavedTensor):
+        return saved.contents.detach().requires_grad_(saved.requires_grad) if saved.is_leaf else None
+    return saved
+
+
+def _is_live(packed: Any) -> bool:
+    """Whether a packed value needs one that is at hand."""
+    if isinstance(packed, dict):
+        return "live" in packed or "like" in packed or any(map(_is_live, packed.values()))
+    return isinstance(packed, list) and any(map(_is_live, packed))

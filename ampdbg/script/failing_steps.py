@@ -8,15 +8,12 @@ at the ``SKIPS_IN_A_ROW``-th of a row, and where the script ends in it. All with
 from __future__ import annotations
 
 import contextlib
-import io
 import math
 import os
-import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TextIO, get_args
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import get_args
 
 import torch
 from torch.optim import Optimizer
@@ -32,18 +29,16 @@ from ampdbg.probes.torch_errors import autocast_error
 from ampdbg.probes.watch import Watch
 from ampdbg.quantities import counted
 from ampdbg.record.log import kept
-from ampdbg.record.run import EXITED, Investigation, Record, ScriptRun, Step
-from ampdbg.replay.investigation import Why, investigate, is_blamed
-from ampdbg.replay.random_state import RandomState
+from ampdbg.record.run import EXITED, Investigation, Record, ScriptRun
+from ampdbg.replay.investigation import Why, is_blamed
 from ampdbg.replay.recorder import Recorder
-from ampdbg.replay.run import Run
-from ampdbg.replay.snapshot import ModelState, Snapshot
-from ampdbg.replay.step import Half, RecordedStep
-from ampdbg.replay.step_data import blamed_data
-from ampdbg.script.captures import Captured, Captures
+from ampdbg.replay.snapshot import ModelState
+from ampdbg.replay.step import Half
+from ampdbg.script.capture import Captures
 from ampdbg.script.launch import ScriptEnd
+from ampdbg.script.live_step import LiveStep
 from ampdbg.script.ranks import hooks_half_weights, in_its_group, is_in_group
-from ampdbg.script.signals import have_come, held_signals
+from ampdbg.script.signals import held_signals
 
 SHARE, WAITS = 0.1, 5.0
 """The share of a run's time that it waits for replays of steps whose scale may be settling, beyond so many seconds."""
@@ -108,89 +103,6 @@ class Policy:
             yield
         finally:
             self.waited += time.monotonic() - began
-
-
-@dataclass(frozen=True)
-class LiveStep:
-    """The step that a watched loop has under way, with the weights that it had.
-
-    Args:
-        number: counted from 0.
-        watcher: of the loop; it is paused while the step is run again.
-        recorded: what the step has called.
-        model: whose weights count.
-        device: where its weights are.
-        state: that of the model when the step began.
-        half: what the step lowers to; None where it lowers to nothing.
-        scale: its loss scale.
-        why: what calls for a closer look.
-    """
-
-    number: int
-    watcher: Watch
-    recorded: RecordedStep
-    model: torch.nn.Module
-    device: torch.device
-    state: ModelState
-    half: Half | None
-    scale: float
-    why: Why
-
-    def investigated(self, before: Sequence[Step]) -> Investigation | None:
-        """What replays of it show; ``before`` are the steps that its loss is to be compared with. The script waits.
-
-        None where a signal has come meanwhile that the script handles itself: it is not kept waiting any longer.
-
-        Raises:
-            Exception: whatever the script's own code raises, or that there is no memory for it.
-        """
-        grew = self.watcher.optimizers.weights_grew
-        with self._again() as (run, snapshot), contextlib.suppress(_SignalCameError):
-            made = investigate(
-                run, snapshot, self.why, self.scale, before=before, weights_grew=grew, observer=_UntilASignal()
-            )
-            if made.reproduced and not is_finite(made.fp32):
-                self.watcher.log.batch += blamed_data(run, snapshot, self.recorded).batch
-            return replace(made, reach=self.recorded.reach)
-        return None
-
-    @contextlib.contextmanager
-    def _again(self) -> Iterator[tuple[Run, Snapshot]]:
-        """What it takes to run it again, while the script waits and sees nothing of that."""
-        run = self.recorded.run(self.model, tuple(self.watcher.optimizers), self.device, self.half)
-        snapshot = self.recorded.snapshot(self.number, RandomState.now(), self.state)
-        # The script may be within a region of autocast's.
-        outside = torch.autocast(self.device.type, enabled=False)
-        with self.watcher.paused(), held_signals(), _hushed(), torch.enable_grad(), outside:
-            yield run, snapshot
-        torch.clear_autocast_cache()  # where the script steps within a region, it has casts of altered weights
-
-    def capture(
-        self, captures: Captures, loss: float, scaler: torch.amp.GradScaler | None, *, is_wanted: bool = False
-    ) -> None:
-        """Writes it; ``is_wanted``: it was asked for."""
-        watcher = self.watcher
-
-        def captured() -> Captured:
-            return Captured(
-                recorded=self.recorded,
-                model=self.model,
-                state=self.state,
-                optimizers=tuple(watcher.optimizers),
-                scaler=scaler,
-                step=self.number,
-                scale=self.scale,
-                loss=loss,
-                why=self.why,
-                half=self.half,
-                weights_grew=watcher.optimizers.weights_grew,
-                scaler_number=0 if scaler is None else watcher.calls.number_of(scaler),
-                record=watcher.record(),
-                start=captures.start,
-            )
-
-        with watcher.paused(), held_signals(), torch.no_grad():
-            captures.add(self.number, captured)
 
 
 class FailingSteps:
@@ -284,7 +196,7 @@ class FailingSteps:
         loss, scaler = self._loss(), self._watcher.open_step.scaler
         is_free = self._investigates and not hooks_half_weights(live.model)
         if self.captures.are_wanted and (live.recorded.reach == "whole" or is_free):
-            live.capture(self.captures, loss, scaler)
+            self._capture(live, loss, scaler)
         if not is_free:
             return None, ""
         whole = live.recorded.reach == "whole"
@@ -305,6 +217,10 @@ class FailingSteps:
         self.found[:] = kept([*self.found, made])
         return made, ""
 
+    def _capture(self, live: LiveStep, loss: float, scaler: torch.amp.GradScaler | None) -> None:
+        with self._watcher.paused(), held_signals(), torch.no_grad():
+            self.captures.add(live, loss, scaler)
+
     def _loss(self) -> float:
         losses = self._watcher.open_step.scaled
         return sum(map(float, losses)) if losses else math.nan
@@ -312,37 +228,38 @@ class FailingSteps:
     def _live(
         self, number: int, why: Why, scale: float, loss: torch.Tensor | None, *, is_cut: bool = False
     ) -> tuple[LiveStep | None, str]:
-        """The step as it can be run again, and why it cannot, or no further."""
-        watcher, recorder = self._watcher, self.recorder
-        if watcher.has_other_loops:
-            return None, "other threads train too"
-        watcher.optimizers.adopt(recorder.trained)
-        model = watcher.models.together()
-        device = next((parameter.device for parameter in model.parameters()), None)
-        if device is None:
-            return None, "its model is not known"
+        """The step as it can be run again, and why it cannot; ``is_cut``: the script has ended in it."""
+        self._watcher.optimizers.adopt(self.recorder.trained)
+        model, optimizers = self._watcher.models.together(), tuple(self._watcher.optimizers)
+        device = next((parameter.device for parameter in model.parameters()), torch.device("meta"))
         half = self._half(model, device)
-        if half is None and not watcher.is_in_fp32 and why != "end":
-            return None, "it is not known what it lowers to"
-        if why != "end" and are_weights_spoilt(model):
-            return None, "its weights were NaN or inf before it"
-        if recorded_graphs(model):
-            return None, RECORDED
-        optimizers = tuple(watcher.optimizers)
-        step, why_not, state = None, "", ModelState()
+        why_not = self._why_not_now(model, half)
+        if why_not:
+            return None, why_not
+        step, state = None, ModelState()
         if not is_cut:
-            step, why_not, state = recorder.step(model, optimizers, device.type, loss)
+            step, why_not, state = self.recorder.step(model, optimizers, device.type, loss)
         if step is None and why == "loss":
-            step, other, state = recorder.modules(model, optimizers, device.type)
-            if step is not None and why_not:
-                self._notes.append(MODULES_ALONE.format(number, why_not))
+            step, other, state = self.recorder.modules(model, optimizers, device.type)
+            self._notes += [MODULES_ALONE.format(number, why_not)] * (step is not None and bool(why_not))
             why_not = why_not or other
+        spoilt = next((name for name, _ in nonfinite(self.recorder.before.changing(state))), "")
+        if spoilt and why != "end":
+            step, why_not = None, BEGAN_SPOILT.format(spoilt)
         if step is None:
             return None, why_not
-        spoilt = next((name for name, _ in nonfinite(recorder.before.changing(state))), "")
-        if spoilt and why != "end":
-            return None, BEGAN_SPOILT.format(spoilt)
-        return LiveStep(number, watcher, step, model, device, state, half, scale, why), ""
+        return LiveStep(number, self._watcher, step, model, device, state, half, scale, why), ""
+
+    def _why_not_now(self, model: torch.nn.Module, half: Half | None) -> str:
+        """Why no step of the loop can be run again now; "" where it can."""
+        reasons = (
+            ("other threads train too", self._watcher.has_other_loops),
+            ("its model is not known", next(model.parameters(), None) is None),
+            ("it is not known what it lowers to", half is None and not self._watcher.is_in_fp32),
+            ("its weights were NaN or inf before it", are_weights_spoilt(model)),
+            (RECORDED, bool(recorded_graphs(model))),
+        )
+        return next((reason for reason, holds in reasons if holds), "")
 
     def _half(self, model: torch.nn.Module, device: torch.device) -> Half | None:
         """What autocast lowers to around it, what the weights are, or what the graphs of earlier losses held."""
@@ -366,7 +283,7 @@ class FailingSteps:
         if live is None:
             self.captures.cannot(number, f"it cannot be run again: {why_not}")
         else:
-            live.capture(self.captures, self._loss(), scaler)
+            self._capture(live, self._loss(), scaler)
 
     def step_ended(self, is_bad: bool) -> None:
         """Called when a step has ended."""
@@ -450,46 +367,3 @@ def explains_itself(watcher: Watch, error: BaseException | None) -> bool:
     """Whether an error that the script has raised says what is wrong."""
     by_autocast = autocast_error(error, watcher.log.closed(), watcher.models.named_modules)
     return by_autocast is not None or watcher.calls.explains(error)
-
-
-class _SignalCameError(Exception):
-    """A signal waits for the script to handle it."""
-
-
-class _UntilASignal(Observer):
-    """Breaks replays off between two of them, for a batch system gives a script half a minute to save its model."""
-
-    def replay(self, step: int, doing: str) -> None:
-        """Another replay is about to run.
-
-        Raises:
-            _SignalCameError: not while a signal waits.
-        """
-        if have_come():
-            raise _SignalCameError
-
-
-@contextlib.contextmanager
-def _hushed() -> Iterator[None]:
-    """While this is entered what this thread prints is not shown: it has been, when the step ran first."""
-    with contextlib.redirect_stdout(_Hushed(sys.stdout)), contextlib.redirect_stderr(_Hushed(sys.stderr)):
-        yield
-
-
-class _Hushed(io.TextIOBase):
-    """A stream that writes what other threads write."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._thread = threading.get_ident()
-
-    def write(self, text: str) -> int:
-        """Writes it, unless it is this thread's."""
-        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
-
-    def flush(self) -> None:
-        """As the stream's own."""
-        self._stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)

@@ -11,12 +11,13 @@ import contextlib
 import linecache
 import os
 import runpy
+import shlex
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.machinery import PathFinder, SourceFileLoader
 from importlib.util import decode_source, find_spec
 from pathlib import Path
@@ -26,6 +27,7 @@ from typing import Any
 from unittest.mock import patch
 
 from ampdbg.errors import EXIT_INTERRUPTED, ScriptError, named_error
+from ampdbg.record.findings import Count
 from ampdbg.script.children import first_in_forked
 from ampdbg.script.signals import held_signals, take_timers
 from ampdbg.source.ownership import is_ampdbgs, is_part_of
@@ -88,6 +90,50 @@ class Script:
                     raise ScriptError(f"-m {self.name}: there is no such module; needed: one that Python can import")
         elif what := _obstacle(self):
             raise ScriptError(f"{self.name}: {what}; needed: a Python file, or -m and the name of a module")
+
+
+IN_A_GROUP = "WORLD_SIZE"
+"""The environment has this where a launcher, or the user, tells a script to train in a group, of one process too."""
+
+
+ENVIRONMENT = (
+    "CUDA_VISIBLE_DEVICES",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "NVIDIA_TF32_OVERRIDE",
+    "OMP_NUM_THREADS",
+    IN_A_GROUP,
+)
+"""What of the environment changes numbers, or what a script does: it is told of, and not set as it was."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """How the script was started: from which folder, with a GPU that was emulated or not, as one of how many."""
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+    folder: str = ""
+    emulate: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+    rank: Count = 0
+    processes: Count = 1
+
+    @property
+    def typed(self) -> str:
+        """What to type to start it once more: ``--script`` takes that."""
+        return shlex.join([*(["-m"] if self.is_module else []), self.name, *self.arguments])
+
+    @property
+    def is_of_group(self) -> bool:
+        """Whether it trained in a group of processes, be it of one."""
+        return self.processes > 1 or IN_A_GROUP in self.environment
+
+
+def start_of(script: Script, *, emulate: bool) -> Start:
+    """How a script is about to be started, from this folder."""
+    environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+    return Start(script.name, script.arguments, script.is_module, os.getcwd(), emulate, environment, *launched_as())
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from ampdbg.probes import watch as steps
 from ampdbg.probes.watch import Watch
 from ampdbg.record.file import LARGEST_CAPTURE, MOST_CAPTURES
 from ampdbg.record.run import Record, Step
-from ampdbg.script.captures import Captures, asked_from_code, start_of
+from ampdbg.script.capture import Captures, asked_from_code
 from ampdbg.script.failing_steps import FailingSteps
-from ampdbg.script.launch import Script
+from ampdbg.script.launch import Script, start_of
 
 
 class LoopWatch(Watch):

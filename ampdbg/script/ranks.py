@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ampdbg.probes.tensors import wraps_others
-from ampdbg.script.capture import Start
+from ampdbg.script.launch import Start
 
 ONE_PROCESS = {
     "RANK": "0",

@@ -40,8 +40,7 @@ from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep, Snapshot, failing_step
 from ampdbg.replay.step import RecordedStep
 from ampdbg.replay.step_data import blamed_data
-from ampdbg.script.capture import Capture, CaptureError
-from ampdbg.script.captured_calls import Difference
+from ampdbg.script.capture import Capture, CaptureError, Difference
 from ampdbg.script.gpu import emulated_gpu
 from ampdbg.script.guard import FileGuard
 from ampdbg.script.launch import Script, ScriptEnd, run_script
@@ -77,9 +76,7 @@ class RestoredStep:
             self.snapshot,
             head.why,
             head.scale,
-            before=self.record.steps
-            if head.reach == "whole"
-            else (),  # a sum of other numbers is not to be compared with losses
+            before=before,
             weights_grew=head.weights_grew,
             observer=observer,
         )

@@ -18,7 +18,7 @@ from ampdbg.probes.trend import TrendSamples
 from ampdbg.probes.watch import Watch
 from ampdbg.record.log import RunLog
 from ampdbg.record.run import Record
-from ampdbg.script.captures import Captures, asked_from_code
+from ampdbg.script.capture import Captures, asked_from_code
 from ampdbg.script.children import NewProcesses
 from ampdbg.script.failing_steps import FailingSteps, explains_itself
 from ampdbg.script.gpu import emulated_gpu

@@ -94,7 +94,8 @@ def atom_tree(names: Sequence[str]) -> AtomTree:
 
     Args:
         names: their qualified names, "" for the root, in order of execution or registration; that becomes the order
-            of siblings. Lines of a script stand behind all modules, and in none. Containers that never ran need not be named, and are never a pin: nothing would run in them.
+            of siblings. Lines of a script stand behind all modules, and in none.
+            Containers that never ran need not be named, and are never a pin: nothing would run in them.
     """
     if not names:
         return AtomTree((), (), (), {"": (0, 0)})

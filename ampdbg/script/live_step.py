@@ -1,0 +1,124 @@
+"""The step that a watched loop has under way, to be run again and captured while its weights are those that it had."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TextIO
+
+import torch
+
+from ampdbg.agreement import is_finite
+from ampdbg.observer import Observer
+from ampdbg.probes.watch import Watch
+from ampdbg.record.run import Investigation, Step
+from ampdbg.replay.investigation import Why, investigate
+from ampdbg.replay.random_state import RandomState
+from ampdbg.replay.run import Run
+from ampdbg.replay.snapshot import ModelState, Snapshot
+from ampdbg.replay.step import Half, RecordedStep
+from ampdbg.replay.step_data import blamed_data
+from ampdbg.script.signals import have_come, held_signals
+
+
+@dataclass(frozen=True)
+class LiveStep:
+    """The step that a watched loop has under way, with the weights that it had.
+
+    Args:
+        number: counted from 0.
+        watcher: of the loop; it is paused while the step is run again.
+        recorded: what the step has called.
+        model: whose weights count.
+        device: where its weights are.
+        state: that of the model when the step began.
+        half: what the step lowers to; None where it lowers to nothing.
+        scale: its loss scale.
+        why: what calls for a closer look.
+    """
+
+    number: int
+    watcher: Watch
+    recorded: RecordedStep
+    model: torch.nn.Module
+    device: torch.device
+    state: ModelState
+    half: Half | None
+    scale: float
+    why: Why
+
+    def investigated(self, before: Sequence[Step]) -> Investigation | None:
+        """What replays of it show; ``before`` are the steps that its loss is to be compared with. The script waits.
+
+        None where a signal has come meanwhile that the script handles itself: it is not kept waiting any longer.
+
+        Raises:
+            Exception: whatever the script's own code raises, or that there is no memory for it.
+        """
+        grew = self.watcher.optimizers.weights_grew
+        with self._again() as (run, snapshot), contextlib.suppress(_SignalCameError):
+            made = investigate(
+                run, snapshot, self.why, self.scale, before=before, weights_grew=grew, observer=_UntilASignal()
+            )
+            if made.reproduced and not is_finite(made.fp32):
+                self.watcher.log.batch += blamed_data(run, snapshot, self.recorded).batch
+            return replace(made, reach=self.recorded.reach)
+        return None
+
+    @contextlib.contextmanager
+    def _again(self) -> Iterator[tuple[Run, Snapshot]]:
+        """What it takes to run it again, while the script waits and sees nothing of that."""
+        run = self.recorded.run(self.model, tuple(self.watcher.optimizers), self.device, self.half)
+        snapshot = self.recorded.snapshot(self.number, RandomState.now(), self.state)
+        # The script may be within a region of autocast's.
+        outside = torch.autocast(self.device.type, enabled=False)
+        with self.watcher.paused(), held_signals(), _hushed(), torch.enable_grad(), outside:
+            yield run, snapshot
+        torch.clear_autocast_cache()  # where the script steps within a region, it has casts of altered weights
+
+
+class _SignalCameError(Exception):
+    """A signal waits for the script to handle it."""
+
+
+class _UntilASignal(Observer):
+    """Breaks replays off between two of them, for a batch system gives a script half a minute to save its model."""
+
+    def replay(self, step: int, doing: str) -> None:
+        """Another replay is about to run.
+
+        Raises:
+            _SignalCameError: not while a signal waits.
+        """
+        if have_come():
+            raise _SignalCameError
+
+
+@contextlib.contextmanager
+def _hushed() -> Iterator[None]:
+    """While this is entered what this thread prints is not shown: it has been, when the step ran first."""
+    with contextlib.redirect_stdout(_Hushed(sys.stdout)), contextlib.redirect_stderr(_Hushed(sys.stderr)):
+        yield
+
+
+class _Hushed(io.TextIOBase):
+    """A stream that writes what other threads write."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._thread = threading.get_ident()
+
+    def write(self, text: str) -> int:
+        """Writes it, unless it is this thread's."""
+        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
+
+    def flush(self) -> None:
+        """As the stream's own."""
+        self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
