@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from ampdbg.diagnosis.cause import LONGEST_TURN
 from ampdbg.errors import named_error
 from ampdbg.files import replace_file
 from ampdbg.probes.tensors import leaves_of
@@ -34,6 +33,9 @@ from ampdbg.script.captured_calls import CapturedCall, name_of, order_of, paths_
 from ampdbg.script.launch import Script, launched_as
 from ampdbg.script.played_run import Half
 from ampdbg.script.ranks import has_its_state, why_in_parts
+
+LONGEST_TURN = 32
+"""Steps, of all optimizers of a loop, that take turns."""
 
 LARGEST_HEADER = 100_000_000
 """Bytes: safetensors reads no larger one."""

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import torch
 
-from ampdbg.diagnosis.cause import LONGEST_TURN
 from ampdbg.diagnosis.scale import SKIPS_IN_A_ROW
 from ampdbg.observer import Observer
 from ampdbg.probes.unfollowed import is_compiled_code_there, is_in_compiled_call
@@ -29,7 +28,7 @@ REST = 10
 WAITS, SHARE = 60.0, 0.05
 """Seconds that a script may wait for steps that are run again, and the share of its time beyond them."""
 
-LONGEST_GAP = LONGEST_TURN
+LONGEST_GAP = 32
 """A bad step that comes so many steps after the last one has nothing to do with it."""
 
 MOST_FOUND = 2
