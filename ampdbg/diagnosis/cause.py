@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise, takewhile
 
 from ampdbg.agreement import is_finite, is_same_run
 from ampdbg.diagnosis.producers import (
@@ -44,9 +44,6 @@ TOO_LARGE = (
     "bring these values down: look for weights, divisors or inputs of that size; no pin helps, since FP32 fails too"
 )
 OF_OTHERS = "look at what the other ranks have found: their records stand beside this one"
-LONGEST_TURN = 32
-"""Steps, of all optimizers of a loop, that take turns."""
-
 MAY_DIVERGE = "a learning rate that diverges may be behind it: the losses before it have risen, or are too few to tell"
 LEARNING_RATE = "lower the learning rate; where the weights keep their size and it still fails, precision is the cause"
 GROWS = (
@@ -61,24 +58,29 @@ def nonfinite_loss(record: Record) -> Iterator[Finding]:
     """A loss of inf or NaN, or gradients that nothing withheld from the weights. No calibration explains either.
 
     Replays decide the cause; without them the code is ``unknown``. Steps that bad weights or a bad batch
-    explain are left out.
+    explain are left out. Of several optimizers the first that shows it counts: NaN goes from one to the others.
     """
+    found = [finding for timeline in record.timelines for finding in _lost(timeline, record)]
+    yield from sorted(found, key=lambda finding: finding.step)[:1]
+
+
+def _lost(timeline: Record, record: Record) -> Iterator[Finding]:
     spoilt = min((finding.step for finding in (*spoilt_weights(record), *weights_nonfinite(record))), default=math.inf)
-    unexplained = (step for step in record.steps if step.step < spoilt and not math.isfinite(step.loss))
-    bad = [step for step in unexplained if blamed_in_batch(step, record) is None and not _is_of_scale(step, record)]
-    taken = next(_steps_taken_with_bad_gradients(record), None)
+    unexplained = (step for step in timeline.steps if step.step < spoilt and not math.isfinite(step.loss))
+    bad = [step for step in unexplained if blamed_in_batch(step, record) is None and not _is_of_scale(step, timeline)]
+    taken = next(_steps_taken_with_bad_gradients(timeline), None)
     if taken is not None and taken.step <= min((step.step for step in bad), default=taken.step):
-        yield cause_of(taken, record)
+        yield cause_of(taken, timeline)
         return
     if not bad:
         return
     numbers = {step.step for step in bad}
-    replayed = [made for made in record.investigations if made.why == "loss" and made.step in numbers]
+    replayed = [made for made in timeline.investigations if made.why == "loss" and made.step in numbers]
     telling = [made for made in replayed if not _has_spoilt_weights(made, record)]
-    judged = (made for made in telling if not _is_in_doubt(made, record))
+    judged = (made for made in telling if not _is_in_doubt(made, timeline))
     investigated = next(judged, next(iter(telling), None))
     if investigated is not None:
-        yield cause_of(investigated, record)
+        yield cause_of(investigated, timeline)
         return
     if replayed:
         yield _spoilt_by_a_step(bad[0], record)
@@ -93,7 +95,7 @@ def nonfinite_loss(record: Record) -> Iterator[Finding]:
         bad[0].step,
         "forward",
         f"the loss is {number(bad[0].loss)} at step {bad[0].step}, and not finite in {lost} of "
-        f"{record.steps_run} steps{silent}: the forward pass itself fails",
+        f"{timeline.steps_run} steps{silent}: the forward pass itself fails",
         evidence={"loss": bad[0].loss, "steps": lost, "steps_not_skipped": unskipped},
     )
 
@@ -110,7 +112,7 @@ def _is_of_scale(step: Step, record: Record) -> bool:
 
     All steps that were taken had a lower one, and one of them came later.
     """
-    taken = [other for other in record.steps if not other.skipped and other.scaler == step.scaler]
+    taken = [other for other in record.steps if not other.skipped]
     is_first_descent = bool(taken) and taken[-1].step > step.step and all(other.scale < step.scale for other in taken)
     return record.scales_gradients and step.skipped and is_first_descent
 
@@ -148,8 +150,8 @@ def cause_of(made: Investigation, record: Record) -> Finding:
     """The root finding of an investigated step whose loss or gradients are not finite.
 
     In a script a step is investigated once another has gone wrong: what is found counts from the first of the withheld
-    steps in a row, for all have the same weights; a row of an optimizer's own turns is one too. Where the loss is at
-    fault, one with a finite loss is none of them.
+    steps in a row of its optimizer, for all have the same weights. Where the loss is at fault, one with a finite loss
+    is none of them.
     """
     found = _of_single_ops(made, record) if made.reach == "none" else _of_replays(made, record)
     if CODES[found.code].verdict == "precision":
@@ -160,8 +162,7 @@ def cause_of(made: Investigation, record: Record) -> Finding:
     is_of_loss, skipped = made.why == "loss", [step for step in record.steps if step.skipped]
     alike = {step.step for step in skipped if math.isfinite(step.loss) != is_of_loss}
     alike -= {other.step for other in record.investigations if is_another_fault(other, made, record)}
-    first = first_in_a_row(found.step, alike)
-    first = _first_of_turns(first, alike, record) if is_of_loss else first
+    first = first_in_a_row(found.step, alike, record)
     told = first == found.step or made.reach == "none"
     message = found.message if told else f"{found.message} (as step {found.step} was run again)"
     return replace(found, step=first, message=message, evidence={**found.evidence, "replayed_step": found.step})
@@ -190,21 +191,6 @@ def _grown(found: Finding, made: Investigation, record: Record) -> Finding:
     why = f"{size}{leap}, which a learning rate that is too large makes"
     doubted = replace(_doubted(found, why), remedy=LEARNING_RATE)
     return replace(doubted, evidence={**found.evidence, WEIGHTS_GREW: made.weights_grew})
-
-
-def _first_of_turns(last: int, alike: Collection[int], record: Record) -> int:
-    """The first step of an optimizer whose loss is lost at each of its turns, one of which is ``last``: the steps in
-    between are of others, which have no scaler or another one, or else it has three turns at least."""
-    turn = last - max((step for step in alike if step < last), default=-math.inf)
-    if turn > LONGEST_TURN:
-        return last
-    scalers = {step.step: step.scaler for step in record.steps}
-    between = range(last - int(turn) + 1, last)
-    are_of_others = all(scalers.get(step, scalers[last]) != scalers[last] for step in between)
-    first = last
-    while first - int(turn) in alike:
-        first -= int(turn)
-    return first if are_of_others or first < last - turn else last
 
 
 def _of_replays(made: Investigation, record: Record) -> Finding:
@@ -449,9 +435,7 @@ def risen(losses: Sequence[float]) -> str:
 
 
 def _before(made: Investigation, record: Record) -> list[Step]:
-    """The steps before it whose losses are of its kind: where an optimizer has a scaler of its own, others are not."""
-    own = next((step.scaler for step in record.steps if step.step == made.step), None)
-    return [step for step in record.steps if step.step < made.step and own in (None, step.scaler)]
+    return [step for step in record.steps if step.step < made.step]
 
 
 def _diverges(made: Investigation, record: Record) -> bool:
@@ -481,8 +465,9 @@ def had_diverged(made: Investigation, record: Record) -> bool:
 def leap_in_fp32(made: Investigation, record: Record) -> str:
     """That in FP32 too the loss has left all earlier ones for good, to be said behind what has made it; "" if not."""
     skipped = {step.step for step in record.steps if step.skipped}
-    first = first_in_a_row(made.step, skipped)
-    of_same_weights = {first, *itertools.takewhile(lambda step: step - 1 in skipped, itertools.count(first + 1))}
+    first = first_in_a_row(made.step, skipped, record)
+    pairs = pairwise(step for step in record.steps if step.step >= first)
+    of_same_weights = {first, *(now.step for _, now in takewhile(lambda pair: pair[0].skipped, pairs))}
     before = [abs(step.loss) for step in _before(made, record) if step.step < first and math.isfinite(step.loss)]
     # Of a step whose modules alone were run again no losses are known; those of another on the same weights may be.
     told = next((one for one in record.investigations if one.continuation and one.step in of_same_weights), None)
@@ -493,11 +478,13 @@ def leap_in_fp32(made: Investigation, record: Record) -> str:
     return "" if comes_back else f", and in FP32 too the loss leaps from {number(before[-1])} to {number(now)}"
 
 
-def first_in_a_row(last: int, numbers: Container[int]) -> int:
-    """The first of the numbers without a gap that end right before ``last``, or ``last`` itself."""
-    while last - 1 in numbers:
-        last -= 1
-    return last
+def first_in_a_row(last: int, numbers: Container[int], timeline: Record) -> int:
+    """The first of the steps with these numbers that end, without a gap, right before ``last``; or ``last`` itself."""
+    of_iteration = {step.iteration: step.step for step in timeline.steps}
+    iteration = next((at for at, step in of_iteration.items() if step == last), last)
+    while of_iteration.get(iteration - 1) in numbers:
+        iteration -= 1
+    return of_iteration.get(iteration, last)
 
 
 def was_replayed(made: Investigation) -> bool:

@@ -13,7 +13,7 @@ from ampdbg.diagnosis.cause import nonfinite_loss, risen
 from ampdbg.diagnosis.hidden_faults import hidden_faults
 from ampdbg.diagnosis.misuse import autocast_errors, doubtful_misuses, misuses
 from ampdbg.diagnosis.producers import UNKNOWN
-from ampdbg.diagnosis.scale import UNTOLD, of_one_scaler, runaway, skips
+from ampdbg.diagnosis.scale import UNTOLD, runaway, skips
 from ampdbg.diagnosis.tensors import (
     DATA,
     SMALL_UPDATES,
@@ -39,6 +39,11 @@ SPOILT = (WEIGHTS, SMALL_UPDATES)
 Family = Callable[[Record], Iterator[Finding]]
 
 
+def _each(family: Family) -> Family:
+    """The family asked of one optimizer after another: a loss scale is told by the steps of one alone."""
+    return lambda record: (finding for timeline in record.timelines for finding in family(timeline))
+
+
 ORDER_OF_DECISION: tuple[Family, ...] = (
     spoilt_weights,
     weights_nonfinite,
@@ -47,8 +52,8 @@ ORDER_OF_DECISION: tuple[Family, ...] = (
     autocast_errors,
     nonfinite_loss,
     buffer_poisoned,
-    skips,
-    runaway,
+    _each(skips),
+    _each(runaway),
     hidden_faults,
     lost_updates,
     frozen_weights,
@@ -68,7 +73,7 @@ def diagnose(record: Record) -> Record:
     information: list[Finding] = []
     for family in ORDER_OF_DECISION:
         for finding in family(record):
-            if finding.severity == "info":
+            if finding.severity == "info" and finding.code not in [known.code for known in information]:
                 information.append(replace(finding, root=None))
             # The replays of one step may show two families the same cause: it is reported once.
             elif finding not in [replace(known, root=finding.root) for known in faults]:
@@ -77,7 +82,8 @@ def diagnose(record: Record) -> Record:
     # Information is left out where there are faults.
     found = tuple(_in_script(finding, record) for finding in faults or information)
     verdict = _verdict(record, found)
-    note = risen([step.loss for step in of_one_scaler(record).steps]) if verdict == "healthy" else ""
+    rises = (risen([step.loss for step in timeline.steps]) for timeline in record.timelines)
+    note = next(filter(None, rises), "") if verdict == "healthy" else ""
     notes = (*record.unseen.notes, *[note] * (note not in ("", *record.unseen.notes)))
     return replace(record, findings=found, verdict=verdict, unseen=replace(record.unseen, notes=notes))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampdbg.diagnosis.scale import SKIPS_IN_A_ROW, new_lows, of_one_scaler
+from ampdbg.diagnosis.scale import SKIPS_IN_A_ROW, new_lows
 from ampdbg.record.codes import CODES, Code, finding_of
 from ampdbg.record.findings import Finding, Severity
 from ampdbg.record.run import Misuse, Record
@@ -65,8 +65,8 @@ def _severity(found: Misuse, code: Code, record: Record) -> Severity:
 
 def _settles_the_scale(found: Misuse, record: Record) -> bool:
     """Whether it is about a few skips alone, at the start or right after growth: those that every healthy run has."""
-    scaled = of_one_scaler(record)
-    later = (step for step in new_lows(scaled.steps, record.steps_run) if step.step >= found.step)
+    lows = (step for timeline in record.timelines for step in new_lows(timeline.steps, timeline.steps_run))
+    later = (step for step in lows if step.step >= found.step)
     return found.count < SKIPS_IN_A_ROW and next(later, None) is None
 
 

@@ -73,14 +73,13 @@ def skips(record: Record) -> Iterator[Finding]:
     A skipped step that a lower scale would have come through is calibration, unless the scale goes on
     falling; one that no scale cures is a fault, however seldom.
     """
-    anew, record = restart(record), of_one_scaler(record)
     skipped = [step for step in record.steps if step.skipped]
     if not skipped:
         return
     lows = new_lows(record.steps, record.steps_run)
     investigated = [made for made in record.investigations if made.why == "gradients"]
     faults = [made for made in investigated if made.reproduced and not is_calibration(made, record)]
-    raised = anew or oscillation(record)
+    raised = restart(record) or oscillation(record)
     if raised is not None and not faults:
         yield raised
     elif _follows_gradients(lows, investigated, record):
@@ -108,20 +107,6 @@ def _distinct(causes: Iterable[Finding]) -> Iterator[Finding]:
         lines.add(found.source)
 
 
-def of_one_scaler(record: Record) -> Record:
-    """With the steps of one scaler alone: the one that skipped the most.
-
-    A step without a scaler, or with another, says nothing of the loss scale.
-    """
-    scalers: dict[int, list[Step]] = {}
-    for step in record.steps:
-        scalers.setdefault(step.scaler, []).append(step)
-    if len(scalers) < 2:
-        return record
-    most = max(scalers, key=lambda one: (sum(step.skipped for step in scalers[one]), one > 0, len(scalers[one])))
-    return replace(record, steps=tuple(scalers[most]))
-
-
 def settled_at(steps: Sequence[Step]) -> float | None:
     """The last loss scale at which a step was taken, and none skipped since at so small a one; None before that.
 
@@ -147,7 +132,7 @@ def new_lows(steps: Sequence[Step], ran: int) -> list[Step]:
         step
         for step in steps
         if step.skipped and step.step not in grown
-        if step.step - max(start for start in starts if start <= step.step) >= settling
+        if step.iteration - max(start for start in starts if start <= step.iteration) >= settling
     ]
 
 
@@ -164,21 +149,20 @@ def is_nan_alone(groups: Sequence[GroupOverflow]) -> bool:
 def _starts(steps: Sequence[Step]) -> list[int]:
     """Where a scaler begins: its first step, and those of a new model, as in each fold of a cross-validation.
 
-    There the scale leaps, and stays; it takes turns where a loop has two scalers.
+    There the scale leaps, and stays; it takes turns where an optimizer has two scalers.
     """
     leaps = (
-        now.step
+        now.iteration
         for before, now, after in zip(steps, steps[1:], steps[2:], strict=False)
         if now.scale > GROWTH * before.scale and after.scale * GROWTH >= now.scale
     )
-    return [*(step.step for step in steps[:1]), *leaps]
+    return [*(step.iteration for step in steps[:1]), *leaps]
 
 
 def runaway(record: Record) -> Iterator[Finding]:
     """``scale-runaway``: a loss scale that nothing limits, or that only works below 1."""
     if not record.steps:
         return
-    record = of_one_scaler(record)
     first, step = record.steps[0], record.steps[-1]
     if step.scale >= LIMITLESS and step.scale > first.scale and not step.skipped:
         message = f"the loss scale has grown to {number(step.scale)}, and no gradient limits it"
@@ -262,7 +246,7 @@ def _since_its_first_skip(found: Finding, made: Investigation, record: Record) -
     """The finding with the first of the skipped steps in a row that end in the replayed one: all have its weights."""
     skipped = {step.step for step in record.steps if step.skipped and math.isfinite(step.loss)}
     skipped -= {other.step for other in record.investigations if is_another_fault(other, made, record)}
-    first = first_in_a_row(found.step, skipped)
+    first = first_in_a_row(found.step, skipped, record)
     if first == found.step or found.phase not in OVERFLOWS or found.code == DIVERGENCE:
         return found
     message = f"{found.message}; step {found.step} was replayed, and every step from {first} on was skipped"
@@ -313,7 +297,7 @@ def _relapses(steps: Sequence[Step]) -> list[Step]:
     """The skips after the first step that worked: until then a scale is being found, however short the run."""
     starts, finding, relapses = {*_starts(steps)}, True, []
     for step in steps:
-        finding = step.skipped and (finding or step.step in starts)
+        finding = step.skipped and (finding or step.iteration in starts)
         relapses += [step] * (step.skipped and not finding)
     return relapses
 
@@ -407,7 +391,7 @@ def _untold(record: Record) -> tuple[list[Step], bool]:
     replayed = {made.step for made in record.investigations if made.reproduced and made.reach != "none"}
     grown = just_grown(record.steps)
     relapses = [step for step in _relapses(record.steps) if step.step not in grown]
-    goes_on = bool(relapses) and record.steps[-1].step - relapses[-1].step < SETTLING_STEPS
+    goes_on = bool(relapses) and record.steps[-1].iteration - relapses[-1].iteration < SETTLING_STEPS
     are_many = goes_on and not replayed and len(relapses) >= LOWS_OF_A_COLLAPSE
     behind_sound = (now for before, now in pairwise(record.steps) if not before.skipped and now in relapses)
     first = (step for step in record.steps[:1] if step.skipped)
@@ -485,14 +469,14 @@ def _scalers_in_a_row(steps: Sequence[Step]) -> list[list[Step]]:
 
 def _apart(rows: Sequence[Sequence[Step]]) -> int:
     """How many steps lie between the beginnings of two scalers, most often."""
-    return mode(now[0].step - before[0].step for before, now in pairwise(rows))
+    return mode(now[0].iteration - before[0].iteration for before, now in pairwise(rows))
 
 
 def _steps_to_grow(steps: Sequence[Step]) -> Iterator[int]:
     """How many steps were taken before each growth, since a skip or the growth before it."""
     taken = 0
     for before, now in pairwise(steps):
-        taken = 0 if before.skipped else taken + now.step - before.step
+        taken = 0 if before.skipped else taken + now.iteration - before.iteration
         if now.scale > before.scale:
             yield taken
             taken = 0

@@ -25,9 +25,10 @@ class OpenStep:
     """What is known of a step before it is closed. On a GPU the numbers are still there, as scalar tensors.
 
     ``mark`` stands behind the last of the losses that are there still. ``scaler`` is the enabled one that has scaled a
-    loss, ``number`` tells it from others, ``bare`` holds the optimizers (by ``id``) whose own step was called by the
-    loop itself; of the one whose step is ``running``, else 0, ``before_closure`` says how many losses there were when
-    it began, and ``first_closure`` has those of the first time that it has run its closure.
+    loss, ``number`` tells it from others, ``optimizer`` is that of the first that stepped, ``bare`` holds the
+    optimizers (by ``id``) whose own step was called by the loop itself; of the one whose step is ``running``, else 0,
+    ``before_closure`` says how many losses there were when it began, and ``first_closure`` has those of the first time
+    that it has run its closure.
 
     Of gradients as the backward pass left them, by the ``id`` of their optimizer: ``norms``, on a CPU the
     ``bad_groups``, elsewhere the norm of each in ``each``. ``early`` are those that were measured while they still
@@ -48,6 +49,7 @@ class OpenStep:
     bare: set[int] = field(default_factory=set)
     scaler: GradScaler | None = None
     number: int = 0
+    optimizer: int | None = None
     succeeds: int = 0
     scale: Scalar | None = None
     skipped: bool = False
@@ -184,8 +186,10 @@ class OpenStep:
         scale = [] if self.scale is None else [self.scale]
         return [*(self.losses.values() if self.losses else self.scaled), *self.norms.values(), *scale]
 
-    def to_step(self, index: int, values: Iterator[float]) -> Step:
-        """The Step, with the values of :meth:`scalars` on the host."""
+    def to_step(self, index: int, iteration: Callable[[int], int], values: Iterator[float]) -> Step:
+        """The Step, with the values of :meth:`scalars` on the host; ``iteration`` tells how many steps of an optimizer
+        lie before it."""
+        optimizer = self.optimizer or 0
         losses = {name: next(values) for name in self.losses}
         loss = sum(losses.values() if losses else (next(values) for _ in self.scaled), start=0.0)
         squares = [next(values) ** 2 for _ in self.norms]
@@ -201,6 +205,8 @@ class OpenStep:
             losses=losses if len(losses) > 1 else {},
             scaler=self.number,
             succeeds=self.succeeds,
+            optimizer=optimizer,
+            others=index - iteration(optimizer),
         )
 
 

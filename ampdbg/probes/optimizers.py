@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -37,6 +38,8 @@ class Optimizers:
         self._known: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
         self._known.update((id(optimizer), optimizer) for optimizer in given)
         self._groups: tuple[str, ...] = ()
+        self._numbers: dict[int, int] = {}
+        self._stepped = itertools.count()
         self._began: dict[int, Scalar] = {}
         self._are_noted = False
 
@@ -70,9 +73,15 @@ class Optimizers:
                 self.device = self.device if self._known else parameters[0].device
                 self._began = {key: norm for key, norm in self._began.items() if key in self._known}
                 self._known[id(optimizer)] = optimizer
+                self._numbers.pop(id(optimizer), None)  # that of one that has gone
                 self._are_noted = False
                 self._groups = self.groups
                 yield optimizer
+
+    def number_of(self, optimizer: Optimizer) -> int:
+        """What tells it from the others: they are numbered in the order in which they first step."""
+        number = self._numbers.get(id(optimizer))
+        return self._numbers.setdefault(id(optimizer), next(self._stepped) if number is None else number)
 
     def adopt(self, called: Sequence[torch.nn.Module]) -> None:
         """Takes the modules that the loop calls for its models, where the optimizers train none of their parameters:

@@ -85,6 +85,8 @@ class StepLog:
         self._changing = threading.RLock()
         """Held where the lists change, for the loops of other threads; never while something of the user's runs."""
         self._steps: list[Step] = []
+        self._latest: dict[int, Step] = {}
+        """The last step that was read of each optimizer."""
         self._telling: set[int] = set()
         self._seen_bad: set[tuple[str, str, bool]] = set()
         self._listed: set[int] = set()
@@ -171,8 +173,8 @@ class StepLog:
         ``is_skipped`` says that the loop goes on behind it.
         """
         latest = self.steps[-1:]
-        scale, scaler = (latest[0].scale, latest[0].scaler) if latest else (None, 0)
-        self.close(OpenStep(scaled=[loss], scale=scale, number=scaler, skipped=is_skipped))
+        scale, scaler, optimizer = (latest[0].scale, latest[0].scaler, latest[0].optimizer) if latest else (None, 0, 0)
+        self.close(OpenStep(scaled=[loss], scale=scale, number=scaler, optimizer=optimizer, skipped=is_skipped))
 
     def finish(self) -> None:
         """Looks once more at parameters and buffers: a buffer can be poisoned while every loss is finite, and one that
@@ -194,10 +196,15 @@ class StepLog:
         with self._changing:
             unread, self._unread = self._unread, []
             values = iter(to_host([scalar for step in unread for scalar in step.scalars()]))
-            made = [self._taken(step.to_step(self.closed(), values)) for step in unread]
+            made = [self._taken(step.to_step(self.closed(), self._iteration, values)) for step in unread]
         if self._on_step is not None:
             for step in made:
                 self._on_step(step)
+
+    def _iteration(self, optimizer: int) -> int:
+        """How many steps of an optimizer have been read."""
+        latest = self._latest.get(optimizer)
+        return 0 if latest is None else latest.iteration + 1
 
     def _taken(self, step: Step) -> Step:
         """Adds a step that was read, with what else is to be known of it."""
@@ -213,7 +220,8 @@ class StepLog:
         """Adds a step; where they are too many, some go."""
         bad = {(counts.kind, counts.name, counts.nan > 0) for counts in step.nonfinite} - self._seen_bad
         self._seen_bad |= bad
-        has_new_scale = bool(self._steps) and step.scale != self._steps[-1].scale
+        has_new_scale = step.scale != self._latest.get(step.optimizer, step).scale
+        self._latest[step.optimizer] = step
         if step.found_inf or step.skipped or bad or has_new_scale or not math.isfinite(step.loss):
             self._telling.add(step.step)
         if bad or step.groups:

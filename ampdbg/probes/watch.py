@@ -242,6 +242,7 @@ class Watch:
         self._loop.fired.discard(id(optimizer))
         result = self._calling("step", original, scaler, optimizer, *args, **kwargs)
         step.stepped = True
+        self._note_optimizer(optimizer)
         flags = scaler._found_inf_per_device(optimizer).values() if in_kernel else ()
         found_inf = in_kernel and any(self._measures.read(optimizer, list(flags)))
         withheld = enabled and (id(optimizer) not in self._loop.fired or found_inf)
@@ -339,6 +340,11 @@ class Watch:
             self.withheld(optimizer)
         step.begin_bare(id(optimizer))
 
+    def _note_optimizer(self, optimizer: Optimizer) -> None:
+        """The step belongs to the first that steps in it."""
+        if self._loop.now.optimizer is None:
+            self._loop.now.optimizer = self.optimizers.number_of(optimizer)
+
     def _before_scaled_step(self, optimizer: Optimizer) -> None:
         """A loss that is lost may have finite gradients, as the mean over no target has: no scaler withholds it."""
         is_its = self._loop.is_inside("step") and optimizer in self.optimizers and not self.is_paused
@@ -350,6 +356,7 @@ class Watch:
             return
         step = self._loop.now
         step.stepped, step.running = True, 0
+        self._note_optimizer(optimizer)
         self._measures.take(optimizer, 1.0)
         if not is_finite_scalar(step.norms.get(id(optimizer))):
             step.note_groups(optimizer, self.optimizers.nonfinite_groups)

@@ -195,7 +195,7 @@ def _line(kind: str, value: Step | Investigation | Record) -> bytes:
 
 def _step_line(step: Step) -> bytes:
     """As :func:`_line`; with nothing but finite numbers, as of nearly every step, written at once: a loop waits."""
-    is_plain = not (step.groups or step.nonfinite or step.losses or step.groups_hit or step.succeeds)
+    is_plain = not (step.groups or step.nonfinite or step.losses or step.groups_hit or step.succeeds or step.others)
     if not is_plain or not math.isfinite(step.loss + (step.grad_norm or 0.0) + step.scale):
         return _line("step", step)
     norm = "" if step.grad_norm is None else f',"grad_norm":{step.grad_norm!r}'

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
@@ -315,7 +315,9 @@ class Step:
     ``grad_norm`` is the 2-norm of all gradients after unscaling and before clipping; inf or NaN when any of them is
     not finite, and None where it was not taken, as of most healthy steps of a long run. ``skipped`` says that an
     optimizer's step was withheld. ``groups_hit`` is how many groups had a non-finite gradient where ``groups`` does not
-    list them: only a run's first unhealthy steps do.
+    list them: only a run's first unhealthy steps do. ``optimizer`` tells the loop's optimizers apart: numbers from 0,
+    in the order in which they first step; where several step before one update, it is the first that did. ``others`` is
+    how many steps of other optimizers lie before it.
     """
 
     step: Count
@@ -330,6 +332,13 @@ class Step:
     groups_hit: Count = 0
     scaler: Count = 0
     succeeds: Count = 0
+    optimizer: Count = 0
+    others: Count = 0
+
+    @property
+    def iteration(self) -> int:
+        """Which step of its own optimizer it is, from 0."""
+        return self.step - self.others
 
 
 @dataclass(frozen=True)
@@ -527,11 +536,10 @@ class LeftOut:
 class Record:
     """One run of one command. ``config`` is the resolved config as plain data; ``created`` is UTC, ISO 8601.
 
-    ``steps`` are those that have ended; of a long run some are left out: ``steps_run`` counts all, and ``left_out``
-    those of them that were not healthy.
-    ``interrupted`` says that the run was stopped before its last step, ``error`` what the workload raised, if that
-    stopped it; ``steps`` has what was seen by then. ``scales_gradients`` says that the loss is made of gradients at the
-    loss scale, as of a penalty: then it may be lost at one scale, and not at a lower one.
+    ``steps`` are those that have ended, of all optimizers; of a long run some are left out: ``left_out`` counts those
+    of them that were not healthy. ``interrupted`` says that the run was stopped before its last step, ``error`` what
+    the workload raised, if that stopped it; ``steps`` has what was seen by then. ``scales_gradients`` says that the loss
+    is made of gradients at the loss scale, as of a penalty: then it may be lost at one scale, and not at a lower one.
     ``config_folder`` is what the config's paths are relative to, itself relative to where the run was started.
     ``planned_steps`` is how many were asked for; ``groups`` names every parameter group in order.
     ``checks`` are what a range profile is held against: its step in bfloat16, in which it was measured; then in FP16 at
@@ -580,8 +588,9 @@ class Record:
 
     @property
     def steps_run(self) -> int:
-        """How many steps have ended: of a long run ``steps`` leaves some out, but never the last."""
-        return self.steps[-1].step + 1 if self.steps else 0
+        """How many steps have ended of the optimizer that has stepped the most, as often as the loop has gone round: of
+        a long run ``steps`` leaves some out, but never the last."""
+        return max((step.iteration + 1 for step in self.steps), default=0)
 
     @property
     def steps_skipped(self) -> int:
@@ -591,4 +600,24 @@ class Record:
     @property
     def took_no_step(self) -> bool:
         """Whether steps ended, and every one of them was skipped: the weights are those of the start."""
-        return 0 < self.steps_run == self.steps_skipped
+        return bool(self.steps) and all(step.skipped for step in self.steps)
+
+    @property
+    def timelines(self) -> tuple[Record, ...]:
+        """The record once for each optimizer, with the steps of that one and their replays, the one that was skipped
+        most first. A replay of a step that never ended is in all of them."""
+        rows: dict[int, list[Step]] = {}
+        for step in self.steps:
+            rows.setdefault(step.optimizer, []).append(step)
+        owner = {step.step: step.optimizer for step in self.steps}
+        apart = [
+            replace(
+                self,
+                steps=tuple(steps),
+                investigations=tuple(
+                    made for made in self.investigations if owner.get(made.step, optimizer) == optimizer
+                ),
+            )
+            for optimizer, steps in rows.items()
+        ]
+        return tuple(sorted(apart, key=lambda one: -sum(step.skipped for step in one.steps))) or (self,)

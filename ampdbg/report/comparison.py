@@ -8,7 +8,6 @@ from typing import Any
 
 from ampdbg.diagnosis.comparison import Comparison, Overflow, Tightness, Windows
 from ampdbg.diagnosis.producers import op_name
-from ampdbg.diagnosis.scale import of_one_scaler
 from ampdbg.levels import precision_of
 from ampdbg.quantities import counted, listed, number, scale
 from ampdbg.record.findings import place_of
@@ -178,7 +177,7 @@ def _run_rows(compared: Comparison) -> list[Row]:
 
 
 def _run(record: Record) -> dict[str, str]:
-    steps = of_one_scaler(record).steps
+    steps = record.timelines[0].steps
     last = record.steps[-1] if record.steps else None
     return {
         "verdict": record.verdict,

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from ampdbg.diagnosis.scale import UNEXPLAINED, of_one_scaler, settled_at
+from ampdbg.diagnosis.scale import UNEXPLAINED, settled_at
 from ampdbg.formats import FLOAT32, FORMATS
 from ampdbg.levels import format_of_config
 from ampdbg.obstacles import obstacle_in
@@ -24,6 +24,9 @@ from . import view
 from .view import line, more, ran_on, with_option
 
 MAX_TENSORS = 8
+
+MAX_OPTIMIZERS = 3
+"""So many have their own numbers on the page: those that were skipped most."""
 
 TONES: Mapping[str, view.Tone] = {"healthy": "good", "precision": "bad", "other": "bad", "inconclusive": "doubtful"}
 """The tone of a headline by the record's verdict."""
@@ -110,7 +113,7 @@ def _sentence(record: Record) -> str:
     if not record.steps:
         return "No optimizer has stepped." if record.script else "The run ended before its first step."
     in_fp32 = ", and none that was looked at ran in half precision" if record.environment.policy == "none" else ""
-    return f"{_verdict(record)}: {_skips(record)}{in_fp32}."
+    return f"{_verdict(record)}: {_skips(record.timelines[0])}{in_fp32}."
 
 
 def _verdict(record: Record) -> str:
@@ -124,7 +127,8 @@ def _headline_facts(finding: Finding, record: Record) -> dict[str, str]:
     facts["verdict"] = _verdict(record)
     if finding.module:
         facts["where"] = f" in {finding.module}"
-    steps = of_one_scaler(record).steps
+    timeline = _timeline_of(finding, record)
+    steps = timeline.steps
     if not steps:
         return facts
     first, last = scale(steps[0].scale), scale(steps[-1].scale)
@@ -132,13 +136,19 @@ def _headline_facts(finding: Finding, record: Record) -> dict[str, str]:
     is_normal = record.verdict == "healthy" and not finding.evidence.get(UNEXPLAINED)
     normal = ", which is normal" if is_normal else ""
     return facts | {
-        "skips": _skips(record),
-        "losses": _losses(finding, record),
+        "skips": _skips(timeline),
+        "losses": _losses(finding, timeline, record),
         "first": first,
         "last": last,
         "falling": f", and the loss scale fell from {first} to {last}" if steps[-1].scale < steps[0].scale else "",
         "settles": "settles; it has not yet" if settled is None else f"settled at {scale(settled)}{normal}",
     }
+
+
+def _timeline_of(finding: Finding, record: Record) -> Record:
+    """The steps of the optimizer whose step the finding is about; of none, those of the one that was skipped most."""
+    found = (one for one in record.timelines if any(step.step == finding.step for step in one.steps))
+    return next(found, record.timelines[0])
 
 
 def _skips(record: Record) -> str:
@@ -168,10 +178,10 @@ def _is_lost(step: Step, record: Record) -> bool:
     return not math.isfinite(step.loss) and is_own_loss(step, record)
 
 
-def _losses(finding: Finding, record: Record) -> str:
-    """The loss of the step, and how many losses are not finite."""
-    bad = [step for step in record.steps if _is_lost(step, record)]
-    here = next((step for step in record.steps if step.step == finding.step and not math.isfinite(step.loss)), None)
+def _losses(finding: Finding, timeline: Record, record: Record) -> str:
+    """The loss of the step, and how many losses of its optimizer are not finite."""
+    bad = [step for step in timeline.steps if _is_lost(step, record)]
+    here = next((step for step in timeline.steps if step.step == finding.step and not math.isfinite(step.loss)), None)
     if here is None:
         return ""
     lost = len({here.step, *(step.step for step in bad)}) + record.left_out.lost
@@ -179,7 +189,7 @@ def _losses(finding: Finding, record: Record) -> str:
         return f", where {ends}"
     if here not in bad:
         return ""
-    many = f"; {lost:,} of {counted(record.steps_run, 'loss')} are not finite" if lost > 1 else ""
+    many = f"; {lost:,} of {counted(timeline.steps_run, 'loss')} are not finite" if lost > 1 else ""
     return f", where the loss is {number(here.loss)}{many}"
 
 
@@ -276,7 +286,7 @@ def _bad_share(parameters: Sequence[ParameterCounts]) -> float:
 def group_table(record: Record) -> view.Table | None:
     """The groups as a table, the step with the fewest above it, and below it what hit all at once."""
     found = overflows(record)
-    steps = len(found.everywhere) + len(found.local)
+    steps = len({step.iteration for step in (*found.everywhere, *found.local)})
     if not steps:
         return None
     return view.Table(
@@ -372,18 +382,27 @@ def _tensor_row(steps: int, first: int, counts: TensorCounts) -> tuple[str, ...]
 
 
 def _facts(record: Record) -> Iterator[str]:
-    yield counted(record.steps_run, "step")
-    if record.steps:
-        last = record.steps[-1]
-        yield f"{record.steps_skipped:,} skipped"
-        with_loss = [step for step in record.steps if is_own_loss(step, record)]
+    several = record.timelines[1:]
+    yield counted(record.steps_run, "iteration" if several else "step")
+    for timeline in sorted(
+        record.timelines[:MAX_OPTIMIZERS], key=lambda one: [step.optimizer for step in one.steps[:1]]
+    ):
+        facts = list(_facts_of(timeline, record))
+        yield from [f"optimizer {timeline.steps[0].optimizer}: {', '.join(facts)}"] if several else facts
+    yield duration(record.elapsed)
+
+
+def _facts_of(timeline: Record, record: Record) -> Iterator[str]:
+    """What is to be known of the steps of one optimizer."""
+    if timeline.steps:
+        first, last = timeline.steps[0], timeline.steps[-1]
+        yield f"{timeline.steps_skipped:,} skipped"
+        with_loss = [step for step in timeline.steps if is_own_loss(step, record)]
         if with_loss:
             yield f"loss {_change(number(with_loss[0].loss), number(with_loss[-1].loss))}"
         if last.grad_norm is not None:
             yield f"gradient norm {number(last.grad_norm)}"
-        scaled = of_one_scaler(record).steps
-        yield f"loss scale {_change(scale(scaled[0].scale), scale(scaled[-1].scale))}"
-    yield duration(record.elapsed)
+        yield f"loss scale {_change(scale(first.scale), scale(last.scale))}"
 
 
 def _change(first: str, last: str) -> str:

@@ -154,9 +154,11 @@ class FailingSteps:
 
     def _fails(self, why: Why, optimizer: Optimizer | None, loss: torch.Tensor | None = None) -> None:
         number, scale = self._watcher.log.closed(), self._scale()
-        place = 0 if optimizer is None else self._watcher.calls.place_of(optimizer)
+        place = 0 if optimizer is None else self._watcher.optimizers.number_of(optimizer)
         is_nan = is_nan_alone(self._watcher.open_step.groups)
-        borne = max((step.scale for step in self._watcher.steps if not step.skipped), default=-1.0)
+        borne = max(
+            (step.scale for step in self._watcher.steps if not step.skipped and step.optimizer == place), default=-1.0
+        )
         if number == self._looked_at or not self._policy.wants(
             why, number, place, has_borne=scale <= borne, is_nan=is_nan
         ):
@@ -273,7 +275,7 @@ class FailingSteps:
     def _about_to_step(self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> None:
         """Captures a step that was asked for, whatever it does; of several turns the last, or the first that fails."""
         if optimizer in self._watcher.optimizers:
-            self._stepping = self._watcher.calls.place_of(optimizer)
+            self._stepping = self._watcher.optimizers.number_of(optimizer)
         if not self.captures.is_wanted or self._watcher.is_paused:
             return
         number = self._watcher.log.closed()

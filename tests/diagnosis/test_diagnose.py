@@ -184,10 +184,19 @@ def test_a_scale_has_settled_where_a_step_was_taken_and_none_skipped_since(
     assert at is None or told.count(f"settled at {number(at)}") == 2
 
 
+def of_optimizers(steps: Sequence[Step], optimizers: str) -> list[Step]:
+    """The steps, each of the optimizer of this number."""
+    return [
+        replace(step, optimizer=int(mark), others=step.step - optimizers[: step.step].count(mark))
+        for step, mark in zip(steps, optimizers, strict=True)
+    ]
+
+
 @pytest.mark.parametrize(("other", "scale"), [(0, 1.0), (2, 1024.0)])
 def test_steps_with_another_scaler_or_none_say_nothing_of_where_a_scale_settles(other: int, scale: float) -> None:
     scaled = [replace(step, scaler=1) for step in steps_of("x..")]
-    apart = [replace(step, step=step.step + 3, scale=scale, scaler=other) for step in steps_of("." * 5)]
+    steps = steps_of("." * 5)
+    apart = [replace(one, step=one.step + 3, scale=scale, scaler=other, optimizer=1, others=3) for one in steps]
     [finding] = diagnosed((*scaled, *apart)).findings
     assert finding.evidence == {"skipped": 1, "scale": 32768.0}
     assert finding.remedy == ADVICE.format(32768)
@@ -195,7 +204,7 @@ def test_steps_with_another_scaler_or_none_say_nothing_of_where_a_scale_settles(
 
 def test_a_scale_falls_to_where_its_own_scaler_ends() -> None:
     falling = [replace(step, scaler=1) for step in steps_of("." * 30 + "x" * 10)]
-    apart = [replace(step, step=step.step + 40, scale=1.0, scaler=0) for step in steps_of("." * 5)]
+    apart = [replace(step, step=step.step + 40, scale=1.0, optimizer=1, others=40) for step in steps_of("." * 5)]
     for steps in (falling, (*falling, *apart)):
         collapse = diagnosed(steps).findings[1]
         assert collapse.message == "the loss scale keeps falling, from 65,536 to 128"
@@ -663,20 +672,21 @@ def test_a_batch_is_bad_at_its_own_step_whatever_was_skipped_before_it() -> None
 
 
 @pytest.mark.parametrize(
-    ("pattern", "replayed", "scalers", "first"),
+    ("pattern", "replayed", "optimizers", "first"),
     [
-        ("N.N.N.N", 4, "1010101", 0),  # critic and actor take turns, and only the one has a scaler
-        ("N..N..N", 6, "1111111", 0),
-        ("..N..NN", 5, "1111111", 5),  # a step that was taken lies between, of the same optimizer maybe
-        ("N.N.N.N", 6, "1111111", 0),
-        ("..N.N..", 4, "1110111", 2),
-        ("x.N.x..", 2, "1010101", 2),
+        ("N.N.N.N", 4, "0101010", 0),  # critic and actor take turns
+        ("N..N..N", 6, "0110110", 0),
+        ("..N..NN", 5, "0000000", 5),  # a step that was taken lies between, of the same optimizer
+        ("..N..NN", 6, "0010011", 2),
+        ("..N.N..", 4, "0001000", 2),
+        ("..N.N..", 4, "0000000", 4),
+        ("x.N.x..", 2, "0101010", 2),
     ],
 )
 def test_an_optimizer_whose_loss_is_lost_at_each_of_its_turns_fails_from_the_first(
-    pattern: str, replayed: int, scalers: str, first: int
+    pattern: str, replayed: int, optimizers: str, first: int
 ) -> None:
-    steps = [replace(step, scaler=int(scaler)) for step, scaler in zip(steps_of(pattern), scalers, strict=True)]
+    steps = of_optimizers(steps_of(pattern), optimizers)
     record = diagnosed(steps, overflowing(replayed), script=ScriptRun("train.py"))
     found = record.findings[0]
     assert (found.code, found.step) == ("forward-overflow", first)
