@@ -78,8 +78,8 @@ class Head:
 
     ``calls`` are those that lead to the losses, in order; ``parts`` has the numbers of those of each part of the step,
     and ``losses`` where its losses are: the number of a call, and the path in what that gave. ``reach`` says whether
-    the step is whole, or its modules are here alone. ``weights_grew`` is as of an investigation, ``scaler_number`` is that
-    of its scaler in the record, 0 where that is not known. ``beside`` has attributes of modules that are not the
+    the step is whole, or its modules are here alone. ``weights_grew`` is as of an investigation, ``scaler_number`` is
+    that of its scaler in the record, 0 where that is not known. ``beside`` has attributes of modules that are not the
     model's, by the place of the first call of each.
     """
 
