@@ -32,7 +32,7 @@ from ampdbg.replay.packing import PackedError, Unpacking, unpacked_random_state
 from ampdbg.replay.pass_end import module_of
 from ampdbg.replay.played_step import Made, PlayedStep
 from ampdbg.replay.random_state import RandomState
-from ampdbg.replay.snapshot import ModelState, SavedTensor
+from ampdbg.replay.snapshot import ModelState
 from ampdbg.script.captured_calls import CapturedCall, Match, data_calls, first_given
 from ampdbg.script.played_run import Half
 
@@ -239,7 +239,7 @@ class Capture:
     def _state(self, prefix: str, packed: Mapping[str, Mapping[str, Any]], device: torch.device) -> ModelState:
         unpacking, own = self.unpacking(device), [name for name in self._names() if name.startswith(prefix)]
         attributes = {
-            module: {key: _saved(unpacking.of(value)) for key, value in held.items()} for module, held in packed.items()
+            module: {key: unpacking.of(value) for key, value in held.items()} for module, held in packed.items()
         }
         return ModelState({name.removeprefix(prefix): self._tensor(name) for name in own}, attributes)
 
@@ -317,10 +317,6 @@ def _is_here(start: Start) -> bool:
         return os.path.isdir(first) or os.path.isfile(f"{first}.py")
     script = os.path.realpath(start.name)
     return os.path.exists(script) and os.path.commonpath([here, script]) == here
-
-
-def _saved(value: Any) -> Any:
-    return SavedTensor(value, None, True, value.requires_grad) if isinstance(value, torch.Tensor) else value
 
 
 def _shape(parameter: torch.Tensor) -> list[int]:

@@ -22,13 +22,12 @@ from ampdbg.probes.tensors import leaves_of
 from ampdbg.quantities import byte_size, counted
 from ampdbg.record.file import CAPTURE_SUFFIX, of_rank, to_json
 from ampdbg.record.run import NOT_CAPTURED, Record
-from ampdbg.replay.copies import Left
 from ampdbg.replay.investigation import Why
 from ampdbg.replay.packing import Packing, can_be_written, packed_random_state, written_form
 from ampdbg.replay.pass_end import module_of
 from ampdbg.replay.played_step import PlayedStep
 from ampdbg.replay.random_state import RandomState
-from ampdbg.replay.snapshot import ModelState, SavedTensor
+from ampdbg.replay.snapshot import ModelState
 from ampdbg.script.capture import FORMAT, IN_A_GROUP, CaptureError, Head, Start
 from ampdbg.script.captured_calls import CapturedCall, name_of, order_of, paths_in, reads_of
 from ampdbg.script.launch import Script, launched_as
@@ -365,16 +364,10 @@ def _is_same(one: RandomState, other: RandomState) -> bool:
 def _packed_attributes(state: ModelState, packing: Packing) -> Iterator[tuple[str, dict[str, Any]]]:
     """Those attributes that can be written as they are; a model that is built anew has the others of its own."""
     for name, saved in state.attributes.items():
-        packed = {key: packing.of(_contents(value)) for key, value in saved.items() if value is not Left.AS_IT_IS}
+        packed = {key: packing.of(value) for key, value in saved.items()}
         whole = {key: value for key, value in packed.items() if not _is_live(value)}
         if whole:
             yield name, whole
-
-
-def _contents(saved: Any) -> Any:
-    if isinstance(saved, SavedTensor):
-        return saved.contents.detach().requires_grad_(saved.requires_grad) if saved.is_leaf else None
-    return saved
 
 
 def _is_live(packed: Any) -> bool:

@@ -98,7 +98,10 @@ class LoopStep:
         # The script may be within a region of autocast's.
         outside = torch.autocast(self.device.type, enabled=False)
         with watcher.paused(), held_signals(), _hushed(), torch.enable_grad(), outside:
-            yield run, snapshot
+            try:
+                yield run, snapshot
+            finally:
+                watcher.left_by_replays |= snapshot.left
 
     def capture(
         self,
