@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 from collections import UserDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import methodcaller
 from pathlib import Path
@@ -56,7 +56,6 @@ REGISTERS = frozenset({"_parameters", "_buffers", "_modules"})
 
 # Hooks and pins come and go with whoever set them; parameters, buffers and children are no plain attributes.
 NOT_OWN = (frozenset(vars(torch.nn.Module())) | {"forward"}) - {"training"}
-HOOKS, HOOKS_AND_PARTS = NOT_OWN - REGISTERS, NOT_OWN - {"_buffers"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,13 +100,13 @@ class Held:
         self._saved = saved
 
     @staticmethod
-    def now(values: Iterable[tuple[Any, Kind]]) -> Held:
-        """What these values hold at this moment."""
+    def now(values: Iterable[tuple[Any, ...]]) -> Held:
+        """What these values hold at this moment; each has its kind beside it, and what it holds where that is known."""
         found = {}
         with torch.no_grad():
-            for value, kind in values:
+            for value, kind, *known in values:
                 try:
-                    found[id(value)] = SavedValue(value, kind, kind.save(value))
+                    found[id(value)] = SavedValue(value, kind, known[0] if kind.holds and known else kind.save(value))
                 except Exception:  # noqa: BLE001 - a class of the user's own may raise anything
                     continue
         return Held(found)
@@ -216,7 +215,7 @@ def restored(*roots: Any, batches: Sequence[Any] = (), also: Iterable[tuple[Any,
 def held_before_a_step(model: torch.nn.Module) -> Held:
     """All that a model holds but its weights. What was computed of them, such as a transpose, follows them."""
     found = [*_walk(model.buffers(), (ANY,)), *_walk(model.modules(), BEFORE_A_STEP, Kinds(WEIGHT, STATE))]
-    follows = [value for value, kind in found if kind is TENSOR and not value.is_leaf]
+    follows = [value for value, kind, _ in found if kind is TENSOR and not value.is_leaf]
     return Held.now([*(one for one in found if one[1] is not WEIGHT), *((value, COMPUTED) for value in follows)])
 
 
@@ -234,7 +233,7 @@ def are_held_whole(optimizers: Iterable[torch.optim.Optimizer]) -> bool:
 
 def tensors_in(model: torch.nn.Module) -> list[torch.Tensor]:
     """The model's parameters, its buffers, and every tensor among its modules' attributes."""
-    return [value for value, _ in _walk([model], (ANY, LARGEST)) if isinstance(value, torch.Tensor)]
+    return [value for value, *_ in _walk([model], (ANY, LARGEST)) if isinstance(value, torch.Tensor)]
 
 
 def notes_on(model: torch.nn.Module) -> tuple[str, ...]:
@@ -259,8 +258,8 @@ def _unrestorable(key: str, value: Any) -> str:
     return f"{key!r}, a tensor that cannot be copied: what a replay writes into it stays" if is_lost else ""
 
 
-def _walk(roots: Iterable[Any], largest: Sequence[int], kinds: Kinds | None = None) -> Iterator[tuple[Any, Kind]]:
-    """Every value, once, that can be changed and that the roots lead to.
+def _walk(roots: Iterable[Any], largest: Sequence[int], kinds: Kinds | None = None) -> Iterator[tuple[Any, Kind, Any]]:
+    """Every value, once, that can be changed and that the roots lead to, with its kind and the values that it holds.
 
     Modules that only a list holds are modules too. A user's own objects are followed as deep as ``largest`` has
     entries behind its first, but to nothing larger: one may lead to the whole data set and the whole program.
@@ -274,11 +273,13 @@ def _walk(roots: Iterable[Any], largest: Sequence[int], kinds: Kinds | None = No
         if kind is None or id(value) in met or is_too_far or _is_large(value, largest[depth]):
             continue
         met[id(value)] = value
-        yield value, kind
-        if kind.holds:
-            inside = depth + 1 if kind is OBJECT else 0 if isinstance(value, torch.nn.Module) else depth
-            with contextlib.suppress(Exception):  # a class of the user's own may raise anything
-                waiting += [(one, inside) for one in kind.inner(kind.save(value)) if type(one) not in CONSTANTS]
+        try:
+            contents = kind.save(value) if kind.holds else ()
+        except Exception:  # noqa: BLE001 - a class of the user's own may raise anything
+            continue
+        yield value, kind, contents
+        inside = depth + 1 if kind is OBJECT else 0 if isinstance(value, torch.nn.Module) else depth
+        waiting += [(one, inside) for one in kind.inner(contents) if type(one) not in CONSTANTS]
 
 
 def _is_large(value: Any, largest: int) -> bool:
@@ -406,26 +407,18 @@ def _make_object(value: Any, entries: dict[str, Any]) -> Any:
     return made
 
 
-def _save_names(module: torch.nn.Module) -> dict[str, Any]:
-    """Attributes and registers; but hooks, which come and go with others."""
-    return {name: value for name, value in vars(module).items() if name not in HOOKS}
+def _modules(aside: Collection[str]) -> Kind:
+    """The kind of modules, of which some names are left aside: hooks come and go with others."""
 
+    def save(module: torch.nn.Module) -> dict[str, Any]:
+        return {name: value for name, value in vars(module).items() if name not in aside}
 
-def _write_names(module: torch.nn.Module, before: dict[str, Any]) -> None:
-    for name in _save_names(module).keys() - before.keys():
-        del vars(module)[name]
-    vars(module).update(before)
+    def write(module: torch.nn.Module, before: dict[str, Any]) -> None:
+        for name in save(module).keys() - before.keys():
+            del vars(module)[name]
+        vars(module).update(before)
 
-
-def _save_state(module: torch.nn.Module) -> dict[str, Any]:
-    """What a step may change of a module: neither its weights nor of which modules it is made."""
-    return {name: value for name, value in vars(module).items() if name not in HOOKS_AND_PARTS}
-
-
-def _write_state(module: torch.nn.Module, before: dict[str, Any]) -> None:
-    for name in _save_state(module).keys() - before.keys():
-        del vars(module)[name]
-    vars(module).update(before)
+    return Kind(torch.nn.Module, save, write, holds=True)
 
 
 def _nothing(value: Any, contents: Any) -> None:
@@ -452,8 +445,9 @@ TENSOR = Kind(torch.Tensor, _save_tensor, _write_tensor)
 COMPUTED = Kind(torch.Tensor, _by_reference, _write_tensor)
 # A scripted module holds its own in C++, where the contents of tensors can be restored and nothing else.
 SCRIPTED = Kind(torch.jit.ScriptModule, lambda module: [*module.parameters(), *module.buffers()], _nothing, holds=True)
-MODULE = Kind(torch.nn.Module, _save_names, _write_names, holds=True)
-STATE = Kind(torch.nn.Module, _save_state, _write_state, holds=True)
+MODULE = _modules(aside=NOT_OWN - REGISTERS)
+STATE = _modules(aside=NOT_OWN - {"_buffers"})
+"""What a step may change of a module: neither its weights nor of which modules it is made."""
 WEIGHT = Kind(torch.nn.Parameter, lambda weight: None, _nothing)
 KINDS = (
     TENSOR,

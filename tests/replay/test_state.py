@@ -282,6 +282,29 @@ def test_every_replay_starts_with_what_the_step_found() -> None:
         assert values(net) == ended
 
 
+def test_an_object_that_the_model_holds_starts_with_what_the_step_found_too() -> None:
+    net: Any = Net()
+    saved = ModelState.now(net)
+    net.state.count = 5
+    net.state.seen[0].add_(1)
+    with restored(net):
+        saved.write(net)
+        assert (net.state.count, net.state.seen[0].tolist()) == (0, [0, 0])
+        net.state.count = 9
+    assert (net.state.count, net.state.seen[0].tolist()) == (5, [1, 1])
+
+
+def test_what_was_added_to_the_model_since_stays_and_its_weights_are_those_of_now() -> None:
+    net: Any = Net()
+    saved = ModelState.now(net)
+    net.late = torch.nn.Linear(2, 2)
+    net.linear.weight.data.fill_(3)
+    with restored(net):
+        saved.write(net)
+        assert "late" in net._modules
+        assert net.linear.weight.tolist() == [[3, 3]] * 2
+
+
 def test_a_step_that_is_kept_does_not_change_with_the_run() -> None:
     net = Net()
     saved, found = after_two_steps(net), values(net)
