@@ -38,11 +38,13 @@ from ampdbg.probes.pause import Pause
 from ampdbg.probes.seams import Seam, are_meta, attached, computes_no_numbers
 from ampdbg.probes.step_hooks import hooked_steps
 from ampdbg.probes.steps import StepLog
+from ampdbg.quantities import listed
 from ampdbg.record.run import Misuse, Record, Step, Unseen
 
 Function = Callable[..., Any]
 
 UNWATCHED = "from step {} on nothing was noted, as ampdbg itself failed: {}; please report it"
+LEFT = "replays may have changed {}, which they leave as is: another thread of the script's may use it"
 
 
 class Watch:
@@ -68,6 +70,7 @@ class Watch:
         self._measures = Measures(self._loop, self.optimizers, self.calls, self.log)
         self._learning = threading.RLock()
         self._threads: set[int] = set()
+        self.left_by_replays: set[str] = set()
         self._pause = Pause()
         self._interrupted = False
         self.ended: Callable[[bool], None] = lambda is_bad: None
@@ -155,7 +158,8 @@ class Watch:
     def notes(self) -> tuple[str, ...]:
         """What the steps leave out, and whether they say anything of half precision."""
         several = ("loops in several threads were seen: the order of their calls is not judged",)
-        return (*self.log.notes, *several[: len(self._threads) > 1])
+        left = (LEFT.format(listed(sorted(self.left_by_replays))),)
+        return (*self.log.notes, *several[: len(self._threads) > 1], *left[: len(self.left_by_replays)])
 
     @property
     def is_in_fp32(self) -> bool:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ampdbg.precision.widening import Alteration
-from ampdbg.replay.state import CONSTANTS, LARGEST, MOST, OBJECT, OBJECTS_IN_A_BATCH, Kinds, duplicated
+from ampdbg.replay.state import CONSTANTS, OBJECT, OBJECTS_IN_A_BATCH, Kind, Kinds, duplicated
 
 
 def altered_batch(batch: Any, alter: Alteration) -> Any:
@@ -32,77 +31,12 @@ def _altered_leaf(tensor: torch.Tensor, alter: Alteration) -> torch.Tensor:
 def duplicate(batch: Any) -> Any:
     """A batch with tensors, arrays and containers of its own; other objects that cannot be copied are shared."""
     with torch.no_grad():
-        return Copying(_duplicate_of_leaf).of(batch)
+        return duplicating().of(batch)
 
 
-class Left(enum.Enum):
-    """In the place of a value that is no plain data: a replay starts with what the model holds by then."""
-
-    AS_IT_IS = "as it is"
-
-
-class Copying:
-    """Makes values again, each container anew of what ``change`` makes of the values in it.
-
-    What two containers share stays shared. With ``strict`` a container that holds an object that cannot be made
-    again is ``Left`` as a whole, and so is one that is large.
-    """
-
-    def __init__(self, change: Callable[[Any], Any], *, strict: bool = False) -> None:
-        self._change = change
-        self._strict = strict
-        self._kinds = Kinds()
-        self._objects = 0
-        self._met: dict[int, tuple[Any, Any]] = {}
-
-    def of(self, value: Any) -> Any:
-        """What the value becomes."""
-        cls = type(value)
-        if cls in CONSTANTS or cls is Left:
-            return value
-        if id(value) not in self._met:
-            self._met[id(value)] = value, Left.AS_IT_IS if self._strict else value  # should it hold itself
-            self._met[id(value)] = value, self._made(value)
-        return self._met[id(value)][1]
-
-    def each(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """What each of the values becomes."""
-        return {name: value if type(value) in CONSTANTS else self.of(value) for name, value in values.items()}
-
-    def _made(self, value: Any) -> Any:
-        kind = self._kinds[type(value)]
-        if kind is None or kind.make is None:
-            return self._change(value)
-        if kind is OBJECT and (self._strict or self._objects == OBJECTS_IN_A_BATCH or not hasattr(value, "__dict__")):
-            return self._change(value)
-        if self._strict and not _is_small_and_plain(value):
-            return Left.AS_IT_IS
-        self._objects += kind is OBJECT
-        try:
-            inner = [self.of(one) for one in kind.inner(value)]
-        except RecursionError:  # nested too deeply to be made again
-            return Left.AS_IT_IS if self._strict else value
-        finally:
-            self._objects -= kind is OBJECT
-        if any(one is Left.AS_IT_IS for one in inner):
-            return Left.AS_IT_IS
-        try:
-            return kind.make(value, inner)
-        except Exception:  # noqa: BLE001 - a class of the user's own may not be made again
-            return Left.AS_IT_IS if self._strict else value
-
-
-def _is_small_and_plain(value: Any) -> bool:
-    # Asked of its type: a class of the user's own may look its attributes up in a dict, and raise what that does.
-    if hasattr(type(value), "nbytes"):
-        return value.nbytes <= LARGEST and not value.dtype.hasobject
-    if isinstance(value, dict) and not all(map(_is_constant, value)):
-        return False
-    return not hasattr(type(value), "__len__") or len(value) <= MOST
-
-
-def _is_constant(key: Any) -> bool:
-    return type(key) in CONSTANTS or (type(key) is tuple and all(map(_is_constant, key)))
+def duplicating() -> Copying:
+    """What duplicates several values: what they share stays shared."""
+    return Copying(_duplicate_of_leaf)
 
 
 def _duplicate_of_leaf(value: Any) -> Any:
@@ -112,3 +46,70 @@ def _duplicate_of_leaf(value: Any) -> Any:
         return duplicated(value).requires_grad_(value.requires_grad)
     except Exception:  # noqa: BLE001 - what cannot be copied is shared
         return value
+
+
+class Copying:
+    """Makes values again, each container anew of what ``change`` makes of the values in it.
+
+    What two containers share stays shared. ``change`` is asked too of an object that cannot be made again.
+
+    Args:
+        change: what a tensor, or an object that cannot be made again, becomes.
+        contents: what a value holds, in the form of its kind; by default what it holds now.
+        deepest: objects within objects are followed so far.
+    """
+
+    def __init__(
+        self,
+        change: Callable[[Any], Any],
+        contents: Callable[[Any, Kind], Any] = lambda value, kind: kind.save(value),
+        deepest: int = OBJECTS_IN_A_BATCH,
+    ) -> None:
+        self._change = change
+        self._contents = contents
+        self._deepest = deepest
+        self._kinds = Kinds()
+        self._objects = 0
+        self._met: dict[int, tuple[Any, Any]] = {}
+
+    def of(self, value: Any) -> Any:
+        """What the value becomes."""
+        if type(value) in CONSTANTS:
+            return value
+        if id(value) not in self._met:
+            self._met[id(value)] = value, _UNDER_WAY
+            self._met[id(value)] = value, self._made(value)
+        made = self._met[id(value)][1]
+        return self._change(value) if made is _UNDER_WAY else made  # which holds itself
+
+    def _made(self, value: Any) -> Any:
+        kind = self._kinds[type(value)]
+        if kind is None or kind.make is None or (kind is OBJECT and self._objects == self._deepest):
+            return self._change(value)
+        self._objects += kind is OBJECT
+        try:
+            contents = _asked(self._contents, value, kind)
+            return _asked(kind.make, value, self._each(contents) if kind.holds else contents)
+        except (_CannotError, RecursionError):  # nested too deeply to be made again
+            return self._change(value)
+        finally:
+            self._objects -= kind is OBJECT
+
+    def _each(self, entries: Any) -> Any:
+        if isinstance(entries, dict):
+            return {name: self.of(one) for name, one in entries.items()}
+        return [self.of(one) for one in entries]
+
+
+_UNDER_WAY = object()
+
+
+class _CannotError(Exception):
+    """A class of the user's own cannot be asked what it holds, or be made again."""
+
+
+def _asked(ask: Callable[..., Any], *given: Any) -> Any:
+    try:
+        return ask(*given)
+    except Exception as error:  # whatever the class raises
+        raise _CannotError from error

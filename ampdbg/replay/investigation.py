@@ -375,8 +375,10 @@ class Investigator:
         self.found.append(made)
 
     def _replayed(self, snapshot: Snapshot, why: Why, scale: float, before: Sequence[Step]) -> Investigation:
-        grew = self._watcher.optimizers.weights_grew
-        return investigate(self._run, snapshot, why, scale, before=before, weights_grew=grew, observer=self._observer)
+        grew, observer = self._watcher.optimizers.weights_grew, self._observer
+        made = investigate(self._run, snapshot, why, scale, before=before, weights_grew=grew, observer=observer)
+        self._watcher.left_by_replays |= snapshot.left
+        return made
 
 
 def _root(made: Investigation) -> tuple[Any, ...] | None:

@@ -17,7 +17,7 @@ import torch
 
 from ampdbg.errors import AmpdbgError, first_line
 from ampdbg.replay.random_state import RandomState
-from ampdbg.replay.state import OBJECT, Kinds
+from ampdbg.replay.state import Kinds
 
 PLAIN: Mapping[str, Callable[[list[Any]], Any]] = {
     "list": list,
@@ -96,11 +96,9 @@ class Packing:
         kind = self._kinds[type(value)]
         if kind is None or kind.make is None:
             return _named(value)
-        keys = {}
-        if isinstance(value, dict) or kind is OBJECT:
-            names = list(value) if isinstance(value, dict) else list(getattr(value, "__dict__", {}))
-            keys = {"keys": [self.of(name, depth + 1) for name in names]}
-        inner = [self.of(part, depth + 1) for part in kind.inner(value)]
+        contents = kind.save(value) if kind.holds else ()
+        keys = {"keys": [self.of(name, depth + 1) for name in contents]} if isinstance(contents, dict) else {}
+        inner = [self.of(part, depth + 1) for part in kind.inner(contents)]
         return {"like": type_name(value), **keys, "inner": inner}
 
 
@@ -216,17 +214,16 @@ class Unpacking:
         kind = self._kinds[type(_checked(live, str(name)))]
         if kind is None or kind.make is None:
             raise PackedError(f"a {name} is at hand that cannot be made again")
-        if kind is OBJECT or isinstance(live, dict):
-            held = live if isinstance(live, dict) else vars(live)
+        held = kind.save(live)
+        if not kind.holds:
+            return kind.make(live, held)
+        if isinstance(held, dict):
             if list(held) != keys:
                 raise PackedError(f"the {name} at hand holds {', '.join(map(str, held))}; captured: {keys}")
-            beside = list(held.values())
-        else:
-            beside = [*kind.inner(live)]
-            if len(beside) != len(inner) and hasattr(live, "_fields"):
-                raise PackedError(f"the {name} at hand has {len(beside)} fields; captured: {len(inner)}")
-            beside += [None] * (len(inner) - len(beside))
-        return kind.make(live, [self.of(value, other) for value, other in zip(inner, beside, strict=False)])
+            return kind.make(live, {key: self.of(one, held[key]) for key, one in zip(keys, inner, strict=True)})
+        if len(held) != len(inner) and hasattr(live, "_fields"):
+            raise PackedError(f"the {name} at hand has {len(held)} fields; captured: {len(inner)}")
+        return kind.make(live, self._each(inner, held))
 
 
 _MAKE: Mapping[str, Callable[[Unpacking, Any, Mapping[str, Any], Any], Any]] = {

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,131 +17,85 @@ import torch
 
 from ampdbg.probes.module_calls import run_eagerly
 from ampdbg.probes.pause import unwatched
-from ampdbg.probes.tensors import is_finite
 from ampdbg.record.run import Investigation
-from ampdbg.replay.copies import Copying, Left, duplicate
+from ampdbg.replay.copies import Copying, duplicate, duplicating
 from ampdbg.replay.draws import Draws
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import Run
-from ampdbg.replay.state import LARGEST, NOT_OWN, duplicated, own_attributes, restored, written
-from ampdbg.replay.surroundings import surroundings_restored
-
-
-@dataclass(frozen=True, eq=False)
-class SavedTensor:
-    """A tensor among a model's attributes as it was: its contents, and the very object that the model held.
-
-    The contents are a copy, but those of a tensor that was computed, such as a weight's transpose: it follows what
-    it was computed from, and leads the gradients there.
-    """
-
-    contents: torch.Tensor
-    tensor: weakref.ref[torch.Tensor] | None
-    is_leaf: bool
-    requires_grad: bool
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> SavedTensor:
-        """The tensor as it is now."""
-        contents = duplicated(tensor) if tensor.is_leaf else tensor.detach()
-        return SavedTensor(contents, weakref.ref(tensor), tensor.is_leaf, tensor.requires_grad)
-
-    def made(self, held: Collection[int]) -> torch.Tensor:
-        """That object with those contents where it is among the ``held`` still, else an equal one."""
-        own = self.tensor() if self.tensor else None
-        if own is not None and id(own) in held and (not self.is_leaf or self._is_written_into(own)):
-            return own
-        return duplicated(self.contents).requires_grad_(self.is_leaf and self.requires_grad)
-
-    def _is_written_into(self, own: torch.Tensor) -> bool:
-        is_alike = own.is_leaf and own.requires_grad == self.requires_grad and own.dtype is self.contents.dtype
-        return is_alike and own.shape == self.contents.shape and written(own.data, self.contents)
+from ampdbg.replay.state import (
+    CONSTANTS,
+    REGISTERS,
+    TENSOR,
+    Held,
+    Kind,
+    duplicated,
+    held_before_a_step,
+    restored,
+    surroundings_restored,
+    written,
+)
 
 
 @dataclass(frozen=True, eq=False)
 class ModelState:
-    """What a step found in a model besides its parameters: buffers by name, and plain attributes by module.
+    """What a step found in a model besides its weights.
 
-    Plain data are numbers, strings, tensors, arrays, generators of random numbers, and containers of them; in the
-    place of any other attribute stands ``Left``. ``model`` is whose they are: what a module of it has beyond these
-    was made by the step.
+    ``held`` is restored into the very objects of the ``model``. What a model that is built anew gets of it are the
+    ``buffers`` by name, and by module the ``attributes`` that are plain data: numbers, strings, tensors, arrays,
+    generators of random numbers, and containers of them.
     """
 
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    attributes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    model: weakref.ref[torch.nn.Module] | None = None
+    carried: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    held: Held = field(default_factory=lambda: Held({}))
+    model: torch.nn.Module | None = None
 
     @staticmethod
     def now(model: torch.nn.Module) -> ModelState:
         """What they are at this moment."""
-        modules = list(model.named_modules())
-        of_model = {id(buffer) for _, module in modules for buffer in module._buffers.values()}
-        copying = Copying(lambda value: _saved_leaf(value, of_model), strict=True)
-        with torch.no_grad():
-            buffers = dict(_copied_buffers(modules))
-            attributes = {
-                name: copying.each(own_attributes(module))
-                for name, module in modules
-                if not isinstance(module, torch.jit.ScriptModule)
-            }
-        return ModelState(buffers, attributes, weakref.ref(model))
+        return ModelState.of(model, held_before_a_step(model))
 
-    def write(self, model: torch.nn.Module, held: Collection[int]) -> None:
-        """Makes the model's buffers and attributes so; ``held`` are the ids of objects that are restored later.
+    @staticmethod
+    def of(model: torch.nn.Module, held: Held) -> ModelState:
+        """What was held of a model."""
+        buffers = {
+            f"{name}.{key}".lstrip("."): held.copy_of(buffer)
+            for name, module in model.named_modules()
+            for key, buffer in held.buffers_of(module).items()
+            if buffer in held
+        }
+        return ModelState(buffers, held=held, model=model)
 
-        What the model does not have, or has in another shape, as one that is built anew, stays as it is.
+    @property
+    def attributes(self) -> Mapping[str, Mapping[str, Any]]:
+        """The plain attributes by module; they lead to nothing that this model has."""
+        return self.carried if self.model is None else _plain_attributes(self.model, self.held)
+
+    def write(self, model: torch.nn.Module) -> None:
+        """Makes the model's buffers and attributes so.
+
+        What another model does not have, or has in another shape, as one that is built anew, stays as it is.
         """
-        is_own = self.model is not None and self.model() is model
-        attributes = (self if is_own else self.for_another_model()).attributes
-        copying = Copying(lambda saved: saved.made(held), strict=True)
+        is_own = self.model is model
+        attributes, copying = {} if is_own else self.attributes, duplicating()
         with torch.no_grad():
+            if is_own:
+                self.held.restore()
             for name, module in model.named_modules():
                 self._write_buffers(name, module)
-                if name not in attributes:
-                    continue
-                if is_own:
-                    for other in [key for key in vars(module) if key not in attributes[name] and key not in NOT_OWN]:
-                        del vars(module)[other]
-                made = copying.each(attributes[name])
-                vars(module).update((key, value) for key, value in made.items() if value is not Left.AS_IT_IS)
+                vars(module).update((key, copying.of(value)) for key, value in attributes.get(name, {}).items())
 
     def for_another_model(self) -> ModelState:
-        """The same for a model that is built anew; nothing leads to the tensors of this one."""
-
-        def change(value: Any) -> Any:
-            if not isinstance(value, SavedTensor):
-                return value
-            return replace(value, tensor=None) if value.is_leaf else Left.AS_IT_IS
-
-        copying = Copying(change, strict=True)
-        attributes = {name: copying.each(saved) for name, saved in self.attributes.items()}
-        return replace(self, attributes=attributes, model=None)
-
-    def in_modes(self, modes: Iterable[tuple[torch.nn.Module, bool]]) -> ModelState:
-        """The same, but with these of the model's modules in training mode or not."""
-        model = self.model() if self.model is not None else None
-        if model is None:
-            return self
-        of_modules = {id(module): is_training for module, is_training in modes}
-        attributes = {
-            name: {**self.attributes[name], "training": of_modules[id(module)]}
-            for name, module in model.named_modules()
-            if name in self.attributes and id(module) in of_modules
-        }
-        return replace(self, attributes={**self.attributes, **attributes})
+        """The same for a model that is built anew; nothing leads to the objects of this one."""
+        return ModelState(self.buffers, self.attributes)
 
     def unpoisoned(self, first: ModelState) -> ModelState:
         """The same, but where a value holds inf or NaN that of ``first``, or none where ``first`` had none.
 
         It is this very object where nothing is spoilt. What is still what it was at first is meant to be so: a mask.
         """
-        buffers = _unpoisoned(self.buffers, first.buffers)
-        attributes = {
-            name: _unpoisoned(saved, first.attributes.get(name, {})) for name, saved in self.attributes.items()
-        }
-        if buffers is self.buffers and all(attributes[name] is saved for name, saved in self.attributes.items()):
-            return self
-        return replace(self, buffers=buffers, attributes=attributes)
+        held = self.held.unpoisoned(first.held)
+        return self if self.model is None or held is self.held else ModelState.of(self.model, held)
 
     def _write_buffers(self, name: str, module: torch.nn.Module) -> None:
         for key, buffer in module._buffers.items():
@@ -153,67 +106,49 @@ class ModelState:
                 module._buffers[key] = duplicated(contents)
 
 
-def _copied_buffers(modules: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each but those that cannot be copied: a replay starts with what the model has of them by then."""
-    for name, module in modules:
-        for key, buffer in module._buffers.items():
-            with contextlib.suppress(Exception):  # a class of the user's own may raise anything
-                if buffer is not None:
-                    yield f"{name}.{key}".lstrip("."), duplicated(buffer)
-
-
 def _has_shape_of(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.is_nested and other.is_nested if one.is_nested or other.is_nested else one.shape == other.shape
 
 
-def _saved_leaf(value: Any, buffers: Collection[int]) -> Any:
-    if not isinstance(value, torch.Tensor) or id(value) in buffers or not _is_plain(value):
-        return Left.AS_IT_IS
-    try:
-        return SavedTensor.of(value)
-    except Exception:  # noqa: BLE001 - as of a buffer that cannot be copied
-        return Left.AS_IT_IS
+class _NotPlainError(Exception):
+    """An attribute holds something that only this model can have."""
+
+
+def _plain_attributes(model: torch.nn.Module, held: Held) -> dict[str, dict[str, Any]]:
+    """Those that were plain data, by module: each made anew of what it held."""
+    modules = [(name, module) for name, module in model.named_modules() if module in held]
+    buffers = {id(buffer) for _, module in modules for buffer in held.buffers_of(module).values()}
+    found: dict[str, dict[str, Any]] = {}
+
+    def leaf(value: Any) -> torch.Tensor:
+        if not isinstance(value, torch.Tensor) or id(value) in buffers or value not in held or not _is_plain(value):
+            raise _NotPlainError
+        return held.copy_of(value).detach().requires_grad_(value.requires_grad)
+
+    def contents(value: Any, kind: Kind) -> Any:
+        entries = held.contents(value)
+        is_of_objects = kind.holds and isinstance(entries, dict) and not all(map(_is_constant, entries))
+        if is_of_objects or getattr(getattr(entries, "dtype", None), "hasobject", False):
+            raise _NotPlainError
+        return entries
+
+    copying = Copying(leaf, contents, deepest=0)
+    for name, module in modules:
+        of_module = found[name] = {}
+        for key, value in held.contents(module).items():
+            with contextlib.suppress(_NotPlainError):
+                if key not in REGISTERS:
+                    of_module[key] = copying.of(value)
+    return found
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
-        return False
-    return not (tensor.is_nested or tensor.is_inference() or tensor.nbytes > LARGEST)
+    is_dense = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.is_leaf
+    return is_dense and not tensor.is_nested and not tensor.is_inference()
 
 
-def _unpoisoned(saved: Mapping[str, Any], first: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The saved values; of spoilt ones those of ``first``, or none where it has none. Itself where all are sound."""
-    spoilt = {key for key, value in saved.items() if not _is_sound(value, first.get(key))}
-    if not spoilt:
-        return saved
-    kept = {key: value for key, value in saved.items() if key not in spoilt}
-    return {**kept, **{key: first[key] for key in spoilt if key in first}}
-
-
-def _is_sound(saved: Any, first: Any) -> bool:
-    """Whether all tensors of a saved value are finite, or it is one that holds what it held at first."""
-    unsound: list[torch.Tensor] = []
-
-    def look(one: Any) -> Any:
-        contents = _contents_of(one)
-        if isinstance(contents, torch.Tensor) and not is_finite(contents):
-            unsound.append(contents)
-        return one
-
-    Copying(look, strict=True).of(saved)
-    return not unsound or _are_equal(_contents_of(saved), _contents_of(first))
-
-
-def _contents_of(saved: Any) -> Any:
-    return saved.contents if isinstance(saved, SavedTensor) else saved
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    """Whether both are tensors of the same numbers, with NaN in the same places."""
-    try:
-        return bool(one.shape == other.shape and torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
-    except (AttributeError, TypeError, RuntimeError):  # no tensors; sparse, of other dtypes, on other devices
-        return False
+def _is_constant(key: Any) -> bool:
+    return type(key) in CONSTANTS or (type(key) is tuple and all(map(_is_constant, key)))
 
 
 @dataclass(frozen=True)
@@ -237,6 +172,9 @@ class Snapshot:
     draws: Draws = field(default_factory=Draws)
     """What its dropouts draw from, noted when it is first run again."""
 
+    left: set[str] = field(default_factory=set)
+    """Names of the user's that were not restored when it was run again, each with where it stands."""
+
 
 def take_snapshot(model: torch.nn.Module, step: int, batches: tuple[Any, ...], *beside: Any) -> Snapshot:
     """The step that is about to run; its state and its batches are copied."""
@@ -251,13 +189,13 @@ def rewound(model: torch.nn.Module, snapshot: Snapshot) -> Iterator[None]:
     Gradients are cleared. Afterwards all is as it is now, the weights too, should the step write into them. No watch
     notes what is done meanwhile, and nothing is compiled: the compiler would choose other code for steps to come.
     """
-    random_state = RandomState.now()
-    held_apart = restored(model, *snapshot.beside, batches=snapshot.batches)
-    with unwatched(), run_eagerly(), surroundings_restored(), held_apart as held:
+    random_state, states = RandomState.now(), ((model, snapshot.state), *snapshot.states_beside)
+    also = [one for _, state in states for one in state.held.values]
+    held_apart = restored(model, *snapshot.beside, batches=snapshot.batches, also=also)
+    with unwatched(), run_eagerly(), surroundings_restored(snapshot.left), held_apart:
         try:
-            snapshot.state.write(model, held.ids)
-            for module, state in snapshot.states_beside:
-                state.write(module, held.ids)
+            for module, state in states:
+                state.write(module)
             snapshot.random_state.restore()
             yield
         finally:
@@ -282,12 +220,14 @@ def failing_step(model: torch.nn.Module, snapshot: Snapshot, scale: float, made:
 @contextlib.contextmanager
 def weights_of(model: torch.nn.Module, failing: FailingStep) -> Iterator[None]:
     """The model has the weights of the step; afterwards those that it has now."""
-    now = [weight.detach().clone() for weight in model.parameters()]
-    _write(model, failing.snapshot.weights)
+    now = Held.now((weight, TENSOR) for weight in model.parameters())
     try:
+        with torch.no_grad():
+            for weight, before in zip(model.parameters(), failing.snapshot.weights, strict=True):
+                weight.copy_(before)
         yield
     finally:
-        _write(model, now)
+        now.restore()
 
 
 def further_steps(run: Run, failing: FailingStep, count: int) -> Iterator[Snapshot]:
@@ -299,9 +239,3 @@ def further_steps(run: Run, failing: FailingStep, count: int) -> Iterator[Snapsh
         if len(taken) < micro:  # a script's step has none but its own
             return
         yield replace(failing.snapshot, batches=taken, random_state=RandomState.now())
-
-
-def _write(model: torch.nn.Module, weights: tuple[torch.Tensor, ...] | list[torch.Tensor]) -> None:
-    with torch.no_grad():
-        for parameter, weight in zip(model.parameters(), weights, strict=True):
-            parameter.copy_(weight)

@@ -1,29 +1,32 @@
 """What a model, a batch and a process hold: how it is saved, restored in place, and made again.
 
 One table of kinds says what each kind of value holds, how its contents are restored in place, and how a new one is
-made of other contents. :class:`Held` restores the very same objects; ``copies`` makes others like them.
+made of them. :class:`Held` restores the very same objects; ``copies`` makes others like them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import operator
 import random
 import sys
+import threading
+import traceback
 from collections import UserDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from types import NoneType, SimpleNamespace
-from typing import Any
+from operator import methodcaller
+from pathlib import Path
+from types import CellType, FunctionType, ModuleType, NoneType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree
 
-from ampdbg.probes.tensors import distinct, is_emptied
-
-Restore = Callable[[], None]
+from ampdbg.probes.tensors import distinct, is_emptied, is_finite
+from ampdbg.source.ownership import is_users_file
 
 LARGEST = 2**24
 """A tensor or array of more bytes is data, or an activation that is kept to be looked at: no state of a step."""
@@ -34,10 +37,13 @@ MOST = 1000
 LARGEST_APART = 2**20
 """A tensor or array of more bytes that belongs to no model is data: one in a global, or in an object's object."""
 
+ANY = sys.maxsize
+
 OBJECTS_IN_A_BATCH = 3
 """Objects within objects of a batch are followed so far: one may lead to the whole data set."""
 
-IN_A_MODEL, IN_A_BATCH = (LARGEST, LARGEST, LARGEST_APART), (sys.maxsize,) * (OBJECTS_IN_A_BATCH + 1)
+IN_A_MODEL, IN_A_BATCH = (ANY, LARGEST, LARGEST_APART), (ANY,) * (OBJECTS_IN_A_BATCH + 1)
+BEFORE_A_STEP = (LARGEST, LARGEST, LARGEST_APART)
 """So large is what is saved of them at most: outside of all objects, in an object, in an object within one …"""
 
 CONSTANTS = frozenset(
@@ -46,63 +52,155 @@ CONSTANTS = frozenset(
 )
 """The types of values that nothing can change."""
 
+REGISTERS = frozenset({"_parameters", "_buffers", "_modules"})
+
 # Hooks and pins come and go with whoever set them; parameters, buffers and children are no plain attributes.
 NOT_OWN = (frozenset(vars(torch.nn.Module())) | {"forward"}) - {"training"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Kind:
     """A kind of value.
 
-    ``inner`` are the values that it holds. ``save`` returns what restores its own contents in place. ``make`` returns
-    a new value like the given one that holds ``inner``; None where only the very object will do.
+    ``save`` returns its own contents: where it ``holds`` others a dict or a list of these, else a copy of what it is.
+    ``write`` gives contents back to the very same object. ``make`` returns a new value like the given one with other
+    contents; None where only the very object will do. Of a kind that ``draws`` are generators of random numbers.
     """
 
     of: type | tuple[type, ...]
-    inner: Callable[[Any], Iterable[Any]]
-    save: Callable[[Any], Restore]
-    make: Callable[[Any, list[Any]], Any] | None = None
+    save: Callable[[Any], Any]
+    write: Callable[[Any, Any], None]
+    make: Callable[[Any, Any], Any] | None = None
+    holds: bool = False
+    draws: bool = False
+
+    def inner(self, contents: Any) -> Iterable[Any]:
+        """The values that it holds."""
+        if not self.holds:
+            return ()
+        return contents.values() if isinstance(contents, dict) else contents
+
+
+class SavedValue(NamedTuple):
+    """A value with the contents that it had."""
+
+    value: Any
+    kind: Kind
+    contents: Any
 
 
 class Held:
-    """All that some roots hold, saved at one moment, to be restored into the very same objects.
+    """Values with what each held at one moment, to be restored into the very same objects.
 
     It costs a copy of every tensor: what a forward pass writes into them cannot be undone after the fact, and
-    ``.data`` hides it from version counters. Graphs of tensors are not copied.
-
-    Args:
-        roots: models, optimizers' states, tensors.
-        batches: their objects are followed further than those of a model.
+    ``.data`` hides it from version counters. Graphs of tensors are not copied. What cannot be copied is left out.
     """
 
-    def __init__(self, *roots: Any, batches: Sequence[Any] = ()) -> None:
+    def __init__(self, saved: Mapping[int, SavedValue]) -> None:
+        self._saved = saved
+
+    @staticmethod
+    def now(values: Iterable[tuple[Any, ...]]) -> Held:
+        """What these values hold at this moment; each has its kind beside it, and what it holds where that is known."""
+        found = {}
         with torch.no_grad():
-            found = {id(value): (value, kind) for value, kind in _walk(batches, IN_A_BATCH)}
-            found.update((id(value), (value, kind)) for value, kind in _walk(roots, IN_A_MODEL))
-            self._saved = [(value, _saved(value, kind)) for value, kind in found.values()]
-        self.ids = frozenset(found)
+            for value, kind, *known in values:
+                try:
+                    found[id(value)] = SavedValue(value, kind, known[0] if kind.holds and known else kind.save(value))
+                except Exception:  # noqa: BLE001 - a class of the user's own may raise anything
+                    continue
+        return Held(found)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor among them, once."""
-        return [value for value, _ in self._saved if isinstance(value, torch.Tensor)]
+        return [one.value for one in self._saved.values() if isinstance(one.value, torch.Tensor)]
 
-    def restore(self) -> None:
-        """Makes everything what it was when it was saved."""
+    @property
+    def values(self) -> Iterator[tuple[Any, Kind]]:
+        """Every value, once."""
+        return ((one.value, one.kind) for one in self._saved.values())
+
+    def __contains__(self, value: Any) -> bool:
+        """Whether this very value is among them."""
+        return id(value) in self._saved
+
+    def contents(self, value: Any) -> Any:
+        """What this very value held, in the form of its kind.
+
+        Raises:
+            KeyError: it is not among them.
+        """
+        return self._saved[id(value)].contents
+
+    def buffers_of(self, module: torch.nn.Module) -> Mapping[str, Any]:
+        """Those that a module had; a scripted one has them still."""
+        return self.contents(module._buffers) if module._buffers in self else module._buffers
+
+    def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The copy that there is of a tensor among them, in its shape."""
+        contents = self.contents(tensor)
+        return _spread(contents.values, contents.memory)
+
+    def with_earlier(self, other: Held) -> Held:
+        """The same, but where the other has a value as that has it."""
+        return Held({**self._saved, **other._saved})
+
+    def restore(self, *, draws_only: bool = False) -> None:
+        """Makes everything, or generators of random numbers alone, what it was when it was saved."""
         with torch.no_grad():
-            for _, restore in self._saved:
+            for value, kind, contents in self._saved.values():
                 # A tensor of the user's own class may refuse to be written; the rest is restored all the same.
                 with contextlib.suppress(Exception):
-                    restore()
+                    if kind.draws or not draws_only:
+                        kind.write(value, contents)
+
+    def is_as_saved(self, value: Any) -> bool:
+        """Whether a container still holds the same, and a tensor the same numbers; of others that is not asked."""
+        kind = self._saved[id(value)].kind if value in self else TENSOR
+        if kind.holds:
+            return _is_same(kind.save(value), self.contents(value))
+        return not isinstance(value, torch.Tensor) or value not in self or _is_equal(value, self.copy_of(value))
+
+    def unpoisoned(self, first: Held) -> Held:
+        """The same, but for attributes and buffers of modules in which there is inf or NaN: these are as in ``first``.
+
+        It is this very object where there are none. What is still what it was at first is meant to be so: a mask.
+        """
+        others: dict[int, SavedValue] = {}
+        for module, now in [(one, contents) for one, kind, contents in self._saved.values() if kind is STATE]:
+            then = first.contents(module) if module in first else {}
+            spoilt = {name for name in now if self._is_spoilt(now[name], first)}
+            if spoilt:
+                back = {name: then[name] for name in spoilt & then.keys()}
+                kept = {name: value for name, value in now.items() if name not in spoilt}
+                others[id(module)] = SavedValue(module, STATE, {**kept, **back})
+                others.update(one for value in back.values() for one in first._within(value).items())
+        return Held({**self._saved, **others}) if others else self
+
+    def _is_spoilt(self, value: Any, first: Held) -> bool:
+        tensors = [one.value for one in self._within(value).values() if isinstance(one.value, torch.Tensor)]
+        bad = [one for one in tensors if not is_finite(self.copy_of(one))]
+        return not all(one in first and _are_same_numbers(self.copy_of(one), first.copy_of(one)) for one in bad)
+
+    def _within(self, value: Any) -> dict[int, SavedValue]:
+        """The part of it that this value leads to outside of modules."""
+        found, waiting = dict[int, SavedValue](), [value]
+        while waiting:
+            saved = self._saved.get(id(waiting.pop()))
+            if saved is not None and saved.kind is not STATE and id(saved.value) not in found:
+                found[id(saved.value)] = saved
+                waiting += saved.kind.inner(saved.contents)
+        return found
 
 
 @contextlib.contextmanager
-def restored(*roots: Any, batches: Sequence[Any] = ()) -> Iterator[Held]:
+def restored(*roots: Any, batches: Sequence[Any] = (), also: Iterable[tuple[Any, Kind]] = ()) -> Iterator[Held]:
     """Afterwards models and batches hold the very same objects with the same contents, whatever was done to them.
 
-    Gradients are cleared meanwhile.
+    Gradients are cleared meanwhile. Objects of batches are followed further than those of a model.
     """
-    held = Held(*roots, batches=batches)
+    held = Held.now([*also, *_walk(batches, IN_A_BATCH), *_walk(roots, IN_A_MODEL)])
     try:
         for tensor in held.tensors:
             if tensor.is_leaf:
@@ -112,9 +210,17 @@ def restored(*roots: Any, batches: Sequence[Any] = ()) -> Iterator[Held]:
         held.restore()
 
 
+def held_before_a_step(model: torch.nn.Module) -> Held:
+    """All that a model holds but its weights. What was computed of them, such as a transpose, follows them."""
+    found = [*_walk(model.buffers(), (ANY,)), *_walk(model.modules(), BEFORE_A_STEP, Kinds(WEIGHT, STATE))]
+    follows = [value for value, kind, _ in found if kind is TENSOR and not value.is_leaf]
+    return Held.now([*(one for one in found if one[1] is not WEIGHT), *((value, COMPUTED) for value in follows)])
+
+
 def held_by(optimizers: Iterable[torch.optim.Optimizer]) -> Held:
     """All that optimizers hold: their states, their groups' settings and the parameters in these."""
-    return Held(*(part for optimizer in optimizers for part in (optimizer.state, optimizer.param_groups)))
+    parts = [part for optimizer in optimizers for part in (optimizer.state, optimizer.param_groups)]
+    return Held.now(_walk(parts, IN_A_MODEL))
 
 
 def are_held_whole(optimizers: Iterable[torch.optim.Optimizer]) -> bool:
@@ -125,7 +231,7 @@ def are_held_whole(optimizers: Iterable[torch.optim.Optimizer]) -> bool:
 
 def tensors_in(model: torch.nn.Module) -> list[torch.Tensor]:
     """The model's parameters, its buffers, and every tensor among its modules' attributes."""
-    return [value for value, _ in _walk([model]) if isinstance(value, torch.Tensor)]
+    return [value for value, *_ in _walk([model], (ANY, LARGEST)) if isinstance(value, torch.Tensor)]
 
 
 def notes_on(model: torch.nn.Module) -> tuple[str, ...]:
@@ -146,36 +252,37 @@ def own_attributes(module: torch.nn.Module) -> dict[str, Any]:
 def _unrestorable(key: str, value: Any) -> str:
     if isinstance(value, Iterator):
         return f"an iterator, {key!r}, which every replay moves on"
-    if isinstance(value, torch.Tensor):
-        try:
-            _contents(value)
-        except Exception:  # noqa: BLE001 - whatever it raises
-            return f"{key!r}, a tensor that cannot be copied: what a replay writes into it stays"
-    return ""
+    is_lost = isinstance(value, torch.Tensor) and value not in Held.now([(value, TENSOR)])
+    return f"{key!r}, a tensor that cannot be copied: what a replay writes into it stays" if is_lost else ""
 
 
-def _walk(roots: Iterable[Any], largest: Sequence[int] = (LARGEST, LARGEST)) -> Iterator[tuple[Any, Kind]]:
-    """Every value, once, that can be changed and that the roots lead to.
+def _walk(roots: Iterable[Any], largest: Sequence[int], kinds: Kinds | None = None) -> Iterator[tuple[Any, Kind, Any]]:
+    """Every value, once, that can be changed and that the roots lead to, with its kind and the values that it holds.
 
     Modules that only a list holds are modules too. A user's own objects are followed as deep as ``largest`` has
     entries behind its first, but to nothing larger: one may lead to the whole data set and the whole program.
     """
-    kinds, met = Kinds(), {}
+    kinds, met = Kinds() if kinds is None else kinds, {}
     waiting = [(root, 0) for root in roots]
     while waiting:
         value, depth = waiting.pop()
         kind = kinds[type(value)]
-        if kind is None or id(value) in met:
-            continue
-        if depth and ((kind is OBJECT and depth + 1 == len(largest)) or _is_large(value, largest[depth])):
+        is_too_far = depth > 0 and kind is OBJECT and depth + 1 == len(largest)
+        if kind is None or id(value) in met or is_too_far or _is_large(value, largest[depth]):
             continue
         met[id(value)] = value
-        yield value, kind
+        try:
+            contents = kind.save(value) if kind.holds else ()
+        except Exception:  # noqa: BLE001 - a class of the user's own may raise anything
+            continue
+        yield value, kind, contents
         inside = depth + 1 if kind is OBJECT else 0 if isinstance(value, torch.nn.Module) else depth
-        waiting += [(one, inside) for one in kind.inner(value) if type(one) not in CONSTANTS]
+        waiting += [(one, inside) for one in kind.inner(contents) if type(one) not in CONSTANTS]
 
 
 def _is_large(value: Any, largest: int) -> bool:
+    if largest == ANY:
+        return False
     if isinstance(value, (list, dict, set, tuple, deque)):
         return len(value) > MOST
     if isinstance(value, torch.Tensor):
@@ -183,47 +290,40 @@ def _is_large(value: Any, largest: int) -> bool:
     return hasattr(type(value), "nbytes") and int(value.nbytes) > largest
 
 
-def _saved(value: Any, kind: Kind) -> Restore:
-    try:
-        return kind.save(value)
-    except Exception:  # noqa: BLE001 - what cannot be copied is left as the replay leaves it
-        return lambda: None
+class TensorContents(NamedTuple):
+    """What a tensor was: the memory that it had, with a copy of the distinct part of that, and its gradient."""
+
+    values: torch.Tensor
+    memory: torch.Tensor
+    is_leaf: bool
+    requires_grad: bool
+    gradient: torch.Tensor | None
 
 
-def _save_module(module: torch.nn.Module) -> Restore:
-    before = own_attributes(module)
-
-    def restore() -> None:
-        space = vars(module)
-        for name in [name for name in space if name not in before and name not in NOT_OWN]:
-            del space[name]
-        space.update(before)
-
-    return restore
+def _save_tensor(tensor: torch.Tensor) -> TensorContents:
+    return _by_reference(tensor)._replace(values=_values(tensor.data))
 
 
-def _save_tensor(tensor: torch.Tensor) -> Restore:
-    is_leaf, wants, memory = tensor.is_leaf, tensor.requires_grad, tensor.data
-    gradient = tensor.grad if is_leaf else None
-    contents = _contents(memory)
-
-    def restore() -> None:
-        if is_leaf and not tensor.is_leaf:
-            tensor.detach_()  # a tensor that wants gradients was written into it
-        if is_leaf:
-            tensor.requires_grad_(wants)
-            tensor.grad = None  # may not fit the memory that comes back
-        tensor.data = memory
-        # Through the bare memory: no graph is to learn of a write that changes nothing.
-        if not _is_equal(distinct(memory), contents) and not written(memory, contents):
-            tensor.data = _spread(contents, memory)
-        if is_leaf:
-            tensor.grad = gradient
-
-    return restore
+def _by_reference(tensor: torch.Tensor) -> TensorContents:
+    memory, gradient = tensor.data, tensor.grad if tensor.is_leaf else None
+    return TensorContents(memory, memory, tensor.is_leaf, tensor.requires_grad, gradient)
 
 
-def _contents(tensor: torch.Tensor) -> torch.Tensor:
+def _write_tensor(tensor: torch.Tensor, before: TensorContents) -> None:
+    if before.is_leaf and not tensor.is_leaf:
+        tensor.detach_()  # a tensor that wants gradients was written into it
+    if before.is_leaf:
+        tensor.requires_grad_(before.requires_grad)
+        tensor.grad = None  # may not fit the memory that comes back
+    tensor.data = before.memory
+    # Through the bare memory: no graph is to learn of a write that changes nothing.
+    if not _is_equal(distinct(before.memory), before.values) and not written(before.memory, before.values):
+        tensor.data = _spread(before.values, before.memory)
+    if before.is_leaf:
+        tensor.grad = before.gradient
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of the distinct part of a tensor.
 
     Raises:
@@ -238,14 +338,14 @@ def _contents(tensor: torch.Tensor) -> torch.Tensor:
         return copy.deepcopy(part)
 
 
-def _spread(contents: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Contents in the shape of the tensor that they are of."""
-    return contents if contents.is_nested or contents.shape == like.shape else contents.expand(like.shape)
+def _spread(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Values in the shape of the tensor that they are of."""
+    return values if values.is_nested or values.shape == like.shape else values.expand(like.shape)
 
 
 def duplicated(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of a tensor that repeats what the tensor repeats."""
-    return _spread(_contents(tensor), tensor)
+    return _spread(_values(tensor), tensor)
 
 
 def written(tensor: torch.Tensor, contents: torch.Tensor) -> bool:
@@ -264,81 +364,104 @@ def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
 
 
-def _save_container(value: Any) -> Restore:
-    before, flat = dict(value) if isinstance(value, dict) else list(value), _flat(value)
-
-    def restore() -> None:
-        if not _is_same(_flat(value), flat):
-            _fill(value, before)
-
-    return restore
+def _are_same_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether they are equal, with NaN in the same places."""
+    try:
+        return bool(one.shape == other.shape and torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
+    except (AttributeError, TypeError, RuntimeError):  # sparse, of other dtypes, on other devices
+        return False
 
 
-def _flat(container: Any) -> list[Any]:
-    return [*container, *container.values()] if isinstance(container, dict) else list(container)
+def _entries(container: Any) -> Any:
+    return dict(container) if isinstance(container, dict) else list(container)
 
 
 def _fill(container: Any, entries: Any) -> None:
-    container.clear()
-    (container.extend if hasattr(container, "extend") else container.update)(entries)
+    if not _is_same(_entries(container), entries):
+        container.clear()
+        (container.extend if hasattr(type(container), "extend") else container.update)(entries)
 
 
-def _is_same(one: list[Any], other: list[Any]) -> bool:
-    """Whether they hold the very same objects."""
-    return len(one) == len(other) and all(map(operator.is_, one, other))
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether they hold the very same objects in the same order."""
+    flat = [[*each, *each.values()] if isinstance(each, dict) else each for each in (one, other)]
+    return len(flat[0]) == len(flat[1]) and all(map(operator.is_, *flat))
 
 
-def _inside(module: torch.nn.Module) -> Iterable[Any]:
-    return (*own_attributes(module).values(), module._parameters, module._buffers, module._modules)
-
-
-def _made_container(value: Any, inner: list[Any]) -> Any:
+def _make_container(value: Any, entries: Any) -> Any:
     """A container like another, of other values; it keeps the other's class, length limit and default."""
     made = copy.copy(value)
-    _fill(made, dict(zip(value, inner, strict=True)) if isinstance(value, dict) else inner)
+    _fill(made, entries)
     return made
 
 
-def _made_tuple(value: tuple[Any, ...], inner: list[Any]) -> Any:
-    return type(value)(*inner) if hasattr(value, "_fields") else tuple.__new__(type(value), inner)
+def _make_tuple(value: tuple[Any, ...], entries: list[Any]) -> Any:
+    return type(value)(*entries) if hasattr(value, "_fields") else tuple.__new__(type(value), entries)
 
 
-def _made_object(value: Any, inner: list[Any]) -> Any:
+def _make_object(value: Any, entries: dict[str, Any]) -> Any:
     made = copy.copy(value)
-    vars(made).update(zip(vars(value), inner, strict=True))
+    _fill(vars(made), entries)
     return made
 
 
-def _copy_of(value: Any, inner: list[Any]) -> Any:
-    return copy.deepcopy(value)
+def _modules(aside: Collection[str]) -> Kind:
+    """The kind of modules, of which some names are left aside: hooks come and go with others."""
+
+    def save(module: torch.nn.Module) -> dict[str, Any]:
+        return {name: value for name, value in vars(module).items() if name not in aside}
+
+    def write(module: torch.nn.Module, before: dict[str, Any]) -> None:
+        for name in save(module).keys() - before.keys():
+            del vars(module)[name]
+        vars(module).update(before)
+
+    return Kind(torch.nn.Module, save, write, holds=True)
 
 
-def _nothing(value: Any) -> tuple[()]:
-    return ()
+def _nothing(value: Any, contents: Any) -> None:
+    """Nothing can change it."""
 
 
-def _unchanged(value: Any) -> Restore:
-    return lambda: None
+def _leaf(of: Any, save: Callable[[Any], Any], write: Callable[[Any, Any], None], *, draws: bool = False) -> Kind:
+    """A kind whose values hold no others, and can be copied."""
+
+    def make(value: Any, contents: Any) -> Any:
+        made = copy.deepcopy(value)
+        write(made, contents)
+        return made
+
+    return Kind(of, save, write, make, draws=draws)
 
 
+def _generator(of: Any, save: str, write: str) -> Kind:
+    """A kind of generators of random numbers, by the names of their methods."""
+    return _leaf(of, methodcaller(save), lambda value, state: getattr(value, write)(state), draws=True)
+
+
+TENSOR = Kind(torch.Tensor, _save_tensor, _write_tensor)
+COMPUTED = Kind(torch.Tensor, _by_reference, _write_tensor)
+# A scripted module holds its own in C++, where the contents of tensors can be restored and nothing else.
+SCRIPTED = Kind(torch.jit.ScriptModule, lambda module: [*module.parameters(), *module.buffers()], _nothing, holds=True)
+MODULE = _modules(aside=NOT_OWN - REGISTERS)
+STATE = _modules(aside=NOT_OWN - {"_buffers"})
+"""What a step may change of a module: neither its weights nor of which modules it is made."""
+WEIGHT = Kind(torch.nn.Parameter, lambda weight: None, _nothing)
 KINDS = (
-    Kind(torch.Tensor, _nothing, _save_tensor),
-    # A scripted module holds its own in C++, where the contents of tensors can be restored and nothing else.
-    Kind(torch.jit.ScriptModule, lambda module: (*module.parameters(), *module.buffers()), _unchanged),
-    Kind(torch.nn.Module, _inside, _save_module),
-    Kind(dict, dict.values, _save_container, _made_container),
-    Kind((list, deque), iter, _save_container, _made_container),
-    Kind(set, iter, _save_container, _made_container),
-    Kind(tuple, iter, _unchanged, _made_tuple),
-    Kind(torch._C.Generator, _nothing, lambda value: partial(value.set_state, value.get_state()), _copy_of),
-    Kind(random.Random, _nothing, lambda value: partial(value.setstate, value.getstate()), _copy_of),
+    TENSOR,
+    SCRIPTED,
+    MODULE,
+    Kind((dict, list, deque, set), _entries, _fill, _make_container, holds=True),
+    Kind(tuple, list, _nothing, _make_tuple, holds=True),
+    _generator(torch._C.Generator, "get_state", "set_state"),
+    _generator(random.Random, "getstate", "setstate"),
 )
-
 OBJECT = Kind(
     object,
-    lambda value: getattr(value, "__dict__", {}).values(),
-    lambda value: _save_container(vars(value)),
-    _made_object,
+    lambda value: dict(getattr(value, "__dict__", {})),
+    lambda value, before: _fill(vars(value), before),
+    _make_object,
+    holds=True,
 )
 """An object of the user's own, or of a library that is not torch's, Python's or NumPy's."""
 
@@ -347,24 +470,31 @@ def _numpy_kinds() -> tuple[Kind, ...]:
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return ()
-    generators, old_ones = numpy.random.Generator, numpy.random.RandomState
 
-    def save_generator(value: Any) -> Restore:
-        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    def write_generator(value: Any, state: Any) -> None:
+        value.bit_generator.state = state
 
     return (
-        Kind(numpy.ndarray, _nothing, lambda value: partial(numpy.copyto, value, value.copy()), _copy_of),
-        Kind(numpy.generic, _nothing, _unchanged, _copy_of),
-        Kind(generators, _nothing, save_generator, _copy_of),
-        Kind(old_ones, _nothing, lambda value: partial(value.set_state, value.get_state()), _copy_of),
+        _leaf(numpy.ndarray, lambda value: value.copy(), numpy.copyto),
+        _leaf(numpy.generic, lambda value: value, _nothing),
+        _leaf(numpy.random.Generator, lambda value: value.bit_generator.state, write_generator, draws=True),
+        _generator(numpy.random.RandomState, "get_state", "set_state"),
     )
 
 
 class Kinds(dict[type, "Kind | None"]):
-    """The kind of a class's values; None where they cannot be changed, or are not the model's to change."""
+    """The kind of a class's values; None where they cannot be changed, or are not the model's to change.
+
+    Args:
+        first: kinds that stand before those of the table.
+    """
+
+    def __init__(self, *first: Kind) -> None:
+        super().__init__()
+        self._first = first
 
     def __missing__(self, cls: type) -> Kind | None:
-        known = next((kind for kind in (*KINDS, *_numpy_kinds()) if issubclass(cls, kind.of)), None)
+        known = next((kind for kind in (*self._first, *KINDS, *_numpy_kinds()) if issubclass(cls, kind.of)), None)
         self[cls] = known or (OBJECT if _is_users(cls) else None)
         return self[cls]
 
@@ -373,3 +503,98 @@ def _is_users(cls: type) -> bool:
     library = cls.__module__.partition(".")[0]
     is_foreign = library in {"torch", "numpy", "ampdbg"} or library in sys.stdlib_module_names
     return (not is_foreign or cls in (SimpleNamespace, UserDict)) and not issubclass(cls, type)
+
+
+# What stands around a model, and a forward pass may change: a counter of calls, a list that losses are appended to, a
+# generator of random numbers. A global may lead to all data: it is followed no further than its own contents.
+
+
+@contextlib.contextmanager
+def surroundings_restored(left: set[str]) -> Iterator[None]:
+    """Afterwards the names of the user's modules, and small data behind these, are what they were.
+
+    Where another thread of the user's runs it may use them meanwhile, and what that has written is not to be taken
+    back: then generators alone are restored, and the names that are others by then are added to what is ``left``.
+    """
+    held, are_shared = Held.now(_surroundings()), _others_run()
+    try:
+        yield
+    finally:
+        left.update(_names_changed(held) if are_shared else ())
+        held.restore(draws_only=are_shared)
+
+
+def _surroundings() -> Iterator[tuple[Any, Kind]]:
+    """The user's modules, the classes and objects of the user's classes in them, and small data in all these."""
+    kinds = Kinds()
+    modules = [one for one in list(sys.modules.values()) if type(one) is ModuleType and _is_of_users_file(one)]
+    bound = [value for module in modules for value in _bindings(module).values()]
+    spaces = [*modules, *(value for value in bound if _has_names(value, kinds))]
+    names = [value for space in spaces for value in _bindings(space).values()]
+    closures = [value for value in names if isinstance(value, FunctionType)]
+    yield from ((space, NAMES) for space in spaces)
+    yield from ((closure, CELLS) for closure in closures)
+    for value in [*names, *(value for closure in closures for value in _cells(closure).values())]:
+        kind = kinds[type(value)]
+        if kind not in (None, OBJECT, MODULE, SCRIPTED) and not _is_large(value, LARGEST_APART):
+            yield value, kind
+            with contextlib.suppress(Exception):  # a class of the user's own may raise anything
+                inner = [(one, kinds[type(one)]) for one in kind.inner(kind.save(value))]
+                yield from ((one, inside) for one, inside in inner if inside is not None and inside.draws)
+
+
+def _has_names(value: Any, kinds: Kinds) -> bool:
+    cls = value if isinstance(value, type) else type(value)
+    is_space = cls is value or (kinds[cls] is OBJECT and cls.__dictoffset__ != 0)
+    return is_space and _is_of_users_file(sys.modules.get(cls.__module__))
+
+
+@functools.cache
+def _is_of_users_file(module: ModuleType | None) -> bool:
+    file = getattr(module, "__file__", None)
+    return isinstance(file, str) and is_users_file(file)
+
+
+def _bindings(space: Any) -> dict[str, Any]:
+    return {name: value for name, value in list(vars(space).items()) if not name.startswith("__")}
+
+
+def _bind(space: Any, before: dict[str, Any]) -> None:
+    for name in _others(_bindings(space), before):
+        if isinstance(space, type):
+            setattr(space, name, before[name])
+        else:
+            vars(space)[name] = before[name]  # whatever the object itself does where an attribute is set
+
+
+def _others(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
+    """The names that are bound to other objects now, or to none."""
+    return [name for name, value in before.items() if name not in now or now[name] is not value]
+
+
+def _cells(closure: FunctionType) -> dict[str, Any]:
+    cells = zip(closure.__code__.co_freevars, closure.__closure__ or (), strict=True)
+    return {name: cell.cell_contents for name, cell in cells if cell != EMPTY}
+
+
+def _fill_cells(closure: FunctionType, before: dict[str, Any]) -> None:
+    for name, cell in zip(closure.__code__.co_freevars, closure.__closure__ or (), strict=True):
+        cell.cell_contents = before[name]
+
+
+EMPTY = CellType()
+NAMES, CELLS = Kind(object, _bindings, _bind, holds=True), Kind(FunctionType, _cells, _fill_cells, holds=True)
+
+
+def _others_run() -> bool:
+    """Whether another thread of the user's runs; one that waits in Python's ``threading`` does not."""
+    others = [frame for thread, frame in sys._current_frames().items() if thread != threading.get_ident()]
+    running = [frame for frame in others if frame.f_globals.get("__name__") != threading.__name__]
+    return any(is_users_file(one.f_code.co_filename) for frame in running for one, _ in traceback.walk_stack(frame))
+
+
+def _names_changed(held: Held) -> Iterator[str]:
+    for space, before in [(space, held.contents(space)) for space, kind in held.values if kind is NAMES]:
+        place = Path(getattr(space, "__file__", getattr(space, "__name__", type(space).__name__))).name
+        changed = [name for name, value in before.items() if not held.is_as_saved(value)]
+        yield from (f"{name} of {place}" for name in dict.fromkeys([*_others(_bindings(space), before), *changed]))

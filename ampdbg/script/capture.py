@@ -30,7 +30,6 @@ from ampdbg.quantities import byte_size, counted, dotted, shown
 from ampdbg.record.file import CAPTURE_SUFFIX, adapter, from_json, of_rank, to_json
 from ampdbg.record.findings import Count
 from ampdbg.record.run import NOT_CAPTURED, Reach, Record
-from ampdbg.replay.copies import Left
 from ampdbg.replay.investigation import Why
 from ampdbg.replay.packing import (
     PackedError,
@@ -42,7 +41,7 @@ from ampdbg.replay.packing import (
     written_form,
 )
 from ampdbg.replay.random_state import RandomState
-from ampdbg.replay.snapshot import ModelState, SavedTensor
+from ampdbg.replay.snapshot import ModelState
 from ampdbg.replay.step import Call, Half, RecordedStep, torch_name
 from ampdbg.script.launch import Start
 from ampdbg.script.live_step import LiveStep
@@ -231,7 +230,7 @@ class Capture:
     def _state(self, prefix: str, packed: Mapping[str, Mapping[str, Any]], device: torch.device) -> ModelState:
         unpacking, own = self.unpacking(device), [name for name in self._names() if name.startswith(prefix)]
         attributes = {
-            module: {key: _saved(unpacking.of(value)) for key, value in held.items()} for module, held in packed.items()
+            module: {key: unpacking.of(value) for key, value in held.items()} for module, held in packed.items()
         }
         return ModelState({name.removeprefix(prefix): self._tensor(name) for name in own}, attributes)
 
@@ -297,10 +296,6 @@ def _is_here(start: Start) -> bool:
         return os.path.isdir(first) or os.path.isfile(f"{first}.py")
     script = os.path.realpath(start.name)
     return os.path.exists(script) and os.path.commonpath([here, script]) == here
-
-
-def _saved(value: Any) -> Any:
-    return SavedTensor(value, None, True, value.requires_grad) if isinstance(value, torch.Tensor) else value
 
 
 def _shape(parameter: torch.Tensor) -> list[int]:
@@ -682,16 +677,10 @@ def _is_same(one: RandomState, other: RandomState) -> bool:
 def _packed_attributes(state: ModelState, packing: Packing) -> Iterator[tuple[str, dict[str, Any]]]:
     """Those attributes that can be written as they are; a model that is built anew has the others of its own."""
     for name, saved in state.attributes.items():
-        packed = {key: packing.of(_contents(value)) for key, value in saved.items() if value is not Left.AS_IT_IS}
+        packed = {key: packing.of(value) for key, value in saved.items()}
         whole = {key: value for key, value in packed.items() if not _is_live(value)}
         if whole:
             yield name, whole
-
-
-def _contents(saved: Any) -> Any:
-    if isinstance(saved, SavedTensor):
-        return saved.contents.detach().requires_grad_(saved.requires_grad) if saved.is_leaf else None
-    return saved
 
 
 def _is_live(packed: Any) -> bool:

@@ -77,7 +77,10 @@ class LiveStep:
         # The script may be within a region of autocast's.
         outside = torch.autocast(self.device.type, enabled=False)
         with self.watcher.paused(), held_signals(), _hushed(), torch.enable_grad(), outside:
-            yield run, snapshot
+            try:
+                yield run, snapshot
+            finally:
+                self.watcher.left_by_replays |= snapshot.left
         torch.clear_autocast_cache()  # where the script steps within a region, it has casts of altered weights
 
 

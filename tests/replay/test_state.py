@@ -192,8 +192,8 @@ def test_a_nested_tensor_is_left_alone_and_its_model_replayed() -> None:
     net: Any = Net()
     net.nested = nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
     saved = ModelState.now(net)
-    with restored(net) as held:
-        saved.write(net, held.ids)
+    with restored(net):
+        saved.write(net)
         net.nested, net.count = None, 7
     assert net.nested is nested
     assert net.count == 1000
@@ -275,11 +275,34 @@ def test_every_replay_starts_with_what_the_step_found() -> None:
     saved, found = after_two_steps(net), values(net)
     drawn, ended = moved(net), values(net)
     for _ in range(2):
-        with restored(net) as held:
-            saved.write(net, held.ids)
+        with restored(net):
+            saved.write(net)
             assert values(net) == found
             assert moved(net) == drawn
         assert values(net) == ended
+
+
+def test_an_object_that_the_model_holds_starts_with_what_the_step_found_too() -> None:
+    net: Any = Net()
+    saved = ModelState.now(net)
+    net.state.count = 5
+    net.state.seen[0].add_(1)
+    with restored(net):
+        saved.write(net)
+        assert (net.state.count, net.state.seen[0].tolist()) == (0, [0, 0])
+        net.state.count = 9
+    assert (net.state.count, net.state.seen[0].tolist()) == (5, [1, 1])
+
+
+def test_what_was_added_to_the_model_since_stays_and_its_weights_are_those_of_now() -> None:
+    net: Any = Net()
+    saved = ModelState.now(net)
+    net.late = torch.nn.Linear(2, 2)
+    net.linear.weight.data.fill_(3)
+    with restored(net):
+        saved.write(net)
+        assert "late" in net._modules
+        assert net.linear.weight.tolist() == [[3, 3]] * 2
 
 
 def test_a_step_that_is_kept_does_not_change_with_the_run() -> None:
@@ -288,8 +311,8 @@ def test_a_step_that_is_kept_does_not_change_with_the_run() -> None:
     net.bank[0] = 7
     net.cache["b"][0].fill_(5)
     moved(net)
-    with restored(net) as held:
-        saved.write(net, held.ids)
+    with restored(net):
+        saved.write(net)
         assert values(net) == found
 
 
@@ -302,8 +325,8 @@ def test_a_model_that_was_built_anew_starts_with_it_too_and_keeps_what_is_its_ow
     file.seek(0)
     for carried in (saved, torch.load(file, weights_only=False)):
         other.added = 1  # type: ignore[assignment]
-        with restored(other) as held:
-            carried.write(other, held.ids)
+        with restored(other):
+            carried.write(other)
             assert values(other) == found
             assert other.added == 1
             assert other.alias is other.norm.running_mean
@@ -316,14 +339,14 @@ def test_a_tensor_is_written_into_where_it_is_still_the_one_that_the_step_found(
     net = Net()
     saved = after_two_steps(net)
     mask, bank, transposed = net.mask, net.bank, net.transposed
-    with restored(net) as held:
+    with restored(net):
         bank.data.fill_(9)
         mask.data = torch.ones(2)
-        saved.write(net, held.ids)
+        saved.write(net)
         assert net.bank is bank
         assert bank.tolist() == [[2.0, 2.0]] * 3
         assert net.transposed is transposed
-        assert net.mask is not mask
+        assert net.mask is mask
         assert net.mask.tolist() == [[0.0] * 3] * 4
     assert net.mask is mask
 
@@ -333,9 +356,9 @@ def test_what_two_attributes_share_stays_shared() -> None:
     net.one = [torch.zeros(1)]
     net.two = {"same": net.one, "inner": net.one[0]}
     saved = ModelState.now(net)
-    with restored(net) as held:
+    with restored(net):
         net.one = None
-        saved.write(net, held.ids)
+        saved.write(net)
         assert net.two["same"] is net.one
         assert net.two["inner"] is net.one[0]
 
@@ -344,8 +367,8 @@ def test_a_tensor_that_wants_gradients_wants_them_in_a_replay() -> None:
     net: Any = torch.nn.Module()
     net.prompt = torch.zeros(2, requires_grad=True)
     saved = ModelState.now(net)
-    with restored(net) as held:
-        saved.write(net, held.ids)
+    with restored(net):
+        saved.write(net)
         net.prompt.sum().backward()
     assert net.prompt.grad is None
 
@@ -364,8 +387,8 @@ def test_what_an_earlier_step_has_spoilt_is_as_the_run_began() -> None:
     net.sound.fill_(1)
     net.bound[0], net.late = torch.full((1,), torch.inf), torch.tensor(torch.nan)
     saved = ModelState.now(net)
-    with restored(net) as held:
-        saved.unpoisoned(first).write(net, held.ids)
+    with restored(net):
+        saved.unpoisoned(first).write(net)
         assert [net.bank.tolist(), net.sound.tolist(), net.bound[0].tolist()] == [[0, 0], [1, 1], [0]]
         assert "late" not in vars(net)
         assert net.mean.tolist() == [0]

@@ -224,7 +224,7 @@ def test_a_played_step_has_the_gradients_of_the_step(loop: Loop, is_traced: bool
     assert played is not None, tape.why_not
     model.zero_grad()
     model.eval()
-    tape.state.write(model, ())
+    tape.state.write(model)
     for name, value in model.named_buffers():
         value.copy_(buffers[name])
     random_state = RandomState.now()
