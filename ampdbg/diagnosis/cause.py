@@ -12,7 +12,7 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise, takewhile
 
-from ampdbg.agreement import is_finite, is_same_run
+from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.producers import (
     UNKNOWN,
     culprit,
@@ -161,25 +161,19 @@ def cause_of(made: Investigation, record: Record) -> Finding:
         return found
     is_of_loss, skipped = made.why == "loss", [step for step in record.steps if step.skipped]
     alike = {step.step for step in skipped if math.isfinite(step.loss) != is_of_loss}
-    alike -= {other.step for other in record.investigations if is_another_fault(other, made, record)}
+    alike -= failing_elsewhere(made, record)
     first = first_in_a_row(found.step, alike, record)
     told = first == found.step or made.reach == "none"
     message = found.message if told else f"{found.message} (as step {found.step} was run again)"
     return replace(found, step=first, message=message, evidence={**found.evidence, "replayed_step": found.step})
 
 
-def is_another_fault(other: Investigation, made: Investigation, record: Record) -> bool:
-    """Whether replays of another step have shown that it begins elsewhere, as that of a loss scale that settles.
-
-    Of two optimizers that step in turn the replays of one tell nothing of the other.
-    """
-    if other.step == made.step or other.reach == "none" or not other.reproduced:
-        return False
-    own = next((step.loss for step in record.steps if step.step == other.step), math.nan)
-    if not is_same_run(replace(other, loss=own)):
-        return False
-    begins, here = (next(iter(one.low.producers), None) for one in (other, made))
-    return begins is not None and here is not None and begins.site != here.site
+def failing_elsewhere(made: Investigation, timeline: Record) -> set[int]:
+    """The steps whose replays have shown that they go wrong in another place, as while a loss scale settles."""
+    here = next(iter(made.low.producers), None)
+    replayed = (other for other in timeline.investigations if other.reach != "none" and other.reproduced)
+    begins = {other.step: other.low.producers[0].site for other in replayed if other.low.producers}
+    return {step for step, site in begins.items() if here is not None and step != made.step and site != here.site}
 
 
 def _grown(found: Finding, made: Investigation, record: Record) -> Finding:

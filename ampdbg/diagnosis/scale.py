@@ -16,7 +16,7 @@ from statistics import mode
 
 from ampdbg import quantities
 from ampdbg.agreement import is_finite
-from ampdbg.diagnosis.cause import DIVERGENCE, cause_of, first_in_a_row, is_another_fault, was_replayed
+from ampdbg.diagnosis.cause import DIVERGENCE, cause_of, failing_elsewhere, first_in_a_row, was_replayed
 from ampdbg.diagnosis.producers import NEAR, OVERFLOWS, UNKNOWN, culprit, op_name, survivor
 from ampdbg.levels import has_static_scale
 from ampdbg.quantities import counted, listed, number
@@ -245,7 +245,7 @@ def _cause(made: Investigation, record: Record) -> Finding:
 def _since_its_first_skip(found: Finding, made: Investigation, record: Record) -> Finding:
     """The finding with the first of the skipped steps in a row that end in the replayed one: all have its weights."""
     skipped = {step.step for step in record.steps if step.skipped and math.isfinite(step.loss)}
-    skipped -= {other.step for other in record.investigations if is_another_fault(other, made, record)}
+    skipped -= failing_elsewhere(made, record)
     first = first_in_a_row(found.step, skipped, record)
     if first == found.step or found.phase not in OVERFLOWS or found.code == DIVERGENCE:
         return found

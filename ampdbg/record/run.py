@@ -538,8 +538,9 @@ class Record:
 
     ``steps`` are those that have ended, of all optimizers; of a long run some are left out: ``left_out`` counts those
     of them that were not healthy. ``interrupted`` says that the run was stopped before its last step, ``error`` what
-    the workload raised, if that stopped it; ``steps`` has what was seen by then. ``scales_gradients`` says that the loss is made of gradients at the
-    loss scale, as of a penalty: then it may be lost at one scale, and not at a lower one.
+    the workload raised, if that stopped it; ``steps`` has what was seen by then. ``scales_gradients`` says that the
+    loss is made of gradients at the loss scale, as of a penalty: then it may be lost at one scale, and not at a lower
+    one.
     ``config_folder`` is what the config's paths are relative to, itself relative to where the run was started.
     ``planned_steps`` is how many were asked for; ``groups`` names every parameter group in order.
     ``checks`` are what a range profile is held against: its step in bfloat16, in which it was measured; then in FP16 at
