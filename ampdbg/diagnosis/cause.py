@@ -12,7 +12,7 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise, takewhile
 
-from ampdbg.agreement import is_finite
+from ampdbg.agreement import is_finite, is_same_run
 from ampdbg.diagnosis.producers import (
     UNKNOWN,
     culprit,
@@ -169,10 +169,15 @@ def cause_of(made: Investigation, record: Record) -> Finding:
 
 
 def failing_elsewhere(made: Investigation, timeline: Record) -> set[int]:
-    """The steps whose replays have shown that they go wrong in another place, as while a loss scale settles."""
+    """The steps whose replays have shown that they go wrong in another place, as while a loss scale settles.
+
+    Of two optimizers that step before one update the replay of one has not the loss of the step, and tells nothing.
+    """
     here = next(iter(made.low.producers), None)
+    losses = {step.step: step.loss for step in timeline.steps}
     replayed = (other for other in timeline.investigations if other.reach != "none" and other.reproduced)
-    begins = {other.step: other.low.producers[0].site for other in replayed if other.low.producers}
+    whole = (other for other in replayed if is_same_run(replace(other, loss=losses.get(other.step, math.nan))))
+    begins = {other.step: other.low.producers[0].site for other in whole if other.low.producers}
     return {step for step, site in begins.items() if here is not None and step != made.step and site != here.site}
 
 
