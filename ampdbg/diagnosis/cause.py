@@ -22,7 +22,7 @@ from ampdbg.diagnosis.producers import (
     precision_cause,
 )
 from ampdbg.diagnosis.tensors import blamed_in_batch, spoilt_weights, weights_nonfinite
-from ampdbg.quantities import listed, number
+from ampdbg.quantities import number
 from ampdbg.record.codes import CODES, finding_of
 from ampdbg.record.findings import Finding, Phase
 from ampdbg.record.run import Investigation, Producer, Record, Replay, Step, TensorCounts
@@ -50,7 +50,6 @@ GROWS = (
     "take the largest value off before it grows beyond FP32, as torch.logsumexp and log_softmax do; no pin helps, "
     "since FP32 fails too"
 )
-OF_COMPUTED = "run what computes it with autocast(enabled=False), and compare; the report of ampdbg run may name the op"
 TOO_COARSE = "change the formula where it divides or cancels; no pin helps, since FP32 fails too"
 
 
@@ -153,7 +152,7 @@ def cause_of(made: Investigation, record: Record) -> Finding:
     steps in a row of its optimizer, for all have the same weights. Where the loss is at fault, one with a finite loss
     is none of them.
     """
-    found = _of_single_ops(made, record) if made.reach == "none" else _of_replays(made, record)
+    found = _of_replays(made, record)
     if CODES[found.code].verdict == "precision":
         found = _grown(found, made, record)
     # A batch is that of its own step, and a divergence begins where replays show it.
@@ -161,25 +160,24 @@ def cause_of(made: Investigation, record: Record) -> Finding:
         return found
     is_of_loss, skipped = made.why == "loss", [step for step in record.steps if step.skipped]
     alike = {step.step for step in skipped if math.isfinite(step.loss) != is_of_loss}
-    alike -= {other.step for other in record.investigations if is_another_fault(other, made, record)}
+    alike -= failing_elsewhere(made, record)
     first = first_in_a_row(found.step, alike, record)
-    told = first == found.step or made.reach == "none"
+    told = first == found.step
     message = found.message if told else f"{found.message} (as step {found.step} was run again)"
     return replace(found, step=first, message=message, evidence={**found.evidence, "replayed_step": found.step})
 
 
-def is_another_fault(other: Investigation, made: Investigation, record: Record) -> bool:
-    """Whether replays of another step have shown that it begins elsewhere, as that of a loss scale that settles.
+def failing_elsewhere(made: Investigation, timeline: Record) -> set[int]:
+    """The steps whose replays have shown that they go wrong in another place, as while a loss scale settles.
 
-    Of two optimizers that step in turn the replays of one tell nothing of the other.
+    Of two optimizers that step before one update the replay of one has not the loss of the step, and tells nothing.
     """
-    if other.step == made.step or other.reach == "none" or not other.reproduced:
-        return False
-    own = next((step.loss for step in record.steps if step.step == other.step), math.nan)
-    if not is_same_run(replace(other, loss=own)):
-        return False
-    begins, here = (next(iter(one.low.producers), None) for one in (other, made))
-    return begins is not None and here is not None and begins.site != here.site
+    here = next(iter(made.low.producers), None)
+    losses = {step.step: step.loss for step in timeline.steps}
+    replayed = (other for other in timeline.investigations if other.reproduced)
+    whole = (other for other in replayed if is_same_run(replace(other, loss=losses.get(other.step, math.nan))))
+    begins = {other.step: other.low.producers[0].site for other in whole if other.low.producers}
+    return {step for step, site in begins.items() if here is not None and step != made.step and site != here.site}
 
 
 def _grown(found: Finding, made: Investigation, record: Record) -> Finding:
@@ -195,6 +193,9 @@ def _grown(found: Finding, made: Investigation, record: Record) -> Finding:
 
 def _of_replays(made: Investigation, record: Record) -> Finding:
     fp32 = made.fp32
+    if made.is_of_others:
+        message = f"step {made.step}: all that this process computed is finite, and what it got from another is not"
+        return replace(finding_at(UNKNOWN, made, message), remedy=OF_OTHERS)
     if made.reproduced == 0 or fp32 is None:
         message = f"none of {made.tries} replays reproduced the failure"
         return finding_at(UNKNOWN, made, message, reproduced=made.reproduced, tries=made.tries)
@@ -203,11 +204,6 @@ def _of_replays(made: Investigation, record: Record) -> Finding:
     diverging = first_divergence(made, record)
     if diverging is not None and not (diverging is made and _is_of_its_batch(made, record)):
         return divergence(diverging, record)
-    if made.computed_inputs:
-        where = listed([name or "its tensor" for name in made.computed_inputs])
-        message = f"the step is given inf or NaN in {where}, and may have computed that itself: no replay can tell"
-        found = finding_at(UNKNOWN, made, message, computed_inputs=list(made.computed_inputs))
-        return replace(found, remedy=OF_COMPUTED)
     if not is_finite(fp32):
         return _wrong_in_fp32_too(made, fp32)
     suspect = culprit(made)
@@ -229,43 +225,6 @@ def _is_of_its_batch(made: Investigation, record: Record) -> bool:
     batch, climbs because of it."""
     suspect = culprit(made)
     return suspect is not None and suspect.leaf is not None and not had_diverged(made, record)
-
-
-def _of_single_ops(made: Investigation, record: Record) -> Finding:
-    if made.is_of_others:
-        message = f"step {made.step}: all that this process computed is finite, and what it got from another is not"
-        return replace(finding_at(UNKNOWN, made, message), remedy=OF_OTHERS)
-    diverging = first_divergence(made, record)
-    if diverging is not None:
-        return divergence(diverging, record)
-    suspect = culprit(made)
-    if suspect is None or suspect.producer.finite_in_fp32 is None:
-        at = suspect.producer if suspect else next(iter(made.low.producers), None)
-        if at is None:
-            begins = "no op was found that begins it"
-        else:
-            begins = f"{named(at)} is the first to make inf or NaN; {_in_fp32(at, made)}"
-        return finding_at(UNKNOWN, made, f"step {made.step} was traced as it trained, and {begins}", at)
-    found = precision_cause(suspect)
-    why = ""
-    if may_diverge(made, record):
-        why = MAY_DIVERGE
-    elif made.why == "gradients" and all(step.skipped for step in record.steps):
-        why = "no loss scale has worked yet, and a longer run shows whether a lower one does"
-    if why:
-        return _doubted(found, why)
-    told = replace(found, message=f"{found.message} (this op alone, on the inputs that it had at step {made.step})")
-    computed = {"computed_inputs": list(made.computed_inputs)} if made.computed_inputs else {}
-    return replace(told, evidence={**found.evidence, **computed})
-
-
-def _in_fp32(at: Producer, made: Investigation) -> str:
-    """What is known of FP32 where an op alone is not finite in it: it had what half has left of its inputs."""
-    if at.finite_in_fp32 is not False:
-        return "what it gives in FP32 is not known"
-    low = made.low.dtype
-    rounded = "" if low == "float32" else f" on the same inputs, which {format_of(low).short} may have rounded before"
-    return f"alone in FP32 it does so too{rounded}"
 
 
 def _is_in_doubt(made: Investigation, record: Record) -> bool:
@@ -354,8 +313,8 @@ RESOLUTION = 1e-6
 
 def first_divergence(made: Investigation, record: Record) -> Investigation | None:
     """The first step whose replays show that the run diverges, if ``made`` shows it or was not replayed; else None."""
-    own = None if made.reach == "none" or not _diverges(made, record) else made
-    if own is None and made.reach != "none":
+    own = made if _diverges(made, record) else None
+    if own is None:
         return None
     earlier = (other for other in record.investigations if other.step < made.step and was_replayed(other))
     return min((other for other in earlier if _diverges(other, record)), key=lambda other: other.step, default=own)

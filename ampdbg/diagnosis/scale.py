@@ -16,8 +16,8 @@ from statistics import mode
 
 from ampdbg import quantities
 from ampdbg.agreement import is_finite
-from ampdbg.diagnosis.cause import DIVERGENCE, cause_of, first_in_a_row, is_another_fault, was_replayed
-from ampdbg.diagnosis.producers import NEAR, OVERFLOWS, UNKNOWN, culprit, op_name, survivor
+from ampdbg.diagnosis.cause import DIVERGENCE, cause_of, failing_elsewhere, first_in_a_row, was_replayed
+from ampdbg.diagnosis.producers import OVERFLOWS, UNKNOWN, culprit, op_name, survivor
 from ampdbg.levels import has_static_scale
 from ampdbg.quantities import counted, listed, number
 from ampdbg.record.codes import CODES, finding_of
@@ -204,10 +204,7 @@ def _works_below_one(steps: Sequence[Step]) -> bool:
 
 
 def _fails_in_fp32_too(made: Investigation, record: Record) -> bool:
-    """Whether FP32 does not come through the step either, or diverges; of one that was seen as it trained, the op."""
-    if made.reach == "none":
-        begins = next(iter(made.low.producers), None)
-        return culprit(made) is None and begins is not None and begins.finite_in_fp32 is False
+    """Whether FP32 does not come through the step either, or diverges."""
     if not was_replayed(made):
         return False
     return not is_finite(made.fp32) or cause_of(made, record).code == DIVERGENCE
@@ -245,7 +242,7 @@ def _cause(made: Investigation, record: Record) -> Finding:
 def _since_its_first_skip(found: Finding, made: Investigation, record: Record) -> Finding:
     """The finding with the first of the skipped steps in a row that end in the replayed one: all have its weights."""
     skipped = {step.step for step in record.steps if step.skipped and math.isfinite(step.loss)}
-    skipped -= {other.step for other in record.investigations if is_another_fault(other, made, record)}
+    skipped -= failing_elsewhere(made, record)
     first = first_in_a_row(found.step, skipped, record)
     if first == found.step or found.phase not in OVERFLOWS or found.code == DIVERGENCE:
         return found
@@ -388,7 +385,7 @@ def _untold(record: Record) -> tuple[list[Step], bool]:
 
     That is where no step at all could be run again, and those between steps that worked are not few, and go on.
     """
-    replayed = {made.step for made in record.investigations if made.reproduced and made.reach != "none"}
+    replayed = {made.step for made in record.investigations if made.reproduced}
     grown = just_grown(record.steps)
     relapses = [step for step in _relapses(record.steps) if step.step not in grown]
     goes_on = bool(relapses) and record.steps[-1].iteration - relapses[-1].iteration < SETTLING_STEPS
@@ -486,12 +483,7 @@ def _steps_to_grow(steps: Sequence[Step]) -> Iterator[int]:
 
 
 def is_calibration(made: Investigation, record: Record) -> bool:
-    """Whether FP32 is finite and so is FP16 at a lower scale, which a dynamic scale will find.
-
-    Where no replay tells, as of a step that was traced as it trained, it may; what the run does then shows.
-    """
-    if made.reach == "none":
-        return True
+    """Whether FP32 is finite and so is FP16 at a lower scale, which a dynamic scale will find."""
     if has_static_scale(record.config) or _usable_scale(made) is None:
         return False
     suspect, code = culprit(made), CODES[cause_of(made, record).code]
@@ -507,17 +499,13 @@ def _usable_scale(made: Investigation) -> float | None:
 
 def is_first_descent(investigated: list[Investigation], record: Record) -> bool:
     """Whether no scale has worked yet, and the replays show that one will."""
-    will_work = bool(investigated) and all(_will_work(made, record) for made in investigated)
+    will_work = bool(investigated) and all(is_calibration(made, record) for made in investigated)
     is_refuted = all(_is_cured_before(made, record) for made in investigated)
     return will_work and not is_refuted and not _has_worked(record)
 
 
 def _has_worked(record: Record) -> bool:
     return any(not step.skipped and step.grad_norm != 0.0 for step in record.steps)
-
-
-def _will_work(made: Investigation, record: Record) -> bool:
-    return made.reach != "none" and is_calibration(made, record)
 
 
 def _is_cured_before(made: Investigation, record: Record) -> bool:
@@ -529,20 +517,9 @@ def _is_cured_before(made: Investigation, record: Record) -> bool:
 
 
 def lasts(made: Investigation, record: Record) -> bool:
-    """Whether what overflowed would at the run's last scale too, or replays have told.
-
-    Of a step that was seen as it trained only the op that began it is known: where it would not, another op is behind
-    the later skips. So it is where replays of the step are finite at scales far above those.
-    """
-    if _will_work(made, record) and _is_cured_before(made, record):
-        return False
-    suspect = culprit(made)
-    if made.reach != "none" or suspect is None or suspect.producer.phase == "forward" or suspect.value is None:
-        return True
-    if all(step.skipped for step in record.steps):  # no scale has worked, and the finding says so
-        return True
-    at_last = suspect.value / suspect.low.scale * record.steps[-1].scale
-    return at_last >= NEAR * suspect.format.overflow_threshold
+    """Whether what replays of a step show goes on: not where they are finite at scales far above those of later skips,
+    behind which something else is."""
+    return not (is_calibration(made, record) and _is_cured_before(made, record))
 
 
 def works_soon_below(made: Investigation, record: Record) -> bool:

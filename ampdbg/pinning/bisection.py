@@ -147,8 +147,6 @@ def _without_a_search(record: Record, failing: Sequence[FailingStep], strategy: 
     root = next(iter(record.faults), None)
     if root is None:
         return Search(strategy, "nothing-to-pin", f"none of {counted(record.steps_run, 'step')} failed")
-    if root.has_computed_inputs:
-        return _because_of(strategy, "computed-inputs", root)
     if CODES[root.code].fails_in_fp32:
         return _because_of(strategy, "fp32-fails", root)
     if not CODES[root.code].pin_helps or WEIGHTS_GREW in root.evidence:

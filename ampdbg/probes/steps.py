@@ -30,6 +30,9 @@ four, and so on: a run whose every step fails ends as small as a healthy one."""
 STRETCH = 32
 """So many steps in a row are kept or left out together: what one does to the next can still be seen."""
 
+MOST_TURNS = 4
+"""Of so many optimizers that take turns the steps right before and behind one that tells are kept of each."""
+
 FEW_STEPS = 8
 FLAT = (
     f"every gradient of the last {FEW_STEPS} steps that were measured is zero: nothing is learnt, whatever the loss is"
@@ -248,7 +251,8 @@ class StepLog:
         return _is_at_end(number, last) or number in self._listed or number // STRETCH % self._stretches == 0
 
     def _stays(self, number: int, last: int) -> bool:
-        is_beside_one_that_tells = not self._telling.isdisjoint(range(number - 1, number + 2))
+        beside = min(len(self._latest), MOST_TURNS)  # there is the step before it, or behind it, of its own optimizer
+        is_beside_one_that_tells = not self._telling.isdisjoint(range(number - beside, number + beside + 1))
         return _is_at_end(number, last) or number % self._stride == 0 or is_beside_one_that_tells
 
     def _with_few_groups(self, step: Step) -> Step:

@@ -54,7 +54,7 @@ def prove(job: Job, failing: Sequence[FailingStep], without: Mapping[str, Patche
         recorded = [math.nan if step.made.fp32 is None else step.made.fp32.loss for step in failing]
         with fresh_processes(job.config.start) as run:
             proof = _proof(job, steps, recorded, without, run, observer)
-    return replace(proof, steps=(*proof.steps, *replaced_data(failing))) if proof.passed else proof
+    return proof
 
 
 NOT_TRAINED = "a script is its own loop; train it with the patch under ampdbg run"
@@ -136,14 +136,6 @@ def unneeded_unit(proof: Proof) -> str:
     """The first part of the patch, by its title, without which the failing step is as healthy; "" for none."""
     needless = (step.name for step in proof.steps if not step.passed and step.detail.startswith(NOT_NEEDED))
     return next(needless, "").removeprefix(WITHOUT)
-
-
-def replaced_data(failing: Sequence[FailingStep]) -> Iterator[ProofStep]:
-    """What the steps are given that was not finite: a network without gradients, say, that no patch was tried on."""
-    for step in failing:
-        if step.made.replaced:
-            told = f"{listed(step.made.replaced)} was not finite, and is here: pin what computes it, too"
-            yield ProofStep(f"what step {step.made.step} is given", True, told, warns=True)
 
 
 def without_a_unit(title: str, seen: Seen) -> ProofStep:

@@ -63,11 +63,6 @@ class Finding:
     root: Count | None = None
 
     @property
-    def has_computed_inputs(self) -> bool:
-        """Whether its step is given inf or NaN that it may have computed itself: no replay tells of it, and no pin."""
-        return "computed_inputs" in self.evidence
-
-    @property
     def replayed_step(self) -> int:
         """The step whose replays decided it: later than ``step`` where the same fault began before any replay."""
         replayed = self.evidence.get("replayed_step")

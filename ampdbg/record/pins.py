@@ -38,16 +38,14 @@ Outcome = Literal[
     "nothing-to-pin",
     "fp32-fails",
     "fp32-raises",
-    "computed-inputs",
     "no-pin-helps",
     "not-in-a-module",
     "not-reproduced",
     "no-set-helps",
     "out-of-trials",
 ]
-"""How a search ended. ``fp32-fails``, ``fp32-raises``, ``computed-inputs`` and ``no-pin-helps`` were not searched: FP32
-is no better, the user's code raises in FP32, the step is given inf or NaN that it may have computed, or the cause is
-the data or the order of calls. ``out-of-trials`` also means interrupted in the search: a set that was found is healthy,
+"""How a search ended. ``fp32-fails``, ``fp32-raises`` and ``no-pin-helps`` were not searched: FP32 is no better, the
+user's code raises in FP32, or the cause is the data or the order of calls. ``out-of-trials`` also means interrupted in the search: a set that was found is healthy,
 not minimal. An interrupted record with ``found`` was interrupted later."""
 
 

@@ -136,12 +136,10 @@ class Investigation:
     itself had; ``reproduced`` of ``tries`` replays as it was went wrong like it. ``continuation`` has the losses of
     FP32 steps on the same batch from the same state. ``first_far`` is the first op whose result is far from FP32's,
     where the step's is. ``is_of_others`` says that all that this process computed was finite, and what it got from
-    another one was not. ``computed_inputs`` names what it was given that is not finite, and why no replay is, where the
-    step may have computed that itself, as by a network without gradients; ``replaced`` what finite numbers stand for in
-    its replays, for that reason. ``reach`` is how far the step could be replayed, and ``why_no_further`` the reason
-    where that is not the whole of it and is known. ``weights_grew`` is how many times as large all weights together are
-    in it as when the run began, by their 2-norm. ``batch_largest`` is the largest finite magnitude in the batch's
-    numeric leaves, by leaf, and ``batch_index`` where in the leaf it stands.
+    another one was not. ``reach`` is how far the step could be replayed, and ``why_no_further`` the reason where that
+    is not the whole of it. ``weights_grew`` is how many times as large all weights together are in it as when the run
+    began, by their 2-norm. ``batch_largest`` is the largest finite magnitude in the batch's numeric leaves, by leaf, and
+    ``batch_index`` where in the leaf it stands.
     """
 
     step: Count
@@ -159,8 +157,6 @@ class Investigation:
     batch_largest: Mapping[str, float] = field(default_factory=dict)
     batch_index: Mapping[str, tuple[Count, ...]] = field(default_factory=dict)
     is_of_others: bool = False
-    computed_inputs: tuple[str, ...] = ()
-    replaced: tuple[str, ...] = ()
     reach: Reach = "whole"
     why_no_further: str = ""
     weights_grew: float = 1.0
@@ -538,9 +534,9 @@ class Record:
 
     ``steps`` are those that have ended, of all optimizers; of a long run some are left out: ``left_out`` counts those
     of them that were not healthy. ``interrupted`` says that the run was stopped before its last step, ``error`` what
-    the workload raised, if that stopped it; ``steps`` has what was seen by then. ``scales_gradients`` says that
-    the loss is made of gradients at the loss scale, as of a penalty: then it may be lost at one scale, and not at a
-    lower one.
+    the workload raised, if that stopped it; ``steps`` has what was seen by then. ``scales_gradients`` says that the
+    loss is made of gradients at the loss scale, as of a penalty: then it may be lost at one scale, and not at a lower
+    one.
     ``config_folder`` is what the config's paths are relative to, itself relative to where the run was started.
     ``planned_steps`` is how many were asked for; ``groups`` names every parameter group in order.
     ``checks`` are what a range profile is held against: its step in bfloat16, in which it was measured; then in FP16 at

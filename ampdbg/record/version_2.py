@@ -15,9 +15,6 @@ def upgraded(record: Mapping[str, Any]) -> Mapping[str, Any]:
     for name, upgrade in UPGRADES.items():
         with contextlib.suppress(*DAMAGED):
             fields[name] = [*map(upgrade, record.get(name, ()))]
-    with contextlib.suppress(*DAMAGED):
-        outcome = record["search"]["outcome"]
-        fields["search"] = {**record["search"], "outcome": OUTCOMES.get(outcome, outcome)}
     return fields
 
 
@@ -32,15 +29,8 @@ def upgraded_investigation(made: Any) -> Any:
         roles = {"low": low, "fp32": fp32, "wide": wide, "at_lower": at_lower, "floor": floor}
         is_traced = fp32 is None and made.get("reproduced", 1) > 0
         reach = "none" if is_traced else "whole" if made.get("has_loss", True) else "modules"
-        return {**made, **roles, "reach": reach, "computed_inputs": made.get("spoilt", ())}
+        return {**made, **roles, "reach": reach}
     return made
 
 
-def _upgraded_finding(found: Any) -> Any:
-    with contextlib.suppress(*DAMAGED):
-        return {**found, "evidence": {**found["evidence"], "computed_inputs": found["evidence"]["spoilt_input"]}}
-    return found
-
-
-UPGRADES = {"investigations": upgraded_investigation, "findings": _upgraded_finding}
-OUTCOMES = {"spoilt-input": "computed-inputs"}
+UPGRADES = {"investigations": upgraded_investigation}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -24,46 +25,47 @@ LOOKED_AT = 2
 
 @dataclass
 class _Root:
-    """A module that a loop calls, and what of it is ``held`` from before call ``since``.
+    """A module that a loop calls, and what of it is ``held`` from before each of its calls.
 
-    ``changes`` is what its calls were seen to change; ``written`` has how often each of its buffers had been written.
+    ``changes`` is what its calls were seen to change; ``written`` has how often each of its buffers had been written
+    before the latest call.
     """
 
     module: weakref.ref[torch.nn.Module]
     calls: int = 0
-    since: int = -1
-    held: Held = field(default_factory=lambda: Held({}))
+    held: dict[int, Held] = field(default_factory=dict)
     changes: dict[int, tuple[Callable[[], Any], Kind]] = field(default_factory=dict)
     buffers: dict[str, weakref.ref[torch.Tensor]] = field(default_factory=dict)
     written: dict[str, int] = field(default_factory=dict)
 
-    def begins(self, number: int) -> None:
+    def begins(self, number: int, noted: Collection[int]) -> None:
         """Holds what is to be held before a call."""
-        self.since, self.calls, module = number, self.calls + 1, self.module()
+        self.calls, module = self.calls + 1, self.module()
+        self.held = {known: held for known, held in self.held.items() if known in noted}
         if self.calls <= LOOKED_AT and module is not None:
             self.buffers = {name: weakref.ref(buffer) for name, buffer in module.named_buffers()}
         self.written = {name: times_written(one) for name, held in self.buffers.items() if (one := held()) is not None}
         if self.calls <= LOOKED_AT and module is not None:
-            self.held = held_before_a_step(module)
+            self.held[number] = held_before_a_step(module)
         else:
-            self.held = Held.now(
-                (value, kind) for alive, kind in self.changes.values() if (value := alive()) is not None
-            )
+            alive = ((held(), kind) for held, kind in self.changes.values())
+            self.held[number] = Held.now((value, kind) for value, kind in alive if value is not None)
 
-    def returned(self) -> None:
+    def returned(self, number: int) -> None:
         """Learns from a call that was looked at whole what calls change."""
         times = {id(one): self.written[name] for name, held in self.buffers.items() if (one := held()) is not None}
-        for value, kind in self.held.values if self.calls <= LOOKED_AT else ():
+        before = self.held[number]
+        for value, kind in before.values if self.calls <= LOOKED_AT else ():
             is_buffer = isinstance(value, torch.Tensor) and id(value) in times
-            is_as_it_was = times_written(value) == times[id(value)] if is_buffer else self.held.is_as_saved(value)
+            is_as_it_was = times_written(value) == times[id(value)] if is_buffer else before.is_as_saved(value)
             if kind.draws or not is_as_it_was:
                 self.changes[id(value)] = _reference(value), kind
 
-    def unknown(self) -> Iterator[str]:
+    def unknown(self, held: Held) -> Iterator[str]:
         """The buffers that were written since and are not held; they are from the next call on."""
         for name, times in self.written.items():
             buffer = self.buffers[name]()
-            if buffer is not None and buffer not in self.held and times_written(buffer) != times:
+            if buffer is not None and buffer not in held and times_written(buffer) != times:
                 self.calls = 0
                 yield name
 
@@ -75,28 +77,27 @@ class Before:
         self._roots: dict[int, _Root] = {}
 
     def begins(self, number: int, module: torch.nn.Module, noted: Collection[int]) -> None:
-        """To be called before the call of this number; what an earlier one that is ``noted`` still has found stays."""
+        """To be called before the call of this number; what was held before those not ``noted`` any more goes."""
         root = self._roots.get(id(module))
         if root is None or root.module() is not module:
             root = self._roots[id(module)] = _Root(weakref.ref(module))
-        if root.since not in noted:
-            with torch.no_grad(), _disable_current_modes():
-                root.begins(number)
+        with torch.no_grad(), _disable_current_modes():
+            root.begins(number, noted)
 
     def returned(self, number: int, module: torch.nn.Module) -> None:
         """To be called when it has returned."""
         root = self._roots.get(id(module))
-        if root is not None and root.since == number:
+        if root is not None and number in root.held:
             with torch.no_grad(), _disable_current_modes():
-                root.returned()
+                root.returned(number)
 
     def state(self, model: torch.nn.Module, calls: Collection[int]) -> tuple[ModelState, str]:
         """What the model held before these calls, and the name of a buffer of which that is not known; "" of none."""
         held, unknown = held_before_a_step(model), ""
-        begun = (root for root in self._roots.values() if root.since in calls)
-        for root in sorted(begun, key=lambda root: -root.since):  # of what two others hold the earlier counts
-            held = held.with_earlier(root.held)
-            unknown = next(root.unknown(), unknown)
+        begun = [(min(of), root) for root in self._roots.values() if (of := root.held.keys() & set(calls))]
+        for number, root in sorted(begun, key=itemgetter(0), reverse=True):  # of what two hold the earlier counts
+            held = held.with_earlier(root.held[number])
+            unknown = next(root.unknown(root.held[number]), unknown)
         return ModelState.of(model, held), unknown
 
     def changing(self, state: ModelState) -> Iterator[tuple[str, torch.Tensor]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
 
@@ -35,25 +35,13 @@ def data_of(played: RecordedStep) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, tensor
 
 
-@dataclass(frozen=True)
-class BadData:
-    """What a step is given whose inf or NaN are why FP32 does not come through it.
-
-    ``batch`` is data, ``spoilt`` has the names of what the step itself may have computed, in half precision.
-    """
-
-    batch: tuple[TensorCounts, ...] = ()
-    spoilt: tuple[str, ...] = ()
-
-
-def blamed_data(run: Run, snapshot: Snapshot, played: RecordedStep, computed: Collection[str] = ()) -> BadData:
+def blamed_data(run: Run, snapshot: Snapshot, played: RecordedStep) -> tuple[TensorCounts, ...]:
     """What of its data is why FP32 does not come through the step.
 
     Args:
         run: the workload; its weights must still be those of the step.
         snapshot: the step, with what its calls are given as batches.
         played: its calls.
-        computed: the names of data that the step itself may have computed.
     """
     suspects = [(name, tensor) for name, tensor in data_of(played) if may_be_bad(tensor)]
     has_loss = played.reach == "whole"  # else its modules may give a mask of -inf
@@ -65,11 +53,9 @@ def blamed_data(run: Run, snapshot: Snapshot, played: RecordedStep, computed: Co
         return is_finite(again) or not (has_loss or again.error or math.isnan(again.loss))
 
     if not suspects or not comes_through():
-        return BadData()
+        return ()
     alone = [one for one in suspects if len(suspects) == 1 or not comes_through({id(one[1])})]
-    bad = bad_data(alone or suspects)
-    spoilt = tuple(counts.name for counts in bad if counts.name in computed)
-    return BadData(tuple(counts for counts in bad if counts.name not in computed), spoilt)
+    return tuple(bad_data(alone or suspects))
 
 
 def _of_first_calls(played: RecordedStep) -> Iterator[tuple[str, torch.Tensor]]:

@@ -328,9 +328,6 @@ ENDINGS: Mapping[Outcome, Ending] = {
     "fp32-raises": Ending(
         "doubtful", lambda ended: f"ampdbg tried no pin: the replay of {ended.step} in FP32 raised an error.", REPAIRED
     ),
-    "computed-inputs": Ending(
-        "doubtful", lambda ended: f"ampdbg tried no pin: {ended.step} is given inf or NaN, which it may have computed."
-    ),
     "no-pin-helps": Ending("bad", _no_pin_helps, REPAIRED),
     "not-in-a-module": Ending("bad", _not_in_a_module, has_patch=True),
     "not-reproduced": Ending("doubtful", _not_reproduced, ANOTHER, has_longer_run=True),

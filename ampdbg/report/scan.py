@@ -479,8 +479,7 @@ def _precision(replay: Replay) -> str:
 
 def pin_may_help(record: Record) -> bool:
     """Whether the first finding is one that FP32 cures."""
-    first = (finding for finding in record.findings[:1] if not finding.has_computed_inputs)
-    return record.verdict == "precision" and any(catalogued(finding.code).pin_helps for finding in first)
+    return record.verdict == "precision" and any(catalogued(one.code).pin_helps for one in record.findings[:1])
 
 
 def only_settles(record: Record) -> bool:

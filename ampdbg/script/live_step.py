@@ -65,7 +65,7 @@ class LiveStep:
                 run, snapshot, self.why, self.scale, before=before, weights_grew=grew, observer=_UntilASignal()
             )
             if made.reproduced and not is_finite(made.fp32):
-                self.watcher.log.batch += blamed_data(run, snapshot, self.recorded).batch
+                self.watcher.log.batch += blamed_data(run, snapshot, self.recorded)
             return replace(made, reach=self.recorded.reach)
         return None
 

@@ -91,8 +91,7 @@ class RestoredStep:
         notes = (*self.record.unseen.notes, *self._beside_the_run(made))
         *before, step = self.record.steps
         if made.reproduced and not is_finite(made.fp32):
-            bad = blamed_data(self.run, self.snapshot, self.recorded)
-            step = replace(step, nonfinite=bad.batch)
+            step = replace(step, nonfinite=blamed_data(self.run, self.snapshot, self.recorded))
         ended = replace(
             self.record, command=command, steps=(*before, step), investigations=(made,), elapsed=self.run.elapsed
         )

@@ -202,6 +202,25 @@ def test_steps_with_another_scaler_or_none_say_nothing_of_where_a_scale_settles(
     assert finding.remedy == ADVICE.format(32768)
 
 
+def test_each_optimizer_has_a_loss_scale_and_losses_of_its_own() -> None:
+    steps = of_optimizers(steps_of("x.x." + ".x" * 10 + "...."), "01" * 14)
+    assert [len(one.steps) for one in record_of(steps).timelines] == [14, 14]
+    record = diagnosed(steps)
+    assert [(found.code, found.step) for found in record.findings] == [("unknown", 5), ("scale-collapse", 5)]
+    alone = of_optimizers(steps_of("x.x" + "." * 25), "01" * 14)
+    assert [(found.code, found.evidence["skipped"]) for found in diagnosed(alone).findings] == [
+        ("scale-calibration", 2)
+    ]
+
+
+def test_losses_of_two_optimizers_are_no_one_curve_that_rises() -> None:
+    losses = [1.0 + 0.01 * number for number in range(8)]
+    steps = [replace(step, loss=loss) for step, loss in zip(steps_of("." * 12), [*losses, *[900.0] * 4], strict=True)]
+    assert [note for note in diagnosed(steps).unseen.notes if "rose" in note]
+    apart = of_optimizers(steps, "0" * 8 + "1" * 4)
+    assert not [note for note in diagnosed(apart).unseen.notes if "rose" in note]
+
+
 def test_a_scale_falls_to_where_its_own_scaler_ends() -> None:
     falling = [replace(step, scaler=1) for step in steps_of("." * 30 + "x" * 10)]
     apart = [replace(step, step=step.step + 40, scale=1.0, optimizer=1, others=40) for step in steps_of("." * 5)]

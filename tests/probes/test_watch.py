@@ -368,7 +368,7 @@ def test_optimizers_that_step_on_one_backward_pass_share_a_step() -> None:
             sum(model(torch.ones(1, 3)) for model in models).square().mean().backward()
             for optimizer in optimizers:
                 optimizer.step()
-    assert len(watcher.steps) == 3
+    assert [(step.optimizer, step.iteration) for step in watcher.steps] == [(0, 0), (0, 1), (0, 2)]
 
 
 def test_the_loss_of_a_bare_step_is_the_sum_over_its_micro_batches() -> None:
@@ -449,6 +449,19 @@ def test_optimizers_that_take_turns_have_steps_of_their_own(is_scaled: bool) -> 
     first = (4.0, True) if is_scaled else (1.0, False)
     assert [(step.scale, step.scaler > 0) for step in watcher.steps] == [first, (1.0, False)] * 3
     assert watcher.steps[1].loss > 10 * watcher.steps[0].loss
+    assert [(step.optimizer, step.iteration) for step in watcher.steps] == [(n % 2, n // 2) for n in range(6)]
+    record = watcher.record()
+    assert record.steps_run == 3
+    assert [[step.step for step in one.steps] for one in record.timelines] == [[0, 2, 4], [1, 3, 5]]
+
+
+def test_optimizers_are_numbered_in_the_order_in_which_they_first_step_with_one_scaler_too() -> None:
+    (one, other), (first, second) = two_loops()
+    scaler = GradScaler("cpu", init_scale=4.0)
+    with watch(torch.nn.ModuleList([one, other]), [first, second]) as watcher:
+        for model, optimizer in [(other, second), (other, second), (one, first), (other, second)]:
+            one_step(model, optimizer, scaler)
+    assert [(step.optimizer, step.iteration) for step in watcher.steps] == [(0, 0), (0, 1), (1, 0), (0, 2)]
 
 
 def test_steps_tell_their_scalers_apart() -> None:

@@ -52,6 +52,18 @@ def test_the_narrowest_step_is_the_earliest_with_the_fewest_groups() -> None:
     assert narrowest.step == 1
 
 
+def test_of_several_optimizers_the_page_counts_iterations_and_has_each_ones_own_numbers() -> None:
+    steps = [skipped_step(0, 65536.0, overflow(0)), *(healthy_step(number) for number in range(1, 12))]
+    apart = [
+        replace(step, optimizer=step.step % 2, others=(step.step + 1) // 2, loss=3.0 + step.step % 2) for step in steps
+    ]
+    said = " ".join(rendered(run(apart, findings=(), planned_steps=0)).split())
+    assert "1 of 6 steps skipped" in said
+    assert "6 iterations" in said
+    assert "optimizer 0: 1 skipped, loss 3" in said
+    assert "optimizer 1: 0 skipped, loss 4" in said
+
+
 def test_groups_are_sorted_by_first_step_then_most_often_then_place() -> None:
     steps = [skipped_step(at, 4.0, overflow(*hit)) for at, hit in enumerate(((5, 6, 7), (1, 6), (1,)))]
     hits = [(hit.index, hit.first, hit.steps) for hit in group_hits(steps)]

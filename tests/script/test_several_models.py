@@ -269,7 +269,7 @@ def test_where_each_optimizer_has_its_own_update_the_step_that_was_asked_for_is_
     """The generator's, too, whose picture was made in the step before, for the discriminator."""
     text = ASKED_FOR.replace("GAIN", "1.0").replace("    scaler.step(optimizers[1])\n", f"    {UPDATED}\n")
     trained, record = run(tmp_path, text, options=("--emulate", f"--capture-step={asked}"))
-    assert (record.steps_run, steps_captured(record)) == (16, [asked])
+    assert (record.steps_run, steps_captured(record)) == (8, [asked])
     losses = [line.split() for line in trained.stdout.splitlines() if line[:1].isdigit()]
     result, again = on(tmp_path, "replay", capture_of(tmp_path))
     assert (result.code, again.verdict) == (0, "healthy")
