@@ -45,8 +45,8 @@ Outcome = Literal[
     "out-of-trials",
 ]
 """How a search ended. ``fp32-fails``, ``fp32-raises`` and ``no-pin-helps`` were not searched: FP32 is no better, the
-user's code raises in FP32, or the cause is the data or the order of calls. ``out-of-trials`` also means interrupted in the search: a set that was found is healthy,
-not minimal. An interrupted record with ``found`` was interrupted later."""
+user's code raises in FP32, or the cause is the data or the order of calls. ``out-of-trials`` also means interrupted in
+the search: a set that was found is healthy, not minimal. An interrupted record with ``found`` was interrupted later."""
 
 
 @dataclass(frozen=True)

@@ -138,8 +138,8 @@ class Investigation:
     where the step's is. ``is_of_others`` says that all that this process computed was finite, and what it got from
     another one was not. ``reach`` is how far the step could be replayed, and ``why_no_further`` the reason where that
     is not the whole of it. ``weights_grew`` is how many times as large all weights together are in it as when the run
-    began, by their 2-norm. ``batch_largest`` is the largest finite magnitude in the batch's numeric leaves, by leaf, and
-    ``batch_index`` where in the leaf it stands.
+    began, by their 2-norm. ``batch_largest`` is the largest finite magnitude in the batch's numeric leaves, by leaf,
+    and ``batch_index`` where in the leaf it stands.
     """
 
     step: Count
