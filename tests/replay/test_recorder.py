@@ -626,7 +626,7 @@ def test_an_error_of_the_loop_goes_through_and_leaves_nothing_behind() -> None:
 
 
 def test_each_thread_has_a_step_of_its_own() -> None:
-    models, found = [net(), net()], dict[int, tuple[Any, Any]]()
+    models, found = [nn.Linear(6, 3), nn.Linear(6, 3)], dict[int, tuple[Any, Any]]()
     barrier = threading.Barrier(2)
 
     def train(number: int) -> None:
