@@ -330,7 +330,7 @@ class Noted:
         step, why_not, state = self.step()
         assert step is not None, why_not
         assert step.reach == "whole"
-        state.write(self.model, ())
+        state.write(self.model)
         return step
 
 
@@ -533,7 +533,7 @@ def test_what_is_changed_in_place_is_refused_by_name_and_copied_from_then_on(wha
 
     def look(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> None:
         step, why_not, state = recorder.step(model, (optimizer,), "cpu")
-        state.write(model, ())
+        state.write(model)
         with PAUSE:
             found.append("alike" if step is not None and torch.equal(step.loss(step.given[0]), loss) else why_not)
 
@@ -638,7 +638,7 @@ def test_each_thread_has_a_step_of_its_own() -> None:
         loss.backward()
         step, why_not, state = recorder.step(models[number], (), "cpu")
         assert step is not None, why_not
-        state.write(models[number], ())
+        state.write(models[number])
         barrier.wait()
         found[number] = loss, step
 
@@ -713,14 +713,16 @@ def trained(model: nn.Module, steps: int, loss_of: Callable[[int], torch.Tensor]
     optimizer, alike = torch.optim.SGD(model.parameters(), 1e-3), list[bool]()
     losses: list[torch.Tensor] = []
 
-    def look(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> None:
+    def look(stepped: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> None:
+        if stepped is not optimizer:
+            return
         step, why_not, state = recorder.step(model, (optimizer,), "cpu")
         assert step is not None, why_not
         now, after = RandomState.now(), ModelState.now(model)
         with PAUSE:
-            state.write(model, ())
+            state.write(model)
             alike.append(torch.equal(step.loss(step.given[0]), losses[-1]))
-            after.write(model, ())
+            after.write(model)
         now.restore()
 
     with Recorder(PAUSE, about_to_step=look) as recorder:
@@ -741,12 +743,14 @@ def test_buffers_are_those_from_before_the_step_also_long_after_the_first(how: s
 @pytest.mark.parametrize("between", ["is given up", "leads elsewhere", "is of an evaluation"])
 def test_buffers_are_those_from_before_the_step_also_behind_another_pass(between: str) -> None:
     model, other, kept = Counting("in place"), nn.Linear(1, 1), list[torch.Tensor]()
+    critic = torch.optim.SGD(other.parameters(), 1e-3)
 
     def loss_of(number: int) -> torch.Tensor:
         with torch.set_grad_enabled(between != "is of an evaluation"):
             kept[:] = [model(x())]
         if between == "leads elsewhere":
             other(kept[0].detach().view(1)).sum().backward()
+            critic.step()
         return model(x(number))
 
     assert list(trained(model, 5, loss_of)) == [*range(5)]
