@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -22,48 +22,56 @@ LOOKED_AT = 2
 """So many calls of each module are looked at whole."""
 
 
+class _Kept(NamedTuple):
+    """What a module held before one call, and how often each of its buffers had been written."""
+
+    held: Held
+    written: dict[str, int]
+
+
 @dataclass
 class _Root:
-    """A module that a loop calls, and what of it is ``held`` from before call ``since``.
+    """A module that a loop calls, and what is ``kept`` from before those calls of it that are noted, by their number.
 
-    ``changes`` is what its calls were seen to change; ``written`` has how often each of its buffers had been written.
+    ``changes`` is what its calls were seen to change.
     """
 
     module: weakref.ref[torch.nn.Module]
     calls: int = 0
-    since: int = -1
-    held: Held = field(default_factory=lambda: Held({}))
+    kept: dict[int, _Kept] = field(default_factory=dict)
     changes: dict[int, tuple[Callable[[], Any], Kind]] = field(default_factory=dict)
     buffers: dict[str, weakref.ref[torch.Tensor]] = field(default_factory=dict)
-    written: dict[str, int] = field(default_factory=dict)
 
-    def begins(self, number: int) -> None:
+    def begins(self, number: int, noted: Collection[int]) -> None:
         """Holds what is to be held before a call."""
-        self.since, self.calls, module = number, self.calls + 1, self.module()
+        self.calls, module = self.calls + 1, self.module()
         if self.calls <= LOOKED_AT and module is not None:
             self.buffers = {name: weakref.ref(buffer) for name, buffer in module.named_buffers()}
-        self.written = {name: times_written(one) for name, held in self.buffers.items() if (one := held()) is not None}
+        written = {name: times_written(one) for name, held in self.buffers.items() if (one := held()) is not None}
         if self.calls <= LOOKED_AT and module is not None:
-            self.held = held_before_a_step(module)
+            held = held_before_a_step(module)
         else:
-            self.held = Held.now(
-                (value, kind) for alive, kind in self.changes.values() if (value := alive()) is not None
-            )
+            changes = ((value, kind) for alive, kind in self.changes.values() if (value := alive()) is not None)
+            held = Held.now(changes)
+        self.kept = {call: kept for call, kept in self.kept.items() if call in noted}
+        self.kept[number] = _Kept(held, written)
 
-    def returned(self) -> None:
+    def returned(self, number: int) -> None:
         """Learns from a call that was looked at whole what calls change."""
-        times = {id(one): self.written[name] for name, held in self.buffers.items() if (one := held()) is not None}
-        for value, kind in self.held.values if self.calls <= LOOKED_AT else ():
-            is_buffer = isinstance(value, torch.Tensor) and id(value) in times
-            is_as_it_was = times_written(value) == times[id(value)] if is_buffer else self.held.is_as_saved(value)
-            if kind.draws or not is_as_it_was:
+        held = self.kept[number].held
+        for value, kind in held.values if self.calls <= LOOKED_AT else ():
+            if kind.draws or not held.is_as_saved(value):
                 self.changes[id(value)] = _reference(value), kind
 
-    def unknown(self) -> Iterator[str]:
+    def first_of(self, calls: Collection[int]) -> int | None:
+        """The first of these calls that is one of this module."""
+        return min((number for number in self.kept if number in calls), default=None)
+
+    def unknown(self, kept: _Kept) -> Iterator[str]:
         """The buffers that were written since and are not held; they are from the next call on."""
-        for name, times in self.written.items():
+        for name, times in kept.written.items():
             buffer = self.buffers[name]()
-            if buffer is not None and buffer not in self.held and times_written(buffer) != times:
+            if buffer is not None and buffer not in kept.held and times_written(buffer) != times:
                 self.calls = 0
                 yield name
 
@@ -75,28 +83,27 @@ class Before:
         self._roots: dict[int, _Root] = {}
 
     def begins(self, number: int, module: torch.nn.Module, noted: Collection[int]) -> None:
-        """To be called before the call of this number; what an earlier one that is ``noted`` still has found stays."""
+        """To be called before the call of this number; ``noted`` are the earlier ones that are kept."""
         root = self._roots.get(id(module))
         if root is None or root.module() is not module:
             root = self._roots[id(module)] = _Root(weakref.ref(module))
-        if root.since not in noted:
-            with torch.no_grad(), _disable_current_modes():
-                root.begins(number)
+        with torch.no_grad(), _disable_current_modes():
+            root.begins(number, noted)
 
     def returned(self, number: int, module: torch.nn.Module) -> None:
         """To be called when it has returned."""
         root = self._roots.get(id(module))
-        if root is not None and root.since == number:
+        if root is not None and number in root.kept:
             with torch.no_grad(), _disable_current_modes():
-                root.returned()
+                root.returned(number)
 
     def state(self, model: torch.nn.Module, calls: Collection[int]) -> tuple[ModelState, str]:
         """What the model held before these calls, and the name of a buffer of which that is not known; "" of none."""
         held, unknown = held_before_a_step(model), ""
-        begun = (root for root in self._roots.values() if root.since in calls)
-        for root in sorted(begun, key=lambda root: -root.since):  # of what two others hold the earlier counts
-            held = held.with_earlier(root.held)
-            unknown = next(root.unknown(), unknown)
+        begun = [(first, root) for root in self._roots.values() if (first := root.first_of(calls)) is not None]
+        for first, root in sorted(begun, key=lambda one: -one[0]):  # of what two others hold the earlier counts
+            held = held.with_earlier(root.kept[first].held)
+            unknown = next(root.unknown(root.kept[first]), unknown)
         return ModelState.of(model, held), unknown
 
     def changing(self, state: ModelState) -> Iterator[tuple[str, torch.Tensor]]:
