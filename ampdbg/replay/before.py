@@ -9,8 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -23,49 +22,56 @@ LOOKED_AT = 2
 """So many calls of each module are looked at whole."""
 
 
+class _Kept(NamedTuple):
+    """What a module held before one call, and how often each of its buffers had been written."""
+
+    held: Held
+    written: dict[str, int]
+
+
 @dataclass
 class _Root:
-    """A module that a loop calls, and what of it is ``held`` from before each of its calls.
+    """A module that a loop calls, and what is ``kept`` from before those calls of it that are noted, by their number.
 
-    ``changes`` is what its calls were seen to change; ``written`` has how often each of its buffers had been written
-    before the latest call.
+    ``changes`` is what its calls were seen to change.
     """
 
     module: weakref.ref[torch.nn.Module]
     calls: int = 0
-    held: dict[int, Held] = field(default_factory=dict)
+    kept: dict[int, _Kept] = field(default_factory=dict)
     changes: dict[int, tuple[Callable[[], Any], Kind]] = field(default_factory=dict)
     buffers: dict[str, weakref.ref[torch.Tensor]] = field(default_factory=dict)
-    written: dict[str, int] = field(default_factory=dict)
 
     def begins(self, number: int, noted: Collection[int]) -> None:
         """Holds what is to be held before a call."""
         self.calls, module = self.calls + 1, self.module()
-        self.held = {known: held for known, held in self.held.items() if known in noted}
         if self.calls <= LOOKED_AT and module is not None:
             self.buffers = {name: weakref.ref(buffer) for name, buffer in module.named_buffers()}
-        self.written = {name: times_written(one) for name, held in self.buffers.items() if (one := held()) is not None}
+        written = {name: times_written(one) for name, held in self.buffers.items() if (one := held()) is not None}
         if self.calls <= LOOKED_AT and module is not None:
-            self.held[number] = held_before_a_step(module)
+            held = held_before_a_step(module)
         else:
-            alive = ((held(), kind) for held, kind in self.changes.values())
-            self.held[number] = Held.now((value, kind) for value, kind in alive if value is not None)
+            changes = ((value, kind) for alive, kind in self.changes.values() if (value := alive()) is not None)
+            held = Held.now(changes)
+        self.kept = {call: kept for call, kept in self.kept.items() if call in noted}
+        self.kept[number] = _Kept(held, written)
 
     def returned(self, number: int) -> None:
         """Learns from a call that was looked at whole what calls change."""
-        times = {id(one): self.written[name] for name, held in self.buffers.items() if (one := held()) is not None}
-        before = self.held[number]
-        for value, kind in before.values if self.calls <= LOOKED_AT else ():
-            is_buffer = isinstance(value, torch.Tensor) and id(value) in times
-            is_as_it_was = times_written(value) == times[id(value)] if is_buffer else before.is_as_saved(value)
-            if kind.draws or not is_as_it_was:
+        held = self.kept[number].held
+        for value, kind in held.values if self.calls <= LOOKED_AT else ():
+            if kind.draws or not held.is_as_saved(value):
                 self.changes[id(value)] = _reference(value), kind
 
-    def unknown(self, held: Held) -> Iterator[str]:
+    def first_of(self, calls: Collection[int]) -> int | None:
+        """The first of these calls that is one of this module."""
+        return min((number for number in self.kept if number in calls), default=None)
+
+    def unknown(self, kept: _Kept) -> Iterator[str]:
         """The buffers that were written since and are not held; they are from the next call on."""
-        for name, times in self.written.items():
+        for name, times in kept.written.items():
             buffer = self.buffers[name]()
-            if buffer is not None and buffer not in held and times_written(buffer) != times:
+            if buffer is not None and buffer not in kept.held and times_written(buffer) != times:
                 self.calls = 0
                 yield name
 
@@ -77,7 +83,7 @@ class Before:
         self._roots: dict[int, _Root] = {}
 
     def begins(self, number: int, module: torch.nn.Module, noted: Collection[int]) -> None:
-        """To be called before the call of this number; what was held before those not ``noted`` any more goes."""
+        """To be called before the call of this number; ``noted`` are the earlier ones that are kept."""
         root = self._roots.get(id(module))
         if root is None or root.module() is not module:
             root = self._roots[id(module)] = _Root(weakref.ref(module))
@@ -87,17 +93,17 @@ class Before:
     def returned(self, number: int, module: torch.nn.Module) -> None:
         """To be called when it has returned."""
         root = self._roots.get(id(module))
-        if root is not None and number in root.held:
+        if root is not None and number in root.kept:
             with torch.no_grad(), _disable_current_modes():
                 root.returned(number)
 
     def state(self, model: torch.nn.Module, calls: Collection[int]) -> tuple[ModelState, str]:
         """What the model held before these calls, and the name of a buffer of which that is not known; "" of none."""
         held, unknown = held_before_a_step(model), ""
-        begun = [(min(of), root) for root in self._roots.values() if (of := root.held.keys() & set(calls))]
-        for number, root in sorted(begun, key=itemgetter(0), reverse=True):  # of what two hold the earlier counts
-            held = held.with_earlier(root.held[number])
-            unknown = next(root.unknown(root.held[number]), unknown)
+        begun = [(first, root) for root in self._roots.values() if (first := root.first_of(calls)) is not None]
+        for first, root in sorted(begun, key=lambda one: -one[0]):  # of what two others hold the earlier counts
+            held = held.with_earlier(root.kept[first].held)
+            unknown = next(root.unknown(root.kept[first]), unknown)
         return ModelState.of(model, held), unknown
 
     def changing(self, state: ModelState) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,0 +1,883 @@
+"""A step that was noted while it ran is run again: the same loss and gradients, on what the step was given."""
+
+import contextlib
+import copy
+import gc
+import math
+import random
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from ampdbg.precision.widening import lifted
+from ampdbg.probes.seams import attached
+from ampdbg.replay import recorder as recorders
+from ampdbg.replay.before import LOOKED_AT as CALLS_LOOKED_AT
+from ampdbg.replay.random_state import LOOKED_AT, RandomState
+from ampdbg.replay.recorder import Recorder
+from ampdbg.replay.snapshot import ModelState
+from ampdbg.replay.step import RecordedStep
+
+Loop = Callable[[nn.Module, torch.amp.GradScaler], None]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
+
+
+def x(seed: int = 1) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+
+
+def plain(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    scaler.scale(F.cross_entropy(model(x()), torch.tensor([0, 1, 2, 0]))).backward()
+
+
+LOSSES: dict[str, Callable[[Any], torch.Tensor]] = {
+    "by a criterion": lambda model: nn.SmoothL1Loss(reduction="sum")(input=model(x()), target=torch.ones(4, 3)) / 7,
+    "of a part of the model": lambda model: model[3](model[0](x())).square().mean(),
+    "regularized": lambda model: (
+        model(x()).mean() + 0.1 * torch.stack([parameter.square().sum() for parameter in model.parameters()]).sum()
+    ),
+    "tied": lambda model: (model(x()) @ model[3].weight @ model[3].weight.T @ model[3].weight.mT.data.T).mean(),
+    # What the first call gives enters the second as data, as of a generator of old code.
+    "of a variable": lambda model: (model(x()) @ torch.autograd.Variable(model(x()).data).mT).mean(),
+    "by ops": lambda model: torch.ops.aten.mean.default(torch.ops.aten.square(model(x()))),
+}
+
+
+def scaled(loss: Callable[[Any], torch.Tensor]) -> Loop:
+    return lambda model, scaler: scaler.scale(loss(model)).backward()
+
+
+def in_micro_batches(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    for seed in range(3):
+        scaler.scale(model(x(seed)).square().mean() / 3).backward()
+
+
+def several_losses(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    output = model(x())
+    scaler.scale(output.square().mean()).backward(retain_graph=True)
+    scaler.scale(output.abs().sum()).backward()
+
+
+def written_into(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    output = model(x()) * 2
+    output[:, 0] = 0
+    output[:, 1].mul_(3)
+    output += 1
+    loss = torch.zeros(())
+    loss = loss + output.square().mean()
+    loss += output.mean()
+    scaler.scale(loss).backward()
+
+
+def with_values_of_its_own(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    output = model(x())
+    with torch.no_grad():
+        weights = output.softmax(-1)
+    _ = float(output.detach().sum()), output.shape, output.dtype
+    scaler.scale((output * weights * (output.detach() > 0)).sum()).backward()
+
+
+def draws_outside_of_the_model(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    output = F.dropout(model(x() + torch.randn(4, 6)), 0.5)
+    scaler.scale((output * torch.rand(3)).mean()).backward()
+
+
+def without_a_scaler(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    model(x()).square().mean().backward()
+
+
+def penalized(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    inner = x().requires_grad_()
+    output = model(inner).sum()
+    (gradient,) = torch.autograd.grad(output, inner, create_graph=True)
+    scaler.scale(output + gradient.square().sum()).backward()
+
+
+def asks_for_its_gradients(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    plain(model, scaler)
+    for _ in range(600):
+        sum(parameter.grad is None for parameter in model.parameters())
+
+
+def evaluates_before(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(x(9))
+    model.train()
+    plain(model, scaler)
+
+
+def evaluates_before_with_gradients(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    model.eval()
+    model(x(9))
+    model.train()
+    plain(model, scaler)
+
+
+def evaluates_within(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    """The first prediction is of the model in training, the second of the model as it will be used."""
+    first = model(x())
+    model.eval()
+    second = model(x(2))
+    model.train()
+    scaler.scale(F.mse_loss(first, second)).backward()
+
+
+def casts_its_own(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    weights = (torch.arange(3.0).expand(4, 3) + 1).half()
+    shifts = torch.tensor([[1.0], [2.0], [3.0], [4.0]], dtype=torch.half).to("cpu").repeat(1, 6)
+    output = model(x().half().float() + shifts) * weights[:, :3].view(4, 3)
+    scaler.scale(output.mean()).backward()
+
+
+def casts_and_writes(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    wide = torch.ones(4, 3)
+    weights, others = wide.half(), wide.type(torch.half)
+    others *= 2
+    wide *= 3
+    scaler.scale((model(x()) * weights * others).mean()).backward()
+
+
+def multiplies_its_own(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    """A dice loss, whose union is in part a matrix product of masks alone; one number is drawn beside it."""
+    mask = (torch.arange(12.0) % 2).view(4, 3)
+    with torch.autocast("cpu", dtype=torch.half):
+        inside = torch.einsum("nc,nc->c", mask, mask)
+        noise = torch.randn_like(inside) * 1e-2
+    union = model(x()).sigmoid().sum(0) + inside.reshape(1, 3).float().sqrt()[0] + noise
+    scaler.scale((1 - 2 * (model(x(2)).sigmoid() * mask).sum(0) / union).mean()).backward()
+
+
+def casts_what_needs_none(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    output = model(x())
+    output.to(torch.float32).sum()
+    scaler.scale(torch.ones(4, 3).type_as(output).square().mean() + output.mean()).backward()
+
+
+def copies_the_model(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    copy.deepcopy(model)
+    plain(model, scaler)
+
+
+class Policy(nn.Module):
+    """Gives a distribution of a distribution, beside a tensor, in a container."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, value: torch.Tensor) -> dict[str, Any]:
+        made = self.body(value)
+        normal = torch.distributions.Normal(made, made.exp().clamp(0.1, 2.0))
+        return {"actions": torch.distributions.Independent(normal, 1), "values": [made.mean(-1)]}
+
+
+def gives_a_distribution(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    given = Policy(model)(x())
+    loss = given["values"][0].square().mean() - given["actions"].log_prob(torch.ones(4, 3)).mean()
+    scaler.scale(loss - 0.1 * given["actions"].entropy().mean()).backward()
+
+
+def in_turns(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    """A critic with a penalty steps before the generator fails: the generator's step is the last one."""
+    critic = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    made = model(x()).detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(critic(made).sum(), made, create_graph=True)
+    (critic(made).mean() + (gradient.norm(2, dim=1) - 1).square().mean()).backward()
+    torch.optim.SGD(critic.parameters(), 0.0).step()
+    scaler.scale(-critic(model(x())).mean()).backward()
+
+
+def in_micro_batches_that_are_clipped(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    in_micro_batches(model, scaler)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+
+
+def gives_a_pass_up(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    lost = model(x(7)).sum() * math.inf
+    assert not lost.isfinite()
+    plain(model, scaler)
+
+
+class Checkpointed(nn.Module):
+    """Computes its body again in the backward pass, which draws again what it drew."""
+
+    def __init__(self, body: nn.Module, *, is_reentrant: bool) -> None:
+        super().__init__()
+        self.body, self.is_reentrant = body, is_reentrant
+
+    def forward(self, value: torch.Tensor) -> Any:
+        return checkpoint(self.body, value.requires_grad_(), use_reentrant=self.is_reentrant)
+
+
+def checkpointed(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    plain(Checkpointed(model, is_reentrant=False), scaler)
+
+
+def checkpointed_and_reentrant(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    plain(Checkpointed(model, is_reentrant=True), scaler)
+
+
+def checkpointed_outside(model: Any, scaler: torch.amp.GradScaler) -> None:
+    made = checkpoint(lambda value: model[3](model[2](model[0](value))), x(), use_reentrant=False)
+    scaler.scale(made.square().mean()).backward()
+
+
+def within_ddp(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", rank=0, world_size=1, store=store)
+    try:
+        plain(DistributedDataParallel(model), scaler)
+    finally:
+        dist.destroy_process_group()
+
+
+class Drawing(nn.Module):
+    """Draws from every generator, those of its own too, and changes attributes."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body, self.count, self.seen = body, 0, [1.0]
+        self.own, self.other, self.third = random.Random(3), torch.Generator().manual_seed(3), np.random.default_rng(3)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.seen.append(self.seen[-1] * 2)
+        drawn = random.random() + np.random.rand() + self.own.random() + float(self.third.random())
+        noise = torch.rand(3) + torch.rand(3, generator=self.other)
+        return self.body(value) * drawn + noise * self.count + self.seen[-1]
+
+
+LOOPS = {name: loop for name, loop in globals().items() if "scaler" in getattr(loop, "__annotations__", ())}
+RUN_AGAIN: dict[str, Loop] = {**LOOPS, **{name: scaled(loss) for name, loss in LOSSES.items()}}
+
+
+class Seen(TorchDispatchMode):
+    """Runs every op, as a trace does, and notes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(str(op))
+        return op(*args, **(kwargs or {}))
+
+
+AROUND: dict[str, Callable[[], Any]] = {
+    "plain": contextlib.nullcontext,
+    "traced": Seen,
+    "in half": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+}
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
+
+
+@dataclass
+class Noted:
+    """A loop that was noted at a loss scale of 4: the gradients that it has left, and the sum of its losses."""
+
+    model: nn.Module
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    recorder: Recorder = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.recorder = Recorder(about_to_step=self._about_to_step)
+
+    def of(self, loop: Loop) -> "Noted":
+        """Runs it."""
+        with self.recorder, attached(self._around):
+            loop(self.model, torch.amp.GradScaler("cpu", init_scale=4.0))
+        self.gradients = gradients(self.model)
+        return self
+
+    def _about_to_step(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> None:
+        self.optimizers.append(optimizer)
+        self.losses.clear()
+
+    def _around(self, seam: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if seam == "engine" and kwargs.get("accumulate_grad") and torch._C._current_graph_task_id() == -1:
+            self.losses += [float((root.detach() * start).sum()) for root, start in zip(*args[:2], strict=True)]
+        return original(*args, **kwargs)
+
+    def step(self) -> tuple[RecordedStep | None, str, ModelState]:
+        return self.recorder.step(self.model, self.optimizers, "cpu")
+
+    def again(self) -> RecordedStep:
+        """The whole step, with the model as it was before it."""
+        step, why_not, state = self.step()
+        assert step is not None, why_not
+        assert step.reach == "whole"
+        state.write(self.model)
+        return step
+
+
+@dataclass
+class Pause:
+    """While it is entered nothing is noted."""
+
+    is_on: bool = False
+
+    def __call__(self) -> bool:
+        return self.is_on
+
+    def __enter__(self) -> None:
+        self.is_on = True
+
+    def __exit__(self, *raised: object) -> None:
+        self.is_on = False
+
+
+PAUSE = Pause()
+
+
+def run(step: RecordedStep, scale: float = 1.0) -> float:
+    """Runs it again, up to its gradients: its loss, times the scale."""
+    losses = [step.loss(given) * scale for given in step.given]
+    for loss in losses:
+        loss.backward()
+    return sum(float(loss.detach()) for loss in losses)
+
+
+def held(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+@pytest.mark.parametrize("loop", RUN_AGAIN.values(), ids=RUN_AGAIN)
+def test_a_step_run_again_has_the_loss_and_the_gradients_of_the_step(loop: Loop, around: Callable[[], Any]) -> None:
+    with around():
+        noted = Noted(net()).of(loop)
+    noted.model.zero_grad()
+    noted.model.eval()
+    step = noted.again()
+    is_one_pass = loop is several_losses  # and not two, which round otherwise
+    with around():
+        total = run(step, 1.0 if loop is without_a_scaler else 4.0)
+    assert total == pytest.approx(sum(noted.losses), rel=1e-6 * is_one_pass)
+    found = gradients(noted.model)
+    assert found.keys() == noted.gradients.keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, noted.gradients[name], rtol=0.0, atol=0.25 * is_one_pass)
+
+
+@pytest.mark.parametrize("loop", RUN_AGAIN.values(), ids=RUN_AGAIN)
+def test_a_loop_that_is_noted_trains_as_it_does_alone(loop: Loop) -> None:
+    found, states = [], []
+    for is_noted in (False, True):
+        model = net()
+        torch.manual_seed(2)
+        with Recorder() if is_noted else contextlib.nullcontext():
+            loop(model, torch.amp.GradScaler("cpu", init_scale=4.0))
+        found.append({**gradients(model), **held(model)})
+        states.append(torch.get_rng_state())
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+    assert torch.equal(*states)
+
+
+CASTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "to": lambda wide: wide.to(torch.half),
+    "half": lambda wide: wide.half(),
+    "type": lambda wide: wide.type(torch.half),
+    "moved": lambda wide: wide.half().unsqueeze(0)[0],
+    "stacked": lambda wide: torch.stack([each.half() for each in wide]),
+    "multiplied": lambda wide: torch.mm(wide.half(), torch.eye(3).half()),
+    "of one that is half": lambda wide: (wide.half() * 2).float().sqrt(),
+}
+
+
+@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
+def test_what_a_loop_casts_is_cast_again_in_the_format_of_the_replay(
+    cast: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    wide = torch.full((4, 3), 1e5)
+
+    def loop(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+        scaler.scale((model(x()) * cast(wide)).square().mean()).backward()
+
+    noted = Noted(net()).of(loop)
+    assert not math.isfinite(sum(noted.losses))
+    step = noted.again()
+    with lifted("float32"):
+        assert step.loss(step.given[0]).isfinite()
+
+
+def test_a_model_beside_is_no_part_of_a_step_for_what_is_cast_for_it() -> None:
+    beside = nn.Linear(6, 6).to(torch.bfloat16)
+    kept: list[weakref.ref[torch.Tensor]] = []
+
+    def loop(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+        wide = x()
+        kept.append(weakref.ref(wide))
+        with torch.no_grad():
+            encoded = beside(wide.to(torch.bfloat16))
+        del wide
+        assert kept[0]() is None  # nothing of it is held when what was cast is gone
+        scaler.scale(model(encoded.float()).square().mean()).backward()
+
+    step = Noted(net()).of(loop).again()
+    assert not any(call.function is beside for call in step.calls.values())
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+def hidden(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    scaler.scale(Double.apply(model(x())).mean()).backward()
+
+
+def reentrant(model: Any, scaler: torch.amp.GradScaler) -> None:
+    made = checkpoint(model, x().requires_grad_(), use_reentrant=True)
+    scaler.scale(made.mean()).backward()
+
+
+def penalized_by_what_is_scaled(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    inner = x().requires_grad_()
+    output = model(inner).sum()
+    (gradient,) = torch.autograd.grad(scaler.scale(output), inner, create_graph=True)
+    scaler.scale(output + (gradient / scaler.get_scale()).square().sum()).backward()
+
+
+def penalized_by_many_that_are_scaled(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    inner = x().requires_grad_()
+    output = model(inner)
+    scaled, ones = scaler.scale(output), torch.ones_like(output)
+    (gradient,) = torch.autograd.grad(scaled, inner, grad_outputs=ones, create_graph=True)
+    scaler.scale((gradient / scaler.get_scale()).square().mean()).backward()
+
+
+def made_before(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    scaler.scale(model(x()).mean() + EARLIER.square().sum()).backward()
+
+
+def steps_in_between(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    loss = model(x()).mean()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    scaler.scale(loss).backward()
+
+
+def compiles_its_loss(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    loss = torch.compile(lambda output: output.square().mean(), backend="eager")
+    scaler.scale(loss(model(x()))).backward()
+
+
+EARLIER = torch.ones(3, requires_grad=True) * 2
+
+REFUSED: dict[str, tuple[Loop, str]] = {
+    "a function of autograd's": (hidden, "what makes its loss was not all seen"),
+    "reentrant checkpoints in the script": (reentrant, "what makes its loss was not all seen"),
+    "a scaled loss in a loss": (penalized_by_what_is_scaled, "its loss takes gradients of what the scaler has scaled"),
+    "scaled values in a loss": (penalized_by_many_that_are_scaled, "its loss takes gradients of what the scaler has"),
+    "a graph from before": (made_before, "what makes its loss was not all seen"),
+    "other weights": (steps_in_between, "its weights are others by now"),
+    "a loss that is compiled": (compiles_its_loss, "what makes its loss was not all seen"),
+    "nothing": (lambda model, scaler: None, "no loss went backward in it"),
+}
+
+
+@pytest.mark.parametrize(("loop", "why"), REFUSED.values(), ids=REFUSED)
+def test_of_what_cannot_be_run_again_it_is_said_why(loop: Loop, why: str) -> None:
+    step, why_not, _ = Noted(net()).of(loop).step()
+    assert step is None
+    assert why_not.startswith(why)
+
+
+def changes_its_batch(model: nn.Module, values: torch.Tensor) -> torch.Tensor:
+    return model(values).mean()
+
+
+def changes_its_mask(model: nn.Module, values: torch.Tensor) -> torch.Tensor:
+    return (model(x()).repeat(1, 2) * values).mean()
+
+
+def changes_its_target(model: nn.Module, values: torch.Tensor) -> torch.Tensor:
+    return nn.MSELoss()(model(x()).repeat(1, 2), target=values)
+
+
+CHANGED = {"Sequential": changes_its_batch, "mul": changes_its_mask, "MSELoss": changes_its_target}
+
+
+@pytest.mark.parametrize("what", CHANGED)
+def test_what_is_changed_in_place_is_refused_by_name_and_copied_from_then_on(what: str) -> None:
+    model, found, loss_of = net(), list[str](), CHANGED[what]
+
+    def look(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> None:
+        step, why_not, state = recorder.step(model, (optimizer,), "cpu")
+        state.write(model)
+        with PAUSE:
+            found.append("alike" if step is not None and torch.equal(step.loss(step.given[0]), loss) else why_not)
+
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Recorder(PAUSE, about_to_step=look) as recorder:
+        for seed in range(3):
+            values = x(seed)
+            loss = loss_of(model, values)
+            loss.backward()
+            values.mul_(2)
+            optimizer.step()
+    line = loss_of.__code__.co_firstlineno + 1
+    refused = f"what {what} on line {line} was given was changed in place since; it is copied from now on"
+    assert found == [refused, "alike", "alike"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_recorder_that_is_full_or_fails_lets_the_loop_go_on(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    def loop(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+        for number in range(3):
+            plain(model, scaler)
+            if fails and not number:
+                monkeypatch.setattr(recorders, "innermost_line", lambda: 1 / 0)
+
+    monkeypatch.setattr(recorders, "MOST_CALLS", 1000 if fails else 3)
+    noted = Noted(net()).of(loop)
+    monkeypatch.undo()
+    bare = net()
+    loop(bare, torch.amp.GradScaler("cpu", init_scale=4.0))
+    assert all(torch.equal(noted.gradients[name], gradient) for name, gradient in gradients(bare).items())
+    step, why_not, _ = noted.step()
+    assert (step is None, why_not) == (not fails, "" if fails else "what makes its loss was not all seen")
+
+
+class Own(TorchFunctionMode):
+    """A mode of the script's own."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+MODES: dict[str, Callable[[], Any]] = {"of its own": Own, "a device": lambda: torch.device("cpu")}
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("leaves", ["before", "behind", "around"])
+def test_a_mode_of_the_scripts_is_left_at_any_time(leaves: str, mode: Callable[[], Any]) -> None:
+    call, before, model = nn.Module.__call__, torch._C._len_torch_function_stack(), net()
+    with contextlib.ExitStack() as own:
+        if leaves == "around":
+            own.enter_context(mode())
+        with Recorder() as recorder:
+            output = model(x())  # from here on the recorder notes
+            if leaves != "around":
+                own.enter_context(mode())
+            loss = (output.square().mean() + model(x()).sum()) * 2
+            if leaves == "before":
+                own.close()
+            loss.backward()
+            if leaves == "behind":
+                own.close()
+    assert (nn.Module.__call__, torch._C._len_torch_function_stack()) == (call, before)
+    step, why_not, _ = recorder.step(model, (), "cpu")
+    assert step is not None, why_not
+    assert torch.equal(step.loss(step.given[0]), loss)
+
+
+def test_a_default_device_may_be_set_and_taken_back_while_the_recorder_notes() -> None:
+    before, model = torch._C._len_torch_function_stack(), net()
+    with Recorder() as recorder:
+        output = model(x())
+        torch.set_default_device("meta")
+        assert torch.ones(3).is_meta
+        torch.set_default_device("cpu")
+        loss = (output * torch.ones(3)).mean()
+        torch.set_default_device(None)
+        loss.backward()
+    assert torch._C._len_torch_function_stack() == before
+    step, why_not, _ = recorder.step(model, (), "cpu")
+    assert step is not None, why_not
+
+
+def test_an_error_of_the_loop_goes_through_and_leaves_nothing_behind() -> None:
+    call, backward, before = nn.Module.__call__, torch.Tensor.backward, torch._C._len_torch_function_stack()
+    model = net()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), Recorder():
+        model(model(x()).square())
+    assert (nn.Module.__call__, torch.Tensor.backward) == (call, backward)
+    assert torch._C._len_torch_function_stack() == before
+
+
+def test_each_thread_has_a_step_of_its_own() -> None:
+    models, found = [nn.Linear(6, 3), nn.Linear(6, 3)], dict[int, tuple[Any, Any]]()
+    barrier = threading.Barrier(2)
+
+    def train(number: int) -> None:
+        barrier.wait()
+        output = models[number](x(number))
+        barrier.wait()
+        loss = output.square().mean() * (number + 1)
+        barrier.wait()
+        loss.backward()
+        step, why_not, state = recorder.step(models[number], (), "cpu")
+        assert step is not None, why_not
+        state.write(models[number])
+        barrier.wait()
+        found[number] = loss, step
+
+    with Recorder() as recorder:
+        threads = [threading.Thread(target=train, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert recorder.step(models[0], (), "cpu")[1] == "no loss went backward in it"
+    for loss, step in found.values():
+        assert torch.equal(step.loss(step.given[0]), loss)
+
+
+@pytest.mark.parametrize("keeps_its_loss", [False, True])
+def test_of_a_step_nothing_is_kept_alive_past_the_next(keeps_its_loss: bool) -> None:
+    model, kept = net(), None
+    seen: list[list[weakref.ref[torch.Tensor]]] = []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Recorder():
+        for seed in range(8):
+            batch, mask = x(seed), torch.rand(4, 3)
+            output = model(batch)
+            loss = (output * mask).mean()
+            loss.backward()
+            optimizer.step()
+            seen.append([weakref.ref(batch), weakref.ref(mask), weakref.ref(output)])
+            kept = loss if keeps_its_loss else kept
+            del batch, mask, output, loss
+            gc.collect()
+            assert seen[-1][2]() is None  # what the model gave is not held at all
+        model(x())
+        gc.collect()
+        assert sum(held() is not None for step in seen for held in step) <= 2
+
+
+def test_a_loop_without_a_backward_pass_holds_no_batch_but_one_or_two() -> None:
+    model, batches = net(), list[weakref.ref[torch.Tensor]]()
+    with Recorder():
+        for seed in range(200):
+            batch = x(seed)
+            batches.append(weakref.ref(batch))
+            model(batch)
+            del batch
+        gc.collect()
+        assert sum(batch() is not None for batch in batches) <= 2
+
+
+class Counting(nn.Module):
+    """Computes with a buffer that each of its passes writes, ``how``."""
+
+    passes: torch.Tensor
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.inner = how, nn.Linear(6, 3)
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        passes = self.passes
+        if self.how == "data":
+            passes.data.add_(1)
+        elif self.how == "new":
+            self.passes = passes + 1
+        else:
+            passes.add_(1)
+        return (self.inner(value) * self.passes).sum()
+
+
+def trained(model: nn.Module, steps: int, loss_of: Callable[[int], torch.Tensor]) -> Iterator[int]:
+    """Trains, and runs each step again right before its weights change; gives the number of each that is alike."""
+    optimizer, alike = torch.optim.SGD(model.parameters(), 1e-3), list[bool]()
+    losses: list[torch.Tensor] = []
+
+    def look(stepped: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> None:
+        if stepped is not optimizer:
+            return
+        step, why_not, state = recorder.step(model, (optimizer,), "cpu")
+        assert step is not None, why_not
+        now, after = RandomState.now(), ModelState.now(model)
+        with PAUSE:
+            state.write(model)
+            alike.append(torch.equal(step.loss(step.given[0]), losses[-1]))
+            after.write(model)
+        now.restore()
+
+    with Recorder(PAUSE, about_to_step=look) as recorder:
+        for number in range(steps):
+            losses.append(loss_of(number))
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return (number for number, is_alike in enumerate(alike) if is_alike)
+
+
+@pytest.mark.parametrize("how", ["in place", "data", "new"])
+def test_buffers_are_those_from_before_the_step_also_long_after_the_first(how: str) -> None:
+    model = Counting(how)
+    assert list(trained(model, CALLS_LOOKED_AT + 8, lambda number: model(x(number)))) == [*range(CALLS_LOOKED_AT + 8)]
+
+
+@pytest.mark.parametrize("between", ["is given up", "leads elsewhere", "is of an evaluation"])
+def test_buffers_are_those_from_before_the_step_also_behind_another_pass(between: str) -> None:
+    model, other, kept = Counting("in place"), nn.Linear(1, 1), list[torch.Tensor]()
+    critic = torch.optim.SGD(other.parameters(), 1e-3)
+
+    def loss_of(number: int) -> torch.Tensor:
+        with torch.set_grad_enabled(between != "is of an evaluation"):
+            kept[:] = [model(x())]
+        if between == "leads elsewhere":
+            other(kept[0].detach().view(1)).sum().backward()
+            critic.step()
+        return model(x(number))
+
+    assert list(trained(model, 5, loss_of)) == [*range(5)]
+
+
+def test_a_step_draws_again_what_it_drew_from_every_generator_and_its_model_is_as_before_it() -> None:
+    model = Drawing(net())
+    assert list(trained(model, 6, lambda number: model(x(number)).mean() + random.random())) == [*range(6)]
+
+
+@pytest.mark.parametrize("draws_from", [0, 3 * LOOKED_AT, 5 * LOOKED_AT], ids=["ever", "late", "never"])
+def test_a_model_that_draws_late_draws_again_what_it_drew(draws_from: int) -> None:
+    model = Drawing(nn.Linear(6, 3))
+    plain, steps = model.body, 5 * LOOKED_AT
+    random.seed(0)
+    alike = list(trained(model, steps, lambda number: (model if number >= draws_from else plain)(x(number)).mean()))
+    assert alike[-1] == steps - 1
+    assert len(alike) >= steps - LOOKED_AT  # it is looked at now and then whether a model draws
+
+
+def test_a_user_s_mode_sees_nothing_of_the_copies() -> None:
+    def once(model: nn.Module) -> list[str]:
+        with Seen() as seen:
+            model(x())
+        return seen.ops
+
+    alone, model = once(Counting("in place")), Counting("in place")
+    with Recorder():
+        assert [once(model) for _ in range(3)] == [alone] * 3
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.dropout = nn.Linear(6, 3), nn.Dropout(0.5)
+
+    def forward(self, value: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"logits": self.dropout(self.inner(value))}
+
+
+def modules(recorder: Recorder, model: nn.Module) -> tuple[RecordedStep, torch.Tensor]:
+    """The modules alone, and the number that is made of what they give."""
+    step, why_not, _ = recorder.modules(model, (), "cpu")
+    assert step is not None, why_not
+    assert step.reach == "modules"
+    with PAUSE:
+        return step, step.loss(step.given[0])
+
+
+def test_of_a_loss_that_is_compiled_the_modules_alone_are_run_again() -> None:
+    noted = Noted(net()).of(compiles_its_loss)
+    assert noted.step()[0] is None
+    step, total = modules(noted.recorder, noted.model)
+    assert [call.called for call in step.calls.values()] == [noted.model]
+    assert total.isfinite()
+
+
+def test_a_call_that_raised_is_the_end_of_the_pass_and_one_that_was_got_over_is_not_in_it() -> None:
+    model = Net()
+    with Recorder(PAUSE) as recorder:
+        with pytest.raises(RuntimeError):
+            model(torch.ones(4, 5))
+        output = model(x())
+        assert modules(recorder, model)[1].isfinite()
+        with pytest.raises(RuntimeError):
+            model(torch.ones(4, 5))
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            modules(recorder, model)
+    assert output["logits"].shape == (4, 3)
+
+
+def test_tensors_of_inference_mode_and_complex_ones_are_no_hindrance() -> None:
+    class Waves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(3))
+
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            return torch.fft.rfft(value @ torch.ones(6, 3) * self.gain)
+
+    with torch.inference_mode():
+        given = x() * 2
+    model = Waves()
+    with Recorder(PAUSE) as recorder:
+        for value in (x(), given.clone()):
+            loss = model(value).abs().sum()
+            assert modules(recorder, model)[1].isfinite()
+            loss.backward()
+            step, why_not, _ = recorder.step(model, (), "cpu")
+            assert step is not None, why_not
+            with PAUSE:
+                assert torch.equal(step.loss(step.given[-1]), loss)
+
+
+class Spread(nn.Module):
+    """Gives an object, with a spread of one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mean, self.spread = nn.Linear(6, 3), nn.Parameter(torch.ones(1))
+
+    def forward(self, value: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(mean=self.mean(value), spread=self.spread.exp())
+
+
+def test_what_an_object_holds_leads_to_the_next_call_and_is_no_loss() -> None:
+    policy, value = Spread(), nn.Linear(3, 4)
+    model = nn.ModuleList([policy, value])
+    with Recorder(PAUSE) as recorder:
+        given = policy(x())
+        assert recorder.lost_loss is None
+        alone = modules(recorder, model)[1]
+        worth = value(given.mean)
+        both = modules(recorder, model)[1]
+    torch.testing.assert_close(alone, given.mean.sum() + given.spread.sum())
+    torch.testing.assert_close(both, worth.sum())
+
+
+def test_a_loss_that_is_lost_and_leads_nowhere_is_known_while_the_script_holds_it() -> None:
+    model = net()
+    with Recorder(PAUSE) as recorder:
+        loss = model(x()).sum() * math.inf
+        assert recorder.lost_loss is loss
+        step, why_not, _ = recorder.step(model, (), "cpu", loss)
+        assert step is not None, why_not
+        assert not step.loss(step.given[0]).isfinite()
+        del loss
+        assert recorder.lost_loss is None
