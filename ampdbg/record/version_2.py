@@ -15,6 +15,9 @@ def upgraded(record: Mapping[str, Any]) -> Mapping[str, Any]:
     for name, upgrade in UPGRADES.items():
         with contextlib.suppress(*DAMAGED):
             fields[name] = [*map(upgrade, record.get(name, ()))]
+    with contextlib.suppress(*DAMAGED):
+        search = record["search"]
+        fields["search"] = {**search, "outcome": OUTCOMES.get(search["outcome"], search["outcome"])}
     return fields
 
 
@@ -34,3 +37,5 @@ def upgraded_investigation(made: Any) -> Any:
 
 
 UPGRADES = {"investigations": upgraded_investigation}
+OUTCOMES = {"spoilt-input": "not-reproduced"}
+"""Of a step that might have computed its own inputs no replay told."""

@@ -90,12 +90,12 @@ def test_a_lost_loss_is_known_in_its_own_step(reads: list[int], scaled: bool) ->
 def test_a_lost_loss_with_finite_gradients_is_known_before_its_step_where_the_scaler_waits(
     reads: list[int], fused: bool
 ) -> None:
-    loop, told = Loop(scaled=True, fused=fused), list[bool]()
+    loop, told = Loop(scaled=True, fused=fused), list[torch.optim.Optimizer]()
     with watch(loop.model, loop.optimizer) as watching:
         watching.lost = told.append
         for beside in (0.0, math.nan, 0.0):
             loop.step(beside=beside)
-    assert told == [True] * (not fused)
+    assert told == [loop.optimizer] * (not fused)
     assert [math.isnan(step.loss) for step in watching.steps] == [False, True, False]
 
 

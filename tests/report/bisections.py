@@ -108,12 +108,6 @@ def fp32_raises() -> Record:
     return searched(Search("guided", "fp32-raises", message, step=3), verdict="inconclusive")
 
 
-def computed_inputs() -> Record:
-    message = "the step is given inf or NaN in [0], and may have computed that itself: no replay can tell"
-    finding = Finding("unknown", "error", 3, "forward", message, evidence={"computed_inputs": ["[0]"]})
-    return searched(Search("guided", "computed-inputs", message), findings=(finding,), verdict="inconclusive")
-
-
 def no_pin_helps() -> Record:
     return _without_a_search(Finding("scale-runaway", "error", 0, "backward", "the loss scale grows without end."))
 
@@ -149,7 +143,7 @@ REAL = ("nothing_to_pin", "fp32_fails", "not_reproduced", "out_of_trials", "inte
 
 BISECTIONS: dict[str, Callable[[], Record]] = {
     make.__name__: make
-    for make in (found, every_instance, flaky, not_again, fp32_raises, computed_inputs, no_pin_helps, misused,
+    for make in (found, every_instance, flaky, not_again, fp32_raises, no_pin_helps, misused,
                  not_in_a_module, no_set_helps, out_of_trials_without_a_set)
 }  # fmt: skip
 BISECTIONS |= {name: partial(record_of, f"bisect_{name}") for name in REAL}
