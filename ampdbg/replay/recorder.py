@@ -12,6 +12,7 @@ import itertools
 import re
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,7 @@ from torch._C import (  # as they are, where an emulated GPU has other names
     is_autocast_enabled,
 )
 from torch._C._functorch import peek_interpreter_stack
+from torch.fx import _symbolic_trace
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
@@ -32,7 +34,7 @@ from torch.utils._device import DeviceContext
 
 from ampdbg.probes.guard import Guard
 from ampdbg.probes.models import WRAPPERS
-from ampdbg.probes.seams import Seam, attached, only_follows, replaced
+from ampdbg.probes.seams import Seam, attached, is_captured, only_follows, replaced
 from ampdbg.probes.source_lines import innermost_line
 from ampdbg.probes.step_hooks import hooked_steps
 from ampdbg.probes.tensors import Mark, leaves_of, read_aside, times_written
@@ -120,7 +122,7 @@ class _Thread(threading.local):
         self.inside = 0
         self.is_on = False
         self.prune_at = PRUNED_FROM
-        self.scalars: list[tuple[weakref.ref[torch.Tensor], Mark]] = []
+        self.scalars: deque[tuple[weakref.ref[torch.Tensor], Mark]] = deque(maxlen=PRUNED_FROM)
         self.was_on = False
         self.has_gone = False
         self.random_states = RandomStates()
@@ -231,7 +233,7 @@ class Recorder(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         if name in ("__get__", "__set__") and getattr(getattr(function, "__self__", None), "__name__", "") not in VIEWS:
             return False
-        if self._guard.failure or function in NO_PART or self._is_paused() or only_follows():
+        if self._guard.failure or function in NO_PART or self._is_paused() or _may_only_follow():
             return False
         # What is made of data alone counts as well: a target that is inf in half is finite in a replay in FP32.
         return any(one.is_floating_point() or self._maker(one) is not None for one in _tensors(args, kwargs))
@@ -293,9 +295,9 @@ class Recorder(TorchFunctionMode):
         is_first = bool(args) and result is args[0]
         noted.hands_on = is_first and name in MOVES_OR_CASTS
         noted.writes = name in ("__setitem__", "__set__") or (is_first and not noted.hands_on)
-        for taken, tensor, times in taking.made:
+        for made, tensor, times in taking.made:
             if times_written(tensor) != times:
-                self._is_changed(number, taken, tensor)
+                self._is_changed(number, made, tensor)
         self._gives(number, noted, args[0] if noted.writes else result)
         return result
 
@@ -307,12 +309,13 @@ class Recorder(TorchFunctionMode):
             self._now.changed.setdefault(call, []).append(number)
 
     def _gives(self, number: int, noted: Noted, result: Any) -> None:
-        for path, tensor in made_in(result):
+        made = self._now.made
+        for path, tensor in (("", result),) if isinstance(result, torch.Tensor) else made_in(result):
             held = weakref.ref(tensor)
             noted.gives.append(held)
-            self._now.made[id(tensor)] = held, Made(number, path)
-            if tensor.requires_grad and tensor.numel() == 1 and not path.startswith("."):
-                self._now.scalars[:] = [*self._now.scalars[1 - PRUNED_FROM :], (held, Mark(tensor))]
+            made[id(tensor)] = held, Made(number, path)
+            if tensor.numel() == 1 and tensor.requires_grad and not path.startswith(".") and not is_captured():
+                self._now.scalars.append((held, Mark(tensor)))
 
     def _maker(self, tensor: torch.Tensor) -> Made | None:
         held, made = self._now.made.get(id(tensor), (None, None))
@@ -741,6 +744,12 @@ def _mades(given: Any) -> list[Made]:
 def _described(call: Noted) -> str:
     name = getattr(call.function, "__name__", type(call.function).__name__).strip("_")
     return f"{name} on line {call.line[1]}" if call.line is not None else name
+
+
+def _may_only_follow() -> bool:
+    """As ``only_follows``, which is asked only where there is any sign of it: a step has many functions."""
+    is_any = torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None
+    return (is_any or _symbolic_trace._is_fx_tracing_flag) and only_follows()
 
 
 def _tensors(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
