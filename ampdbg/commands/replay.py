@@ -27,7 +27,7 @@ def command(
     """Run a captured step again, and explain it.
 
     Starts the script of CAPTURE again, puts the captured step into its model, and ends it there. What the script does
-    up to its second step, such as to make its folder or to begin its log, it does again.
+    up to its first step like the captured one, such as to make its folder or to begin its log, it does again.
     """
     with results_only() as stdout:
         given = read_given(config, None, script)

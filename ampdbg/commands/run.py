@@ -61,7 +61,11 @@ def command(
         typer.Option("--capture-step", metavar="N", min=0, help="Write step N too, whatever it does; 0 for none."),
     ] = RunSettings.wanted,
     investigate: Annotated[
-        bool, typer.Option("--investigate/--no-investigate", help="Run a step that goes wrong again, or only write it.")
+        bool,
+        typer.Option(
+            "--investigate/--no-investigate",
+            help="Replay failing steps at once; those that may only be a settling loss scale take at most 10 % of the run.",
+        ),
     ] = True,
     log: Annotated[
         Path | None,

@@ -49,7 +49,7 @@ MOST_OF_A_KIND = 3
 RUN_AGAIN = "FP16, FP32 and more"
 """What is said of a step before it is run again."""
 
-MODULES_ALONE = "step {}: only its modules were replayed, for {}; the loss shown is the sum of their outputs"
+MODULES_ALONE = "step {}: only its modules were replayed ({}); the loss shown is the sum of their outputs"
 
 NOT_AGAIN = "step {}, whose {} not finite, could not be replayed: {}"
 
@@ -243,14 +243,13 @@ class FailingSteps:
             step, why_not, state = self.recorder.step(model, optimizers, device.type, loss)
         if step is None and why == "loss":
             step, other, state = self.recorder.modules(model, optimizers, device.type)
-            self._notes += [MODULES_ALONE.format(number, why_not)] * (step is not None and bool(why_not))
             why_not = why_not or other
         spoilt = next((name for name, _ in nonfinite(self.recorder.before.changing(state))), "")
         if spoilt and why != "end":
             step, why_not = None, BEGAN_SPOILT.format(spoilt)
         if step is None:
             return None, why_not
-        return LiveStep(number, self._watcher, step, model, device, state, half, scale, why), ""
+        return LiveStep(number, self._watcher, step, model, device, state, half, scale, why, why_not), ""
 
     def _why_not_now(self, model: torch.nn.Module, half: Half | None) -> str:
         """Why no step of the loop can be run again now; "" where it can."""
@@ -343,7 +342,8 @@ class FailingSteps:
         """A record of the loop with what was found and captured in it."""
         self.captures.start = in_its_group(self.captures.start)
         start, captures, steps = self.captures.start, self.captures, self._watcher.log.closed()
-        notes = list(dict.fromkeys(self._notes))
+        parts = [made for made in self.found if made.reach == "modules"]
+        notes = [*dict.fromkeys(self._notes), *(MODULES_ALONE.format(made.step, made.why_no_further) for made in parts)]
         notes += [captures.why_not] * bool(captures.why_not)
         notes += [NOT_REACHED.format(captures.wanted, counted(steps, "step"))] * (captures.wanted >= steps > 0)
         error = "\n".join(filter(None, (record.error, self._why_ended)))

@@ -39,6 +39,7 @@ class LiveStep:
         half: what the step lowers to; None where it lowers to nothing.
         scale: its loss scale.
         why: what calls for a closer look.
+        why_no_further: why it is run again no further than its modules.
     """
 
     number: int
@@ -50,6 +51,7 @@ class LiveStep:
     half: Half | None
     scale: float
     why: Why
+    why_no_further: str = ""
 
     def investigated(self, before: Sequence[Step]) -> Investigation | None:
         """What replays of it show; ``before`` are the steps that its loss is to be compared with. The script waits.
@@ -66,7 +68,7 @@ class LiveStep:
             )
             if made.reproduced and not is_finite(made.fp32):
                 self.watcher.log.batch += blamed_data(run, snapshot, self.recorded)
-            return replace(made, reach=self.recorded.reach)
+            return replace(made, reach=self.recorded.reach, why_no_further=self.why_no_further)
         return None
 
     @contextlib.contextmanager
