@@ -64,7 +64,7 @@ def command(
         bool,
         typer.Option(
             "--investigate/--no-investigate",
-            help="Replay failing steps at once; those that may only be a settling loss scale take at most 10 % of the run.",
+            help="Replay failing steps at once; skips of a loss scale that may settle for at most 10 % of the run.",
         ),
     ] = True,
     log: Annotated[

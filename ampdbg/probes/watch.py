@@ -305,7 +305,12 @@ class Watch:
             self._before_unscaled_backward(roots)
         if len(self._threads) > 1:  # others may write the gradients that would be compared
             return original(roots, *args, **kwargs)
-        return self.calls.backward(scaler, original, roots, *args, **kwargs)
+        result = self.calls.backward(scaler, original, roots, *args, **kwargs)
+        if self._loop.now.running and not self._loop.now.is_known_finite():
+            for optimizer in self.optimizers:  # that runs its closure, and is to write the weights
+                if id(optimizer) == self._loop.now.running:
+                    self.lost(optimizer)
+        return result
 
     def _clip(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         """``clip_grad_norm_(parameters, max_norm, ...)`` or ``clip_grad_value_(parameters, clip_value, ...)``."""

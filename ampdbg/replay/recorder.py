@@ -44,7 +44,7 @@ from ampdbg.replay.copies import Copying, duplicate
 from ampdbg.replay.random_state import RandomState, RandomStates
 from ampdbg.replay.snapshot import ModelState
 from ampdbg.replay.state import CONSTANTS, tensors_in
-from ampdbg.replay.step import MOVES_OR_CASTS, Call, Made, Own, PassEnd, RecordedStep, made_in, weighted
+from ampdbg.replay.step import MOVES_OR_CASTS, Made, Own, PassEnd, RecordedCall, RecordedStep, made_in, weighted
 from ampdbg.source.ownership import Line
 
 MOST_CALLS = 1000
@@ -114,11 +114,12 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.calls: dict[int, Noted] = {}
         self.numbers = itertools.count()
-        self.made: dict[int, tuple[weakref.ref[torch.Tensor], Made]] = {}
+        self.made: dict[int, tuple[weakref.ref[torch.Tensor], Made, bool]] = {}
+        """By ``id``: the tensor, what made it, and whether that wanted its gradient."""
         self.scaled: dict[int, weakref.ref[torch.Tensor]] = {}
         self.changed: dict[int, list[int]] = {}
         self.losses: list[tuple[Made | None, torch.Tensor | None]] = []
-        self.has_stepped = True
+        self.has_stepped, self.is_stepping = True, False
         self.inside = 0
         self.is_on = False
         self.prune_at = PRUNED_FROM
@@ -247,14 +248,13 @@ class Recorder(TorchFunctionMode):
             return original(module, *args, **kwargs)
         if peek_interpreter_stack() is not None:  # what goes backward in torch.func comes from no single call
             return original(module, *args, **kwargs)
-        was_on, now.original = now.is_on, original
+        now.original = original
         self._off()
         self._guard.hooked(self._root_begins, module)
         try:
             return self._guard.around(Recorder._noted, self, self.alone, module, *args, **kwargs)
         finally:
-            if was_on or torch.is_grad_enabled():
-                self._guard.hooked(self._on)
+            self._guard.hooked(self._on)
 
     def alone(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Runs a function or a call of a module; what it calls in its turn is not noted."""
@@ -313,13 +313,21 @@ class Recorder(TorchFunctionMode):
         for path, tensor in (("", result),) if isinstance(result, torch.Tensor) else made_in(result):
             held = weakref.ref(tensor)
             noted.gives.append(held)
-            made[id(tensor)] = held, Made(number, path)
+            made[id(tensor)] = held, Made(number, path), tensor.requires_grad
             if tensor.numel() == 1 and tensor.requires_grad and not path.startswith(".") and not is_captured():
                 self._now.scalars.append((held, Mark(tensor)))
 
     def _maker(self, tensor: torch.Tensor) -> Made | None:
-        held, made = self._now.made.get(id(tensor), (None, None))
-        return made if held is not None and held() is tensor else None
+        held, made, wants = self._now.made.get(id(tensor), (None, None, False))
+        if held is None or made is None or held() is not tensor:
+            return None
+        if wants is tensor.requires_grad:
+            return made
+        # A custom Function hands on what it has made without gradients, and leads them there itself.
+        if type(tensor.grad_fn).__name__ != "CheckpointFunctionBackward" or made.call not in self._now.calls:
+            return None
+        self._now.calls[made.call].has_gradients = True
+        return made
 
     def _is_of_scaled(self, args: Any, kwargs: Any) -> bool:
         return any(self._is_scaled(tensor) for tensor in _tensors(args, kwargs))
@@ -367,7 +375,7 @@ class Recorder(TorchFunctionMode):
             made = self._maker(loss)
             self._now.scaled[id(scaled)] = weakref.ref(scaled)
             if made is not None:
-                self._now.made[id(scaled)] = weakref.ref(scaled), made
+                self._now.made[id(scaled)] = weakref.ref(scaled), made, scaled.requires_grad
 
     def _goes_backward(self, original: Callable[..., Any], roots: Any, starts: Any, *args: Any, **kwargs: Any) -> Any:
         """The engine's arguments: (roots, gradients, retain_graph, create_graph, inputs, ...)."""
@@ -386,7 +394,7 @@ class Recorder(TorchFunctionMode):
 
     def _add_losses(self, roots: Sequence[Any], starts: Sequence[Any]) -> None:
         now = self._now
-        if now.has_stepped:
+        if now.has_stepped or now.is_stepping:  # by a closure, which an optimizer runs again for other weights
             now.losses.clear()
             now.has_stepped = False
         for root, start in zip(roots, starts, strict=False):
@@ -408,9 +416,10 @@ class Recorder(TorchFunctionMode):
             return
         self._off()
         self._guard.hooked(self._about_to_step, optimizer, None)
-        self._now.has_stepped = True
+        self._now.has_stepped = self._now.is_stepping = True
 
     def _behind_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._now.is_stepping = False
         self._steps += 1
         self._stepped[id(optimizer)] = self._steps
 
@@ -516,7 +525,7 @@ class Recorder(TorchFunctionMode):
         if not losses:
             return None, "no loss went backward in it", ModelState()
         if any(made is None for made, _ in losses):
-            return None, NOT_ALL_SEEN, ModelState()
+            return None, self._compiles or NOT_ALL_SEEN, ModelState()
         calls = _Calls(self._now.calls, self._now.changed, self._weights_written(optimizers), self._copied)
         ends = [calls.end(made, start) for made, start in losses if made is not None]
         return self._made(calls, calls.parts_of(ends), model, device)
@@ -684,10 +693,10 @@ class _Calls:
         given: tuple[Any, Any] = Copying(each).of(call.given)
         return given
 
-    def call(self, number: int, device: str) -> Call:
+    def call(self, number: int, device: str) -> RecordedCall:
         """The call, to be made again."""
         noted = self.calls[number]
-        return Call(
+        return RecordedCall(
             noted.function,
             noted.line,
             device in noted.lowers,

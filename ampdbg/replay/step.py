@@ -57,7 +57,7 @@ class Own:
 
 
 @dataclass(frozen=True)
-class Call:
+class RecordedCall:
     """One call. ``writes`` says that it changes its first argument, which stands for what it gives; ``hands_on``, that
     it is a cast or a move that had nothing to do, and gave the tensor that it was given. ``training`` is whether the
     module that it is of was in training mode."""
@@ -129,7 +129,7 @@ class RecordedStep:
     as a loss with a running mean, with what they held before; ``replaced`` are the names of those of its data that were
     not finite, and have finite numbers here."""
 
-    calls: Mapping[int, Call]
+    calls: Mapping[int, RecordedCall]
     losses: Mapping[int, tuple[Made, ...]]
     device: str
     given: tuple[Given, ...] = field(repr=False)

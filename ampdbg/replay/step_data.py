@@ -22,7 +22,7 @@ from ampdbg.replay.copies import altered_batch
 from ampdbg.replay.replay import FP32, replay_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import Snapshot
-from ampdbg.replay.step import Call, RecordedStep
+from ampdbg.replay.step import RecordedCall, RecordedStep
 
 
 def data_of(played: RecordedStep) -> Iterator[tuple[str, torch.Tensor]]:
@@ -77,14 +77,14 @@ def _of_later_calls(played: RecordedStep) -> Iterator[tuple[str, torch.Tensor]]:
                 yield from _arguments(played.calls[number], given[number])
 
 
-def _arguments(call: Call, given: tuple[Any, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def _arguments(call: RecordedCall, given: tuple[Any, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     arguments: list[tuple[Any, Any]] = [*enumerate(given[0], 1), *given[1].items()]
     for argument, value in arguments:
         for path, tensor in leaves_of(value):
             yield f"argument {argument}{path} of {_described(call)}", tensor
 
 
-def _described(call: Call) -> str:
+def _described(call: RecordedCall) -> str:
     function: Any = call.called
     name = getattr(function, "__name__", type(function).__name__).strip("_")
     return f"{name} on line {call.line[1]} of {PurePath(call.line[0]).name}" if call.line is not None else name

@@ -42,7 +42,7 @@ from ampdbg.replay.packing import (
 )
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.snapshot import ModelState
-from ampdbg.replay.step import Call, Half, RecordedStep, torch_name
+from ampdbg.replay.step import Half, RecordedCall, RecordedStep, torch_name
 from ampdbg.script.launch import Start
 from ampdbg.script.live_step import LiveStep
 from ampdbg.script.ranks import has_its_state, why_in_parts
@@ -323,7 +323,7 @@ def paths_in(model: torch.nn.Module) -> dict[int, str]:
     return {id(module): name or "the model" for name, module in model.named_modules()}
 
 
-def name_of(call: Call, paths: Mapping[int, str]) -> str:
+def name_of(call: RecordedCall, paths: Mapping[int, str]) -> str:
     """Of what a call is: a module of the model by its path, another by its class, a function as torch calls it."""
     function = call.called
     if isinstance(function, torch.nn.Module):
@@ -331,7 +331,7 @@ def name_of(call: Call, paths: Mapping[int, str]) -> str:
     return torch_name(function) or str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
-def reads_of(call: Call, numbers: Mapping[int, int]) -> tuple[int, ...]:
+def reads_of(call: RecordedCall, numbers: Mapping[int, int]) -> tuple[int, ...]:
     """The places of the calls that a call takes results from."""
     return tuple(sorted({numbers[other] for other in call.reads if other in numbers}))
 
@@ -386,7 +386,7 @@ class Match:
         reason = self._unlike_as_a_whole()
         return Difference(len(self.own), reason) if reason else None
 
-    def _other(self, call: Call, place: int, paths: Mapping[int, str], numbers: Mapping[int, int]) -> str:
+    def _other(self, call: RecordedCall, place: int, paths: Mapping[int, str], numbers: Mapping[int, int]) -> str:
         """How a call is not the captured one of its place."""
         if place >= len(self._captured):
             return ""

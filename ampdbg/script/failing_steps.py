@@ -53,7 +53,9 @@ MODULES_ALONE = "step {}: only its modules were replayed ({}); the loss shown is
 
 NOT_AGAIN = "step {}, whose {} not finite, could not be replayed: {}"
 
-FINITE_AGAIN = "step {} was replayed whole and is finite in {}: what made it fail is no part of its calls"
+FINITE_AGAIN = "run again it is finite"
+
+MODULES_FINITE = "its modules give what is finite, and behind them it cannot be followed: {}"
 
 NOT_REACHED = "step {} was not captured: the script has made {}, counted from 0"
 """Of one that was asked for."""
@@ -210,7 +212,7 @@ class FailingSteps:
                 self.captures.drop(live.number)
                 made = replace(made, is_of_others=True)
             else:
-                return None, "it is finite when it is run again"
+                return None, FINITE_AGAIN if whole else MODULES_FINITE.format(live.why_no_further)
         elif made.low.error and not is_blamed(made):
             return None, made.low.error
         elif settles(made):
