@@ -1,6 +1,5 @@
 """A script that trains several models: what is handed over of a failing step can be used in it as it says."""
 
-import textwrap
 from pathlib import Path
 
 import pytest
