@@ -9,7 +9,7 @@ from ampdbg.record.file import read_record
 from ampdbg.record.run import Record
 from tests.commands.program import start
 from tests.script import scripts
-from tests.script.test_run import captured, run, steps_captured, where
+from tests.script.test_run import captured, run, where
 from tests.siblings import slow_but_for
 
 CASTS = scripts.loop("""
