@@ -314,20 +314,20 @@ for step in range(34):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ask", "first"), [("pass", 32), ("ampdbg.capture()", 3)])
+@pytest.mark.parametrize(("ask", "first"), [("pass", 30), ("ampdbg.capture()", 2)])
 def test_steps_that_a_loss_scale_settles_in_make_room_for_the_failure(tmp_path: Path, ask: str, first: int) -> None:
     record = run(tmp_path, SETTLES.replace("ASK", ask), options=("--emulate", "--max-captures=2"))[1]
-    assert steps_captured(record) == sorted({first, 32, 33})[:2]
+    assert steps_captured(record) == sorted({first, 30})
     assert {Path(path) for path in captured(record)} == set((tmp_path / ".ampdbg" / "captures").iterdir())
     assert record.findings[0].code == "forward-overflow"
 
 
 @pytest.mark.parametrize("lost_from", slow_but_for([3], [3, 6]))
 def test_a_loss_that_is_lost_while_a_loss_scale_settles_is_captured(tmp_path: Path, lost_from: int) -> None:
-    """No step has been sound before it, and the skips have had as many captures as a row of them gets."""
+    """No step has been sound before it."""
     script = SETTLES.replace("ASK", "pass").replace("step < 30", f"step < {lost_from}")
     record = run(tmp_path, script, options=("--emulate", "--max-captures=2"))[1]
-    assert steps_captured(record) == [lost_from + 1, lost_from + 2]
+    assert steps_captured(record) == [lost_from]
     assert where(record)[:2] == ("forward-overflow", lost_from)
 
 
@@ -566,7 +566,7 @@ HOSTILE: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
     "empty": (lambda capture, to: to.write_bytes(b""), "cannot be read as a capture"),
     "a pickle": (lambda capture, to: to.write_bytes(b"cos\nsystem\n(S'touch hacked'\ntR."), "cannot be read"),
     "no capture": (lambda capture, to: written(to, {"__metadata__": {}}, None, b""), "of version nothing"),
-    "of a newer version": (changed(lambda head: head.update(version=2)), "of version 2; this ampdbg reads version 1"),
+    "of a newer version": (changed(lambda head: head.update(version=3)), "of version 3; this ampdbg reads version 2"),
     "a head of another kind": (changed(lambda head: head.update(calls=7)), "damaged capture: calls"),
     "a scale of nothing": (changed(lambda head: head.update(scale=0)), "damaged capture: scale"),
     "a damaged record": (changed(lambda head: head["record"].update(steps=3)), "damaged"),
