@@ -31,8 +31,8 @@ from ampdbg.precision.emulation import cuda_on_cpu
 from ampdbg.probes.steps import NORM_EVERY
 from ampdbg.probes.watch import Watch, watch
 from ampdbg.record.log import RunLog
-from ampdbg.script.capture import Start
-from ampdbg.script.captures import Captures
+from ampdbg.script.capture import Captures
+from ampdbg.script.launch import Start
 from ampdbg.script.session import Session
 
 

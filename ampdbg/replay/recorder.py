@@ -30,7 +30,6 @@ from torch.fx import _symbolic_trace
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
-from torch.utils._device import DeviceContext
 
 from ampdbg.probes.guard import Guard
 from ampdbg.probes.models import WRAPPERS
@@ -188,8 +187,8 @@ class Recorder(TorchFunctionMode):
             return
         self._off()
         above = [_pop_mode() for _ in range(_len_torch_function_stack())]
-        while above and isinstance(above[-1], DeviceContext):  # which has to be the lowest
-            _push_mode(above.pop())
+        if above and above[-1] is getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None):
+            _push_mode(above.pop())  # a default device's has to be the lowest
         _push_mode(self)
         self._now.is_on = True
         for mode in reversed(above):

@@ -660,17 +660,6 @@ def test_a_divergence_of_the_first_weights_is_no_rise_of_the_loss(script: Script
     ]
 
 
-def test_a_step_that_was_traced_as_it_trained_follows_from_a_divergence_before_it() -> None:
-    losses = [1.1, 1.17e6, 1.23e6, 1.21e6, math.nan]
-    steps = [replace(step, loss=loss) for step, loss in zip(steps_of(".xx.N"), losses, strict=True)]
-    replayed = Investigation(2, "gradients", low(loss=1.23e6), replace(FP32, loss=1.23e6, grad_norm=9e6))
-    traced = replace(overflowing(4), fp32=None, reach="none")
-    for continuation, code in (((1.23e6, math.nan), "divergence"), ((1.2e6, 1.1e6), "unknown")):
-        record = diagnosed(steps, replace(replayed, continuation=continuation), traced, script=ScriptRun("train.py"))
-        assert (record.findings[0].code, record.verdict == "precision") == (code, False)
-    assert diagnosed(steps, traced).findings[0].code == "unknown"
-
-
 def beyond_half(step: int, leaf: str | None, largest: float = 1.5e6, **fields: Any) -> Investigation:
     """A step whose batch, or with no leaf another value, is too large for half."""
     op = "aten._to_copy.default"

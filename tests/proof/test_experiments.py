@@ -22,18 +22,17 @@ from tests.siblings import slow_but_for
 
 BEFORE = "        x = self.before(x)\n"
 NOTING = """\
-class Notes(list):  # a plain list of a module is restored after each replay; one of the user's own kind is not
-    pass
+import queue
 
-SEEN = Notes()
+SEEN = queue.SimpleQueue()  # no plain data: after a replay it holds what that has put in
 """ + NET.replace(
     BEFORE,
     "        x = self.before(F.dropout(self.norm(x.flatten(0, -2)).view_as(x), training=True))\n"
-    "        SEEN.append((self.training, torch.is_grad_enabled(), x.dtype))\n",
+    "        SEEN.put((self.training, torch.is_grad_enabled(), x.dtype))\n",
 ).replace(
     "nn.Linear(8, 8)\n\n",
     "nn.Linear(8, 8)\n        self.norm = nn.BatchNorm1d(8).eval()\n\n"
-    "    def train(self, mode=True):\n        SEEN.append(mode)\n        return super().train(mode)\n\n",
+    "    def train(self, mode=True):\n        SEEN.put(mode)\n        return super().train(mode)\n\n",
 )
 
 
@@ -59,9 +58,10 @@ def test_it_is_one_pass_and_leaves_mode_buffers_and_random_state_as_they_were(
         model.get_submodule("norm").eval()
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         random = RandomState.now()
-        seen.clear()
+        while not seen.empty():
+            seen.get()
         assert raised_in_eval_mode(run, failing) == ""
-        assert seen == [False, (False, False, torch.float16), True]  # the user's own way back to training is taken
+        assert [seen.get() for _ in range(seen.qsize())] == [False, (False, False, torch.float16), True]  # the user's own way back to training is taken
         assert [model.training, model.get_submodule("norm").training] == [True, False]
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
         assert torch.equal(RandomState.now().cpu, random.cpu)
