@@ -123,7 +123,7 @@ class _Thread(threading.local):
         self.is_on = False
         self.prune_at = PRUNED_FROM
         self.scalars: deque[tuple[weakref.ref[torch.Tensor], Mark]] = deque(maxlen=PRUNED_FROM)
-        self.was_on = False
+        self.was_on = self.trains = False
         self.has_gone = False
         self.random_states = RandomStates()
         self.original: Callable[..., Any] = torch.nn.Module.__call__
@@ -152,6 +152,7 @@ class Recorder(TorchFunctionMode):
         self._about_to_call = about_to_call
         self._now = _Thread()
         self._steps, self._stepped = 0, dict[int, int]()
+        self._doubtful: tuple[int, Callable[[bool], None]] | None = None
         self._copied: set[tuple[Line | None, str]] = set()
         self._scaling: set[int] = set()
         self._compiles = ""
@@ -249,7 +250,7 @@ class Recorder(TorchFunctionMode):
             return original(module, *args, **kwargs)
         now.original = original
         self._off()
-        self._guard.hooked(self._root_begins, module)
+        self._guard.hooked(self._root_begins, module, args, kwargs)
         try:
             return self._guard.around(Recorder._noted, self, self.alone, module, *args, **kwargs)
         finally:
@@ -308,13 +309,19 @@ class Recorder(TorchFunctionMode):
             self._now.changed.setdefault(call, []).append(number)
 
     def _gives(self, number: int, noted: Noted, result: Any) -> None:
-        made = self._now.made
+        now, made = self._now, self._now.made
         for path, tensor in (("", result),) if isinstance(result, torch.Tensor) else made_in(result):
             held = weakref.ref(tensor)
             noted.gives.append(held)
             made[id(tensor)] = held, Made(number, path), tensor.requires_grad
-            if tensor.numel() == 1 and tensor.requires_grad and not path.startswith(".") and not is_captured():
-                self._now.scalars.append((held, Mark(tensor)))
+            if (
+                now.trains
+                and tensor.numel() == 1
+                and tensor.requires_grad
+                and not path.startswith(".")
+                and not is_captured()
+            ):
+                now.scalars.append((held, Mark(tensor)))
 
     def _maker(self, tensor: torch.Tensor) -> Made | None:
         held, made, wants = self._now.made.get(id(tensor), (None, None, False))
@@ -393,6 +400,10 @@ class Recorder(TorchFunctionMode):
 
     def _add_losses(self, roots: Sequence[Any], starts: Sequence[Any]) -> None:
         now = self._now
+        if self._doubtful is not None:
+            (number, lead_back), self._doubtful = self._doubtful, None
+            makers = (self._maker(root) for root in roots if isinstance(root, torch.Tensor))
+            lead_back(number in self._behind(made.call for made in makers if made is not None))
         if now.has_stepped or now.is_stepping:  # by a closure, which an optimizer runs again for other weights
             now.losses.clear()
             now.has_stepped = False
@@ -426,10 +437,16 @@ class Recorder(TorchFunctionMode):
         """To be called where an optimizer was stepped and has written nothing, as a fused one that has found inf."""
         self._stepped.pop(id(optimizer), None)
 
-    def _root_begins(self, module: torch.nn.Module) -> None:
+    def _root_begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         now = self._now
         is_again = not now.has_gone and any(call.module is module for call in now.calls.values())
-        if is_again and torch.is_grad_enabled():
+        # What is given others of the pass goes on with it, such as a loss of each of two heads.
+        given = (leaf for _, leaf in leaves_of((args, kwargs)) if leaf.requires_grad)
+        is_again = is_again and not any(self._maker(leaf) for leaf in given)
+        if next(module.parameters(), None) is not None:
+            now.trains = module.training
+        is_behind = now.has_gone and not now.has_stepped
+        if (is_again or is_behind) and torch.is_grad_enabled():
             self._begins_anew()
         if now.has_gone and now.has_stepped:
             now.losses.clear()
@@ -489,6 +506,16 @@ class Recorder(TorchFunctionMode):
         losses = [scalar for scalar, mark in held if scalar is not None and mark.is_passed]
         values = read_aside([loss.detach() for loss in losses])
         return next((loss for loss, value in zip(losses, values, strict=True) if value - value != 0), None)
+
+    def doubt(self, loss: torch.Tensor, lead_back: Callable[[bool], None]) -> None:
+        """Has the next backward pass say whether it leads through a loss, or the loop has given that up."""
+        made = self._maker(loss)
+        self._doubtful = None if made is None else (made.call, lead_back)
+
+    def is_in_doubt(self, loss: torch.Tensor) -> bool:
+        """Whether that is still to be said of this loss."""
+        made = self._maker(loss)
+        return made is not None and self._doubtful is not None and self._doubtful[0] == made.call
 
     def lowers_to(self, device: str) -> torch.dtype | None:
         """What autocast of a kind of device lowers to in the last call where it is on; None where it is in none."""

@@ -130,6 +130,7 @@ class FailingSteps:
         self._policy = Policy()
         self._notes: list[str] = []
         self._why_ended = ""
+        self._given_up: float | None = None
         self._looked_at, self._stepping = -1, 0
         self._owner = os.getpid()
 
@@ -144,15 +145,32 @@ class FailingSteps:
         self._fails("gradients", optimizer)
 
     def _begins_anew(self) -> None:
-        """Called when a module is called again though nothing has gone backward: the loop may have given up a loss."""
-        loss = self.recorder.lost_loss
-        if loss is None or self._watcher.is_paused:
+        """Called when a module is called though no optimizer has stepped: the loop may have given up a loss, or, where
+        it has a loss scale of its own, the gradients that came of it."""
+        step = self._watcher.open_step
+        if not self.recorder.is_under_way:
+            step.read_losses_aside()
+            if step.scaler is None and not step.is_known_finite() and not self._watcher.is_paused:
+                self._watcher.learn()
+                self._watcher.optimizers.adopt(self.recorder.trained)
+                self._fails("loss", None)
             return
+        loss = self.recorder.lost_loss
+        if loss is None or self._watcher.is_paused or self.recorder.is_in_doubt(loss):
+            return
+        self._count_given_up()
         self._watcher.learn()
         self._watcher.optimizers.adopt(self.recorder.trained)
         self._fails("loss", None, loss)
-        self._watcher.log.break_off(float(loss.detach()), is_skipped=True)
-        self.recorder.forget()
+        value = float(loss.detach())
+        self._given_up = value
+        self.recorder.doubt(loss, lambda is_part: self._count_given_up(is_part=is_part))
+
+    def _count_given_up(self, *, is_part: bool = False) -> None:
+        """Ends the step that the loop has given up, if it has; a part of a loss is none."""
+        value, self._given_up = self._given_up, None
+        if value is not None and not is_part:
+            self._watcher.log.break_off(value, is_skipped=True)
 
     def _fails(self, why: Why, optimizer: Optimizer | None, loss: torch.Tensor | None = None) -> None:
         number, scale = self._watcher.log.closed(), self._scale()
@@ -309,6 +327,9 @@ class FailingSteps:
             return
         # If the user does not want to wait for it, the script ends as it does.
         with contextlib.suppress(KeyboardInterrupt):
+            loss = self.recorder.lost_loss
+            if loss is None or not self.recorder.is_in_doubt(loss):
+                self._count_given_up()
             if not self.recorder.is_under_way:
                 self._ended_between_steps()
             elif ending.code or self.recorder.lost_loss is not None:
@@ -324,7 +345,8 @@ class FailingSteps:
         self._observer.ended_in(step) if self._investigates else None
         made, why_not = self._look(step, "loss", self._scale(), loss, is_cut=loss is None)
         if made is not None or not ending.code:
-            self._watcher.log.break_off(made.low.loss if made is not None else math.nan)
+            loss_of_step = made.low.loss if made is not None else math.nan
+            self._watcher.log.break_off(loss_of_step, is_skipped=not ending.code)
         else:
             self._why_ended = f"{how} in step {step}, after a forward pass from which nothing went backward"
             self._why_ended += f"; {why_not}" * bool(why_not)

@@ -61,7 +61,11 @@ def test_it_is_one_pass_and_leaves_mode_buffers_and_random_state_as_they_were(
         while not seen.empty():
             seen.get()
         assert raised_in_eval_mode(run, failing) == ""
-        assert [seen.get() for _ in range(seen.qsize())] == [False, (False, False, torch.float16), True]  # the user's own way back to training is taken
+        assert [seen.get() for _ in range(seen.qsize())] == [
+            False,
+            (False, False, torch.float16),
+            True,
+        ]  # the user's own way back to training is taken
         assert [model.training, model.get_submodule("norm").training] == [True, False]
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
         assert torch.equal(RandomState.now().cpu, random.cpu)
