@@ -7,14 +7,14 @@ statistics of batch norms, say, or a counter of steps, and no mask of attention.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ampdbg.probes.tensors import times_written
+from ampdbg.probes.tensors import is_finite, times_written
 from ampdbg.replay.snapshot import ModelState
 from ampdbg.replay.state import Held, Kind, held_before_a_step
 
@@ -105,6 +105,14 @@ class Before:
             held = held.with_earlier(root.kept[first].held)
             unknown = next(root.unknown(root.kept[first]), unknown)
         return ModelState.of(model, held), unknown
+
+    def poisoned(self, buffers: Iterable[tuple[str, torch.Tensor]]) -> Iterator[str]:
+        """The names of those buffers that noted calls have made inf or NaN."""
+        kept = [one.held for root in self._roots.values() for one in root.kept.values()]
+        for name, buffer in buffers:
+            before = [held.copy_of(buffer) for held in kept if buffer in held]
+            if any(map(is_finite, before)) and not is_finite(buffer):
+                yield name
 
     def changing(self, state: ModelState) -> Iterator[tuple[str, torch.Tensor]]:
         """Those buffers of a state that calls were seen to write; others may be masks, and infinite."""

@@ -12,7 +12,7 @@ import functools
 import json
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -42,7 +42,7 @@ from ampdbg.replay.packing import (
 )
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.snapshot import ModelState
-from ampdbg.replay.step import Half, RecordedCall, RecordedStep, torch_name
+from ampdbg.replay.step import MOVES_OR_CASTS, Half, RecordedCall, RecordedStep, torch_name
 from ampdbg.script.launch import Start
 from ampdbg.script.live_step import LiveStep
 from ampdbg.script.ranks import has_its_state, why_in_parts
@@ -347,8 +347,8 @@ class Difference:
 class Match:
     """Which call of a step, of the script that was started again, is which of the captured ones.
 
-    ``own`` has the number of each call that the step needs with its place among the captured ones, ``casts`` those to
-    FP32 that a patch has put in, each with the place of what it casts.
+    ``own`` has the number of each call that the step needs with its place among the captured ones. A patch puts casts
+    in and leaves others out: they hand on what they are given.
 
     Args:
         captured: the calls of the captured step, in order.
@@ -367,41 +367,73 @@ class Match:
     ) -> None:
         self._captured, self._parts, self._recorded, self._is_patched = captured, parts, recorded, is_patched
         self.own: dict[int, int] = {}
-        self.casts: dict[int, int] = {}
+        self._casts: dict[int, set[int]] = {}
+        place = 0
         for number in order_of(recorded):
-            call, place = recorded.calls[number], len(self.own)
-            is_cast = is_patched and call.function is torch.Tensor.float and bool(call.reads)
-            if is_cast and not any(known.name == "torch.Tensor.float" for known in captured[place : place + 1]):
-                read = max(call.reads)
-                self.casts[number] = self.own[read] if read in self.own else self.casts[read]
+            call = recorded.calls[number]
+            while self._is_cast(place) and self._name(place) != name_of(call, {}):
+                place += 1
+            is_cast = is_patched and bool(call.reads) and name_of(call, {}).rpartition(".")[2] in MOVES_OR_CASTS
+            if is_cast and self._name(place) != name_of(call, {}):
+                self._casts[number] = set(call.reads)
             else:
                 self.own[number] = place
+                place += 1
+        self._left = {*range(len(captured))}.difference(self.own.values())
+
+    def _name(self, place: int) -> str:
+        return self._captured[place].name if place < len(self._captured) else ""
+
+    def _is_cast(self, place: int) -> bool:
+        """Whether the captured call of this place is a cast that a patch may leave out."""
+        is_cast = self._name(place).rpartition(".")[2] in MOVES_OR_CASTS
+        return self._is_patched and is_cast and self._name(place).startswith("torch.")
 
     def why_not(self, model: torch.nn.Module) -> Difference | None:
         """Why the step is not of the same calls; None where it is."""
-        paths, numbers = paths_in(model), {**self.own, **self.casts}
+        paths = paths_in(model)
         for number, place in self.own.items():
-            if other := self._other(self._recorded.calls[number], place, paths, numbers):
+            if other := self._other(number, place, paths):
                 return Difference(place, other)
         reason = self._unlike_as_a_whole()
         return Difference(len(self.own), reason) if reason else None
 
-    def _other(self, call: RecordedCall, place: int, paths: Mapping[int, str], numbers: Mapping[int, int]) -> str:
+    def _other(self, number: int, place: int, paths: Mapping[int, str]) -> str:
         """How a call is not the captured one of its place."""
         if place >= len(self._captured):
             return ""
-        known, now = self._captured[place], name_of(call, paths)
+        call, known = self._recorded.calls[number], self._captured[place]
+        now = name_of(call, paths)
         if now != known.name:
             return f"call {place + 1} is of {now}, and was of {known.name}"
-        is_same = set(reads_of(call, numbers)) == set(known.reads)
+        is_same = self._through(self._places(call.reads)) == self._through(known.reads)
         return "" if is_same else f"call {place + 1}, of {now}, takes what other calls gave"
+
+    def _places(self, numbers: Collection[int]) -> set[int]:
+        """The places of calls, through casts that the captured step has not made."""
+        found, waiting = set[int](), list(numbers)
+        while waiting:
+            number = waiting.pop()
+            waiting += self._casts.get(number, ())
+            found |= {self.own[number]} if number in self.own else set()
+        return found
+
+    def _through(self, places: Collection[int]) -> set[int]:
+        """The places that these stand for in a patched step, where casts may hand on what they are given."""
+        found, waiting = set[int](), list(places)
+        while waiting:
+            place = waiting.pop()
+            is_cast = self._is_cast(place) and bool(self._captured[place].reads)
+            waiting += self._captured[place].reads if is_cast else ()
+            found |= set() if is_cast else {place}
+        return found
 
     def _unlike_as_a_whole(self) -> str:
         """What is other about the step where each of its calls is as captured."""
-        if len(self.own) != len(self._captured):
+        if len(self.own) + sum(map(self._is_cast, self._left)) != len(self._captured):
             return f"it makes {len(self.own)} calls, and made {len(self._captured)}"
         parts = [[self.own[number] for number in sorted(part) if number in self.own] for part in self._recorded.given]
-        if parts != [list(part) for part in self._parts]:
+        if parts != [[place for place in part if place not in self._left] for part in self._parts]:
             return "its calls lead to other losses"
         first = next(iter(self.own), None)
         if self._is_patched and first is not None and self._recorded.calls[first].lowers != self._captured[0].lowers:

@@ -125,6 +125,7 @@ class FailingSteps:
         watcher.lost = self._lost
         watcher.withheld = self._withheld
         watcher.ended = self.step_ended
+        watcher.log.poisoned = lambda: set(self.recorder.before.poisoned(watcher.models.named_buffers()))
         watcher.models.called = lambda: self.recorder.called
         self._watcher, self._observer, self._investigates = watcher, observer, investigates
         self._policy = Policy()
