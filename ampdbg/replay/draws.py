@@ -47,10 +47,10 @@ def drawn_alike(draws: Draws, *, notes: bool) -> Iterator[None]:
     if not draws.are_noted:  # what a replay has noted that raised is of no other
         draws.dtypes.clear()
     with contextlib.ExitStack() as stack:
-        for owner in (torch._VF, torch):
-            for name in ("dropout", "dropout_"):
-                stack.enter_context(replaced(owner, name, drawing.dropout))
-        stack.enter_context(replaced(F, "scaled_dot_product_attention", drawing.attention))
+        dropouts = ((owner, name, drawing.dropout) for owner in (torch._VF, torch) for name in ("dropout", "dropout_"))
+        for owner, name, instead in (*dropouts, (F, "scaled_dot_product_attention", drawing.attention)):
+            if hasattr(owner, name):  # a script may have removed it
+                stack.enter_context(replaced(owner, name, instead))
         yield
     draws.are_noted |= notes
 

@@ -1,0 +1,64 @@
+"""The lines between a model and its loss, in the script itself: found, replayed, searched and patched like modules."""
+
+from pathlib import Path
+
+import pytest
+
+from ampdbg.record.file import read_record
+from tests.commands.program import start
+from tests.script import scripts
+from tests.script.test_run import captured, ran, where
+
+TAIL = scripts.loop("""
+bad, where = {int(step) for step in sys.argv[1].split(",")}, sys.argv[2]
+if where == "without a function":
+    del F.scaled_dot_product_attention  # as code does that wants the other way
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = self.a(x)
+        if where == "both":
+            s = h @ h.t()
+            h = s.softmax(-1) @ h
+        return self.b(h)
+
+net = Net().cuda()
+optimizer = torch.optim.SGD(net.parameters(), 1e-9)
+scaler = torch.amp.GradScaler("cuda", init_scale=256.0)
+for step in range(12):
+    x = torch.randn(4, 8).cuda() * (3000 if step in bad else 1)
+    with torch.autocast("cuda", dtype=torch.float16):
+        z = net(x)
+        sim = z @ z.t()
+        loss = (sim - sim.mean(-1, keepdim=True)).float().log_softmax(-1).diagonal().mean().neg()
+    STEP
+    print(step, loss.item())
+""")
+OF_SCRIPT, OF_MODEL = "sim = z @ z.t()", "s = h @ h.t()"
+
+
+@pytest.mark.parametrize(("bad", "how"), [("6", ""), ("6,7,8,9,10,11", ""), ("6", "without a function")])
+def test_an_overflow_of_the_scripts_own_line_is_named_and_replayed(tmp_path: Path, bad: str, how: str) -> None:
+    record, page, _ = ran(tmp_path, TAIL, bad, how)
+    assert (record.verdict, where(record)) == ("precision", ("forward-overflow", 6, "", OF_SCRIPT))
+    assert [(made.step, made.reach) for made in record.investigations] == [(6, "whole")]
+    assert "could not be replayed" not in page
+    replayed = start(tmp_path, "replay", *captured(record), "--record", "again.json")
+    assert where(read_record(tmp_path / "again.json")) == ("forward-overflow", 6, "", OF_SCRIPT), replayed.stderr
+
+
+@pytest.mark.slow
+def test_a_set_holds_a_modules_line_and_the_scripts_own_and_the_patch_is_proven(tmp_path: Path) -> None:
+    record, _, _ = ran(tmp_path, TAIL, "6", "both")
+    assert where(record)[3] == OF_MODEL
+    suggested = start(tmp_path, "suggest-fp32", *captured(record), "--record", "patched.json")
+    assert suggested.code == 0, suggested.stderr
+    found = read_record(tmp_path / "patched.json")
+    lines = {site.source.text for pin in found.pins for site in pin.sites if site.source is not None}
+    assert {OF_MODEL, OF_SCRIPT} <= lines
+    assert found.verification is not None
+    assert found.verification.passed
