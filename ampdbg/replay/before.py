@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ampdbg.probes.tensors import is_finite, times_written
 from ampdbg.replay.snapshot import ModelState
-from ampdbg.replay.state import Held, Kind, held_before_a_step
+from ampdbg.replay.state import TENSOR, Held, Kind, held_before_a_step
 
 LOOKED_AT = 2
 """So many calls of each module are looked at whole."""
@@ -51,8 +51,10 @@ class _Root:
         if self.calls <= LOOKED_AT and module is not None:
             held = held_before_a_step(module)
         else:
-            changes = ((value, kind) for alive, kind in self.changes.values() if (value := alive()) is not None)
-            held = Held.now(changes)
+            changes = [(value, kind) for alive, kind in self.changes.values() if (value := alive()) is not None]
+            entries = (one for value, kind in changes if kind.holds for one in kind.inner(kind.save(value)))
+            # Another tensor may come to stand in a register of buffers: what stood there is known by that alone.
+            held = Held.now([*((one, TENSOR) for one in entries if isinstance(one, torch.Tensor)), *changes])
         self.kept = {call: kept for call, kept in self.kept.items() if call in noted}
         self.kept[number] = _Kept(held, written)
 

@@ -30,7 +30,7 @@ from ampdbg.probes.watch import Watch
 from ampdbg.quantities import counted
 from ampdbg.record.log import kept
 from ampdbg.record.run import EXITED, Investigation, Record, ScriptRun
-from ampdbg.replay.investigation import Why, is_blamed
+from ampdbg.replay.investigation import Why, begins_in, is_blamed
 from ampdbg.replay.recorder import Recorder
 from ampdbg.replay.snapshot import ModelState
 from ampdbg.replay.step import Half
@@ -73,24 +73,26 @@ class Policy:
     def __init__(self) -> None:
         self._tries = dict[Why, int]()
         self._in_a_row = dict[int, int]()
-        self._lost = -2
+        self._lost, self._lost_row, self._nan_rows = -2, 0, set[int]()
         self._started, self.waited = time.monotonic(), 0.0
 
     def wants(self, why: Why, step: int, optimizer: int, *, has_borne: bool, is_nan: bool) -> bool:
         """Whether a failing step of an optimizer is to be looked at; ``has_borne``: an earlier one has come through its
         loss scale, ``is_nan``: no inf is left."""
-        if why == "loss":
-            is_first, self._lost = step - self._lost > 1, step
-            return is_first and self.is_open(why)
-        skips = self._in_a_row[optimizer] = self._in_a_row.get(optimizer, 0) + 1
         is_in_time = self.waited <= WAITS + SHARE * (time.monotonic() - self._started)
-        return self.is_open(why) and (
-            skips == SKIPS_IN_A_ROW or (skips == 1 and (is_nan or (has_borne and is_in_time)))
-        )
+        if why == "loss":
+            self._lost_row, self._lost = (1 if step - self._lost > 1 else self._lost_row + 1), step
+            return self.is_open(why) and (self._lost_row == 1 or (self._lost_row == 2 and is_in_time))
+        skips = self._in_a_row[optimizer] = self._in_a_row.get(optimizer, 0) + 1
+        is_nan = is_nan and optimizer not in self._nan_rows
+        self._nan_rows |= {optimizer} if is_nan else set()
+        is_due = is_nan or skips == SKIPS_IN_A_ROW or (skips == 1 and has_borne and is_in_time)
+        return is_due and self.is_open(why)
 
     def taken(self, optimizer: int) -> None:
         """An optimizer has stepped on gradients that are finite."""
         self._in_a_row[optimizer] = 0
+        self._nan_rows.discard(optimizer)
 
     def is_open(self, why: Why) -> bool:
         """Whether steps of a kind may still be looked at."""
@@ -180,9 +182,8 @@ class FailingSteps:
         borne = max(
             (step.scale for step in self._watcher.steps if not step.skipped and step.optimizer == place), default=-1.0
         )
-        if number == self._looked_at or not self._policy.wants(
-            why, number, place, has_borne=scale <= borne, is_nan=is_nan
-        ):
+        is_due = self._policy.wants(why, number, place, has_borne=scale <= borne, is_nan=is_nan)
+        if number == self._looked_at or not (is_due or self.captures.is_wanted):
             return
         self._looked_at = number
         if optimizer is not None:
@@ -226,19 +227,21 @@ class FailingSteps:
         made = live.investigated(self._watcher.steps if whole else ())
         if made is None:
             return None, ""  # a signal has come, and the script is not kept waiting
-        if not made.reproduced:
-            if is_in_group():
-                self.captures.drop(live.number)
-                made = replace(made, is_of_others=True)
-            else:
-                return None, FINITE_AGAIN if whole else MODULES_FINITE.format(live.why_no_further)
-        elif made.low.error and not is_blamed(made):
-            return None, made.low.error
-        elif settles(made):
+        is_known = any(_is_next(known, made) and begins_in(known) == begins_in(made) for known in self.found[-1:])
+        made = replace(made, loss=loss, is_of_others=is_in_group() and not made.reproduced)
+        if made.is_of_others or is_known or (settles(made) and not self.captures.is_wanted):
             self.captures.drop(live.number)
-        made = replace(made, loss=loss)
+        why_not = "" if made.is_of_others else self._why_no_answer(live, made)
+        if why_not or is_known:
+            return None, why_not
         self.found[:] = kept([*self.found, made])
         return made, ""
+
+    def _why_no_answer(self, live: LiveStep, made: Investigation) -> str:
+        """Why replays do not show what is wrong with a step; "" where they may."""
+        if not made.reproduced:
+            return FINITE_AGAIN if live.recorded.reach == "whole" else MODULES_FINITE.format(live.why_no_further)
+        return made.low.error if made.low.error and not is_blamed(made) else ""
 
     def _capture(self, live: LiveStep, loss: float, scaler: torch.amp.GradScaler | None) -> None:
         with self._watcher.paused(), held_signals(), torch.no_grad():
@@ -296,9 +299,9 @@ class FailingSteps:
         """Captures a step that was asked for, whatever it does; of several turns the last, or the first that fails."""
         if optimizer in self._watcher.optimizers:
             self._stepping = self._watcher.optimizers.number_of(optimizer)
-        if not self.captures.is_wanted or self._watcher.is_paused:
-            return
         number = self._watcher.log.closed()
+        if not self.captures.is_wanted or self._watcher.is_paused or number == self._looked_at:
+            return
         scale = 1.0 if scaler is None else float(scaler._get_scale_async() or 1.0)
         is_lost = not self._watcher.open_step.is_known_finite()
         live, why_not = self._live(number, "loss" if is_lost else "end", scale, None)
@@ -388,6 +391,11 @@ class FailingSteps:
 def settles(made: Investigation) -> bool:
     """Whether a loss scale that settles is all that a step lacks."""
     return made.why == "gradients" and is_finite(made.fp32) and survivor(made) is not None
+
+
+def _is_next(one: Investigation, other: Investigation) -> bool:
+    """Whether the losses of two steps next to each other are lost."""
+    return one.why == other.why == "loss" and one.step + 1 == other.step
 
 
 def explains_itself(watcher: Watch, error: BaseException | None) -> bool:
