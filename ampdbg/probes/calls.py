@@ -210,12 +210,6 @@ class Calls:
         """In which order it was added, from 0."""
         return self._places[id(optimizer)]
 
-    def passes_without_step(self, place: int) -> int | None:
-        """How many backward passes have written the gradients of an optimizer, by its place; None where it was ever
-        stepped."""
-        progress = self._order.progress[place]
-        return None if progress.steps else progress.passes
-
     def owners(self, parameters: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """The places of the optimizers that hold any of these parameters."""
         return tuple(sorted({self._owners[id(one)] for one in parameters if id(one) in self._owners}))

@@ -94,11 +94,6 @@ class Optimizers:
         self._began.update({id(one): _norm_of_weights([one]) for one in self if id(one) not in self._began})
         self._are_noted = True
 
-    def are_weights_as_they_began(self, optimizer: Optimizer) -> bool:
-        """Whether what an optimizer trains is as large as it was at first, to the last bit. On a GPU this syncs."""
-        began = self._began.get(id(optimizer))
-        return began is not None and float(began) == float(_norm_of_weights([optimizer]))
-
     @property
     def weights_grew(self) -> float:
         """How many times as large the weights are as they were at first, by their 2-norm; 1 where that is not known.

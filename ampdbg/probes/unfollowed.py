@@ -9,14 +9,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import _lru_cache_wrapper as _Cached
 from functools import cached_property
-from traceback import walk_stack
-from types import CodeType, FrameType, FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from torch._C import _dynamo as compiler
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampdbg.source.ownership import AMPDBG, module_of
+from ampdbg.source.ownership import AMPDBG
 
 PACKAGE = "ampdbg"
 
@@ -42,74 +40,6 @@ def leave_ours_alone() -> None:
             _done.add(name)
             for code in _code_in(module):
                 skip(code)
-
-
-def is_compiled_code_there() -> bool:
-    """Whether this process has compiled something so far that it may call again."""
-    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
-    return counters is not None and counters["frames"]["ok"] > 0
-
-
-def is_in_compiled_call() -> bool:
-    """Whether this runs in the middle of what a script has compiled, such as a whole step.
-
-    A mode that is entered there is not so for long: as the call returns torch goes back to what was before it.
-    """
-    return _compiled_call() is not None
-
-
-def note_mode_left() -> None:
-    """To be called where a dispatch mode was left, in the thread that had entered it outside of any compiled call.
-
-    As such a call returns, torch (since 2.11) dispatches to modes if there was one before it, and fails if there is
-    none by then. So one that does nothing stays until it has returned.
-    """
-    call = _compiled_call()
-    if call is not None:
-        mode = _NoMode()
-        mode.__enter__()
-        _when_it_returns(call, lambda: mode.__exit__(None, None, None))
-
-
-class _NoMode(TorchDispatchMode):
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return op(*args, **(kwargs or {}))
-
-
-def _compiled_call() -> FrameType | None:
-    """The outermost call of what is compiled that this thread is in."""
-    if _CALLER not in sys.modules:
-        return None
-    frames = (frame for frame, _ in walk_stack(sys._getframe()))
-    found = [frame for frame in frames if _ENTERED in frame.f_code.co_varnames and module_of(frame) == _CALLER]
-    return found[-1] if found else None
-
-
-def _when_it_returns(frame: FrameType, function: Callable[[], None]) -> None:
-    """Calls the function as the frame, of this thread, has left all its blocks."""
-    tracer, traced = sys.gettrace(), frame.f_trace
-
-    def trace(frame: FrameType, event: str, value: Any) -> Any:
-        nonlocal traced
-        if event == "return":
-            function()
-            if tracer is None:
-                sys.settrace(None)
-        if traced is not None:
-            traced = traced(frame, event, value)
-        return trace
-
-    frame.f_trace = trace
-    if tracer is None:
-        sys.settrace(lambda frame, event, value: None)
-
-
-_CALLER, _ENTERED = "torch._dynamo.eval_frame", "cleanups"
-"""Where torch calls what is compiled, and what only that function of it has, whose name has changed."""
 
 
 def _skipping() -> Callable[[CodeType], None] | None:

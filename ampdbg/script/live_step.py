@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampdbg.agreement import is_finite
 from ampdbg.observer import Observer
+from ampdbg.ops import EXCHANGES
 from ampdbg.probes.watch import Watch
 from ampdbg.record.run import Investigation, Step
 from ampdbg.replay.investigation import Why, investigate
@@ -22,6 +24,7 @@ from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import ModelState, Snapshot
 from ampdbg.replay.step import Half, RecordedStep
 from ampdbg.replay.step_data import blamed_data
+from ampdbg.script.ranks import is_in_group
 from ampdbg.script.signals import have_come, held_signals
 
 
@@ -78,12 +81,22 @@ class LiveStep:
         snapshot = self.recorded.snapshot(self.number, RandomState.now(), self.state)
         # The script may be within a region of autocast's.
         outside = torch.autocast(self.device.type, enabled=False)
-        with self.watcher.paused(), held_signals(), _hushed(), torch.enable_grad(), outside:
+        apart = _Apart() if is_in_group() else contextlib.nullcontext()
+        with self.watcher.paused(), held_signals(), _hushed(), torch.enable_grad(), outside, apart:
             try:
                 yield run, snapshot
             finally:
                 self.watcher.left_by_replays |= snapshot.left
         torch.clear_autocast_cache()  # where the script steps within a region, it has casts of altered weights
+
+
+class _Apart(TorchDispatchMode):
+    """While this is entered no op waits for other processes, which are not running the step again."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op.namespace in EXCHANGES:
+            raise RuntimeError(f"it waits for other processes, in {op}")
+        return op(*args, **(kwargs or {}))
 
 
 class _SignalCameError(Exception):

@@ -36,9 +36,9 @@ class Ended:
     records: tuple[Record, ...]
 
 
-def both(folder: Path, bad: str, *options: str, launcher: tuple[str, ...] = ()) -> Ended:
+def both(folder: Path, bad: str, *options: str, launcher: tuple[str, ...] = (), text: str = DISTRIBUTED) -> Ended:
     """Two processes of the script; in the first three steps it overflows on the ranks ``bad``."""
-    (folder / "train.py").write_text(DISTRIBUTED, encoding="utf-8")
+    (folder / "train.py").write_text(text, encoding="utf-8")
     program = command("run", "--emulate", *options, "train.py", bad)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -101,6 +101,17 @@ def test_of_two_processes_the_one_at_fault_is_named_and_captured(tmp_path: Path)
     assert bare.codes == (0, 0)
     assert len(bare.weights) == 2
     assert bare.weights == ended.weights
+
+
+@pytest.mark.slow
+def test_a_step_that_waits_for_other_processes_is_not_replayed_beside_them(tmp_path: Path) -> None:
+    line = "scores = h @ h.transpose(-1, -2)"
+    text = DISTRIBUTED.replace(line, f"torch.distributed.all_reduce(h.detach().float().mean())\n        {line}")
+    ended = both(tmp_path, "1", "--record=r.json", "--fail-on=never", text=text)
+    assert ended.codes == (0, 0), ended.stderr
+    notes = [note for record in ended.records for note in record.unseen.notes]
+    assert any("it waits for other processes, in c10d.allreduce_.default" in note for note in notes)
+    assert all("forward-overflow" not in {found.code for found in record.findings} for record in ended.records)
 
 
 @pytest.mark.slow
