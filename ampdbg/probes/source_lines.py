@@ -24,7 +24,10 @@ from ampdbg.source.ownership import (
     module_of,
 )
 
-# By their names, for they stand on a higher floor: what notes the calls of the user's code while it makes them.
+MODES = ("__torch_function__", "__torch_dispatch__")
+"""What a mode of the user's own runs around every function: the line that calls the function is another's."""
+
+# By its name, for it stands on a higher floor: what notes the calls of the user's code while it makes them.
 _RECORDER = "ampdbg.replay.recorder"
 
 # ampdbg's code that stands between the user's and an op; what of ampdbg's else comes above an op runs the user's code,
@@ -129,7 +132,7 @@ def _calls_a_module(frame: FrameType) -> bool:
 @by_code
 def _role(frame: FrameType) -> Literal["users", "between", "ends"]:
     """Of a user's or a library's code, of what stands between that and an op, or of what is above all of it."""
-    if is_users_or_a_librarys(frame):
+    if is_users_or_a_librarys(frame) and frame.f_code.co_name not in MODES:
         return "users"
     runs_users_code = is_ampdbgs(frame) and not is_part_of(frame, *_BETWEEN)
     return "ends" if runs_users_code or _is_engine(frame) else "between"

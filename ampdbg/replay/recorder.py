@@ -64,6 +64,9 @@ NO_PART = (torch.Tensor.backward, torch.Tensor.__deepcopy__, torch.Tensor.item, 
 DRAWS = re.compile(r"rand|dropout|bernoulli|multinomial|poisson|rrelu|gumbel|fractional|normal|uniform|exponential")
 """What draws random numbers, by the names of torch's functions."""
 
+HOOKS = ("register_hook", "retain_grad")
+"""Functions after which other gradients may come to a tensor, or stay."""
+
 NOT_ALL_SEEN = "what makes its loss was not all seen"
 """Why a step cannot be run again where a graph leads into it that no noted call has made."""
 
@@ -296,7 +299,7 @@ class Recorder(TorchFunctionMode):
         noted.hands_on = is_first and name in MOVES_OR_CASTS
         noted.writes = name in ("__setitem__", "__set__") or (is_first and not noted.hands_on)
         for made, tensor, times in taking.made:
-            if times_written(tensor) != times:
+            if times_written(tensor) != times or name in HOOKS:
                 self._is_changed(number, made, tensor)
         self._gives(number, noted, args[0] if noted.writes else result)
         return result
