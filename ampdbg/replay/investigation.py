@@ -356,7 +356,7 @@ class Investigator:
 
     def _investigate(self, snapshot: Snapshot, why: Why, scale: float) -> None:
         before = [made for made in self.found if made.why == why]
-        same_root = len(before) > 1 and begins_in(before[-1]) == begins_in(before[-2])
+        same_root = len(before) > 1 and _root(before[-1]) == _root(before[-2])
         if self._tried[why] >= self._limit or same_root:
             return
         if are_weights_spoilt(self._run.workload.model):
@@ -381,7 +381,6 @@ class Investigator:
         return made
 
 
-def begins_in(made: Investigation) -> tuple[Any, ...] | None:
-    """The first op that goes wrong in a step, as it was: its phase, module, name and line."""
+def _root(made: Investigation) -> tuple[Any, ...] | None:
     producer: Producer | None = next(iter(made.low.producers), None)
     return None if producer is None else (producer.phase, producer.module, producer.op, producer.source)

@@ -30,7 +30,7 @@ from ampdbg.probes.watch import Watch
 from ampdbg.quantities import counted
 from ampdbg.record.log import kept
 from ampdbg.record.run import EXITED, Investigation, Record, ScriptRun
-from ampdbg.replay.investigation import Why, begins_in, is_blamed
+from ampdbg.replay.investigation import Why, is_blamed
 from ampdbg.replay.recorder import Recorder
 from ampdbg.replay.snapshot import ModelState
 from ampdbg.replay.step import Half
@@ -73,16 +73,16 @@ class Policy:
     def __init__(self) -> None:
         self._tries = dict[Why, int]()
         self._in_a_row = dict[int, int]()
-        self._lost, self._lost_row, self._nan_rows = -2, 0, set[int]()
+        self._lost, self._nan_rows = -2, set[int]()
         self._started, self.waited = time.monotonic(), 0.0
 
     def wants(self, why: Why, step: int, optimizer: int, *, has_borne: bool, is_nan: bool) -> bool:
         """Whether a failing step of an optimizer is to be looked at; ``has_borne``: an earlier one has come through its
         loss scale, ``is_nan``: no inf is left."""
-        is_in_time = self.waited <= WAITS + SHARE * (time.monotonic() - self._started)
         if why == "loss":
-            self._lost_row, self._lost = (1 if step - self._lost > 1 else self._lost_row + 1), step
-            return self.is_open(why) and (self._lost_row == 1 or (self._lost_row == 2 and is_in_time))
+            is_first, self._lost = step - self._lost > 1, step
+            return is_first and self.is_open(why)
+        is_in_time = self.waited <= WAITS + SHARE * (time.monotonic() - self._started)
         skips = self._in_a_row[optimizer] = self._in_a_row.get(optimizer, 0) + 1
         is_nan = is_nan and optimizer not in self._nan_rows
         self._nan_rows |= {optimizer} if is_nan else set()
@@ -227,12 +227,11 @@ class FailingSteps:
         made = live.investigated(self._watcher.steps if whole else ())
         if made is None:
             return None, ""  # a signal has come, and the script is not kept waiting
-        is_known = any(_is_next(known, made) and begins_in(known) == begins_in(made) for known in self.found[-1:])
         made = replace(made, loss=loss, is_of_others=is_in_group() and not made.reproduced)
-        if made.is_of_others or is_known or (settles(made) and not self.captures.is_wanted):
+        if made.is_of_others or (settles(made) and not self.captures.is_wanted):
             self.captures.drop(live.number)
         why_not = "" if made.is_of_others else self._why_no_answer(live, made)
-        if why_not or is_known:
+        if why_not:
             return None, why_not
         self.found[:] = kept([*self.found, made])
         return made, ""
@@ -391,11 +390,6 @@ class FailingSteps:
 def settles(made: Investigation) -> bool:
     """Whether a loss scale that settles is all that a step lacks."""
     return made.why == "gradients" and is_finite(made.fp32) and survivor(made) is not None
-
-
-def _is_next(one: Investigation, other: Investigation) -> bool:
-    """Whether the losses of two steps next to each other are lost."""
-    return one.why == other.why == "loss" and one.step + 1 == other.step
 
 
 def explains_itself(watcher: Watch, error: BaseException | None) -> bool:
