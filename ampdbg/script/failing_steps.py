@@ -64,8 +64,6 @@ BEGAN_SPOILT = "its buffer {} held inf or NaN before it, which an earlier step h
 
 RECORDED = "it runs a CUDA graph as that was recorded, and in no other precision"
 
-IN_A_GROUP = "rank {} of {}: steps of a group are run again by ampdbg replay CAPTURE"
-
 
 class Policy:
     """Which failing steps are looked at."""
