@@ -74,7 +74,7 @@ OF_SCALED = "its loss takes gradients of what the scaler has scaled"
 """The scale is in them, and what the script divides them by is a number to it: another one cannot be tried."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Noted:
     """One call while its step runs. ``given`` has ``Made`` in the place of what others have made; ``inputs`` has the
     tensors that come from elsewhere, each with how often it had been written; ``past`` what stands for a result that
@@ -91,8 +91,6 @@ class Noted:
     inputs: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     past: dict[Made, tuple[torch.Tensor, int]] = field(default_factory=dict)
     gives: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
-    changes: set[int] = field(default_factory=set)
-    """The calls whose results it writes into."""
     why_not: str = ""
     has_gradients: bool = True
     has_returned: bool = False
@@ -308,7 +306,6 @@ class Recorder(TorchFunctionMode):
         """Whoever takes something of what was written into, takes it from this call as well."""
         base = self._maker(tensor._base) if tensor._base is not None else None
         for call in {made.call, *([base.call] if base is not None else [])}:
-            self._now.calls[number].changes.add(call)
             self._now.changed.setdefault(call, []).append(number)
 
     def _gives(self, number: int, noted: Noted, result: Any) -> None:
