@@ -43,6 +43,9 @@ from ampdbg.script.signals import held_signals
 SHARE, WAITS = 0.1, 5.0
 """The share of a run's time that it waits for replays of steps whose scale may be settling, beyond so many seconds."""
 
+REPLAYS = 20
+"""So many times as long as a step its replays take, about."""
+
 MOST_OF_A_KIND = 3
 """So many steps whose loss is lost are run again, and as many whose gradients alone are."""
 
@@ -72,7 +75,7 @@ class Policy:
         self._tries = dict[Why, int]()
         self._in_a_row = dict[int, int]()
         self._lost, self._nan_rows = -2, set[int]()
-        self._started, self.waited = time.monotonic(), 0.0
+        self._began, self._steps, self.waited = time.monotonic(), -1, 0.0
 
     def wants(self, why: Why, step: int, optimizer: int, *, has_borne: bool, is_nan: bool) -> bool:
         """Whether a failing step of an optimizer is to be looked at; ``has_borne``: an earlier one has come through its
@@ -80,12 +83,19 @@ class Policy:
         if why == "loss":
             is_first, self._lost = step - self._lost > 1, step
             return is_first and self.is_open(why)
-        is_in_time = self.waited <= WAITS + SHARE * (time.monotonic() - self._started)
+        now = time.monotonic()
+        expected = REPLAYS * (now - self._began - self.waited) / max(1, self._steps)
+        is_in_time = self.waited + expected <= WAITS + SHARE * (now - self._began)
         skips = self._in_a_row[optimizer] = self._in_a_row.get(optimizer, 0) + 1
         is_nan = is_nan and optimizer not in self._nan_rows
         self._nan_rows |= {optimizer} if is_nan else set()
         is_due = is_nan or skips == SKIPS_IN_A_ROW or (skips == 1 and has_borne and is_in_time)
         return is_due and self.is_open(why)
+
+    def ended(self) -> None:
+        """A step has ended: the first tells nothing of how long a step takes."""
+        self._steps += 1
+        self._began = self._began if self._steps else time.monotonic()
 
     def taken(self, optimizer: int) -> None:
         """An optimizer has stepped on gradients that are finite."""
@@ -310,6 +320,7 @@ class FailingSteps:
     def step_ended(self, is_bad: bool) -> None:
         """Called when a step has ended."""
         latest, captures = self._watcher.log, self.captures
+        self._policy.ended()
         if is_bad or latest.closed() == 1:
             captures.start = in_its_group(captures.start)
         if not is_bad:
