@@ -729,7 +729,6 @@ def test_an_isolated_overflow_that_is_not_withheld_is_a_matter_of_precision(tmp_
     [
         ("no module", "what makes its loss was not all seen"),
         ("recorded", "it runs a CUDA graph as that was recorded, and in no other precision"),
-        ("closure", KNOWN_LATE),
     ],
 )
 def test_a_step_that_is_lost_and_cannot_be_run_again_has_a_note_that_says_why(
@@ -743,7 +742,7 @@ def test_a_step_that_is_lost_and_cannot_be_run_again_has_a_note_that_says_why(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["function", "twice"])
+@pytest.mark.parametrize("how", ["function", "twice", "closure"])
 def test_an_isolated_step_of_a_loss_that_a_function_makes_is_named_and_captured(tmp_path: Path, how: str) -> None:
     result, record = run(tmp_path, IGNORED, "targets", how)
     assert (result.code, record.findings[0].code, record.findings[0].step) == (1, "true-nan", 3)
