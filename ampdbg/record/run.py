@@ -34,7 +34,7 @@ SUM = "the sum of what its modules give"
 
 Reach = Literal["whole", "modules", "none"]
 """How far a step could be replayed: with its own loss, or its modules alone, for whose loss stands the sum of what they
-give; or not at all: then it was traced as it trained, and FP32 is known of single ops alone."""
+give; or not at all, as steps of version 2 that were traced as they trained."""
 
 
 def what_of(reach: Reach) -> str:

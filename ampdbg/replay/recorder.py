@@ -100,6 +100,7 @@ class Noted:
 
     @property
     def module(self) -> torch.nn.Module | None:
+        """The module that it calls; None where it calls a function."""
         return self.function if isinstance(self.function, torch.nn.Module) else None
 
     @property
@@ -336,11 +337,8 @@ class Recorder(TorchFunctionMode):
         return made
 
     def _is_of_scaled(self, args: Any, kwargs: Any) -> bool:
-        return any(self._is_scaled(tensor) for tensor in _tensors(args, kwargs))
-
-    def _is_scaled(self, tensor: torch.Tensor) -> bool:
-        held = self._now.scaled.get(id(tensor))
-        return held is not None and held() is tensor
+        scaled = ((tensor, self._now.scaled.get(id(tensor))) for tensor in _tensors(args, kwargs))
+        return any(held is not None and held() is tensor for tensor, held in scaled)
 
     def compiles_functions(self) -> None:
         """The script compiles a function: torch would follow the mode too, so that only modules are noted."""
@@ -494,7 +492,7 @@ class Recorder(TorchFunctionMode):
 
     @property
     def has_losses(self) -> bool:
-        """Whether losses went backward on which no optimizer has stepped."""
+        """Whether the losses of the last step are noted still."""
         return bool(self._now.losses)
 
     @property

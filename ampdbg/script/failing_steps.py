@@ -196,10 +196,13 @@ class FailingSteps:
         self._looked_at = number
         if optimizer is not None:
             self.recorder.withheld(optimizer)
-        self._observer.replay(number, RUN_AGAIN) if self._investigates else None
-        self._note_why_not(number, why, self._look(number, why, scale, loss)[1])
+        self._look_beside_the_script(number, why, scale, loss)
 
-    def _note_why_not(self, number: int, why: Why, why_not: str) -> None:
+    def _look_beside_the_script(self, number: int, why: Why, scale: float, loss: torch.Tensor | None = None) -> None:
+        """Looks at a step while the script waits; a note says why that shows nothing."""
+        if self._investigates:
+            self._observer.replay(number, RUN_AGAIN)
+        _, why_not = self._look(number, why, scale, loss)
         if why_not and self._investigates:
             self._notes.append(NOT_AGAIN.format(number, "loss is" if why == "loss" else "gradients are", why_not))
 
@@ -354,7 +357,8 @@ class FailingSteps:
         self._watcher.optimizers.adopt(self.recorder.trained)
         step, loss = self._watcher.log.closed(), self.recorder.lost_loss
         how = f"the script raised {type(ending.error).__name__}" if ending.error else f"{EXITED} {ending.code}"
-        self._observer.ended_in(step) if self._investigates else None
+        if self._investigates:
+            self._observer.ended_in(step)
         made, why_not = self._look(step, "loss", self._scale(), loss, is_cut=loss is None)
         if made is not None or not ending.code:
             loss_of_step = made.low.loss if made is not None else math.nan
@@ -371,8 +375,7 @@ class FailingSteps:
             return
         why: Why = "gradients" if math.isfinite(last.loss) else "loss"
         if self._looked_at < last.step and self._policy.is_open(why):
-            self._observer.replay(last.step, RUN_AGAIN) if self._investigates else None
-            self._note_why_not(last.step, why, self._look(last.step, why, last.scale)[1])
+            self._look_beside_the_script(last.step, why, last.scale)
 
     def seen(self, record: Record, exit_code: int = 0) -> Record:
         """A record of the loop with what was found and captured in it."""
