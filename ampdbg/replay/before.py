@@ -22,6 +22,9 @@ LOOKED_AT = 2
 """So many calls of each module are looked at whole."""
 
 
+NOTHING = Held({})
+
+
 class _Kept(NamedTuple):
     """What a module held before one call, and how often each of its buffers had been written."""
 
@@ -48,22 +51,27 @@ class _Root:
         if self.calls <= LOOKED_AT and module is not None:
             self.buffers = {name: weakref.ref(buffer) for name, buffer in module.named_buffers()}
         written = {name: times_written(one) for name, held in self.buffers.items() if (one := held()) is not None}
-        if self.calls <= LOOKED_AT and module is not None:
-            held = held_before_a_step(module)
-        else:
+        self.kept = {call: kept for call, kept in self.kept.items() if call in noted}
+        self.kept[number] = _Kept(self._held() if self.calls <= LOOKED_AT or self.changes else NOTHING, written)
+
+    def _held(self) -> Held:
+        with torch.no_grad(), _disable_current_modes():
+            module = self.module()
+            if self.calls <= LOOKED_AT and module is not None:
+                return held_before_a_step(module)
             changes = [(value, kind) for alive, kind in self.changes.values() if (value := alive()) is not None]
             entries = (one for value, kind in changes if kind.holds for one in kind.inner(kind.save(value)))
             # Another tensor may come to stand in a register of buffers: what stood there is known by that alone.
-            held = Held.now([*((one, TENSOR) for one in entries if isinstance(one, torch.Tensor)), *changes])
-        self.kept = {call: kept for call, kept in self.kept.items() if call in noted}
-        self.kept[number] = _Kept(held, written)
+            return Held.now([*((one, TENSOR) for one in entries if isinstance(one, torch.Tensor)), *changes])
 
     def returned(self, number: int) -> None:
         """Learns from a call that was looked at whole what calls change."""
+        if self.calls > LOOKED_AT:
+            return
         held = self.kept[number].held
-        for value, kind in held.values if self.calls <= LOOKED_AT else ():
-            if kind.draws or not held.is_as_saved(value):
-                self.changes[id(value)] = _reference(value), kind
+        with torch.no_grad(), _disable_current_modes():
+            changed = [(value, kind) for value, kind in held.values if kind.draws or not held.is_as_saved(value)]
+        self.changes.update((id(value), (_reference(value), kind)) for value, kind in changed)
 
     def first_of(self, calls: Collection[int]) -> int | None:
         """The first of these calls that is one of this module."""
@@ -89,15 +97,13 @@ class Before:
         root = self._roots.get(id(module))
         if root is None or root.module() is not module:
             root = self._roots[id(module)] = _Root(weakref.ref(module))
-        with torch.no_grad(), _disable_current_modes():
-            root.begins(number, noted)
+        root.begins(number, noted)
 
     def returned(self, number: int, module: torch.nn.Module) -> None:
         """To be called when it has returned."""
         root = self._roots.get(id(module))
         if root is not None and number in root.kept:
-            with torch.no_grad(), _disable_current_modes():
-                root.returned(number)
+            root.returned(number)
 
     def state(self, model: torch.nn.Module, calls: Collection[int]) -> tuple[ModelState, str]:
         """What the model held before these calls, and the name of a buffer of which that is not known; "" of none."""

@@ -8,6 +8,7 @@ by name, and copied from then on.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import threading
@@ -64,6 +65,9 @@ NO_PART = (torch.Tensor.backward, torch.Tensor.__deepcopy__, torch.Tensor.item, 
 DRAWS = re.compile(r"rand|dropout|bernoulli|multinomial|poisson|rrelu|gumbel|fractional|normal|uniform|exponential")
 """What draws random numbers, by the names of torch's functions."""
 
+WRITES = ("__setitem__", "__set__")
+"""Functions that write into their first argument, and do not end as those do that torch says this of."""
+
 HOOKS = ("register_hook", "retain_grad")
 """Functions after which other gradients may come to a tensor, or stay."""
 
@@ -109,7 +113,7 @@ class Noted:
         return any(result() is not None for result in self.gives)
 
 
-class _Thread(threading.local):
+class _Thread:
     """What one thread has noted."""
 
     def __init__(self) -> None:
@@ -128,7 +132,13 @@ class _Thread(threading.local):
         self.was_on = self.trains = False
         self.has_gone = False
         self.random_states = RandomStates()
-        self.original: Callable[..., Any] = torch.nn.Module.__call__
+
+
+class _Threads(threading.local):
+    """Has what each thread has noted: asked once a call, for it is slow to ask."""
+
+    def __init__(self) -> None:
+        self.now = _Thread()
 
 
 class Recorder(TorchFunctionMode):
@@ -152,7 +162,7 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self._is_paused, self._begins_anew, self._about_to_step = is_paused, begins_anew, about_to_step
         self._about_to_call = about_to_call
-        self._now = _Thread()
+        self._threads = _Threads()
         self._steps, self._stepped = 0, dict[int, int]()
         self._doubtful: tuple[int, Callable[[bool], None]] | None = None
         self._copied: set[tuple[Line | None, str]] = set()
@@ -182,6 +192,10 @@ class Recorder(TorchFunctionMode):
         """Notes no more; what was noted stays."""
         self._leaving.close()
 
+    @property
+    def _now(self) -> _Thread:
+        return self._threads.now
+
     # The mode: only between the end of a root call and what goes backward.
 
     def _on(self) -> None:
@@ -199,7 +213,8 @@ class Recorder(TorchFunctionMode):
 
     def _off(self) -> None:
         self._now.is_on = False
-        if not any(_get_function_stack_at(place) is self for place in range(_len_torch_function_stack())):
+        height = _len_torch_function_stack()
+        if not any(_get_function_stack_at(place) is self for place in range(height)):
             return  # or torch has taken it out for a function that is under way, and it only hands on from now on
         above: list[TorchFunctionMode] = []
         while (top := _pop_mode()) is not self:
@@ -230,78 +245,74 @@ class Recorder(TorchFunctionMode):
         now = self._now
         if now.inside or not now.is_on or not self._is_part(function, args, kwargs):
             return function(*args, **kwargs)
-        return self._guard.around(Recorder._noted, self, self.alone, function, *args, **kwargs)
+        return self._run(function, function, args, kwargs)
 
     def _is_part(self, function: Any, args: Any, kwargs: Any) -> bool:
         name = getattr(function, "__name__", "")
         if name in ("__get__", "__set__") and getattr(getattr(function, "__self__", None), "__name__", "") not in VIEWS:
             return False
-        if self._guard.failure or function in NO_PART or self._is_paused() or _may_only_follow():
+        if function in NO_PART or self._guard.failure or self._is_paused() or _may_only_follow():
             return False
         # What is made of data alone counts as well: a target that is inf in half is finite in a replay in FP32.
         return any(one.is_floating_point() or self._maker(one) is not None for one in _tensors(args, kwargs))
 
     def run_call(self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """Runs a call of a module, and notes it where it is an outermost one."""
-        now = self._now
-        if now.inside or self._guard.failure or only_follows() or torch.is_inference_mode_enabled():
+        if self._guard.failure or only_follows() or torch.is_inference_mode_enabled():
             return original(module, *args, **kwargs)
         if self._is_paused() or torch._C._current_graph_task_id() != -1 or _hands_on(module):
             return original(module, *args, **kwargs)
         if peek_interpreter_stack() is not None:  # what goes backward in torch.func comes from no single call
             return original(module, *args, **kwargs)
-        now.original = original
         self._off()
         self._guard.hooked(self._root_begins, module, args, kwargs)
         try:
-            return self._guard.around(Recorder._noted, self, self.alone, module, *args, **kwargs)
+            return self._run(module, functools.partial(original, module), args, kwargs)
         finally:
             self._guard.hooked(self._on)
 
-    def alone(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Runs a function or a call of a module; what it calls in its turn is not noted."""
-        now = self._now
-        now.inside += 1
-        try:
-            if isinstance(function, torch.nn.Module):
-                return now.original(function, *args, **kwargs)
-            return function(*args, **kwargs)
-        finally:
-            now.inside -= 1
+    def _run(self, function: Callable[..., Any], run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs a function, or a call of a module, and notes it; what it calls in its turn is not noted."""
+        now, begun = self._now, list[_Begun]()
+        if len(now.calls) < MOST_CALLS:
+            self._guard.hooked(self._begins, begun, function, args, kwargs)
+        result = self._alone(run, *args, **kwargs)
+        if begun:
+            self._guard.hooked(self._returns, begun[0], args, result)
+        return result
 
-    def _noted(self, run: Callable[..., Any], function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def _begins(self, begun: list[_Begun], function: Callable[..., Any], args: Any, kw: Any) -> None:
         now, module = self._now, function if isinstance(function, torch.nn.Module) else None
-        if len(now.calls) >= MOST_CALLS:
-            return run(function, *args, **kwargs)
         name, number, line = getattr(function, "__name__", ""), next(now.numbers), innermost_line()
         lowers = {kind: get_autocast_dtype(kind) for kind in DEVICES if is_autocast_enabled(kind)}
-        draws = module is not None or DRAWS.search(name) is not None
+        draws = module is not None or _draws(name)
         state = now.random_states.before_a_call() if draws else now.random_states.latest
         noted = Noted(function, line, lowers, state, self._steps, has_gradients=torch.is_grad_enabled())
-        is_in_place = name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__"))
-        taking = _Taking(self, noted, is_in_place=is_in_place)
-        noted.given = tuple(map(taking.of, args)), {key: taking.of(value) for key, value in kwargs.items()}
-        if function is torch.autograd.grad and kwargs.get("create_graph") and self._is_of_scaled(args, kwargs):
+        taking = _Taking(self, noted, is_in_place=_is_in_place(name))
+        noted.given = tuple(map(taking.of, args)), {key: taking.of(value) for key, value in kw.items()}
+        if function is torch.autograd.grad and kw.get("create_graph") and self._is_of_scaled(args, kw):
             noted.why_not = OF_SCALED
         if module is not None:
             noted.training = module.training
             self.before.begins(number, module, now.calls)
         now.calls[number] = noted
+        begun.append((number, noted, taking))
         self._about_to_call(line)
-        result = run(function, *args, **kwargs)
-        noted.has_returned = True
-        if draws:
-            now.random_states.after_a_call()
-        if module is not None:
-            self.before.returned(number, module)
+
+    def _returns(self, begun: _Begun, args: Any, result: Any) -> None:
+        number, noted, taking = begun
+        noted.has_returned, name = True, getattr(noted.function, "__name__", "")
+        if noted.module is not None or _draws(name):
+            self._now.random_states.after_a_call()
+        if noted.module is not None:
+            self.before.returned(number, noted.module)
         is_first = bool(args) and result is args[0]
         noted.hands_on = is_first and name in MOVES_OR_CASTS
-        noted.writes = name in ("__setitem__", "__set__") or (is_first and not noted.hands_on)
+        noted.writes = name in WRITES or (is_first and not noted.hands_on)
         for made, tensor, times in taking.made:
             if times_written(tensor) != times or name in HOOKS:
                 self._is_changed(number, made, tensor)
         self._gives(number, noted, args[0] if noted.writes else result)
-        return result
 
     def _is_changed(self, number: int, made: Made, tensor: torch.Tensor) -> None:
         """Whoever takes something of what was written into, takes it from this call as well."""
@@ -340,6 +351,14 @@ class Recorder(TorchFunctionMode):
         scaled = ((tensor, self._now.scaled.get(id(tensor))) for tensor in _tensors(args, kwargs))
         return any(held is not None and held() is tensor for tensor, held in scaled)
 
+    def _alone(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Runs a function of which nothing is noted, nor of what it calls."""
+        self._now.inside += 1
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._now.inside -= 1
+
     def compiles_functions(self) -> None:
         """The script compiles a function: torch would follow the mode too, so that only modules are noted."""
         self._compiles = "it may compile what makes its loss"
@@ -359,7 +378,7 @@ class Recorder(TorchFunctionMode):
         if not scaler.is_enabled():
             return original(*args, **kwargs)
         if seam == "scale":
-            result = self.alone(original, *args, **kwargs)
+            result = self._alone(original, *args, **kwargs)
             self._guard.hooked(self._scaled, args[1], result)
             return result
         optimizer = args[1] if len(args) > 1 else kwargs["optimizer"]
@@ -390,7 +409,7 @@ class Recorder(TorchFunctionMode):
         if is_step:
             self._guard.hooked(self._add_losses, roots, starts)
         try:
-            return self.alone(original, roots, starts, *args, **kwargs)
+            return self._alone(original, roots, starts, *args, **kwargs)
         finally:
             keeps_graph = bool(args[0]) if args else False
             if was_on and (keeps_graph or not is_step or self._has_more()):
@@ -412,12 +431,9 @@ class Recorder(TorchFunctionMode):
 
     def _has_more(self) -> bool:
         """Whether modules gave something that leads backward, and that no loss so far was made of."""
-        now = self._now
-        used = self._behind(made.call for made, _ in now.losses if made is not None)
-        return any(
-            number not in used and call.module is not None and call.has_gradients and call.is_held
-            for number, call in now.calls.items()
-        )
+        calls = self._now.calls.items()
+        led = {n for n, call in calls if call.module is not None and call.has_gradients and call.is_held}
+        return bool(led) and not led <= self._behind(made.call for made, _ in self._now.losses if made is not None)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_paused() or threading.get_ident() in self._scaling:
@@ -768,6 +784,22 @@ class _Taking:
         return tensor
 
 
+@functools.cache
+def _draws(name: str) -> bool:
+    """Whether torch's function of this name draws random numbers."""
+    return DRAWS.search(name) is not None
+
+
+@functools.cache
+def _is_in_place(name: str) -> bool:
+    """Whether torch's function of this name writes into its first argument."""
+    return name in WRITES or (name.endswith("_") and not name.endswith("__"))
+
+
+_Begun = tuple[int, Noted, _Taking]
+"""A call that is under way."""
+
+
 def _mades(given: Any) -> list[Made]:
     found: list[Made] = []
     Copying(lambda value: found.append(value) if isinstance(value, Made) else value).of(given)
@@ -799,7 +831,7 @@ def _noting(original: Callable[..., Any], entered: Sequence[Recorder]) -> Callab
 
     def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         # The first is all that torch.compile sees. Whoever has taken this function keeps it for good.
-        if is_compiled() or not entered:
+        if is_compiled() or not entered or entered[0]._now.inside:
             return original(module, *args, **kwargs)
         return entered[0].run_call(original, module, args, kwargs)
 
