@@ -2,6 +2,7 @@
 
 import ast
 import io
+import re
 import tokenize
 from collections import Counter
 from pathlib import Path
@@ -11,18 +12,26 @@ import ampdbg
 PACKAGE = Path(ampdbg.__file__).parent
 TREES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text("utf-8")) for path in PACKAGE.rglob("*.py")}
 
+TYPE_NAME = re.compile(r"(?:[A-Z][a-z]+)+")
+
 MOST_PARAMETERS = 8
 MOST_DECISIONS = 0.2802
 """For each line of code. A change that makes them more has added a case; a row of a table or a mechanism adds none."""
 
 
-def test_no_two_public_classes_share_a_name() -> None:
-    names = Counter(
-        node.name
-        for tree in TREES.values()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
-    )
+def public_names(tree: ast.Module) -> set[str]:
+    """The classes and the types by another name that a module defines, but for private ones."""
+    found = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    for node in tree.body:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        found |= {one.id for one in targets if isinstance(one, ast.Name) and TYPE_NAME.fullmatch(one.id)}
+    return {name for name in found if not name.startswith("_")}
+
+
+def test_no_two_modules_give_a_public_class_or_type_the_same_name() -> None:
+    names = Counter(name for tree in TREES.values() for name in public_names(tree))
     assert names, "the package was not found"
     assert [name for name, count in names.items() if count > 1] == []
 

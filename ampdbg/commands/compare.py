@@ -22,7 +22,7 @@ from .output import in_form, look_of, write_result
 if TYPE_CHECKING:
     from ampdbg.diagnosis.comparison import Comparison
 
-Form = Literal["text", "json", "markdown", "sarif"]
+ComparisonFormat = Literal["text", "json", "markdown", "sarif"]
 
 
 def _number(value: float) -> float:
@@ -47,7 +47,9 @@ def command(
             help="Headroom and loss scales may lose so many bits.",
         ),
     ] = 1.0,
-    format_: Annotated[Form, typer.Option("--format", help="What to print it as; sarif has what is new.")] = "text",
+    format_: Annotated[
+        ComparisonFormat, typer.Option("--format", help="What to print it as; sarif has what is new.")
+    ] = "text",
     verbose: options.Verbose = False,
     debug: options.Debug = False,
 ) -> int:
@@ -100,7 +102,7 @@ def _sarif(compared: Comparison, then: str, now: str, verbose: bool) -> str:
     return sarif.to_json(sarif.log(list(sarif.alerts(new)), str(Path.cwd())))
 
 
-FORMATS: dict[Form, Callable[[Comparison, str, str, bool], str]] = {
+FORMATS: dict[ComparisonFormat, Callable[[Comparison, str, str, bool], str]] = {
     "text": _text,
     "json": _json,
     "markdown": _markdown,

@@ -92,7 +92,7 @@ class _Also:
 NOTHING = _Also({"type": "null"})
 
 Number = Annotated[float, BeforeValidator(_not_boolean)]
-Count = Annotated[
+PositiveInteger = Annotated[
     int, BeforeValidator(_not_boolean), Field(ge=1, lt=2**63, description="a whole number of at least 1, below 2**63")
 ]
 Scale = Annotated[
@@ -159,7 +159,7 @@ class LossScale(_Section):
     backoff_factor: Annotated[
         Number, Field(title="how it falls", gt=0, lt=1, description="a number between 0 and 1, exclusive")
     ] = 0.5
-    growth_interval: Annotated[Count, Field(title="it grows after so many steps without a skip")] = 2000
+    growth_interval: Annotated[PositiveInteger, Field(title="it grows after so many steps without a skip")] = 2000
     min: Annotated[Scale | None, Field(title="the scale falls no lower")] = None
     max: Annotated[Scale | None, Field(title="the scale grows no higher, in Apex to 2**24")] = None
 
@@ -249,8 +249,8 @@ class Precision(_Section):
 class Train(_Section):
     """How long to train, and where. ``clip_grad_norm`` is applied to unscaled gradients."""
 
-    steps: Annotated[Count, Field(title="optimizer steps")] = 50
-    accumulate: Annotated[Count, Field(title="micro-batches a step")] = 1
+    steps: Annotated[PositiveInteger, Field(title="optimizer steps")] = 50
+    accumulate: Annotated[PositiveInteger, Field(title="micro-batches a step")] = 1
     clip_grad_norm: Annotated[
         Annotated[Number, Field(gt=0)] | None,
         Field(title="clips the unscaled gradients", description="a number above 0, or null for no clipping"),

@@ -18,7 +18,7 @@ from ampdbg.ops import CASTS, base_name
 from ampdbg.precision.half_kernels import FUSED_ATTENTION
 from ampdbg.probes.module_calls import run_eagerly
 from ampdbg.replay.copies import duplicate
-from ampdbg.replay.run import Losses, run_pass
+from ampdbg.replay.run import NamedLosses, run_pass
 from ampdbg.workload.build import Workload
 
 _ON_CPU = zip(FUSED_ATTENTION.split(), FUSED_ATTENTION.replace("_for_cpu", "").split(), strict=True)
@@ -65,7 +65,7 @@ def use_of_a_pass(workload: Workload, batch: Any, forward: Callable[[], Abstract
         packed.append(weakref.ref(held := _Packed(tensor)))
         return held
 
-    def count(losses: Losses, share: float) -> None:
+    def count(losses: NamedLosses, share: float) -> None:
         # Between the passes: what belongs to a part of the graph that is gone by now, is gone too; and what a backward
         # pass casts again, as a checkpoint does, may lie where an activation lay.
         alive = (held.tensor for reference in packed if (held := reference()) is not None)

@@ -16,7 +16,7 @@ LEAST_SCALE, MOST_SCALE = 1.0, 2.0**24
 """Loss scales beyond these are not compared: below the first nobody trains, and above the second no gain is left
 (Apex's own most)."""
 
-Place = tuple[Phase, str, str]
+SitePlace = tuple[Phase, str, str]
 """Phase, module and op: lines move between two versions of a code."""
 
 
@@ -173,7 +173,7 @@ def _key(finding: Finding) -> tuple[str, str, str, str]:
     return finding.code, finding.module, finding.op, finding.parameter
 
 
-def _place(site: Site) -> Place:
+def _place(site: Site) -> SitePlace:
     return site.phase, site.module, site.op
 
 

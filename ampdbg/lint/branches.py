@@ -13,12 +13,12 @@ from typing import Generic, Literal, TypeVar
 
 from ampdbg.lint.document import FUNCTIONS, LOOPS
 
-Event = TypeVar("Event")
-Ending = Literal["", "continue", "break", "leave"]
+EventT = TypeVar("EventT")
+BranchEnd = Literal["", "continue", "break", "leave"]
 Values = Mapping[str, bool]
-EventsOf = Callable[[ast.AST], Sequence[Event]]
+EventsOf = Callable[[ast.AST], Sequence[EventT]]
 
-ENDINGS: Mapping[type[ast.stmt], Ending] = {
+ENDINGS: Mapping[type[ast.stmt], BranchEnd] = {
     ast.Continue: "continue",
     ast.Break: "break",
     ast.Return: "leave",
@@ -46,15 +46,15 @@ class TooManyWays(Exception):  # noqa: N818 - no error of the user's
 
 
 @dataclass(frozen=True)
-class Way(Generic[Event]):
+class Way(Generic[EventT]):
     """One way: its events in order, what the conditions were, and how it ends."""
 
-    events: tuple[Event, ...]
+    events: tuple[EventT, ...]
     values: Values
-    ending: Ending = ""
+    ending: BranchEnd = ""
 
 
-def ways(statements: Sequence[ast.stmt], events_of: EventsOf[Event], values: Values) -> list[Way[Event]]:
+def ways(statements: Sequence[ast.stmt], events_of: EventsOf[EventT], values: Values) -> list[Way[EventT]]:
     """Every way through statements, under what is known of their conditions.
 
     Args:
@@ -65,7 +65,7 @@ def ways(statements: Sequence[ast.stmt], events_of: EventsOf[Event], values: Val
     Raises:
         TooManyWays: there are more than :data:`MOST_WAYS`.
     """
-    found: list[Way[Event]] = [Way((), values)]
+    found: list[Way[EventT]] = [Way((), values)]
     for statement in statements:
         going = [way for way in found if not way.ending]
         ended = [way for way in found if way.ending]
@@ -78,7 +78,7 @@ def ways(statements: Sequence[ast.stmt], events_of: EventsOf[Event], values: Val
     return found
 
 
-def _distinct(found: list[Way[Event]]) -> list[Way[Event]]:
+def _distinct(found: list[Way[EventT]]) -> list[Way[EventT]]:
     if len(found) < 2:  # a long way costs as much to compare as it has events
         return found
     unique = {(way.events, tuple(sorted(way.values.items())), way.ending): way for way in found}
@@ -87,7 +87,7 @@ def _distinct(found: list[Way[Event]]) -> list[Way[Event]]:
     return list(unique.values())
 
 
-def _through(statement: ast.stmt, events_of: EventsOf[Event], values: Values) -> Iterator[Way[Event]]:
+def _through(statement: ast.stmt, events_of: EventsOf[EventT], values: Values) -> Iterator[Way[EventT]]:
     if isinstance(statement, LOOPS):
         yield from _rounds(statement, events_of, values)
     elif isinstance(statement, ast.If):
@@ -104,7 +104,7 @@ def _through(statement: ast.stmt, events_of: EventsOf[Event], values: Values) ->
         yield Way(tuple(events_of(statement)), values, ENDINGS.get(type(statement), ""))
 
 
-def _branches(statement: ast.If, events_of: EventsOf[Event], values: Values) -> Iterator[Way[Event]]:
+def _branches(statement: ast.If, events_of: EventsOf[EventT], values: Values) -> Iterator[Way[EventT]]:
     asked = tuple(events_of(statement.test))
     if not (asked or _matters(statement, events_of)):
         yield Way((), values)
@@ -114,7 +114,7 @@ def _branches(statement: ast.If, events_of: EventsOf[Event], values: Values) -> 
             yield Way(asked + way.events, way.values, way.ending)
 
 
-def _matters(statement: ast.AST, events_of: EventsOf[Event]) -> bool:
+def _matters(statement: ast.AST, events_of: EventsOf[EventT]) -> bool:
     """Whether what stands under a condition has events, or leaves the block."""
     return any(
         isinstance(node, tuple(ENDINGS)) or (isinstance(node, ast.Call) and events_of(node))
@@ -123,8 +123,8 @@ def _matters(statement: ast.AST, events_of: EventsOf[Event]) -> bool:
 
 
 def _rounds(
-    loop: ast.For | ast.AsyncFor | ast.While, events_of: EventsOf[Event], values: Values
-) -> Iterator[Way[Event]]:
+    loop: ast.For | ast.AsyncFor | ast.While, events_of: EventsOf[EventT], values: Values
+) -> Iterator[Way[EventT]]:
     """An inner loop, run through twice."""
     if not _matters(loop, events_of):
         yield Way((), values)
@@ -137,10 +137,10 @@ def _rounds(
 
 def rounds(
     body: Sequence[ast.stmt],
-    events_of: EventsOf[Event],
+    events_of: EventsOf[EventT],
     values: Values,
     changing: frozenset[str],
-) -> Iterator[tuple[Way[Event], Way[Event]]]:
+) -> Iterator[tuple[Way[EventT], Way[EventT]]]:
     """Every pair of ways through a loop's body, one after the other.
 
     A round that leaves the loop is its last; so the first of a pair never does.

@@ -13,11 +13,11 @@ from typing import Literal
 from ampdbg.lint.document import FUNCTIONS, Document
 from ampdbg.lint.expressions import argument, constant, is_none, method, number, takes_stars, unmoved
 
-Kind = Literal["scaler", "optimizer", "scheduler"]
+Traced = Literal["scaler", "optimizer", "scheduler"]
 AUTOCASTS = ("torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast", "torch.cpu.amp.autocast")
 CLIPS = tuple(f"torch.nn.utils.{name}" for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm"))
 HOMES_OF_CLIPS = "torch.nn.utils.clip_grad."
-_MAKERS: Mapping[Kind, re.Pattern[str]] = {
+_MAKERS: Mapping[Traced, re.Pattern[str]] = {
     "scaler": re.compile(r"torch\.((cuda\.)?amp\.)?GradScaler$"),
     "optimizer": re.compile(
         r"torch\.optim\.(?!lr_scheduler|swa_utils)(\w+\.)?[A-Z]\w+$|apex\.optimizers\.(Fused|Distributed)\w+$"
@@ -55,7 +55,7 @@ class Facts:
     """What is known of a document, each fact computed once."""
 
     document: Document
-    _kinds: dict[tuple[Kind, object], bool] = field(default_factory=dict)
+    _kinds: dict[tuple[Traced, object], bool] = field(default_factory=dict)
 
     # Objects
 
@@ -71,7 +71,7 @@ class Facts:
         """Whether an expression is a learning-rate scheduler."""
         return self._is("scheduler", node)
 
-    def _is(self, kind: Kind, node: ast.AST | None) -> bool:
+    def _is(self, kind: Traced, node: ast.AST | None) -> bool:
         if not isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)):
             return _MAKERS[kind].match(self.document.call_origin(node)) is not None
         key = (kind, self.document.key(node))
@@ -80,7 +80,7 @@ class Facts:
             self._kinds[key] = self._is_used(kind, node) or self._is_made(kind, node)
         return self._kinds[key]
 
-    def _is_made(self, kind: Kind, node: ast.AST) -> bool:
+    def _is_made(self, kind: Traced, node: ast.AST) -> bool:
         key = self.document.key(node)
         made = [value for value in self.document.values(node) if not self._is_handed(value, key)]
         return bool(made) and all(self._is(kind, value) for value in made)
@@ -89,7 +89,7 @@ class Facts:
         """Whether a call is handed a variable: ``amp.initialize`` and its like give back what that was."""
         return isinstance(value, ast.Call) and key in map(self.document.key, value.args)
 
-    def _is_used(self, kind: Kind, node: ast.AST) -> bool:
+    def _is_used(self, kind: Traced, node: ast.AST) -> bool:
         key = self.document.key(node)
         if kind == "scaler":
             return key in self._used_as_scalers

@@ -39,7 +39,7 @@ class SourcePath:
 
 
 @dataclass(frozen=True)
-class Cell:
+class NotebookCell:
     """A code cell of a notebook: its number, and the first line of the whole text that is its own."""
 
     number: int
@@ -52,7 +52,7 @@ class SourceText:
 
     text: str
     encoding: str = "utf-8"
-    cells: tuple[Cell, ...] = ()
+    cells: tuple[NotebookCell, ...] = ()
     notebook: str = ""
 
     def cell_of(self, line: int) -> tuple[int, int]:
@@ -172,7 +172,7 @@ def _notebook(content: bytes) -> SourceText:
     text, places = "", []
     for number, cell in cells:
         if not cell.lstrip().startswith("%%"):  # not Python at all
-            places.append(Cell(number, text.count("\n") + 2))
+            places.append(NotebookCell(number, text.count("\n") + 2))
             text += f"{_HEAD.format(number)}\n{_plain(cell)}\n"
     return SourceText(text, "utf-8", tuple(places), notebook)
 

@@ -11,7 +11,7 @@ from typing import Literal
 from ampdbg.machine.facts import Gpu, Machine
 from ampdbg.quantities import counted, listed
 
-Tone = Literal["good", "bad", "doubtful", "plain"]
+JudgmentTone = Literal["good", "bad", "doubtful", "plain"]
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Judgment:
     """A fact with what it means, and what to do, if anything; ``tone`` is plain where nothing is good or bad."""
 
     topic: str
-    tone: Tone
+    tone: JudgmentTone
     says: str
     advice: str = ""
 
@@ -214,7 +214,7 @@ def _emulation(machine: Machine) -> Iterator[Judgment]:
         read, ours = (_told(torch.op_lists[origin]) for origin in ("header", "table"))
         says = f"{read} from torch's own autocast_mode.h" if read else "torch ships no autocast_mode.h that is known"
         rest = "" if read else ", as torch 2.13 has them"
-        tone: Tone = "good" if read else "doubtful"
+        tone: JudgmentTone = "good" if read else "doubtful"
         yield Judgment(
             "op lists", tone, f"{says}; {ours} from ampdbg's tables{rest}", "ampdbg doctor --json names them"
         )

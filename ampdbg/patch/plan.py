@@ -79,7 +79,7 @@ class Placement:
     length: int = 0
 
 
-Way = Callable[[Pin, Materials], Iterator[Placement]]
+PlacementRule = Callable[[Pin, Materials], Iterator[Placement]]
 
 
 def lines_that_may_be_edited(pins: Iterable[Pin], lines: OwnLines, model: torch.nn.Module) -> set[tuple[str, int]]:
@@ -175,7 +175,7 @@ def _helper(pin: Pin, materials: Materials) -> Iterator[Placement]:
     yield Placement(f"{in_words(pin.name)}, by name", file, None, (pin.name,), refused=refused)
 
 
-WAYS: tuple[tuple[Way, ...], ...] = (
+WAYS: tuple[tuple[PlacementRule, ...], ...] = (
     (_own_code, _library_call, _forward, _call, _helper),
     (_where_it_is_made, _forward, _call, _helper),
     (_forward, _call, _helper),
@@ -264,7 +264,7 @@ class Sharing:
         return f"applies to all {self.running} instances of {self.kind}, {self.pinned} of them in the set"
 
 
-def planned(materials: Materials, ways: Sequence[Way] | None = None, unneeded: Collection[str] = ()) -> Patch:
+def planned(materials: Materials, ways: Sequence[PlacementRule] | None = None, unneeded: Collection[str] = ()) -> Patch:
     """The patch for the pins.
 
     Each pin is edited in the first of ``ways`` that the code allows, unless another is much smaller or runs many
@@ -313,7 +313,7 @@ def wider_than(narrower: Patch, why: str, patch: Patch) -> Patch:
     return replace(patch, units=tuple(units))
 
 
-def _best(pin: Pin, materials: Materials, ways: Sequence[Way]) -> tuple[list[Placement], list[Refused]]:
+def _best(pin: Pin, materials: Materials, ways: Sequence[PlacementRule]) -> tuple[list[Placement], list[Refused]]:
     """The placements of one way, and what was refused where there is none."""
     narrow: list[list[Placement]] = []
     wide: list[list[Placement]] = []

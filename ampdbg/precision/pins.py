@@ -143,10 +143,10 @@ def _some_names(pattern: str, modules: dict[str, torch.nn.Module]) -> str:
 
 WHOLE, OWN_LINES = "whole module", "own lines"
 
-Region = tuple[torch.dtype, bool]
+AutocastState = tuple[torch.dtype, bool]
 """The dtype of autocast for a type of device, and whether it is on."""
 
-Regions = tuple[Region, Region]
+AutocastStates = tuple[AutocastState, AutocastState]
 """For CUDA and for the CPU."""
 
 
@@ -165,7 +165,7 @@ class PinnedForward:
         self.lines = LinesInFP32()
         """The module's own lines, in force while ``OWN_LINES`` is among the pins."""
         self._returns: torch.dtype | None = None
-        self._last_around: Regions | None = None
+        self._last_around: AutocastStates | None = None
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -208,7 +208,7 @@ class PinnedForward:
         # It is an input of the lines that called.
         return _cast_up(output)
 
-    def _around_its_caller(self) -> Regions | None:
+    def _around_its_caller(self) -> AutocastStates | None:
         """The regions around a pin, if it is the lines of that pin that call this module now."""
         callers = [pin for pin in self._pins if isinstance(pin, LinesInFP32)]
         if callers and _is_recomputing() and not any(lines.are_running for lines in callers):
@@ -266,7 +266,7 @@ class LinesInFP32(threading.local):
         return bool(self._calls)
 
     @property
-    def around(self) -> Regions:
+    def around(self) -> AutocastStates:
         """The regions around the innermost call."""
         return self._calls[-1].around
 
@@ -279,11 +279,11 @@ class LinesInFP32(threading.local):
 class _Call:
     """The regions of autocast around a call, and how deep in regions its own lines are."""
 
-    around: Regions
+    around: AutocastStates
     depth: int
 
 
-def _region(device_type: str) -> Region:
+def _region(device_type: str) -> AutocastState:
     return torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
 
 

@@ -28,6 +28,9 @@ from ampdbg.source.ownership import AMPDBG, is_ampdbgs
 
 Seam = Literal["scale", "unscale_", "step", "update", "get_scale", "engine", "clip", "schedule", "optimizer", "export"]
 
+Function = Callable[..., Any]
+"""One of torch's, or what stands in its place."""
+
 Watcher = Callable[..., Any]
 """Called with the seam, torch's function and its arguments: runs the function, once, and returns what it returns."""
 

@@ -52,7 +52,7 @@ WIDENED_NOTE = (
     "follows up to the next op in half"
 )
 
-Overflow = Literal["", "starts", "carried"]
+OverflowOrigin = Literal["", "starts", "carried"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class RangeSeen:
     place: OpPlace
     output: Magnitude
     exponents: Exponents
-    overflow: Overflow
+    overflow: OverflowOrigin
     is_noise: bool
     is_gradient: bool
 
@@ -155,7 +155,7 @@ class ShadowTrace(PlacedOps):
             self.ranges.append(RangeSeen(traits.name, place, output, exponents, overflow, is_noise, is_gradient))
 
 
-def _overflow(output: Magnitude, lost: bool) -> Overflow:
+def _overflow(output: Magnitude, lost: bool) -> OverflowOrigin:
     if output.largest < FLOAT16.overflow_threshold:
         return ""
     return "carried" if lost else "starts"
@@ -292,6 +292,6 @@ def _site(order: int, ranges: Sequence[RangeSeen], dtype: str) -> Site:
     )
 
 
-def _overflow_of_site(ranges: Sequence[RangeSeen]) -> Overflow:
+def _overflow_of_site(ranges: Sequence[RangeSeen]) -> OverflowOrigin:
     kinds = {seen.overflow for seen in ranges}
     return "starts" if "starts" in kinds else "carried" if "carried" in kinds else ""

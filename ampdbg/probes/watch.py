@@ -35,13 +35,11 @@ from ampdbg.probes.models import Models
 from ampdbg.probes.open_step import Loop, OpenStep, is_finite_scalar
 from ampdbg.probes.optimizers import Optimizers, innermost
 from ampdbg.probes.pause import Pause
-from ampdbg.probes.seams import Seam, are_meta, attached, computes_no_numbers
+from ampdbg.probes.seams import Function, Seam, are_meta, attached, computes_no_numbers
 from ampdbg.probes.step_hooks import hooked_steps
 from ampdbg.probes.steps import StepLog
 from ampdbg.quantities import listed
 from ampdbg.record.run import Misuse, Record, Step, Unseen
-
-Function = Callable[..., Any]
 
 UNWATCHED = "from step {} on nothing was noted, as ampdbg itself failed: {}; please report it"
 LEFT = "replays may have changed {}, which they leave as is: another thread of the script's may use it"

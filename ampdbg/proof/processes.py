@@ -45,21 +45,21 @@ NUMBER = struct.Struct("q")
 Wait = Callable[[], int]
 """Waits for a process, and returns its exit code, negative for a signal; TimeoutError after ``ENDING``."""
 
-Start = Callable[[list[str], IO[bytes]], AbstractContextManager[tuple[IO[str], Wait]]]
+ProcessStarter = Callable[[list[str], IO[bytes]], AbstractContextManager[tuple[IO[str], Wait]]]
 """Starts a process with a command line, whose stderr goes to a file, and yields its stdout; whatever happens in the
 block, it ends there with all that it has started."""
 
-Run = Callable[["Job", Path, "Observer"], "Seen"]
+JobRunner = Callable[["Job", Path, "Observer"], "Seen"]
 
 
 @contextlib.contextmanager
-def fresh_processes(folder: Path) -> Iterator[Run]:
+def fresh_processes(folder: Path) -> Iterator[JobRunner]:
     """What runs a job on the file with the failing steps, in a process of its own that works in ``folder``.
 
     The observer sees what is about to run there. A failure or crash is the ``failure`` of what was seen.
     """
     with contextlib.ExitStack() as stack:
-        start: Start = functools.partial(spawned, folder, RUN)
+        start: ProcessStarter = functools.partial(spawned, folder, RUN)
         if sys.platform == "linux":
             # Where no server can be started, the reason is that of the first process, which cannot be either.
             with contextlib.suppress(OSError):
@@ -67,7 +67,7 @@ def fresh_processes(folder: Path) -> Iterator[Run]:
         yield functools.partial(_seen_by, start)
 
 
-def _seen_by(start: Start, job: Job, steps: Path, observer: Observer) -> Seen:
+def _seen_by(start: ProcessStarter, job: Job, steps: Path, observer: Observer) -> Seen:
     # Not at the top: a server imports what SERVE says, and this module.
     import torch
 

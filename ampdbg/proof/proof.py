@@ -13,7 +13,7 @@ from ampdbg.errors import AmpdbgError
 from ampdbg.files import temporary_folder
 from ampdbg.observer import Observer
 from ampdbg.proof.jobs import Job, Patched, Seen, StepUse, Trained, Tried, save_steps
-from ampdbg.proof.processes import Run, fresh_processes
+from ampdbg.proof.processes import JobRunner, fresh_processes
 from ampdbg.quantities import byte_size, counted, duration, listed, percent, scale
 from ampdbg.record.pins import Proof, ProofStep, call_of_pins
 from ampdbg.record.run import SUM, what_of
@@ -65,7 +65,7 @@ def _proof(
     steps: Path,
     recorded: Sequence[float],
     without: Mapping[str, Patched],
-    run: Run,
+    run: JobRunner,
     observer: Observer,
 ) -> Proof:
     observer.stage("the failing step with the patch")

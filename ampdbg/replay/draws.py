@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ampdbg.probes.seams import replaced
-
-Function = Callable[..., Any]
+from ampdbg.probes.seams import Function, replaced
 
 
 @dataclass(eq=False)

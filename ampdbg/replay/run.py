@@ -120,7 +120,7 @@ def _fit_states(optimizers: Iterable[torch.optim.Optimizer]) -> None:
             optimizer.load_state_dict(optimizer.state_dict())
 
 
-Losses = Mapping[str, torch.Tensor]
+NamedLosses = Mapping[str, torch.Tensor]
 """The losses of one micro-batch by name, each of shape ()."""
 
 
@@ -130,9 +130,9 @@ def run_pass(
     forward: Callable[[], AbstractContextManager[Any]],
     *,
     scaled: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss,
-    seen: Callable[[Losses, float], None] = lambda losses, share: None,
-    stops_at: Callable[[Losses], bool] = lambda losses: False,
-) -> tuple[Losses, ...]:
+    seen: Callable[[NamedLosses, float], None] = lambda losses, share: None,
+    stops_at: Callable[[NamedLosses], bool] = lambda losses: False,
+) -> tuple[NamedLosses, ...]:
     """Adds up the gradients of one step's micro-batches; several losses go backward one after another.
 
     Where there are as many optimizers as losses, as for the two sides of a GAN, each loss reaches the parameters of its
@@ -154,7 +154,7 @@ def run_pass(
         UserCodeError: the user's code raised.
     """
     share = 1.0 / len(batches)
-    every: list[Losses] = []
+    every: list[NamedLosses] = []
     has_stopped = False
     for batch in batches:
         with forward():
@@ -170,7 +170,7 @@ def run_pass(
     return tuple(every)
 
 
-def _own_parameters(workload: Workload, losses: Losses, position: int) -> list[torch.Tensor] | None:
+def _own_parameters(workload: Workload, losses: NamedLosses, position: int) -> list[torch.Tensor] | None:
     """The parameters that the loss at ``position``, from 1, has an optimizer of its own for; None for all."""
     optimizers = workload.optimizers
     if not len(losses) == len(optimizers) > 1:
@@ -179,6 +179,6 @@ def _own_parameters(workload: Workload, losses: Losses, position: int) -> list[t
     return [each for each in parameters if each.requires_grad]
 
 
-def loss_of(losses: Sequence[Losses]) -> float:
+def loss_of(losses: Sequence[NamedLosses]) -> float:
     """The loss of a step: the mean over its micro-batches of the sum of their losses."""
     return sum(float(loss) for each in losses for loss in each.values()) / len(losses)

@@ -36,7 +36,7 @@ Half = Literal["float16", "bfloat16"]
 MOVES_OR_CASTS = MOVES | {"type", "tensor", "as_tensor", "__getitem__"}
 """torch's functions that give a tensor's own values, in its format or in another one, by their names."""
 
-Given = Mapping[int, tuple[Any, Any]]
+CallArguments = Mapping[int, tuple[Any, Any]]
 """What each call of a step is given, by its number: positional and keyword arguments, with ``Made`` and ``Own`` in the
 place of tensors that others have made, and that are the model's own."""
 
@@ -132,12 +132,12 @@ class RecordedStep:
     calls: Mapping[int, RecordedCall]
     losses: Mapping[int, tuple[Made, ...]]
     device: str
-    given: tuple[Given, ...] = field(repr=False)
+    given: tuple[CallArguments, ...] = field(repr=False)
     beside: tuple[tuple[torch.nn.Module, ModelState], ...] = field(default=(), repr=False)
     replaced: tuple[str, ...] = ()
     reach: Reach = "whole"
 
-    def loss(self, given: Given, in_fp32: Collection[int] = ()) -> torch.Tensor:
+    def loss(self, given: CallArguments, in_fp32: Collection[int] = ()) -> torch.Tensor:
         """The sum of the losses of one part, of shape (); the calls ``in_fp32`` are run so, whatever autocast does.
 
         Where autocast lowers around it, it lowers what it has lowered when the step ran, and nothing else.
@@ -195,7 +195,7 @@ class RecordedStep:
             number, self.given, data, random_state, state, beside=tuple(called.values()), states_beside=self.beside
         )
 
-    def _data_in(self, part: Given) -> Given:
+    def _data_in(self, part: CallArguments) -> CallArguments:
         """The part without what only casts and moves take that lead into no module: it may be the script's own."""
         of_modules = [self.calls[n].reads for n in part if self.calls[n].module is not None]
         moves = {n for n in part if getattr(self.calls[n].function, "__name__", "") in MOVES_OR_CASTS}

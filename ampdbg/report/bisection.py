@@ -156,7 +156,7 @@ def _as_sentence(message: str) -> str:
     return (message[:1].upper() + message[1:] if is_word else message).rstrip(".") + "."
 
 
-def _about_the_set(ended: EndedSearch) -> Iterator[view.Line]:
+def _about_the_set(ended: EndedSearch) -> Iterator[view.StyledLine]:
     search, count = ended.search, len(ended.names)
     if search.minimal and count:
         dropped = "without it" if count == 1 else "without any one of them"

@@ -141,7 +141,7 @@ def _table(title: str, of: str, rows: Sequence[Row], most: int | None) -> view.T
     return view.Table(title, columns, tuple(shown), below=more(len(rows) - len(shown)))
 
 
-def _sign(lost: float, within: float) -> view.Line:
+def _sign(lost: float, within: float) -> view.StyledLine:
     return line(view.Words("✗", "bad") if lost > within else view.Words("✓", "good") if -lost > within else "")
 
 

@@ -11,7 +11,7 @@ from ampdbg.lint.engine import Linted, LintFinding
 from ampdbg.quantities import counted
 from ampdbg.record.findings import Severity
 
-from .view import Headline, Line, NextCommand, Page, Paragraph, Section, Tone, Words, line
+from .view import Headline, NextCommand, Page, Paragraph, Section, StyledLine, Tone, Words, line
 
 TONES: Mapping[Severity, Tone] = {"error": "bad", "warning": "doubtful", "info": "name"}
 ANNOTATIONS: Mapping[Severity, str] = {"error": "error", "warning": "warning", "info": "notice"}
@@ -46,7 +46,7 @@ def _sections(linted: Linted) -> Iterator[Section]:
         yield Paragraph(told, "Not looked at")
 
 
-def _lines(finding: LintFinding) -> Iterator[Line]:
+def _lines(finding: LintFinding) -> Iterator[StyledLine]:
     fixable = " [fix]" if finding.fixable else ""
     severity = Words(finding.severity, TONES[finding.severity])
     yield line(place(finding), " ", severity, " ", Words(finding.code, "strong"), Words(fixable, "good"))

@@ -18,7 +18,7 @@ from ampdbg.record.pins import EVERYTHING, OWN, Pin, PinCost, PinSite, Proof, Pr
 from ampdbg.record.run import Record
 
 from . import view
-from .view import Column, Line, Paragraph, Table, Words, line, more
+from .view import Column, Paragraph, StyledLine, Table, Words, line, more
 
 MAX_PINS = 16
 """So many are explained; all are among the lines for the config."""
@@ -57,7 +57,7 @@ def pin_table(record: Record) -> Table:
 
 def pin_lines(record: Record) -> Paragraph:
     """The set in a line a pin: what it is, and the first op that it cures."""
-    lines: list[Line] = []
+    lines: list[StyledLine] = []
     low = format_of_config(record.config)
     for pin in record.pins[:MOST_IN_BRIEF]:
         site = pin.sites[0] if pin.sites else None
@@ -85,7 +85,7 @@ def _title(record: Record) -> str:
     return "The set" if any(pin.source is None for pin in record.pins) else "The lines"
 
 
-def _pin(pin: Pin) -> tuple[Line, ...]:
+def _pin(pin: Pin) -> tuple[StyledLine, ...]:
     name = place_of(pin.source) or pin.name or "the whole model"
     if pin.source is None and pin.name == OWN:
         return (line(in_words(OWN, pin.class_name or "the model"), tone="name"),)
@@ -94,7 +94,7 @@ def _pin(pin: Pin) -> tuple[Line, ...]:
     return (line(name, tone="name"), *((line(kind, tone="faint"),) if kind else ()))
 
 
-def _why(pin: Pin, record: Record) -> tuple[Line, ...]:
+def _why(pin: Pin, record: Record) -> tuple[StyledLine, ...]:
     if not pin.sites and pin.tied:
         return (line(f"tied to {listed(pin.tied)}, and pinned with it", tone="faint"),)
     lines = [] if pin.sites else [line("no op of its own fails", tone="faint")]
@@ -107,17 +107,17 @@ def _why(pin: Pin, record: Record) -> tuple[Line, ...]:
     return (*lines, *_without(pin.without))
 
 
-def _without(what: str) -> tuple[Line, ...]:
+def _without(what: str) -> tuple[StyledLine, ...]:
     return (line(Words("without it: ", "doubtful"), what),) if what else ()
 
 
-def _same_line(pin: Pin, record: Record) -> tuple[Line, ...]:
+def _same_line(pin: Pin, record: Record) -> tuple[StyledLine, ...]:
     value, low = pin.sites[0].value, format_of_config(record.config)
     beside = f": {_against_half(value, low)}" if _explains(value, low) else ""
     return (line(f"the same line{beside}"), *_without(pin.without.partition(": ")[0]))
 
 
-def _site(site: PinSite, pin: Pin, low: FloatFormat) -> Iterator[Line]:
+def _site(site: PinSite, pin: Pin, low: FloatFormat) -> Iterator[StyledLine]:
     inner = site.module if site.module != pin.module else ""
     call = f"call {site.call}" if site.call else ""
     backward = "backward" if site.phase == "backward" else ""
@@ -196,13 +196,13 @@ def _scalar(name: str) -> str:
     return name if is_plain and name.isascii() else json.dumps(name, ensure_ascii=True)
 
 
-def proof_in_brief(proof: Proof) -> tuple[Line, ...]:
+def proof_in_brief(proof: Proof) -> tuple[StyledLine, ...]:
     """The proof in a line; where it failed, what did. Behind it a line for each check that warns."""
     warned = (line(_sign_of(step), f" {step.name}: {step.detail}") for step in proof.steps if step.warns)
     return (_proof_line(proof), *warned)
 
 
-def _proof_line(proof: Proof) -> Line:
+def _proof_line(proof: Proof) -> StyledLine:
     ran = [step for step in proof.steps if step.ran]
     failed = [step for step in ran if not step.passed]
     if failed:

@@ -97,7 +97,7 @@ def _brief_site_table(record: Record, typed: view.Typed, top: int) -> view.Table
     return replace(full, columns=tuple(SITE_COLUMNS[at] for at in shown), rows=rows, below=full.below[-1:])
 
 
-def _finding_line(finding: Finding) -> view.Line:
+def _finding_line(finding: Finding) -> view.StyledLine:
     code = view.Words(f"{finding.severity} {finding.code}", "bad" if finding.severity == "error" else "doubtful")
     return line(code, f" · {finding.message}")
 
@@ -265,7 +265,7 @@ LEGEND: tuple[tuple[Callable[[Site], bool], str], ...] = (
 )
 
 
-def _legend(shown: Sequence[Site]) -> tuple[view.Line, ...]:
+def _legend(shown: Sequence[Site]) -> tuple[view.StyledLine, ...]:
     legend = [text for applies, text in LEGEND if any(map(applies, shown))]
     return (line(" · ".join(legend), tone="faint"),) if legend else ()
 
@@ -297,7 +297,7 @@ def _mark(site: Site) -> view.Words:
     return view.Words("!", "doubtful") if site.headroom_bits < NEAR_BITS else view.Words("")
 
 
-def _where(site: Site, with_text: bool) -> tuple[view.Line, ...]:
+def _where(site: Site, with_text: bool) -> tuple[view.StyledLine, ...]:
     call = f" (call {site.call})" if site.calls > 1 and site.call > 0 else ""
     parts = (f"{view.module(site.module)}{call}", op_name(site.op), place_of(site.source))
     where = line(" · ".join(filter(None, parts)))
@@ -328,7 +328,7 @@ def _width(one: Window) -> float:
     return math.log2(one.ceiling) - math.log2(one.floor) if is_bounded else math.inf
 
 
-def _ends(one: Window) -> tuple[view.Line, view.Line]:
+def _ends(one: Window) -> tuple[view.StyledLine, view.StyledLine]:
     tone: view.Tone = "plain" if one.is_open else "bad"
     return line(_scale(one.floor) if one.floor else "any", tone=tone), line(_scale(one.ceiling), tone=tone)
 

@@ -305,7 +305,7 @@ def _among(record: Record) -> str:
     return AMONG.format(len(record.steps)) if record.left_out.unhealthy else ""
 
 
-def _narrowest(found: Overflows) -> tuple[view.Line, ...]:
+def _narrowest(found: Overflows) -> tuple[view.StyledLine, ...]:
     """The step that localises best: few groups at once are near the cause, many are its wake."""
     step = found.narrowest
     if step is None or len(step.groups) >= min(MAX_GROUPS, len(found.hits)):
@@ -335,7 +335,7 @@ def _with_worst(hit: GroupHits) -> str:
     return hit.name if hit.worst in ("", hit.name) else f"{hit.name} (worst: {hit.worst})"
 
 
-def _everywhere(found: Overflows) -> tuple[view.Line, ...]:
+def _everywhere(found: Overflows) -> tuple[view.StyledLine, ...]:
     steps = found.everywhere
     if not steps:
         return ()

@@ -28,7 +28,7 @@ class Words:
 
 
 @dataclass(frozen=True)
-class Line:
+class StyledLine:
     """A line of text, which is wrapped where it is too long. ``is_code`` cuts it instead; ``depth`` indents it."""
 
     words: tuple[Words, ...]
@@ -36,7 +36,7 @@ class Line:
     is_code: bool = False
 
 
-Cell = str | Line | tuple[Line, ...] | Exponents
+Cell = str | StyledLine | tuple[StyledLine, ...] | Exponents
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,15 @@ class Table:
     title: str
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
-    above: tuple[Line, ...] = ()
-    below: tuple[Line, ...] = ()
+    above: tuple[StyledLine, ...] = ()
+    below: tuple[StyledLine, ...] = ()
 
 
 @dataclass(frozen=True)
 class Paragraph:
     """Lines of text, under a title if there is one."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[StyledLine, ...]
     title: str = ""
 
 
@@ -168,9 +168,9 @@ class Look:
     unicode: bool
 
 
-def line(*parts: str | Words, tone: Tone = "plain", depth: int = 0, is_code: bool = False) -> Line:
+def line(*parts: str | Words, tone: Tone = "plain", depth: int = 0, is_code: bool = False) -> StyledLine:
     """A line of ``parts``; ``tone`` is that of parts which have none of their own."""
-    return Line(tuple(Words(part, tone) if isinstance(part, str) else part for part in parts), depth, is_code)
+    return StyledLine(tuple(Words(part, tone) if isinstance(part, str) else part for part in parts), depth, is_code)
 
 
 def module(name: str) -> str:
@@ -214,7 +214,7 @@ def conjunction(finding: Finding, effect: Finding) -> str:
     return "then" if effect.step >= finding.step else "and"
 
 
-def more(count: int, noun: str = "") -> tuple[Line, ...]:
+def more(count: int, noun: str = "") -> tuple[StyledLine, ...]:
     """The line below a table that leaves ``count`` rows to the record."""
     rest = counted(count, f"more {noun}") if noun else f"{count:,} more"
     return (line(f"… and {rest} (all in the record)", tone="faint"),) if count > 0 else ()

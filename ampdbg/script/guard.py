@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ampdbg.files import TEMPORARY
-from ampdbg.probes.seams import replaced
+from ampdbg.probes.seams import Function, replaced
 
 LED = {
     "": "builtins.open io.open os.open pathlib._normal_accessor.open numpy.lib._datasource.open "
@@ -41,7 +41,6 @@ SETS = "open os.link os.truncate os.chmod os.chown os.utime os.setxattr os.remov
 CHANGES = (*TAKES, *SETS.split())
 MAKES = ("open", "os.mkdir", "os.symlink", *OF_TWO)
 """Audit events: a path stands first, the descriptor of the folder that it starts from last."""
-Function = Callable[..., Any]
 
 
 class FileGuard:

@@ -147,11 +147,11 @@ def _finding(finding: Finding) -> Iterator[str]:
         yield f"**Remedy:** {escaped(finding.remedy)}"
 
 
-def _lines(lines: Sequence[view.Line]) -> str:
+def _lines(lines: Sequence[view.StyledLine]) -> str:
     return "<br>\n".join("&emsp;" * one.depth + _line(one) for one in lines)
 
 
-def _line(one: view.Line) -> str:
+def _line(one: view.StyledLine) -> str:
     said = "".join(_words(words) for words in one.words)
     return f"<code>{said}</code>" if one.is_code and said else said
 
@@ -178,7 +178,7 @@ def _cell(cell: view.Cell) -> str:
         return f"<code>{text.exponent_bar(cell).replace(' ', '&nbsp;')}</code>"
     if isinstance(cell, str):
         return escaped(cell)
-    return _line(cell) if isinstance(cell, view.Line) else "<br>".join(map(_line, cell))
+    return _line(cell) if isinstance(cell, view.StyledLine) else "<br>".join(map(_line, cell))
 
 
 def _fenced(lines: Sequence[str], language: str = "") -> str:

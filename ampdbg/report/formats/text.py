@@ -141,7 +141,7 @@ def _indented(item: RenderableType, by: int = INDENT) -> Padding:
     return Padding(item, (0, 0, 0, by), expand=False)
 
 
-def _line(one: view.Line, depth: int = 0) -> RenderableType:
+def _line(one: view.StyledLine, depth: int = 0) -> RenderableType:
     text = Text.assemble(*((words.text, STYLES[words.tone]) for words in one.words))
     if one.is_code:
         text.no_wrap, text.overflow = True, "ellipsis"
@@ -195,7 +195,7 @@ def _cell(cell: view.Cell) -> RenderableType:
         return Text(exponent_bar(cell), style="cyan")
     if isinstance(cell, str):
         return Text(cell)
-    return _line(cell) if isinstance(cell, view.Line) else Group(*map(_line, cell))
+    return _line(cell) if isinstance(cell, view.StyledLine) else Group(*map(_line, cell))
 
 
 def _findings(section: view.Findings) -> Iterator[RenderableType]:

@@ -27,7 +27,7 @@ from ampdbg.report.formats import page_of
 from ampdbg.report.formats.text import SIGNS, blocks, exponent_bar
 from ampdbg.report.pins import TRIAL_COLUMNS, trial_table
 
-from .drawn import Detail, Names, clipped, listings, module_tree, range_map, timeline
+from .drawn import Detail, TextTable, clipped, listings, module_tree, range_map, timeline
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -57,7 +57,7 @@ def write(record: Record, typed: view.Typed, look: view.Look) -> str:
 
 
 def _page(record: Record, typed: view.Typed, detail: Detail) -> str:
-    names, page = Names(), page_of(record, typed)
+    names, page = TextTable(), page_of(record, typed)
     drawn, steps = range_map(record, names, detail), timeline(record, detail)
     tree, code = module_tree(record, names, detail), listings(record, names, typed.folder, detail)
     patch = _patch(record, page, detail)
@@ -96,7 +96,7 @@ def _page(record: Record, typed: view.Typed, detail: Detail) -> str:
     return text
 
 
-def _at_line(at: int, finding: Finding, record: Record, names: Names, detail: Detail) -> dict[str, Any]:
+def _at_line(at: int, finding: Finding, record: Record, names: TextTable, detail: Detail) -> dict[str, Any]:
     """A finding for the script; its file is named as the record names it, and so found among the files."""
     source = record.findings[at].source
     return {
@@ -172,7 +172,7 @@ def _with_memory_chart(table: view.Table, record: Record) -> Iterator[view.Secti
 
 
 def _is_bar(cell: view.Cell) -> bool:
-    return isinstance(cell, view.Line) and any(part.tone == "chart" for part in cell.words)
+    return isinstance(cell, view.StyledLine) and any(part.tone == "chart" for part in cell.words)
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class ShownPatch:
 
     lines: tuple[str, ...]
     folder: str
-    edits: tuple[view.Line, ...]
+    edits: tuple[view.StyledLine, ...]
     why_not_copied: str
 
 

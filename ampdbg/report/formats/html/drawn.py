@@ -52,7 +52,7 @@ class Detail:
     characters: int
 
 
-class Names:
+class TextTable:
     """The texts of the user's world, each kept once; data refers to them by number."""
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class RangeMap:
     levels: bytes
 
 
-def range_map(record: Record, names: Names, detail: Detail) -> RangeMap:
+def range_map(record: Record, names: TextTable, detail: Detail) -> RangeMap:
     """The sites in order of execution; of too many those that are nearest to a limit."""
     whole = window(record.sites)
     shown = sorted(_nearest(record.sites, whole, detail.sites), key=lambda site: site.order)
@@ -268,7 +268,7 @@ MOST_DEPTH = 32
 
 TAB = 4
 
-Seen = tuple[int, float, str]
+LineHeadroom = tuple[int, float, str]
 """A line, the headroom of what ran there in FP32, and that in words."""
 
 
@@ -327,7 +327,7 @@ def _line_of(name: str) -> list[str]:
     return [*around, name] if name else []
 
 
-def module_tree(record: Record, names: Names, detail: Detail) -> Data:
+def module_tree(record: Record, names: TextTable, detail: Detail) -> Data:
     """The modules as columns, each behind the one that holds it; of too many those with the least room are kept."""
     modules = Modules()
     for site in record.sites:
@@ -387,7 +387,7 @@ def _pinned(pin: Pin) -> str:
     return f"{what}: {share(pin.cost.flops)} of FLOPs, {share(pin.cost.activations)} of activations"
 
 
-def listings(record: Record, names: Names, folder: str, detail: Detail) -> list[Data]:
+def listings(record: Record, names: TextTable, folder: str, detail: Detail) -> list[Data]:
     """The files that the record names, each in the pieces that it has: of records without listings single lines.
 
     ``seen`` is what the replays saw on their lines; ``left_out`` counts lines for which there is no room.
@@ -428,7 +428,7 @@ def _texts(lines: tuple[str, ...], folder: str, detail: Detail) -> list[str]:
     return [clipped(text, detail.characters) for text in expanded]
 
 
-def _seen(record: Record) -> dict[str, list[Seen]]:
+def _seen(record: Record) -> dict[str, list[LineHeadroom]]:
     """What the replays saw overflow, by file: each op of a line once, with the least room."""
     largest: dict[tuple[str, int, str], tuple[float, Producer]] = {}
     for one in (one for made in record.investigations for replay in made.replays for one in replay.producers):
@@ -436,7 +436,7 @@ def _seen(record: Record) -> dict[str, list[Seen]]:
             key = (one.source.file, one.source.line, one.op)
             if key not in largest or largest[key][0] < one.fp32_largest:
                 largest[key] = (one.fp32_largest, one)
-    seen: dict[str, list[Seen]] = {}
+    seen: dict[str, list[LineHeadroom]] = {}
     for (file, line, op), (size, one) in largest.items():
         bits = headroom_bits(size)
         if math.isfinite(bits):
