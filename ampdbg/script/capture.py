@@ -12,7 +12,7 @@ import functools
 import json
 import os
 import shlex
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -25,6 +25,7 @@ from safetensors.torch import save
 
 from ampdbg.errors import AmpdbgError, first_line, named_error
 from ampdbg.files import replace_file
+from ampdbg.ops import CAST_METHODS
 from ampdbg.probes.tensors import leaves_of
 from ampdbg.quantities import byte_size, counted, dotted, shown
 from ampdbg.record.file import CAPTURE_SUFFIX, adapter, from_json, of_rank, to_json
@@ -42,7 +43,7 @@ from ampdbg.replay.packing import (
 )
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.snapshot import ModelState
-from ampdbg.replay.step import MOVES_OR_CASTS, Half, RecordedCall, RecordedStep, torch_name
+from ampdbg.replay.step import Half, Made, RecordedCall, RecordedStep, torch_name
 from ampdbg.script.launch import Start
 from ampdbg.script.live_step import LiveStep
 from ampdbg.script.ranks import has_its_state, why_in_parts
@@ -50,7 +51,7 @@ from ampdbg.script.ranks import has_its_state, why_in_parts
 if TYPE_CHECKING:
     pass
 
-FORMAT, VERSION = "ampdbg.capture", 2
+FORMAT, VERSION = "ampdbg.capture", 3
 
 
 class CaptureError(AmpdbgError):
@@ -69,6 +70,14 @@ class CapturedCall:
     writes: bool
     random_state: Count
     training: bool | None = None
+
+    @property
+    def first_argument(self) -> Any:
+        """Packed; None where it is given none, or this is damaged."""
+        try:
+            return self.given["list"][0]["tuple"][0]
+        except (LookupError, TypeError):
+            return None
 
 
 @dataclass(frozen=True)
@@ -244,7 +253,8 @@ class Capture:
         Raises:
             CaptureError: it was given what is not written, and the other step has nothing like it.
         """
-        unpacking, match = self.unpacking(device), self.match(live)
+        match = self.match(live)
+        unpacking = _GivenAgain(self, live, match, device)
         calls, given = dict(live.calls), {}
         states = [unpacked_random_state(packed, unpacking) for packed in self.head.random_states]
         for number, place in match.own.items():
@@ -257,13 +267,16 @@ class Capture:
                 random_state=states[captured.random_state],
                 training=captured.training,
             )
-            before = next(part[number] for part in live.given if number in part)
+            before = unpacking.live[number]
             try:
                 given[number] = tuple(unpacking.of(captured.given, list(before)))
                 if self._is_patched:
                     given[number] = _with_dtypes(given[number], before)
             except PackedError as error:
                 raise CaptureError(f"{self.path}: call {place + 1}, of {captured.name}: {error}") from None
+        for number, value in unpacking.casts.items():
+            (_, *others), kwargs = unpacking.live[number]
+            given[number] = (value, *others), kwargs
         parts = tuple({n: given.get(n, before) for n, before in part.items()} for part in live.given)
         modules = {place: live.calls[n].module for n, place in match.own.items() if place in self.head.beside}
         beside = tuple(
@@ -336,6 +349,19 @@ def reads_of(call: RecordedCall, numbers: Mapping[int, int]) -> tuple[int, ...]:
     return tuple(sorted({numbers[other] for other in call.reads if other in numbers}))
 
 
+MADE = "made"
+"""The key of what stands for the result of a call: its place among the captured ones."""
+
+
+class _GivenPacking(Packing):
+    """Packs what calls are given; ``places`` has those of the calls by number."""
+
+    places: Mapping[int, int]
+
+    def of(self, value: Any, depth: int = 0) -> Any:
+        return {MADE: self.places[value.call]} if isinstance(value, Made) else super().of(value, depth)
+
+
 @dataclass(frozen=True)
 class Difference:
     """Why a step is not of the captured calls, and how many of its first ones are."""
@@ -347,8 +373,8 @@ class Difference:
 class Match:
     """Which call of a step, of the script that was started again, is which of the captured ones.
 
-    ``own`` has the number of each call that the step needs with its place among the captured ones. A patch puts casts
-    in and leaves others out: they hand on what they are given.
+    A patch puts casts in and leaves others out: in a patched step no cast counts on either side, and a call takes what
+    lies behind the casts of what it is given.
 
     Args:
         captured: the calls of the captured step, in order.
@@ -366,28 +392,17 @@ class Match:
         is_patched: bool,
     ) -> None:
         self._captured, self._parts, self._recorded, self._is_patched = captured, parts, recorded, is_patched
-        self.own: dict[int, int] = {}
-        self._casts: dict[int, set[int]] = {}
-        place = 0
-        for number in order_of(recorded):
-            call = recorded.calls[number]
-            while self._is_cast(place) and self._name(place) != name_of(call, {}):
-                place += 1
-            is_cast = is_patched and bool(call.reads) and name_of(call, {}).rpartition(".")[2] in MOVES_OR_CASTS
-            if is_cast and self._name(place) != name_of(call, {}):
-                self._casts[number] = set(call.reads)
-            else:
-                self.own[number] = place
-                place += 1
-        self._left = {*range(len(captured))}.difference(self.own.values())
-
-    def _name(self, place: int) -> str:
-        return self._captured[place].name if place < len(self._captured) else ""
-
-    def _is_cast(self, place: int) -> bool:
-        """Whether the captured call of this place is a cast that a patch may leave out."""
-        is_cast = self._name(place).rpartition(".")[2] in MOVES_OR_CASTS
-        return self._is_patched and is_cast and self._name(place).startswith("torch.")
+        self.casts = {n for n in order_of(recorded) if is_patched and _is_cast(name_of(recorded.calls[n], {}))}
+        """The numbers of those calls of the step that only cast."""
+        self.left_out = {place for place, call in enumerate(captured) if is_patched and _is_cast(call.name)}
+        """The places of those of the captured step."""
+        numbers = [number for number in order_of(recorded) if number not in self.casts]
+        places = [place for place in range(len(captured)) if place not in self.left_out]
+        self.own = dict(zip(numbers, places, strict=False))
+        """The number of each other call that the step needs, with its place among the captured ones."""
+        self._is_as_long = len(numbers) == len(places)
+        given = {number: args for part in recorded.given for number, (args, _) in part.items()}
+        self.first_arguments = {number: next(iter(given[number]), None) for number in self.casts}
 
     def why_not(self, model: torch.nn.Module) -> Difference | None:
         """Why the step is not of the same calls; None where it is."""
@@ -400,45 +415,83 @@ class Match:
 
     def _other(self, number: int, place: int, paths: Mapping[int, str]) -> str:
         """How a call is not the captured one of its place."""
-        if place >= len(self._captured):
-            return ""
         call, known = self._recorded.calls[number], self._captured[place]
         now = name_of(call, paths)
         if now != known.name:
             return f"call {place + 1} is of {now}, and was of {known.name}"
-        is_same = self._through(self._places(call.reads)) == self._through(known.reads)
-        return "" if is_same else f"call {place + 1}, of {now}, takes what other calls gave"
+        reads = {self.own.get(other) for other in map(self._source, call.reads) if other is not None}
+        known_reads = {other for other in map(self._captured_source, known.reads) if other is not None}
+        return "" if reads == known_reads else f"call {place + 1}, of {now}, takes what other calls gave"
 
-    def _places(self, numbers: Collection[int]) -> set[int]:
-        """The places of calls, through casts that the captured step has not made."""
-        found, waiting = set[int](), list(numbers)
-        while waiting:
-            number = waiting.pop()
-            waiting += self._casts.get(number, ())
-            found |= {self.own[number]} if number in self.own else set()
-        return found
+    def _source(self, number: int) -> int | None:
+        """The call that a result comes from, through casts; None where these take data."""
+        if number not in self.casts:
+            return number
+        first = self.first_arguments[number]
+        return self._source(first.call) if isinstance(first, Made) else None
 
-    def _through(self, places: Collection[int]) -> set[int]:
-        """The places that these stand for in a patched step, where casts may hand on what they are given."""
-        found, waiting = set[int](), list(places)
-        while waiting:
-            place = waiting.pop()
-            is_cast = self._is_cast(place) and bool(self._captured[place].reads)
-            waiting += self._captured[place].reads if is_cast else ()
-            found |= set() if is_cast else {place}
-        return found
+    def _captured_source(self, place: int) -> int | None:
+        if place not in self.left_out:
+            return place
+        first = self._captured[place].first_argument
+        maker = first.get(MADE) if isinstance(first, dict) else None
+        return self._captured_source(maker) if isinstance(maker, int) and maker < place else None
 
     def _unlike_as_a_whole(self) -> str:
         """What is other about the step where each of its calls is as captured."""
-        if len(self.own) + sum(map(self._is_cast, self._left)) != len(self._captured):
-            return f"it makes {len(self.own)} calls, and made {len(self._captured)}"
+        if not self._is_as_long:
+            return f"it makes {len(order_of(self._recorded))} calls, and made {len(self._captured)}"
         parts = [[self.own[number] for number in sorted(part) if number in self.own] for part in self._recorded.given]
-        if parts != [[place for place in part if place not in self._left] for part in self._parts]:
+        if parts != [[place for place in part if place not in self.left_out] for part in self._parts]:
             return "its calls lead to other losses"
         first = next(iter(self.own), None)
         if self._is_patched and first is not None and self._recorded.calls[first].lowers != self._captured[0].lowers:
             return "autocast is on in one of them, and off in the other"  # a patch begins behind the model
         return ""
+
+
+def _is_cast(name: str) -> bool:
+    """Whether torch's function of this name gives the values of its first argument in another format, or in its own."""
+    return name.startswith("torch.Tensor.") and name.rpartition(".")[2] in {*CAST_METHODS, "to", "type", "type_as"}
+
+
+class _GivenAgain(Unpacking):
+    """Makes what the calls of a captured step were given for those of a step of the same calls.
+
+    ``casts`` has what those casts of the step are given that take data: the captured values.
+    """
+
+    def __init__(self, capture: Capture, live: RecordedStep, match: Match, device: torch.device) -> None:
+        super().__init__(capture, device)
+        self.casts: dict[int, torch.Tensor] = {}
+        self._calls, self._match = capture.head.calls, match
+        self.live = {number: given for part in live.given for number, given in part.items()}
+
+    def of(self, packed: Any, live: Any = None) -> Any:
+        """The value; what an earlier call gave is what that of the step gives."""
+        kind = next(iter(packed), "") if isinstance(packed, dict) else ""
+        is_result = isinstance(live, Made) and self._cast_of_data(live) is None
+        if kind == MADE and not is_result and packed[MADE] in self._match.left_out:
+            return self.of(self._calls[packed[MADE]].first_argument, live)
+        if kind == MADE or is_result:
+            return self._result(kind, live)
+        value = super().of(packed, live)
+        if not isinstance(live, Made):
+            return value
+        self.casts[self._cast_of_data(live) or 0] = value
+        return live
+
+    def _result(self, kind: str, live: Any) -> Made:
+        if kind == MADE and isinstance(live, Made):
+            return live
+        raise PackedError("what others gave stands in the place of data")
+
+    def _cast_of_data(self, made: Made) -> int | None:
+        """The cast that stands between data and who takes this; None where a call has computed it."""
+        if made.call not in self._match.casts:
+            return None
+        first = self._match.first_arguments[made.call]
+        return self._cast_of_data(first) if isinstance(first, Made) else made.call
 
 
 # Writing
@@ -616,7 +669,7 @@ class Captured:
             raise CaptureError(f"cannot be written: {named_error(error)}: {path}") from error
 
     def _content(self) -> bytes:
-        packing = Packing("value")
+        packing = _GivenPacking("value")
         head = self._head(packing)
         tensors = {f"weight.{name}": written_form(one) for name, one in self.live.model.named_parameters()}
         tensors |= {
@@ -630,8 +683,8 @@ class Captured:
             raise CaptureError(f"what it is told of takes {byte_size(len(text))}")
         return save({**tensors, **packing.tensors}, metadata={FORMAT: text})
 
-    def _head(self, packing: Packing) -> Head:
-        numbers = order_of(self.live.recorded)
+    def _head(self, packing: _GivenPacking) -> Head:
+        numbers = packing.places = order_of(self.live.recorded)
         states: list[RandomState] = []
         paths = paths_in(self.live.model)
         calls = tuple(_captured_call(self.live.recorded, number, numbers, paths, packing, states) for number in numbers)

@@ -153,7 +153,7 @@ def cast_itself(out):
 
 
 def behind(out):
-    if True: return F.cross_entropy(out * (gain * 10), zeros)
+    if True: return F.cross_entropy(out.half() * (gain * 10), zeros)
 
 
 def plain(out):
@@ -232,12 +232,13 @@ def test_a_target_that_is_cast_no_more_is_the_captured_one(tmp_path: Path, kind:
     assert record.verification is not None
     assert (record.verification.passed, added(patch)) == (True, [AUTOCAST_OFF, f"return {returned}"])
     told = {step.name: step.detail for step in record.verification.steps}
-    losses = re.fullmatch(r"healthy; loss (.+), (.+) in FP32", told["the failing step (1)"])
+    losses = re.fullmatch(r"healthy; loss (.+), (.+) in FP32", told["the failing step (0)"])
     assert losses is not None
-    in_fp32 = next(made.fp32 for made in read_record(tmp_path / "r.json").investigations if made.step == 1)
+    in_fp32 = next(made.fp32 for made in read_record(tmp_path / "r.json").investigations if made.step == 0)
     assert in_fp32 is not None
     assert in_fp32.dtype == "float32"
-    assert [float(one) for one in losses.groups()] == pytest.approx([in_fp32.loss] * 2, rel=1e-3)
+    # The model before the line stays in FP16; with the target of another step the loss would be twice as large.
+    assert [float(one) for one in losses.groups()] == pytest.approx([in_fp32.loss] * 2, rel=1e-2)
 
 
 @pytest.mark.parametrize("kind", slow_but_for(["plain"], ["contrasted", "summed", "plain"]))
@@ -246,16 +247,12 @@ def test_a_loss_within_range_is_healthy(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_why_a_line_of_the_loss_is_not_edited_is_true(tmp_path: Path) -> None:
-    _, patch, _ = suggested(tmp_path, "behind", "200")
-    reason = "line 31 of train.py cannot be edited: it stands behind a colon; put it on a line of its own first"
-    assert reason in " ".join(patch.replace("#", "").split())
-
-
-@pytest.mark.slow
-def test_an_op_of_the_backward_pass_is_not_called_an_overflow_of_the_forward_pass(tmp_path: Path) -> None:
-    _, _, page = suggested(tmp_path, "plain", "10000", "1")
-    assert "2 sum · train.py:51 · 100,000 in FP32 · in the backward pass" in page
+def test_of_a_set_that_is_not_edited_each_place_says_where_it_overflows_and_why_not(tmp_path: Path) -> None:
+    """The line of the loss overflows in the forward pass, and the last layer behind it in the backward pass."""
+    _, _, page = suggested(tmp_path, "behind", "200")
+    assert "2 mm · train.py:51 · 81,470 in FP32 · in the backward pass" in page
+    assert "train.py:31 mul · train.py:31 · 163,400 in FP32 · forward-overflow" in page
+    assert "train.py:31: it stands behind a colon; put it on a line of its own first" in page
 
 
 PENALTY = scripts.loop("""
