@@ -180,10 +180,12 @@ class RecordedStep:
 
     @property
     def lines(self) -> dict[str, tuple[Line, frozenset[int]]]:
-        """The lines between its modules and its losses, with the numbers of their calls, by file name and number."""
+        """The lines of the script beside its model, with the numbers of their calls, by file name and number: what they
+        compute between it and the losses, and the other modules that they call."""
         found: dict[Line, set[int]] = {}
+        beside = [None, *(module for module, _ in self.beside)]
         for number, call in self.calls.items() if self.reach == "whole" else ():
-            if call.line is not None and call.module is None:
+            if call.line is not None and any(call.module is one for one in beside):
                 found.setdefault(call.line, set()).add(number)
         return {name_of_line(*line[:2]): (line, frozenset(numbers)) for line, numbers in found.items()}
 

@@ -58,12 +58,17 @@ NOT_AGAIN = "step {}, whose {} not finite, could not be replayed: {}"
 
 FINITE_AGAIN = "run again it is finite"
 
-MODULES_FINITE = "its modules give what is finite, and behind them it cannot be followed: {}"
+MODULES_FINITE = "its modules give finite values, and what the script makes of them cannot be replayed: {}"
+
+ENDED_EARLIER = "the script ended before its loss"
 
 NOT_REACHED = "step {} was not captured: the script has made {}, counted from 0"
 """Of one that was asked for."""
 
-BEGAN_SPOILT = "its buffer {} held inf or NaN before it, which an earlier step has written"
+BEGAN_SPOILT = (
+    "its buffer {} held inf or NaN before it, which an earlier step has written; "
+    "ampdbg run --capture-step {} has the step before it replayed"
+)
 
 RECORDED = "it runs a CUDA graph as that was recorded, and in no other precision"
 
@@ -140,7 +145,8 @@ class FailingSteps:
         self._watcher, self._observer, self._investigates = watcher, observer, investigates
         self._policy = Policy()
         self._notes: list[str] = []
-        self._why_ended = ""
+        self.why_ended = ""
+        """How the script has ended in a step, where replays do not show why."""
         self._given_up: float | None = None
         self._looked_at, self._stepping = -1, 0
         self._owner = os.getpid()
@@ -272,7 +278,7 @@ class FailingSteps:
         why_not = self._why_not_now(model, half)
         if why_not:
             return None, why_not
-        step, state = None, ModelState()
+        step, why_not, state = None, ENDED_EARLIER, ModelState()
         if not is_cut:
             step, why_not, state = self.recorder.step(model, optimizers, device.type, loss)
         if step is None and why == "loss":
@@ -280,7 +286,7 @@ class FailingSteps:
             why_not = why_not or other
         spoilt = next((name for name, _ in nonfinite(self.recorder.before.changing(state))), "")
         if spoilt and why != "end":
-            step, why_not = None, BEGAN_SPOILT.format(spoilt)
+            step, why_not = None, BEGAN_SPOILT.format(spoilt, number - 1)
         if step is None:
             return None, why_not
         return LiveStep(number, self._watcher, step, model, device, state, half, scale, why, why_not), ""
@@ -356,16 +362,16 @@ class FailingSteps:
         self._watcher.learn()
         self._watcher.optimizers.adopt(self.recorder.trained)
         step, loss = self._watcher.log.closed(), self.recorder.lost_loss
-        how = f"the script raised {type(ending.error).__name__}" if ending.error else f"{EXITED} {ending.code}"
+        how = f"the script raised {named_error(ending.error)}" if ending.error else f"{EXITED} {ending.code}"
         if self._investigates:
             self._observer.ended_in(step)
         made, why_not = self._look(step, "loss", self._scale(), loss, is_cut=loss is None)
-        if made is not None or not ending.code:
+        if made is not None or self._watcher.log.batch or not ending.code:
             loss_of_step = made.low.loss if made is not None else math.nan
             self._watcher.log.break_off(loss_of_step, is_skipped=not ending.code)
         else:
-            self._why_ended = f"{how} in step {step}, after a forward pass from which nothing went backward"
-            self._why_ended += f"; {why_not}" * bool(why_not)
+            self.why_ended = f"{how} in step {step}, after a forward pass from which nothing went backward"
+            self.why_ended += f"; {why_not}" * bool(why_not)
 
     def _ended_between_steps(self) -> None:
         """Looks at the last step where that was withheld, and nothing is known of any."""
@@ -385,7 +391,7 @@ class FailingSteps:
         notes = [*dict.fromkeys(self._notes), *(MODULES_ALONE.format(made.step, made.why_no_further) for made in parts)]
         notes += [captures.why_not] * bool(captures.why_not)
         notes += [NOT_REACHED.format(captures.wanted, counted(steps, "step"))] * (captures.wanted >= steps > 0)
-        error = "\n".join(filter(None, (record.error, self._why_ended)))
+        error = "\n".join(filter(None, (record.error, self.why_ended)))
         run = ScriptRun(
             start.name,
             start.arguments,

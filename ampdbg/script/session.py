@@ -177,5 +177,5 @@ def _record(watcher: Watch, failing: FailingSteps, ending: ScriptEnd | None) -> 
         command="run",
         interrupted=interrupted,
         autocast_error=by_autocast,
-        error=why or seen.error,
+        error=seen.error if failing.why_ended else why or seen.error,
     )

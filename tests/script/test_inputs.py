@@ -125,7 +125,7 @@ def test_one_bad_target_of_a_function_is_bad_data_at_its_own_step(tmp_path: Path
 def test_a_bad_target_that_a_script_raises_for_before_its_loss_is_not_blamed_for_sure(tmp_path: Path) -> None:
     record, page, _ = ran(tmp_path, TARGETS, "raises", "nan")
     assert "data-nonfinite" not in [finding.code for finding in record.findings]
-    assert "look at what the script makes of that" in page
+    assert "its modules give finite values, and what the script makes of them cannot be replayed" in page
 
 
 ADVERSARIES = scripts.loop("""
@@ -251,20 +251,18 @@ def test_the_same_networks_are_healthy_where_nothing_overflows(kind: str, tmp_pa
 
 
 @pytest.mark.slow
-def test_no_patch_is_promised_nor_denied_for_what_a_frozen_network_has_spoilt(tmp_path: Path) -> None:
-    result, record = run(tmp_path, CHAINED, "frozen", "3e5")
+def test_what_a_frozen_network_has_spoilt_is_cured_at_the_line_that_calls_it(tmp_path: Path) -> None:
+    _, record = run(tmp_path, CHAINED, "frozen", "3e5")
     line = CHAINED.splitlines().index("                given = first(x)  # <- frozen") + 1
     assert record.findings[0].source
     assert record.findings[0].source.line == line
-    assert "suggest-fp32" not in result.stderr
     capture = capture_of(tmp_path)
-    replayed, again = on(tmp_path, "replay", capture)
-    assert (again.verdict, again.findings[0].code) == ("inconclusive", "unknown")
-    assert "may have computed that itself: no replay can tell" in " ".join(replayed.stdout.split())
+    _, again = on(tmp_path, "replay", capture)
+    assert (again.verdict, again.findings[0].code) == ("precision", "forward-overflow")
     suggested, ended = on(tmp_path, "suggest-fp32", capture)
     assert ended.search is not None
-    assert (ended.search.outcome, ended.pins) == ("computed-inputs", ())
-    assert "in FP32 too" not in suggested.stdout
+    assert (ended.search.outcome, [pin.source and pin.source.line for pin in ended.pins]) == ("found", [line])
+    assert f"train.py:{line}: it only calls modules or functions; pin what it calls" in suggested.stderr
 
 
 DISTILLED = scripts.loop("""

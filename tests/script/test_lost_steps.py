@@ -153,9 +153,9 @@ def test_an_error_that_has_nothing_to_do_with_precision_is_not_blamed_on_it(tmp_
     record, page, code = ran(tmp_path, STOPS, "nothing", "always")
     assert (code, record.verdict, record.findings, record.steps_run) == (1, "inconclusive", (), 5)
     assert record.error == (
-        "the script raised ValueError: it is time\n"
-        "the script raised ValueError in step 5, after a forward pass from which nothing went backward. Run again, "
-        "what its modules give is finite in FP16: look at what the script makes of that"
+        "the script raised ValueError: it is time in step 5, after a forward pass from which nothing went backward; "
+        "its modules give finite values, and what the script makes of them cannot be replayed: the script ended before "
+        "its loss"
     )
     assert "! An error stopped the run after 5 steps. Inconclusive" in page
 
@@ -561,10 +561,11 @@ def test_a_pass_that_writes_a_buffer_with_what_overflowed_is_run_again_with_the_
     assert "mul in 1 reaches 136,500 in FP32" in record.findings[0].message
     (capture,) = captured(record)  # later steps begin with NaN: they tell nothing
     assert steps_captured(record) == [20]
+    at = next(number for number, text in enumerate(BUFFERS.splitlines(), start=1) if text.strip() == line)
     for command, code, told in [
         ("replay", 1, line),
-        ("bisect", 1, "mul · train.py:18"),
-        ("suggest-fp32", 0, "lines 18 to 19 of train.py"),
+        ("bisect", 1, f"mul · train.py:{at}"),
+        ("suggest-fp32", 0, f"lines {at} to {at + 1} of train.py"),
     ]:
         done = start(tmp_path, command, capture)
         assert (done.code, told in done.stdout) == (code, True), (command, done.stdout)
@@ -624,8 +625,9 @@ for step in range(12):
 def test_a_buffer_that_an_earlier_step_has_lost_is_no_divergence(tmp_path: Path) -> None:
     _, record = run(tmp_path, AVERAGED)
     assert [(one.code, one.step) for one in record.findings[:2]] == [("unknown", 6), ("buffer-poisoned", 6)]
-    told = "step 6 was not run again: its buffer mean held inf or NaN before it, which an earlier step has written; "
-    assert f"{told}ampdbg run --capture-step 5 has the one before it run again" in record.unseen.notes
+    why_not = "its buffer mean held inf or NaN before it, which an earlier step has written"
+    instead = "ampdbg run --capture-step 5 has the step before it replayed"
+    assert f"step 6, whose loss is not finite, could not be replayed: {why_not}; {instead}" in record.unseen.notes
     _, record = run(tmp_path, AVERAGED, options=("--emulate", "--capture-step=5"))
     start(tmp_path, "replay", captured(record)[0], "--record=again.json")
     found = read_record(tmp_path / "again.json").findings[0]
