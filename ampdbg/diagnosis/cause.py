@@ -160,8 +160,7 @@ def cause_of(made: Investigation, record: Record) -> Finding:
         return found
     is_of_loss, skipped = made.why == "loss", [step for step in record.steps if step.skipped]
     alike = {step.step for step in skipped if math.isfinite(step.loss) != is_of_loss}
-    alike -= failing_elsewhere(made, record)
-    first = first_in_a_row(found.step, alike, record)
+    first = first_in_a_row(found.step, alike, record, failing_elsewhere(made, record))
     told = first == found.step
     message = found.message if told else f"{found.message} (as step {found.step} was run again)"
     return replace(found, step=first, message=message, evidence={**found.evidence, "replayed_step": found.step})
@@ -437,12 +436,15 @@ def leap_in_fp32(made: Investigation, record: Record) -> str:
     return "" if comes_back else f", and in FP32 too the loss leaps from {number(before[-1])} to {number(now)}"
 
 
-def first_in_a_row(last: int, numbers: Container[int], timeline: Record) -> int:
-    """The first of the steps with these numbers that end, without a gap, right before ``last``; or ``last`` itself."""
+def first_in_a_row(last: int, numbers: Container[int], timeline: Record, elsewhere: Container[int] = ()) -> int:
+    """The first of the steps with these numbers that end, without a gap, right before ``last``; or ``last`` itself, as
+    where one of them fails ``elsewhere``: of those between nobody knows where they do."""
     of_iteration = {step.iteration: step.step for step in timeline.steps}
     iteration = next((at for at, step in of_iteration.items() if step == last), last)
     while of_iteration.get(iteration - 1) in numbers:
         iteration -= 1
+        if of_iteration[iteration] in elsewhere:
+            return last
     return of_iteration.get(iteration, last)
 
 

@@ -242,8 +242,7 @@ def _cause(made: Investigation, record: Record) -> Finding:
 def _since_its_first_skip(found: Finding, made: Investigation, record: Record) -> Finding:
     """The finding with the first of the skipped steps in a row that end in the replayed one: all have its weights."""
     skipped = {step.step for step in record.steps if step.skipped and math.isfinite(step.loss)}
-    skipped -= failing_elsewhere(made, record)
-    first = first_in_a_row(found.step, skipped, record)
+    first = first_in_a_row(found.step, skipped, record, failing_elsewhere(made, record))
     if first == found.step or found.phase not in OVERFLOWS or found.code == DIVERGENCE:
         return found
     message = f"{found.message}; step {found.step} was replayed, and every step from {first} on was skipped"

@@ -102,8 +102,9 @@ class Policy:
         self._steps += 1
         self._began = self._began if self._steps else time.monotonic()
 
-    def taken(self, optimizer: int) -> None:
-        """An optimizer has stepped on gradients that are finite."""
+    def row_ended(self, optimizer: int) -> None:
+        """An optimizer has stepped on gradients that are finite, or its last row is known to be no matter of a scale:
+        the next failing step is the first of another row."""
         self._in_a_row[optimizer] = 0
         self._nan_rows.discard(optimizer)
 
@@ -202,15 +203,20 @@ class FailingSteps:
         self._looked_at = number
         if optimizer is not None:
             self.recorder.withheld(optimizer)
-        self._look_beside_the_script(number, why, scale, loss)
+        made = self._look_beside_the_script(number, why, scale, loss)
+        if made is not None and not is_finite(made.fp32):
+            self._policy.row_ended(place)
 
-    def _look_beside_the_script(self, number: int, why: Why, scale: float, loss: torch.Tensor | None = None) -> None:
+    def _look_beside_the_script(
+        self, number: int, why: Why, scale: float, loss: torch.Tensor | None = None
+    ) -> Investigation | None:
         """Looks at a step while the script waits; a note says why that shows nothing."""
         if self._investigates:
             self._observer.replay(number, RUN_AGAIN)
-        _, why_not = self._look(number, why, scale, loss)
+        made, why_not = self._look(number, why, scale, loss)
         if why_not and self._investigates:
             self._notes.append(NOT_AGAIN.format(number, "loss is" if why == "loss" else "gradients are", why_not))
+        return made
 
     def _scale(self) -> float:
         if self._watcher.open_step.scaler is not None:
@@ -333,7 +339,7 @@ class FailingSteps:
         if is_bad or latest.closed() == 1:
             captures.start = in_its_group(captures.start)
         if not is_bad:
-            self._policy.taken(self._stepping)
+            self._policy.row_ended(self._stepping)
         captures.is_wanted = False if captures.has(latest.closed() - 1) else captures.is_wanted
         captures.begins(latest.closed())
 

@@ -125,13 +125,11 @@ def test_of_two_optimizers_with_one_scaler_the_one_that_no_scale_cures_is_blamed
     assert where(record)[3] == "lossD = criterion(of_real.float(), one) + criterion(of_fake.float(), zero)"
     assert (collapse.code, collapse.root) == ("scale-collapse", 0)
     lines = [made.low.producers[0].source for made in record.investigations]
-    assert [line.text.split(" =")[0] if line else "" for line in lines] == ["lossG", "lossD"]
+    assert [line.text.split(" =")[0] if line else "" for line in lines] == ["lossG", "lossG", "lossD"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("scale", "skipped", "replayed"), [("16777216", 8, [(1, False), (2, False)]), ("65536", 0, [])]
-)
+@pytest.mark.parametrize(("scale", "skipped", "replayed"), [("16777216", 8, [(4, False)]), ("65536", 0, [])])
 def test_two_optimizers_that_settle_with_one_scaler_or_need_not_are_healthy(
     tmp_path: Path, scale: str, skipped: int, replayed: list[tuple[int, bool]]
 ) -> None:
@@ -361,7 +359,7 @@ def test_a_line_outside_of_several_models_is_patched(tmp_path: Path) -> None:
     line = next(n for n, text in enumerate(BESIDE_BOTH.splitlines(), start=1) if text.endswith("# HERE"))
     assert (found.code, found.source and found.source.line) == ("forward-overflow", line)
     result, again = on(tmp_path, "suggest-fp32", capture_of(tmp_path))
-    assert (result.code, again.search and again.search.outcome) == (0, "not-in-a-module")
+    assert (result.code, again.search and again.search.outcome) == (0, "found")
     assert [pin.source and pin.source.line for pin in again.pins] == [line]
     assert "+    with torch.autocast(device_type=y.device.type, enabled=False):" in result.stdout
     assert "the patch for it is proven on the failing step" in " ".join(result.stderr.split())
