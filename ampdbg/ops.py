@@ -6,6 +6,7 @@ Kinds overlap. What autocast does with an op is CUDA's to say: see :mod:`ampdbg.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 
 
 @functools.lru_cache(maxsize=4096)
@@ -43,8 +44,16 @@ DIVISIONS = _names("div divide true_divide reciprocal")
 ROOTS = _names("sqrt rsqrt")
 """Without a derivative at zero, and without a value below it."""
 
-POLES = LOGARITHMS | DIVISIONS | _names("pow rsqrt")
-"""Infinite where the last operand is zero."""
+POLES_ELSEWHERE: Mapping[str, tuple[float, ...]] = {
+    "log1p": (-1.0,),
+    "atanh": (-1.0, 1.0),
+    "erfinv": (-1.0, 1.0),
+    "logit": (0.0, 1.0),
+}
+"""Infinite where the operand is one of these numbers."""
+
+POLES = LOGARITHMS | DIVISIONS | _names("pow rsqrt") | POLES_ELSEWHERE.keys()
+"""Infinite where the last operand is zero, or as ``POLES_ELSEWHERE`` says."""
 
 SOFTMAXES = _names("_softmax _log_softmax _safe_softmax softmax log_softmax")
 """NaN for a row of nothing but -inf, which masks what it is given."""

@@ -14,14 +14,18 @@ from itertools import accumulate, pairwise, takewhile
 
 from ampdbg.agreement import is_finite, is_same_run
 from ampdbg.diagnosis.producers import (
+    OVERFLOWS,
     UNKNOWN,
     culprit,
     finding_at,
     format_of,
     named,
+    op_name,
     precision_cause,
+    survivor,
 )
 from ampdbg.diagnosis.tensors import blamed_in_batch, spoilt_weights, weights_nonfinite
+from ampdbg.levels import has_static_scale
 from ampdbg.quantities import number
 from ampdbg.record.codes import CODES, finding_of
 from ampdbg.record.findings import Finding, Phase
@@ -43,6 +47,14 @@ LARGE = 1e15
 TOO_LARGE = (
     "bring these values down: look for weights, divisors or inputs of that size; no pin helps, since FP32 fails too"
 )
+CALIBRATION, NO_USABLE_SCALE = "scale-calibration", "no-usable-scale"
+
+SKIPS_IN_A_ROW = 5
+"""So many skipped steps in a row are no calibration: healthy models settle within four halvings of 65536."""
+
+KEPT_SCALE = "kept_scale"
+"""The evidence of a loss scale that nothing lowers."""
+
 OF_OTHERS = "look at what the other ranks have found: their records stand beside this one"
 MAY_DIVERGE = "a learning rate that diverges may be behind it: the losses before it have risen, or are too few to tell"
 LEARNING_RATE = "lower the learning rate; where the weights keep their size and it still fails, precision is the cause"
@@ -152,7 +164,7 @@ def cause_of(made: Investigation, record: Record) -> Finding:
     steps in a row of its optimizer, for all have the same weights. Where the loss is at fault, one with a finite loss
     is none of them.
     """
-    found = _of_replays(made, record)
+    found = _of_the_scale(_of_replays(made, record), made, record)
     if CODES[found.code].verdict == "precision":
         found = _grown(found, made, record)
     # A batch is that of its own step, and a divergence begins where replays show it.
@@ -177,6 +189,55 @@ def failing_elsewhere(made: Investigation, timeline: Record) -> set[int]:
     whole = (other for other in replayed if is_same_run(replace(other, loss=losses.get(other.step, math.nan))))
     begins = {other.step: other.low.producers[0].site for other in whole if other.low.producers}
     return {step for step, site in begins.items() if here is not None and step != made.step and site != here.site}
+
+
+def _of_the_scale(found: Finding, made: Investigation, record: Record) -> Finding:
+    """The finding of gradients that a lower loss scale would do for: the scale, where nothing lowers it, and where it
+    would lose part of them ``no-usable-scale``."""
+    survived, given = survivor(made), number(made.low.scale)
+    if survived is None:
+        return found
+    kept = _kept_scale(made, record)
+    if not survived.lost and CODES[found.code].keeps_scale and kept is not None:
+        what, cure, scale = kept
+        return replace(
+            found,
+            code=CALIBRATION,
+            evidence={**found.evidence, KEPT_SCALE: scale},
+            message=f"{what} is too large for this step's gradients: {found.message}",
+            remedy=f"{cure.format(survived.scale)}, which finds the right one by itself; no pin is needed",
+        )
+    if survived.lost and found.code == OVERFLOWS["backward"]:
+        return replace(
+            found,
+            code=NO_USABLE_SCALE,
+            message=f"{op_name(found.op)} overflows at a loss scale of {given}; at {number(survived.scale)} it does "
+            f"not, but there half precision flushes the gradient of {', '.join(survived.lost[:3])} to zero",
+            remedy=CODES[NO_USABLE_SCALE].remedy,
+            evidence={**found.evidence, "lost": list(survived.lost[:20])},
+        )
+    return found
+
+
+def _kept_scale(made: Investigation, record: Record) -> tuple[str, str, float] | None:
+    """A loss scale that nothing lowers, in words, with what to do about it, and itself: of the config, of the script's
+    own, or with a floor; None of a dynamic one."""
+    floor = scale_floor(record.steps)
+    if floor is not None:
+        return f"the loss scale, which falls no lower than {number(floor)},", "let GradScaler lower the scale", floor
+    is_of_script = made.low.scale > 1.0 and record.script is not None and not any(step.scaler for step in record.steps)
+    if not is_of_script and not has_static_scale(record.config):
+        return None
+    whose = "the script's own" if is_of_script else "the static"
+    return f"{whose} loss scale {number(made.low.scale)}", "use a loss scale of {:g}, or a dynamic one", made.low.scale
+
+
+def scale_floor(steps: Sequence[Step]) -> float | None:
+    """The loss scale that a scaler does not leave though it skips every step, as one with a floor of its own; else
+    None."""
+    last = steps[-SKIPS_IN_A_ROW:]
+    is_stuck = len(last) == SKIPS_IN_A_ROW and all(step.skipped and step.scaler for step in last)
+    return last[-1].scale if is_stuck and len({step.scale for step in last}) == 1 and last[-1].scale > 1.0 else None
 
 
 def _grown(found: Finding, made: Investigation, record: Record) -> Finding:

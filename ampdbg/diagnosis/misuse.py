@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampdbg.diagnosis.scale import SKIPS_IN_A_ROW, new_lows
+from ampdbg.diagnosis.cause import SKIPS_IN_A_ROW
+from ampdbg.diagnosis.scale import new_lows
 from ampdbg.record.codes import CODES, Code, finding_of
 from ampdbg.record.findings import Finding, Severity
 from ampdbg.record.run import Misuse, Record
@@ -58,7 +59,11 @@ def _severity(found: Misuse, code: Code, record: Record) -> Severity:
     if found.raised:
         return "error"
     is_harmless = found.count < code.harmless_share * record.steps_run
-    if is_harmless or (code.harmless_share and _settles_the_scale(found, record)):
+    if (
+        (code.is_of_a_region and _is_librarys(found))
+        or is_harmless
+        or (code.harmless_share and _settles_the_scale(found, record))
+    ):
         return "info"
     return code.severity
 
@@ -71,5 +76,8 @@ def _settles_the_scale(found: Misuse, record: Record) -> bool:
 
 
 def _remedy(found: Misuse, code: Code) -> str:
-    is_librarys = found.source is not None and lies_in_library(found.source.file)
-    return code.remedy_in_library if is_librarys and code.remedy_in_library else code.remedy
+    return code.remedy_in_library if _is_librarys(found) and code.remedy_in_library else code.remedy
+
+
+def _is_librarys(found: Misuse) -> bool:
+    return found.source is not None and lies_in_library(found.source.file)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ampdbg.agreement import agrees, is_finite, keeps_its_gradients, noise_floor
 from ampdbg.diagnosis.remedies import remedy_of
 from ampdbg.formats import FLOAT16, FORMATS, FloatFormat
-from ampdbg.ops import CASTS, POLES, WRITTEN_OUT, base_name
+from ampdbg.ops import CASTS, LOGARITHMS, POLES, POLES_ELSEWHERE, WRITTEN_OUT, base_name
 from ampdbg.quantities import number
 from ampdbg.record.codes import finding_of
 from ampdbg.record.findings import Finding
@@ -179,9 +179,8 @@ def format_of(dtype: str) -> FloatFormat:
 
 def _flushed(suspect: Suspect) -> str:
     if suspect.divides_by_flushed or not suspect.departs:
-        rounded = f"a value that {format_of(suspect.low.dtype).short} rounds to zero and FP32 does not"
-        return f"{named(suspect.producer)} {takes(suspect)} {rounded}"
-    return f"{_departed(suspect)}: it {takes(suspect)} a value that half precision has rounded to almost nothing"
+        return f"{named(suspect.producer)} {takes_a_pole(suspect)} and FP32 does not"
+    return f"{_departed(suspect)}: it {_takes(suspect)} a value that half precision has rounded to almost nothing"
 
 
 def _beyond_range(suspect: Suspect) -> str:
@@ -302,6 +301,12 @@ def _departed(suspect: Suspect) -> str:
     return f"{named(suspect.producer)} reaches {reached} where FP32 has {_magnitude(suspect)}, and a later op overflows"
 
 
-def takes(suspect: Suspect) -> str:
-    """What an op with a pole does with the value that half has rounded to zero, as messages say it."""
-    return "takes the logarithm of" if suspect.producer.op.startswith("aten.log") else "divides by"
+def takes_a_pole(suspect: Suspect) -> str:
+    """What an op does with the value that half has rounded to where the op is infinite, as messages say it."""
+    at = " or ".join(map(number, POLES_ELSEWHERE.get(base_name(suspect.producer.op), ()))) or "zero"
+    return f"{_takes(suspect)} a value that {format_of(suspect.low.dtype).short} rounds to {at}"
+
+
+def _takes(suspect: Suspect) -> str:
+    name = base_name(suspect.producer.op)
+    return "is given" if name in POLES_ELSEWHERE else "takes the logarithm of" if name in LOGARITHMS else "divides by"

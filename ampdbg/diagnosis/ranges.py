@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ampdbg.agreement import is_finite
+from ampdbg.diagnosis.cause import NO_USABLE_SCALE
 from ampdbg.diagnosis.misuse import autocast_errors
 from ampdbg.diagnosis.producers import OVERFLOWS, UNKNOWN, limit_of, op_name
-from ampdbg.diagnosis.scale import NO_USABLE_SCALE
 from ampdbg.formats import FLOAT16
 from ampdbg.quantities import counted, number
 from ampdbg.record.codes import finding_of

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ampdbg.ops import DIVISIONS, LOGARITHMS, MATRIX_PRODUCTS, ROOTS, SCALINGS, SUMS, base_name
+from ampdbg.ops import DIVISIONS, LOGARITHMS, MATRIX_PRODUCTS, POLES_ELSEWHERE, ROOTS, SCALINGS, SUMS, base_name
 from ampdbg.record.codes import CODES, catalogued
 from ampdbg.record.findings import place_of
 from ampdbg.record.run import Producer, Record
@@ -39,7 +39,7 @@ def remedy_of(code: str, at: Producer | None) -> str:
     if at is None:
         return known.remedy
     near_one = _are_from_one(at) if known.remedy_near_one else []
-    if near_one and all(near_one):
+    if known.remedy_near_one and (base_name(at.op) in POLES_ELSEWHERE or (near_one and all(near_one))):
         return known.remedy_near_one
     # A gradient has the format of what it is of: where that is FP32, so was what the op was given.
     if known.remedy_behind_half and at.phase == "backward" and at.dtype == "float32":

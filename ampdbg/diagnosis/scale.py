@@ -16,15 +16,24 @@ from statistics import mode
 
 from ampdbg import quantities
 from ampdbg.agreement import is_finite
-from ampdbg.diagnosis.cause import DIVERGENCE, cause_of, failing_elsewhere, first_in_a_row, was_replayed
-from ampdbg.diagnosis.producers import OVERFLOWS, UNKNOWN, culprit, op_name, survivor
+from ampdbg.diagnosis.cause import (
+    CALIBRATION,
+    DIVERGENCE,
+    SKIPS_IN_A_ROW,
+    cause_of,
+    failing_elsewhere,
+    first_in_a_row,
+    scale_floor,
+    was_replayed,
+)
+from ampdbg.diagnosis.producers import OVERFLOWS, UNKNOWN, culprit, survivor
 from ampdbg.levels import has_static_scale
 from ampdbg.quantities import counted, listed, number
 from ampdbg.record.codes import CODES, finding_of
 from ampdbg.record.findings import Finding, Source
 from ampdbg.record.run import GroupOverflow, Investigation, Record, Step
 
-CALIBRATION, NO_USABLE_SCALE, RUNAWAY = "scale-calibration", "no-usable-scale", "scale-runaway"
+RUNAWAY = "scale-runaway"
 OSCILLATION, RESTART = "scale-oscillation", "scale-restart"
 
 LIMITLESS = 2.0**32
@@ -35,9 +44,6 @@ SELDOM = 4
 
 SETTLING_STEPS = 20
 """Skips within so many steps of the start (or a tenth of the run, if longer) settle the scale."""
-
-SKIPS_IN_A_ROW = 5
-"""So many skipped steps in a row are no calibration: healthy models settle within four halvings of 65536."""
 
 UNTOLD = "untold"
 """The evidence of how many skips nothing has explained, where they are so many that nothing is known to be well."""
@@ -88,8 +94,9 @@ def skips(record: Record) -> Iterator[Finding]:
         # A loss that is not finite makes every gradient so; then the forward pass is the root, found elsewhere.
         if faults or _overflows_behind_a_finite_loss(record):
             made = next((one for one in faults or investigated if lasts(one, record)), None)
-            yield _cause(made, record) if made else _overflowing_gradients(skipped, record)
-        if record.steps[-1].scale < min(record.steps[0].scale, skipped[0].scale) and not _fails_at_one(record):
+            yield (_cause(made, record) if made else _overflowing_gradients(skipped, record))
+        is_lower = record.steps[-1].scale < min(record.steps[0].scale, skipped[0].scale)
+        if is_lower and scale_floor(record.steps) is None and not _fails_at_one(record):
             yield _collapse((lows or skipped)[0].step, len(lows), record)
     elif faults:
         yield from _distinct(_cause(made, record) for made in faults)
@@ -211,36 +218,8 @@ def _fails_in_fp32_too(made: Investigation, record: Record) -> bool:
 
 
 def _cause(made: Investigation, record: Record) -> Finding:
-    """The cause, or ``no-usable-scale`` where the first scale that works loses part of the gradients.
-
-    Where a static scale is the only thing wrong, the finding is the scale.
-    """
-    found = _since_its_first_skip(cause_of(made, record), made, record)
-    given, survived = number(made.low.scale), survivor(made)
-    if survived is None:
-        return found
-    if not survived.lost and has_static_scale(record.config) and CODES[found.code].keeps_scale:
-        return replace(
-            found,
-            code=CALIBRATION,
-            message=f"the static loss scale {given} is too large for this step's gradients: {found.message}",
-            remedy=f"use a loss scale of {survived.scale:g}, or a dynamic one, which finds it by itself; "
-            "no pin is needed",
-        )
-    if survived.lost and found.code == OVERFLOWS["backward"]:
-        return replace(
-            found,
-            code=NO_USABLE_SCALE,
-            message=f"{op_name(found.op)} overflows at a loss scale of {given}; at {number(survived.scale)} it does "
-            f"not, but there half precision flushes the gradient of {', '.join(survived.lost[:3])} to zero",
-            remedy=CODES[NO_USABLE_SCALE].remedy,
-            evidence={**found.evidence, "lost": list(survived.lost[:20])},
-        )
-    return found
-
-
-def _since_its_first_skip(found: Finding, made: Investigation, record: Record) -> Finding:
-    """The finding with the first of the skipped steps in a row that end in the replayed one: all have its weights."""
+    """The cause with the first of the skipped steps in a row that end in the replayed one: all have its weights."""
+    found = cause_of(made, record)
     skipped = {step.step for step in record.steps if step.skipped and math.isfinite(step.loss)}
     first = first_in_a_row(found.step, skipped, record, failing_elsewhere(made, record))
     if first == found.step or found.phase not in OVERFLOWS or found.code == DIVERGENCE:
@@ -483,7 +462,7 @@ def _steps_to_grow(steps: Sequence[Step]) -> Iterator[int]:
 
 def is_calibration(made: Investigation, record: Record) -> bool:
     """Whether FP32 is finite and so is FP16 at a lower scale, which a dynamic scale will find."""
-    if has_static_scale(record.config) or _usable_scale(made) is None:
+    if has_static_scale(record.config) or scale_floor(record.steps) is not None or _usable_scale(made) is None:
         return False
     suspect, code = culprit(made), CODES[cause_of(made, record).code]
     is_of_scale = suspect is not None and suspect.needs_only_a_scale and code.verdict != "other"

@@ -10,7 +10,7 @@ from pathlib import PurePath
 from typing import Literal
 
 from ampdbg.agreement import LOST_ENERGY, agrees, is_finite, losses_agree, noise_floor
-from ampdbg.diagnosis.producers import Suspect, format_of, named, suspects, takes
+from ampdbg.diagnosis.producers import Suspect, named, suspects, takes_a_pole
 from ampdbg.quantities import listed, number
 from ampdbg.record.findings import Source
 from ampdbg.record.pins import PinSite, Trial
@@ -238,7 +238,7 @@ def _goes_wrong(suspect: Suspect) -> str:
     if suspect.overflows:
         why = f" reaches {number(suspect.value)}"
     elif suspect.divides_by_flushed:
-        why = f" {takes(suspect)} a value that {format_of(suspect.low.dtype).short} rounds to zero"
+        why = f" {takes_a_pole(suspect)}"
     return f"{named(suspect.producer)}{_place(suspect.producer.source)}{why}"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ampdbg.formats import FLOAT16
-from ampdbg.ops import ATEN_MOVES, CASTS, FILLS, POLES, SCALINGS, WRITTEN_OUT, base_name
+from ampdbg.ops import ATEN_MOVES, CASTS, FILLS, POLES, POLES_ELSEWHERE, SCALINGS, WRITTEN_OUT, base_name
 from ampdbg.probes.bad_values import BadValues
 from ampdbg.probes.module_calls import ModulePaths
 from ampdbg.probes.op_trace import OpPlace, OpSeen, OpTrace, OpTraits, storage_of
@@ -92,9 +92,11 @@ class ProducerTrace(OpTrace):
         )
 
     def _is_at_a_pole(self, op: str) -> bool:
-        """Whether what it divides by has a zero: for a power the base, where the exponent is negative."""
+        """Whether what it is given is infinite there, as a divisor of zero: for a power the base, where the exponent is
+        negative."""
         if base_name(op) != "pow":
-            return bool((self._given[-1] == 0).any())
+            poles = POLES_ELSEWHERE.get(base_name(op), (0.0,))
+            return any(bool((self._given[-1] == pole).any()) for pole in poles)
         values = [*self._numbers, *self._given] if op.endswith(".Scalar") else [*self._given, *self._numbers]
         if len(values) < 2:  # a complex exponent
             return False

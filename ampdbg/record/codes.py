@@ -43,6 +43,7 @@ class Code:
         is_counted: how often a misuse happens is known: not, where only some passes are looked into.
         harmless_share: a misuse in a smaller share of the steps is no more than information; where this is not 0, so is
             one in a few skipped steps that settle the loss scale.
+        is_of_a_region: no more than information where its line is a library's, which opens the region of autocast.
         remedy_in_library: the remedy of a misuse whose line is a library's, and not the user's to edit.
     """
 
@@ -72,6 +73,7 @@ class Code:
     message: str = ""
     is_counted: bool = True
     harmless_share: float = 0.0
+    is_of_a_region: bool = False
     remedy_in_library: str = ""
 
 
@@ -488,6 +490,7 @@ _ALL = (
         "the code calls backward() inside autocast, which belongs around the forward pass and the loss alone",
         "end the autocast block before backward(): each backward op runs in the dtype of its forward op",
         "warning",
+        is_of_a_region=True,
     ),
     _misuse(
         "not-half",

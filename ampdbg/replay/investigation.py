@@ -12,9 +12,9 @@ from typing import Any, Literal
 import torch
 
 from ampdbg.agreement import AGREEMENT, agrees, is_finite, is_same_run
-from ampdbg.diagnosis.cause import may_have_risen
+from ampdbg.diagnosis.cause import SKIPS_IN_A_ROW, may_have_risen
 from ampdbg.diagnosis.producers import culprit, overflow_in
-from ampdbg.diagnosis.scale import SKIPS_IN_A_ROW, is_nan_alone
+from ampdbg.diagnosis.scale import is_nan_alone
 from ampdbg.formats import FLOAT16
 from ampdbg.observer import Observer
 from ampdbg.probes.garbage import seldom_collected

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import re
 import threading
 import weakref
@@ -67,6 +68,12 @@ DRAWS = re.compile(r"rand|dropout|bernoulli|multinomial|poisson|rrelu|gumbel|fra
 
 WRITES = ("__setitem__", "__set__")
 """Functions that write into their first argument, and do not end as those do that torch says this of."""
+
+PRODUCTS = ("mul", "multiply", "__mul__", "__rmul__")
+
+OWN_SCALE = 8.0
+"""A loss that is multiplied by so large a power of two right before it goes backward has a loss scale of the script's
+own."""
 
 HOOKS = ("register_hook", "retain_grad")
 """Functions after which other gradients may come to a tensor, or stay."""
@@ -568,7 +575,14 @@ class Recorder(TorchFunctionMode):
             return None, self._compiles or NOT_ALL_SEEN, ModelState()
         calls = _Calls(self._now.calls, self._now.changed, self._weights_written(optimizers), self._copied)
         ends = [calls.end(made, start) for made, start in losses if made is not None]
-        return self._made(calls, calls.parts_of(ends), model, device)
+        unscaled = [calls.unscaled(made) for made in ends]
+        scales = {scale for _, scale in unscaled}
+        if len(scales) == 1:  # else each loss keeps the factor of its own
+            ends = [made for made, _ in unscaled]
+        step, why, state = self._made(calls, calls.parts_of(ends), model, device)
+        if step is not None and len(scales) == 1:
+            step = replace(step, own_scale=scales.pop())
+        return step, why, state
 
     def modules(
         self, model: torch.nn.Module, optimizers: Sequence[Optimizer], device: str, most: int | None = None
@@ -659,6 +673,19 @@ class _Calls:
         weighs = replace(self.calls[made.call], function=weighted, given=((made, start), {}), reads={made.call})
         self.calls[number] = replace(weighs, inputs=[], past={}, writes=False, training=None, why_not="")
         return Made(number, "")
+
+    def unscaled(self, made: Made) -> tuple[Made, float]:
+        """What a loss was before the script has multiplied it by a loss scale of its own, and that; else 1.
+
+        That is a power of two of at least ``OWN_SCALE``: other factors weigh losses.
+        """
+        call = self.calls[made.call]
+        factors = [one for one in call.given[0] if type(one) in (int, float) and one >= OWN_SCALE]
+        losses = [one for one in call.given[0] if isinstance(one, Made)]
+        is_product = getattr(call.function, "__name__", "") in PRODUCTS and len(factors) == len(losses) == 1
+        if not is_product or math.frexp(factors[0])[0] != 0.5:
+            return made, 1.0
+        return losses[0], float(factors[0])
 
     def why_not(self, number: int) -> str:
         """Why a call cannot be made again as it was; "" where it can."""

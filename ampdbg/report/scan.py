@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from ampdbg.diagnosis.cause import KEPT_SCALE
 from ampdbg.diagnosis.scale import UNEXPLAINED, settled_at
 from ampdbg.formats import FLOAT32, FORMATS
 from ampdbg.levels import format_of_config
@@ -103,11 +104,15 @@ def stopped(record: Record) -> str:
     return f"{why} after {count}{searching}" if why else ""
 
 
+HEALTHY = "{verdict}: {skips}."
+
+
 def _sentence(record: Record) -> str:
     if record.findings:
         finding = record.findings[0]
         code = catalogued(finding.code)
-        template = code.information if finding.severity == "info" and code.information else code.headline
+        is_information = finding.severity == "info"
+        template = (code.information or HEALTHY) if is_information else code.headline
         template = template or f"{explanation(code.name).title}, at step {{step}}."
         return template.format(**_headline_facts(finding, record))
     if not record.steps:
@@ -139,7 +144,7 @@ def _headline_facts(finding: Finding, record: Record) -> dict[str, str]:
         "skips": _skips(timeline),
         "losses": _losses(finding, timeline, record),
         "first": first,
-        "last": last,
+        "last": scale(kept) if isinstance(kept := finding.evidence.get(KEPT_SCALE), float) else last,
         "falling": f", and the loss scale fell from {first} to {last}" if steps[-1].scale < steps[0].scale else "",
         "settles": "settles; it has not yet" if settled is None else f"settled at {scale(settled)}{normal}",
     }

@@ -1,8 +1,9 @@
 """The failing steps of a loop that is not ours: which are run again and captured, while their weights are there.
 
 A step whose loss is not finite is, where it is the first of a row. One whose gradients alone are not finite may be the
-doing of a loss scale that settles: it is looked at where it leaves NaN alone, where a step has borne its scale before,
-at the ``SKIPS_IN_A_ROW``-th of a row, and where the script ends in it. All within ``SHARE`` of the run's time.
+doing of a loss scale that settles: it is looked at where no scaler withholds it, where it leaves NaN alone, where a
+step has borne its scale before, at the ``SKIPS_IN_A_ROW``-th of a row, and where the script ends in it. All within
+``SHARE`` of the run's time.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import torch
 from torch.optim import Optimizer
 
 from ampdbg.agreement import is_finite
+from ampdbg.diagnosis.cause import SKIPS_IN_A_ROW
 from ampdbg.diagnosis.producers import survivor
-from ampdbg.diagnosis.scale import SKIPS_IN_A_ROW, is_nan_alone
+from ampdbg.diagnosis.scale import is_nan_alone
 from ampdbg.errors import named_error
 from ampdbg.observer import Observer
 from ampdbg.probes.module_calls import recorded_graphs
@@ -82,9 +84,9 @@ class Policy:
         self._lost, self._nan_rows = -2, set[int]()
         self._began, self._steps, self.waited = time.monotonic(), -1, 0.0
 
-    def wants(self, why: Why, step: int, optimizer: int, *, has_borne: bool, is_nan: bool) -> bool:
+    def wants(self, why: Why, step: int, optimizer: int, *, has_borne: bool, is_nan: bool, is_withheld: bool) -> bool:
         """Whether a failing step of an optimizer is to be looked at; ``has_borne``: an earlier one has come through its
-        loss scale, ``is_nan``: no inf is left."""
+        loss scale, ``is_nan``: no inf is left, ``is_withheld``: by a scaler, and else it ruins the weights."""
         if why == "loss":
             is_first, self._lost = step - self._lost > 1, step
             return is_first and self.is_open(why)
@@ -94,7 +96,8 @@ class Policy:
         skips = self._in_a_row[optimizer] = self._in_a_row.get(optimizer, 0) + 1
         is_nan = is_nan and optimizer not in self._nan_rows
         self._nan_rows |= {optimizer} if is_nan else set()
-        is_due = is_nan or skips == SKIPS_IN_A_ROW or (skips == 1 and has_borne and is_in_time)
+        is_first = skips == 1 and (not is_withheld or (has_borne and is_in_time))
+        is_due = is_first or is_nan or skips == SKIPS_IN_A_ROW
         return is_due and self.is_open(why)
 
     def ended(self) -> None:
@@ -197,7 +200,10 @@ class FailingSteps:
         borne = max(
             (step.scale for step in self._watcher.steps if not step.skipped and step.optimizer == place), default=-1.0
         )
-        is_due = self._policy.wants(why, number, place, has_borne=scale <= borne, is_nan=is_nan)
+        is_withheld = self._watcher.open_step.scaler is not None
+        is_due = self._policy.wants(
+            why, number, place, has_borne=scale <= borne, is_nan=is_nan, is_withheld=is_withheld
+        )
         if number == self._looked_at or not (is_due or self.captures.is_wanted):
             return
         self._looked_at = number
@@ -295,6 +301,7 @@ class FailingSteps:
             step, why_not = None, BEGAN_SPOILT.format(spoilt, number - 1)
         if step is None:
             return None, why_not
+        scale *= step.own_scale
         return LiveStep(number, self._watcher, step, model, device, state, half, scale, why, why_not), ""
 
     def _why_not_now(self, model: torch.nn.Module, half: Half | None) -> str:
