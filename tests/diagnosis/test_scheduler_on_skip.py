@@ -69,3 +69,16 @@ def test_the_remedy_leaves_a_librarys_line_alone(folder: str) -> None:
     assert remedy == CODES[CODE].remedy_in_library
     assert remedy.startswith("a library steps the scheduler")
     assert told(with_scheduler("x." * 6)).remedy == CODES[CODE].remedy
+
+
+@pytest.mark.parametrize(
+    ("file", "severity", "verdict"),
+    [
+        ("/env/lib/python3.12/site-packages/lightning/pytorch/core/module.py", "info", "healthy"),
+        ("/home/user/train.py", "warning", "other"),
+    ],
+)
+def test_a_region_of_autocast_that_a_library_opens_is_information(file: str, severity: str, verdict: str) -> None:
+    misuse = Misuse("misuse-backward-in-autocast", 0, 12, Source(file, 3, "backward", "loss.backward()"))
+    record = diagnose(record_of(steps_of("." * 12), misuses=(misuse,)))
+    assert ([found.severity for found in record.findings], record.verdict) == ([severity], verdict)

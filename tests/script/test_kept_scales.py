@@ -1,0 +1,100 @@
+"""A loss scale that nothing lowers: one with a floor of its scaler's own, or a number that the script multiplies by."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.script import scripts
+from tests.script.test_run import ran, where
+from tests.siblings import slow_but_for
+
+FLOOR = scripts.loop("""
+class FloorScaler(torch.amp.GradScaler):
+    def update(self, new_scale=None):
+        super().update(new_scale)
+        self._scale.clamp_(min=float(sys.argv[1]))
+
+net = nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 8)).cuda()
+optimizer = torch.optim.SGD(net.parameters(), 1e-5)
+scaler = FloorScaler("cuda")
+for step in range(24):
+    x, y = torch.randn(64, 32).cuda(), torch.randn(64, 8).cuda() * 5
+    with torch.autocast("cuda"):
+        loss = F.mse_loss(net(x).float(), y, reduction="sum")
+    STEP
+""")
+"""Gradients of a summed loss fit a loss scale of some hundred."""
+
+
+@pytest.mark.parametrize("floor", slow_but_for(["16384"], ["16384", "1"]))
+def test_a_scale_that_its_scaler_keeps_too_high_is_an_error(tmp_path: Path, floor: str) -> None:
+    record, page, code = ran(tmp_path, FLOOR, floor)
+    if floor == "1":
+        assert (code, record.verdict, [found.severity for found in record.findings]) == (0, "healthy", ["info"])
+        return
+    (found,) = record.findings
+    assert (code, record.verdict, found.code, found.severity) == (1, "other", "scale-calibration", "error")
+    assert "The static loss scale 16,384 is too large: 24 of 24 steps skipped." in page
+    assert found.message.startswith("the loss scale, which falls no lower than 16,384, is too large for this step's")
+    assert "let GradScaler lower the scale" in found.remedy
+
+
+OWN = scripts.loop("""
+gain = float(sys.argv[1])
+net = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 1)).cuda().half()
+masters = [weight.detach().float().clone().requires_grad_() for weight in net.parameters()]
+optimizer = torch.optim.Adam(masters, 1e-3)
+for step in range(8):
+    x = torch.randn(64, 32).cuda().half()
+    loss = gain * F.mse_loss(net(x).float(), x[:, :1].float())
+    net.zero_grad()
+    (loss * 1024).backward()
+    for master, weight in zip(masters, net.parameters()):
+        master.grad = weight.grad.float() / 1024
+    optimizer.step()
+    with torch.no_grad():
+        for master, weight in zip(masters, net.parameters()):
+            weight.copy_(master)
+""")
+"""Half weights with FP32 masters, and a loss scale of the script's own."""
+
+
+@pytest.mark.parametrize("gain", slow_but_for(["30000"], ["30000", "1"]))
+def test_a_loss_scale_of_the_scripts_own_that_is_too_large_is_named(tmp_path: Path, gain: str) -> None:
+    record, page, code = ran(tmp_path, OWN, gain)
+    if gain == "1":
+        assert (code, record.verdict, record.findings) == (0, "healthy", ())
+        return
+    assert (code, record.verdict, *where(record)[:2]) == (1, "other", "scale-calibration", 0)
+    assert "The static loss scale 1,024 is too large" in page
+    assert record.findings[0].message.startswith("the script's own loss scale 1,024 is too large for this step's")
+    assert record.findings[0].evidence["survives_scale"] == 2.0
+
+
+NEAR_ONE = scripts.loop("""
+net = nn.Linear(8, 8).cuda()
+nn.init.normal_(net.weight, std=3.0)
+optimizer, scaler = torch.optim.SGD(net.parameters(), 1e-3), torch.amp.GradScaler("cuda", init_scale=16.0)
+for step in range(6):
+    with torch.autocast("cuda"):
+        p = torch.sigmoid(net(torch.randn(16, 8).cuda()))
+        loss = WHAT
+    STEP
+""")
+
+AT_ONE = {
+    "log1p": ("-torch.log1p(-p.clamp(max=1 - 1e-6)).float().mean()", "-1"),
+    "atanh": ("torch.atanh(p.clamp(max=1 - 1e-6)).float().mean()", "-1 or 1"),
+    "logit": ("torch.logit(p.clamp(1e-6, 1 - 1e-6)).float().mean()", "0 or 1"),
+}
+
+
+@pytest.mark.parametrize("op", slow_but_for(["log1p"], AT_ONE))
+def test_a_bound_that_rounds_to_one_is_an_eps_that_rounds_to_zero(tmp_path: Path, op: str) -> None:
+    loss, pole = AT_ONE[op]
+    record, page, _ = ran(tmp_path, NEAR_ONE.replace("WHAT", loss))
+    found = record.findings[0]
+    assert (found.code, found.step, found.op) == ("eps-underflow", 0, f"aten.{op}.default")
+    assert f"{op} is given a value that FP16 rounds to {pole} and FP32 does not" in found.message
+    assert "clamp p to at most 0.9990" in found.remedy
+    assert "ampdbg suggest-fp32" in page
