@@ -158,12 +158,15 @@ def culprit(made: Investigation) -> Suspect | None:
     """The suspect that explains the step. Constants are mostly masks: one is blamed when nothing else can be.
 
     Where gradients are finite at a lower scale, the backward pass overflows, unless some are zero there or they have
-    nothing in common with FP32's: then what overflows in the forward pass is behind them too.
+    nothing in common with FP32's: then what overflows in the forward pass is behind them too. Where they are finite at
+    none, an op counts whose inf or NaN has reached them; what a matcher computes without gradients has not.
     """
     survived = survivor(made)
     is_sound = survived and not survived.lost and (survived.gradient_distance or 0.0) < NOTHING_IN_COMMON
     phases = ("forward",) if made.why == "loss" else ("backward",) if is_sound else ("forward", "backward")
     found = [suspect for suspect in suspects(made) if suspect.producer.phase in phases]
+    if made.why == "gradients" and survived is None:
+        found = [suspect for suspect in found if suspect.producer.reaches_gradients] or found
     return next((suspect for suspect in found if not suspect.is_constant), next(iter(found), None))
 
 

@@ -303,6 +303,18 @@ def test_scalers_that_cost_hardly_a_step_or_take_turns_are_healthy(steps: list[S
     assert diagnosed(steps).verdict == "healthy"
 
 
+def test_of_gradients_that_no_scale_makes_finite_an_op_is_blamed_that_has_reached_them() -> None:
+    """A matcher computes without gradients: its own inf changes which boxes are matched, and no gradient is inf of it."""
+    matcher = replace(OVERFLOWS, phase="forward", module="matcher", fp32_largest=9e4)
+    layer = replace(OVERFLOWS, module="layer", fp32_largest=2e5, reaches_gradients=True)
+    for producers, blamed in (((matcher, layer), ("layer", "gradient-overflow")), ((matcher,), ("matcher", None))):
+        at_one = low(scale=1.0, producers=producers)
+        found = diagnosed("x" * 8, of_gradients(4, low(producers=producers), FP32, low(scale=256.0), at_one)).findings[
+            0
+        ]
+        assert (found.module, found.code) == (blamed[0], blamed[1] or "forward-overflow")
+
+
 def test_losses_that_are_not_finite_are_no_matter_of_a_new_scaler() -> None:
     record = diagnose(record_of(scalers_of(*["NNN"] * 10, loss=math.nan)))
     assert "scale-restart" not in [finding.code for finding in record.findings]
