@@ -113,7 +113,7 @@ def test_a_script_may_work_in_a_folder_of_its_own(is_there: bool, tmp_path: Path
     if not is_there:
         shutil.rmtree(tmp_path / "outputs")
     result = start(tmp_path, "suggest-fp32", str(capture_of(tmp_path)))
-    assert (result.code, "the failing step (1): healthy" in result.stdout) == (0, True), result.stderr
+    assert (result.code, "the failing step (0): healthy" in result.stdout) == (0, True), result.stderr
     assert (tmp_path / "outputs" / "run").exists() == is_there
 
 
