@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import Field
 from functools import _lru_cache_wrapper as _Cached
 from functools import cached_property
 from types import CodeType, FunctionType, ModuleType
@@ -66,20 +67,24 @@ def _code_in(owner: ModuleType | type) -> Iterator[CodeType]:
 
 
 def _functions_of(value: Any) -> Iterator[FunctionType]:
-    """A function, those in a table of them, and what stands behind a descriptor or a decorator, maybe of torch's."""
+    """A function and its defaults, those in a table of them, and what stands behind a descriptor, a decorator, maybe of
+    torch's, or the default of a dataclass's field."""
     behind: Iterable[Any] = ()
     if isinstance(value, FunctionType):
         yield value
+        behind = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     if isinstance(value, dict):
         behind = [*value.values()]
     elif isinstance(value, property):
         behind = (value.fget, value.fset)
     elif isinstance(value, cached_property):
         behind = (value.func,)
+    elif isinstance(value, Field):
+        behind = (value.default_factory,)
     elif isinstance(value, (staticmethod, classmethod)):
         behind = (value.__func__,)
-    elif isinstance(value, (FunctionType, _Cached)):
-        behind = (getattr(value, "__wrapped__", None),)
+    if isinstance(value, (FunctionType, _Cached)):
+        behind = (*behind, getattr(value, "__wrapped__", None))
     for function in behind:
         yield from _functions_of(function)
 
