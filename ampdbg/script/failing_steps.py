@@ -115,8 +115,8 @@ class Policy:
         self._lost_rows.discard(optimizer)
 
     def row_ended(self, optimizer: int) -> None:
-        """The last row of an optimizer is known to be no matter of a scale: the next step whose gradients are not finite
-        is the first of another row."""
+        """The last row of an optimizer is known to be no matter of a scale: its next step whose gradients are not
+        finite is the first of another row."""
         self._in_a_row[optimizer] = 0
         self._nan_rows.discard(optimizer)
 
