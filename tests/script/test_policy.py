@@ -1,12 +1,12 @@
 """Which failing steps of a script are replayed."""
 
-from ampdbg.diagnosis.scale import SKIPS_IN_A_ROW
+from ampdbg.diagnosis.cause import SKIPS_IN_A_ROW
 from ampdbg.script.failing_steps import MOST_OF_A_KIND, Policy
 
 
 def lost(policy: Policy, optimizer: int) -> bool:
     """Whether a step that has lost its loss is looked at; if so, it is."""
-    is_wanted = policy.wants("loss", optimizer, has_borne=False, is_nan=False)
+    is_wanted = policy.wants("loss", optimizer, has_borne=False, is_nan=False, is_withheld=True)
     if is_wanted:
         with policy.looking("loss"):
             pass
@@ -17,7 +17,7 @@ def row(policy: Policy, optimizer: int) -> list[int]:
     """Which steps are looked at of a row whose gradients alone are not finite, from 1 on."""
     looked_at = []
     for skip in range(1, SKIPS_IN_A_ROW + 2):
-        if policy.wants("gradients", optimizer, has_borne=False, is_nan=False):
+        if policy.wants("gradients", optimizer, has_borne=False, is_nan=False, is_withheld=True):
             with policy.looking("gradients"):
                 looked_at.append(skip)
     return looked_at
@@ -37,7 +37,7 @@ def test_the_first_of_a_row_of_lost_losses_is_replayed_whatever_other_optimizers
 def test_a_step_whose_gradients_alone_are_not_finite_ends_a_row_of_lost_losses() -> None:
     policy = Policy()
     assert lost(policy, 0)
-    policy.wants("gradients", 0, has_borne=False, is_nan=False)
+    policy.wants("gradients", 0, has_borne=False, is_nan=False, is_withheld=True)
     assert lost(policy, 0)
 
 
