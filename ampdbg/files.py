@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 import stat
+import string
 import sys
 import tempfile
 import time
@@ -16,6 +17,12 @@ from pathlib import Path
 
 TEMPORARY = ".ampdbg-temporary-"
 """What the names of temporary files and folders begin with: none of a user's may."""
+
+LETTERS = string.ascii_uppercase + string.digits
+"""What the marks of temporary folders are made of: Python's own names of chance have no such letters."""
+
+marks: set[str] = set()
+"""Those of the folders that this process has made, or works for: what has them in its name is ours."""
 
 ABANDONED = 60.0
 """Seconds after which one that nobody holds was left by a process that was killed."""
@@ -55,9 +62,11 @@ def staged_file(path: Path, content: bytes) -> Iterator[Path]:
 def temporary_folder() -> Iterator[Path]:
     """A folder that is gone afterwards; first go those that killed processes have left.
 
-    Files and semaphores that have its name of chance in theirs go with it.
+    Files and semaphores that have its mark in their names go with it.
     """
-    folder = Path(tempfile.mktemp(prefix=TEMPORARY))  # mkdir makes none that is there
+    mark = "".join(secrets.choice(LETTERS) for _ in range(6))
+    marks.add(mark)
+    folder = Path(tempfile.gettempdir(), TEMPORARY + mark)
     try:  # begins before the folder is there: Ctrl-C may fall into the very call that makes it
         folder.mkdir(mode=0o700)
         with _held(folder):
@@ -66,7 +75,7 @@ def temporary_folder() -> Iterator[Path]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         for place in (folder.parent, Path("/dev/shm")):
-            for other in place.glob(f"*{folder.name[len(TEMPORARY) :]}*"):
+            for other in place.glob(f"*{mark}*"):
                 with contextlib.suppress(OSError):
                     shutil.rmtree(other) if other.is_dir() and not other.is_symlink() else other.unlink()
 

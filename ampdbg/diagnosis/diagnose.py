@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from ampdbg.diagnosis.cause import nonfinite_loss, risen
 from ampdbg.diagnosis.hidden_faults import hidden_faults
@@ -40,8 +41,8 @@ Family = Callable[[Record], Iterator[Finding]]
 
 
 def _each(family: Family) -> Family:
-    """The family asked of one optimizer after another: a loss scale is told by the steps of one alone."""
-    return lambda record: (finding for timeline in record.timelines for finding in family(timeline))
+    """The family asked of one optimizer after another, of those of its steps that have a loss scale."""
+    return lambda record: chain.from_iterable(family(replace(one, steps=one.scaled_steps)) for one in record.timelines)
 
 
 ORDER_OF_DECISION: tuple[Family, ...] = (
@@ -73,8 +74,9 @@ def diagnose(record: Record) -> Record:
     information: list[Finding] = []
     for family in ORDER_OF_DECISION:
         for finding in family(record):
-            if finding.severity == "info" and finding.code not in [known.code for known in information]:
-                information.append(replace(finding, root=None))
+            if finding.severity == "info":
+                is_new = finding.code not in [known.code for known in information]
+                information += [replace(finding, root=None)] * is_new
             # The replays of one step may show two families the same cause: it is reported once.
             elif finding not in [replace(known, root=finding.root) for known in faults]:
                 leads = family is nonfinite_loss and _stands_before(finding, faults, record)

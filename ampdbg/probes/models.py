@@ -139,17 +139,19 @@ def _alive_in_process() -> list[nn.Module]:
 
 
 def _that_run(roots: list[nn.Module], trained: set[int], called: Iterable[nn.Module]) -> list[nn.Module]:
-    """The owners but for those whose trained parameters all belong to others, which are called while they are not.
+    """The owners, without those whose trained parameters all belong to others that were called later.
 
-    Such is a model that ``torch.jit.script`` or ``torch.fx`` has made another one of, which trains in its place.
+    Such is a model that ``torch.jit.script``, ``torch.jit.trace`` or ``torch.fx`` has made another one of, which trains
+    in its place.
     """
-    of_called = set(map(id, called))
-    run = [root for root in roots if any(id(module) in of_called for module in root.modules())]
-    covered = {id(parameter) for root in run for parameter in root.parameters()}
-    by_id = set(map(id, run))
-    return [
-        root for root in roots if id(root) in by_id or not trained.intersection(map(id, root.parameters())) <= covered
-    ]
+    places = {id(module): place for place, module in enumerate(called)}
+    latest = {id(root): max(places.get(id(module), -1) for module in root.modules()) for root in roots}
+    covered, left_out = set[int](), set[int]()
+    for root in sorted(roots, key=lambda root: latest[id(root)], reverse=True):
+        own = trained.intersection(map(id, root.parameters()))
+        left_out |= {id(root)} if own <= covered else set()
+        covered |= own if latest[id(root)] >= 0 else set()
+    return [root for root in roots if id(root) not in left_out]
 
 
 def _children(module: nn.Module) -> list[nn.Module]:

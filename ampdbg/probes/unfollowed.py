@@ -6,7 +6,8 @@ Only the frames of ours are run as they are: what they call of the script's or o
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import Field
 from functools import _lru_cache_wrapper as _Cached
 from functools import cached_property
 from types import CodeType, FunctionType, ModuleType
@@ -20,6 +21,17 @@ PACKAGE = "ampdbg"
 
 FOLLOWED = ("ampdbg.precision.pins",)
 """A script's model may be pinned by these, and is compiled with them."""
+
+BEHIND: Mapping[type, tuple[str, ...]] = {
+    FunctionType: ("__wrapped__", "__defaults__", "__kwdefaults__"),
+    _Cached: ("__wrapped__",),
+    property: ("fget", "fset"),
+    cached_property: ("func",),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    Field: ("default_factory",),
+}
+"""Where functions hold others, and descriptors and fields of dataclasses theirs."""
 
 _OURS = (str(AMPDBG), "<string>")
 """The files that our code is of: what a dataclass makes is of none."""
@@ -66,22 +78,13 @@ def _code_in(owner: ModuleType | type) -> Iterator[CodeType]:
 
 
 def _functions_of(value: Any) -> Iterator[FunctionType]:
-    """A function, those in a table of them, and what stands behind a descriptor or a decorator, maybe of torch's."""
-    behind: Iterable[Any] = ()
+    """A function, those in a table of them, and what stands behind either of ``BEHIND``, maybe of torch's."""
     if isinstance(value, FunctionType):
         yield value
-    if isinstance(value, dict):
-        behind = [*value.values()]
-    elif isinstance(value, property):
-        behind = (value.fget, value.fset)
-    elif isinstance(value, cached_property):
-        behind = (value.func,)
-    elif isinstance(value, (staticmethod, classmethod)):
-        behind = (value.__func__,)
-    elif isinstance(value, (FunctionType, _Cached)):
-        behind = (getattr(value, "__wrapped__", None),)
-    for function in behind:
-        yield from _functions_of(function)
+    tabled = [*value.values()] if isinstance(value, dict) else value if isinstance(value, tuple) else ()
+    names = next((names for kind, names in BEHIND.items() if isinstance(value, kind)), ())
+    for behind in (*tabled, *(getattr(value, name, None) for name in names)):
+        yield from _functions_of(behind)
 
 
 def _with_inner(code: CodeType) -> Iterator[CodeType]:

@@ -590,6 +590,11 @@ class Record:
         return max((step.iteration + 1 for step in self.steps), default=0)
 
     @property
+    def scaled_steps(self) -> tuple[Step, ...]:
+        """The steps whose loss a scaler has scaled; all of them where none has."""
+        return tuple(step for step in self.steps if step.scaler) or self.steps
+
+    @property
     def steps_skipped(self) -> int:
         """How many steps were skipped, those that are left out as well."""
         return sum(step.skipped for step in self.steps) + self.left_out.skipped

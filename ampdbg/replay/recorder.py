@@ -78,6 +78,9 @@ own."""
 HOOKS = ("register_hook", "retain_grad")
 """Functions after which other gradients may come to a tensor, or stay."""
 
+OF_FABRIC = "_forward_module"
+"""Where Fabric keeps the model that it wraps."""
+
 NOT_ALL_SEEN = "what makes its loss was not all seen"
 """Why a step cannot be run again where a graph leads into it that no noted call has made."""
 
@@ -132,7 +135,7 @@ class _Thread:
         self.changed: dict[int, list[int]] = {}
         self.losses: list[tuple[Made | None, torch.Tensor | None]] = []
         self.has_stepped, self.is_stepping = True, False
-        self.inside = 0
+        self.inside = self.wrappers = 0
         self.is_on = False
         self.prune_at = PRUNED_FROM
         self.scalars: deque[tuple[weakref.ref[torch.Tensor], Mark]] = deque(maxlen=PRUNED_FROM)
@@ -258,7 +261,9 @@ class Recorder(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         if name in ("__get__", "__set__") and getattr(getattr(function, "__self__", None), "__name__", "") not in VIEWS:
             return False
-        if function in NO_PART or self._guard.failure or self._is_paused() or _may_only_follow():
+        if function in NO_PART or (self._now.wrappers and name in HOOKS):
+            return False
+        if self._guard.failure or self._is_paused() or _may_only_follow():
             return False
         # What is made of data alone counts as well: a target that is inf in half is finite in a replay in FP32.
         return any(one.is_floating_point() or self._maker(one) is not None for one in _tensors(args, kwargs))
@@ -267,8 +272,10 @@ class Recorder(TorchFunctionMode):
         """Runs a call of a module, and notes it where it is an outermost one."""
         if self._guard.failure or only_follows() or torch.is_inference_mode_enabled():
             return original(module, *args, **kwargs)
-        if self._is_paused() or torch._C._current_graph_task_id() != -1 or _hands_on(module):
+        if self._is_paused() or torch._C._current_graph_task_id() != -1:
             return original(module, *args, **kwargs)
+        if _hands_on(module):
+            return self._readied(original, module, args, kwargs)
         if peek_interpreter_stack() is not None:  # what goes backward in torch.func comes from no single call
             return original(module, *args, **kwargs)
         self._off()
@@ -277,6 +284,15 @@ class Recorder(TorchFunctionMode):
             return self._run(module, functools.partial(original, module), args, kwargs)
         finally:
             self._guard.hooked(self._on)
+
+    def _readied(self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        """Runs a wrapper's call: what that hooks is for a backward pass of its own."""
+        now = self._now
+        now.wrappers += 1
+        try:
+            return original(module, *args, **kwargs)
+        finally:
+            now.wrappers -= 1
 
     def _run(self, function: Callable[..., Any], run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a function, or a call of a module, and notes it; what it calls in its turn is not noted."""
@@ -876,9 +892,9 @@ def _compiling(original: Callable[..., Any], entered: Sequence[Recorder]) -> Cal
 
 def _hands_on(module: torch.nn.Module) -> bool:
     """Whether a call is that of the model inside, and not to be made again itself: it readies DistributedDataParallel
-    for a backward pass, and where none follows the next call raises."""
+    or Fabric for a backward pass, and where none follows the next call raises, or where it is not theirs that pass."""
     held = module._modules
-    return _is_of_ddp(module) or any(_is_of_ddp(held[name]) for name in WRAPPERS if name in held)
+    return OF_FABRIC in held or _is_of_ddp(module) or any(_is_of_ddp(held[name]) for name in WRAPPERS if name in held)
 
 
 def _is_of_ddp(module: torch.nn.Module | None) -> bool:

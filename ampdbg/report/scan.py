@@ -133,7 +133,7 @@ def _headline_facts(finding: Finding, record: Record) -> dict[str, str]:
     if finding.module:
         facts["where"] = f" in {finding.module}"
     timeline = _timeline_of(finding, record)
-    steps = timeline.steps
+    steps = timeline.scaled_steps
     if not steps:
         return facts
     first, last = scale(steps[0].scale), scale(steps[-1].scale)
@@ -400,14 +400,14 @@ def _facts(record: Record) -> Iterator[str]:
 def _facts_of(timeline: Record, record: Record) -> Iterator[str]:
     """What is to be known of the steps of one optimizer."""
     if timeline.steps:
-        first, last = timeline.steps[0], timeline.steps[-1]
+        last, scaled = timeline.steps[-1], timeline.scaled_steps
         yield f"{timeline.steps_skipped:,} skipped"
         with_loss = [step for step in timeline.steps if is_own_loss(step, record)]
         if with_loss:
             yield f"loss {_change(number(with_loss[0].loss), number(with_loss[-1].loss))}"
         if last.grad_norm is not None:
             yield f"gradient norm {number(last.grad_norm)}"
-        yield f"loss scale {_change(scale(first.scale), scale(last.scale))}"
+        yield f"loss scale {_change(scale(scaled[0].scale), scale(scaled[-1].scale))}"
 
 
 def _change(first: str, last: str) -> str:

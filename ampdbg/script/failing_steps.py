@@ -49,7 +49,8 @@ REPLAYS = 20
 """So many times as long as a step its replays take, about."""
 
 MOST_OF_A_KIND = 3
-"""So many steps whose loss is lost are run again, and as many whose gradients alone are."""
+"""So many steps whose loss is lost are run again, as many whose gradients alone are, and beyond what the share of the
+run's time allows as many in which the loss scale settles."""
 
 RUN_AGAIN = "FP16, FP32 and more"
 """What is said of a step before it is run again."""
@@ -80,24 +81,27 @@ class Policy:
 
     def __init__(self) -> None:
         self._tries = dict[Why, int]()
-        self._in_a_row = dict[int, int]()
-        self._lost, self._nan_rows = -2, set[int]()
+        self._in_a_row, self._settling = dict[int, int](), 0
+        self._lost_rows, self._nan_rows = set[int](), set[int]()
         self._began, self._steps, self.waited = time.monotonic(), -1, 0.0
 
-    def wants(self, why: Why, step: int, optimizer: int, *, has_borne: bool, is_nan: bool, is_withheld: bool) -> bool:
+    def wants(self, why: Why, optimizer: int, *, has_borne: bool, is_nan: bool, is_withheld: bool) -> bool:
         """Whether a failing step of an optimizer is to be looked at; ``has_borne``: an earlier one has come through its
         loss scale, ``is_nan``: no inf is left, ``is_withheld``: by a scaler, and else it ruins the weights."""
         if why == "loss":
-            is_first, self._lost = step - self._lost > 1, step
+            is_first = optimizer not in self._lost_rows
+            self._lost_rows.add(optimizer)
             return is_first and self.is_open(why)
+        self._lost_rows.discard(optimizer)
         now = time.monotonic()
         expected = REPLAYS * (now - self._began - self.waited) / max(1, self._steps)
         is_in_time = self.waited + expected <= WAITS + SHARE * (now - self._began)
         skips = self._in_a_row[optimizer] = self._in_a_row.get(optimizer, 0) + 1
         is_nan = is_nan and optimizer not in self._nan_rows
         self._nan_rows |= {optimizer} if is_nan else set()
-        is_first = skips == 1 and (not is_withheld or (has_borne and is_in_time))
-        is_due = is_first or is_nan or skips == SKIPS_IN_A_ROW
+        is_telling = is_nan or skips == SKIPS_IN_A_ROW
+        is_owed = (skips == 1 and not is_withheld) or (is_telling and self._settling < MOST_OF_A_KIND)
+        is_due = is_owed or (is_in_time and (is_telling or (skips == 1 and has_borne)))
         return is_due and self.is_open(why)
 
     def ended(self) -> None:
@@ -105,11 +109,21 @@ class Policy:
         self._steps += 1
         self._began = self._began if self._steps else time.monotonic()
 
+    def taken(self, optimizer: int) -> None:
+        """An optimizer has stepped on gradients that are finite."""
+        self.row_ended(optimizer)
+        self._lost_rows.discard(optimizer)
+
     def row_ended(self, optimizer: int) -> None:
-        """An optimizer has stepped on gradients that are finite, or its last row is known to be no matter of a scale:
-        the next failing step is the first of another row."""
+        """The last row of an optimizer is known to be no matter of a scale: its next step whose gradients are not
+        finite is the first of another row."""
         self._in_a_row[optimizer] = 0
         self._nan_rows.discard(optimizer)
+
+    def settled(self) -> None:
+        """What was looked at is a loss scale that settles: it takes the place of no other."""
+        self._tries["gradients"] -= 1
+        self._settling += 1
 
     def is_open(self, why: Why) -> bool:
         """Whether steps of a kind may still be looked at."""
@@ -152,7 +166,7 @@ class FailingSteps:
         self.why_ended = ""
         """How the script has ended in a step, where replays do not show why."""
         self._given_up: float | None = None
-        self._looked_at, self._stepping = -1, 0
+        self._looked_at, self._stepping = -1, set[int]()
         self._owner = os.getpid()
 
     # When a step fails.
@@ -201,9 +215,7 @@ class FailingSteps:
             (step.scale for step in self._watcher.steps if not step.skipped and step.optimizer == place), default=-1.0
         )
         is_withheld = self._watcher.open_step.scaler is not None
-        is_due = self._policy.wants(
-            why, number, place, has_borne=scale <= borne, is_nan=is_nan, is_withheld=is_withheld
-        )
+        is_due = self._policy.wants(why, place, has_borne=scale <= borne, is_nan=is_nan, is_withheld=is_withheld)
         if number == self._looked_at or not (is_due or self.captures.is_wanted):
             return
         self._looked_at = number
@@ -257,6 +269,8 @@ class FailingSteps:
         if made is None:
             return None, ""  # a signal has come, and the script is not kept waiting
         made = replace(made, loss=loss, is_of_others=is_in_group() and not made.reproduced)
+        if settles(made):
+            self._policy.settled()
         if made.is_of_others or (settles(made) and not self.captures.is_wanted):
             self.captures.drop(live.number)
         why_not = "" if made.is_of_others else self._why_no_answer(live, made)
@@ -327,7 +341,7 @@ class FailingSteps:
     def _about_to_step(self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> None:
         """Captures a step that was asked for, whatever it does; of several turns the last, or the first that fails."""
         if optimizer in self._watcher.optimizers:
-            self._stepping = self._watcher.optimizers.number_of(optimizer)
+            self._stepping.add(self._watcher.optimizers.number_of(optimizer))
         number = self._watcher.log.closed()
         if not self.captures.is_wanted or self._watcher.is_paused or number == self._looked_at:
             return
@@ -345,8 +359,9 @@ class FailingSteps:
         self._policy.ended()
         if is_bad or latest.closed() == 1:
             captures.start = in_its_group(captures.start)
-        if not is_bad:
-            self._policy.row_ended(self._stepping)
+        for optimizer in () if is_bad else self._stepping:
+            self._policy.taken(optimizer)
+        self._stepping.clear()
         captures.is_wanted = False if captures.has(latest.closed() - 1) else captures.is_wanted
         captures.begins(latest.closed())
 

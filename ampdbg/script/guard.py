@@ -18,11 +18,12 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import count
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
-from ampdbg.files import TEMPORARY
+from ampdbg.files import TEMPORARY, marks
 from ampdbg.probes.seams import Function, replaced
 
 LED = {
@@ -39,6 +40,8 @@ WAYS, NEW = ("mode", "flags", "shared"), os.O_CREAT | os.O_EXCL
 TAKES, OF_TWO = ("os.remove", "os.rmdir", "os.rename", "shutil.rmtree"), ("os.rename", "os.link")
 SETS = "open os.link os.truncate os.chmod os.chown os.utime os.setxattr os.removexattr os.chflags sqlite3.connect"
 CHANGES = (*TAKES, *SETS.split())
+FEW = 300
+"""So many names of chance are each as short as the last."""
 MAKES = ("open", "os.mkdir", "os.symlink", *OF_TWO)
 """Audit events: a path stands first, the descriptor of the folder that it starts from last."""
 
@@ -49,25 +52,32 @@ class FileGuard:
 
     def __init__(self, folder: Path, refused: Callable[[str, str], Exception]) -> None:
         self._folder, self._refused, self._is_on = folder, refused, False
-        self._root, self._ours = os.path.realpath(os.getcwd()) + os.sep, (TEMPORARY, folder.name.rpartition("-")[2])
+        self._root, self._mark = os.path.realpath(os.getcwd()) + os.sep, folder.name.removeprefix(TEMPORARY)
+        marks.add(self._mark)
         self._copies, self._made = dict[str, str](), set[tuple[Any, ...]]()  # a path, and what the system knows it by
         self._making = dict[int, str]()  # by the thread: at its next event it has
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
-        """While this is entered, nothing that was there is changed; names of chance have that of ``folder`` in them."""
+        """While this is entered, nothing that was there is changed; names of chance have the mark of ``folder`` in
+        them, and are no longer than Python's: the path of a socket has 107 characters at most."""
         with contextlib.ExitStack() as stack:
             for how, (owner, _, name) in [(one, name.rpartition(".")) for one in LED for name in LED[one].split()]:
                 with contextlib.suppress(ImportError, AttributeError):  # of another Python, or another system
                     stack.enter_context(replaced(pkgutil.resolve_name(owner), name, partial(self._led, how)))
             names: Any = vars(tempfile)["_RandomNameSequence"]
-            stack.enter_context(replaced(names, "__next__", lambda name: lambda own: self._ours[1] + name(own)[:4]))
+            stack.enter_context(replaced(names, "__next__", self._marked))
             util.get_temp_dir()  # processes that it starts anew take this one for their own
             sys.addaudithook(self._hear)  # Python takes none back
             self._is_on = True
             stack.callback(vars(self).update, _is_on=False)
             stack.callback(self.remove_new)
             yield
+
+    def _marked(self, name: Function) -> Function:
+        """Names of two letters behind the mark, and longer ones for who makes many."""
+        made = count()
+        return lambda own: self._mark + name(own)[: 2 + next(made) // FEW]
 
     def remove_new(self) -> None:
         """Removes what this process has made below the working folder: files, and folders that are empty by then."""
@@ -123,8 +133,9 @@ class FileGuard:
         return self._copies.get(real)
 
     def _was_there(self, path: str) -> bool:
-        marks = {(one, *os.lstat(one)[1:3]) for one in (path, *map(str, Path(path).parents)) if os.path.lexists(one)}
-        return os.path.lexists(path) and self._made.isdisjoint(marks) and not any(name in path for name in self._ours)
+        known = {(one, *os.lstat(one)[1:3]) for one in (path, *map(str, Path(path).parents)) if os.path.lexists(one)}
+        is_ours = any(name in path for name in (TEMPORARY, *marks))
+        return os.path.lexists(path) and self._made.isdisjoint(known) and not is_ours
 
     def _settle(self, making: str = "") -> None:
         self._made |= {(at, *os.lstat(at)[1:3]) for at in tuple(self._making.values()) if os.path.lexists(at)}

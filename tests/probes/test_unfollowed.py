@@ -12,7 +12,7 @@ from ampdbg.probes.unfollowed import leave_ours_alone
 MODULE = """\
 import functools
 import torch
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path  # not defined here
 
 def plain():
@@ -26,9 +26,12 @@ def without_gradients(): ...
 
 TABLE = {"a": lambda: 0}
 
+def with_defaults(one=lambda: 0, *, other=lambda: 0): ...
+
 @dataclass
 class Held:
     number: int
+    kinds: list = field(default_factory=lambda: [])
 
     class Inner:
         def deep(self): ...
@@ -57,7 +60,7 @@ def test_all_code_that_a_module_defines_is_found_and_none_of_others(monkeypatch:
     assert {code.co_filename for code in marked} == {file, "<string>"}
     assert names >= {"plain", "<lambda>", "<genexpr>", "cached", "without_gradients", "deep", "asked", "kept", "made"}
     assert "__init__" in names
-    assert sum(code.co_name == "<lambda>" for code in marked) == 2
+    assert sum(code.co_name == "<lambda>" for code in marked) == 5
     marked.clear()
     leave_ours_alone()
     assert not marked

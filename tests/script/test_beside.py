@@ -122,7 +122,9 @@ def test_what_a_loss_of_its_own_keeps_is_not_moved_on(tmp_path: Path) -> None:
     text = LOOP.replace("(net(x).float() - 1)", "(centred(net(x).float()) - 1)")
     said = looped(tmp_path, LOSS, "pass", "print(centred.calls, steps)", text)
     assert said.split() == ["8", "8"]
-    assert any("run again" in note for note in read_record(tmp_path / "r.json").unseen.notes)
+    record = read_record(tmp_path / "r.json")
+    assert [(made.step, made.reach, made.reproduced) for made in record.investigations] == [(3, "whole", 1)]
+    assert [(found.code, found.step) for found in record.findings] == [("data-nonfinite", 3)]
 
 
 THREAD = """

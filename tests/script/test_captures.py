@@ -365,13 +365,14 @@ for step in range(8):
 
 @pytest.mark.slow
 def test_a_step_that_follows_one_of_another_optimizer_is_found_again(tmp_path: Path) -> None:
-    _, record = run(tmp_path, TAKES_TURNS)
-    (capture,) = (tmp_path / ".ampdbg" / "captures").glob("*-step-4.safetensors")  # steps 8 and 12 are captured too
-    result, again = on(tmp_path, "replay", capture)
-    assert result.code == 1
-    for one in (record, again):  # steps 0 and 2 have lost their losses before it
-        assert where(one)[:3] == ("forward-overflow", 0, "critic")
-    assert again.findings[0].message.endswith("(as step 4 was run again)")
+    _, record = run(tmp_path, TAKES_TURNS, options=("--emulate", "--capture-step=4"))
+    assert steps_captured(record) == [0, 4]  # each second step is another optimizer's, and the row is of one alone
+    assert [made.step for made in record.investigations] == [0, 4]
+    result, again = on(tmp_path, "replay", Path(captured(record)[1]))
+    assert (result.code, again.investigations[0].reproduced) == (1, 5)
+    line = "loss = critic(x).float().square().mean() * 1e-9"
+    assert where(record) == ("forward-overflow", 0, "critic", line)
+    assert where(again) == ("forward-overflow", 4, "critic", line)
 
 
 ASKS = {"a signal": "os.kill(os.getpid(), signal.SIGUSR1)", "code": "__import__('ampdbg').capture()"}
@@ -649,7 +650,9 @@ UNLIKE: dict[str, tuple[str, str, str]] = {
         "call 2 is of torch.Tensor.detach, and was of torch.nn.functional.cross_entropy",
     ),
     "three calls more": (
-        scripts.PLAIN.replace("F.cross_entropy(net(x), target)", "F.cross_entropy(net(x), target) + net(x).mean()"),
+        scripts.PLAIN.replace(
+            "F.cross_entropy(net(x), target)", "(lost := F.cross_entropy(net(x), target)) + lost.square().mean()"
+        ),
         "",
         "it makes 5 calls, and made 2",
     ),
@@ -668,6 +671,16 @@ def test_a_script_that_does_not_come_to_the_step_says_why(made: Path, tmp_path: 
     assert (result.code, result.stdout) == (2, "")
     assert told in " ".join(result.stderr.split())
     assert case != "nothing left to do" or "--script 'SCRIPT ARGS...'" in " ".join(result.stderr.split())
+
+
+@pytest.mark.slow
+def test_a_lost_loss_is_found_again_before_the_model_is_called_once_more(made: Path, tmp_path: Path) -> None:
+    shutil.copy(capture_of(made), tmp_path / "c.safetensors")
+    other = scripts.PLAIN.replace("F.cross_entropy(net(x), target)", "F.cross_entropy(net(x), target) + net(x).mean()")
+    (tmp_path / "train.py").write_text(other, encoding="utf-8")
+    result, record = on(tmp_path, "replay", tmp_path / "c.safetensors")
+    assert (result.code, record.investigations[0].reproduced) == (1, 5)
+    assert where(record)[:3] == ("forward-overflow", 0, "attention")
 
 
 @pytest.mark.slow

@@ -286,7 +286,7 @@ train(Net(), (1, 1, 1))
 codes = (held if hasattr(held, "co_name") else held() for held in compiler.input_codes.seen)
 print(len(graphs), sorted({f"{code.co_filename}:{code.co_name}" for code in codes if code is not None}))
 """)
-"""A step is traced while the second model is made. The last line tells what was compiled: how many graphs, and of what
+"""Steps are replayed before further models are made. The last line says what was compiled: how many graphs, and of what
 code."""
 
 
@@ -297,7 +297,8 @@ code."""
 def test_torch_compile_follows_the_script_and_nothing_of_ours(way: str, tmp_path: Path) -> None:
     result, record = run(tmp_path, COMPILED, way)
     assert record.script is not None
-    assert (record.script.exit_code, record.error, record.steps_run) == (0, "", 17)
+    assert (record.script.exit_code, record.error, len(record.steps)) == (0, "", 17)
+    assert [len(timeline.steps) for timeline in record.timelines] == [7, 7, 3]
     graphs, codes = result.stdout.strip().split(" ", 1)
     assert int(graphs) > 0
     assert str(AMPDBG) not in codes
@@ -332,10 +333,13 @@ def test_compiled_code_gives_the_same_numbers_where_a_scale_settles_and_behind_a
 
 
 @pytest.mark.slow
-def test_compiled_code_that_keeps_failing_is_traced_and_that_is_told(tmp_path: Path) -> None:
-    _, record = run(tmp_path, SETTLING, "1024", *map(str, range(3, 10)), options=())
-    (told,) = (note for note in record.unseen.notes if "uncompiled" in note)
-    assert told.startswith("step 8 and step 9 ran uncompiled to be traced")
+def test_compiled_code_that_keeps_failing_is_replayed_whole_and_runs_on_compiled(tmp_path: Path) -> None:
+    given = ("1024", *map(str, range(3, 10)))
+    result, record = run(tmp_path, SETTLING, *given, options=())
+    assert [(made.step, made.reach) for made in record.investigations] == [(3, "whole")]
+    assert [(found.code, found.step) for found in record.findings] == [("data-nonfinite", 3), ("scale-collapse", 3)]
+    assert record.unseen.notes == ()
+    assert result.stdout == alone(tmp_path, "train.py", *given)
 
 
 TRANSFORMED = scripts.loop("""

@@ -9,6 +9,7 @@ import re
 import shutil
 import sqlite3
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -113,7 +114,7 @@ def test_a_script_may_work_in_a_folder_of_its_own(is_there: bool, tmp_path: Path
     if not is_there:
         shutil.rmtree(tmp_path / "outputs")
     result = start(tmp_path, "suggest-fp32", str(capture_of(tmp_path)))
-    assert (result.code, "the failing step (1): healthy" in result.stdout) == (0, True), result.stderr
+    assert (result.code, "the failing step (0): healthy" in result.stdout) == (0, True), result.stderr
     assert (tmp_path / "outputs" / "run").exists() == is_there
 
 
@@ -464,14 +465,28 @@ def temporaries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+LONGEST_SOCKET = 103
+"""Characters: of the path of a socket, where there are fewest."""
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A folder for temporary files with the longest name that leaves room for Python's own sockets in it."""
+    with tempfile.TemporaryDirectory() as short:
+        room = LONGEST_SOCKET - len(f"{short}//pymp-12345678/listener-12345678")
+        (Path(short) / ("t" * max(1, room))).mkdir()
+        yield next(Path(short).iterdir())
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no TMPDIR, and no semaphores that stay")
 @pytest.mark.parametrize("arguments", ["400 6", "400 6 loader"])
 @pytest.mark.parametrize("command", ["replay", "suggest-fp32"])
-def test_temporary_files_go_with_the_script(command: str, arguments: str, temporaries: Path, tmp_path: Path) -> None:
-    folder, temporary = tmp_path / "f", tmp_path / "t"
+def test_temporary_files_go_with_the_script(
+    command: str, arguments: str, temporaries: Path, tmp_path: Path, temporary: Path
+) -> None:
+    folder = tmp_path / "f"
     shutil.copytree(temporaries, folder)
-    temporary.mkdir()
     for name in ("cache", "tmp0123"):
         (temporary / name).write_text("of before")
     script = f"--script=train.py {arguments}"

@@ -244,7 +244,9 @@ def test_a_script_in_fp32_is_told_that_it_was(tmp_path: Path, loss: str, verdict
     if verdict == "healthy":
         assert "none that was looked at ran in half precision" in said
     else:
-        assert "this was FP32 already" in said
+        assert where(record) == ("true-nan", 0, "", "loss = y.log().mean()")
+        assert record.findings[0].op == "aten.log.default"
+        assert "fails in every precision: the mathematics is wrong, not FP16" in said
         assert "precision.level" not in said
 
 
