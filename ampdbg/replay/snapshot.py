@@ -90,10 +90,7 @@ class ModelState:
         return ModelState(self.buffers, self.attributes)
 
     def unpoisoned(self, first: ModelState) -> ModelState:
-        """The same, but where a value holds inf or NaN that of ``first``, or none where ``first`` had none.
-
-        It is this very object where nothing is spoilt. What is still what it was at first is meant to be so: a mask.
-        """
+        """The same, but for modules that have come to hold inf or NaN since ``first``: see :class:`Held`."""
         held = self.held.unpoisoned(first.held)
         return self if self.model is None or held is self.held else ModelState.of(self.model, held)
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree
 
-from ampdbg.probes.tensors import distinct, is_emptied, is_finite
+from ampdbg.probes.tensors import distinct, is_emptied, may_be_bad
 from ampdbg.source.ownership import is_users_file
 
 LARGEST = 2**24
@@ -163,29 +163,21 @@ class Held:
         return not isinstance(value, torch.Tensor) or value not in self or _is_equal(value, self.copy_of(value))
 
     def unpoisoned(self, first: Held) -> Held:
-        """The same, but for attributes and buffers of modules in which there is inf or NaN: these are as in ``first``.
+        """The same, but modules that have come to hold inf or NaN since ``first`` are as in that.
 
-        It is this very object where there are none. What is still what it was at first is meant to be so: a mask.
+        It is this very object where there are none. A mask of -inf is meant to be so, and what was so at first.
         """
-        others: dict[int, SavedValue] = {}
-        for module, now in [(one, contents) for one, kind, contents in self._saved.values() if kind is STATE]:
-            then = first.contents(module) if module in first else {}
-            spoilt = {name for name in now if self._is_spoilt(now[name], first)}
-            if spoilt:
-                back = {name: then[name] for name in spoilt & then.keys()}
-                kept = {name: value for name, value in now.items() if name not in spoilt}
-                others[id(module)] = SavedValue(module, STATE, {**kept, **back})
-                others.update(one for value in back.values() for one in first._within(value).items())
-        return Held({**self._saved, **others}) if others else self
+        modules = [value for value, kind in first.values if kind is STATE and value in self]
+        spoilt = [first._within(one) for one in modules if self._bad_in(one) - first._bad_in(one)]
+        return functools.reduce(Held.with_earlier, map(Held, spoilt), self)
 
-    def _is_spoilt(self, value: Any, first: Held) -> bool:
-        tensors = [one.value for one in self._within(value).values() if isinstance(one.value, torch.Tensor)]
-        bad = [one for one in tensors if not is_finite(self.copy_of(one))]
-        return not all(one in first and _are_same_numbers(self.copy_of(one), first.copy_of(one)) for one in bad)
+    def _bad_in(self, module: torch.nn.Module) -> set[int]:
+        tensors = [one.value for one in self._within(module).values() if isinstance(one.value, torch.Tensor)]
+        return {id(tensor) for tensor in tensors if may_be_bad(self.copy_of(tensor))}
 
-    def _within(self, value: Any) -> dict[int, SavedValue]:
-        """The part of it that this value leads to outside of modules."""
-        found, waiting = dict[int, SavedValue](), [value]
+    def _within(self, module: torch.nn.Module) -> dict[int, SavedValue]:
+        """A module and the part of it that this leads to, without other modules."""
+        found, waiting = {id(module): self._saved[id(module)]}, list(self.contents(module).values())
         while waiting:
             saved = self._saved.get(id(waiting.pop()))
             if saved is not None and saved.kind is not STATE and id(saved.value) not in found:
@@ -361,14 +353,6 @@ def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     try:
         return torch.equal(one, other)
     except (RuntimeError, TypeError, AttributeError):  # torch compares no sparse, nested and masked tensors
-        return False
-
-
-def _are_same_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether they are equal, with NaN in the same places."""
-    try:
-        return bool(one.shape == other.shape and torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
-    except (AttributeError, TypeError, RuntimeError):  # sparse, of other dtypes, on other devices
         return False
 
 
