@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ampdbg.precision.widening import Alteration
-from ampdbg.replay.state import CONSTANTS, OBJECT, OBJECTS_IN_A_BATCH, Kind, Kinds, duplicated
+from ampdbg.replay.state import CONSTANTS, OBJECT, OBJECTS_IN_A_BATCH, Kinds, duplicated
 
 
 def altered_batch(batch: Any, alter: Alteration) -> Any:
@@ -51,23 +51,12 @@ def _duplicate_of_leaf(value: Any) -> Any:
 class Copying:
     """Makes values again, each container anew of what ``change`` makes of the values in it.
 
-    What two containers share stays shared. ``change`` is asked too of an object that cannot be made again.
-
-    Args:
-        change: what a tensor, or an object that cannot be made again, becomes.
-        contents: what a value holds, in the form of its kind; by default what it holds now.
-        deepest: objects within objects are followed so far.
+    What two containers share stays shared. ``change`` is asked what a tensor becomes, and an object that cannot be made
+    again.
     """
 
-    def __init__(
-        self,
-        change: Callable[[Any], Any],
-        contents: Callable[[Any, Kind], Any] = lambda value, kind: kind.save(value),
-        deepest: int = OBJECTS_IN_A_BATCH,
-    ) -> None:
+    def __init__(self, change: Callable[[Any], Any]) -> None:
         self._change = change
-        self._contents = contents
-        self._deepest = deepest
         self._kinds = Kinds()
         self._objects = 0
         self._met: dict[int, tuple[Any, Any]] = {}
@@ -84,11 +73,11 @@ class Copying:
 
     def _made(self, value: Any) -> Any:
         kind = self._kinds[type(value)]
-        if kind is None or kind.make is None or (kind is OBJECT and self._objects == self._deepest):
+        if kind is None or kind.make is None or (kind is OBJECT and self._objects == OBJECTS_IN_A_BATCH):
             return self._change(value)
         self._objects += kind is OBJECT
         try:
-            contents = _asked(self._contents, value, kind)
+            contents = _asked(kind.save, value)
             return _asked(kind.make, value, self._each(contents) if kind.holds else contents)
         except (_CannotError, RecursionError):  # nested too deeply to be made again
             return self._change(value)

@@ -137,10 +137,21 @@ class Held:
         """Those that a module had; a scripted one has them still."""
         return self.contents(module._buffers) if module._buffers in self else module._buffers
 
+    def attributes_of(self, module: torch.nn.Module) -> Mapping[str, Any]:
+        """The plain attributes that a module had; none where it was not held."""
+        contents = self.contents(module) if module in self else {}
+        return {name: value for name, value in contents.items() if name not in REGISTERS}
+
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The copy that there is of a tensor among them, in its shape."""
         contents = self.contents(tensor)
         return _spread(contents.values, contents.memory)
+
+    def plain(self, but: Iterable[torch.Tensor]) -> Held:
+        """The part of it that is data, ``but`` for these: no objects of the user's own, nothing computed of weights."""
+        aside = set(map(id, but))
+        kept = {key: one for key, one in self._saved.items() if one.kind not in (OBJECT, COMPUTED) and key not in aside}
+        return Held(kept)
 
     def with_earlier(self, other: Held) -> Held:
         """The same, but where the other has a value as that has it."""

@@ -320,14 +320,18 @@ def test_a_model_that_was_built_anew_starts_with_it_too_and_keeps_what_is_its_ow
     net, other = Net(), Net()
     saved, found = after_two_steps(net), values(net)
     file = io.BytesIO()
-    torch.save(saved.for_another_model(), file)
+    packed_now = saved.packed()
+    torch.save(packed_now, file)
     assert len(file.getvalue()) < 60_000
     file.seek(0)
-    for carried in (saved, torch.load(file, weights_only=False)):
+    drawn = moved(net)
+    for packed in (packed_now, torch.load(file, weights_only=False)):
         other.added = 1  # type: ignore[assignment]
+        carried = packed.unpacked(other)
         with restored(other):
             carried.write(other)
             assert values(other) == found
+            assert moved(other) == drawn
             assert other.added == 1
             assert other.alias is other.norm.running_mean
             assert other.weights[0] is other.linear.weight
