@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy
+import numpy.random
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 
 @dataclass(frozen=True)
 class RandomState:
-    """The random state of Python, NumPy (where it is in use), torch and its GPUs."""
+    """The random state of Python, NumPy, torch and its GPUs."""
 
     python: Any
     numpy: Any
@@ -36,8 +38,7 @@ class RandomState:
     def restore(self) -> None:
         """Makes this the state of the process."""
         random.setstate(self.python)
-        if self.numpy is not None:
-            sys.modules["numpy"].random.set_state(self.numpy)
+        numpy.random.set_state(self.numpy)
         torch.set_rng_state(self.cpu)
         if self.devices:
             torch.cuda.set_rng_state_all(list(self.devices))
@@ -45,14 +46,13 @@ class RandomState:
 
 def _plain(state: RandomState) -> dict[str, object]:
     """Its parts by name, as what can be compared."""
-    numpy = state.numpy and (state.numpy[1].tobytes(), *state.numpy[2:])
     cpu, *devices = (part.numpy().tobytes() for part in (state.cpu, *state.devices))
-    return {"python": state.python, "numpy": numpy, "cpu": cpu, "devices": devices}
+    return {"python": state.python, "numpy": pickle.dumps(state.numpy), "cpu": cpu, "devices": devices}
 
 
 READ: Mapping[str, Callable[[], Any]] = {
     "python": random.getstate,
-    "numpy": lambda: sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None,
+    "numpy": numpy.random.get_state,
     "cpu": torch.get_rng_state,
     "devices": lambda: tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else (),
 }
@@ -103,10 +103,9 @@ def kept_random_state() -> Iterator[RandomState]:
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seeds Python, torch and (where it is in use) NumPy; afterwards each has the state it had before."""
+    """Seeds Python, torch and NumPy; afterwards each has the state it had before."""
     with kept_random_state():
         random.seed(seed)
         torch.manual_seed(seed)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed % 2**32)
+        numpy.random.seed(seed % 2**32)
         yield

@@ -22,6 +22,8 @@ from pathlib import Path
 from types import CellType, FunctionType, ModuleType, NoneType, SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy
+import numpy.random
 import torch
 from torch.utils import _pytree
 
@@ -168,10 +170,10 @@ class Held:
 
     def is_as_saved(self, value: Any) -> bool:
         """Whether a container still holds the same, and a tensor the same numbers; of others that is not asked."""
-        kind = self._saved[id(value)].kind if value in self else TENSOR
-        if kind.holds:
-            return _is_same(kind.save(value), self.contents(value))
-        return not isinstance(value, torch.Tensor) or value not in self or _is_equal(value, self.copy_of(value))
+        saved = self._saved.get(id(value))
+        if saved is not None and saved.kind.holds:
+            return _is_same(saved.kind.save(value), saved.contents)
+        return saved is None or not isinstance(value, torch.Tensor) or _is_equal(value, self.copy_of(value))
 
     def unpoisoned(self, first: Held) -> Held:
         """The same, but modules that have come to hold inf or NaN since ``first`` are as in that.
@@ -434,6 +436,10 @@ def _generator(of: Any, save: str, write: str) -> Kind:
     return _leaf(of, methodcaller(save), lambda value, state: getattr(value, write)(state), draws=True)
 
 
+def _write_generator(generator: numpy.random.Generator, state: Any) -> None:
+    generator.bit_generator.state = state
+
+
 TENSOR = Kind(torch.Tensor, _save_tensor, _write_tensor)
 COMPUTED = Kind(torch.Tensor, _by_reference, _write_tensor)
 # A scripted module holds its own in C++, where the contents of tensors can be restored and nothing else.
@@ -450,6 +456,10 @@ KINDS = (
     Kind(tuple, list, _nothing, _make_tuple, holds=True),
     _generator(torch._C.Generator, "get_state", "set_state"),
     _generator(random.Random, "getstate", "setstate"),
+    _generator(numpy.random.RandomState, "get_state", "set_state"),
+    _leaf(numpy.random.Generator, lambda value: value.bit_generator.state, _write_generator, draws=True),
+    _leaf(numpy.ndarray, methodcaller("copy"), numpy.copyto),
+    _leaf(numpy.generic, lambda value: value, _nothing),
 )
 OBJECT = Kind(
     object,
@@ -459,22 +469,6 @@ OBJECT = Kind(
     holds=True,
 )
 """An object of the user's own, or of a library that is not torch's, Python's or NumPy's."""
-
-
-def _numpy_kinds() -> tuple[Kind, ...]:
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return ()
-
-    def write_generator(value: Any, state: Any) -> None:
-        value.bit_generator.state = state
-
-    return (
-        _leaf(numpy.ndarray, lambda value: value.copy(), numpy.copyto),
-        _leaf(numpy.generic, lambda value: value, _nothing),
-        _leaf(numpy.random.Generator, lambda value: value.bit_generator.state, write_generator, draws=True),
-        _generator(numpy.random.RandomState, "get_state", "set_state"),
-    )
 
 
 class Kinds(dict[type, "Kind | None"]):
@@ -489,7 +483,7 @@ class Kinds(dict[type, "Kind | None"]):
         self._first = first
 
     def __missing__(self, cls: type) -> Kind | None:
-        known = next((kind for kind in (*self._first, *KINDS, *_numpy_kinds()) if issubclass(cls, kind.of)), None)
+        known = next((kind for kind in (*self._first, *KINDS) if issubclass(cls, kind.of)), None)
         self[cls] = known or (OBJECT if _is_users(cls) else None)
         return self[cls]
 
@@ -524,11 +518,12 @@ def _surroundings() -> Iterator[tuple[Any, Kind]]:
     kinds = Kinds()
     modules = [one for one in list(sys.modules.values()) if type(one) is ModuleType and _is_of_users_file(one)]
     bound = [value for module in modules for value in _bindings(module).values()]
-    spaces = [*modules, *(value for value in bound if _has_names(value, kinds))]
-    names = [value for space in spaces for value in _bindings(space).values()]
+    classes = [one for one in bound if isinstance(one, type) and _is_users_own(one)]
+    objects = [one for one in bound if kinds[type(one)] is OBJECT and _is_users_own(type(one))]
+    spaces = [*((one, NAMES) for one in (*modules, *classes)), *((one, OBJECT) for one in objects)]
+    names = [value for space, kind in spaces for value in kind.save(space).values()]
     closures = [value for value in names if isinstance(value, FunctionType)]
-    yield from ((space, NAMES) for space in spaces)
-    yield from ((closure, CELLS) for closure in closures)
+    yield from (*spaces, *((closure, CELLS) for closure in closures))
     for value in [*names, *(value for closure in closures for value in _cells(closure).values())]:
         kind = kinds[type(value)]
         if kind not in (None, OBJECT, MODULE, SCRIPTED) and not _is_large(value, LARGEST_APART):
@@ -538,10 +533,8 @@ def _surroundings() -> Iterator[tuple[Any, Kind]]:
                 yield from ((one, inside) for one, inside in inner if inside is not None and inside.draws)
 
 
-def _has_names(value: Any, kinds: Kinds) -> bool:
-    cls = value if isinstance(value, type) else type(value)
-    is_space = cls is value or (kinds[cls] is OBJECT and cls.__dictoffset__ != 0)
-    return is_space and _is_of_users_file(sys.modules.get(cls.__module__))
+def _is_users_own(cls: type) -> bool:
+    return _is_of_users_file(sys.modules.get(cls.__module__))
 
 
 @functools.cache
@@ -555,14 +548,11 @@ def _bindings(space: Any) -> dict[str, Any]:
 
 
 def _bind(space: Any, before: dict[str, Any]) -> None:
-    for name in _others(_bindings(space), before):
-        if isinstance(space, type):
-            setattr(space, name, before[name])
-        else:
-            vars(space)[name] = before[name]  # whatever the object itself does where an attribute is set
+    for name in _others(vars(space), before):
+        setattr(space, name, before[name])
 
 
-def _others(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
+def _others(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
     """The names that are bound to other objects now, or to none."""
     return [name for name, value in before.items() if name not in now or now[name] is not value]
 
@@ -589,7 +579,7 @@ def _others_run() -> bool:
 
 
 def _names_changed(held: Held) -> Iterator[str]:
-    for space, before in [(space, held.contents(space)) for space, kind in held.values if kind is NAMES]:
+    for space, before in [(space, held.contents(space)) for space, kind in held.values if kind in (NAMES, OBJECT)]:
         place = Path(getattr(space, "__file__", getattr(space, "__name__", type(space).__name__))).name
         changed = [name for name, value in before.items() if not held.is_as_saved(value)]
-        yield from (f"{name} of {place}" for name in dict.fromkeys([*_others(_bindings(space), before), *changed]))
+        yield from (f"{name} of {place}" for name in dict.fromkeys([*_others(vars(space), before), *changed]))
