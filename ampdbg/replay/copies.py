@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -17,15 +18,13 @@ def altered_batch(batch: Any, alter: Alteration) -> Any:
     A tensor that needs a gradient becomes a leaf that needs one: were the alteration part of the graph, a cast to
     another dtype would lead the gradient back to the dtype that the replay has lifted.
     """
+
+    def altered(value: Any) -> Any:
+        other = alter(value) if isinstance(value, torch.Tensor) else value
+        return other if other is value else other.requires_grad_(value.requires_grad)
+
     with torch.no_grad():
-        return Copying(lambda value: _altered_leaf(value, alter) if isinstance(value, torch.Tensor) else value).of(
-            batch
-        )
-
-
-def _altered_leaf(tensor: torch.Tensor, alter: Alteration) -> torch.Tensor:
-    other = alter(tensor)
-    return other if other is tensor else other.requires_grad_(tensor.requires_grad)
+        return Copying(altered).of(batch)
 
 
 def duplicate(batch: Any) -> Any:
@@ -40,12 +39,9 @@ def duplicating() -> Copying:
 
 
 def _duplicate_of_leaf(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    try:
+    with contextlib.suppress(Exception):  # what cannot be copied is shared, and what is no tensor
         return duplicated(value).requires_grad_(value.requires_grad)
-    except Exception:  # noqa: BLE001 - what cannot be copied is shared
-        return value
+    return value
 
 
 class Copying:

@@ -17,7 +17,7 @@ import torch
 
 from ampdbg.errors import AmpdbgError, first_line
 from ampdbg.replay.random_state import RandomState, kept_random_state
-from ampdbg.replay.state import Held, Kinds
+from ampdbg.replay.state import OBJECT, Held, Kinds
 
 SCALARS: Mapping[type, tuple[str, Callable[[Any], bool], Callable[[Any], str]]] = {
     NoneType: ("", lambda value: False, str),
@@ -220,6 +220,8 @@ class Unpacking:
         if kind is None or kind.make is None:
             raise NotAtHandError(f"a {name} is at hand that cannot be made again")
         held = kind.save(live)
+        if kind is OBJECT and list(held) != keys:
+            raise NotAtHandError(f"the {name} at hand holds {', '.join(held)}; captured: {keys}")
         if not kind.holds:
             contents = self.of(inner[0]) if inner else held
         elif isinstance(held, dict):

@@ -77,7 +77,7 @@ class ModelState:
         for name, module in model.named_modules():
             attributes[name] = {}
             for key, value in self.held.attributes_of(module).items():
-                with contextlib.suppress(KeyError):  # it leads to what only this model can have
+                with contextlib.suppress(KeyError, RecursionError):  # it leads to what only this model can have
                     attributes[name][key] = packing.of(value)
         return PackedState(self.buffers, attributes, packing.tensors)
 
