@@ -23,7 +23,7 @@ from ampdbg.replay.draws import Draws
 from ampdbg.replay.packing import NotAtHandError, Packing, Tensors, Unpacking
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import Run
-from ampdbg.replay.state import TENSOR, Held, held_before_a_step, restored, surroundings_restored, written
+from ampdbg.replay.state import Held, held_before_a_step, restored, surroundings_restored, written
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,15 +185,12 @@ def failing_step(model: torch.nn.Module, snapshot: Snapshot, scale: float, made:
 
 @contextlib.contextmanager
 def weights_of(model: torch.nn.Module, failing: FailingStep) -> Iterator[None]:
-    """The model has the weights of the step; afterwards those that it has now."""
-    now = Held.now((weight, TENSOR) for weight in model.parameters())
-    try:
+    """The model has the weights of the step, and no gradients; afterwards those that it has now."""
+    with restored(*model.parameters()):
         with torch.no_grad():
             for weight, before in zip(model.parameters(), failing.snapshot.weights, strict=True):
                 weight.copy_(before)
         yield
-    finally:
-        now.restore()
 
 
 def further_steps(run: Run, failing: FailingStep, count: int) -> Iterator[Snapshot]:

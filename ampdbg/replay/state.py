@@ -111,8 +111,6 @@ class Held:
         found = {}
         with torch.no_grad():
             for value, kind, *known in {id(one[0]): one for one in values}.values():
-                if isinstance(value, torch.Tensor) and not value.is_leaf:
-                    continue
                 try:
                     found[id(value)] = SavedValue(value, kind, known[0] if kind.holds and known else kind.save(value))
                 except Exception:  # noqa: BLE001 - a class of the user's own may raise anything
@@ -221,7 +219,7 @@ def restored(*roots: Any, batches: Sequence[Any] = (), also: Iterable[tuple[Any,
 
 def held_before_a_step(model: torch.nn.Module) -> Held:
     """All that a model holds but its weights."""
-    found = [*_walk(model.modules(), BEFORE_A_STEP, Kinds(STATE)), *_walk(model.buffers(), (ANY,))]
+    found = [*_walk(model.modules(), BEFORE_A_STEP, STATE), *_walk(model.buffers(), (ANY,))]
     return Held.now(one for one in found if not isinstance(one[0], torch.nn.Parameter))
 
 
@@ -255,13 +253,14 @@ def notes_on(model: torch.nn.Module) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _walk(roots: Iterable[Any], largest: Sequence[int], kinds: Kinds | None = None) -> Iterator[tuple[Any, Kind, Any]]:
+def _walk(roots: Iterable[Any], largest: Sequence[int], *first: Kind) -> Iterator[tuple[Any, Kind, Any]]:
     """Every value, once, that can be changed and that the roots lead to, with its kind and the values that it holds.
 
     Modules that only a list holds are modules too. A user's own objects are followed as deep as ``largest`` has
-    entries behind its first, but to nothing larger: one may lead to the whole data set and the whole program.
+    entries behind its first, but to nothing larger: one may lead to the whole data set and the whole program. The
+    ``first`` kinds stand before those of the table.
     """
-    kinds, met = Kinds() if kinds is None else kinds, {}
+    kinds, met = Kinds(*first), {}
     waiting = [(root, 0) for root in roots]
     while waiting:
         value, depth = waiting.pop()
@@ -299,6 +298,8 @@ class TensorContents(NamedTuple):
 
 
 def _save_tensor(tensor: torch.Tensor) -> TensorContents:
+    if not tensor.is_leaf:
+        raise RuntimeError("it follows what it was computed of")
     return TensorContents(_values(tensor.data), tensor.data, tensor.requires_grad, tensor.grad)
 
 
