@@ -236,8 +236,9 @@ def scale_floor(steps: Sequence[Step]) -> float | None:
     """The loss scale that a scaler does not leave though it skips every step, as one with a floor of its own; else
     None."""
     last = steps[-SKIPS_IN_A_ROW:]
-    is_stuck = len(last) == SKIPS_IN_A_ROW and all(step.skipped and step.scaler for step in last)
-    return last[-1].scale if is_stuck and len({step.scale for step in last}) == 1 and last[-1].scale > 1.0 else None
+    is_stuck = len(last) == SKIPS_IN_A_ROW and len({(step.scaler, step.scale) for step in last}) == 1
+    is_of_scaler = is_stuck and all(step.skipped and step.scaler for step in last)
+    return last[-1].scale if is_of_scaler and last[-1].scale > 1.0 else None
 
 
 def _grown(found: Finding, made: Investigation, record: Record) -> Finding:

@@ -227,8 +227,8 @@ def bad_data(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[TensorCounts, .
 
 def may_be_bad(tensor: torch.Tensor) -> bool:
     """Whether it holds NaN or inf, and is no mask: that holds -inf beside one other value at most."""
-    values = float_values(tensor)
-    if values is None or bool(values.isfinite().all()):
+    values = float_values(distinct(tensor))
+    if values is None or is_finite(values):
         return False
     finite = values[values.isfinite()]
     varies = finite.numel() > 1 and bool(finite.min() < finite.max())

@@ -25,7 +25,7 @@ from ampdbg.record.pins import RootModel
 from ampdbg.record.run import Investigation, Reach
 from ampdbg.replay.pinned_replays import ScaleRange
 from ampdbg.replay.run import Run, prepared
-from ampdbg.replay.snapshot import FailingStep
+from ampdbg.replay.snapshot import FailingStep, ModelState, PackedState
 from ampdbg.workload.build import Workload
 
 
@@ -247,7 +247,7 @@ def save_steps(steps: Sequence[FailingStep], path: Path) -> None:
         AmpdbgError: a batch holds what cannot be pickled, or the disk is full; the message is one line.
     """
     try:
-        torch.save([_compact(step) for step in steps], path)
+        torch.save([_taken_out(step) for step in steps], path)
     except Exception as error:
         # Pickling runs the code of whatever a batch holds, which may raise anything.
         raise AmpdbgError(first_line(error)) from error
@@ -266,13 +266,18 @@ def load_steps(path: Path, workload: Workload) -> tuple[FailingStep, ...]:
     """
     try:
         with workload.user.running("reading the failing steps"):
-            steps: list[FailingStep] = torch.load(path, weights_only=False)
+            steps: list[tuple[FailingStep, PackedState]] = torch.load(path, weights_only=False)
     except UserCodeError as error:
         raise AmpdbgError(first_line(error.__cause__ or error)) from error
-    return tuple(replace(step, snapshot=replace(step.snapshot, beside=(workload.step.of,))) for step in steps)
+    return tuple(_put_into(step, workload, state) for step, state in steps)
 
 
-def _compact(step: FailingStep) -> FailingStep:
+def _taken_out(step: FailingStep) -> tuple[FailingStep, PackedState]:
     # What is beside the model is code of this process, and the patched one has its own.
-    snapshot = replace(step.snapshot, state=step.snapshot.state.for_another_model(), beside=())
+    snapshot = replace(step.snapshot, state=ModelState(), beside=())
+    return replace(step, snapshot=snapshot), step.snapshot.state.packed()
+
+
+def _put_into(step: FailingStep, workload: Workload, state: PackedState) -> FailingStep:
+    snapshot = replace(step.snapshot, state=state.unpacked(workload.model), beside=(workload.step.of,))
     return replace(step, snapshot=snapshot)

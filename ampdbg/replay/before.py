@@ -7,12 +7,13 @@ statistics of batch norms, say, or a counter of steps, and no mask of attention.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ampdbg.probes.tensors import is_finite, times_written
 from ampdbg.replay.snapshot import ModelState
@@ -34,39 +35,45 @@ class _Kept(NamedTuple):
 
 @dataclass
 class _Root:
-    """A module that a loop calls, and what is ``kept`` from before those calls of it that are noted, by their number.
+    """What is ``kept`` from before those calls of a module that are noted, by their number.
 
     ``changes`` is what its calls were seen to change.
     """
 
-    module: weakref.ref[torch.nn.Module]
     calls: int = 0
     kept: dict[int, _Kept] = field(default_factory=dict)
     changes: dict[int, tuple[Callable[[], Any], Kind]] = field(default_factory=dict)
-    buffers: dict[str, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+    buffers: weakref.WeakValueDictionary[str, torch.Tensor] = field(default_factory=weakref.WeakValueDictionary)
 
-    def begins(self, number: int, noted: Collection[int]) -> None:
+    @property
+    def is_looked_at(self) -> bool:
+        """Whether the call is looked at whole."""
+        return self.calls <= LOOKED_AT
+
+    def begins(self, number: int, module: torch.nn.Module, noted: Collection[int]) -> None:
         """Holds what is to be held before a call."""
-        self.calls, module = self.calls + 1, self.module()
-        if self.calls <= LOOKED_AT and module is not None:
-            self.buffers = {name: weakref.ref(buffer) for name, buffer in module.named_buffers()}
-        written = {name: times_written(one) for name, held in self.buffers.items() if (one := held()) is not None}
+        self.calls += 1
+        if self.is_looked_at:
+            self.buffers = weakref.WeakValueDictionary(module.named_buffers())
+        written = {name: times_written(buffer) for name, buffer in self.buffers.items()}
         self.kept = {call: kept for call, kept in self.kept.items() if call in noted}
-        self.kept[number] = _Kept(self._held() if self.calls <= LOOKED_AT or self.changes else NOTHING, written)
+        self.kept[number] = _Kept(self._held(module), written)
 
-    def _held(self) -> Held:
+    def _held(self, module: torch.nn.Module) -> Held:
+        if not self.is_looked_at and not self.changes:
+            return NOTHING
         with torch.no_grad(), _disable_current_modes():
-            module = self.module()
-            if self.calls <= LOOKED_AT and module is not None:
-                return held_before_a_step(module)
-            changes = [(value, kind) for alive, kind in self.changes.values() if (value := alive()) is not None]
-            entries = (one for value, kind in changes if kind.holds for one in kind.inner(kind.save(value)))
-            # Another tensor may come to stand in a register of buffers: what stood there is known by that alone.
-            return Held.now([*((one, TENSOR) for one in entries if isinstance(one, torch.Tensor)), *changes])
+            return held_before_a_step(module) if self.is_looked_at else Held.now(self._changing())
+
+    def _changing(self) -> list[tuple[Any, Kind]]:
+        changes = [(value, kind) for alive, kind in self.changes.values() if (value := alive()) is not None]
+        entries = (one for value, kind in changes if kind.holds for one in kind.inner(kind.save(value)))
+        # Another tensor may come to stand in a register of buffers: what stood there is known by that alone.
+        return [*((one, TENSOR) for one in entries if isinstance(one, torch.Tensor)), *changes]
 
     def returned(self, number: int) -> None:
         """Learns from a call that was looked at whole what calls change."""
-        if self.calls > LOOKED_AT:
+        if not self.is_looked_at:
             return
         held = self.kept[number].held
         with torch.no_grad(), _disable_current_modes():
@@ -80,7 +87,7 @@ class _Root:
     def unknown(self, kept: _Kept) -> Iterator[str]:
         """The buffers that were written since and are not held; they are from the next call on."""
         for name, times in kept.written.items():
-            buffer = self.buffers[name]()
+            buffer = self.buffers.get(name)
             if buffer is not None and buffer not in kept.held and times_written(buffer) != times:
                 self.calls = 0
                 yield name
@@ -90,18 +97,15 @@ class Before:
     """What called modules held before those of their calls that are noted still."""
 
     def __init__(self) -> None:
-        self._roots: dict[int, _Root] = {}
+        self._roots: MutableMapping[torch.nn.Module, _Root] = WeakIdKeyDictionary()
 
     def begins(self, number: int, module: torch.nn.Module, noted: Collection[int]) -> None:
         """To be called before the call of this number; ``noted`` are the earlier ones that are kept."""
-        root = self._roots.get(id(module))
-        if root is None or root.module() is not module:
-            root = self._roots[id(module)] = _Root(weakref.ref(module))
-        root.begins(number, noted)
+        self._roots.setdefault(module, _Root()).begins(number, module, noted)
 
     def returned(self, number: int, module: torch.nn.Module) -> None:
         """To be called when it has returned."""
-        root = self._roots.get(id(module))
+        root = self._roots.get(module)
         if root is not None and number in root.kept:
             root.returned(number)
 

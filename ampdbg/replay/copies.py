@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ampdbg.precision.widening import Alteration
-from ampdbg.replay.state import CONSTANTS, OBJECT, OBJECTS_IN_A_BATCH, Kind, Kinds, duplicated
+from ampdbg.replay.state import CONSTANTS, OBJECT, OBJECTS_IN_A_BATCH, Kinds, duplicated
 
 
 def altered_batch(batch: Any, alter: Alteration) -> Any:
@@ -17,15 +18,13 @@ def altered_batch(batch: Any, alter: Alteration) -> Any:
     A tensor that needs a gradient becomes a leaf that needs one: were the alteration part of the graph, a cast to
     another dtype would lead the gradient back to the dtype that the replay has lifted.
     """
+
+    def altered(value: Any) -> Any:
+        other = alter(value) if isinstance(value, torch.Tensor) else value
+        return other if other is value else other.requires_grad_(value.requires_grad)
+
     with torch.no_grad():
-        return Copying(lambda value: _altered_leaf(value, alter) if isinstance(value, torch.Tensor) else value).of(
-            batch
-        )
-
-
-def _altered_leaf(tensor: torch.Tensor, alter: Alteration) -> torch.Tensor:
-    other = alter(tensor)
-    return other if other is tensor else other.requires_grad_(tensor.requires_grad)
+        return Copying(altered).of(batch)
 
 
 def duplicate(batch: Any) -> Any:
@@ -40,34 +39,20 @@ def duplicating() -> Copying:
 
 
 def _duplicate_of_leaf(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    try:
+    with contextlib.suppress(Exception):  # what cannot be copied is shared, and what is no tensor
         return duplicated(value).requires_grad_(value.requires_grad)
-    except Exception:  # noqa: BLE001 - what cannot be copied is shared
-        return value
+    return value
 
 
 class Copying:
     """Makes values again, each container anew of what ``change`` makes of the values in it.
 
-    What two containers share stays shared. ``change`` is asked too of an object that cannot be made again.
-
-    Args:
-        change: what a tensor, or an object that cannot be made again, becomes.
-        contents: what a value holds, in the form of its kind; by default what it holds now.
-        deepest: objects within objects are followed so far.
+    What two containers share stays shared. ``change`` is asked what a tensor becomes, and an object that cannot be made
+    again.
     """
 
-    def __init__(
-        self,
-        change: Callable[[Any], Any],
-        contents: Callable[[Any, Kind], Any] = lambda value, kind: kind.save(value),
-        deepest: int = OBJECTS_IN_A_BATCH,
-    ) -> None:
+    def __init__(self, change: Callable[[Any], Any]) -> None:
         self._change = change
-        self._contents = contents
-        self._deepest = deepest
         self._kinds = Kinds()
         self._objects = 0
         self._met: dict[int, tuple[Any, Any]] = {}
@@ -84,11 +69,11 @@ class Copying:
 
     def _made(self, value: Any) -> Any:
         kind = self._kinds[type(value)]
-        if kind is None or kind.make is None or (kind is OBJECT and self._objects == self._deepest):
+        if kind is None or kind.make is None or (kind is OBJECT and self._objects == OBJECTS_IN_A_BATCH):
             return self._change(value)
         self._objects += kind is OBJECT
         try:
-            contents = _asked(self._contents, value, kind)
+            contents = _asked(kind.save, value)
             return _asked(kind.make, value, self._each(contents) if kind.holds else contents)
         except (_CannotError, RecursionError):  # nested too deeply to be made again
             return self._change(value)

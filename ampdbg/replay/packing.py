@@ -7,39 +7,52 @@ reads it has the like of it at hand, from the same code that has run again.
 from __future__ import annotations
 
 import math
-import random
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from types import NoneType
 from typing import Any, Protocol
 
 import numpy
 import torch
 
 from ampdbg.errors import AmpdbgError, first_line
-from ampdbg.replay.random_state import RandomState
-from ampdbg.replay.state import Kinds
+from ampdbg.replay.random_state import RandomState, kept_random_state
+from ampdbg.replay.state import OBJECT, Held, Kinds
 
-PLAIN: Mapping[str, Callable[[list[Any]], Any]] = {
-    "list": list,
-    "tuple": tuple,
-    "set": set,
-    "deque": deque,
-    "slice": lambda parts: slice(*parts),
-    "Size": torch.Size,
-    "complex": lambda parts: complex(*parts),
+SCALARS: Mapping[type, tuple[str, Callable[[Any], bool], Callable[[Any], str]]] = {
+    NoneType: ("", lambda value: False, str),
+    bool: ("", lambda value: False, str),
+    int: ("int", lambda value: abs(value) >= 2**63, hex),
+    float: ("float", lambda value: not math.isfinite(value), str),
+    str: ("text", lambda value: not value.isprintable(), lambda value: value.encode("utf-8", "surrogatepass").hex()),
+    bytes: ("bytes", lambda value: True, bytes.hex),
+    torch.dtype: ("dtype", lambda value: True, lambda value: str(value).removeprefix("torch.")),
 }
-"""Types that are made anew from what they hold."""
+"""What JSON has a word for: the key and the text of one that any reader of JSON may not take, and which these are."""
 
-DEEPEST = 100
-"""Containers within containers."""
+CONSTANT: Mapping[type, Callable[[Any], Any]] = {
+    slice: lambda value: (value.start, value.stop, value.step),
+    complex: lambda value: (value.real, value.imag),
+    torch.Size: list,
+}
+"""The parts of values that nothing can change."""
+
+PLAIN = (list, tuple, set, deque)
+"""Containers that are made anew from what they hold."""
 
 
 class PackedError(AmpdbgError):
-    """What was packed does not fit what is at hand, or is damaged."""
+    """What was packed is damaged."""
+
+
+class NotAtHandError(PackedError):
+    """What was packed does not fit what is at hand."""
 
 
 class Tensors(Protocol):
-    """Where the tensors of packed values are."""
+    """Where the tensors of packed values are, by name."""
+
+    def keys(self) -> Iterable[str]: ...
 
     def __getitem__(self, name: str) -> torch.Tensor: ...
 
@@ -49,68 +62,77 @@ class Packing:
 
     Args:
         prefix: what the names of the tensors begin with.
+        held: what values held at one moment, which is packed; what is not among that cannot be. By default what they
+            hold now is packed, and what cannot be written is named.
     """
 
-    def __init__(self, prefix: str) -> None:
+    def __init__(self, prefix: str, held: Held | None = None) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self._prefix = prefix
+        self._held = held
         self._kinds = Kinds()
-        self._met: dict[int, tuple[Any, str]] = {}
+        self._met: dict[int, tuple[Any, Any]] = {}
 
-    def of(self, value: Any, depth: int = 0) -> Any:
-        """The value as JSON."""
-        if value is None or type(value) in (bool, str, int, float, bytes):
-            return _scalar(value)
-        if isinstance(value, torch.dtype):
-            return {"dtype": str(value).removeprefix("torch.")}
+    def of(self, value: Any) -> Any:
+        """The value as JSON, the very same for the same value.
+
+        Raises:
+            KeyError: what was held of it cannot be written.
+        """
+        if type(value) in SCALARS:
+            key, is_beyond, text = SCALARS[type(value)]
+            return {key: text(value)} if is_beyond(value) else value
+        if id(value) not in self._met:
+            self._met[id(value)] = value, None
+            self._met[id(value)] = value, self._packed(value)
+        return self._met[id(value)][1] or self._named(value)  # which holds itself
+
+    def _packed(self, value: Any) -> Any:
+        cls, kind = type(value), self._kinds[type(value)]
+        if cls in CONSTANT:
+            return {cls.__name__: [self.of(part) for part in CONSTANT[cls](value)]}
         if isinstance(value, torch.Tensor):
-            return self._tensor(value)
-        if isinstance(value, (numpy.ndarray, numpy.generic)):
-            return self._array(value)
-        if depth > DEEPEST:
-            return _named(value)
-        parts = _parts_of(value)
-        if parts is not None:
-            return {type(value).__name__: [self.of(part, depth + 1) for part in parts]}
-        return self._like(value, depth)
+            return self._tensor(value, value if self._held is None else self._held.copy_of(value))
+        if kind is None or kind.make is None:
+            return self._named(value)
+        contents = kind.save(value) if self._held is None else self._held.contents(value)
+        if isinstance(contents, (numpy.ndarray, numpy.generic)):
+            return self._array(contents)
+        if not kind.holds:
+            return self._generator(value, contents)
+        inner = [self.of(part) for part in kind.inner(contents)]
+        if cls in PLAIN:
+            return {cls.__name__: inner, **({"maxlen": value.maxlen} if cls is deque else {})}
+        keys = {"keys": [self.of(name) for name in contents]} if isinstance(contents, dict) else {}
+        return {"like": type_name(value), **keys, "inner": inner}
 
-    def _tensor(self, tensor: torch.Tensor) -> Any:
+    def _tensor(self, tensor: torch.Tensor, values: torch.Tensor) -> Any:
         if not can_be_written(tensor):
-            return _named(tensor)
-        if id(tensor) not in self._met:
-            name = f"{self._prefix}.{len(self._met)}"
-            self.tensors[name] = written_form(tensor)
-            self._met[id(tensor)] = tensor, name
-        placed: dict[str, Any] = {"tensor": self._met[id(tensor)][1], "device": tensor.device.type}
+            return self._named(tensor)
+        name = f"{self._prefix}.{len(self.tensors)}"
+        self.tensors[name] = written_form(values)
+        placed: dict[str, Any] = {"tensor": name, "device": tensor.device.type}
         if tensor.is_complex():
             placed["complex"] = True
-        return placed | ({"grad": True} if tensor.requires_grad else {})
+        return placed | ({"grad": True} if tensor.is_leaf and tensor.requires_grad else {})
 
     def _array(self, array: Any) -> Any:
         try:
-            return {"array": self.of(torch.from_numpy(numpy.array(array, ndmin=1))), "shape": list(array.shape)}
+            values = torch.from_numpy(numpy.array(array, ndmin=1))
         except TypeError:  # of strings, of objects, of numbers that torch has not
-            return _named(array)
+            return self._named(array)
+        return {"array": self._tensor(values, values), "shape": list(array.shape)}
 
-    def _like(self, value: Any, depth: int) -> Any:
-        kind = self._kinds[type(value)]
-        if kind is None or kind.make is None:
-            return _named(value)
-        contents = kind.save(value) if kind.holds else ()
-        keys = {"keys": [self.of(name, depth + 1) for name in contents]} if isinstance(contents, dict) else {}
-        inner = [self.of(part, depth + 1) for part in kind.inner(contents)]
-        return {"like": type_name(value), **keys, "inner": inner}
+    def _generator(self, value: Any, state: Any) -> Any:
+        packing = Packing(f"{self._prefix}.{len(self._met)}")  # nobody else holds what it consists of
+        inner = [packing.of(state)]
+        self.tensors |= packing.tensors
+        return {"like": type_name(value), "inner": inner}
 
-
-def _scalar(value: Any) -> Any:
-    """As JSON has it; what any reader of JSON may not take, in a form of its own."""
-    if isinstance(value, bytes):
-        return {"bytes": value.hex()}
-    if isinstance(value, str) and not value.isprintable():
-        return {"text": value.encode("utf-8", "surrogatepass").hex()}
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"float": str(value)}
-    return {"int": hex(value)} if isinstance(value, int) and abs(value) >= 2**63 else value
+    def _named(self, value: Any) -> dict[str, str]:
+        if self._held is not None:
+            raise KeyError(type_name(value))
+        return {"live": type_name(value)}
 
 
 def written_form(tensor: torch.Tensor) -> torch.Tensor:
@@ -126,19 +148,6 @@ def can_be_written(tensor: torch.Tensor) -> bool:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
         return False
     return not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
-
-
-def _parts_of(value: Any) -> Sequence[Any] | None:
-    """What a value of a type in PLAIN holds; None for any other."""
-    if type(value) is slice:
-        return (value.start, value.stop, value.step)
-    if type(value) is complex:
-        return (value.real, value.imag)
-    return list(value) if type(value) in (list, tuple, set, deque, torch.Size) else None
-
-
-def _named(value: Any) -> dict[str, str]:
-    return {"live": type_name(value)}
 
 
 def type_name(value: Any) -> str:
@@ -159,24 +168,32 @@ class Unpacking:
         self._tensors = tensors
         self._device = device
         self._kinds = Kinds()
-        self._met: dict[str, torch.Tensor] = {}
+        self._met: dict[Any, tuple[Any, Any]] = {}
 
     def of(self, packed: Any, live: Any = None) -> Any:
-        """The value; ``live`` is the like of it, which is taken where the value was not written.
+        """The value, the very same for the same packed one; ``live`` is the like of it, which is taken where the value
+        was not written.
 
         Raises:
-            PackedError: it needs one that is not at hand, or is damaged.
+            NotAtHandError: it needs one that is not at hand.
+            PackedError: it is damaged.
         """
         if packed is None or isinstance(packed, (bool, int, float, str)):
             return packed
-        for kind, parts in packed.items() if isinstance(packed, dict) else ():
-            make = _MAKE.get(kind)
-            if make is not None:
-                return make(self, parts, packed, live)
-            if kind in PLAIN and isinstance(parts, list):
-                return PLAIN[kind](self._each(parts, live))
-            break  # the first key tells
-        raise PackedError(f"damaged: a value of no kind: {str(packed)[:80]}")
+        name = next(iter(packed), "") if isinstance(packed, dict) else ""
+        if name not in _MAKE:
+            raise PackedError(f"damaged: a value of no kind: {str(packed)[:80]}")
+        key = str(packed[name]) if name == "tensor" else id(packed)
+        if key not in self._met:
+            self._met[key] = packed, _MAKE[name](self, packed[name], packed, live)
+        return self._met[key][1]
+
+    def _each(self, parts: Any, live: Any) -> list[Any]:
+        if not isinstance(parts, list):
+            raise PackedError(f"damaged: parts of a value: {str(parts)[:80]}")
+        beside = list(live) if isinstance(live, (list, tuple, deque)) else []
+        beside += [None] * (len(parts) - len(beside))
+        return [self.of(part, other) for part, other in zip(parts, beside, strict=False)]
 
     def _dtype(self, name: Any, packed: Mapping[str, Any], live: Any) -> torch.dtype:
         found = getattr(torch, str(name), None)
@@ -188,42 +205,33 @@ class Unpacking:
         array = self.of(values).cpu().numpy().reshape(packed.get("shape", []))
         return array if packed.get("shape") else array[()]
 
-    def _live(self, name: Any, packed: Mapping[str, Any], live: Any) -> Any:
-        return _checked(live, str(name))
-
-    def _each(self, parts: list[Any], live: Any) -> list[Any]:
-        beside = list(live) if isinstance(live, (list, tuple, deque)) else []
-        beside += [None] * (len(parts) - len(beside))
-        return [self.of(part, other) for part, other in zip(parts, beside, strict=False)]
-
     def _tensor(self, name: Any, packed: Mapping[str, Any], live: Any) -> torch.Tensor:
-        name = str(name)
-        if name not in self._met:
-            values = self._tensors[name]
-            values = torch.view_as_complex(values) if packed.get("complex") else values
-            values = values if packed.get("device") == "cpu" else values.to(self._device)
-            # No view, as safetensors gives them: what a step writes into one cannot be undone.
-            self._met[name] = values.detach().requires_grad_(bool(packed.get("grad")))
-        return self._met[name]
+        values = self._tensors[str(name)]
+        values = torch.view_as_complex(values) if packed.get("complex") else values
+        values = values if packed.get("device") == "cpu" else values.to(self._device)
+        # No view, as safetensors gives them: what a step writes into one cannot be undone.
+        return values.detach().requires_grad_(bool(packed.get("grad")))
 
     def _like(self, name: Any, packed: Mapping[str, Any], live: Any) -> Any:
         keys, inner = [self.of(key) for key in packed.get("keys", [])], list(packed.get("inner", []))
         if name == "builtins.dict":
-            others = live if isinstance(live, dict) else {}
-            return {key: self.of(value, others.get(key)) for key, value in zip(keys, inner, strict=True)}
+            live = dict(live) if isinstance(live, dict) else {}
         kind = self._kinds[type(_checked(live, str(name)))]
         if kind is None or kind.make is None:
-            raise PackedError(f"a {name} is at hand that cannot be made again")
+            raise NotAtHandError(f"a {name} is at hand that cannot be made again")
         held = kind.save(live)
+        if kind is OBJECT and list(held) != keys:
+            raise NotAtHandError(f"the {name} at hand holds {', '.join(held)}; captured: {keys}")
         if not kind.holds:
-            return kind.make(live, held)
-        if isinstance(held, dict):
-            if list(held) != keys:
-                raise PackedError(f"the {name} at hand holds {', '.join(map(str, held))}; captured: {keys}")
-            return kind.make(live, {key: self.of(one, held[key]) for key, one in zip(keys, inner, strict=True)})
-        if len(held) != len(inner) and hasattr(live, "_fields"):
-            raise PackedError(f"the {name} at hand has {len(held)} fields; captured: {len(inner)}")
-        return kind.make(live, self._each(inner, held))
+            contents = self.of(inner[0]) if inner else held
+        elif isinstance(held, dict):
+            contents = {key: self.of(one, held.get(key)) for key, one in zip(keys, inner, strict=True)}
+        else:
+            contents = self._each(inner, held)
+        try:
+            return kind.make(live, contents)
+        except Exception as error:  # whatever its class raises
+            raise NotAtHandError(f"the {name} at hand takes no captured one: {first_line(error)}") from error
 
 
 _MAKE: Mapping[str, Callable[[Unpacking, Any, Mapping[str, Any], Any], Any]] = {
@@ -232,9 +240,16 @@ _MAKE: Mapping[str, Callable[[Unpacking, Any, Mapping[str, Any], Any], Any]] = {
     "bytes": lambda unpacking, text, packed, live: bytes.fromhex(text),
     "text": lambda unpacking, text, packed, live: bytes.fromhex(text).decode("utf-8", "surrogatepass"),
     "dtype": Unpacking._dtype,
+    "slice": lambda unpacking, parts, packed, live: slice(*unpacking._each(parts, None)),
+    "complex": lambda unpacking, parts, packed, live: complex(*unpacking._each(parts, None)),
+    "Size": lambda unpacking, parts, packed, live: torch.Size(unpacking._each(parts, None)),
+    "list": lambda unpacking, parts, packed, live: unpacking._each(parts, live),
+    "tuple": lambda unpacking, parts, packed, live: tuple(unpacking._each(parts, live)),
+    "set": lambda unpacking, parts, packed, live: set(unpacking._each(parts, live)),
+    "deque": lambda unpacking, parts, packed, live: deque(unpacking._each(parts, live), packed.get("maxlen")),
     "tensor": Unpacking._tensor,
     "array": Unpacking._array,
-    "live": Unpacking._live,
+    "live": lambda unpacking, name, packed, live: _checked(live, str(name)),
     "like": Unpacking._like,
 }
 """What makes a value, by the first key of what it was packed as."""
@@ -242,51 +257,32 @@ _MAKE: Mapping[str, Callable[[Unpacking, Any, Mapping[str, Any], Any], Any]] = {
 
 def _checked(live: Any, name: str) -> Any:
     if type_name(live) != name:
-        raise PackedError(f"the step was given a {name}, which is not written; at hand is a {type_name(live)}")
+        raise NotAtHandError(f"the step was given a {name}, which is not written; at hand is a {type_name(live)}")
     return live
 
 
 def packed_random_state(state: RandomState, packing: Packing) -> Any:
     """A random state as JSON and tensors."""
     version, words, gauss = state.python
-    legacy = state.numpy if isinstance(state.numpy, tuple) and state.numpy[0] == "MT19937" else None
-    numpy = None if legacy is None else [torch.tensor(legacy[1].astype("int64")), *map(_plain_number, legacy[2:])]
-    python = [version, torch.tensor(words), gauss]
-    return packing.of([python, numpy, state.cpu, list(state.devices)])
-
-
-def _plain_number(value: Any) -> Any:
-    return value.item() if hasattr(value, "item") else value
+    name, *parts = state.numpy
+    legacy = [torch.tensor(parts[0].astype("int64")), *parts[1:]] if name == "MT19937" else None
+    return packing.of([[version, torch.tensor(words), gauss], legacy, state.cpu, list(state.devices)])
 
 
 def unpacked_random_state(packed: Any, unpacking: Unpacking) -> RandomState:
-    """The random state again; of NumPy and GPUs that this process does not use there is none.
+    """The random state again; of GPUs that are others here, and of a generator of NumPy's that was another, as it is.
 
     Raises:
         PackedError: it is damaged.
     """
-    now = RandomState.now()
     try:
-        (version, words, gauss), numpy, cpu, devices = unpacking.of(packed)
-        python = version, tuple(words.tolist()), gauss
-        if numpy is not None and now.numpy is not None:
-            numpy = ("MT19937", numpy[0].numpy().astype("uint32"), *numpy[1:])
-        devices = tuple(each.cpu() for each in devices) if len(devices) == len(now.devices) else now.devices
-        made = RandomState(python, numpy if now.numpy is not None and numpy else now.numpy, cpu.cpu(), devices)
-        _try_out(made, now)
-        return made
+        with kept_random_state() as now:
+            (version, words, gauss), legacy, cpu, devices = unpacking.of(packed)
+            python = version, tuple(words.tolist()), None if gauss is None else float(gauss)
+            numpys = ("MT19937", legacy[0].numpy().astype("uint32"), *legacy[1:]) if legacy else now.numpy
+            devices = tuple(each.cpu() for each in devices) if len(devices) == len(now.devices) else now.devices
+            made = RandomState(python, numpys, cpu.cpu(), devices)
+            made.restore()  # what is damaged raises here, and not in the script
+            return made
     except (ValueError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError) as error:
         raise PackedError(f"damaged: its random state: {first_line(error)}") from None
-
-
-def _try_out(state: RandomState, now: RandomState) -> None:
-    """Gives the state to generators that nobody else uses: what is damaged raises here, and not in the script."""
-    random.Random().setstate(state.python)
-    if not isinstance(state.python[2], (float, type(None))):
-        raise TypeError(f"a {type(state.python[2]).__name__} in the place of a number that was drawn")
-    if state.numpy is not None and state.numpy is not now.numpy:
-        numpy.random.RandomState().set_state(state.numpy)
-    torch.Generator().set_state(state.cpu)
-    for one, own in zip(state.devices, now.devices, strict=True):
-        if (one.dtype, one.shape) != (own.dtype, own.shape):
-            raise ValueError(f"of a GPU it is {one.dtype} of {one.numel()}; needed: {own.dtype} of {own.numel()}")

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import random
-import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy
+import numpy.random
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 
 @dataclass(frozen=True)
 class RandomState:
-    """The random state of Python, NumPy (where it is in use), torch and its GPUs."""
+    """The random state of Python, NumPy, torch and its GPUs."""
 
     python: Any
     numpy: Any
@@ -25,18 +27,36 @@ class RandomState:
     @staticmethod
     def now() -> RandomState:
         """The state at this moment."""
-        numpy = sys.modules.get("numpy")
-        return RandomState(random.getstate(), numpy and numpy.random.get_state(), torch.get_rng_state(), _of_devices())
+        return RandomState(**{name: read() for name, read in READ.items()})
+
+    def others(self, other: RandomState) -> set[str]:
+        """The names of the parts that are not as in another state."""
+        with _disable_current_modes():  # a mode of the user's is to see nothing of it
+            before = _plain(other)
+            return {name for name, part in _plain(self).items() if part != before[name]}
 
     def restore(self) -> None:
         """Makes this the state of the process."""
         random.setstate(self.python)
-        if self.numpy is not None:
-            sys.modules["numpy"].random.set_state(self.numpy)
+        numpy.random.set_state(self.numpy)
         torch.set_rng_state(self.cpu)
         if self.devices:
             torch.cuda.set_rng_state_all(list(self.devices))
 
+
+def _plain(state: RandomState) -> dict[str, object]:
+    """Its parts by name, as what can be compared."""
+    cpu, *devices = (part.numpy().tobytes() for part in (state.cpu, *state.devices))
+    return {"python": state.python, "numpy": pickle.dumps(state.numpy), "cpu": cpu, "devices": devices}
+
+
+READ: Mapping[str, Callable[[], Any]] = {
+    "python": random.getstate,
+    "numpy": numpy.random.get_state,
+    "cpu": torch.get_rng_state,
+    "devices": lambda: tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else (),
+}
+"""What reads each part of a random state."""
 
 LOOKED_AT = 17
 """Of the calls of a loop that draw no random numbers so many are looked at, and later one in so many: reading the
@@ -50,59 +70,42 @@ class RandomStates:
         self.latest = RandomState.now()
         """That before the last call; of a generator that no call has drawn from, one of earlier."""
         self._calls = 0
-        self._is_looked_at = False
-        self._draws = {"python": False, "numpy": False, "torch": False}
+        self._drawn: set[str] = set()
+        """Of which generators: fields of a random state."""
+
+    @property
+    def _is_looked_at(self) -> bool:
+        return self._calls <= LOOKED_AT or self._calls % LOOKED_AT == 0
 
     def before_a_call(self) -> RandomState:
         """The state of now, as far as calls draw from it."""
         self._calls += 1
-        self._is_looked_at = self._calls <= LOOKED_AT or self._calls % LOOKED_AT == 0
-        if self._is_looked_at or any(self._draws.values()):
-            self.latest = self._now()
+        wanted = READ if self._is_looked_at else self._drawn
+        if wanted:
+            self.latest = replace(self.latest, **{name: READ[name]() for name in wanted})
         return self.latest
 
     def after_a_call(self) -> None:
         """To be called when the call has returned: now and then it is looked at what it has drawn from."""
         if self._is_looked_at:
-            now, before = self._now(), self.latest
-            self._draws["python"] |= now.python != before.python
-            self._draws["numpy"] |= _of_numpy(now) != _of_numpy(before)
-            self._draws["torch"] |= not _are_equal((now.cpu, *now.devices), (before.cpu, *before.devices))
-
-    def _now(self) -> RandomState:
-        looks, draws, before = self._is_looked_at, self._draws, self.latest
-        numpy = sys.modules.get("numpy")
-        is_torch = looks or draws["torch"]
-        return RandomState(
-            random.getstate() if looks or draws["python"] else before.python,
-            numpy.random.get_state() if numpy is not None and (looks or draws["numpy"]) else before.numpy,
-            torch.get_rng_state() if is_torch else before.cpu,
-            _of_devices() if is_torch else before.devices,
-        )
+            self._drawn |= RandomState.now().others(self.latest)
 
 
-def _of_numpy(state: RandomState) -> object:
-    return state.numpy and (state.numpy[1].tobytes(), *state.numpy[2:])
-
-
-def _of_devices() -> tuple[torch.Tensor, ...]:
-    return tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else ()
-
-
-def _are_equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    with _disable_current_modes():  # a mode of the user's is to see nothing of it
-        return len(some) == len(others) and all(map(torch.equal, some, others))
+@contextlib.contextmanager
+def kept_random_state() -> Iterator[RandomState]:
+    """Afterwards the process has the random state that it has now."""
+    before = RandomState.now()
+    try:
+        yield before
+    finally:
+        before.restore()
 
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seeds Python, torch and (where it is in use) NumPy; afterwards each has the state it had before."""
-    before = RandomState.now()
-    random.seed(seed)
-    torch.manual_seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
-    try:
+    """Seeds Python, torch and NumPy; afterwards each has the state it had before."""
+    with kept_random_state():
+        random.seed(seed)
+        torch.manual_seed(seed)
+        numpy.random.seed(seed % 2**32)
         yield
-    finally:
-        before.restore()

@@ -18,35 +18,25 @@ import torch
 from ampdbg.probes.module_calls import run_eagerly
 from ampdbg.probes.pause import unwatched
 from ampdbg.record.run import Investigation
-from ampdbg.replay.copies import Copying, duplicate, duplicating
+from ampdbg.replay.copies import duplicate, duplicating
 from ampdbg.replay.draws import Draws
+from ampdbg.replay.packing import NotAtHandError, Packing, Tensors, Unpacking
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import Run
-from ampdbg.replay.state import (
-    CONSTANTS,
-    REGISTERS,
-    TENSOR,
-    Held,
-    Kind,
-    duplicated,
-    held_before_a_step,
-    restored,
-    surroundings_restored,
-    written,
-)
+from ampdbg.replay.state import Held, held_before_a_step, restored, surroundings_restored, written
 
 
 @dataclass(frozen=True, eq=False)
 class ModelState:
     """What a step found in a model besides its weights.
 
-    ``held`` is restored into the very objects of the ``model``. What a model that is built anew gets of it are the
-    ``buffers`` by name, and by module the ``attributes`` that are plain data: numbers, strings, tensors, arrays,
+    ``held`` is restored into the very objects of the ``model``. Another model, as one that is built anew, gets of it
+    the ``buffers`` by name, and by module the ``attributes`` that are plain data: numbers, strings, tensors, arrays,
     generators of random numbers, and containers of them.
     """
 
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    carried: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    attributes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     held: Held = field(default_factory=lambda: Held({}))
     model: torch.nn.Module | None = None
 
@@ -58,97 +48,73 @@ class ModelState:
     @staticmethod
     def of(model: torch.nn.Module, held: Held) -> ModelState:
         """What was held of a model."""
-        buffers = {
-            f"{name}.{key}".lstrip("."): held.copy_of(buffer)
-            for name, module in model.named_modules()
-            for key, buffer in held.buffers_of(module).items()
-            if buffer in held
-        }
+        buffers = {name: held.copy_of(one) for name, one in _buffers(model, held) if one in held}
         return ModelState(buffers, held=held, model=model)
-
-    @property
-    def attributes(self) -> Mapping[str, Mapping[str, Any]]:
-        """The plain attributes by module; they lead to nothing that this model has."""
-        return self.carried if self.model is None else _plain_attributes(self.model, self.held)
 
     def write(self, model: torch.nn.Module) -> None:
         """Makes the model's buffers and attributes so.
 
         What another model does not have, or has in another shape, as one that is built anew, stays as it is.
         """
-        is_own = self.model is model
-        attributes, copying = {} if is_own else self.attributes, duplicating()
+        if self.model is model:
+            self.held.restore()
+            return
+        attributes_of = self.attributes if self.model is None else self.packed().unpacked(model).attributes
+        copying = duplicating()
         with torch.no_grad():
-            if is_own:
-                self.held.restore()
+            for name, buffer in model.named_buffers():
+                if name in self.buffers and _has_shape_of(self.buffers[name], buffer):
+                    written(buffer.data, self.buffers[name])
             for name, module in model.named_modules():
-                self._write_buffers(name, module)
-                vars(module).update((key, copying.of(value)) for key, value in attributes.get(name, {}).items())
+                attributes = attributes_of.get(name, {})
+                vars(module).update({key: copying.of(value) for key, value in attributes.items()})
 
-    def for_another_model(self) -> ModelState:
-        """The same for a model that is built anew; nothing leads to the objects of this one."""
-        return ModelState(self.buffers, self.attributes)
+    def packed(self, prefix: str = "attribute") -> PackedState:
+        """The same for a model that is built anew; ``prefix`` is what the names of tensors in attributes begin with."""
+        model = torch.nn.Module() if self.model is None else self.model
+        buffers = [one for _, one in _buffers(model, self.held)]
+        packing, attributes = Packing(prefix, self.held.plain(but=buffers)), dict[str, dict[str, Any]]()
+        for name, module in model.named_modules():
+            attributes[name] = {}
+            for key, value in self.held.attributes_of(module).items():
+                with contextlib.suppress(KeyError, RecursionError):  # it leads to what only this model can have
+                    attributes[name][key] = packing.of(value)
+        return PackedState(self.buffers, attributes, packing.tensors)
 
     def unpoisoned(self, first: ModelState) -> ModelState:
-        """The same, but where a value holds inf or NaN that of ``first``, or none where ``first`` had none.
-
-        It is this very object where nothing is spoilt. What is still what it was at first is meant to be so: a mask.
-        """
+        """The same, but for modules that have come to hold inf or NaN since ``first``: see :class:`Held`."""
         held = self.held.unpoisoned(first.held)
         return self if self.model is None or held is self.held else ModelState.of(self.model, held)
 
-    def _write_buffers(self, name: str, module: torch.nn.Module) -> None:
-        for key, buffer in module._buffers.items():
-            contents = self.buffers.get(f"{name}.{key}".lstrip("."))
-            if buffer is None or contents is None or not _has_shape_of(contents, buffer):
-                continue
-            if not written(buffer.data, contents):
-                module._buffers[key] = duplicated(contents)
+
+@dataclass(frozen=True, eq=False)
+class PackedState:
+    """What a step found in a model, as it is written to a file: ``tensors`` are those in the packed ``attributes``."""
+
+    buffers: Mapping[str, torch.Tensor]
+    attributes: Mapping[str, Mapping[str, Any]]
+    tensors: Tensors
+
+    def unpacked(self, model: torch.nn.Module) -> ModelState:
+        """The same for a model that was built anew; what fits nothing that this has is left out."""
+        device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+        unpacking, found = Unpacking(self.tensors, device), dict[str, dict[str, Any]]()
+        for name, module in model.named_modules():
+            found[name] = {}
+            for key, packed in self.attributes.get(name, {}).items():
+                with contextlib.suppress(NotAtHandError):
+                    found[name][key] = unpacking.of(packed, vars(module).get(key))
+        return ModelState(self.buffers, found)
+
+
+def _buffers(model: torch.nn.Module, held: Held) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those that a model had, by name."""
+    for name, module in model.named_modules():
+        yield from ((f"{name}.{key}".lstrip("."), buffer) for key, buffer in held.buffers_of(module).items())
 
 
 def _has_shape_of(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.is_nested and other.is_nested if one.is_nested or other.is_nested else one.shape == other.shape
-
-
-class _NotPlainError(Exception):
-    """An attribute holds something that only this model can have."""
-
-
-def _plain_attributes(model: torch.nn.Module, held: Held) -> dict[str, dict[str, Any]]:
-    """Those that were plain data, by module: each made anew of what it held."""
-    modules = [(name, module) for name, module in model.named_modules() if module in held]
-    buffers = {id(buffer) for _, module in modules for buffer in held.buffers_of(module).values()}
-    found: dict[str, dict[str, Any]] = {}
-
-    def leaf(value: Any) -> torch.Tensor:
-        if not isinstance(value, torch.Tensor) or id(value) in buffers or value not in held or not _is_plain(value):
-            raise _NotPlainError
-        return held.copy_of(value).detach().requires_grad_(value.requires_grad)
-
-    def contents(value: Any, kind: Kind) -> Any:
-        entries = held.contents(value)
-        is_of_objects = kind.holds and isinstance(entries, dict) and not all(map(_is_constant, entries))
-        if is_of_objects or getattr(getattr(entries, "dtype", None), "hasobject", False):
-            raise _NotPlainError
-        return entries
-
-    copying = Copying(leaf, contents, deepest=0)
-    for name, module in modules:
-        of_module = found[name] = {}
-        for key, value in held.contents(module).items():
-            with contextlib.suppress(_NotPlainError):
-                if key not in REGISTERS:
-                    of_module[key] = copying.of(value)
-    return found
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    is_dense = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.is_leaf
-    return is_dense and not tensor.is_nested and not tensor.is_inference()
-
-
-def _is_constant(key: Any) -> bool:
-    return type(key) in CONSTANTS or (type(key) is tuple and all(map(_is_constant, key)))
 
 
 @dataclass(frozen=True)
@@ -219,15 +185,12 @@ def failing_step(model: torch.nn.Module, snapshot: Snapshot, scale: float, made:
 
 @contextlib.contextmanager
 def weights_of(model: torch.nn.Module, failing: FailingStep) -> Iterator[None]:
-    """The model has the weights of the step; afterwards those that it has now."""
-    now = Held.now((weight, TENSOR) for weight in model.parameters())
-    try:
+    """The model has the weights of the step, and no gradients; afterwards those that it has now."""
+    with restored(*model.parameters()):
         with torch.no_grad():
             for weight, before in zip(model.parameters(), failing.snapshot.weights, strict=True):
                 weight.copy_(before)
         yield
-    finally:
-        now.restore()
 
 
 def further_steps(run: Run, failing: FailingStep, count: int) -> Iterator[Snapshot]:

@@ -22,10 +22,12 @@ from pathlib import Path
 from types import CellType, FunctionType, ModuleType, NoneType, SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy
+import numpy.random
 import torch
 from torch.utils import _pytree
 
-from ampdbg.probes.tensors import distinct, is_emptied, is_finite
+from ampdbg.probes.tensors import distinct, is_emptied, may_be_bad
 from ampdbg.source.ownership import is_users_file
 
 LARGEST = 2**24
@@ -93,7 +95,8 @@ class Held:
     """Values with what each held at one moment, to be restored into the very same objects.
 
     It costs a copy of every tensor: what a forward pass writes into them cannot be undone after the fact, and
-    ``.data`` hides it from version counters. Graphs of tensors are not copied. What cannot be copied is left out.
+    ``.data`` hides it from version counters. What cannot be copied is left out, and tensors with a graph: what was
+    computed of weights, such as a transpose, follows them.
     """
 
     def __init__(self, saved: Mapping[int, SavedValue]) -> None:
@@ -101,10 +104,13 @@ class Held:
 
     @staticmethod
     def now(values: Iterable[tuple[Any, ...]]) -> Held:
-        """What these values hold at this moment; each has its kind beside it, and what it holds where that is known."""
+        """What these values hold at this moment; each has its kind beside it, and what it holds where that is known.
+
+        Of a value that is there twice the last kind counts.
+        """
         found = {}
         with torch.no_grad():
-            for value, kind, *known in values:
+            for value, kind, *known in {id(one[0]): one for one in values}.values():
                 try:
                     found[id(value)] = SavedValue(value, kind, known[0] if kind.holds and known else kind.save(value))
                 except Exception:  # noqa: BLE001 - a class of the user's own may raise anything
@@ -137,10 +143,20 @@ class Held:
         """Those that a module had; a scripted one has them still."""
         return self.contents(module._buffers) if module._buffers in self else module._buffers
 
+    def attributes_of(self, module: torch.nn.Module) -> Mapping[str, Any]:
+        """The plain attributes that a module had; none where it was not held."""
+        contents = self.contents(module) if module in self else {}
+        return {name: value for name, value in contents.items() if name not in REGISTERS}
+
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The copy that there is of a tensor among them, in its shape."""
         contents = self.contents(tensor)
         return _spread(contents.values, contents.memory)
+
+    def plain(self, but: Iterable[torch.Tensor]) -> Held:
+        """The part of it that is data and no object of the user's own, ``but`` for these."""
+        aside = set(map(id, but))
+        return Held({key: one for key, one in self._saved.items() if one.kind is not OBJECT and key not in aside})
 
     def with_earlier(self, other: Held) -> Held:
         """The same, but where the other has a value as that has it."""
@@ -157,35 +173,27 @@ class Held:
 
     def is_as_saved(self, value: Any) -> bool:
         """Whether a container still holds the same, and a tensor the same numbers; of others that is not asked."""
-        kind = self._saved[id(value)].kind if value in self else TENSOR
-        if kind.holds:
-            return _is_same(kind.save(value), self.contents(value))
-        return not isinstance(value, torch.Tensor) or value not in self or _is_equal(value, self.copy_of(value))
+        saved = self._saved.get(id(value))
+        if saved is not None and saved.kind.holds:
+            return _is_same(saved.kind.save(value), saved.contents)
+        return saved is None or not isinstance(value, torch.Tensor) or _is_equal(value, self.copy_of(value))
 
     def unpoisoned(self, first: Held) -> Held:
-        """The same, but for attributes and buffers of modules in which there is inf or NaN: these are as in ``first``.
+        """The same, but modules that have come to hold inf or NaN since ``first`` are as in that.
 
-        It is this very object where there are none. What is still what it was at first is meant to be so: a mask.
+        It is this very object where there are none. A mask of -inf is meant to be so, and what was so at first.
         """
-        others: dict[int, SavedValue] = {}
-        for module, now in [(one, contents) for one, kind, contents in self._saved.values() if kind is STATE]:
-            then = first.contents(module) if module in first else {}
-            spoilt = {name for name in now if self._is_spoilt(now[name], first)}
-            if spoilt:
-                back = {name: then[name] for name in spoilt & then.keys()}
-                kept = {name: value for name, value in now.items() if name not in spoilt}
-                others[id(module)] = SavedValue(module, STATE, {**kept, **back})
-                others.update(one for value in back.values() for one in first._within(value).items())
-        return Held({**self._saved, **others}) if others else self
+        modules = [value for value, kind in first.values if kind is STATE and value in self]
+        spoilt = [first._within(one) for one in modules if self._bad_in(one) - first._bad_in(one)]
+        return functools.reduce(Held.with_earlier, map(Held, spoilt), self)
 
-    def _is_spoilt(self, value: Any, first: Held) -> bool:
-        tensors = [one.value for one in self._within(value).values() if isinstance(one.value, torch.Tensor)]
-        bad = [one for one in tensors if not is_finite(self.copy_of(one))]
-        return not all(one in first and _are_same_numbers(self.copy_of(one), first.copy_of(one)) for one in bad)
+    def _bad_in(self, module: torch.nn.Module) -> set[int]:
+        tensors = [one.value for one in self._within(module).values() if isinstance(one.value, torch.Tensor)]
+        return {id(tensor) for tensor in tensors if may_be_bad(self.copy_of(tensor))}
 
-    def _within(self, value: Any) -> dict[int, SavedValue]:
-        """The part of it that this value leads to outside of modules."""
-        found, waiting = dict[int, SavedValue](), [value]
+    def _within(self, module: torch.nn.Module) -> dict[int, SavedValue]:
+        """A module and the part of it that this leads to, without other modules."""
+        found, waiting = {id(module): self._saved[id(module)]}, list(self.contents(module).values())
         while waiting:
             saved = self._saved.get(id(waiting.pop()))
             if saved is not None and saved.kind is not STATE and id(saved.value) not in found:
@@ -203,18 +211,16 @@ def restored(*roots: Any, batches: Sequence[Any] = (), also: Iterable[tuple[Any,
     held = Held.now([*also, *_walk(batches, IN_A_BATCH), *_walk(roots, IN_A_MODEL)])
     try:
         for tensor in held.tensors:
-            if tensor.is_leaf:
-                tensor.grad = None
+            tensor.grad = None
         yield held
     finally:
         held.restore()
 
 
 def held_before_a_step(model: torch.nn.Module) -> Held:
-    """All that a model holds but its weights. What was computed of them, such as a transpose, follows them."""
-    found = [*_walk(model.buffers(), (ANY,)), *_walk(model.modules(), BEFORE_A_STEP, Kinds(WEIGHT, STATE))]
-    follows = [value for value, kind, _ in found if kind is TENSOR and not value.is_leaf]
-    return Held.now([*(one for one in found if one[1] is not WEIGHT), *((value, COMPUTED) for value in follows)])
+    """All that a model holds but its weights."""
+    found = [*_walk(model.modules(), BEFORE_A_STEP, STATE), *_walk(model.buffers(), (ANY,))]
+    return Held.now(one for one in found if not isinstance(one[0], torch.nn.Parameter))
 
 
 def held_by(optimizers: Iterable[torch.optim.Optimizer]) -> Held:
@@ -236,38 +242,30 @@ def tensors_in(model: torch.nn.Module) -> list[torch.Tensor]:
 
 def notes_on(model: torch.nn.Module) -> tuple[str, ...]:
     """What replays change for good: a note for each iterator, and each tensor that cannot be copied."""
-    return tuple(
-        f"{f'module {name!r}' if name else 'the model'} holds {problem}"
-        for name, module in model.named_modules()
-        for key, value in (*own_attributes(module).items(), *module._buffers.items())
-        if (problem := _unrestorable(key, value))
-    )
+    notes = []
+    for name, module in model.named_modules():
+        holds = f"{f'module {name!r}' if name else 'the model'} holds"
+        for key, value in {**STATE.save(module), **module._buffers}.items():
+            if isinstance(value, Iterator):
+                notes.append(f"{holds} an iterator, {key!r}, which every replay moves on")
+            elif isinstance(value, torch.Tensor) and value.is_leaf and value not in Held.now([(value, TENSOR)]):
+                notes.append(f"{holds} {key!r}, a tensor that cannot be copied: what a replay writes into it stays")
+    return tuple(notes)
 
 
-def own_attributes(module: torch.nn.Module) -> dict[str, Any]:
-    """The plain attributes of a module by name; without hooks and pins, and what torch has registers for."""
-    return {name: value for name, value in vars(module).items() if name not in NOT_OWN}
-
-
-def _unrestorable(key: str, value: Any) -> str:
-    if isinstance(value, Iterator):
-        return f"an iterator, {key!r}, which every replay moves on"
-    is_lost = isinstance(value, torch.Tensor) and value not in Held.now([(value, TENSOR)])
-    return f"{key!r}, a tensor that cannot be copied: what a replay writes into it stays" if is_lost else ""
-
-
-def _walk(roots: Iterable[Any], largest: Sequence[int], kinds: Kinds | None = None) -> Iterator[tuple[Any, Kind, Any]]:
+def _walk(roots: Iterable[Any], largest: Sequence[int], *first: Kind) -> Iterator[tuple[Any, Kind, Any]]:
     """Every value, once, that can be changed and that the roots lead to, with its kind and the values that it holds.
 
     Modules that only a list holds are modules too. A user's own objects are followed as deep as ``largest`` has
-    entries behind its first, but to nothing larger: one may lead to the whole data set and the whole program.
+    entries behind its first, but to nothing larger: one may lead to the whole data set and the whole program. The
+    ``first`` kinds stand before those of the table.
     """
-    kinds, met = Kinds() if kinds is None else kinds, {}
+    kinds, met = Kinds(*first), {}
     waiting = [(root, 0) for root in roots]
     while waiting:
         value, depth = waiting.pop()
         kind = kinds[type(value)]
-        is_too_far = depth > 0 and kind is OBJECT and depth + 1 == len(largest)
+        is_too_far = kind is OBJECT and depth + 1 == len(largest)
         if kind is None or id(value) in met or is_too_far or _is_large(value, largest[depth]):
             continue
         met[id(value)] = value
@@ -291,36 +289,30 @@ def _is_large(value: Any, largest: int) -> bool:
 
 
 class TensorContents(NamedTuple):
-    """What a tensor was: the memory that it had, with a copy of the distinct part of that, and its gradient."""
+    """What a leaf was: the memory that it had, with a copy of the distinct part of that, and its gradient."""
 
     values: torch.Tensor
     memory: torch.Tensor
-    is_leaf: bool
     requires_grad: bool
     gradient: torch.Tensor | None
 
 
 def _save_tensor(tensor: torch.Tensor) -> TensorContents:
-    return _by_reference(tensor)._replace(values=_values(tensor.data))
-
-
-def _by_reference(tensor: torch.Tensor) -> TensorContents:
-    memory, gradient = tensor.data, tensor.grad if tensor.is_leaf else None
-    return TensorContents(memory, memory, tensor.is_leaf, tensor.requires_grad, gradient)
+    if not tensor.is_leaf:
+        raise RuntimeError("it follows what it was computed of")
+    return TensorContents(_values(tensor.data), tensor.data, tensor.requires_grad, tensor.grad)
 
 
 def _write_tensor(tensor: torch.Tensor, before: TensorContents) -> None:
-    if before.is_leaf and not tensor.is_leaf:
+    if not tensor.is_leaf:
         tensor.detach_()  # a tensor that wants gradients was written into it
-    if before.is_leaf:
-        tensor.requires_grad_(before.requires_grad)
-        tensor.grad = None  # may not fit the memory that comes back
+    tensor.requires_grad_(before.requires_grad)
+    tensor.grad = None  # may not fit the memory that comes back
     tensor.data = before.memory
     # Through the bare memory: no graph is to learn of a write that changes nothing.
     if not _is_equal(distinct(before.memory), before.values) and not written(before.memory, before.values):
         tensor.data = _spread(before.values, before.memory)
-    if before.is_leaf:
-        tensor.grad = before.gradient
+    tensor.grad = before.gradient
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
@@ -364,14 +356,6 @@ def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
 
 
-def _are_same_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether they are equal, with NaN in the same places."""
-    try:
-        return bool(one.shape == other.shape and torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
-    except (AttributeError, TypeError, RuntimeError):  # sparse, of other dtypes, on other devices
-        return False
-
-
 def _entries(container: Any) -> Any:
     return dict(container) if isinstance(container, dict) else list(container)
 
@@ -388,21 +372,23 @@ def _is_same(one: Any, other: Any) -> bool:
     return len(flat[0]) == len(flat[1]) and all(map(operator.is_, *flat))
 
 
-def _make_container(value: Any, entries: Any) -> Any:
-    """A container like another, of other values; it keeps the other's class, length limit and default."""
-    made = copy.copy(value)
-    _fill(made, entries)
-    return made
+def _copied(copied: Callable[[Any], Any], write: Callable[[Any, Any], None]) -> Callable[[Any, Any], Any]:
+    """What makes a value like another, of other contents: it keeps its class, length limit and default."""
+
+    def make(value: Any, contents: Any) -> Any:
+        made = copied(value)
+        write(made, contents)
+        return made
+
+    return make
 
 
 def _make_tuple(value: tuple[Any, ...], entries: list[Any]) -> Any:
     return type(value)(*entries) if hasattr(value, "_fields") else tuple.__new__(type(value), entries)
 
 
-def _make_object(value: Any, entries: dict[str, Any]) -> Any:
-    made = copy.copy(value)
-    _fill(vars(made), entries)
-    return made
+def _fill_object(value: Any, attributes: Any) -> None:
+    _fill(vars(value), attributes)
 
 
 def _modules(aside: Collection[str]) -> Kind:
@@ -425,13 +411,7 @@ def _nothing(value: Any, contents: Any) -> None:
 
 def _leaf(of: Any, save: Callable[[Any], Any], write: Callable[[Any, Any], None], *, draws: bool = False) -> Kind:
     """A kind whose values hold no others, and can be copied."""
-
-    def make(value: Any, contents: Any) -> Any:
-        made = copy.deepcopy(value)
-        write(made, contents)
-        return made
-
-    return Kind(of, save, write, make, draws=draws)
+    return Kind(of, save, write, _copied(copy.deepcopy, write), draws=draws)
 
 
 def _generator(of: Any, save: str, write: str) -> Kind:
@@ -439,47 +419,37 @@ def _generator(of: Any, save: str, write: str) -> Kind:
     return _leaf(of, methodcaller(save), lambda value, state: getattr(value, write)(state), draws=True)
 
 
+def _write_generator(generator: numpy.random.Generator, state: Any) -> None:
+    generator.bit_generator.state = state
+
+
 TENSOR = Kind(torch.Tensor, _save_tensor, _write_tensor)
-COMPUTED = Kind(torch.Tensor, _by_reference, _write_tensor)
 # A scripted module holds its own in C++, where the contents of tensors can be restored and nothing else.
 SCRIPTED = Kind(torch.jit.ScriptModule, lambda module: [*module.parameters(), *module.buffers()], _nothing, holds=True)
 MODULE = _modules(aside=NOT_OWN - REGISTERS)
 STATE = _modules(aside=NOT_OWN - {"_buffers"})
 """What a step may change of a module: neither its weights nor of which modules it is made."""
-WEIGHT = Kind(torch.nn.Parameter, lambda weight: None, _nothing)
 KINDS = (
     TENSOR,
     SCRIPTED,
     MODULE,
-    Kind((dict, list, deque, set), _entries, _fill, _make_container, holds=True),
+    Kind((dict, list, deque, set), _entries, _fill, _copied(copy.copy, _fill), holds=True),
     Kind(tuple, list, _nothing, _make_tuple, holds=True),
     _generator(torch._C.Generator, "get_state", "set_state"),
     _generator(random.Random, "getstate", "setstate"),
+    _generator(numpy.random.RandomState, "get_state", "set_state"),
+    _leaf(numpy.random.Generator, lambda value: value.bit_generator.state, _write_generator, draws=True),
+    _leaf(numpy.ndarray, methodcaller("copy"), numpy.copyto),
+    _leaf(numpy.generic, lambda value: value, _nothing),
 )
-OBJECT = Kind(
-    object,
-    lambda value: dict(getattr(value, "__dict__", {})),
-    lambda value, before: _fill(vars(value), before),
-    _make_object,
-    holds=True,
-)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    return dict(getattr(value, "__dict__", {}))
+
+
+OBJECT = Kind(object, _attributes, _fill_object, _copied(copy.copy, _fill_object), holds=True)
 """An object of the user's own, or of a library that is not torch's, Python's or NumPy's."""
-
-
-def _numpy_kinds() -> tuple[Kind, ...]:
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return ()
-
-    def write_generator(value: Any, state: Any) -> None:
-        value.bit_generator.state = state
-
-    return (
-        _leaf(numpy.ndarray, lambda value: value.copy(), numpy.copyto),
-        _leaf(numpy.generic, lambda value: value, _nothing),
-        _leaf(numpy.random.Generator, lambda value: value.bit_generator.state, write_generator, draws=True),
-        _generator(numpy.random.RandomState, "get_state", "set_state"),
-    )
 
 
 class Kinds(dict[type, "Kind | None"]):
@@ -494,7 +464,7 @@ class Kinds(dict[type, "Kind | None"]):
         self._first = first
 
     def __missing__(self, cls: type) -> Kind | None:
-        known = next((kind for kind in (*self._first, *KINDS, *_numpy_kinds()) if issubclass(cls, kind.of)), None)
+        known = next((kind for kind in (*self._first, *KINDS) if issubclass(cls, kind.of)), None)
         self[cls] = known or (OBJECT if _is_users(cls) else None)
         return self[cls]
 
@@ -524,29 +494,33 @@ def surroundings_restored(left: set[str]) -> Iterator[None]:
         held.restore(draws_only=are_shared)
 
 
-def _surroundings() -> Iterator[tuple[Any, Kind]]:
+def _surroundings() -> list[tuple[Any, Kind]]:
     """The user's modules, the classes and objects of the user's classes in them, and small data in all these."""
-    kinds = Kinds()
-    modules = [one for one in list(sys.modules.values()) if type(one) is ModuleType and _is_of_users_file(one)]
-    bound = [value for module in modules for value in _bindings(module).values()]
-    spaces = [*modules, *(value for value in bound if _has_names(value, kinds))]
-    names = [value for space in spaces for value in _bindings(space).values()]
-    closures = [value for value in names if isinstance(value, FunctionType)]
-    yield from ((space, NAMES) for space in spaces)
-    yield from ((closure, CELLS) for closure in closures)
-    for value in [*names, *(value for closure in closures for value in _cells(closure).values())]:
-        kind = kinds[type(value)]
-        if kind not in (None, OBJECT, MODULE, SCRIPTED) and not _is_large(value, LARGEST_APART):
-            yield value, kind
-            with contextlib.suppress(Exception):  # a class of the user's own may raise anything
-                inner = [(one, kinds[type(one)]) for one in kind.inner(kind.save(value))]
-                yield from ((one, inside) for one, inside in inner if inside is not None and inside.draws)
+    modules = [(one, NAMES) for one in list(sys.modules.values()) if type(one) is ModuleType and _is_of_users_file(one)]
+    bound = _inside(modules)
+    spaces = [(one, kind) for one, kind in bound if kind in (NAMES, OBJECT) and _is_users_own(one)]
+    names = [*bound, *_inside(spaces)]
+    cells = _inside((one, kind) for one, kind in names if kind is CLOSURE)
+    data = [(one, kind) for one, kind in (*names, *_inside(cells)) if kind not in NO_DATA]
+    data = [(one, kind) for one, kind in data if not _is_large(one, LARGEST_APART)]
+    draws = [(one, kind) for one, kind in _inside(one for one in data if one[1].holds) if kind.draws]
+    return [*modules, *spaces, *cells, *data, *draws]
 
 
-def _has_names(value: Any, kinds: Kinds) -> bool:
+def _inside(holders: Iterable[tuple[Any, Kind]]) -> list[tuple[Any, Kind]]:
+    """The values that these hold, each with its kind."""
+    kinds, found = Kinds(NAMES, CLOSURE, CELL), list[tuple[Any, Kind]]()
+    for holder, kind in holders:
+        with contextlib.suppress(Exception):  # a class of the user's own may raise anything
+            inner = [(one, kinds[type(one)]) for one in kind.inner(kind.save(holder))]
+            found += [(one, inside) for one, inside in inner if inside is not None]
+    return found
+
+
+def _is_users_own(value: Any) -> bool:
+    """Whether a class, or that of an object, is the user's."""
     cls = value if isinstance(value, type) else type(value)
-    is_space = cls is value or (kinds[cls] is OBJECT and cls.__dictoffset__ != 0)
-    return is_space and _is_of_users_file(sys.modules.get(cls.__module__))
+    return _is_of_users_file(sys.modules.get(cls.__module__))
 
 
 @functools.cache
@@ -560,30 +534,24 @@ def _bindings(space: Any) -> dict[str, Any]:
 
 
 def _bind(space: Any, before: dict[str, Any]) -> None:
-    for name in _others(_bindings(space), before):
-        if isinstance(space, type):
-            setattr(space, name, before[name])
-        else:
-            vars(space)[name] = before[name]  # whatever the object itself does where an attribute is set
+    for name in _others(vars(space), before):
+        setattr(space, name, before[name])
 
 
-def _others(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
+def _others(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
     """The names that are bound to other objects now, or to none."""
     return [name for name, value in before.items() if name not in now or now[name] is not value]
 
 
-def _cells(closure: FunctionType) -> dict[str, Any]:
-    cells = zip(closure.__code__.co_freevars, closure.__closure__ or (), strict=True)
-    return {name: cell.cell_contents for name, cell in cells if cell != EMPTY}
+def _fill_cell(cell: CellType, before: list[Any]) -> None:
+    (cell.cell_contents,) = before
 
 
-def _fill_cells(closure: FunctionType, before: dict[str, Any]) -> None:
-    for name, cell in zip(closure.__code__.co_freevars, closure.__closure__ or (), strict=True):
-        cell.cell_contents = before[name]
-
-
-EMPTY = CellType()
-NAMES, CELLS = Kind(object, _bindings, _bind, holds=True), Kind(FunctionType, _cells, _fill_cells, holds=True)
+NAMES = Kind((ModuleType, type), _bindings, _bind, holds=True)
+CELL = Kind(CellType, lambda cell: [cell.cell_contents], _fill_cell, holds=True)
+CLOSURE = Kind(FunctionType, lambda function: list(function.__closure__ or ()), _nothing, holds=True)
+NO_DATA = (NAMES, CLOSURE, OBJECT, MODULE, SCRIPTED)
+"""What leads on from a global, and is not followed."""
 
 
 def _others_run() -> bool:
@@ -594,7 +562,7 @@ def _others_run() -> bool:
 
 
 def _names_changed(held: Held) -> Iterator[str]:
-    for space, before in [(space, held.contents(space)) for space, kind in held.values if kind is NAMES]:
+    for space, before in [(space, held.contents(space)) for space, kind in held.values if kind in (NAMES, OBJECT)]:
         place = Path(getattr(space, "__file__", getattr(space, "__name__", type(space).__name__))).name
         changed = [name for name, value in before.items() if not held.is_as_saved(value)]
-        yield from (f"{name} of {place}" for name in dict.fromkeys([*_others(_bindings(space), before), *changed]))
+        yield from (f"{name} of {place}" for name in dict.fromkeys([*_others(vars(space), before), *changed]))

@@ -42,7 +42,7 @@ from ampdbg.replay.packing import (
     written_form,
 )
 from ampdbg.replay.random_state import RandomState
-from ampdbg.replay.snapshot import ModelState
+from ampdbg.replay.snapshot import ModelState, PackedState
 from ampdbg.replay.step import Half, Made, RecordedCall, RecordedStep, torch_name
 from ampdbg.script.launch import Start
 from ampdbg.script.live_step import LiveStep
@@ -190,15 +190,15 @@ class Capture:
         Raises:
             CaptureError: the model has other parameters.
         """
-        names = {name.removeprefix("weight."): name for name in self._names() if name.startswith("weight.")}
+        names = {name.removeprefix("weight."): name for name in self.keys() if name.startswith("weight.")}
         own = dict(model.named_parameters())
         for name in [*own, *names]:
-            now, then = own.get(name), self._tensor(names[name]) if name in names else None
+            now, then = own.get(name), self[names[name]] if name in names else None
             if now is None or then is None or _shape(now) != list(then.shape):
                 raise CaptureError(f"{self.path}: the script makes another model now: {_difference(name, now, then)}")
         with torch.no_grad():
             for name, parameter in own.items():
-                values = self._tensor(names[name])
+                values = self[names[name]]
                 parameter.copy_(torch.view_as_complex(values) if parameter.is_complex() else values)
         return tuple(self._put_into(optimizers))
 
@@ -219,29 +219,25 @@ class Capture:
         """What makes values of those that were packed; ``device`` is for tensors that were not on the CPU."""
         return Unpacking(self, device)
 
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._tensor(name)
-
-    def _names(self) -> list[str]:
+    def keys(self) -> list[str]:
+        """The names of its tensors."""
         return list(self._opened.keys())
 
-    def _tensor(self, name: str) -> torch.Tensor:
+    def __getitem__(self, name: str) -> torch.Tensor:
         try:
             found: torch.Tensor = self._opened.get_tensor(name)
             return found
         except SafetensorError as error:
             raise CaptureError(f"{self.path}: a damaged capture: {first_line(error)}") from None
 
-    def state(self, device: torch.device) -> ModelState:
+    def state(self, model: torch.nn.Module) -> ModelState:
         """The model's buffers and attributes from before the step."""
-        return self._state("buffer.", self.head.attributes, device)
+        return self._state("buffer.", self.head.attributes, model)
 
-    def _state(self, prefix: str, packed: Mapping[str, Mapping[str, Any]], device: torch.device) -> ModelState:
-        unpacking, own = self.unpacking(device), [name for name in self._names() if name.startswith(prefix)]
-        attributes = {
-            module: {key: unpacking.of(value) for key, value in held.items()} for module, held in packed.items()
-        }
-        return ModelState({name.removeprefix(prefix): self._tensor(name) for name in own}, attributes)
+    def _state(self, prefix: str, packed: Mapping[str, Mapping[str, Any]], model: torch.nn.Module) -> ModelState:
+        own = [name for name in self.keys() if name.startswith(prefix)]
+        buffers = {name.removeprefix(prefix): self[name] for name in own}
+        return PackedState(buffers, packed, self).unpacked(model)
 
     def random_state(self, device: torch.device) -> RandomState:
         """That of the process when the step had gone backward."""
@@ -280,7 +276,7 @@ class Capture:
         parts = tuple({n: given.get(n, before) for n, before in part.items()} for part in live.given)
         modules = {place: live.calls[n].module for n, place in match.own.items() if place in self.head.beside}
         beside = tuple(
-            (module, self._state(f"beside.{place}.", self.head.beside[place], device))
+            (module, self._state(f"beside.{place}.", self.head.beside[place], module))
             for place, module in modules.items()
             if module is not None
         )
@@ -356,10 +352,12 @@ MADE = "made"
 class _GivenPacking(Packing):
     """Packs what calls are given; ``places`` has those of the calls by number."""
 
-    places: Mapping[int, int]
+    def __init__(self, prefix: str, places: Mapping[int, int]) -> None:
+        super().__init__(prefix)
+        self.places = places
 
-    def of(self, value: Any, depth: int = 0) -> Any:
-        return {MADE: self.places[value.call]} if isinstance(value, Made) else super().of(value, depth)
+    def of(self, value: Any) -> Any:
+        return {MADE: self.places[value.call]} if isinstance(value, Made) else super().of(value)
 
 
 @dataclass(frozen=True)
@@ -669,22 +667,28 @@ class Captured:
             raise CaptureError(f"cannot be written: {named_error(error)}: {path}") from error
 
     def _content(self) -> bytes:
-        packing = _GivenPacking("value")
-        head = self._head(packing)
+        numbers = order_of(self.live.recorded)
+        packing = _GivenPacking("value", numbers)
+        own = self.live.state.packed()
+        beside = {place: one.packed(f"attribute.{place}") for place, one in _states_beside(self.live.recorded, numbers)}
+        head = self._head(packing, own.attributes, {place: one.attributes for place, one in beside.items()})
         tensors = {f"weight.{name}": written_form(one) for name, one in self.live.model.named_parameters()}
-        tensors |= {
-            f"buffer.{name}": written_form(one) for name, one in self.live.state.buffers.items() if can_be_written(one)
-        }
-        for place, state in _states_beside(self.live.recorded, order_of(self.live.recorded)):
+        for prefix, state in (("buffer", own), *((f"beside.{place}", one) for place, one in beside.items())):
             buffers = state.buffers.items()
-            tensors |= {f"beside.{place}.{name}": written_form(one) for name, one in buffers if can_be_written(one)}
+            tensors |= {f"{prefix}.{name}": written_form(one) for name, one in buffers if can_be_written(one)}
+            tensors |= state.tensors
         text = json.dumps({**asdict(head), "loss": str(head.loss)}, allow_nan=False, ensure_ascii=True)
         if len(text) > LARGEST_HEADER:
             raise CaptureError(f"what it is told of takes {byte_size(len(text))}")
         return save({**tensors, **packing.tensors}, metadata={FORMAT: text})
 
-    def _head(self, packing: _GivenPacking) -> Head:
-        numbers = packing.places = order_of(self.live.recorded)
+    def _head(
+        self,
+        packing: _GivenPacking,
+        attributes: Mapping[str, Mapping[str, Any]],
+        beside: Mapping[int, Mapping[str, Mapping[str, Any]]],
+    ) -> Head:
+        numbers = packing.places
         states: list[RandomState] = []
         paths = paths_in(self.live.model)
         calls = tuple(_captured_call(self.live.recorded, number, numbers, paths, packing, states) for number in numbers)
@@ -707,11 +711,8 @@ class Captured:
             ),
             random_states=tuple(packed_random_state(state, packing) for state in states),
             random_state=packed_random_state(RandomState.now(), packing),
-            attributes=dict(_packed_attributes(self.live.state, packing)),
-            beside={
-                place: dict(_packed_attributes(state, packing))
-                for place, state in _states_beside(self.live.recorded, numbers)
-            },
+            attributes=attributes,
+            beside=beside,
             optimizers=tuple(map(packing.of, self._states)),
             scaler=packing.of(self.scaler.state_dict() if self.scaler is not None else None),
             record=json.loads(to_json(self.live.watcher.record())),
@@ -737,7 +738,7 @@ def _captured_call(
 ) -> CapturedCall:
     call = recorded.calls[number]
     given = next(part[number] for part in recorded.given if number in part)
-    if not states or not _is_same(states[-1], call.random_state):  # between two draws all calls have one state
+    if not states or call.random_state.others(states[-1]):  # between two draws all calls have one state
         states.append(call.random_state)
     return CapturedCall(
         name=name_of(call, paths),
@@ -749,27 +750,3 @@ def _captured_call(
         random_state=len(states) - 1,
         training=call.training,
     )
-
-
-def _is_same(one: RandomState, other: RandomState) -> bool:
-    tensors = [(one.cpu, other.cpu), *zip(one.devices, other.devices, strict=False)]
-    if one.python != other.python or not all(torch.equal(*pair) for pair in tensors):
-        return False
-    first, second = one.numpy, other.numpy
-    return str(first) == str(second) if first is None or second is None else bool((first[1] == second[1]).all())
-
-
-def _packed_attributes(state: ModelState, packing: Packing) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Those attributes that can be written as they are; a model that is built anew has the others of its own."""
-    for name, saved in state.attributes.items():
-        packed = {key: packing.of(value) for key, value in saved.items()}
-        whole = {key: value for key, value in packed.items() if not _is_live(value)}
-        if whole:
-            yield name, whole
-
-
-def _is_live(packed: Any) -> bool:
-    """Whether a packed value needs one that is at hand."""
-    if isinstance(packed, dict):
-        return "live" in packed or "like" in packed or any(map(_is_live, packed.values()))
-    return isinstance(packed, list) and any(map(_is_live, packed))

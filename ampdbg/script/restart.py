@@ -285,7 +285,7 @@ class _StepFinder:
         captured = capture.step(recorded, device)
         run = captured.run(model, optimizers, device, capture.head.half)
         run = replace(run, makings=self.makings, names=self._names.seen)
-        snapshot = captured.snapshot(capture.head.step, capture.random_state(device), capture.state(device))
+        snapshot = captured.snapshot(capture.head.step, capture.random_state(device), capture.state(model))
         before = _of_capture(capture)
         if capture.head.reach != "whole":
             notes = (*notes, *(note.format(capture.head.step) for note in WITHOUT_ITS_LOSS))

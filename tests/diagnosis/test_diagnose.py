@@ -304,7 +304,7 @@ def test_scalers_that_cost_hardly_a_step_or_take_turns_are_healthy(steps: list[S
 
 
 def test_of_gradients_that_no_scale_makes_finite_an_op_is_blamed_that_has_reached_them() -> None:
-    """A matcher computes without gradients: its own inf changes which boxes are matched, and no gradient is inf of it."""
+    """A matcher computes without gradients: its inf may change which boxes are matched, and makes no gradient inf."""
     matcher = replace(OVERFLOWS, phase="forward", module="matcher", fp32_largest=9e4)
     layer = replace(OVERFLOWS, module="layer", fp32_largest=2e5, reaches_gradients=True)
     for producers, blamed in (((matcher, layer), ("layer", "gradient-overflow")), ((matcher,), ("matcher", None))):

@@ -320,14 +320,18 @@ def test_a_model_that_was_built_anew_starts_with_it_too_and_keeps_what_is_its_ow
     net, other = Net(), Net()
     saved, found = after_two_steps(net), values(net)
     file = io.BytesIO()
-    torch.save(saved.for_another_model(), file)
+    packed_now = saved.packed()
+    torch.save(packed_now, file)
     assert len(file.getvalue()) < 60_000
     file.seek(0)
-    for carried in (saved, torch.load(file, weights_only=False)):
+    drawn = moved(net)
+    for packed in (packed_now, torch.load(file, weights_only=False)):
         other.added = 1  # type: ignore[assignment]
+        carried = packed.unpacked(other)
         with restored(other):
             carried.write(other)
             assert values(other) == found
+            assert moved(other) == drawn
             assert other.added == 1
             assert other.alias is other.norm.running_mean
             assert other.weights[0] is other.linear.weight
@@ -373,9 +377,10 @@ def test_a_tensor_that_wants_gradients_wants_them_in_a_replay() -> None:
     assert net.prompt.grad is None
 
 
-def test_what_an_earlier_step_has_spoilt_is_as_the_run_began() -> None:
+def test_a_module_that_an_earlier_step_has_spoilt_is_as_the_run_began() -> None:
     net: Any = torch.nn.Module()
-    net.bank, net.sound, net.bound = torch.zeros(2), torch.zeros(2), [torch.zeros(1)]
+    net.inner = torch.nn.Module()
+    net.bank, net.inner.sound, net.bound = torch.zeros(2), torch.zeros(2), [torch.zeros(1)]
     net.mask = torch.full((2,), -torch.inf)
     net.register_buffer("causal", torch.tensor([0.0, -torch.inf, torch.nan]))
     net.register_buffer("mean", torch.zeros(1))
@@ -384,12 +389,21 @@ def test_what_an_earlier_step_has_spoilt_is_as_the_run_began() -> None:
     assert sound.unpoisoned(first) is sound
     net.bank.fill_(torch.nan)
     net.mean.fill_(torch.inf)
-    net.sound.fill_(1)
+    net.inner.sound.fill_(1)
     net.bound[0], net.late = torch.full((1,), torch.inf), torch.tensor(torch.nan)
     saved = ModelState.now(net)
     with restored(net):
         saved.unpoisoned(first).write(net)
-        assert [net.bank.tolist(), net.sound.tolist(), net.bound[0].tolist()] == [[0, 0], [1, 1], [0]]
+        assert [net.bank.tolist(), net.inner.sound.tolist(), net.bound[0].tolist()] == [[0, 0], [1, 1], [0]]
         assert "late" not in vars(net)
         assert net.mean.tolist() == [0]
     assert "late" in vars(net)
+
+
+def test_a_mask_that_a_first_pass_makes_has_spoilt_nothing() -> None:
+    net: Any = torch.nn.Module()
+    net.mask, net.calls = None, 0
+    first = ModelState.now(net)
+    net.mask, net.calls = torch.full((3, 3), -torch.inf).triu(1), 1
+    saved = ModelState.now(net)
+    assert saved.unpoisoned(first) is saved

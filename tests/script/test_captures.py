@@ -567,7 +567,7 @@ HOSTILE: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
     "empty": (lambda capture, to: to.write_bytes(b""), "cannot be read as a capture"),
     "a pickle": (lambda capture, to: to.write_bytes(b"cos\nsystem\n(S'touch hacked'\ntR."), "cannot be read"),
     "no capture": (lambda capture, to: written(to, {"__metadata__": {}}, None, b""), "of version nothing"),
-    "of a newer version": (changed(lambda head: head.update(version=3)), "of version 3; this ampdbg reads version 2"),
+    "of a newer version": (changed(lambda head: head.update(version=4)), "of version 4; this ampdbg reads version 3"),
     "a head of another kind": (changed(lambda head: head.update(calls=7)), "damaged capture: calls"),
     "a scale of nothing": (changed(lambda head: head.update(scale=0)), "damaged capture: scale"),
     "a damaged record": (changed(lambda head: head["record"].update(steps=3)), "damaged"),
