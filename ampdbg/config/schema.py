@@ -355,10 +355,11 @@ THE_SCRIPT = "the_script"
 """In the place of the name of what makes a model, where a script does so itself."""
 
 
-def config_of_script(precision: Precision) -> Config:
+def config_of_script(precision: Precision, clip_grad_norm: float | None = None) -> Config:
     """In the place of a config, for a step of a script: what the targets would name is made by the script itself."""
     script = TargetSpec(target=f"__main__:{THE_SCRIPT}")
-    return Config(model=script, data=script, precision=precision, folder=Path.cwd(), start=Path.cwd())
+    train = Train(clip_grad_norm=clip_grad_norm)
+    return Config(model=script, data=script, precision=precision, train=train, folder=Path.cwd(), start=Path.cwd())
 
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

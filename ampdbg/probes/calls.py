@@ -53,6 +53,8 @@ class Calls:
         """By ``id``, those that were given losses: the kind of device that each is for; "" for one that is off."""
         self.scales_gradients = False
         """Whether ``autograd.grad`` has made a graph of what a scaler had scaled."""
+        self.clip_grad_norm: float | None = None
+        """What the loop clips the norm of its gradients to; None where it does not."""
         self._actors: dict[int, weakref.ref[Any]] = {}
         self._numbers: dict[int, int] = {}
         self._count = count(1)

@@ -318,6 +318,8 @@ class Watch:
             return original(*args, **kwargs)
         parameters, limit = (given.pop(name) for name in names)
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if "max_norm" in names and type(limit) in (int, float) and limit > 0.0:
+            self.calls.clip_grad_norm = float(limit)
         self._measures.before_clipping(listed)
         return self.calls.clipped(lambda: original(listed, limit, *args[2:], **given), listed, limit)
 

@@ -159,7 +159,8 @@ def _idle(run: Run, gradients: Mapping[str, torch.Tensor]) -> Iterator[str]:
 
 
 def continued_in_fp32(run: Run, snapshot: Snapshot, steps: int) -> tuple[float, ...]:
-    """The losses of so many FP32 steps on the batch of ``snapshot``, from the weights of now.
+    """The losses of so many FP32 steps on the batch of ``snapshot``, from the weights of now, gradients clipped as in
+    the run.
 
     Weights, optimizer state, buffers and random state are restored. It ends early at a loss that is not
     finite or an error of the user's code.
@@ -189,9 +190,16 @@ def _fp32_losses(run: Run, snapshot: Snapshot, steps: int) -> Iterator[float]:
         try:
             with run.workload.user.running("the optimizer's step"):
                 for optimizer in run.workload.optimizers:
+                    _clip(optimizer, run.config.train.clip_grad_norm)
                     optimizer.step()
         except AmpdbgError:
             return
+
+
+def _clip(optimizer: torch.optim.Optimizer, limit: float | None) -> None:
+    if limit is not None:
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        torch.nn.utils.clip_grad_norm_(weights, limit)
 
 
 def _try(run: Run, snapshot: Snapshot, manner: Manner, *, stops_at_loss: bool = False) -> tuple[float, str]:

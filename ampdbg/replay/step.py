@@ -162,8 +162,10 @@ class RecordedStep:
         optimizers: Sequence[torch.optim.Optimizer],
         device: torch.device,
         half: Half | None,
+        clip_grad_norm: float | None = None,
     ) -> Run:
-        """The step as a run of one step, under the autocast of its device; ``half`` is what that lowers to."""
+        """The step as a run of one step, under the autocast of its device; ``half`` is what that lowers to, and
+        ``clip_grad_norm`` what the script clips its gradients to."""
         share = len(self.given)
 
         tail = Tail(self.lines)
@@ -178,7 +180,7 @@ class RecordedStep:
         step = StepFunction("the script's step", losses)
         workload = Workload(model, tuple(optimizers), _Parts(self), step, UserCode(()))
         mode = mode_of(precision, device)
-        return Run(config_of_script(precision), workload, device, mode, time.monotonic(), tail=tail)
+        return Run(config_of_script(precision, clip_grad_norm), workload, device, mode, time.monotonic(), tail=tail)
 
     @property
     def lines(self) -> dict[str, tuple[Line, frozenset[int]]]:

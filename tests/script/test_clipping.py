@@ -1,0 +1,49 @@
+"""Loops that clip their gradients: FP32 goes on as they do."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.script import scripts
+from tests.script.test_run import ran, where
+from tests.siblings import slow_but_for
+
+CLIPPED = scripts.loop("""
+clips = sys.argv[1] == "clips"
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.gain = nn.Linear(16, 64), nn.Linear(64, 10), 1.0
+
+    def forward(self, x):
+        h = (torch.relu(self.a(x)) * self.gain) / self.gain
+        return self.b(h)
+
+net = Net().cuda()
+optimizer = torch.optim.SGD(net.parameters(), 0.02, momentum=0.9)
+scaler = torch.amp.GradScaler("cuda", init_scale=4.0)
+for step in range(8):
+    net.gain = 3e5 if step == 6 else 1.0
+    x, y = torch.randn(16, 16).cuda(), torch.randint(10, (16,)).cuda()
+    with torch.autocast("cuda"):
+        loss = 400.0 * F.cross_entropy(net(x), y, reduction="sum")
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    if clips:
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+""")
+"""Without clipping a gradient of norm 6,000 throws its weights far away."""
+
+
+@pytest.mark.parametrize("how", slow_but_for(["clips"], ["clips", "does not"]))
+def test_a_run_that_clips_is_not_said_to_diverge_for_what_it_would_do_without(tmp_path: Path, how: str) -> None:
+    record, _, _ = ran(tmp_path, CLIPPED, how)
+    if how == "clips":
+        line = "h = (torch.relu(self.a(x)) * self.gain) / self.gain"
+        assert (record.verdict, where(record)) == ("precision", ("forward-overflow", 6, "", line))
+    else:
+        assert record.verdict != "precision"
