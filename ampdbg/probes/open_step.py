@@ -226,21 +226,20 @@ _SEAM = itemgetter(0)
 
 
 class Loop(threading.local):
-    """Where the loop of a thread is; other threads may train other models meanwhile."""
+    """Where the loop of a thread is; other threads may train other models meanwhile.
+
+    ``trained`` are the threads that have gone backward, for all threads one set.
+    """
 
     def __init__(self, trained: set[int]) -> None:
-        self._trained = trained  # the same for all threads
+        self.trained = trained
         self.now = OpenStep()
         self.fired: set[int] = set()
         self.inside: list[tuple[str, int]] = []
 
-    def goes_backward(self) -> None:
-        """To be called with each backward pass."""
-        self._trained.add(threading.get_ident())
-
     def has_others(self) -> bool:
         """Whether other threads are alive that have gone backward."""
-        others = self._trained - {threading.get_ident()}
+        others = self.trained - {threading.get_ident()}
         return bool(others) and any(thread.ident in others for thread in threading.enumerate())
 
     def is_inside(self, name: str) -> bool:

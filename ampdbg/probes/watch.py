@@ -34,7 +34,7 @@ from ampdbg.probes.measures import Measures
 from ampdbg.probes.models import Models
 from ampdbg.probes.open_step import Loop, OpenStep, is_finite_scalar
 from ampdbg.probes.optimizers import Optimizers, innermost
-from ampdbg.probes.pause import Pause
+from ampdbg.probes.pause import is_unwatched, unwatched
 from ampdbg.probes.seams import Seam, are_meta, attached, computes_no_numbers
 from ampdbg.probes.step_hooks import hooked_steps
 from ampdbg.probes.steps import StepLog
@@ -65,13 +65,10 @@ class Watch:
         self.calls = Calls(self.log.closed)
         for optimizer in optimizers:
             self.calls.add_optimizer(optimizer)
-        self.backward_passes = 0
         self._loop = Loop(set())
         self._measures = Measures(self._loop, self.optimizers, self.calls, self.log)
         self._learning = threading.RLock()
-        self._threads: set[int] = set()
         self.left_by_replays: set[str] = set()
-        self._pause = Pause()
         self._interrupted = False
         self.ended: Callable[[bool], None] = lambda is_bad: None
         """Called when a step has ended, with whether it was withheld or its loss is known not to be finite."""
@@ -152,14 +149,14 @@ class Watch:
     @property
     def misuses(self) -> tuple[Misuse, ...]:
         """The calls that stood in the wrong place so far; none where loops in several threads mix theirs."""
-        return self.calls.misuses if len(self._threads) < 2 else ()
+        return self.calls.misuses if len(self._loop.trained) < 2 else ()
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What the steps leave out, and whether they say anything of half precision."""
         several = ("loops in several threads were seen: the order of their calls is not judged",)
         left = (LEFT.format(listed(sorted(self.left_by_replays))),)
-        return (*self.log.notes, *several[: len(self._threads) > 1], *left[: len(self.left_by_replays)])
+        return (*self.log.notes, *several[: len(self._loop.trained) > 1], *left[: len(self.left_by_replays)])
 
     @property
     def is_in_fp32(self) -> bool:
@@ -205,12 +202,12 @@ class Watch:
 
     @property
     def is_paused(self) -> bool:
-        """Whether nothing is noted now."""
-        return self._pause.is_now or bool(self.guard.failure)
+        """Whether nothing is noted of this thread now."""
+        return is_unwatched() or bool(self.guard.failure)
 
     def paused(self) -> AbstractContextManager[None]:
-        """While this is entered nothing is noted: for what is no part of the loop, such as a replay of a step."""
-        return self._pause.made()
+        """While this is entered nothing is noted of this thread: for what is no part of the loop, such as a replay."""
+        return unwatched()
 
     def _scale(self, original: Function, scaler: GradScaler, outputs: Any) -> Any:
         self.learn()
@@ -295,15 +292,14 @@ class Watch:
         if torch._C._current_graph_task_id() != -1 or are_meta(roots):  # inside the engine, or without numbers
             return original(roots, *args, **kwargs)
         self.learn()
-        self.backward_passes += 1
-        self._loop.goes_backward()
+        self._loop.trained.add(threading.get_ident())
         if not kwargs.get("accumulate_grad", True):
             self.calls.grad(roots, creates_graph=bool(args[2]))
             return original(roots, *args, **kwargs)
         scaler = scaler_of(roots)
         if scaler is None:
             self._before_unscaled_backward(roots)
-        if len(self._threads) > 1:  # others may write the gradients that would be compared
+        if len(self._loop.trained) > 1:  # others may write the gradients that would be compared
             return original(roots, *args, **kwargs)
         result = self.calls.backward(scaler, original, roots, *args, **kwargs)
         if self._loop.now.running and not self._loop.now.is_known_finite():
@@ -437,10 +433,9 @@ def _around(alive: weakref.ref[Watch], seam: Seam, original: Function, *args: An
     watch = alive()
     if watch is None or seam not in _AROUND:
         return original(*args, **kwargs)
-    watch._threads.add(threading.get_ident())
     call, inside = (seam, id(args[0]) if args else 0), watch._loop.inside
     # A subclass of a scaler or scheduler may call the method that it overrides: only the outer call counts.
-    if watch._pause.is_now or watch.guard.failure or call in inside:
+    if watch.is_paused or call in inside:
         return original(*args, **kwargs)
     inside.append(call)
     try:
