@@ -156,7 +156,8 @@ class Calls:
         ``scaled_by`` is the scaler of what goes backward, or None; the other arguments are the engine's own.
         """
         scaler, halves = 0 if scaled_by is None else self.number_of(scaled_by), self._halves(roots)
-        if not scaler and halves and (is_scaled_by_hand(roots) or not all(map(is_one, starts))):
+        is_off = "" in self.scalers.values()  # the loop has decided to do without
+        if not scaler and halves and (is_off or is_scaled_by_hand(roots) or not all(map(is_one, starts))):
             halves = ()
         is_plain = not scaler and self._is_plain(roots, starts)
         in_autocast, before = _in_autocast(roots), self._marks_now()

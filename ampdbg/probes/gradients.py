@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,21 @@ _DOT, _CPU = torch.ops.aten.dot.default, DispatchKeySet(DispatchKey.CPU)
 
 NormOfEach = tuple[tuple[tuple[int, int], ...], torch.Tensor]
 """The parameters by ``id`` with the version of each gradient, and their largest magnitudes: a vector on the device."""
+
+
+@dataclass
+class Look:
+    """What the backward pass has left in the gradients of one optimizer.
+
+    ``norm`` is theirs without the loss scale; None where a scaler tells whether they are finite, and nobody has asked
+    for more. Where it is on a GPU still, ``each`` has the norm of each; where it is not finite ``groups`` are those.
+    It ``is_early`` where the gradients still carried the scale.
+    """
+
+    norm: Scalar | None = None
+    each: NormOfEach | None = None
+    groups: tuple[GroupOverflow, ...] | None = None
+    is_early: bool = False
 
 
 def gradient_norm(optimizer: torch.optim.Optimizer, divisor: Scalar = 1.0) -> Scalar | None:

@@ -154,11 +154,9 @@ class StepLog:
 
     def close(self, step: OpenStep) -> None:
         """Ends a step."""
-        if step.scale is None:
-            step.note_scale()
+        step.end()
         step.losses, self._losses = self._losses, {}
         step.nonfinite, self.batch = self.batch, []
-        step.each.clear()
         self._last_skip = self.closed() if step.skipped else self._last_skip
         with self._changing:
             self._unread.append(step)

@@ -32,7 +32,7 @@ from ampdbg.probes.guard import Guard
 from ampdbg.probes.loss_graph import scaler_of
 from ampdbg.probes.measures import Measures
 from ampdbg.probes.models import Models
-from ampdbg.probes.open_step import Loop, OpenStep, is_finite_scalar
+from ampdbg.probes.open_step import Loop, OpenStep
 from ampdbg.probes.optimizers import Optimizers, innermost
 from ampdbg.probes.pause import is_unwatched, unwatched
 from ampdbg.probes.seams import Seam, are_meta, attached, computes_no_numbers
@@ -212,16 +212,18 @@ class Watch:
     def _scale(self, original: Function, scaler: GradScaler, outputs: Any) -> Any:
         self.learn()
         self.calls.scalers[id(scaler)] = scaler._device if scaler.is_enabled() else ""
-        result = original(scaler, outputs)
-        if scaler.is_enabled():  # else it hands on what goes backward as it is
-            if self._loop.now.bare and self._loop.now.stepped:
-                self._close()
-            elif self._loop.now.scaler is None:
-                self._loop.now.scaled.clear()  # losses that nothing has stepped on: not of this loop's optimizers
-            self._loop.now.forget_early()
-            self._loop.now.add_losses(outputs)
-            self._loop.now.scaler, self._loop.now.number = scaler, self.calls.number_of(scaler)
-            self.calls.scaled(scaler, result)
+        if not scaler.is_enabled():
+            return original(scaler, outputs)
+        result, step = original(scaler, outputs), self._loop.now
+        if step.bare and step.stepped:
+            self._close()
+            step = self._loop.now
+        elif step.scaler is None:
+            step.scaled.clear()  # losses that nothing has stepped on: not of this loop's optimizers
+        step.forget_early()
+        step.add_losses(outputs)
+        step.scaler, step.number = scaler, self.calls.number_of(scaler)
+        self.calls.scaled(scaler, result)
         return result
 
     def _unscale(self, original: Function, scaler: GradScaler, optimizer: Optimizer) -> Any:
@@ -234,11 +236,10 @@ class Watch:
     def _step(self, original: Function, scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if optimizer not in self.optimizers:
             return self._calling("step", original, scaler, optimizer, *args, **kwargs)
-        step, enabled = self._loop.now, scaler.is_enabled()
-        # A fused optimizer unscales in its own kernel; a disabled scaler does not unscale at all.
-        in_kernel = enabled and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        step = self._loop.now
+        in_kernel = bool(getattr(optimizer, "_step_supports_amp_scaling", False))  # a fused one unscales in its own
         divisor = step.loss_scale() if in_kernel else 1.0
-        if in_kernel or not enabled:
+        if in_kernel:
             self._measures.before_kernel(optimizer, divisor)
         self._loop.fired.discard(id(optimizer))
         result = self._calling("step", original, scaler, optimizer, *args, **kwargs)
@@ -246,28 +247,24 @@ class Watch:
         self._note_optimizer(optimizer)
         flags = scaler._found_inf_per_device(optimizer).values() if in_kernel else ()
         found_inf = in_kernel and any(self._measures.read(optimizer, list(flags)))
-        withheld = enabled and (id(optimizer) not in self._loop.fired or found_inf)
+        withheld = id(optimizer) not in self._loop.fired or found_inf
         if withheld:
-            step.withhold(optimizer, divisor)
-        if withheld or (not enabled and not is_finite_scalar(step.norms.get(id(optimizer)))):
-            step.note_groups(optimizer, self.optimizers.nonfinite_groups)
-            if step.skipped < withheld:
+            self._measures.withheld(optimizer, divisor)
+            self._measures.note_groups(optimizer)
+            if not step.skipped:
                 self.withheld(optimizer) if step.has_finite_loss() else self.lost(optimizer)
         step.skipped |= withheld
-        if enabled:
-            step.succeeds = step.succeeds or self.calls.succeeded_by(scaler, optimizer)
-            self.calls.by_optimizer("step", optimizer, skipped=withheld)
+        step.succeeds = step.succeeds or self.calls.succeeded_by(scaler, optimizer)
+        self.calls.by_optimizer("step", optimizer, skipped=withheld)
         return result
 
     def _update(self, original: Function, scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
-        enabled = scaler.is_enabled()
-        self._loop.now.scaler = scaler if enabled else None
-        self._loop.now.number = self.calls.number_of(scaler) if enabled else 0
-        self._loop.now.note_scale()
+        step = self._loop.now
+        step.scaler, step.number = scaler, self.calls.number_of(scaler)
+        step.note_scale()
         result = self._calling("update", original, scaler, *args, **kwargs)
-        if enabled:
-            self.calls.by_scaler("update", scaler)
-        if self._loop.now.stepped:
+        self.calls.by_scaler("update", scaler)
+        if step.stepped:
             self._close()
         else:
             self._loop.now = OpenStep()
@@ -337,11 +334,11 @@ class Watch:
         if is_scaled or not has_closure:  # which makes the gradients
             self._measures.take(optimizer, step.loss_scale() if is_scaled else 1.0, may_change=False)
         self._measures.read(optimizer)
-        bad = self.calls.is_unscaled(optimizer) and not is_finite_scalar(step.norms.get(id(optimizer)))
+        bad = self.calls.is_unscaled(optimizer) and not self._measures.are_finite(optimizer)
         self.calls.bare_step(optimizer, bad)
         if step.scaler is None and not step.bare and not step.is_known_finite():
             self.lost(optimizer)
-        elif step.scaler is None and not is_finite_scalar(step.norms.get(id(optimizer))):
+        elif step.scaler is None and not self._measures.are_finite(optimizer):
             self.withheld(optimizer)
         step.begin_bare(id(optimizer))
 
@@ -363,8 +360,8 @@ class Watch:
         step.stepped, step.running = True, 0
         self._note_optimizer(optimizer)
         self._measures.take(optimizer, 1.0)
-        if not is_finite_scalar(step.norms.get(id(optimizer))):
-            step.note_groups(optimizer, self.optimizers.nonfinite_groups)
+        if not self._measures.are_finite(optimizer):
+            self._measures.note_groups(optimizer)
         if step.scaler is None and step.bare == set(map(id, self.optimizers)):
             self._close()
 
@@ -435,7 +432,7 @@ def _around(alive: weakref.ref[Watch], seam: Seam, original: Function, *args: An
         return original(*args, **kwargs)
     call, inside = (seam, id(args[0]) if args else 0), watch._loop.inside
     # A subclass of a scaler or scheduler may call the method that it overrides: only the outer call counts.
-    if watch.is_paused or call in inside:
+    if watch.is_paused or call in inside or (seam in _OF_ENABLED and not args[0].is_enabled()):
         return original(*args, **kwargs)
     inside.append(call)
     try:
@@ -450,6 +447,9 @@ def _hooked(alive: weakref.ref[Watch], note: Function, optimizer: Optimizer, arg
     if watch is not None:
         watch.guard.hooked(note, watch, optimizer, any(map(callable, (*args[1:], *kwargs.values()))))
 
+
+_OF_ENABLED = ("step", "update", "get_scale")
+"""Of a scaler that is off these do nothing by themselves: its loop is one without a scaler."""
 
 _AROUND: Mapping[Seam, Function] = {
     "scale": Watch._scale,
