@@ -86,7 +86,7 @@ class Watch:
         if self._restoring is None:
             # What torch holds does not keep the watch alive.
             alive = weakref.ref(self)
-            notes = (partial(_hooked, alive, note) for note in (Watch._before_bare_step, Watch._after_bare_step))
+            notes = (partial(_hooked, alive, note) for note in (Watch._before_step, Watch._after_step))
             with ExitStack() as begun:  # Ctrl-C may come while this begins
                 begun.enter_context(hooked_steps(*notes))
                 begun.enter_context(attached(partial(_around, alive)))
@@ -320,12 +320,16 @@ class Watch:
         self.calls.scheduled(scheduler, *args, *kwargs.values())
         return original(scheduler, *args, **kwargs)
 
-    def _before_bare_step(self, optimizer: Optimizer, has_closure: bool) -> None:
+    def _before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         self._loop.fired.add(id(optimizer))
-        if has_closure and not self.is_paused and not computes_no_numbers():
+        if has_closure:
             self.learn()  # the loop's first backward pass is that of the closure, inside this step
-        if self._is_ignored(optimizer):
-            self._before_scaled_step(optimizer)
+        if optimizer not in self.optimizers:
+            return
+        if self._loop.is_inside("step"):
+            # A loss that is lost may have finite gradients, as the mean over no target has: no scaler withholds it.
+            if self._measures.steps_on_lost(optimizer):
+                self.lost(optimizer)
             return
         if id(optimizer) in self._loop.now.bare:
             self._close()
@@ -347,14 +351,8 @@ class Watch:
         if self._loop.now.optimizer is None:
             self._loop.now.optimizer = self.optimizers.number_of(optimizer)
 
-    def _before_scaled_step(self, optimizer: Optimizer) -> None:
-        """A loss that is lost may have finite gradients, as the mean over no target has: no scaler withholds it."""
-        is_its = self._loop.is_inside("step") and optimizer in self.optimizers and not self.is_paused
-        if is_its and not computes_no_numbers() and self._measures.steps_on_lost(optimizer):
-            self.lost(optimizer)
-
-    def _after_bare_step(self, optimizer: Optimizer, _: bool) -> None:
-        if self._is_ignored(optimizer):
+    def _after_step(self, optimizer: Optimizer, _: bool) -> None:
+        if optimizer not in self.optimizers or self._loop.is_inside("step"):
             return
         step = self._loop.now
         step.stepped, step.running = True, 0
@@ -364,10 +362,6 @@ class Watch:
             self._measures.note_groups(optimizer)
         if step.scaler is None and step.bare == set(map(id, self.optimizers)):
             self._close()
-
-    def _is_ignored(self, optimizer: Optimizer) -> bool:
-        is_known = optimizer in self.optimizers
-        return self.is_paused or self._loop.is_inside("step") or not is_known or computes_no_numbers()
 
     def _before_unscaled_backward(self, roots: Sequence[Any]) -> None:
         """New gradients end the step that the last ones made; one with a scaler ends when that is updated."""
@@ -444,7 +438,7 @@ def _around(alive: weakref.ref[Watch], seam: Seam, original: Function, *args: An
 def _hooked(alive: weakref.ref[Watch], note: Function, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Stands before or behind every step of an optimizer."""
     watch = alive()
-    if watch is not None:
+    if watch is not None and not watch.is_paused and not computes_no_numbers():
         watch.guard.hooked(note, watch, optimizer, any(map(callable, (*args[1:], *kwargs.values()))))
 
 
