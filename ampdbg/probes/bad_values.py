@@ -9,17 +9,9 @@ import torch
 
 from ampdbg.ops import ATEN_MOVES, POLES, SATURATES, SOFTMAXES
 from ampdbg.probes.op_trace import KnownMagnitudes, storage_of
-from ampdbg.probes.tensors import Magnitude, float_values, magnitude_of, times_written
+from ampdbg.probes.tensors import Magnitude, float_values
 
 NONE: frozenset[int] = frozenset()
-
-
-View = tuple[int, int, int]
-"""How often a tensor had been written, where it begins in its storage, and of how many elements it is."""
-
-
-def _view(tensor: torch.Tensor) -> View:
-    return times_written(tensor), int(tensor.storage_offset()), tensor.numel()
 
 
 class BadValues:
@@ -36,7 +28,6 @@ class BadValues:
         self.in_gradients: set[int] = set()
         self._known = known
         self._behind: dict[int, frozenset[int]] = {}
-        self._as_made: dict[int, tuple[View, Magnitude]] = {}
         self._given: Sequence[torch.Tensor] = ()
         self._read: Sequence[frozenset[int]] = ()
         self._infinite: Sequence[frozenset[int]] = ()
@@ -72,17 +63,11 @@ class BadValues:
     def _still_behind(self, tensor: torch.Tensor) -> tuple[frozenset[int], bool]:
         """The ops behind the inf and NaN that a tensor holds, and whether it holds a NaN; none where its memory was
         another's: not every tensor is seen."""
-        storage = storage_of(tensor)
-        behind = self._behind.get(storage, NONE)
-        magnitude = self._magnitude(storage, tensor) if behind else None
+        behind = self._behind.get(storage_of(tensor), NONE)
+        magnitude = self._known.of(tensor) if behind else None
         if magnitude is None or magnitude.is_finite:
             return NONE, False
         return behind, magnitude.nan > 0
-
-    def _magnitude(self, storage: int, tensor: torch.Tensor) -> Magnitude:
-        """As it was when it was made, where nobody has written it since: it is looked at once."""
-        as_made = self._as_made.get(storage)
-        return as_made[1] if as_made and as_made[0] == _view(tensor) else magnitude_of(tensor)
 
     def _note_what_becomes_of_infinities(
         self, name: str, made: Sequence[torch.Tensor], bad: Sequence[torch.Tensor]
@@ -100,7 +85,6 @@ class BadValues:
     ) -> None:
         for tensor in made:
             self._behind.pop(storage_of(tensor), None)
-            self._as_made.pop(storage_of(tensor), None)
         behind = frozenset({index}) if before.is_finite else NONE.union(*self._read)
         for tensor in bad:
             makes_nan = self._known.of(tensor).nan > 0 and not before.nan
@@ -108,8 +92,6 @@ class BadValues:
                 self.poisonous |= behind
             starts_here = makes_nan and (not behind or self._is_masked_throughout(name))
             self._behind[storage_of(tensor)] = behind | {index} if starts_here else behind
-            if tensor.layout is torch.strided and not tensor.is_nested:
-                self._as_made[storage_of(tensor)] = _view(tensor), self._known.of(tensor)
 
     def _is_masked_throughout(self, name: str) -> bool:
         """Whether a softmax makes NaN of rows of -inf, which are meant as a mask wherever they come from."""

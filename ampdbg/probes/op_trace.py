@@ -24,7 +24,7 @@ from ampdbg.ops import ALLOCATES, KEEPS_THE_REST, OVERWRITES
 from ampdbg.probes.module_calls import OUTSIDE, ModulePaths, module_paths, run_eagerly
 from ampdbg.probes.seams import Seam, attached, only_follows
 from ampdbg.probes.source_lines import innermost_line, is_recomputing, source_of
-from ampdbg.probes.tensors import Magnitude, magnitude_of, magnitude_of_number, together
+from ampdbg.probes.tensors import Magnitude, magnitude_of, magnitude_of_number, times_written, together
 from ampdbg.record.run import OpSite
 from ampdbg.source.ownership import Line
 
@@ -384,7 +384,8 @@ class KnownMagnitudes:
         if not storage:
             return magnitude_of(tensor)
         # Whatever the order of its elements, a view of all of them has the same magnitude.
-        view = tensor.storage_offset(), tensor.numel(), tensor.dtype, _extent(tensor)
+        times = times_written(tensor)  # more often than the trace has seen, where another's memory stands there by now
+        view = tensor.storage_offset(), tensor.numel(), tensor.dtype, _extent(tensor), times
         views = self._by_storage.setdefault(storage, {})
         if view not in views:
             views[view] = magnitude_of(tensor)

@@ -76,8 +76,6 @@ class StepLog:
         self._model = model
         self.poisoned: Callable[[], Set[str]] = frozenset
         """The buffers that the forward pass under way has made inf or NaN, by name."""
-        self.lost_buffers: set[str] = set()
-        """Those that are not finite since a step whose loss was not."""
         self._known_bad: set[str] = set()
         self._listed_steps = self._unlisted_steps = 0
         self._listed_parameters = 0
@@ -269,8 +267,6 @@ class StepLog:
         """Adds the parameters and buffers that are not finite: each once, at the first step that shows it."""
         found = nonfinite_in_model(self._model, "after", but=self._known_bad)
         self._known_bad |= {counts.name for counts in found}
-        if not math.isfinite(step.loss):
-            self.lost_buffers |= {counts.name for counts in found if counts.kind == "buffer"}
         return replace(step, nonfinite=(*step.nonfinite, *found))
 
 

@@ -6,9 +6,10 @@ Only the frames of ours are run as they are: what they call of the script's or o
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import _lru_cache_wrapper as _Cached
 from functools import cached_property
+from operator import attrgetter
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -67,21 +68,19 @@ def _code_in(owner: ModuleType | type) -> Iterator[CodeType]:
 
 def _functions_of(value: Any) -> Iterator[FunctionType]:
     """A function, those in a table of them, and what stands behind a descriptor or a decorator, maybe of torch's."""
-    behind: Iterable[Any] = ()
     if isinstance(value, FunctionType):
         yield value
-    if isinstance(value, dict):
-        behind = [*value.values()]
-    elif isinstance(value, property):
-        behind = (value.fget, value.fset)
-    elif isinstance(value, cached_property):
-        behind = (value.func,)
-    elif isinstance(value, (staticmethod, classmethod)):
-        behind = (value.__func__,)
-    elif isinstance(value, (FunctionType, _Cached)):
-        behind = (getattr(value, "__wrapped__", None),)
-    for function in behind:
+    behind = value.values() if isinstance(value, dict) else _BEHIND.get(type(value), lambda _: ())(value)
+    for function in [*behind]:
         yield from _functions_of(function)
+
+
+_BEHIND: Mapping[type, Callable[[Any], Iterable[Any]]] = {
+    property: attrgetter("fget", "fset"),
+    cached_property: lambda descriptor: (descriptor.func,),
+    **dict.fromkeys((staticmethod, classmethod), lambda descriptor: (descriptor.__func__,)),
+    **dict.fromkeys((FunctionType, _Cached), lambda function: (getattr(function, "__wrapped__", None),)),
+}
 
 
 def _with_inner(code: CodeType) -> Iterator[CodeType]:

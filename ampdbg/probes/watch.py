@@ -326,11 +326,13 @@ class Watch:
             self.learn()  # the loop's first backward pass is that of the closure, inside this step
         if optimizer not in self.optimizers:
             return
-        if self._loop.is_inside("step"):
+        if not self._loop.is_inside("step"):
+            self._before_bare_step(optimizer, has_closure)
+        elif self._measures.steps_on_lost(optimizer):
             # A loss that is lost may have finite gradients, as the mean over no target has: no scaler withholds it.
-            if self._measures.steps_on_lost(optimizer):
-                self.lost(optimizer)
-            return
+            self.lost(optimizer)
+
+    def _before_bare_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         if id(optimizer) in self._loop.now.bare:
             self._close()
         step = self._loop.now
