@@ -104,12 +104,17 @@ def _has_constant_factor(node: Any) -> bool:
     """Whether the node is of a product, number by number, with a tensor of several that needs no gradient."""
     if not node.name().startswith(("MulBackward", "DotBackward")):
         return False
+    saved = _saved(node)
+    return saved is None or any(value.numel() > 1 and not value.requires_grad for value in saved)
+
+
+def _saved(node: Any) -> list[torch.Tensor] | None:
+    """The tensors that a node has kept; None where an earlier backward pass has freed them."""
     try:
-        saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
-    except RuntimeError:  # an earlier backward pass has freed them
-        return True
-    tensors = [value for value in saved if isinstance(value, torch.Tensor)]
-    return any(value.numel() > 1 and not value.requires_grad for value in tensors)
+        kept = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+    except RuntimeError:
+        return None
+    return [value for value in kept if isinstance(value, torch.Tensor)]
 
 
 def _metadata(node: Any) -> dict[Any, Any]:
@@ -122,11 +127,7 @@ def _factor(node: Any) -> float:
     """The largest scalar that the node multiplies by; a tensor that is no constant of the loop counts as well."""
     if not node.name().startswith("MulBackward"):
         return 0.0
-    try:
-        saved = [getattr(node, name, None) for name in ("_saved_other", "_saved_self")]
-    except RuntimeError:  # an earlier backward pass has freed them
-        return 0.0
-    scalars = [value for value in saved if isinstance(value, torch.Tensor) and value.numel() == 1]
+    scalars = [value for value in _saved(node) or () if value.numel() == 1]
     # To a dispatch mode of the user's torch hands the constant of a product as a number, which has no methods.
     with _disable_current_modes():
         return max((abs(float(value.detach())) for value in scalars), default=0.0)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Container, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Mapping, Set
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 
 from ampdbg.probes.open_step import OpenStep
 from ampdbg.probes.tensors import HoldsTensors, Scalar, are_on_host, nonfinite_in_model, to_host
+from ampdbg.record.log import RunLog
 from ampdbg.record.run import LeftOut, Step, TensorCounts
 
 UNREAD_STEPS = 64
@@ -53,16 +53,6 @@ LISTED_PARAMETERS = 10_000
 """So many parameters are listed over all steps, about 2 MB of JSON; the first unhealthy step lists all of its own."""
 
 
-class Journal(Protocol):
-    """What keeps the steps elsewhere, as they are read."""
-
-    def step(self, step: Step) -> None:
-        """A step has ended."""
-
-    def thinned(self, steps: Sequence[Step]) -> None:
-        """Only these are kept from now on, and those that follow."""
-
-
 class StepLog:
     """The steps of one loop. ``batch`` collects the non-finite leaves of the batches of the step under way.
 
@@ -94,7 +84,7 @@ class StepLog:
         self._room, self._stride, self._stretches = MOST_STEPS, 1, 1
         self.left_out = LeftOut()
         """How many steps that went wrong are no longer among the others."""
-        self.journal: Journal | None = None
+        self.journal: RunLog | None = None
         """Told of every step once it is read, and of what is kept when healthy ones are left out."""
         self.look_at_model()
 
