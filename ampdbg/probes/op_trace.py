@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ampdbg.ops import ALLOCATES, KEEPS_THE_REST, OVERWRITES
 from ampdbg.probes.module_calls import OUTSIDE, ModulePaths, module_paths, run_eagerly
 from ampdbg.probes.seams import Seam, attached, only_follows
-from ampdbg.probes.source_lines import innermost_line, is_recomputing, source_of
+from ampdbg.probes.source_lines import innermost_line, source_of
 from ampdbg.probes.tensors import Magnitude, magnitude_of, magnitude_of_number, times_written, together
 from ampdbg.record.run import OpSite
 from ampdbg.source.ownership import Line
@@ -172,17 +172,6 @@ class OpSeen:
         return self.output.nan > 0 and not self.inputs.nan
 
 
-class _Looked(NamedTuple):
-    """An op that was looked at before it runs."""
-
-    traits: OpTraits
-    place: OpPlace
-    parameter: str
-    args: Any
-    written: list[torch.Tensor]
-    before: Any
-
-
 class PlacedOps(TorchDispatchMode):
     """A dispatch mode that finds the place of every op; what is looked at there is a subclass's to say.
 
@@ -213,15 +202,6 @@ class PlacedOps(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._is_over or only_follows():
             return op(*args, **kwargs)
-        looked = self.looked_before(op, args, kwargs)
-        if looked is None:
-            return op(*args, **kwargs)
-        output = self.run(op, looked.args, kwargs, looked.written)
-        self.look_behind(looked, output)
-        return output
-
-    def looked_before(self, op: Any, args: Any, kwargs: Any) -> _Looked | None:
-        """Looks at an op that is about to run; None for one that computes nothing."""
         traits = traits_of(op)
         args = as_it_takes_them(traits, args)
         given = tensors_in((*args, *kwargs.values()) if kwargs else args)
@@ -229,21 +209,19 @@ class PlacedOps(TorchDispatchMode):
         if parameter:
             self.added_to_a_gradient(given)
         if traits.is_view:
-            return None
+            return op(*args, **kwargs)
         written = written_by(traits, args, kwargs) if traits.written else []
         if traits.overwrites:
             given = [tensor for tensor in given if not any(tensor is target for target in written)]
         # Looked at before the op runs: it may write into one of them.
         before = self.before(traits, given, numbers_in(traits, args, kwargs))
-        return _Looked(traits, place, parameter, args, written, before)
-
-    def look_behind(self, looked: _Looked, output: Any) -> None:
-        """Looks at what the op has made."""
-        made = tensors_in(output) or looked.written
-        for tensor in (*looked.written, *made):
+        output = self.run(op, args, kwargs, written)
+        made = tensors_in(output) or written
+        for tensor in (*written, *made):
             self.known.forget(tensor)
-        if not looked.traits.allocates and any(tensor.numel() for tensor in made):
-            self.after(looked.traits, looked.place, looked.parameter, looked.before, made)
+        if not traits.allocates and any(tensor.numel() for tensor in made):
+            self.after(traits, place, parameter, before, made)
+        return output
 
     @property
     def is_inner_backward(self) -> bool:
@@ -335,7 +313,8 @@ class _Places:
         """The place of the op that is about to run on ``given``, and the parameter that it adds a gradient to."""
         node: torch.autograd.graph.Node | None = torch._C._current_autograd_node()  # None outside a backward pass
         parameter, line = "", innermost_line()
-        if node is None or (line is not None and self._is_recomputed()):
+        # Of what a backward pass runs, only a forward pass that is computed again has gradients of its own.
+        if node is None or (line is not None and torch.is_grad_enabled()):
             place = OpPlace("forward", *self._paths.current, line)
         else:
             parameter = self._parameters.get(id(getattr(node, "variable", None)), "")
@@ -343,9 +322,6 @@ class _Places:
             place = place._replace(phase="forward") if self.is_inner_backward else place
         self._claim_new_nodes(place, given)
         return place, parameter
-
-    def _is_recomputed(self) -> bool:
-        return self._paths.is_recomputing or is_recomputing()
 
     def _of_backward_op(self, node: Any, parameter: str, own_line: Line | None) -> OpPlace:
         made_by = self._by_node.get(node._sequence_nr())

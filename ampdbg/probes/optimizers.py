@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 
 import torch
@@ -115,15 +115,6 @@ class Optimizers:
         if groups:
             self._groups = tuple(group_name(group, index) for index, group in enumerate(groups))
         return self._groups
-
-    def of(self, groups: Collection[int]) -> Iterator[Optimizer]:
-        """Those that train any of the parameter groups with these indices, which count over all of them."""
-        first = 0
-        for optimizer in self:
-            behind = first + len(optimizer.param_groups)
-            if any(first <= group < behind for group in groups):
-                yield optimizer
-            first = behind
 
     def nonfinite_groups(self, optimizer: Optimizer, before: NormOfEach | None = None) -> tuple[GroupOverflow, ...]:
         """The groups of one optimizer that hold inf or NaN; ``before`` as of ``gradients.nonfinite_groups``."""

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Literal
 
-from torch.utils import checkpoint
-
 from ampdbg import precision, probes
 from ampdbg.record.findings import Source
 from ampdbg.source.ownership import (
@@ -55,16 +53,6 @@ def innermost_line() -> Line | None:
         return None
     frame = frame if _owner(frame) == _USERS else _in_its_module(frame)
     return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
-
-
-def is_recomputing() -> bool:
-    """Whether the innermost line stands in a forward pass that ``torch.utils.checkpoint`` computes again."""
-    frame = _innermost_frame(sys._getframe(1))
-    while frame is not None and not _is_engine(frame):
-        if _is_checkpoint(frame):
-            return True
-        frame = frame.f_back
-    return False
 
 
 @contextlib.contextmanager
@@ -136,11 +124,6 @@ def _role(frame: FrameType) -> Literal["users", "between", "ends"]:
         return "users"
     runs_users_code = is_ampdbgs(frame) and not is_part_of(frame, *_BETWEEN)
     return "ends" if runs_users_code or _is_engine(frame) else "between"
-
-
-@by_code
-def _is_checkpoint(frame: FrameType) -> bool:
-    return is_part_of(frame, checkpoint.__name__)
 
 
 @by_code
