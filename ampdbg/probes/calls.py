@@ -19,7 +19,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from ampdbg.call_order import Call, CallKind, CallOrder, Hit
 from ampdbg.errors import text_of
-from ampdbg.probes.loss_graph import is_one, is_plain, is_scaled_by_hand, is_scaling, lowered_to, mark_scaled, scaler_of
+from ampdbg.probes.loss_graph import is_one, is_plain, is_scaled_by_hand, is_scaling, lowered_to, scaler_of
 from ampdbg.probes.source_lines import innermost_line, source_of
 from ampdbg.probes.tensors import hold_values
 from ampdbg.probes.torch_errors import misuse_of_error, misuse_of_refusal
@@ -74,10 +74,6 @@ class Calls:
     def misuses(self) -> tuple[Misuse, ...]:
         """What was wrong so far, the first first."""
         return tuple(self._found.values())
-
-    def scaled(self, scaler: Any, outputs: Any) -> None:
-        """``outputs`` is what ``scaler.scale`` returned."""
-        mark_scaled(outputs, scaler)
 
     def bare_step(self, optimizer: torch.optim.Optimizer, wrote_nonfinite: bool) -> None:
         """The optimizer's own step is about to run; ``wrote_nonfinite``: on gradients that are known to be bad."""

@@ -57,7 +57,9 @@ def traits_of(op: Any) -> OpTraits:
     base_name = op._schema.name.rpartition("::")[2]
     return OpTraits(
         name=str(op),
-        is_view=_is_view(op, base_name),
+        # _unsafe_view only promises that nobody else looks at what it views; what lift_fresh returns is no view of
+        # anything but a tensor that the user's code wrote out.
+        is_view=base_name == "_unsafe_view" or (op.is_view and base_name != "lift_fresh"),
         allocates=base_name in ALLOCATES,
         overwrites=base_name in OVERWRITES or any(a.is_out for _, a in arguments),
         keeps_the_rest=base_name in KEEPS_THE_REST,
@@ -65,15 +67,6 @@ def traits_of(op: Any) -> OpTraits:
         numeric=tuple((i, a.name) for i, a in arguments if str(a.type) in _TAKES_A_VALUE),
         strict=() if takes_numbers(base_name) else tuple(i for i, a in arguments if str(a.type) == "Tensor"),
     )
-
-
-def _is_view(op: Any, base_name: str) -> bool:
-    # _unsafe_view only promises that nobody else looks at what it views; what lift_fresh returns is no view of
-    # anything but a tensor that the user's code wrote out.
-    if base_name in ("_unsafe_view", "lift_fresh"):
-        return base_name == "_unsafe_view"
-    aliases = [item.alias_info for item in op._schema.returns]
-    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
 def numbers_in(traits: OpTraits, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[float]:

@@ -29,13 +29,13 @@ from ampdbg.errors import AmpdbgError
 from ampdbg.precision.emulation import is_emulating
 from ampdbg.probes.calls import Calls
 from ampdbg.probes.guard import Guard
-from ampdbg.probes.loss_graph import scaler_of
+from ampdbg.probes.loss_graph import mark_scaled, scaler_of
 from ampdbg.probes.measures import Measures
 from ampdbg.probes.models import Models
 from ampdbg.probes.open_step import Loop, OpenStep
 from ampdbg.probes.optimizers import Optimizers, innermost
 from ampdbg.probes.pause import is_unwatched, unwatched
-from ampdbg.probes.seams import Seam, are_meta, attached, computes_no_numbers
+from ampdbg.probes.seams import Seam, are_meta, attached, only_follows
 from ampdbg.probes.step_hooks import hooked_steps
 from ampdbg.probes.steps import StepLog
 from ampdbg.quantities import listed
@@ -223,7 +223,7 @@ class Watch:
         step.forget_early()
         step.add_losses(outputs)
         step.scaler, step.number = scaler, self.calls.number_of(scaler)
-        self.calls.scaled(scaler, result)
+        mark_scaled(result, scaler)
         return result
 
     def _unscale(self, original: Function, scaler: GradScaler, optimizer: Optimizer) -> Any:
@@ -440,7 +440,7 @@ def _around(alive: weakref.ref[Watch], seam: Seam, original: Function, *args: An
 def _hooked(alive: weakref.ref[Watch], note: Function, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Stands before or behind every step of an optimizer."""
     watch = alive()
-    if watch is not None and not watch.is_paused and not computes_no_numbers():
+    if watch is not None and not watch.is_paused and not only_follows():
         watch.guard.hooked(note, watch, optimizer, any(map(callable, (*args[1:], *kwargs.values()))))
 
 
