@@ -43,7 +43,7 @@ class OpenStep:
     number: int = 0
     optimizer: int | None = None
     succeeds: int = 0
-    scale: Scalar | None = None
+    scale: Scalar = 1.0
     skipped: bool = False
     stepped: bool = False
     running: int = 0
@@ -97,21 +97,20 @@ class OpenStep:
 
     def end(self) -> None:
         """Keeps what :meth:`to_step` needs, and lets go of the rest."""
-        if self.scale is None:
-            self.note_scale()
+        self.note_scale()
         self.norms = [look.norm for look in self.looks.values() if look.norm is not None]
         self.looks.clear()
 
     def note_scale(self) -> None:
         """Keeps the loss scale of now, and lets go of the scaler."""
-        scale = self.scaler._get_scale_async() if self.scaler is not None else None
-        self.scale = None if scale is None else scalar_of(scale)  # a copy: the scaler changes it in place
+        scale = self.loss_scale()
+        if isinstance(scale, torch.Tensor):
+            self.scale = scalar_of(scale)  # a copy: the scaler changes it in place
         self.scaler = None
 
     def scalars(self) -> list[Scalar]:
         """Every number that :meth:`to_step` needs, in its order."""
-        scale = [] if self.scale is None else [self.scale]
-        return [*(self.losses.values() if self.losses else self.scaled), *self.norms, *scale]
+        return [*(self.losses.values() if self.losses else self.scaled), *self.norms, self.scale]
 
     def to_step(self, index: int, iteration: Callable[[int], int], values: Iterator[float]) -> Step:
         """The Step, with the values of :meth:`scalars` on the host; ``iteration`` tells how many steps of an optimizer
@@ -123,7 +122,7 @@ class OpenStep:
         return Step(
             step=index,
             loss=loss,
-            scale=1.0 if self.scale is None else next(values),
+            scale=next(values),
             found_inf=self.skipped or bool(self.groups),
             skipped=self.skipped,
             grad_norm=sum(squares) ** 0.5 if squares else None,

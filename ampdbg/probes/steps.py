@@ -162,7 +162,7 @@ class StepLog:
         ``is_skipped`` says that the loop goes on behind it.
         """
         latest = self.steps[-1:]
-        scale, scaler, optimizer = (latest[0].scale, latest[0].scaler, latest[0].optimizer) if latest else (None, 0, 0)
+        scale, scaler, optimizer = (latest[0].scale, latest[0].scaler, latest[0].optimizer) if latest else (1.0, 0, 0)
         self.close(OpenStep(scaled=[loss], scale=scale, number=scaler, optimizer=optimizer, skipped=is_skipped))
 
     def finish(self) -> None:
