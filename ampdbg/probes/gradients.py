@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
@@ -46,64 +45,54 @@ def gradient_norm(optimizer: torch.optim.Optimizer, divisor: Scalar = 1.0) -> Sc
     None when no parameter has a gradient. Inf or NaN when a gradient is not finite, and on a GPU also
     when the squares overflow float32; on a CPU that is told apart by a second look in float64.
     """
-    gradients = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:  # thousands are not rare: a loop costs least
-            gradient = parameter.grad
-            if gradient is not None:
-                gradients.append(gradient)
+    gradients = _gradients_of(optimizer)
     plain = _norm_of_plain(gradients)
     return _norm_of_any(gradients, divisor) if plain is None else plain / float(divisor)
 
 
 @torch.no_grad()
 def _norm_of_any(gradients: list[torch.Tensor], divisor: Scalar) -> Scalar | None:
-    values = gradients
-    if not _are_plain(gradients):
+    kinds = {(type(one), one.dtype, one.layout, one.device) for one in gradients if one.numel()}
+    if [kind[:-1] for kind in kinds] == [(torch.Tensor, torch.float32, torch.strided)]:
+        # With as few calls as can be: a GPU's loop has to wait for each.
+        values = [one for one in gradients if one.numel()]
+        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values)))
+    else:
         values = [value for value in map(float_values, gradients) if value is not None and value.numel()]
         values = [value.float() if value.dtype.itemsize < 4 else value for value in values]
+        norm = get_total_norm(values)
     if not values:
         return None
-    norm = _total_norm(values)
     on_host = is_at_hand(norm)
     if on_host and torch.isinf(norm):
-        norm = _total_norm([value.double() for value in values]).float()
+        norm = get_total_norm([value.double() for value in values]).float()
     norm = norm / (divisor.to(norm.device) if isinstance(divisor, torch.Tensor) else divisor)
     return norm.item() if on_host else norm
-
-
-def _are_plain(gradients: list[torch.Tensor]) -> bool:
-    kinds = {(type(one), one.dtype, one.layout) for one in gradients}
-    return kinds == {(torch.Tensor, torch.float32, torch.strided)} and all(one.numel() for one in gradients)
-
-
-def _total_norm(values: list[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm of all; of those on one device with as few calls as can be, which a GPU's loop has to wait for."""
-    if len({value.device for value in values}) > 1:
-        return get_total_norm(values)
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values)))
-    return norm
 
 
 @torch.no_grad()
 def gradient_norms(optimizer: torch.optim.Optimizer) -> NormOfEach | None:
     """The largest magnitude of each gradient of the optimizer, NaN where it holds one; not synced.
 
-    None on a CPU, where the gradients can be looked at themselves at once, and where they are not all dense on one
-    device.
+    None where they are not all dense on one device.
     """
-    parameters = [parameter for parameter in _with_gradient(optimizer) if parameter.grad.numel()]
-    gradients = [parameter.grad for parameter in parameters]
-    devices = {gradient.device for gradient in gradients}
-    is_dense = all(gradient.layout is torch.strided and gradient.is_floating_point() for gradient in gradients)
-    if len(devices) != 1 or not is_dense or devices == {torch.device("meta")} or is_at_hand(gradients[0]):
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    gradients = [p.grad for p in parameters if p.grad.numel()]
+    places = {(gradient.layout, gradient.is_floating_point(), gradient.device) for gradient in gradients}
+    if [place[:-1] for place in places] != [(torch.strided, True)] or gradients[0].is_meta:
         return None
     norms = [norm if norm.dtype is torch.float32 else norm.float() for norm in torch._foreach_norm(gradients, math.inf)]
-    return tuple((id(p), p.grad._version) for p in parameters), torch.stack(norms)
+    return tuple((id(p), p.grad._version) for p in parameters if p.grad.numel()), torch.stack(norms)
 
 
-def _with_gradient(optimizer: torch.optim.Optimizer) -> list[Any]:
-    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+def _gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    found = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:  # thousands are not rare: a loop costs least
+            gradient = parameter.grad
+            if gradient is not None:
+                found.append(gradient)
+    return found
 
 
 def _norm_of_plain(gradients: list[torch.Tensor]) -> float | None:
