@@ -53,10 +53,9 @@ class Measures:
 
     def before_kernel(self, optimizer: Optimizer, divisor: Scalar) -> None:
         """To be called before a scaler steps an optimizer whose gradients it does not unscale, nor anybody alters."""
-        if is_on_device(divisor) and not self._wants_norm:
+        if not self._wants_norm:
             self._looks[id(optimizer)] = Look()
-        else:
-            self.take(optimizer, divisor, may_change=False)
+        self.take(optimizer, divisor, may_change=False)
 
     def before_clipping(self, parameters: Sequence[torch.Tensor]) -> None:
         """The last moment with gradients as the backward pass left them, where ``unscale_`` has not come before."""

@@ -163,11 +163,6 @@ class Loop(threading.local):
         self.fired: set[int] = set()
         self.inside: list[tuple[str, int]] = []
 
-    def has_others(self) -> bool:
-        """Whether other threads are alive that have gone backward."""
-        others = self.trained - {threading.get_ident()}
-        return bool(others) and any(thread.ident in others for thread in threading.enumerate())
-
     def is_inside(self, name: str) -> bool:
         """Whether a call of this seam's is under way."""
         return name in map(_SEAM, self.inside)

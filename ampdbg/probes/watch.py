@@ -123,7 +123,8 @@ class Watch:
     @property
     def has_other_loops(self) -> bool:
         """Whether threads that are alive, and not this one, have trained: they are not to find their models altered."""
-        return self._loop.has_others()
+        others = self._loop.trained - {threading.get_ident()}
+        return any(thread.ident in others for thread in threading.enumerate())
 
     @property
     def groups(self) -> tuple[str, ...]:
