@@ -12,9 +12,26 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from ampdbg.probes.gradients import Look
 from ampdbg.probes.tensors import Mark, Scalar, is_on_device, read_aside, scalar_of
 from ampdbg.record.run import GroupOverflow, Step, TensorCounts
+
+NormOfEach = tuple[tuple[tuple[int, int], ...], torch.Tensor]
+"""The parameters by ``id`` with the version of each gradient, and their largest magnitudes: a vector on the device."""
+
+
+@dataclass
+class Gradients:
+    """What the backward pass has left in the gradients of one optimizer.
+
+    ``norm`` is theirs without the loss scale; None where a scaler tells whether they are finite, and nobody has asked
+    for more. Where it is on a GPU still, ``each`` has the norm of each; where it is not finite ``groups`` are those.
+    It ``is_early`` where the gradients still carried the scale.
+    """
+
+    norm: Scalar | None = None
+    each: NormOfEach | None = None
+    groups: tuple[GroupOverflow, ...] | None = None
+    is_early: bool = False
 
 
 @dataclass
@@ -27,14 +44,14 @@ class OpenStep:
     ``before_closure`` says how many losses there were when it began, and ``first_closure`` has those of the first time
     that it has run its closure.
 
-    ``looks`` are those at the gradients as the backward pass left them, by the ``id`` of their optimizer; ``norms`` is
-    what is kept of them when the step has ended.
+    ``gradients`` are known as the backward pass left them, by the ``id`` of their optimizer; ``norms`` is what is kept
+    of that when the step has ended.
     """
 
     scaled: list[Scalar] = field(default_factory=list)
     mark: Mark | None = None
     losses: dict[str, Scalar] = field(default_factory=dict)
-    looks: dict[int, Look] = field(default_factory=dict)
+    gradients: dict[int, Gradients] = field(default_factory=dict)
     norms: list[Scalar] = field(default_factory=list)
     groups: list[GroupOverflow] = field(default_factory=list)
     nonfinite: list[TensorCounts] = field(default_factory=list)
@@ -93,13 +110,13 @@ class OpenStep:
 
     def forget_early(self) -> None:
         """More gradients are to come: what was measured of those that still carry the scale is not all."""
-        self.looks = {key: look for key, look in self.looks.items() if not look.is_early}
+        self.gradients = {key: known for key, known in self.gradients.items() if not known.is_early}
 
     def end(self) -> None:
         """Keeps what :meth:`to_step` needs, and lets go of the rest."""
         self.note_scale()
-        self.norms = [look.norm for look in self.looks.values() if look.norm is not None]
-        self.looks.clear()
+        self.norms = [known.norm for known in self.gradients.values() if known.norm is not None]
+        self.gradients.clear()
 
     def note_scale(self) -> None:
         """Keeps the loss scale of now, and lets go of the scaler."""

@@ -28,9 +28,9 @@ from ampdbg.environment import environment_of
 from ampdbg.errors import AmpdbgError
 from ampdbg.precision.emulation import is_emulating
 from ampdbg.probes.calls import Calls
+from ampdbg.probes.gradients import Measures
 from ampdbg.probes.guard import Guard
 from ampdbg.probes.loss_graph import mark_scaled, scaler_of
-from ampdbg.probes.measures import Measures
 from ampdbg.probes.models import Models
 from ampdbg.probes.open_step import Loop, OpenStep
 from ampdbg.probes.optimizers import Optimizers, innermost
