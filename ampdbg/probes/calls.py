@@ -156,7 +156,8 @@ class Calls:
         if not scaler and halves and (is_off or is_scaled_by_hand(roots) or not all(map(is_one, starts))):
             halves = ()
         is_plain = not scaler and self._is_plain(roots, starts)
-        in_autocast, before = _in_autocast(roots), self._marks_now()
+        devices = [root.device.type for root in roots if isinstance(root, torch.Tensor)]
+        in_autocast, before = any(map(is_autocast_enabled, devices[:1])), self._marks_now()
         rewritten = self._rewritten(before)
         filled = self._filled(rewritten) if scaler else ()
         try:
@@ -289,13 +290,6 @@ def _takes_score(step: Callable[..., Any]) -> bool:
     except (TypeError, ValueError):  # none of Python's own, or a function that takes nothing
         return False
     return any(one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in others)
-
-
-def _in_autocast(roots: Sequence[Any]) -> bool:
-    for root in roots:
-        if isinstance(root, torch.Tensor):
-            return is_autocast_enabled(root.device.type)
-    return False
 
 
 Marks = tuple[tuple[int, int] | None, ...]

@@ -18,6 +18,9 @@ from ampdbg.probes.tensors import HALVES
 from ampdbg.source.ownership import Line, is_users_file
 from ampdbg.syntax_tree import UNPARSABLE, syntax_tree
 
+_PLAIN = (ast.Name, ast.Attribute, ast.Subscript)
+"""Expressions that can be looked at without running any code of the user's, if what they are made of is."""
+
 CONTAINERS = (list, tuple, torch.Tensor, torch.nn.ParameterList, torch.nn.ParameterDict)
 
 
@@ -96,12 +99,8 @@ def _read_in(file: str) -> Mapping[int, tuple[int, Mapping[str, ast.expr]]]:
 
 
 def _expressions(statement: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
-    """What a statement itself reads and can be looked at without running any code of the user's."""
-    for node in _own(statement):
-        if isinstance(node, ast.expr) and _is_plain(node):
-            yield ast.unparse(node), node
-    if isinstance(statement, ast.AugAssign) and _is_plain(target := statement.target):
-        yield ast.unparse(target), target
+    """What a statement itself reads and can be looked at."""
+    return ((ast.unparse(node), node) for node in _own(statement) if isinstance(node, _PLAIN))
 
 
 def _own(statement: ast.stmt) -> Iterator[ast.AST]:
@@ -112,15 +111,6 @@ def _own(statement: ast.stmt) -> Iterator[ast.AST]:
         if not isinstance(node, ast.stmt):
             yield node
             ahead.extend(ast.iter_child_nodes(node))
-
-
-def _is_plain(node: ast.AST) -> bool:
-    match node:
-        case ast.Name():
-            return True
-        case ast.Attribute(value=value) | ast.Subscript(value=value, slice=ast.Constant() | ast.Name()):
-            return _is_plain(value)
-    return False
 
 
 def _note(names: LineNames, text: str, node: ast.expr, frame: FrameType) -> None:
@@ -134,13 +124,14 @@ def _note(names: LineNames, text: str, node: ast.expr, frame: FrameType) -> None
 
 
 def _value_of(node: ast.expr, frame: FrameType) -> Any:
-    """What an expression holds; only containers whose elements come without any computation are looked into."""
+    """What an expression holds; only containers whose elements come without any computation are looked into. None of
+    what would have to be computed."""
     match node:
         case ast.Name(id=name):
             return frame.f_locals[name] if name in frame.f_locals else frame.f_globals[name]
         case ast.Attribute(value=base, attr=name):
             return getattr(_value_of(base, frame), name)
-        case ast.Subscript(value=base, slice=index):
+        case ast.Subscript(value=base, slice=ast.Constant() | ast.Name() as index):
             held: Any = _value_of(base, frame)
             key: Any = index.value if isinstance(index, ast.Constant) else _value_of(index, frame)
             if isinstance(held, Mapping):

@@ -87,16 +87,16 @@ class TrendSamples:
         self._sampling.enter_context(attached(self._around))
 
     def _around(self, seam: Seam, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if seam != "engine" or not kwargs.get("accumulate_grad", True) or self._is_of_none():
-            return original(*args, **kwargs)
-        before = {name: _written(parameter) for name, parameter in self._watcher.models.named_parameters()}
-        result = original(*args, **kwargs)
+        if seam in ("unscale_", "step") and not self._is_of_none():
+            self._note_gradients(args[1] if len(args) > 1 else kwargs["optimizer"])
+        return original(*args, **kwargs)
+
+    def _note_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Notes the gradients that a scaler is about to unscale, where it has not yet."""
+        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for name, parameter in self._watcher.models.named_parameters():
-            # Those of another optimizer of the loop may be unscaled by now. Of micro-batches the last has all.
-            if parameter.grad is not None and _written(parameter) != before.get(name):
-                self._found.pop(("gradient", name), None)
+            if id(parameter) in trained and parameter.grad is not None and ("gradient", name) not in self._found:
                 self._note(("gradient", name), parameter.grad)
-        return result
 
     def _is_of_none(self) -> bool:
         """Whether what runs is no step of the loop's own, or one that a backward pass computes again."""
@@ -128,12 +128,6 @@ class TrendSamples:
     def _add(self, key: Key, step: int, value: float) -> None:
         if math.isfinite(value) and value > 0:
             self._series.setdefault(key, {})[step] = value
-
-
-def _written(parameter: torch.nn.Parameter) -> tuple[int, int] | None:
-    """What changes whenever the gradient is written."""
-    gradient = parameter.grad
-    return None if gradient is None else (id(gradient), gradient._version)
 
 
 def _urgency(trend: Trend) -> tuple[float, float]:
