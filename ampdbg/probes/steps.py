@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import torch
 
+from ampdbg.probes.models import Models
 from ampdbg.probes.open_step import OpenStep
-from ampdbg.probes.tensors import HoldsTensors, Scalar, are_on_host, nonfinite_in_model, to_host
+from ampdbg.probes.tensors import Scalar, are_on_host, nonfinite_in_model, to_host
 from ampdbg.record.log import RunLog
 from ampdbg.record.run import LeftOut, Step, TensorCounts
 
@@ -61,7 +62,7 @@ class StepLog:
         on_step: called with each Step as it ends.
     """
 
-    def __init__(self, model: HoldsTensors, on_step: Callable[[Step], None] | None) -> None:
+    def __init__(self, model: torch.nn.Module | Models, on_step: Callable[[Step], None] | None) -> None:
         self.batch: list[TensorCounts] = []
         self._model = model
         self.poisoned: Callable[[], Set[str]] = frozenset

@@ -9,7 +9,7 @@ import contextlib
 import math
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
@@ -19,6 +19,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ampdbg.formats import HIGHEST_EXPONENT, LOWEST_EXPONENT, Exponents
+from ampdbg.probes.models import Models
 from ampdbg.record.run import TensorCounts
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -45,7 +46,7 @@ def nonfinite(named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torc
     return [pair for (pair, _), value in zip(measured, values, strict=True) if not math.isfinite(value)]
 
 
-def are_weights_spoilt(model: HoldsTensors) -> bool:
+def are_weights_spoilt(model: torch.nn.Module) -> bool:
     """Whether weights that train hold inf or NaN; a frozen parameter may be a mask. On a GPU this syncs."""
     return bool(nonfinite(pair for pair in model.named_parameters() if pair[1].requires_grad))
 
@@ -242,20 +243,8 @@ def leaves_of(batch: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield _pytree.keystr(path), leaf
 
 
-class HoldsTensors(Protocol):
-    """What has parameters and buffers by name."""
-
-    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """The parameters, each once, by qualified name."""
-        ...
-
-    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The buffers, each once, by qualified name."""
-        ...
-
-
 def nonfinite_in_model(
-    model: HoldsTensors, when: When = "before", but: Container[str] = ()
+    model: torch.nn.Module | Models, when: When = "before", but: Container[str] = ()
 ) -> tuple[TensorCounts, ...]:
     """The parameters and buffers of a model that hold inf or NaN, ``but`` for these names; ``when`` is passed on."""
     parameters = (pair for pair in model.named_parameters() if pair[0] not in but)
