@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd.function import BackwardCFunction
-from torch.utils import _pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ampdbg.probes.tensors import HALVES
+from ampdbg.probes.tensors import HALVES, tensors_in
 
 NEAREST = 4
 """So many nodes are looked at for what the code itself has made of the loss."""
@@ -35,8 +34,8 @@ _SCALER = "ampdbg.scaler"
 
 def mark_scaled(outputs: Any, scaler: Any) -> None:
     """Marks what ``scaler.scale`` returned, on its graph: the mark goes when the graph does, and any watch reads it."""
-    for leaf in (outputs,) if isinstance(outputs, torch.Tensor) else _pytree.tree_leaves(outputs):
-        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+    for leaf in tensors_in(outputs):
+        if leaf.grad_fn is not None:
             _metadata(leaf.grad_fn)[_SCALER] = scaler
 
 

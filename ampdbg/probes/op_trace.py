@@ -24,7 +24,7 @@ from ampdbg.ops import ALLOCATES, KEEPS_THE_REST, OVERWRITES
 from ampdbg.probes.module_calls import OUTSIDE, ModulePaths, module_paths, run_eagerly
 from ampdbg.probes.seams import Seam, attached, only_follows
 from ampdbg.probes.source_lines import innermost_line, source_of
-from ampdbg.probes.tensors import Magnitude, magnitude_of, magnitude_of_number, times_written, together
+from ampdbg.probes.tensors import Magnitude, magnitude_of, magnitude_of_number, tensors_in, times_written, together
 from ampdbg.record.run import OpSite
 from ampdbg.source.ownership import Line
 
@@ -90,20 +90,6 @@ _WHOLE = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: tor
 def written_by(traits: OpTraits, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The tensors that the op writes into."""
     return tensors_in([_argument(position, name, args, kwargs) for position, name in traits.written])
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors of nested lists and tuples."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    found: list[torch.Tensor] = []
-    if isinstance(value, (list, tuple)):
-        for item in value:  # asked of every op: most hold tensors and numbers
-            if isinstance(item, torch.Tensor):
-                found.append(item)
-            elif isinstance(item, (list, tuple)):
-                found += tensors_in(item)
-    return found
 
 
 def _argument(position: int, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from ampdbg.probes.tensors import Mark, Scalar, is_on_device, read_aside, scalar_of
+from ampdbg.probes.tensors import Mark, Scalar, is_on_device, read_aside, scalar_of, tensors_in
 from ampdbg.record.run import GroupOverflow, Step, TensorCounts
 
 NormOfEach = tuple[tuple[tuple[int, int], ...], torch.Tensor]
@@ -80,9 +80,7 @@ class OpenStep:
         before the step, and what ``optimizer.step(closure)`` returns. But a last one that is not finite is what the
         step ends in.
         """
-        tensors = [outputs] if isinstance(outputs, torch.Tensor) else outputs
-        given = tensors if isinstance(tensors, (list, tuple)) else ()
-        losses = [scalar_of(tensor) for tensor in given if isinstance(tensor, torch.Tensor)]
+        losses = list(map(scalar_of, tensors_in(outputs)))
         if self.running:
             self.first_closure = self.first_closure or losses
             del self.scaled[self.before_closure :]

@@ -19,7 +19,7 @@ from torch.utils import _pytree
 
 from ampdbg.formats import BFLOAT16, FLOAT16, Exponents, headroom_bits, scale_ceiling, scale_floor
 from ampdbg.probes.module_calls import ModulePaths
-from ampdbg.probes.op_trace import OpPlace, OpTraits, PlacedOps, storage_of, tensors_in
+from ampdbg.probes.op_trace import OpPlace, OpTraits, PlacedOps, storage_of
 from ampdbg.probes.seams import Seam, attached
 from ampdbg.probes.source_lines import source_of
 from ampdbg.probes.tensors import (
@@ -29,6 +29,7 @@ from ampdbg.probes.tensors import (
     float_values,
     magnitude_of,
     magnitude_of_number,
+    tensors_in,
     together,
 )
 from ampdbg.record.run import Site

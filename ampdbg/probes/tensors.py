@@ -236,6 +236,20 @@ def may_be_bad(tensor: torch.Tensor) -> bool:
     return varies or bool((values.isnan() | (values == math.inf)).any())
 
 
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors of nested lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    found: list[torch.Tensor] = []
+    if isinstance(value, (list, tuple)):
+        for item in value:  # asked of every op: most hold tensors and numbers
+            if isinstance(item, torch.Tensor):
+                found.append(item)
+            elif isinstance(item, (list, tuple)):
+                found += tensors_in(item)
+    return found
+
+
 def leaves_of(batch: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a batch, each with its path as text."""
     for path, leaf in _pytree.tree_flatten_with_path(batch)[0]:
