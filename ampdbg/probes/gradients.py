@@ -11,14 +11,13 @@ from collections.abc import Sequence
 import torch
 from torch._C import DispatchKey, DispatchKeySet
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from ampdbg.probes.calls import Calls
 from ampdbg.probes.open_step import Gradients, Loop, NormOfEach, is_finite_scalar
 from ampdbg.probes.optimizers import Optimizers
 from ampdbg.probes.steps import StepLog
-from ampdbg.probes.tensors import Scalar, float_values, is_at_hand, is_on_device, to_host
+from ampdbg.probes.tensors import Scalar, is_at_hand, is_on_device, to_host, total_norm
 from ampdbg.record.run import GroupOverflow
 
 SMALL = 32_768
@@ -46,18 +45,15 @@ def _norm_of_any(gradients: list[torch.Tensor], divisor: Scalar) -> Scalar | Non
     if [kind[:-1] for kind in kinds] == [(torch.Tensor, torch.float32, torch.strided)]:
         # With as few calls as can be: a GPU's loop has to wait for each.
         values = [one for one in gradients if one.numel()]
-        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values)))
+        norm: torch.Tensor | None = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values)))
     else:
-        values = [value for value in map(float_values, gradients) if value is not None and value.numel()]
-        values = [value.float() if value.dtype.itemsize < 4 else value for value in values]
-        norm = get_total_norm(values)
-    if not values:
+        norm = total_norm(gradients)
+    if norm is not None and is_at_hand(norm) and torch.isinf(norm):
+        norm = total_norm(gradients, torch.float64)
+    if norm is None:
         return None
-    on_host = is_at_hand(norm)
-    if on_host and torch.isinf(norm):
-        norm = get_total_norm([value.double() for value in values]).float()
     norm = norm / (divisor.to(norm.device) if isinstance(divisor, torch.Tensor) else divisor)
-    return norm.item() if on_host else norm
+    return norm.item() if is_at_hand(norm) else norm
 
 
 @torch.no_grad()

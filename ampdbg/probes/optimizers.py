@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ampdbg.probes.models import Models
 from ampdbg.probes.open_step import NormOfEach
-from ampdbg.probes.tensors import Scalar, float_values, magnitude_of, scalar_of
+from ampdbg.probes.tensors import Scalar, magnitude_of, scalar_of, total_norm
 from ampdbg.record.run import GroupOverflow, ParameterCounts
 
 COMMON = 0.02
@@ -124,18 +124,9 @@ class Optimizers:
 
 
 def _norm_of_weights(optimizers: Iterable[Optimizer]) -> Scalar:
-    """The 2-norm of all that the optimizers train, not synced; of a DTensor the part of this rank counts."""
-    weights = (weight.detach() for one in optimizers for group in one.param_groups for weight in group["params"])
-    with torch.no_grad():
-        norms = [_norm_of(values) for values in map(float_values, weights) if values is not None]
-        if not norms:
-            return 0.0
-        return scalar_of(torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms])))
-
-
-def _norm_of(values: torch.Tensor) -> torch.Tensor:
-    norm: torch.Tensor = torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32))
-    return norm.float()
+    """The 2-norm of all that the optimizers train, not synced."""
+    norm = total_norm(weight.detach() for one in optimizers for group in one.param_groups for weight in group["params"])
+    return 0.0 if norm is None else scalar_of(norm)
 
 
 def nonfinite_groups(

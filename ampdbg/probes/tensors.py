@@ -65,6 +65,20 @@ def _largest(tensor: torch.Tensor) -> torch.Tensor | None:
     return torch.stack(torch.aminmax(values)).abs().amax()
 
 
+@torch.no_grad()
+def total_norm(tensors: Iterable[torch.Tensor], least: torch.dtype = torch.float32) -> torch.Tensor | None:
+    """The 2-norm of all values of some tensors in float32, computed in ``least`` or wider; not synced.
+
+    None where they have no values. Of a DTensor the part of this rank counts.
+    """
+    values = [value for value in map(float_values, tensors) if value is not None and value.numel()]
+    norms = [torch.linalg.vector_norm(value, dtype=torch.promote_types(value.dtype, least)) for value in values]
+    if not norms:
+        return None
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device, least) for norm in norms]))
+    return norm.float()
+
+
 Scalar = float | torch.Tensor
 """A number; where it was computed on a GPU the tensor of it, which nothing has waited for yet."""
 
