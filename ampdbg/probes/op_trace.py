@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -161,8 +160,6 @@ class PlacedOps(TorchDispatchMode):
         super().__init__()
         self.known = KnownMagnitudes()
         self._places = _Places(model, paths)
-        self._thread = threading.get_ident()
-        self._is_over = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -170,16 +167,10 @@ class PlacedOps(TorchDispatchMode):
         and at every op that costs as much as a small op."""
         return False
 
-    def __exit__(self, *error: object) -> None:
-        """Leaves the mode; that of another thread, which has ended or goes on, does nothing any more."""
-        self._is_over = True
-        if threading.get_ident() == self._thread:
-            super().__exit__(*error)
-
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the op and looks at it."""
         kwargs = kwargs or {}
-        if self._is_over or only_follows():
+        if only_follows():
             return op(*args, **kwargs)
         traits = traits_of(op)
         args = as_it_takes_them(traits, args)
