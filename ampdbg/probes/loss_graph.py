@@ -31,9 +31,13 @@ SCALED_BY_HAND = 8.0
 
 _SCALER = "ampdbg.scaler"
 
+_have_scaled: set[int] = set()
+"""The ``id`` of each scaler that has: where there is none, no graph is looked into for one."""
+
 
 def mark_scaled(outputs: Any, scaler: Any) -> None:
     """Marks what ``scaler.scale`` returned, on its graph: the mark goes when the graph does, and any watch reads it."""
+    _have_scaled.add(id(scaler))
     for leaf in tensors_in(outputs):
         if leaf.grad_fn is not None:
             _metadata(leaf.grad_fn)[_SCALER] = scaler
@@ -42,7 +46,7 @@ def mark_scaled(outputs: Any, scaler: Any) -> None:
 def scaler_of(roots: Sequence[Any]) -> Any:
     """The scaler that scaled these losses, or None."""
     for nodes in (filter(None, map(_node_of, roots)), islice(_nodes(roots), NEAR)):  # seldom is one altered since
-        for node in nodes:
+        for node in nodes if _have_scaled else ():
             scaler = _metadata(node).get(_SCALER)
             if scaler is not None:
                 return scaler
