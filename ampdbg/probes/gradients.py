@@ -32,7 +32,7 @@ def gradient_norm(optimizer: torch.optim.Optimizer, divisor: Scalar = 1.0) -> Sc
     """The 2-norm of all gradients of the optimizer divided by ``divisor``; of those on a GPU in float32, not synced.
 
     None when no parameter has a gradient. Inf or NaN when a gradient is not finite, and on a GPU also
-    when the squares overflow float32; on a CPU that is told apart by a second look in float64.
+    when the squares overflow float32; on a CPU a second look in float64 parts the two.
     """
     gradients = _gradients_of(optimizer)
     plain = _norm_of_plain(gradients)
@@ -128,16 +128,16 @@ class Measures:
         self.take(optimizer, 1.0, may_change=may_change)
 
     def _trust(self, scaler: GradScaler, optimizer: Optimizer, *, may_change: bool) -> None:
-        """Leaves it to a scaler that has unscaled the gradients to tell whether they are finite.
+        """Leaves it to a scaler that has unscaled the gradients to know whether they are finite.
 
-        On a CPU it has told, and gradients that are not finite are to be measured. On a GPU its word would cost a sync
-        now: where it withholds the step, they are looked at then. Where they ``may_change`` before, as by clipping,
-        their largest magnitudes are kept.
+        On a CPU its flags are there, and gradients that are not finite are to be measured. On a GPU to read them would
+        cost a sync: where it withholds the step, the gradients are looked at then. Where they ``may_change`` before, as
+        by clipping, their largest magnitudes are kept.
         """
         flags = scaler._found_inf_per_device(optimizer).values()
-        is_told = all(map(is_at_hand, flags))
-        if not is_told or (flags and not any(flag.item() for flag in flags)):
-            each = gradient_norms(optimizer) if may_change and not is_told else None
+        are_read = all(map(is_at_hand, flags))
+        if not are_read or (flags and not any(flag.item() for flag in flags)):
+            each = gradient_norms(optimizer) if may_change and not are_read else None
             self._known[id(optimizer)] = Gradients(each=each)
 
     def before_kernel(self, optimizer: Optimizer, divisor: Scalar) -> None:
@@ -156,7 +156,7 @@ class Measures:
 
     def take(self, optimizer: Optimizer, divisor: Scalar, *, may_change: bool = True, is_early: bool = False) -> None:
         """Keeps what tells of the gradients as they are now, before the loop does anything to them; unless that is
-        known. Those on a GPU are not waited for: where they ``may_change`` before they are, it tells of each."""
+        known. Those on a GPU are not waited for: where they ``may_change`` before, the norm of each is kept."""
         is_to_be_looked_at = optimizer in self._optimizers and id(optimizer) not in self._known
         norm = gradient_norm(optimizer, divisor) if is_to_be_looked_at else None
         if isinstance(norm, torch.Tensor):

@@ -23,7 +23,7 @@ NormOfEach = tuple[tuple[tuple[int, int], ...], torch.Tensor]
 class Gradients:
     """What the backward pass has left in the gradients of one optimizer.
 
-    ``norm`` is theirs without the loss scale; None where a scaler tells whether they are finite, and nobody has asked
+    ``norm`` is theirs without the loss scale; None where a scaler knows whether they are finite, and nobody has asked
     for more. Where it is on a GPU still, ``each`` has the norm of each; where it is not finite ``groups`` are those.
     It ``is_early`` where the gradients still carried the scale.
     """

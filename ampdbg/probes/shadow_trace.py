@@ -54,9 +54,9 @@ WIDENED_NOTE = (
     "follows up to the next op in half"
 )
 
-Overflow = Literal["", "carried", "starts"]
+OverflowOrigin = Literal["", "carried", "starts"]
 
-_OVERFLOWS: tuple[Overflow, ...] = get_args(Overflow)
+_OVERFLOWS: tuple[OverflowOrigin, ...] = get_args(OverflowOrigin)
 """What is said of several calls is the last of these that holds for one."""
 
 
@@ -74,7 +74,7 @@ class RangeSeen:
     place: OpPlace
     output: Magnitude
     exponents: Exponents
-    overflow: Overflow
+    overflow: OverflowOrigin
     is_noise: bool
     is_gradient: bool
 
@@ -159,7 +159,7 @@ class ShadowTrace(PlacedOps):
             self.ranges.append(RangeSeen(traits.name, place, output, exponents, overflow, is_noise, is_gradient))
 
 
-def _overflow(output: Magnitude, lost: bool) -> Overflow:
+def _overflow(output: Magnitude, lost: bool) -> OverflowOrigin:
     if output.largest < FLOAT16.overflow_threshold:
         return ""
     return "carried" if lost else "starts"

@@ -41,7 +41,7 @@ from ampdbg.probes.steps import StepLog
 from ampdbg.quantities import listed
 from ampdbg.record.run import Misuse, Record, Step, Unseen
 
-Function = Callable[..., Any]
+Original = Callable[..., Any]
 
 UNWATCHED = "from step {} on nothing was noted, as ampdbg itself failed: {}; please report it"
 LEFT = "replays may have changed {}, which they leave as is: another thread of the script's may use it"
@@ -141,7 +141,7 @@ class Watch:
                 self.log.look_at_model()
             self.optimizers.note_weights()
 
-    def _made(self, original: Function, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def _made(self, original: Original, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         result = original(optimizer, *args, **kwargs)
         if self._learns:
             self.optimizers.made(optimizer)
@@ -210,7 +210,7 @@ class Watch:
         """While this is entered nothing is noted of this thread: for what is no part of the loop, such as a replay."""
         return unwatched()
 
-    def _scale(self, original: Function, scaler: GradScaler, outputs: Any) -> Any:
+    def _scale(self, original: Original, scaler: GradScaler, outputs: Any) -> Any:
         self.learn()
         self.calls.scalers[id(scaler)] = scaler._device if scaler.is_enabled() else ""
         if not scaler.is_enabled():
@@ -227,14 +227,14 @@ class Watch:
         mark_scaled(result, scaler)
         return result
 
-    def _unscale(self, original: Function, scaler: GradScaler, optimizer: Optimizer) -> Any:
+    def _unscale(self, original: Original, scaler: GradScaler, optimizer: Optimizer) -> Any:
         result = self._calling("unscale", original, scaler, optimizer)
         self._measures.unscaled(scaler, optimizer)
         if scaler.is_enabled() and not self._loop.is_inside("step"):
             self.calls.by_optimizer("unscale", optimizer)
         return result
 
-    def _step(self, original: Function, scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def _step(self, original: Original, scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if optimizer not in self.optimizers:
             return self._calling("step", original, scaler, optimizer, *args, **kwargs)
         step = self._loop.now
@@ -259,7 +259,7 @@ class Watch:
         self.calls.by_optimizer("step", optimizer, skipped=withheld)
         return result
 
-    def _update(self, original: Function, scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
+    def _update(self, original: Original, scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
         step = self._loop.now
         step.scaler, step.number = scaler, self.calls.number_of(scaler)
         step.note_scale()
@@ -271,12 +271,12 @@ class Watch:
             self._loop.now = OpenStep()
         return result
 
-    def _get_scale(self, original: Function, scaler: GradScaler) -> Any:
+    def _get_scale(self, original: Original, scaler: GradScaler) -> Any:
         if not self._loop.is_inside("step"):
             self.calls.by_scaler("get_scale", scaler)
         return original(scaler)
 
-    def _calling(self, kind: CallKind, original: Function, scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
+    def _calling(self, kind: CallKind, original: Original, scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
         """Notes what the scaler refuses; what it says inside ``step`` is noted once."""
         try:
             return original(scaler, *args, **kwargs)
@@ -285,7 +285,7 @@ class Watch:
                 self.calls.refused(kind, None if kind == "update" else args[0], scaler, error)
             raise
 
-    def _backward(self, original: Function, roots: Any, *args: Any, **kwargs: Any) -> Any:
+    def _backward(self, original: Original, roots: Any, *args: Any, **kwargs: Any) -> Any:
         """torch.autograd's one way into the engine: (roots, gradients, retain_graph, create_graph, inputs, ...)."""
         if torch._C._current_graph_task_id() != -1 or are_meta(roots):  # inside the engine, or without numbers
             return original(roots, *args, **kwargs)
@@ -306,7 +306,7 @@ class Watch:
                     self.lost(optimizer)
         return result
 
-    def _clip(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+    def _clip(self, original: Original, *args: Any, **kwargs: Any) -> Any:
         """``clip_grad_norm_(parameters, max_norm, ...)`` or ``clip_grad_value_(parameters, clip_value, ...)``."""
         names = ("parameters", "clip_value" if "clip_value" in kwargs else "max_norm")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -317,7 +317,7 @@ class Watch:
         self._measures.before_clipping(listed)
         return self.calls.clipped(lambda: original(listed, limit, *args[2:], **given), listed, limit)
 
-    def _schedule(self, original: Function, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    def _schedule(self, original: Original, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         self.calls.scheduled(scheduler, *args, *kwargs.values())
         return original(scheduler, *args, **kwargs)
 
@@ -422,7 +422,7 @@ def watch(
     return Watch(model, [innermost(optimizer) for optimizer in several], on_step)
 
 
-def _around(alive: weakref.ref[Watch], seam: Seam, original: Function, *args: Any, **kwargs: Any) -> Any:
+def _around(alive: weakref.ref[Watch], seam: Seam, original: Original, *args: Any, **kwargs: Any) -> Any:
     """Runs a function of torch's that the loop has called; a watch that is still alive notes the call."""
     watch = alive()
     if watch is None or seam not in _AROUND:
@@ -438,7 +438,7 @@ def _around(alive: weakref.ref[Watch], seam: Seam, original: Function, *args: An
         inside.pop()
 
 
-def _hooked(alive: weakref.ref[Watch], note: Function, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _hooked(alive: weakref.ref[Watch], note: Original, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Stands before or behind every step of an optimizer."""
     watch = alive()
     if watch is not None and not watch.is_paused and not only_follows():
@@ -448,7 +448,7 @@ def _hooked(alive: weakref.ref[Watch], note: Function, optimizer: Optimizer, arg
 _OF_ENABLED = ("step", "update", "get_scale")
 """Of a scaler that is off these do nothing by themselves: its loop is one without a scaler."""
 
-_AROUND: Mapping[Seam, Function] = {
+_AROUND: Mapping[Seam, Original] = {
     "scale": Watch._scale,
     "unscale_": Watch._unscale,
     "step": Watch._step,
