@@ -19,7 +19,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from ampdbg.call_order import Call, CallKind, CallOrder, Hit
 from ampdbg.errors import text_of
-from ampdbg.probes.loss_graph import is_one, is_plain, is_scaled_by_hand, is_scaling, lowered_to, mark_scaled, scaler_of
+from ampdbg.probes.loss_graph import is_one, is_plain, is_scaled_by_hand, is_scaling, lowered_to, scaler_of
 from ampdbg.probes.source_lines import innermost_line, source_of
 from ampdbg.probes.tensors import hold_values
 from ampdbg.probes.torch_errors import misuse_of_error, misuse_of_refusal
@@ -76,10 +76,6 @@ class Calls:
     def misuses(self) -> tuple[Misuse, ...]:
         """What was wrong so far, the first first."""
         return tuple(self._found.values())
-
-    def scaled(self, scaler: Any, outputs: Any) -> None:
-        """``outputs`` is what ``scaler.scale`` returned."""
-        mark_scaled(outputs, scaler)
 
     def bare_step(self, optimizer: torch.optim.Optimizer, wrote_nonfinite: bool) -> None:
         """The optimizer's own step is about to run; ``wrote_nonfinite``: on gradients that are known to be bad."""
@@ -158,10 +154,12 @@ class Calls:
         ``scaled_by`` is the scaler of what goes backward, or None; the other arguments are the engine's own.
         """
         scaler, halves = 0 if scaled_by is None else self.number_of(scaled_by), self._halves(roots)
-        if not scaler and halves and (is_scaled_by_hand(roots) or not all(map(is_one, starts))):
+        is_off = "" in self.scalers.values()  # the loop has decided to do without
+        if not scaler and halves and (is_off or is_scaled_by_hand(roots) or not all(map(is_one, starts))):
             halves = ()
         is_plain = not scaler and self._is_plain(roots, starts)
-        in_autocast, before = _in_autocast(roots), self._marks_now()
+        devices = [root.device.type for root in roots if isinstance(root, torch.Tensor)]
+        in_autocast, before = any(map(is_autocast_enabled, devices[:1])), self._marks_now()
         rewritten = self._rewritten(before)
         filled = self._filled(rewritten) if scaler else ()
         try:
@@ -294,13 +292,6 @@ def _takes_score(step: Callable[..., Any]) -> bool:
     except (TypeError, ValueError):  # none of Python's own, or a function that takes nothing
         return False
     return any(one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in others)
-
-
-def _in_autocast(roots: Sequence[Any]) -> bool:
-    for root in roots:
-        if isinstance(root, torch.Tensor):
-            return is_autocast_enabled(root.device.type)
-    return False
 
 
 Marks = tuple[tuple[int, int] | None, ...]

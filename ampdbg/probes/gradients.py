@@ -1,17 +1,24 @@
-"""The gradients between ``scale(loss).backward()`` and ``step()``: their norm, and which groups are not finite."""
+"""The gradients between ``scale(loss).backward()`` and ``step()``: their norm, and when a watcher looks at them.
+
+That is before the loop alters them, and where a GPU is waited for anyway.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
-from torch.nn.utils import get_total_norm
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
 
-from ampdbg.probes.tensors import Scalar, float_values, is_at_hand, magnitude_of
-from ampdbg.record.run import GroupOverflow, ParameterCounts
+from ampdbg.probes.calls import Calls
+from ampdbg.probes.open_step import Gradients, Loop, NormOfEach, is_finite_scalar
+from ampdbg.probes.optimizers import Optimizers
+from ampdbg.probes.steps import StepLog
+from ampdbg.probes.tensors import Scalar, is_at_hand, is_on_device, to_host, total_norm
+from ampdbg.record.run import GroupOverflow
 
 SMALL = 32_768
 """On a CPU gradients up to this many elements are gathered into one buffer for the norm: one kernel for all of them
@@ -20,74 +27,58 @@ costs less than one each. Larger ones are read where they are, which costs less 
 _DOT, _CPU = torch.ops.aten.dot.default, DispatchKeySet(DispatchKey.CPU)
 """The CPU's own kernel at once: neither autograd nor the emulation of half products has to do with this."""
 
-NormOfEach = tuple[tuple[tuple[int, int], ...], torch.Tensor]
-"""The parameters by ``id`` with the version of each gradient, and their largest magnitudes: a vector on the device."""
-
 
 def gradient_norm(optimizer: torch.optim.Optimizer, divisor: Scalar = 1.0) -> Scalar | None:
     """The 2-norm of all gradients of the optimizer divided by ``divisor``; of those on a GPU in float32, not synced.
 
     None when no parameter has a gradient. Inf or NaN when a gradient is not finite, and on a GPU also
-    when the squares overflow float32; on a CPU that is told apart by a second look in float64.
+    when the squares overflow float32; on a CPU a second look in float64 parts the two.
     """
-    gradients = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:  # thousands are not rare: a loop costs least
-            gradient = parameter.grad
-            if gradient is not None:
-                gradients.append(gradient)
+    gradients = _gradients_of(optimizer)
     plain = _norm_of_plain(gradients)
     return _norm_of_any(gradients, divisor) if plain is None else plain / float(divisor)
 
 
 @torch.no_grad()
 def _norm_of_any(gradients: list[torch.Tensor], divisor: Scalar) -> Scalar | None:
-    values = gradients
-    if not _are_plain(gradients):
-        values = [value for value in map(float_values, gradients) if value is not None and value.numel()]
-        values = [value.float() if value.dtype.itemsize < 4 else value for value in values]
-    if not values:
+    kinds = {(type(one), one.dtype, one.layout, one.device) for one in gradients if one.numel()}
+    if [kind[:-1] for kind in kinds] == [(torch.Tensor, torch.float32, torch.strided)]:
+        # With as few calls as can be: a GPU's loop has to wait for each.
+        values = [one for one in gradients if one.numel()]
+        norm: torch.Tensor | None = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values)))
+    else:
+        norm = total_norm(gradients)
+    if norm is not None and is_at_hand(norm) and torch.isinf(norm):
+        norm = total_norm(gradients, torch.float64)
+    if norm is None:
         return None
-    norm = _total_norm(values)
-    on_host = is_at_hand(norm)
-    if on_host and torch.isinf(norm):
-        norm = _total_norm([value.double() for value in values]).float()
     norm = norm / (divisor.to(norm.device) if isinstance(divisor, torch.Tensor) else divisor)
-    return norm.item() if on_host else norm
-
-
-def _are_plain(gradients: list[torch.Tensor]) -> bool:
-    kinds = {(type(one), one.dtype, one.layout) for one in gradients}
-    return kinds == {(torch.Tensor, torch.float32, torch.strided)} and all(one.numel() for one in gradients)
-
-
-def _total_norm(values: list[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm of all; of those on one device with as few calls as can be, which a GPU's loop has to wait for."""
-    if len({value.device for value in values}) > 1:
-        return get_total_norm(values)
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values)))
-    return norm
+    return norm.item() if is_at_hand(norm) else norm
 
 
 @torch.no_grad()
 def gradient_norms(optimizer: torch.optim.Optimizer) -> NormOfEach | None:
     """The largest magnitude of each gradient of the optimizer, NaN where it holds one; not synced.
 
-    None on a CPU, where the gradients can be looked at themselves at once, and where they are not all dense on one
-    device.
+    None where they are not all dense on one device.
     """
-    parameters = [parameter for parameter in _with_gradient(optimizer) if parameter.grad.numel()]
-    gradients = [parameter.grad for parameter in parameters]
-    devices = {gradient.device for gradient in gradients}
-    is_dense = all(gradient.layout is torch.strided and gradient.is_floating_point() for gradient in gradients)
-    if len(devices) != 1 or not is_dense or devices == {torch.device("meta")} or is_at_hand(gradients[0]):
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    gradients = [p.grad for p in parameters if p.grad.numel()]
+    places = {(gradient.layout, gradient.is_floating_point(), gradient.device) for gradient in gradients}
+    if [place[:-1] for place in places] != [(torch.strided, True)] or gradients[0].is_meta:
         return None
     norms = [norm if norm.dtype is torch.float32 else norm.float() for norm in torch._foreach_norm(gradients, math.inf)]
-    return tuple((id(p), p.grad._version) for p in parameters), torch.stack(norms)
+    return tuple((id(p), p.grad._version) for p in parameters if p.grad.numel()), torch.stack(norms)
 
 
-def _with_gradient(optimizer: torch.optim.Optimizer) -> list[Any]:
-    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+def _gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    found = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:  # thousands are not rare: a loop costs least
+            gradient = parameter.grad
+            if gradient is not None:
+                found.append(gradient)
+    return found
 
 
 def _norm_of_plain(gradients: list[torch.Tensor]) -> float | None:
@@ -116,53 +107,115 @@ def _norm_of_plain(gradients: list[torch.Tensor]) -> float | None:
     return None if math.isinf(squares) else math.sqrt(squares)
 
 
-def nonfinite_groups(
-    optimizer: torch.optim.Optimizer,
-    names: Mapping[int, str],
-    first_index: int = 0,
-    before: NormOfEach | None = None,
-) -> tuple[GroupOverflow, ...]:
-    """The parameter groups that hold inf or NaN in a gradient.
+class Measures:
+    """What is kept of the gradients of the step that a loop has under way.
 
     Args:
-        optimizer: its groups are looked at in order; a group's ``"name"`` key, where there is one, names it.
-        names: qualified parameter names by ``id``.
-        first_index: the index of the optimizer's first group, when several optimizers are watched.
-        before: the :func:`gradient_norms` from before anything touched the gradients. Those that were not finite
-            then count, whatever clipping has made of them; of a rewritten one it is known that so many elements at
-            least were not finite.
+        loop: has the step.
+        optimizers: only their gradients are looked at.
+        calls: know which of them a scaler has scaled or unscaled.
+        log: knows whether the norm of the step is to be recorded.
     """
-    pairs = () if before is None else zip(before[0], before[1].tolist(), strict=True)
-    known: dict[int, tuple[int | None, float]] = {name: (version, norm) for (name, version), norm in pairs}
-    may_spread = any(math.isnan(norm) for _, norm in known.values())
-    found = []
-    for index, group in enumerate(optimizer.param_groups, start=first_index):
-        parameters = []
-        for position, parameter in enumerate(group["params"]):
-            if parameter.grad is not None:
-                version, norm = known.get(id(parameter), (None, math.nan))
-                inf, nan = _nonfinite_counts(parameter.grad, version, norm, may_spread)
-                if inf or nan:
-                    name = names.get(id(parameter), f"parameter {position}")
-                    parameters.append(ParameterCounts(name, inf, nan, parameter.numel()))
-        if parameters:
-            found.append(GroupOverflow(index, group_name(group, index), tuple(parameters)))
-    return tuple(found)
 
+    def __init__(self, loop: Loop, optimizers: Optimizers, calls: Calls, log: StepLog) -> None:
+        self._loop, self._optimizers, self._calls, self._log = loop, optimizers, calls, log
 
-def _nonfinite_counts(gradient: torch.Tensor, version: int | None, norm: float, may_spread: bool) -> tuple[int, int]:
-    """How many elements are infinite and NaN; of a gradient that was rewritten since, how many at least were."""
-    if math.isfinite(norm):
-        return 0, 0
-    now = magnitude_of(gradient)
-    if version is None or version == gradient._version:
-        return now.inf, now.nan
-    if math.isnan(norm):
-        return 0, 1
-    # Clipping by the norm makes NaN of inf and 0 of all else, unless a NaN was there: that spreads to all elements.
-    return 1 if may_spread else max(1, now.inf + now.nan), 0
+    def unscaled(self, scaler: GradScaler, optimizer: Optimizer) -> None:
+        """To be called when a scaler, enabled or not, has unscaled the gradients of an optimizer."""
+        may_change = not self._loop.is_inside("step")
+        if scaler.is_enabled() and not self._wants_norm:
+            self._trust(scaler, optimizer, may_change=may_change)
+        self.take(optimizer, 1.0, may_change=may_change)
 
+    def _trust(self, scaler: GradScaler, optimizer: Optimizer, *, may_change: bool) -> None:
+        """Leaves it to a scaler that has unscaled the gradients to know whether they are finite.
 
-def group_name(group: Mapping[str, object], index: int) -> str:
-    """What a parameter group is called: its ``"name"`` key, else its position."""
-    return str(group.get("name") or f"group {index}")
+        On a CPU its flags are there, and gradients that are not finite are to be measured. On a GPU to read them would
+        cost a sync: where it withholds the step, the gradients are looked at then. Where they ``may_change`` before, as
+        by clipping, their largest magnitudes are kept.
+        """
+        flags = scaler._found_inf_per_device(optimizer).values()
+        are_read = all(map(is_at_hand, flags))
+        if not are_read or (flags and not any(flag.item() for flag in flags)):
+            each = gradient_norms(optimizer) if may_change and not are_read else None
+            self._known[id(optimizer)] = Gradients(each=each)
+
+    def before_kernel(self, optimizer: Optimizer, divisor: Scalar) -> None:
+        """To be called before a scaler steps an optimizer whose gradients it does not unscale, nor anybody alters."""
+        if not self._wants_norm:
+            self._known[id(optimizer)] = Gradients()
+        self.take(optimizer, divisor, may_change=False)
+
+    def before_clipping(self, parameters: Sequence[torch.Tensor]) -> None:
+        """The last moment with gradients as the backward pass left them, where ``unscale_`` has not come before."""
+        places = self._calls.owners(parameters)
+        for optimizer in [one for one in self._optimizers if self._calls.place_of(one) in places]:
+            scaled = self._calls.scaler_of(optimizer) is not None
+            is_early = not self._calls.is_unscaled(optimizer)
+            self.take(optimizer, self._loop.now.loss_scale() if scaled else 1.0, is_early=is_early)
+
+    def take(self, optimizer: Optimizer, divisor: Scalar, *, may_change: bool = True, is_early: bool = False) -> None:
+        """Keeps what tells of the gradients as they are now, before the loop does anything to them; unless that is
+        known. Those on a GPU are not waited for: where they ``may_change`` before, the norm of each is kept."""
+        is_to_be_looked_at = optimizer in self._optimizers and id(optimizer) not in self._known
+        norm = gradient_norm(optimizer, divisor) if is_to_be_looked_at else None
+        if isinstance(norm, torch.Tensor):
+            each = gradient_norms(optimizer) if may_change else None
+            self._known[id(optimizer)] = Gradients(norm, each, is_early=is_early)
+        elif norm is not None:
+            self._known[id(optimizer)] = Gradients(norm, groups=self._groups(optimizer, norm), is_early=is_early)
+
+    def are_finite(self, optimizer: Optimizer) -> bool:
+        """Whether the gradients of an optimizer are finite, as far as they were measured. On a GPU this syncs."""
+        known = self._known.get(id(optimizer))
+        return known is None or is_finite_scalar(known.norm)
+
+    def withheld(self, optimizer: Optimizer, divisor: Scalar) -> None:
+        """To be called where a scaler has withheld a step: it has found what it was trusted to find."""
+        known = self._known.get(id(optimizer))
+        if known is not None and known.norm is None:
+            known.norm = gradient_norm(optimizer, divisor) if known.each is None else known.each[1].amax()
+
+    def note_groups(self, optimizer: Optimizer) -> None:
+        """Adds the groups whose gradients were not finite to the step."""
+        known = self._known.get(id(optimizer), Gradients())
+        groups = self._optimizers.nonfinite_groups(optimizer, known.each) if known.groups is None else known.groups
+        self._loop.now.groups += groups
+
+    def steps_on_lost(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer whose step a scaler has just called is to step, though a loss is known to be lost.
+
+        The scaler has waited for a GPU, which has nothing left to do: to read from it is free. Where a fused optimizer
+        finds what is not finite, nobody has waited yet, and nobody does so here.
+        """
+        found_inf = getattr(optimizer, "found_inf", None)
+        if found_inf is None:
+            self.read(optimizer)
+        is_to_step = found_inf is None or not (is_on_device(found_inf) or found_inf)
+        return is_to_step and not self._loop.now.is_known_finite()
+
+    def read(self, optimizer: Optimizer, others: Sequence[Scalar] = ()) -> list[float]:
+        """Brings the losses to the host, the norm of an optimizer's gradients, and others, whose values it returns. On
+        a GPU this syncs once."""
+        step, known = self._loop.now, self._known.get(id(optimizer), Gradients())
+        norms = [] if known.norm is None else [known.norm]
+        values = to_host([*norms, *step.scaled, *others])
+        for known.norm in values[: len(norms)]:
+            known.groups = (
+                self._groups(optimizer, known.norm) if known.each is None and known.groups is None else known.groups
+            )
+        first, behind = len(norms), len(norms) + len(step.scaled)
+        step.scaled, step.mark = list[Scalar](values[first:behind]), None
+        return values[behind:]
+
+    def _groups(self, optimizer: Optimizer, norm: float) -> tuple[GroupOverflow, ...] | None:
+        """The groups that are not finite, where the norm is not."""
+        return None if math.isfinite(norm) else self._optimizers.nonfinite_groups(optimizer)
+
+    @property
+    def _known(self) -> dict[int, Gradients]:
+        return self._loop.now.gradients
+
+    @property
+    def _wants_norm(self) -> bool:
+        return self._log.wants_norm(seldom=self._optimizers.device.type != "cpu")

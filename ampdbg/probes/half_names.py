@@ -18,6 +18,9 @@ from ampdbg.probes.tensors import HALVES
 from ampdbg.source.ownership import Line, is_users_file
 from ampdbg.syntax_tree import UNPARSABLE, syntax_tree
 
+_PLAIN = (ast.Name, ast.Attribute, ast.Subscript)
+"""Expressions that can be looked at without running any code of the user's, if what they are made of is."""
+
 CONTAINERS = (list, tuple, torch.Tensor, torch.nn.ParameterList, torch.nn.ParameterDict)
 
 
@@ -33,35 +36,15 @@ NamesByLine = Mapping[tuple[str, int], LineNames]
 """By file and line (from 1)."""
 
 
-@contextlib.contextmanager
-def names_seen(lines: Collection[tuple[str, int]]) -> Iterator[NamesByLine]:
-    """Notes the dtypes of names, attributes and constant elements in every function that holds one of ``lines``.
-
-    Values are looked at just before a line runs, in this thread. Code that cannot be parsed is passed over.
-    """
-    expressions = {file: _expressions_of(file, {line for other, line in lines if other == file}) for file, _ in lines}
-    seen: dict[tuple[str, int], LineNames] = {}
-
-    def on_line(frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "line":
-            file = frame.f_code.co_filename
-            for text, node in expressions[file].get(frame.f_lineno, ()):
-                _note(seen.setdefault((file, frame.f_lineno), LineNames()), text, node, frame)
-        return on_line
-
-    def on_call(frame: FrameType, event: str, argument: Any) -> Any:
-        return on_line if expressions.get(frame.f_code.co_filename) else None
-
-    with tracing(on_call):
-        yield seen
-
-
 class CallNames:
-    """Notes the names of each line of the user's code that calls what is noted; ``seen`` has them by its statement."""
+    """Notes the names of each line of the user's code that calls what is noted; ``seen`` has them by its statement.
+
+    Values are looked at before what a line calls is run. Code that cannot be parsed is passed over.
+    """
 
     def __init__(self) -> None:
         self.seen: dict[tuple[str, int], LineNames] = {}
-        self._statements: dict[str, Mapping[int, ast.stmt]] = {}
+        self._read: dict[str, Mapping[int, tuple[int, Mapping[str, ast.expr]]]] = {}
 
     def note(self, line: Line | None) -> None:
         """To be called below the line, before what it calls is run; of a library's code nothing is noted."""
@@ -70,48 +53,54 @@ class CallNames:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) != line:
             frame = frame.f_back
-        statement = self._statements_of(line[0]).get(line[1])
-        if frame is None or statement is None:
-            return
-        for text, node in dict(_expressions(statement)).items():
-            _note(self.seen.setdefault((line[0], statement.lineno), LineNames()), text, node, frame)
+        if frame is not None:
+            self.note_frame(frame)
 
-    def _statements_of(self, file: str) -> Mapping[int, ast.stmt]:
-        """The innermost statement of each line."""
-        if file not in self._statements:
-            try:
-                statements = [
-                    node for node in ast.walk(syntax_tree(Path(file).read_bytes())) if isinstance(node, ast.stmt)
-                ]
-            except (OSError, *UNPARSABLE):
-                statements = []
-            # An outer one is met before those in it.
-            spans = ((range(each.lineno, (each.end_lineno or each.lineno) + 1), each) for each in statements)
-            self._statements[file] = {line: each for span, each in spans for line in span}
-        return self._statements[file]
+    def note_frame(self, frame: FrameType) -> None:
+        """To be called before the line of a frame is run."""
+        file = frame.f_code.co_filename
+        if file not in self._read:
+            self._read[file] = _read_in(file)
+        first, expressions = self._read[file].get(frame.f_lineno, (0, {}))
+        for text, node in expressions.items():
+            _note(self.seen.setdefault((file, first), LineNames()), text, node, frame)
 
 
-def _expressions_of(file: str, lines: set[int]) -> Mapping[int, list[tuple[str, ast.expr]]]:
-    """The expressions of each line in the functions of a file that hold one of ``lines``."""
+@contextlib.contextmanager
+def names_seen(lines: Collection[tuple[str, int]]) -> Iterator[NamesByLine]:
+    """Notes the dtypes of names, attributes and constant elements in every function that holds one of ``lines``, just
+    before each line runs, in this thread."""
+    names, files = CallNames(), {file for file, _ in lines}
+
+    def on_line(frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line":
+            names.note_frame(frame)
+        return on_line
+
+    def on_call(frame: FrameType, event: str, argument: Any) -> Any:
+        code = frame.f_code
+        is_wanted = code.co_filename in files and any((code.co_filename, line) in lines for *_, line in code.co_lines())
+        return on_line if is_wanted else None
+
+    with tracing(on_call):
+        yield names.seen
+
+
+def _read_in(file: str) -> Mapping[int, tuple[int, Mapping[str, ast.expr]]]:
+    """Of each line of a file the first of its innermost statement, and what that statement reads."""
     try:
-        tree = syntax_tree(Path(file).read_bytes())
+        nodes = [*ast.walk(syntax_tree(Path(file).read_bytes()))]
     except (OSError, *UNPARSABLE):
         return {}
-    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    watched = [node for node in functions if any(node.lineno <= line <= (node.end_lineno or 0) for line in lines)]
-    expressions: dict[int, list[tuple[str, ast.expr]]] = {}
-    for statement in (node for function in watched for node in ast.walk(function) if isinstance(node, ast.stmt)):
-        expressions.setdefault(statement.lineno, []).extend(dict(_expressions(statement)).items())
-    return expressions
+    # An outer one is met before those in it.
+    statements = ((node, (node.lineno, dict(_expressions(node)))) for node in nodes if isinstance(node, ast.stmt))
+    spans = ((range(node.lineno, (node.end_lineno or node.lineno) + 1), read) for node, read in statements)
+    return {line: read for span, read in spans for line in span}
 
 
 def _expressions(statement: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
-    """What a statement itself reads and can be looked at without running any code of the user's."""
-    for node in _own(statement):
-        if isinstance(node, ast.expr) and _is_plain(node):
-            yield ast.unparse(node), node
-    if isinstance(statement, ast.AugAssign) and _is_plain(target := statement.target):
-        yield ast.unparse(target), target
+    """What a statement itself reads and can be looked at."""
+    return ((ast.unparse(node), node) for node in _own(statement) if isinstance(node, _PLAIN))
 
 
 def _own(statement: ast.stmt) -> Iterator[ast.AST]:
@@ -122,15 +111,6 @@ def _own(statement: ast.stmt) -> Iterator[ast.AST]:
         if not isinstance(node, ast.stmt):
             yield node
             ahead.extend(ast.iter_child_nodes(node))
-
-
-def _is_plain(node: ast.AST) -> bool:
-    match node:
-        case ast.Name():
-            return True
-        case ast.Attribute(value=value) | ast.Subscript(value=value, slice=ast.Constant() | ast.Name()):
-            return _is_plain(value)
-    return False
 
 
 def _note(names: LineNames, text: str, node: ast.expr, frame: FrameType) -> None:
@@ -144,13 +124,14 @@ def _note(names: LineNames, text: str, node: ast.expr, frame: FrameType) -> None
 
 
 def _value_of(node: ast.expr, frame: FrameType) -> Any:
-    """What an expression holds; only containers whose elements come without any computation are looked into."""
+    """What an expression holds; only containers whose elements come without any computation are looked into. None of
+    what would have to be computed."""
     match node:
         case ast.Name(id=name):
             return frame.f_locals[name] if name in frame.f_locals else frame.f_globals[name]
         case ast.Attribute(value=base, attr=name):
             return getattr(_value_of(base, frame), name)
-        case ast.Subscript(value=base, slice=index):
+        case ast.Subscript(value=base, slice=ast.Constant() | ast.Name() as index):
             held: Any = _value_of(base, frame)
             key: Any = index.value if isinstance(index, ast.Constant) else _value_of(index, frame)
             if isinstance(held, Mapping):

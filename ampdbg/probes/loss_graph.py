@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd.function import BackwardCFunction
-from torch.utils import _pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ampdbg.probes.tensors import HALVES
+from ampdbg.probes.tensors import HALVES, tensors_in
 
 NEAREST = 4
 """So many nodes are looked at for what the code itself has made of the loss."""
@@ -32,18 +31,22 @@ SCALED_BY_HAND = 8.0
 
 _SCALER = "ampdbg.scaler"
 
+_have_scaled: set[int] = set()
+"""The ``id`` of each scaler that has: where there is none, no graph is looked into for one."""
+
 
 def mark_scaled(outputs: Any, scaler: Any) -> None:
     """Marks what ``scaler.scale`` returned, on its graph: the mark goes when the graph does, and any watch reads it."""
-    for leaf in (outputs,) if isinstance(outputs, torch.Tensor) else _pytree.tree_leaves(outputs):
-        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+    _have_scaled.add(id(scaler))
+    for leaf in tensors_in(outputs):
+        if leaf.grad_fn is not None:
             _metadata(leaf.grad_fn)[_SCALER] = scaler
 
 
 def scaler_of(roots: Sequence[Any]) -> Any:
     """The scaler that scaled these losses, or None."""
     for nodes in (filter(None, map(_node_of, roots)), islice(_nodes(roots), NEAR)):  # seldom is one altered since
-        for node in nodes:
+        for node in nodes if _have_scaled else ():
             scaler = _metadata(node).get(_SCALER)
             if scaler is not None:
                 return scaler
@@ -104,12 +107,17 @@ def _has_constant_factor(node: Any) -> bool:
     """Whether the node is of a product, number by number, with a tensor of several that needs no gradient."""
     if not node.name().startswith(("MulBackward", "DotBackward")):
         return False
+    saved = _saved(node)
+    return saved is None or any(value.numel() > 1 and not value.requires_grad for value in saved)
+
+
+def _saved(node: Any) -> list[torch.Tensor] | None:
+    """The tensors that a node has kept; None where an earlier backward pass has freed them."""
     try:
-        saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
-    except RuntimeError:  # an earlier backward pass has freed them
-        return True
-    tensors = [value for value in saved if isinstance(value, torch.Tensor)]
-    return any(value.numel() > 1 and not value.requires_grad for value in tensors)
+        kept = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+    except RuntimeError:
+        return None
+    return [value for value in kept if isinstance(value, torch.Tensor)]
 
 
 def _metadata(node: Any) -> dict[Any, Any]:
@@ -122,11 +130,7 @@ def _factor(node: Any) -> float:
     """The largest scalar that the node multiplies by; a tensor that is no constant of the loop counts as well."""
     if not node.name().startswith("MulBackward"):
         return 0.0
-    try:
-        saved = [getattr(node, name, None) for name in ("_saved_other", "_saved_self")]
-    except RuntimeError:  # an earlier backward pass has freed them
-        return 0.0
-    scalars = [value for value in saved if isinstance(value, torch.Tensor) and value.numel() == 1]
+    scalars = [value for value in _saved(node) or () if value.numel() == 1]
     # To a dispatch mode of the user's torch hands the constant of a product as a number, which has no methods.
     with _disable_current_modes():
         return max((abs(float(value.detach())) for value in scalars), default=0.0)

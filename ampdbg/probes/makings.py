@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -49,13 +51,19 @@ class _Caller:
     given: tuple[weakref.ref[nn.Module], ...]
     known: tuple[tuple[str, weakref.ref[nn.Module]], ...]
 
+    @property
+    def at(self) -> tuple[str, int]:
+        """Its file and line."""
+        return self.file, self.line
+
 
 @dataclass(frozen=True)
 class _Event:
-    """Something was put into a module; ``callers`` are the user's, the innermost first."""
+    """Something was put into a module, such as a ``module``; ``callers`` are the user's, the innermost first."""
 
     number: int
     callers: tuple[_Caller, ...]
+    module: weakref.ref[nn.Module] | None
 
 
 class Makings:
@@ -66,8 +74,7 @@ class Makings:
 
     def __init__(self) -> None:
         self._events: dict[int, tuple[weakref.ref[nn.Module], dict[str, _Event]]] = {}
-        self._held: dict[int, tuple[weakref.ref[nn.Module], _Event]] = {}
-        self._number = 0
+        self._numbers = itertools.count()
         self._entered = ExitStack()
 
     def __enter__(self) -> Makings:
@@ -96,7 +103,7 @@ class Makings:
         """The file and line that makes each of the models: of the calls that lead there the innermost in which all
         differ; nothing where there is none."""
         calls = [tuple(self._calls_that_make(model)) for model in models]
-        lines = (tuple((call.file, call.line) for call in same) for same in zip(*calls, strict=False))
+        lines = (tuple(call.at for call in same) for same in zip(*calls, strict=False))
         return next((found for found in lines if len(set(found)) == len(models)), ())
 
     def _calls_that_make(self, model: nn.Module) -> Iterator[_Caller]:
@@ -113,15 +120,14 @@ class Makings:
         begun = next(iter(_outside(min(own, key=_number_of), model)), None)
         for caller in _outside(last, model):
             known = tuple(name for name, held in caller.known if held() is model)
-            if known or (begun is not None and (caller.file, caller.line) == (begun.file, begun.line)):
+            if known or (begun is not None and caller.at == begun.at):
                 return Making(caller.file, caller.line, known, self._is_wrapped(model, caller))
         return None
 
     def _is_wrapped(self, model: nn.Module, by: _Caller) -> bool:
-        if id(model) not in self._held:
-            return False
-        held, event = self._held[id(model)]
-        return held() is model and any((caller.file, caller.line) == (by.file, by.line) for caller in event.callers)
+        every = (event for _, events in self._events.values() for event in events.values())
+        wrapping = (event for event in every if event.module is not None and event.module() is model)
+        return any(caller.at == by.at for event in wrapping for caller in event.callers)
 
     def _leading_to(self, path: str, model: nn.Module) -> Iterator[_Event | None]:
         """What has put the module at the path into its parent, that one into its own, and so on."""
@@ -143,14 +149,11 @@ class Makings:
     def _note(self, module: nn.Module, name: str, value: Any, callers: tuple[_Caller, ...]) -> None:
         if not (events := self._of(module)):
             self._events[id(module)] = weakref.ref(module), events
-        self._number += 1
-        events[name] = event = _Event(self._number, callers)
-        if isinstance(value, nn.Module):
-            self._held[id(value)] = weakref.ref(value), event
+        held = weakref.ref(value) if isinstance(value, nn.Module) else None
+        events[name] = _Event(next(self._numbers), callers, held)
 
 
-def _number_of(event: _Event) -> int:
-    return event.number
+_number_of = attrgetter("number")
 
 
 def _outside(event: _Event, model: nn.Module) -> Iterator[_Caller]:

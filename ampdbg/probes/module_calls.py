@@ -11,7 +11,6 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ class ModulePaths:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._stack: list[_Running] = []
+        self._stack: list[Where] = []
         self._recomputed: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
         """How often each module was called, in the order of the first calls."""
@@ -43,12 +42,7 @@ class ModulePaths:
     @property
     def current(self) -> Where:
         """The innermost running module."""
-        return self._stack[-1].where if self._stack else OUTSIDE
-
-    @property
-    def is_recomputing(self) -> bool:
-        """Whether the innermost running module was entered during a backward pass."""
-        return bool(self._stack) and self._stack[-1].recomputed
+        return self._stack[-1] if self._stack else OUTSIDE
 
     def enter(self, name: str) -> None:
         """A call of a module begins."""
@@ -59,11 +53,11 @@ class ModulePaths:
         else:
             call = self.calls[name]
             self.calls[name] += 1
-        self._stack.append(_Running((name, call), recomputed))
+        self._stack.append((name, call))
 
     def leave(self, name: str) -> None:
         """A call of a module has ended; one that raised inside it, and was caught by it, is left behind."""
-        while self._stack and self._stack.pop().where[0] != name:
+        while self._stack and self._stack.pop()[0] != name:
             pass
 
     @property
@@ -94,12 +88,6 @@ class ModulePaths:
             if _is_scripted(module) and not any(other == "" or name.startswith(f"{other}.") for other in outer):
                 outer.append(name)
         return outer
-
-
-@dataclass(frozen=True, slots=True)
-class _Running:
-    where: Where
-    recomputed: bool
 
 
 @contextlib.contextmanager

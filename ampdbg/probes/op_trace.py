@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ampdbg.ops import ALLOCATES, KEEPS_THE_REST, OVERWRITES
 from ampdbg.probes.module_calls import OUTSIDE, ModulePaths, module_paths, run_eagerly
 from ampdbg.probes.seams import Seam, attached, only_follows
-from ampdbg.probes.source_lines import innermost_line, is_recomputing, source_of
-from ampdbg.probes.tensors import Magnitude, magnitude_of, magnitude_of_number, together
+from ampdbg.probes.source_lines import innermost_line, source_of
+from ampdbg.probes.tensors import Magnitude, magnitude_of, magnitude_of_number, tensors_in, times_written, together
 from ampdbg.record.run import OpSite
 from ampdbg.source.ownership import Line
 
@@ -57,7 +56,9 @@ def traits_of(op: Any) -> OpTraits:
     base_name = op._schema.name.rpartition("::")[2]
     return OpTraits(
         name=str(op),
-        is_view=_is_view(op, base_name),
+        # _unsafe_view only promises that nobody else looks at what it views; what lift_fresh returns is no view of
+        # anything but a tensor that the user's code wrote out.
+        is_view=base_name == "_unsafe_view" or (op.is_view and base_name != "lift_fresh"),
         allocates=base_name in ALLOCATES,
         overwrites=base_name in OVERWRITES or any(a.is_out for _, a in arguments),
         keeps_the_rest=base_name in KEEPS_THE_REST,
@@ -65,15 +66,6 @@ def traits_of(op: Any) -> OpTraits:
         numeric=tuple((i, a.name) for i, a in arguments if str(a.type) in _TAKES_A_VALUE),
         strict=() if takes_numbers(base_name) else tuple(i for i, a in arguments if str(a.type) == "Tensor"),
     )
-
-
-def _is_view(op: Any, base_name: str) -> bool:
-    # _unsafe_view only promises that nobody else looks at what it views; what lift_fresh returns is no view of
-    # anything but a tensor that the user's code wrote out.
-    if base_name in ("_unsafe_view", "lift_fresh"):
-        return base_name == "_unsafe_view"
-    aliases = [item.alias_info for item in op._schema.returns]
-    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
 def numbers_in(traits: OpTraits, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[float]:
@@ -97,20 +89,6 @@ _WHOLE = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: tor
 def written_by(traits: OpTraits, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The tensors that the op writes into."""
     return tensors_in([_argument(position, name, args, kwargs) for position, name in traits.written])
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors of nested lists and tuples."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    found: list[torch.Tensor] = []
-    if isinstance(value, (list, tuple)):
-        for item in value:  # asked of every op: most hold tensors and numbers
-            if isinstance(item, torch.Tensor):
-                found.append(item)
-            elif isinstance(item, (list, tuple)):
-                found += tensors_in(item)
-    return found
 
 
 def _argument(position: int, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -172,17 +150,6 @@ class OpSeen:
         return self.output.nan > 0 and not self.inputs.nan
 
 
-class _Looked(NamedTuple):
-    """An op that was looked at before it runs."""
-
-    traits: OpTraits
-    place: OpPlace
-    parameter: str
-    args: Any
-    written: list[torch.Tensor]
-    before: Any
-
-
 class PlacedOps(TorchDispatchMode):
     """A dispatch mode that finds the place of every op; what is looked at there is a subclass's to say.
 
@@ -193,8 +160,6 @@ class PlacedOps(TorchDispatchMode):
         super().__init__()
         self.known = KnownMagnitudes()
         self._places = _Places(model, paths)
-        self._thread = threading.get_ident()
-        self._is_over = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -202,26 +167,11 @@ class PlacedOps(TorchDispatchMode):
         and at every op that costs as much as a small op."""
         return False
 
-    def __exit__(self, *error: object) -> None:
-        """Leaves the mode; that of another thread, which has ended or goes on, does nothing any more."""
-        self._is_over = True
-        if threading.get_ident() == self._thread:
-            super().__exit__(*error)
-
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the op and looks at it."""
         kwargs = kwargs or {}
-        if self._is_over or only_follows():
+        if only_follows():
             return op(*args, **kwargs)
-        looked = self.looked_before(op, args, kwargs)
-        if looked is None:
-            return op(*args, **kwargs)
-        output = self.run(op, looked.args, kwargs, looked.written)
-        self.look_behind(looked, output)
-        return output
-
-    def looked_before(self, op: Any, args: Any, kwargs: Any) -> _Looked | None:
-        """Looks at an op that is about to run; None for one that computes nothing."""
         traits = traits_of(op)
         args = as_it_takes_them(traits, args)
         given = tensors_in((*args, *kwargs.values()) if kwargs else args)
@@ -229,21 +179,19 @@ class PlacedOps(TorchDispatchMode):
         if parameter:
             self.added_to_a_gradient(given)
         if traits.is_view:
-            return None
+            return op(*args, **kwargs)
         written = written_by(traits, args, kwargs) if traits.written else []
         if traits.overwrites:
             given = [tensor for tensor in given if not any(tensor is target for target in written)]
         # Looked at before the op runs: it may write into one of them.
         before = self.before(traits, given, numbers_in(traits, args, kwargs))
-        return _Looked(traits, place, parameter, args, written, before)
-
-    def look_behind(self, looked: _Looked, output: Any) -> None:
-        """Looks at what the op has made."""
-        made = tensors_in(output) or looked.written
-        for tensor in (*looked.written, *made):
+        output = self.run(op, args, kwargs, written)
+        made = tensors_in(output) or written
+        for tensor in (*written, *made):
             self.known.forget(tensor)
-        if not looked.traits.allocates and any(tensor.numel() for tensor in made):
-            self.after(looked.traits, looked.place, looked.parameter, looked.before, made)
+        if not traits.allocates and any(tensor.numel() for tensor in made):
+            self.after(traits, place, parameter, before, made)
+        return output
 
     @property
     def is_inner_backward(self) -> bool:
@@ -335,7 +283,8 @@ class _Places:
         """The place of the op that is about to run on ``given``, and the parameter that it adds a gradient to."""
         node: torch.autograd.graph.Node | None = torch._C._current_autograd_node()  # None outside a backward pass
         parameter, line = "", innermost_line()
-        if node is None or (line is not None and self._is_recomputed()):
+        # Of what a backward pass runs, only a forward pass that is computed again has gradients of its own.
+        if node is None or (line is not None and torch.is_grad_enabled()):
             place = OpPlace("forward", *self._paths.current, line)
         else:
             parameter = self._parameters.get(id(getattr(node, "variable", None)), "")
@@ -343,9 +292,6 @@ class _Places:
             place = place._replace(phase="forward") if self.is_inner_backward else place
         self._claim_new_nodes(place, given)
         return place, parameter
-
-    def _is_recomputed(self) -> bool:
-        return self._paths.is_recomputing or is_recomputing()
 
     def _of_backward_op(self, node: Any, parameter: str, own_line: Line | None) -> OpPlace:
         made_by = self._by_node.get(node._sequence_nr())
@@ -384,7 +330,8 @@ class KnownMagnitudes:
         if not storage:
             return magnitude_of(tensor)
         # Whatever the order of its elements, a view of all of them has the same magnitude.
-        view = tensor.storage_offset(), tensor.numel(), tensor.dtype, _extent(tensor)
+        times = times_written(tensor)  # more often than the trace has seen, where another's memory stands there by now
+        view = tensor.storage_offset(), tensor.numel(), tensor.dtype, _extent(tensor), times
         views = self._by_storage.setdefault(storage, {})
         if view not in views:
             views[view] = magnitude_of(tensor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
@@ -12,12 +12,26 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from ampdbg.probes.gradients import NormOfEach, gradient_norm, gradient_norms
-from ampdbg.probes.tensors import Mark, Scalar, is_at_hand, is_on_device, read_aside, scalar_of, to_host
+from ampdbg.probes.tensors import Mark, Scalar, is_on_device, read_aside, scalar_of, tensors_in
 from ampdbg.record.run import GroupOverflow, Step, TensorCounts
 
-BadGroups = Callable[[torch.optim.Optimizer, NormOfEach | None], tuple[GroupOverflow, ...]]
-"""The groups of an optimizer whose gradients are not finite; the norms are as of ``gradients.nonfinite_groups``."""
+NormOfEach = tuple[tuple[tuple[int, int], ...], torch.Tensor]
+"""The parameters by ``id`` with the version of each gradient, and their largest magnitudes: a vector on the device."""
+
+
+@dataclass
+class Gradients:
+    """What the backward pass has left in the gradients of one optimizer.
+
+    ``norm`` is theirs without the loss scale; None where a scaler knows whether they are finite, and nobody has asked
+    for more. Where it is on a GPU still, ``each`` has the norm of each; where it is not finite ``groups`` are those.
+    It ``is_early`` where the gradients still carried the scale.
+    """
+
+    norm: Scalar | None = None
+    each: NormOfEach | None = None
+    groups: tuple[GroupOverflow, ...] | None = None
+    is_early: bool = False
 
 
 @dataclass
@@ -30,20 +44,15 @@ class OpenStep:
     ``before_closure`` says how many losses there were when it began, and ``first_closure`` has those of the first time
     that it has run its closure.
 
-    Of gradients as the backward pass left them, by the ``id`` of their optimizer: ``norms``, on a CPU the
-    ``bad_groups``, elsewhere the norm of each in ``each``. ``early`` are those that were measured while they still
-    carried the scale, ``trusted`` those of which a scaler has told, or on a GPU will tell by what it does, that they
-    are finite, and whose norm nobody has asked for.
+    ``gradients`` are known as the backward pass left them, by the ``id`` of their optimizer; ``norms`` is what is kept
+    of that when the step has ended.
     """
 
     scaled: list[Scalar] = field(default_factory=list)
     mark: Mark | None = None
     losses: dict[str, Scalar] = field(default_factory=dict)
-    norms: dict[int, Scalar] = field(default_factory=dict)
-    each: dict[int, NormOfEach] = field(default_factory=dict)
-    bad_groups: dict[int, tuple[GroupOverflow, ...]] = field(default_factory=dict)
-    early: set[int] = field(default_factory=set)
-    trusted: set[int] = field(default_factory=set)
+    gradients: dict[int, Gradients] = field(default_factory=dict)
+    norms: list[Scalar] = field(default_factory=list)
     groups: list[GroupOverflow] = field(default_factory=list)
     nonfinite: list[TensorCounts] = field(default_factory=list)
     bare: set[int] = field(default_factory=set)
@@ -51,7 +60,7 @@ class OpenStep:
     number: int = 0
     optimizer: int | None = None
     succeeds: int = 0
-    scale: Scalar | None = None
+    scale: Scalar = 1.0
     skipped: bool = False
     stepped: bool = False
     running: int = 0
@@ -71,9 +80,7 @@ class OpenStep:
         before the step, and what ``optimizer.step(closure)`` returns. But a last one that is not finite is what the
         step ends in.
         """
-        tensors = [outputs] if isinstance(outputs, torch.Tensor) else outputs
-        given = tensors if isinstance(tensors, (list, tuple)) else ()
-        losses = [scalar_of(tensor) for tensor in given if isinstance(tensor, torch.Tensor)]
+        losses = list(map(scalar_of, tensors_in(outputs)))
         if self.running:
             self.first_closure = self.first_closure or losses
             del self.scaled[self.before_closure :]
@@ -94,97 +101,31 @@ class OpenStep:
         if self.mark is not None and self.mark.is_passed:
             self.scaled, self.mark = list[Scalar](read_aside(self.scaled)), None
 
-    def read(
-        self, optimizer: torch.optim.Optimizer, bad_groups: BadGroups, others: Sequence[Scalar] = ()
-    ) -> list[float]:
-        """Brings the losses to the host, the norm of an optimizer's gradients, and others, whose values it returns. On
-        a GPU this syncs once."""
-        key, count = id(optimizer), len(self.scaled)
-        norms = [self.norms[key]] if key in self.norms else []
-        values = to_host([*self.scaled, *norms, *others])
-        self.scaled, self.mark = list[Scalar](values[:count]), None
-        for norm in values[count : count + len(norms)]:
-            self.norms[key] = norm
-            if not math.isfinite(norm) and key not in self.each and key not in self.bad_groups:
-                self.bad_groups[key] = bad_groups(optimizer, None)
-        return values[count + len(norms) :]
-
     def loss_scale(self) -> Scalar:
         """The loss scale of now, not synced; without asking for it as the loop would."""
         scale = self.scaler._get_scale_async() if self.scaler is not None else None
         return 1.0 if scale is None else scale
 
-    def is_measured(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether it is known what the backward pass has left in the gradients."""
-        return id(optimizer) in self.norms or id(optimizer) in self.trusted
-
-    def trust(self, scaler: GradScaler, optimizer: torch.optim.Optimizer, *, may_change: bool) -> None:
-        """Leaves it to a scaler that has unscaled the gradients to tell whether they are finite.
-
-        On a CPU it has told, and gradients that are not finite are to be measured. On a GPU its word would cost a sync
-        now: where it withholds the step, they are looked at then. Where they ``may_change`` before, as by clipping,
-        their largest magnitudes are kept.
-        """
-        flags = scaler._found_inf_per_device(optimizer).values()
-        if all(map(is_at_hand, flags)):
-            self.trusted |= {id(optimizer)} if flags and not any(flag.item() for flag in flags) else set()
-            return
-        self.trusted.add(id(optimizer))
-        if may_change:
-            self._keep_each(optimizer)
-
-    def withhold(self, optimizer: torch.optim.Optimizer, divisor: Scalar) -> None:
-        """The scaler has withheld the step of an optimizer: it has found what it was trusted to find."""
-        key = id(optimizer)
-        if key in self.trusted:
-            self.trusted.discard(key)
-            norm = self.each[key][1].amax() if key in self.each else gradient_norm(optimizer, divisor)
-            self.norms.update({} if norm is None else {key: norm})
-
-    def measure(
-        self, optimizer: torch.optim.Optimizer, divisor: Scalar, bad_groups: BadGroups, *, may_change: bool = True
-    ) -> None:
-        """Keeps what tells of the gradients as they are now, unless that is known already.
-
-        Those on a GPU are not waited for: where they ``may_change`` before they are, it tells of each.
-        """
-        key = id(optimizer)
-        norm = None if self.is_measured(optimizer) else gradient_norm(optimizer, divisor)
-        if norm is None:
-            return
-        self.norms[key] = norm
-        if isinstance(norm, torch.Tensor):
-            if may_change:
-                self._keep_each(optimizer)
-        elif not math.isfinite(norm):
-            self.bad_groups[key] = bad_groups(optimizer, None)
-
-    def _keep_each(self, optimizer: torch.optim.Optimizer) -> None:
-        each = gradient_norms(optimizer)
-        self.each.update({} if each is None else {id(optimizer): each})
-
-    def note_groups(self, optimizer: torch.optim.Optimizer, bad_groups: BadGroups) -> None:
-        """Adds the groups whose gradients were not finite."""
-        known = self.bad_groups.get(id(optimizer))
-        self.groups += bad_groups(optimizer, self.each.get(id(optimizer))) if known is None else known
-
     def forget_early(self) -> None:
         """More gradients are to come: what was measured of those that still carry the scale is not all."""
-        for optimizer in self.early:
-            for measured in (self.norms, self.each, self.bad_groups):
-                measured.pop(optimizer, None)
-        self.early.clear()
+        self.gradients = {key: known for key, known in self.gradients.items() if not known.is_early}
+
+    def end(self) -> None:
+        """Keeps what :meth:`to_step` needs, and lets go of the rest."""
+        self.note_scale()
+        self.norms = [known.norm for known in self.gradients.values() if known.norm is not None]
+        self.gradients.clear()
 
     def note_scale(self) -> None:
         """Keeps the loss scale of now, and lets go of the scaler."""
-        scale = self.scaler._get_scale_async() if self.scaler is not None else None
-        self.scale = None if scale is None else scalar_of(scale)  # a copy: the scaler changes it in place
+        scale = self.loss_scale()
+        if isinstance(scale, torch.Tensor):
+            self.scale = scalar_of(scale)  # a copy: the scaler changes it in place
         self.scaler = None
 
     def scalars(self) -> list[Scalar]:
         """Every number that :meth:`to_step` needs, in its order."""
-        scale = [] if self.scale is None else [self.scale]
-        return [*(self.losses.values() if self.losses else self.scaled), *self.norms.values(), *scale]
+        return [*(self.losses.values() if self.losses else self.scaled), *self.norms, self.scale]
 
     def to_step(self, index: int, iteration: Callable[[int], int], values: Iterator[float]) -> Step:
         """The Step, with the values of :meth:`scalars` on the host; ``iteration`` tells how many steps of an optimizer
@@ -196,7 +137,7 @@ class OpenStep:
         return Step(
             step=index,
             loss=loss,
-            scale=1.0 if self.scale is None else next(values),
+            scale=next(values),
             found_inf=self.skipped or bool(self.groups),
             skipped=self.skipped,
             grad_norm=sum(squares) ** 0.5 if squares else None,
@@ -226,22 +167,16 @@ _SEAM = itemgetter(0)
 
 
 class Loop(threading.local):
-    """Where the loop of a thread is; other threads may train other models meanwhile."""
+    """Where the loop of a thread is; other threads may train other models meanwhile.
+
+    ``trained`` are the threads that have gone backward, for all threads one set.
+    """
 
     def __init__(self, trained: set[int]) -> None:
-        self._trained = trained  # the same for all threads
+        self.trained = trained
         self.now = OpenStep()
         self.fired: set[int] = set()
         self.inside: list[tuple[str, int]] = []
-
-    def goes_backward(self) -> None:
-        """To be called with each backward pass."""
-        self._trained.add(threading.get_ident())
-
-    def has_others(self) -> bool:
-        """Whether other threads are alive that have gone backward."""
-        others = self._trained - {threading.get_ident()}
-        return bool(others) and any(thread.ident in others for thread in threading.enumerate())
 
     def is_inside(self, name: str) -> bool:
         """Whether a call of this seam's is under way."""

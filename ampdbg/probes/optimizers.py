@@ -5,16 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 
 import torch
 from torch.optim import Optimizer
 
-from ampdbg.probes.gradients import NormOfEach, group_name, nonfinite_groups
 from ampdbg.probes.models import Models
-from ampdbg.probes.tensors import Scalar, float_values, scalar_of
-from ampdbg.record.run import GroupOverflow
+from ampdbg.probes.open_step import NormOfEach
+from ampdbg.probes.tensors import Scalar, magnitude_of, scalar_of, total_norm
+from ampdbg.record.run import GroupOverflow, ParameterCounts
 
 COMMON = 0.02
 """The standard deviation that many models begin their weights with, GPT-2 and BERT among them."""
@@ -116,35 +116,69 @@ class Optimizers:
             self._groups = tuple(group_name(group, index) for index, group in enumerate(groups))
         return self._groups
 
-    def of(self, groups: Collection[int]) -> Iterator[Optimizer]:
-        """Those that train any of the parameter groups with these indices, which count over all of them."""
-        first = 0
-        for optimizer in self:
-            behind = first + len(optimizer.param_groups)
-            if any(first <= group < behind for group in groups):
-                yield optimizer
-            first = behind
-
     def nonfinite_groups(self, optimizer: Optimizer, before: NormOfEach | None = None) -> tuple[GroupOverflow, ...]:
-        """The groups of one optimizer that hold inf or NaN; ``before`` as of ``gradients.nonfinite_groups``."""
+        """The groups of one optimizer that hold inf or NaN; ``before`` as of :func:`nonfinite_groups`."""
         others = takewhile(lambda other: other is not optimizer, self)
         names = {id(parameter): name for name, parameter in self._models.named_parameters()}
         return nonfinite_groups(optimizer, names, sum(len(other.param_groups) for other in others), before)
 
 
 def _norm_of_weights(optimizers: Iterable[Optimizer]) -> Scalar:
-    """The 2-norm of all that the optimizers train, not synced; of a DTensor the part of this rank counts."""
-    weights = (weight.detach() for one in optimizers for group in one.param_groups for weight in group["params"])
-    with torch.no_grad():
-        norms = [_norm_of(values) for values in map(float_values, weights) if values is not None]
-        if not norms:
-            return 0.0
-        return scalar_of(torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms])))
+    """The 2-norm of all that the optimizers train, not synced."""
+    norm = total_norm(weight.detach() for one in optimizers for group in one.param_groups for weight in group["params"])
+    return 0.0 if norm is None else scalar_of(norm)
 
 
-def _norm_of(values: torch.Tensor) -> torch.Tensor:
-    norm: torch.Tensor = torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32))
-    return norm.float()
+def nonfinite_groups(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    first_index: int = 0,
+    before: NormOfEach | None = None,
+) -> tuple[GroupOverflow, ...]:
+    """The parameter groups that hold inf or NaN in a gradient.
+
+    Args:
+        optimizer: its groups are looked at in order; a group's ``"name"`` key, where there is one, names it.
+        names: qualified parameter names by ``id``.
+        first_index: the index of the optimizer's first group, when several optimizers are watched.
+        before: the :func:`gradient_norms` from before anything touched the gradients. Those that were not finite
+            then count, whatever clipping has made of them; of a rewritten one it is known that so many elements at
+            least were not finite.
+    """
+    pairs = () if before is None else zip(before[0], before[1].tolist(), strict=True)
+    known: dict[int, tuple[int | None, float]] = {name: (version, norm) for (name, version), norm in pairs}
+    may_spread = any(math.isnan(norm) for _, norm in known.values())
+    found = []
+    for index, group in enumerate(optimizer.param_groups, start=first_index):
+        parameters = []
+        for position, parameter in enumerate(group["params"]):
+            if parameter.grad is not None:
+                version, norm = known.get(id(parameter), (None, math.nan))
+                inf, nan = _nonfinite_counts(parameter.grad, version, norm, may_spread)
+                if inf or nan:
+                    name = names.get(id(parameter), f"parameter {position}")
+                    parameters.append(ParameterCounts(name, inf, nan, parameter.numel()))
+        if parameters:
+            found.append(GroupOverflow(index, group_name(group, index), tuple(parameters)))
+    return tuple(found)
+
+
+def _nonfinite_counts(gradient: torch.Tensor, version: int | None, norm: float, may_spread: bool) -> tuple[int, int]:
+    """How many elements are infinite and NaN; of a gradient that was rewritten since, how many at least were."""
+    if math.isfinite(norm):
+        return 0, 0
+    now = magnitude_of(gradient)
+    if version is None or version == gradient._version:
+        return now.inf, now.nan
+    if math.isnan(norm):
+        return 0, 1
+    # Clipping by the norm makes NaN of inf and 0 of all else, unless a NaN was there: that spreads to all elements.
+    return 1 if may_spread else max(1, now.inf + now.nan), 0
+
+
+def group_name(group: Mapping[str, object], index: int) -> str:
+    """What a parameter group is called: its ``"name"`` key, else its position."""
+    return str(group.get("name") or f"group {index}")
 
 
 def innermost(optimizer: Optimizer) -> Optimizer:

@@ -1,4 +1,4 @@
-"""When a watch notes nothing: while it is paused, and while a step is run again below a loop that it watches."""
+"""When no watch notes what a thread does: while a step is run again below a loop that it watches."""
 
 from __future__ import annotations
 
@@ -7,39 +7,23 @@ import threading
 from collections.abc import Iterator
 
 
-class _Replays(threading.local):
-    under_way = 0
+class _Thread(threading.local):
+    pauses = 0
 
 
-_replays = _Replays()
+_thread = _Thread()
 
 
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
-    """While this is entered nothing watches this thread: what it does is no part of any loop."""
-    _replays.under_way += 1
+    """While this is entered nothing watches this thread: what it does is no part of any loop, such as a replay."""
+    _thread.pauses += 1
     try:
         yield
     finally:
-        _replays.under_way -= 1
+        _thread.pauses -= 1
 
 
-class Pause:
-    """That of one watch, for all threads."""
-
-    def __init__(self) -> None:
-        self._is_made = False
-
-    @property
-    def is_now(self) -> bool:
-        """Whether this thread is not to be watched now."""
-        return self._is_made or _replays.under_way > 0
-
-    @contextlib.contextmanager
-    def made(self) -> Iterator[None]:
-        """While this is entered nothing is noted."""
-        before, self._is_made = self._is_made, True
-        try:
-            yield
-        finally:
-            self._is_made = before
+def is_unwatched() -> bool:
+    """Whether this thread is not to be watched now."""
+    return _thread.pauses > 0

@@ -142,11 +142,6 @@ def is_captured() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def computes_no_numbers() -> bool:
-    """Whether tensors have shapes and no values, or none yet: torch.compile traces a backward pass like this."""
-    return _dispatch_mode(_FAKE) is not None or is_captured()
-
-
 def are_meta(roots: Any) -> bool:
     """Whether what goes backward has shapes and no numbers, as where a loop is tried out."""
     return any(isinstance(root, torch.Tensor) and root.is_meta for root in roots)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from unittest.mock import patch
 
 import torch
@@ -19,7 +19,7 @@ from torch.utils import _pytree
 
 from ampdbg.formats import BFLOAT16, FLOAT16, Exponents, headroom_bits, scale_ceiling, scale_floor
 from ampdbg.probes.module_calls import ModulePaths
-from ampdbg.probes.op_trace import OpPlace, OpTraits, PlacedOps, storage_of, tensors_in
+from ampdbg.probes.op_trace import OpPlace, OpTraits, PlacedOps, storage_of
 from ampdbg.probes.seams import Seam, attached
 from ampdbg.probes.source_lines import source_of
 from ampdbg.probes.tensors import (
@@ -29,6 +29,7 @@ from ampdbg.probes.tensors import (
     float_values,
     magnitude_of,
     magnitude_of_number,
+    tensors_in,
     together,
 )
 from ampdbg.record.run import Site
@@ -39,20 +40,24 @@ _ROUNDS_BEYOND = 65408.0
 _MASKS = 4.0
 """A mask that is multiplied holds zeros and ones, or whole numbers up to this where several were added up."""
 
-_TRANSFORMS = {torch.stft, torch.istft, torch.Tensor.stft, torch.Tensor.istft} | {
-    getattr(torch.fft, name) for name in dir(torch.fft) if name.endswith(("fft", "fft2", "fftn"))
-}
-
-_MAKE_COMPLEX = {torch.complex, torch.polar, torch.view_as_complex}
-
 TRANSFORMS, COMPLEX = "Fourier transforms", "complex numbers"
+
+_WIDENED: Mapping[Any, str] = {
+    **{getattr(torch.fft, name): TRANSFORMS for name in dir(torch.fft) if name.endswith(("fft", "fft2", "fftn"))},
+    **dict.fromkeys((torch.stft, torch.istft, torch.Tensor.stft, torch.Tensor.istft), TRANSFORMS),
+    **dict.fromkeys((torch.complex, torch.polar, torch.view_as_complex), COMPLEX),
+}
+"""The functions that torch has for float16 and not for bfloat16."""
 
 WIDENED_NOTE = (
     "{what} of half tensors ran in FP32, as bfloat16 has none: nothing is measured of them, nor of what "
     "follows up to the next op in half"
 )
 
-OverflowOrigin = Literal["", "starts", "carried"]
+OverflowOrigin = Literal["", "carried", "starts"]
+
+_OVERFLOWS: tuple[OverflowOrigin, ...] = get_args(OverflowOrigin)
+"""What is said of several calls is the last of these that holds for one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +95,7 @@ class ShadowTrace(PlacedOps):
 
     def run(self, op: Any, args: Any, kwargs: Any, written: Sequence[torch.Tensor]) -> Any:
         """Runs an op with bfloat16 in the place of every float16, in the dtypes and the tensors given to it."""
-        if _has_float16(args, kwargs):
-            args, kwargs = _in_bfloat16(args, written), _in_bfloat16(kwargs, written)
+        args, kwargs = _converted((args, kwargs), torch.float16, torch.bfloat16, but=written)
         try:
             return op(*args, **kwargs)
         except RuntimeError as error:
@@ -172,28 +176,15 @@ def _is_beyond(magnitude: Magnitude) -> bool:
     return magnitude.largest >= _ROUNDS_BEYOND or not magnitude.is_finite
 
 
-def _has_float16(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an op is given float16, as a dtype or as a tensor's, which hardly any is."""
-    given = (*args, *kwargs.values())
-    return any(value is torch.float16 for value in given) or any(
-        tensor.dtype is torch.float16 for tensor in tensors_in(given)
-    )
-
-
-def _in_bfloat16(given: Any, targets: Sequence[torch.Tensor]) -> Any:
-    """The arguments without float16; what the op writes into stays what it is."""
+def _converted(given: Any, old: torch.dtype, new: torch.dtype, but: Sequence[torch.Tensor] = ()) -> Any:
+    """What is given with ``new`` in the place of each dtype that is ``old`` and of each tensor's, ``but`` for these."""
 
     def converted(value: Any) -> Any:
-        if value is torch.float16:
-            return torch.bfloat16
-        is_half = isinstance(value, torch.Tensor) and value.dtype is torch.float16
-        return value.to(torch.bfloat16) if is_half and not any(value is target for target in targets) else value
+        if isinstance(value, torch.Tensor) and value.dtype is old and not any(value is kept for kept in but):
+            return value.to(new)
+        return new if value is old else value
 
     return _pytree.tree_map(converted, given)
-
-
-def _converted(given: Any, old: torch.dtype, new: torch.dtype) -> Any:
-    return _pytree.tree_map_only(torch.Tensor, lambda value: value.to(new) if value.dtype is old else value, given)
 
 
 @contextlib.contextmanager
@@ -220,7 +211,7 @@ class WideTransforms(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        kind = TRANSFORMS if function in _TRANSFORMS else COMPLEX if function in _MAKE_COMPLEX else ""
+        kind = _WIDENED.get(function)
         if kind and any(tensor.dtype is torch.bfloat16 for tensor in tensors_in((*args, *kwargs.values()))):
             self.have_run += [kind] * (kind not in self.have_run)
             args, kwargs = _converted((args, kwargs), torch.bfloat16, torch.float32)
@@ -283,15 +274,10 @@ def _site(order: int, ranges: Sequence[RangeSeen], dtype: str) -> Site:
         abs_max=output.largest,
         # Two decimals tell all there is to a value that was rounded to eight bits.
         headroom_bits=round(headroom_bits(output.largest), 2),
-        overflow=_overflow_of_site(ranges),
+        overflow=max((seen.overflow for seen in ranges), key=_OVERFLOWS.index),
         lowest_exponent=exponents.lowest,
         exponents=exponents.counts,
         scale_ceiling=scale_ceiling(output.largest) if is_gradient else None,
         scale_floor=scale_floor(exponents) if is_gradient else None,
         is_noise=all(seen.is_noise for seen in ranges),
     )
-
-
-def _overflow_of_site(ranges: Sequence[RangeSeen]) -> OverflowOrigin:
-    kinds = {seen.overflow for seen in ranges}
-    return "starts" if "starts" in kinds else "carried" if "carried" in kinds else ""

@@ -6,11 +6,9 @@ import contextlib
 import functools
 import linecache
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any, Literal
-
-from torch.utils import checkpoint
 
 from ampdbg import precision, probes
 from ampdbg.record.findings import Source
@@ -34,8 +32,10 @@ _RECORDER = "ampdbg.replay.recorder"
 # and frames above that belong to whoever has started ampdbg, a program or a script.
 _BETWEEN = (probes.__name__, precision.__name__, _RECORDER)
 
-# The frame from which autograd's engine is started: what stands above it is the caller of backward().
-_ENGINE = "_engine_run_backward"
+Role = Literal["users", "between", "module", "ends"]
+
+# What stands above the frame from which autograd's engine is started is the caller of backward().
+_OF_TORCH: Mapping[str, Role] = {"_call_impl": "module", "_engine_run_backward": "ends"}
 
 
 def innermost_line() -> Line | None:
@@ -55,16 +55,6 @@ def innermost_line() -> Line | None:
         return None
     frame = frame if _owner(frame) == _USERS else _in_its_module(frame)
     return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
-
-
-def is_recomputing() -> bool:
-    """Whether the innermost line stands in a forward pass that ``torch.utils.checkpoint`` computes again."""
-    frame = _innermost_frame(sys._getframe(1))
-    while frame is not None and not _is_engine(frame):
-        if _is_checkpoint(frame):
-            return True
-        frame = frame.f_back
-    return False
 
 
 @contextlib.contextmanager
@@ -97,7 +87,7 @@ def _in_its_module(innermost: FrameType) -> FrameType:
     """The innermost frame of who has written the forward pass that runs; the one given where none does."""
     frames, frame = [innermost], innermost.f_back
     while frame is not None and (role := _role(frame)) != "ends":
-        if _calls_a_module(frame):
+        if role == "module":
             # What stands around a forward pass may be another's, as of a library that prepares models to be trained.
             owners = (_owner_of(str(type(frame.f_locals.get("self")).__module__)), _owner(frames[-1]))
             return next(frame for owner in owners for frame in frames if _owner(frame) == owner)
@@ -125,24 +115,11 @@ def _owner_of(module: str) -> str:
 
 
 @by_code
-def _calls_a_module(frame: FrameType) -> bool:
-    return frame.f_code.co_name == "_call_impl" and is_part_of(frame, "torch")
-
-
-@by_code
-def _role(frame: FrameType) -> Literal["users", "between", "ends"]:
-    """Of a user's or a library's code, of what stands between that and an op, or of what is above all of it."""
+def _role(frame: FrameType) -> Role:
+    """Of a user's or a library's code, of what stands between that and an op, of what calls a module's forward pass, or
+    of what is above all of it."""
     if is_users_or_a_librarys(frame) and frame.f_code.co_name not in MODES:
         return "users"
-    runs_users_code = is_ampdbgs(frame) and not is_part_of(frame, *_BETWEEN)
-    return "ends" if runs_users_code or _is_engine(frame) else "between"
-
-
-@by_code
-def _is_checkpoint(frame: FrameType) -> bool:
-    return is_part_of(frame, checkpoint.__name__)
-
-
-@by_code
-def _is_engine(frame: FrameType) -> bool:
-    return frame.f_code.co_name == _ENGINE and is_part_of(frame, "torch")
+    if is_part_of(frame, "torch"):
+        return _OF_TORCH.get(frame.f_code.co_name, "between")
+    return "ends" if is_ampdbgs(frame) and not is_part_of(frame, *_BETWEEN) else "between"

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, MutableMapping
+from collections import UserDict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.optim import optimizer as torchs
@@ -19,7 +20,7 @@ StepHook = Callable[[Any, Any, Any], None]
 _changing = threading.Lock()
 
 
-class _Hooks(MutableMapping[int, Any]):
+class _Hooks(UserDict[int, Any]):
     """torch's dict ``name``, with our hooks behind its own. What others add or remove is added to that or removed.
 
     It lasts as long as torch does: the handle of a hook that others add has a weak reference to it.
@@ -27,7 +28,7 @@ class _Hooks(MutableMapping[int, Any]):
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._theirs: MutableMapping[int, Any] = getattr(torchs, name)
+        self.data = getattr(torchs, name)
         self._ours: tuple[StepHook, ...] = ()
 
     def add(self, hook: StepHook) -> None:
@@ -39,25 +40,10 @@ class _Hooks(MutableMapping[int, Any]):
         with _changing:
             self._ours = tuple(one for one in self._ours if one is not hook)
             if not self._ours and getattr(torchs, self._name) is self:
-                setattr(torchs, self._name, self._theirs)
+                setattr(torchs, self._name, self.data)
 
     def values(self) -> Any:
-        return (*self._theirs.values(), *self._ours)
-
-    def __getitem__(self, key: int) -> Any:
-        return self._theirs[key]
-
-    def __setitem__(self, key: int, value: Any) -> None:
-        self._theirs[key] = value
-
-    def __delitem__(self, key: int) -> None:
-        del self._theirs[key]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._theirs)
-
-    def __len__(self) -> int:
-        return len(self._theirs)
+        return (*self.data.values(), *self._ours)
 
 
 _before, _behind = _Hooks("_global_optimizer_pre_hooks"), _Hooks("_global_optimizer_post_hooks")

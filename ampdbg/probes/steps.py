@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Container, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Mapping, Set
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 
+from ampdbg.probes.models import Models
 from ampdbg.probes.open_step import OpenStep
-from ampdbg.probes.tensors import HoldsTensors, Scalar, are_on_host, nonfinite_in_model, to_host
+from ampdbg.probes.tensors import Scalar, are_on_host, nonfinite_in_model, to_host
+from ampdbg.record.log import RunLog
 from ampdbg.record.run import LeftOut, Step, TensorCounts
 
 UNREAD_STEPS = 64
@@ -53,16 +54,6 @@ LISTED_PARAMETERS = 10_000
 """So many parameters are listed over all steps, about 2 MB of JSON; the first unhealthy step lists all of its own."""
 
 
-class Journal(Protocol):
-    """What keeps the steps elsewhere, as they are read."""
-
-    def step(self, step: Step) -> None:
-        """A step has ended."""
-
-    def thinned(self, steps: Sequence[Step]) -> None:
-        """Only these are kept from now on, and those that follow."""
-
-
 class StepLog:
     """The steps of one loop. ``batch`` collects the non-finite leaves of the batches of the step under way.
 
@@ -71,13 +62,11 @@ class StepLog:
         on_step: called with each Step as it ends.
     """
 
-    def __init__(self, model: HoldsTensors, on_step: Callable[[Step], None] | None) -> None:
+    def __init__(self, model: torch.nn.Module | Models, on_step: Callable[[Step], None] | None) -> None:
         self.batch: list[TensorCounts] = []
         self._model = model
         self.poisoned: Callable[[], Set[str]] = frozenset
         """The buffers that the forward pass under way has made inf or NaN, by name."""
-        self.lost_buffers: set[str] = set()
-        """Those that are not finite since a step whose loss was not."""
         self._known_bad: set[str] = set()
         self._listed_steps = self._unlisted_steps = 0
         self._listed_parameters = 0
@@ -96,7 +85,7 @@ class StepLog:
         self._room, self._stride, self._stretches = MOST_STEPS, 1, 1
         self.left_out = LeftOut()
         """How many steps that went wrong are no longer among the others."""
-        self.journal: Journal | None = None
+        self.journal: RunLog | None = None
         """Told of every step once it is read, and of what is kept when healthy ones are left out."""
         self.look_at_model()
 
@@ -154,11 +143,9 @@ class StepLog:
 
     def close(self, step: OpenStep) -> None:
         """Ends a step."""
-        if step.scale is None:
-            step.note_scale()
+        step.end()
         step.losses, self._losses = self._losses, {}
         step.nonfinite, self.batch = self.batch, []
-        step.each.clear()
         self._last_skip = self.closed() if step.skipped else self._last_skip
         with self._changing:
             self._unread.append(step)
@@ -176,7 +163,7 @@ class StepLog:
         ``is_skipped`` says that the loop goes on behind it.
         """
         latest = self.steps[-1:]
-        scale, scaler, optimizer = (latest[0].scale, latest[0].scaler, latest[0].optimizer) if latest else (None, 0, 0)
+        scale, scaler, optimizer = (latest[0].scale, latest[0].scaler, latest[0].optimizer) if latest else (1.0, 0, 0)
         self.close(OpenStep(scaled=[loss], scale=scale, number=scaler, optimizer=optimizer, skipped=is_skipped))
 
     def finish(self) -> None:
@@ -225,7 +212,7 @@ class StepLog:
         self._seen_bad |= bad
         has_new_scale = step.scale != self._latest.get(step.optimizer, step).scale
         self._latest[step.optimizer] = step
-        if step.found_inf or step.skipped or bad or has_new_scale or not math.isfinite(step.loss):
+        if step.found_inf or bad or has_new_scale or not math.isfinite(step.loss):
             self._telling.add(step.step)
         if bad or step.groups:
             self._listed.add(step.step)
@@ -271,8 +258,6 @@ class StepLog:
         """Adds the parameters and buffers that are not finite: each once, at the first step that shows it."""
         found = nonfinite_in_model(self._model, "after", but=self._known_bad)
         self._known_bad |= {counts.name for counts in found}
-        if not math.isfinite(step.loss):
-            self.lost_buffers |= {counts.name for counts in found if counts.kind == "buffer"}
         return replace(step, nonfinite=(*step.nonfinite, *found))
 
 

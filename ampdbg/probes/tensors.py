@@ -9,7 +9,7 @@ import contextlib
 import math
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
@@ -19,6 +19,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ampdbg.formats import HIGHEST_EXPONENT, LOWEST_EXPONENT, Exponents
+from ampdbg.probes.models import Models
 from ampdbg.record.run import TensorCounts
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -45,7 +46,7 @@ def nonfinite(named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torc
     return [pair for (pair, _), value in zip(measured, values, strict=True) if not math.isfinite(value)]
 
 
-def are_weights_spoilt(model: HoldsTensors) -> bool:
+def are_weights_spoilt(model: torch.nn.Module) -> bool:
     """Whether weights that train hold inf or NaN; a frozen parameter may be a mask. On a GPU this syncs."""
     return bool(nonfinite(pair for pair in model.named_parameters() if pair[1].requires_grad))
 
@@ -62,6 +63,20 @@ def _largest(tensor: torch.Tensor) -> torch.Tensor | None:
     if values is None or values.numel() == 0:
         return None
     return torch.stack(torch.aminmax(values)).abs().amax()
+
+
+@torch.no_grad()
+def total_norm(tensors: Iterable[torch.Tensor], least: torch.dtype = torch.float32) -> torch.Tensor | None:
+    """The 2-norm of all values of some tensors in float32, computed in ``least`` or wider; not synced.
+
+    None where they have no values. Of a DTensor the part of this rank counts.
+    """
+    values = [value for value in map(float_values, tensors) if value is not None and value.numel()]
+    norms = [torch.linalg.vector_norm(value, dtype=torch.promote_types(value.dtype, least)) for value in values]
+    if not norms:
+        return None
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device, least) for norm in norms]))
+    return norm.float()
 
 
 Scalar = float | torch.Tensor
@@ -235,6 +250,20 @@ def may_be_bad(tensor: torch.Tensor) -> bool:
     return varies or bool((values.isnan() | (values == math.inf)).any())
 
 
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors of nested lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    found: list[torch.Tensor] = []
+    if isinstance(value, (list, tuple)):
+        for item in value:  # asked of every op: most hold tensors and numbers
+            if isinstance(item, torch.Tensor):
+                found.append(item)
+            elif isinstance(item, (list, tuple)):
+                found += tensors_in(item)
+    return found
+
+
 def leaves_of(batch: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a batch, each with its path as text."""
     for path, leaf in _pytree.tree_flatten_with_path(batch)[0]:
@@ -242,20 +271,8 @@ def leaves_of(batch: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield _pytree.keystr(path), leaf
 
 
-class HoldsTensors(Protocol):
-    """What has parameters and buffers by name."""
-
-    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """The parameters, each once, by qualified name."""
-        ...
-
-    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The buffers, each once, by qualified name."""
-        ...
-
-
 def nonfinite_in_model(
-    model: HoldsTensors, when: When = "before", but: Container[str] = ()
+    model: torch.nn.Module | Models, when: When = "before", but: Container[str] = ()
 ) -> tuple[TensorCounts, ...]:
     """The parameters and buffers of a model that hold inf or NaN, ``but`` for these names; ``when`` is passed on."""
     parameters = (pair for pair in model.named_parameters() if pair[0] not in but)

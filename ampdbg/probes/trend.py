@@ -1,4 +1,4 @@
-"""How large activations, gradients and the loss scale are, sampled at one step of every so many, with one sync each."""
+"""How large activations, gradients and the loss scale are, sampled at one step of every so many."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class TrendSamples:
 
         def note(module: torch.nn.Module, args: Any, output: Any) -> None:
             name = names.get(id(module))
-            if name is not None and not self._watcher.is_paused and not only_follows():
+            if name is not None and not self._is_of_none() and not only_follows():
                 for tensor in _pytree.tree_leaves(output):
                     if isinstance(tensor, torch.Tensor) and tensor.dtype is torch.float16:
                         self._note(("activation", name), tensor)
@@ -87,18 +87,20 @@ class TrendSamples:
         self._sampling.enter_context(attached(self._around))
 
     def _around(self, seam: Seam, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if seam == "update" and not self._watcher.is_paused and (scale := args[0]._get_scale_async()) is not None:
-            self._found[SCALE] = scale.detach().clone()
-        if seam != "engine" or not kwargs.get("accumulate_grad", True) or self._watcher.is_paused:
-            return original(*args, **kwargs)
-        before = {name: _written(parameter) for name, parameter in self._watcher.models.named_parameters()}
-        result = original(*args, **kwargs)
+        if seam in ("unscale_", "step") and not self._is_of_none():
+            self._note_gradients(args[1] if len(args) > 1 else kwargs["optimizer"])
+        return original(*args, **kwargs)
+
+    def _note_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Notes the gradients that a scaler is about to unscale, where it has not yet."""
+        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for name, parameter in self._watcher.models.named_parameters():
-            # Those of another optimizer of the loop may be unscaled by now. Of micro-batches the last has all.
-            if parameter.grad is not None and _written(parameter) != before.get(name):
-                self._found.pop(("gradient", name), None)
+            if id(parameter) in trained and parameter.grad is not None and ("gradient", name) not in self._found:
                 self._note(("gradient", name), parameter.grad)
-        return result
+
+    def _is_of_none(self) -> bool:
+        """Whether what runs is no step of the loop's own, or one that a backward pass computes again."""
+        return self._watcher.is_paused or torch._C._current_graph_task_id() != -1
 
     def _note(self, key: Key, tensor: torch.Tensor) -> None:
         with torch.no_grad():
@@ -109,17 +111,14 @@ class TrendSamples:
                 self._found[key] = largest if before is None else torch.maximum(before, largest)
 
     def _read(self) -> None:
-        """Reads what the step that has ended has shown: the sample's one sync."""
+        """Reads what the step that has ended has shown."""
         found, self._found = self._found, {}
-        step = self._watcher.log.closed() - 1
-        self._steps.append(step)
-        numbers = dict(zip(found, to_host(list(found.values())), strict=True))
-        scale = numbers.get(SCALE)
-        for key, largest in numbers.items():
-            if key[0] != "gradient":
-                self._add(key, step, largest)
-            elif scale:
-                self._add(key, step, largest / scale)
+        step = self._watcher.log.latest()
+        self._steps.append(step.step)
+        scale = step.scale if step.scaler else 0.0
+        self._add(SCALE, step.step, scale)
+        for key, largest in zip(found, to_host(list(found.values())), strict=True):
+            self._add(key, step.step, largest if key[0] == "activation" else largest / (scale or math.inf))
         if len(self._steps) > MOST_SAMPLES:
             del self._steps[1::2]
             self._stride *= 2
@@ -129,12 +128,6 @@ class TrendSamples:
     def _add(self, key: Key, step: int, value: float) -> None:
         if math.isfinite(value) and value > 0:
             self._series.setdefault(key, {})[step] = value
-
-
-def _written(parameter: torch.nn.Parameter) -> tuple[int, int] | None:
-    """What changes whenever the gradient is written."""
-    gradient = parameter.grad
-    return None if gradient is None else (id(gradient), gradient._version)
 
 
 def _urgency(trend: Trend) -> tuple[float, float]:

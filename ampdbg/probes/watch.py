@@ -28,18 +28,20 @@ from ampdbg.environment import environment_of
 from ampdbg.errors import AmpdbgError
 from ampdbg.precision.emulation import is_emulating
 from ampdbg.probes.calls import Calls
+from ampdbg.probes.gradients import Measures
 from ampdbg.probes.guard import Guard
-from ampdbg.probes.loss_graph import scaler_of
-from ampdbg.probes.measures import Measures
+from ampdbg.probes.loss_graph import mark_scaled, scaler_of
 from ampdbg.probes.models import Models
-from ampdbg.probes.open_step import Loop, OpenStep, is_finite_scalar
+from ampdbg.probes.open_step import Loop, OpenStep
 from ampdbg.probes.optimizers import Optimizers, innermost
-from ampdbg.probes.pause import Pause
-from ampdbg.probes.seams import Function, Seam, are_meta, attached, computes_no_numbers
+from ampdbg.probes.pause import is_unwatched, unwatched
+from ampdbg.probes.seams import Seam, are_meta, attached, only_follows
 from ampdbg.probes.step_hooks import hooked_steps
 from ampdbg.probes.steps import StepLog
 from ampdbg.quantities import listed
 from ampdbg.record.run import Misuse, Record, Step, Unseen
+
+Original = Callable[..., Any]
 
 UNWATCHED = "from step {} on nothing was noted, as ampdbg itself failed: {}; please report it"
 LEFT = "replays may have changed {}, which they leave as is: another thread of the script's may use it"
@@ -63,13 +65,10 @@ class Watch:
         self.calls = Calls(self.log.closed)
         for optimizer in optimizers:
             self.calls.add_optimizer(optimizer)
-        self.backward_passes = 0
         self._loop = Loop(set())
         self._measures = Measures(self._loop, self.optimizers, self.calls, self.log)
         self._learning = threading.RLock()
-        self._threads: set[int] = set()
         self.left_by_replays: set[str] = set()
-        self._pause = Pause()
         self._interrupted = False
         self.ended: Callable[[bool], None] = lambda is_bad: None
         """Called when a step has ended, with whether it was withheld or its loss is known not to be finite."""
@@ -87,7 +86,7 @@ class Watch:
         if self._restoring is None:
             # What torch holds does not keep the watch alive.
             alive = weakref.ref(self)
-            notes = (partial(_hooked, alive, note) for note in (Watch._before_bare_step, Watch._after_bare_step))
+            notes = (partial(_hooked, alive, note) for note in (Watch._before_step, Watch._after_step))
             with ExitStack() as begun:  # Ctrl-C may come while this begins
                 begun.enter_context(hooked_steps(*notes))
                 begun.enter_context(attached(partial(_around, alive)))
@@ -124,7 +123,8 @@ class Watch:
     @property
     def has_other_loops(self) -> bool:
         """Whether threads that are alive, and not this one, have trained: they are not to find their models altered."""
-        return self._loop.has_others()
+        others = self._loop.trained - {threading.get_ident()}
+        return any(thread.ident in others for thread in threading.enumerate())
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -141,7 +141,7 @@ class Watch:
                 self.log.look_at_model()
             self.optimizers.note_weights()
 
-    def _made(self, original: Function, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def _made(self, original: Original, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         result = original(optimizer, *args, **kwargs)
         if self._learns:
             self.optimizers.made(optimizer)
@@ -150,14 +150,14 @@ class Watch:
     @property
     def misuses(self) -> tuple[Misuse, ...]:
         """The calls that stood in the wrong place so far; none where loops in several threads mix theirs."""
-        return self.calls.misuses if len(self._threads) < 2 else ()
+        return self.calls.misuses if len(self._loop.trained) < 2 else ()
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What the steps leave out, and whether they say anything of half precision."""
         several = ("loops in several threads were seen: the order of their calls is not judged",)
         left = (LEFT.format(listed(sorted(self.left_by_replays))),)
-        return (*self.log.notes, *several[: len(self._threads) > 1], *left[: len(self.left_by_replays)])
+        return (*self.log.notes, *several[: len(self._loop.trained) > 1], *left[: len(self.left_by_replays)])
 
     @property
     def is_in_fp32(self) -> bool:
@@ -203,43 +203,44 @@ class Watch:
 
     @property
     def is_paused(self) -> bool:
-        """Whether nothing is noted now."""
-        return self._pause.is_now or bool(self.guard.failure)
+        """Whether nothing is noted of this thread now."""
+        return is_unwatched() or bool(self.guard.failure)
 
     def paused(self) -> AbstractContextManager[None]:
-        """While this is entered nothing is noted: for what is no part of the loop, such as a replay of a step."""
-        return self._pause.made()
+        """While this is entered nothing is noted of this thread: for what is no part of the loop, such as a replay."""
+        return unwatched()
 
-    def _scale(self, original: Function, scaler: GradScaler, outputs: Any) -> Any:
+    def _scale(self, original: Original, scaler: GradScaler, outputs: Any) -> Any:
         self.learn()
         self.calls.scalers[id(scaler)] = scaler._device if scaler.is_enabled() else ""
-        result = original(scaler, outputs)
-        if scaler.is_enabled():  # else it hands on what goes backward as it is
-            if self._loop.now.bare and self._loop.now.stepped:
-                self._close()
-            elif self._loop.now.scaler is None:
-                self._loop.now.scaled.clear()  # losses that nothing has stepped on: not of this loop's optimizers
-            self._loop.now.forget_early()
-            self._loop.now.add_losses(outputs)
-            self._loop.now.scaler, self._loop.now.number = scaler, self.calls.number_of(scaler)
-            self.calls.scaled(scaler, result)
+        if not scaler.is_enabled():
+            return original(scaler, outputs)
+        result, step = original(scaler, outputs), self._loop.now
+        if step.bare and step.stepped:
+            self._close()
+            step = self._loop.now
+        elif step.scaler is None:
+            step.scaled.clear()  # losses that nothing has stepped on: not of this loop's optimizers
+        step.forget_early()
+        step.add_losses(outputs)
+        step.scaler, step.number = scaler, self.calls.number_of(scaler)
+        mark_scaled(result, scaler)
         return result
 
-    def _unscale(self, original: Function, scaler: GradScaler, optimizer: Optimizer) -> Any:
+    def _unscale(self, original: Original, scaler: GradScaler, optimizer: Optimizer) -> Any:
         result = self._calling("unscale", original, scaler, optimizer)
         self._measures.unscaled(scaler, optimizer)
         if scaler.is_enabled() and not self._loop.is_inside("step"):
             self.calls.by_optimizer("unscale", optimizer)
         return result
 
-    def _step(self, original: Function, scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def _step(self, original: Original, scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if optimizer not in self.optimizers:
             return self._calling("step", original, scaler, optimizer, *args, **kwargs)
-        step, enabled = self._loop.now, scaler.is_enabled()
-        # A fused optimizer unscales in its own kernel; a disabled scaler does not unscale at all.
-        in_kernel = enabled and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        step = self._loop.now
+        in_kernel = bool(getattr(optimizer, "_step_supports_amp_scaling", False))  # a fused one unscales in its own
         divisor = step.loss_scale() if in_kernel else 1.0
-        if in_kernel or not enabled:
+        if in_kernel:
             self._measures.before_kernel(optimizer, divisor)
         self._loop.fired.discard(id(optimizer))
         result = self._calling("step", original, scaler, optimizer, *args, **kwargs)
@@ -247,39 +248,35 @@ class Watch:
         self._note_optimizer(optimizer)
         flags = scaler._found_inf_per_device(optimizer).values() if in_kernel else ()
         found_inf = in_kernel and any(self._measures.read(optimizer, list(flags)))
-        withheld = enabled and (id(optimizer) not in self._loop.fired or found_inf)
+        withheld = id(optimizer) not in self._loop.fired or found_inf
         if withheld:
-            step.withhold(optimizer, divisor)
-        if withheld or (not enabled and not is_finite_scalar(step.norms.get(id(optimizer)))):
-            step.note_groups(optimizer, self.optimizers.nonfinite_groups)
-            if step.skipped < withheld:
+            self._measures.withheld(optimizer, divisor)
+            self._measures.note_groups(optimizer)
+            if not step.skipped:
                 self.withheld(optimizer) if step.has_finite_loss() else self.lost(optimizer)
         step.skipped |= withheld
-        if enabled:
-            step.succeeds = step.succeeds or self.calls.succeeded_by(scaler, optimizer)
-            self.calls.by_optimizer("step", optimizer, skipped=withheld)
+        step.succeeds = step.succeeds or self.calls.succeeded_by(scaler, optimizer)
+        self.calls.by_optimizer("step", optimizer, skipped=withheld)
         return result
 
-    def _update(self, original: Function, scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
-        enabled = scaler.is_enabled()
-        self._loop.now.scaler = scaler if enabled else None
-        self._loop.now.number = self.calls.number_of(scaler) if enabled else 0
-        self._loop.now.note_scale()
+    def _update(self, original: Original, scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
+        step = self._loop.now
+        step.scaler, step.number = scaler, self.calls.number_of(scaler)
+        step.note_scale()
         result = self._calling("update", original, scaler, *args, **kwargs)
-        if enabled:
-            self.calls.by_scaler("update", scaler)
-        if self._loop.now.stepped:
+        self.calls.by_scaler("update", scaler)
+        if step.stepped:
             self._close()
         else:
             self._loop.now = OpenStep()
         return result
 
-    def _get_scale(self, original: Function, scaler: GradScaler) -> Any:
+    def _get_scale(self, original: Original, scaler: GradScaler) -> Any:
         if not self._loop.is_inside("step"):
             self.calls.by_scaler("get_scale", scaler)
         return original(scaler)
 
-    def _calling(self, kind: CallKind, original: Function, scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
+    def _calling(self, kind: CallKind, original: Original, scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
         """Notes what the scaler refuses; what it says inside ``step`` is noted once."""
         try:
             return original(scaler, *args, **kwargs)
@@ -288,20 +285,19 @@ class Watch:
                 self.calls.refused(kind, None if kind == "update" else args[0], scaler, error)
             raise
 
-    def _backward(self, original: Function, roots: Any, *args: Any, **kwargs: Any) -> Any:
+    def _backward(self, original: Original, roots: Any, *args: Any, **kwargs: Any) -> Any:
         """torch.autograd's one way into the engine: (roots, gradients, retain_graph, create_graph, inputs, ...)."""
         if torch._C._current_graph_task_id() != -1 or are_meta(roots):  # inside the engine, or without numbers
             return original(roots, *args, **kwargs)
         self.learn()
-        self.backward_passes += 1
-        self._loop.goes_backward()
+        self._loop.trained.add(threading.get_ident())
         if not kwargs.get("accumulate_grad", True):
             self.calls.grad(roots, creates_graph=bool(args[2]))
             return original(roots, *args, **kwargs)
         scaler = scaler_of(roots)
         if scaler is None:
             self._before_unscaled_backward(roots)
-        if len(self._threads) > 1:  # others may write the gradients that would be compared
+        if len(self._loop.trained) > 1:  # others may write the gradients that would be compared
             return original(roots, *args, **kwargs)
         result = self.calls.backward(scaler, original, roots, *args, **kwargs)
         if self._loop.now.running and not self._loop.now.is_known_finite():
@@ -310,7 +306,7 @@ class Watch:
                     self.lost(optimizer)
         return result
 
-    def _clip(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+    def _clip(self, original: Original, *args: Any, **kwargs: Any) -> Any:
         """``clip_grad_norm_(parameters, max_norm, ...)`` or ``clip_grad_value_(parameters, clip_value, ...)``."""
         names = ("parameters", "clip_value" if "clip_value" in kwargs else "max_norm")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -323,17 +319,23 @@ class Watch:
         self._measures.before_clipping(listed)
         return self.calls.clipped(lambda: original(listed, limit, *args[2:], **given), listed, limit)
 
-    def _schedule(self, original: Function, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    def _schedule(self, original: Original, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         self.calls.scheduled(scheduler, *args, *kwargs.values())
         return original(scheduler, *args, **kwargs)
 
-    def _before_bare_step(self, optimizer: Optimizer, has_closure: bool) -> None:
+    def _before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         self._loop.fired.add(id(optimizer))
-        if has_closure and not self.is_paused and not computes_no_numbers():
+        if has_closure:
             self.learn()  # the loop's first backward pass is that of the closure, inside this step
-        if self._is_ignored(optimizer):
-            self._before_scaled_step(optimizer)
+        if optimizer not in self.optimizers:
             return
+        if not self._loop.is_inside("step"):
+            self._before_bare_step(optimizer, has_closure)
+        elif self._measures.steps_on_lost(optimizer):
+            # A loss that is lost may have finite gradients, as the mean over no target has: no scaler withholds it.
+            self.lost(optimizer)
+
+    def _before_bare_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         if id(optimizer) in self._loop.now.bare:
             self._close()
         step = self._loop.now
@@ -341,11 +343,11 @@ class Watch:
         if is_scaled or not has_closure:  # which makes the gradients
             self._measures.take(optimizer, step.loss_scale() if is_scaled else 1.0, may_change=False)
         self._measures.read(optimizer)
-        bad = self.calls.is_unscaled(optimizer) and not is_finite_scalar(step.norms.get(id(optimizer)))
+        bad = self.calls.is_unscaled(optimizer) and not self._measures.are_finite(optimizer)
         self.calls.bare_step(optimizer, bad)
         if step.scaler is None and not step.bare and not step.is_known_finite():
             self.lost(optimizer)
-        elif step.scaler is None and not is_finite_scalar(step.norms.get(id(optimizer))):
+        elif step.scaler is None and not self._measures.are_finite(optimizer):
             self.withheld(optimizer)
         step.begin_bare(id(optimizer))
 
@@ -354,27 +356,17 @@ class Watch:
         if self._loop.now.optimizer is None:
             self._loop.now.optimizer = self.optimizers.number_of(optimizer)
 
-    def _before_scaled_step(self, optimizer: Optimizer) -> None:
-        """A loss that is lost may have finite gradients, as the mean over no target has: no scaler withholds it."""
-        is_its = self._loop.is_inside("step") and optimizer in self.optimizers and not self.is_paused
-        if is_its and not computes_no_numbers() and self._measures.steps_on_lost(optimizer):
-            self.lost(optimizer)
-
-    def _after_bare_step(self, optimizer: Optimizer, _: bool) -> None:
-        if self._is_ignored(optimizer):
+    def _after_step(self, optimizer: Optimizer, _: bool) -> None:
+        if optimizer not in self.optimizers or self._loop.is_inside("step"):
             return
         step = self._loop.now
         step.stepped, step.running = True, 0
         self._note_optimizer(optimizer)
         self._measures.take(optimizer, 1.0)
-        if not is_finite_scalar(step.norms.get(id(optimizer))):
-            step.note_groups(optimizer, self.optimizers.nonfinite_groups)
+        if not self._measures.are_finite(optimizer):
+            self._measures.note_groups(optimizer)
         if step.scaler is None and step.bare == set(map(id, self.optimizers)):
             self._close()
-
-    def _is_ignored(self, optimizer: Optimizer) -> bool:
-        is_known = optimizer in self.optimizers
-        return self.is_paused or self._loop.is_inside("step") or not is_known or computes_no_numbers()
 
     def _before_unscaled_backward(self, roots: Sequence[Any]) -> None:
         """New gradients end the step that the last ones made; one with a scaler ends when that is updated."""
@@ -432,15 +424,14 @@ def watch(
     return Watch(model, [innermost(optimizer) for optimizer in several], on_step)
 
 
-def _around(alive: weakref.ref[Watch], seam: Seam, original: Function, *args: Any, **kwargs: Any) -> Any:
+def _around(alive: weakref.ref[Watch], seam: Seam, original: Original, *args: Any, **kwargs: Any) -> Any:
     """Runs a function of torch's that the loop has called; a watch that is still alive notes the call."""
     watch = alive()
     if watch is None or seam not in _AROUND:
         return original(*args, **kwargs)
-    watch._threads.add(threading.get_ident())
     call, inside = (seam, id(args[0]) if args else 0), watch._loop.inside
     # A subclass of a scaler or scheduler may call the method that it overrides: only the outer call counts.
-    if watch._pause.is_now or watch.guard.failure or call in inside:
+    if watch.is_paused or call in inside or (seam in _OF_ENABLED and not args[0].is_enabled()):
         return original(*args, **kwargs)
     inside.append(call)
     try:
@@ -449,14 +440,17 @@ def _around(alive: weakref.ref[Watch], seam: Seam, original: Function, *args: An
         inside.pop()
 
 
-def _hooked(alive: weakref.ref[Watch], note: Function, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _hooked(alive: weakref.ref[Watch], note: Original, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Stands before or behind every step of an optimizer."""
     watch = alive()
-    if watch is not None:
+    if watch is not None and not watch.is_paused and not only_follows():
         watch.guard.hooked(note, watch, optimizer, any(map(callable, (*args[1:], *kwargs.values()))))
 
 
-_AROUND: Mapping[Seam, Function] = {
+_OF_ENABLED = ("step", "update", "get_scale")
+"""Of a scaler that is off these do nothing by themselves: its loop is one without a scaler."""
+
+_AROUND: Mapping[Seam, Original] = {
     "scale": Watch._scale,
     "unscale_": Watch._unscale,
     "step": Watch._step,

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from ampdbg.probes.gradients import SMALL, gradient_norm, nonfinite_groups
+from ampdbg.probes.gradients import SMALL, gradient_norm
+from ampdbg.probes.optimizers import nonfinite_groups
 from ampdbg.record.run import GroupOverflow, ParameterCounts
 
 

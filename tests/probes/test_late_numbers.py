@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampdbg.probes import gradients, open_step, tensors
+from ampdbg.probes import gradients, tensors
 from ampdbg.probes.steps import FIRST_NORMS, NORM_EVERY
 from ampdbg.probes.watch import Watch, watch
 
@@ -28,9 +28,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.extend([waiting] * bool(waiting))
         return own(scalars)
 
-    for module in (tensors, gradients, open_step):
+    for module in (tensors, gradients):
         monkeypatch.setattr(module, "is_at_hand", lambda tensor: False)
-    for module in (tensors, open_step):
+    for module in (tensors, gradients):
         monkeypatch.setattr(module, "to_host", counting)
     return found
 

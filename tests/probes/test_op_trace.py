@@ -4,9 +4,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
-from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -304,33 +302,6 @@ def test_a_fake_tensor_has_no_memory_and_torch_has_nothing_to_warn_of() -> None:
     with FakeTensorMode():
         assert storage_of(torch.ones(2)) == 0
     assert storage_of(torch.ones(2)) != 0
-
-
-@pytest.mark.parametrize("goes_on", [False, True])
-def test_a_trace_that_is_left_in_another_thread_sees_no_more(goes_on: bool) -> None:
-    model, entered, left = nn.Linear(2, 2), Event(), Event()
-    made = ExitStack()
-
-    def trains() -> None:
-        trace.append(made.enter_context(placed(model, OpTrace)))
-        model(torch.ones(1, 2))
-        entered.set()
-        if goes_on:
-            left.wait(10)
-            model(torch.ones(1, 2))
-
-    trace: list[OpTrace] = []
-    thread = Thread(target=trains)
-    thread.start()
-    entered.wait(10)
-    if not goes_on:
-        thread.join()
-    made.close()
-    left.set()
-    thread.join()
-    model(torch.ones(1, 2))
-    assert [one.op for one in trace[0].ops] == ["aten.ones.default", "aten.addmm.default"]
-    assert torch._C._len_torch_dispatch_stack() == 0
 
 
 PACKAGES = {

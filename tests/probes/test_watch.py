@@ -776,7 +776,7 @@ def test_a_failure_of_the_watcher_is_no_concern_of_the_loop(monkeypatch: pytest.
         ):
             for number in range(4):
                 if number == 2:
-                    patched.setattr("ampdbg.probes.open_step.gradient_norm", broken)
+                    patched.setattr("ampdbg.probes.gradients.gradient_norm", broken)
                 one_step(model, optimizer, scaler, math.inf if number == 3 else 1.0)
         weights.append([parameter.detach().clone() for parameter in model.parameters()])
     assert watcher is not None

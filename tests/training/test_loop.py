@@ -345,7 +345,7 @@ def test_a_run_that_could_not_be_watched_is_no_result(
     def step(one: Step) -> None:
         seen.append(one)
         if one.step == 1:
-            monkeypatch.setattr("ampdbg.probes.open_step.gradient_norm", broken)
+            monkeypatch.setattr("ampdbg.probes.gradients.gradient_norm", broken)
 
     with pytest.raises(AmpdbgError, match=UNWATCHED) as raised:
         run(tmp_path, loop=loop, observer=observing(step=step))
