@@ -13,7 +13,8 @@ Atoms = frozenset[str]
 
 def is_line(name: str) -> bool:
     """Whether an atom is a line of a script behind its modules, ``train.py:41``; it stands in no module."""
-    return ":" in name and not name.endswith(OWN)
+    file, _, number = name.rpartition(":")
+    return bool(file) and number.isdecimal()
 
 
 @dataclass(frozen=True)
