@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ampdbg.errors import RecordError
 from ampdbg.files import obstacle, read_file, replace_file
@@ -24,9 +24,6 @@ from ampdbg.quantities import shown
 from ampdbg.record.file import LARGEST_FILE, adapter, checked, keep_out_of_git, path_in_folder, strict
 from ampdbg.record.run import RECORD_FORMAT, RECORD_VERSION, Investigation, Record, Step
 from ampdbg.record.version_2 import upgraded_investigation
-
-if TYPE_CHECKING:
-    pass
 
 LOG_FORMAT = "ampdbg.log"
 LOG_VERSION = 2
@@ -195,8 +192,9 @@ def _line(kind: str, value: Step | Investigation | Record) -> bytes:
 
 def _step_line(step: Step) -> bytes:
     """As :func:`_line`; with nothing but finite numbers, as of nearly every step, written at once: a loop waits."""
-    is_plain = not (step.groups or step.nonfinite or step.losses or step.groups_hit or step.succeeds or step.others)
-    if not is_plain or not math.isfinite(step.loss + (step.grad_norm or 0.0) + step.scale):
+    is_of_one_loop = not (step.losses or step.succeeds or step.others or step.optimizer)
+    is_bad = step.groups or step.nonfinite or step.groups_hit
+    if is_bad or not is_of_one_loop or not math.isfinite(step.loss + (step.grad_norm or 0.0) + step.scale):
         return _line("step", step)
     norm = "" if step.grad_norm is None else f',"grad_norm":{step.grad_norm!r}'
     scaler = f',"scaler":{step.scaler}' if step.scaler else ""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 from annotated_types import Interval
@@ -47,9 +47,6 @@ from ampdbg.replay.step import Half, Made, RecordedCall, RecordedStep, torch_nam
 from ampdbg.script.launch import Start
 from ampdbg.script.live_step import LiveStep
 from ampdbg.script.ranks import has_its_state, why_in_parts
-
-if TYPE_CHECKING:
-    pass
 
 FORMAT, VERSION = "ampdbg.capture", 3
 

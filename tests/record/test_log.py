@@ -56,6 +56,7 @@ def test_the_lines_make_the_record(tmp_path: Path) -> None:
 
 @given(made=any_steps)
 @example(made=replace(step(0), losses={"one": math.inf}))
+@example(made=replace(step(0), optimizer=1))
 def test_a_step_is_read_back_as_it_was(made: Step, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "one.jsonl"
     log = log_of(path)
