@@ -84,7 +84,8 @@ class Head:
     ``calls`` are those that lead to the losses, in order; ``parts`` has the numbers of those of each part of the step,
     and ``losses`` where its losses are: the number of a call, and the path in what that gave. ``reach`` says whether
     the step is whole, or its modules are here alone. ``weights_grew`` is as of an investigation, ``scaler_number`` is
-    that of its scaler in the record, 0 where that is not known. ``beside`` has attributes of modules that are not the
+    that of its scaler in the record, 0 where that is not known, ``optimizer`` the place of that which steps in it.
+    ``beside`` has attributes of modules that are not the
     model's, by the place of the first call of each.
     """
 
@@ -108,6 +109,7 @@ class Head:
     reach: Reach = "whole"
     weights_grew: float = 1.0
     scaler_number: Count = 0
+    optimizer: Count = 0
     beside: Mapping[Count, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
     format: str = FORMAT
     version: int = VERSION
@@ -697,6 +699,7 @@ class Captured:
             half=self.live.half,
             reach=self.live.recorded.reach,
             weights_grew=self.live.watcher.optimizers.weights_grew,
+            optimizer=self.live.optimizer,
             scaler_number=0 if self.scaler is None else self.live.watcher.calls.number_of(self.scaler),
             device=str(next(self.live.model.parameters()).device),
             start=self.start,

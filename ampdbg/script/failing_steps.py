@@ -166,7 +166,7 @@ class FailingSteps:
         self.why_ended = ""
         """How the script has ended in a step, where replays do not show why."""
         self._given_up: float | None = None
-        self._looked_at, self._stepping = -1, set[int]()
+        self._looked_at, self._stepping = -1, list[int]()
         self._owner = os.getpid()
 
     # When a step fails.
@@ -316,7 +316,9 @@ class FailingSteps:
         if step is None:
             return None, why_not
         scale *= step.own_scale
-        return LiveStep(number, self._watcher, step, model, device, state, half, scale, why, why_not), ""
+        watcher = self._watcher
+        of = next(iter(self._stepping), 0) if watcher.open_step.optimizer is None else watcher.open_step.optimizer
+        return LiveStep(number, watcher, step, model, device, state, half, scale, why, why_not, of), ""
 
     def _why_not_now(self, model: torch.nn.Module, half: Half | None) -> str:
         """Why no step of the loop can be run again now; "" where it can."""
@@ -341,7 +343,7 @@ class FailingSteps:
     def _about_to_step(self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> None:
         """Captures a step that was asked for, whatever it does; of several turns the last, or the first that fails."""
         if optimizer in self._watcher.optimizers:
-            self._stepping.add(self._watcher.optimizers.number_of(optimizer))
+            self._stepping.append(self._watcher.optimizers.number_of(optimizer))
         number = self._watcher.log.closed()
         if not self.captures.is_wanted or self._watcher.is_paused or number == self._looked_at:
             return

@@ -43,6 +43,7 @@ class LiveStep:
         scale: its loss scale.
         why: what calls for a closer look.
         why_no_further: why it is run again no further than its modules.
+        optimizer: the place of that which steps in it.
     """
 
     number: int
@@ -55,6 +56,7 @@ class LiveStep:
     scale: float
     why: Why
     why_no_further: str = ""
+    optimizer: int = 0
 
     def investigated(self, before: Sequence[Step]) -> Investigation | None:
         """What replays of it show; ``before`` are the steps that its loss is to be compared with. The script waits.

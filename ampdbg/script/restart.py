@@ -306,6 +306,8 @@ def _of_capture(capture: Capture) -> Record:
     head, start, before = capture.head, capture.start, capture.record
     is_bad = head.why != "end"
     latest = head.scaler_number or (before.steps[-1].scaler if before.steps else 1)
+    earlier = [one for one in before.steps if one.step < head.step]
+    iteration = max((one.iteration + 1 for one in earlier if one.optimizer == head.optimizer), default=0)
     step = Step(
         step=head.step,
         loss=head.loss,
@@ -313,9 +315,11 @@ def _of_capture(capture: Capture) -> Record:
         found_inf=is_bad,
         skipped=is_bad and head.scaler is not None,
         scaler=latest if head.scaler is not None else 0,
+        optimizer=head.optimizer,
+        others=head.step - iteration,
     )
     script = ScriptRun(start.name, start.arguments, start.is_module, 0, (str(capture.path),))
-    steps = (*(one for one in before.steps if one.step < head.step), step)
+    steps = (*earlier, step)
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return replace(before, created=now, steps=steps, script=script, interrupted=False, error="")
 
