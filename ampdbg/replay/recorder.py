@@ -591,13 +591,11 @@ class Recorder(TorchFunctionMode):
             return None, self._compiles or NOT_ALL_SEEN, ModelState()
         calls = _Calls(self._now.calls, self._now.changed, self._weights_written(optimizers), self._copied)
         ends = [calls.end(made, start) for made, start in losses if made is not None]
-        unscaled = [calls.unscaled(made) for made in ends]
-        scales = {scale for _, scale in unscaled}
-        if len(scales) == 1:  # else each loss keeps the factor of its own
-            ends = [made for made, _ in unscaled]
-        step, why, state = self._made(calls, calls.parts_of(ends), model, device)
-        if step is not None and len(scales) == 1:
-            step = replace(step, own_scale=scales.pop())
+        unscaled, scales = zip(*(calls.unscaled(made) for made in ends), strict=True)
+        is_scaled_alike = len({*scales}) == 1 and not self._now.scaled  # beside a scaler's a factor weighs the loss
+        step, why, state = self._made(calls, calls.parts_of(unscaled if is_scaled_alike else ends), model, device)
+        if step is not None and is_scaled_alike:
+            step = replace(step, own_scale=scales[0])
         return step, why, state
 
     def modules(
