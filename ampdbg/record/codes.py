@@ -93,6 +93,12 @@ OLD = "Old spellings of mixed precision, found by ampdbg lint"
 WHY_NO_PIN = "No pin is looked for: until the code is repaired, what fails beside it says little of precision."
 
 
+KEEP_WEIGHTS = (
+    "No pin helps: the weights themselves are stored in half precision. "
+    "Keep them in float32, and let autocast lower the ops."
+)
+
+
 def _misuse(
     name: str, family: str, phase: Phase, message: str, remedy: str, severity: Severity = "error", **more: Any
 ) -> Code:
@@ -268,18 +274,20 @@ _ALL = (
     Code(
         "optimizer-underflow",
         GRADIENTS,
-        "other",
+        "precision",
         "keep the parameters in float32 (no .half()) and let autocast lower the ops",
         "Half-precision weights lose the optimizer's updates.",
+        why_no_pin=KEEP_WEIGHTS,
         counts_against_a_patch=False,
     ),
     Code(
         "frozen-weights",
         GRADIENTS,
-        "other",
+        "precision",
         "keep the parameters in float32 and let autocast lower the ops (from_pretrained(..., dtype=torch.float32)), or "
         "use an optimizer that rounds stochastically or keeps float32 copies",
         "Weights in bfloat16 hardly move: the optimizer's updates are too small to change their rounded values.",
+        why_no_pin=KEEP_WEIGHTS,
         counts_against_a_patch=False,
     ),
     Code(

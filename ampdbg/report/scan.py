@@ -428,7 +428,8 @@ def next_command(record: Record, typed: view.Typed) -> view.NextCommand | None:
     if format_of_config(record.config) is FLOAT32 or (record.verdict == "other" and has_bad_tensors):
         counts = f"ampdbg report {typed.record_path} --format json"
         return view.NextCommand("read every count of every step", counts) if typed.record_path else None
-    if record.verdict == "other":
+    is_repaired_by_hand = record.verdict == "precision" and not pin_may_help(record)
+    if record.verdict == "other" or is_repaired_by_hand:
         return view.NextCommand("run it again once that is repaired", again)
     if pin_may_help(record):
         return view.NextCommand(

@@ -4,7 +4,7 @@ from tests.zoo.case import Case, HalfLayers
 
 CASE = Case(
     code="optimizer-underflow",
-    verdict="other",
+    verdict="precision",
     phase="optimizer",
     step=0,
     says=("body.weight", "eps=1e-08 is 0 in half"),

@@ -7,7 +7,7 @@ from tests.zoo.case import Case
 
 CASE = Case(
     code="frozen-weights",
-    verdict="other",
+    verdict="precision",
     phase="optimizer",
     severity="warning",
     steps=12,

@@ -4,7 +4,7 @@ from tests.zoo.case import Case, HalfLayers
 
 CASE = Case(
     code="optimizer-underflow",
-    verdict="other",
+    verdict="precision",
     phase="optimizer",
     says=("6 steps lose", "of the updates' energy"),
     config={"precision": {"level": "O0"}, "optimizer": {"target": "torch.optim:SGD", "args": {"lr": 1e-5}}},
