@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ampdbg import quantities
 from ampdbg.escapes import printable
 from ampdbg.observer import Observer
-from ampdbg.record.pins import Trial
+from ampdbg.record.pins import Trial, is_line
 from ampdbg.record.run import Step
 
 from .interrupts import raise_if_interrupted
@@ -173,7 +173,9 @@ def has_a_line(trial: int) -> bool:
 
 
 def _searching(modules: tuple[str, ...]) -> str:
-    return f"searching {quantities.counted(len(modules), 'module')} for the smallest set that must run in FP32"
+    lines = sum(map(is_line, modules))
+    places = [quantities.counted(len(modules) - lines, "module"), *[quantities.counted(lines, "line")] * bool(lines)]
+    return f"searching {' and '.join(places)} for the smallest set that must run in FP32"
 
 
 def _trial_line(number: int, trial: Trial) -> str:

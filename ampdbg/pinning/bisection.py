@@ -180,7 +180,7 @@ def _searched(
     cases = (case, *_others(run, record, failing[1:]))
     raises = (record.autocast_error.module,) if record.autocast_error is not None else ()
     experiment = Experiment(run, cases, atom_tree(atoms), is_silent=is_silent, suspected=raises)
-    search = _how_often(experiment, replace(search, modules=len(atoms)))
+    search = _how_often(experiment, replace(search, modules=len(paths.callable)))
     if search.failed == 0:
         message = f"none of {search.tried} replays reproduced the failure"
         return replace(record, search=replace(search, outcome="not-reproduced", message=message))

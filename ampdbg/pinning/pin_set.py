@@ -27,11 +27,11 @@ from ampdbg.probes.op_trace import OpPlace, OpTraits, PlacedOps, placed
 from ampdbg.probes.source_lines import source_of
 from ampdbg.probes.tensors import HALVES
 from ampdbg.record.findings import Finding
-from ampdbg.record.pins import OWN, Pin, PinCost, PinSite, RootModel, Search, Trial, root_of
+from ampdbg.record.pins import OWN, Pin, PinCost, PinSite, RootModel, Search, Trial, is_line, root_of
 from ampdbg.record.run import Record
 from ampdbg.replay.run import Run, name_of_line
 from ampdbg.replay.snapshot import FailingStep, Snapshot, rewound
-from ampdbg.search.strategies import OutOfTrials, Result, Trials, is_line, most_dropped, trial_of
+from ampdbg.search.strategies import OutOfTrials, Result, Trials, most_dropped, trial_of
 from ampdbg.source.ownership import is_library_class, is_users_file
 
 AGAIN = "the whole set once more"

@@ -148,12 +148,13 @@ def _with_patch(record: Record, materials: Materials, prover: Prover | None, *, 
 
     A constant that is kept in range needs no pin at all. One that computes something else then, such as a larger eps,
     may hold in one step and not in the next: where nothing is trained with it, pins come first. What is only tied to a
-    module that goes wrong is left as it is first. What the proof shows that the rest of a patch does not need, is left
-    out of it: what an edit hands on in FP32 may cure the next line too.
+    module that goes wrong, or calls another such one, is left as it is first. What the proof shows that the rest of a
+    patch does not need, is left out of it: what an edit hands on in FP32 may cure the next line too.
     """
     failed: list[tuple[Patch, Proof]] = []
     refused: tuple[str, ...] = ()
-    needed = replace(materials, pins=tuple(pin for pin in materials.pins if pin.sites or not pin.tied))
+    pins = tuple(pin for pin in materials.pins if pin.sites or not (pin.tied or pin.source))
+    needed = replace(materials, pins=pins)
     plans = [functools.partial(planned, needed, ways) for ways in WAYS] if needed.pins else []
     plans += [functools.partial(planned, materials, ways) for ways in WAYS] if needed != materials else []
     if prover is not None and (constants := _constants(record)):  # pins have been tried by the search

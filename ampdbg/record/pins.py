@@ -49,6 +49,12 @@ user's code raises in FP32, or the cause is the data or the order of calls. ``ou
 the search: a set that was found is healthy, not minimal. An interrupted record with ``found`` was interrupted later."""
 
 
+def is_line(name: str) -> bool:
+    """Whether an atom is a line of a script behind its modules, ``train.py:41``; it stands in no module."""
+    file, _, number = name.rpartition(":")
+    return bool(file) and number.isdecimal()
+
+
 @dataclass(frozen=True)
 class PinSite:
     """An op that goes wrong where a pin is missing: its line, and its value in FP32 against the limit of half."""

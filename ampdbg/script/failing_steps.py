@@ -222,7 +222,7 @@ class FailingSteps:
         if optimizer is not None:
             self.recorder.withheld(optimizer)
         made = self._look_beside_the_script(number, why, scale, loss)
-        if made is not None and not is_finite(made.fp32):
+        if made is not None and made.reproduced and not is_finite(made.fp32):
             self._policy.row_ended(place)
 
     def _look_beside_the_script(

@@ -5,16 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ampdbg.record.pins import OWN, Trial
+from ampdbg.record.pins import OWN, Trial, is_line
 
 Atoms = frozenset[str]
 """A set of atoms: of a leaf module's name, or of ``NAME:own``, a parent's own lines."""
-
-
-def is_line(name: str) -> bool:
-    """Whether an atom is a line of a script behind its modules, ``train.py:41``; it stands in no module."""
-    file, _, number = name.rpartition(":")
-    return bool(file) and number.isdecimal()
 
 
 @dataclass(frozen=True)

@@ -328,7 +328,7 @@ def test_a_patch_of_what_a_teacher_has_too_is_proven_with_the_teacher(tmp_path: 
     (capture,) = (tmp_path / ".ampdbg" / "captures").glob("*.safetensors")
     result = start(tmp_path, "suggest-fp32", str(capture))
     page = " ".join(result.stderr.split())
-    assert "the patch for it is proven on the failing step" in page
+    assert "✓ 2 places need FP32; the patch for them is proven on the failing step." in page
     assert "what step 0 is given" not in page + result.stdout
 
 
