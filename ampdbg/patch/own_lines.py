@@ -76,9 +76,9 @@ class OwnLines:
         lines: dict[tuple[str, str], set[int]] = {}
         for file, number, function in (*_sites(pin), *self.close.get(pin.module, ())):
             lines.setdefault((file, function), set()).add(number)
-        seen = {(site.source.file, site.source.function) for site in pin.sites if site.source}
+        seen = {(file, function) for file, _, function in _sites(pin)}
         return {
-            place: sorted({*numbers, *self._leading_into(pin.module, place[0], min(numbers))})
+            place: sorted({*numbers, *(() if pin.source else self._leading_into(pin.module, place[0], min(numbers)))})
             for place, numbers in lines.items()
             if place in seen
         }
@@ -194,9 +194,9 @@ def _users_call(line: tuple[str, int], callers: Mapping[CodeType, Caller | None]
 
 
 def _sites(pin: Pin) -> Iterator[Line]:
-    for site in pin.sites:
-        if site.source is not None and is_users_file(site.source.file):
-            yield site.source.file, site.source.line, site.source.function
+    for source in dict.fromkeys((pin.source, *(site.source for site in pin.sites))):
+        if source is not None and is_users_file(source.file):
+            yield source.file, source.line, source.function
 
 
 def _lines_above(file: str, line: int) -> list[int]:

@@ -335,7 +335,8 @@ def _best(pin: Pin, materials: Materials, ways: Sequence[PlacementRule]) -> tupl
         if not reach and _length(placements) <= LONG:
             break
     if not narrow and not wide:
-        return [], refused or [Refused(0, f"no code of yours makes or calls {pin.name or 'the root module'}")]
+        what = f"line {pin.source.line}" if pin.source else pin.name or "the root module"
+        return [], refused or [Refused(0, f"no code of yours makes or calls {what}")]
     return _shortest(narrow or wide), []
 
 

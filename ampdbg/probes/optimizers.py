@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ampdbg.probes.models import Models
 from ampdbg.probes.open_step import NormOfEach
 from ampdbg.probes.tensors import Scalar, magnitude_of, scalar_of, total_norm
-from ampdbg.record.run import GroupOverflow, ParameterCounts
+from ampdbg.record.run import GroupOverflow, ParameterCounts, Step
 
 COMMON = 0.02
 """The standard deviation that many models begin their weights with, GPT-2 and BERT among them."""
@@ -82,6 +82,11 @@ class Optimizers:
         """What tells it from the others: they are numbered in the order in which they first step."""
         number = self._numbers.get(id(optimizer))
         return self._numbers.setdefault(id(optimizer), next(self._stepped) if number is None else number)
+
+    def stepping_with(self, number: int, steps: Iterable[Step]) -> tuple[Optimizer, ...]:
+        """The optimizer of this number, and those that have no steps of their own: others take turns with it."""
+        of_others = {step.optimizer for step in steps} - {number}
+        return tuple(one for one in self if self._numbers.get(id(one), number) not in of_others)
 
     def adopt(self, called: Sequence[torch.nn.Module]) -> None:
         """Takes the modules that the loop calls for its models, where the optimizers train none of their parameters:

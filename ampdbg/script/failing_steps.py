@@ -271,7 +271,9 @@ class FailingSteps:
         made = replace(made, loss=loss, is_of_others=is_in_group() and not made.reproduced)
         if settles(made):
             self._policy.settled()
-        if made.is_of_others or (settles(made) and not self.captures.is_wanted):
+        raises = bool(made.low.error and made.fp32 is not None and made.fp32.error)  # so FP32 shows no more
+        tells_nothing = settles(made) or (raises and not self._watcher.log.batch)
+        if made.is_of_others or (tells_nothing and not self.captures.is_wanted):
             self.captures.drop(live.number)
         why_not = "" if made.is_of_others else self._why_no_answer(live, made)
         if why_not:
@@ -401,7 +403,8 @@ class FailingSteps:
             self._watcher.log.break_off(loss_of_step, is_skipped=not ending.code)
         else:
             self.why_ended = f"{how} in step {step}, after a forward pass from which nothing went backward"
-            self.why_ended += f"; {why_not}" * bool(why_not)
+            is_said = ending.error is not None and named_error(ending.error) in why_not
+            self.why_ended += f"; {why_not}" * (bool(why_not) and not is_said)
 
     def _ended_between_steps(self) -> None:
         """Looks at the last step where that was withheld, and nothing is known of any."""

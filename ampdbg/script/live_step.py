@@ -80,7 +80,8 @@ class LiveStep:
     def _again(self) -> Iterator[tuple[Run, Snapshot]]:
         """What it takes to run it again, while the script waits and sees nothing of that."""
         clip_grad_norm = self.watcher.calls.clip_grad_norm
-        run = self.recorded.run(self.model, tuple(self.watcher.optimizers), self.device, self.half, clip_grad_norm)
+        optimizers = self.watcher.optimizers.stepping_with(self.optimizer, self.watcher.steps)
+        run = self.recorded.run(self.model, optimizers, self.device, self.half, clip_grad_norm)
         snapshot = self.recorded.snapshot(self.number, RandomState.now(), self.state)
         # The script may be within a region of autocast's.
         outside = torch.autocast(self.device.type, enabled=False)

@@ -283,7 +283,8 @@ class _StepFinder:
         device = next(model.parameters()).device
         notes = capture.put_into(model, optimizers)
         captured = capture.step(recorded, device)
-        run = captured.run(model, optimizers, device, capture.head.half, self.watcher.calls.clip_grad_norm)
+        stepping = self.watcher.optimizers.stepping_with(capture.head.optimizer, capture.record.steps)
+        run = captured.run(model, stepping, device, capture.head.half, self.watcher.calls.clip_grad_norm)
         run = replace(run, makings=self.makings, names=self._names.seen)
         snapshot = captured.snapshot(capture.head.step, capture.random_state(device), capture.state(model))
         before = _of_capture(capture)

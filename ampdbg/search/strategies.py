@@ -462,11 +462,12 @@ def _new(trials: Trials, names: Iterable[str], chosen: Sequence[str]) -> list[st
 
 
 def _wider(trials: Trials, trial: Trial, chosen: Sequence[str]) -> list[str]:
-    """What contains the suspects, or else the chosen, and pins more than they do."""
+    """What contains the suspects, or else the chosen, and pins more than they do; of a line all other lines."""
     stuck = [name for name in trial.suspects if name in trials.tree] or chosen
     covered = trials.closed(chosen)
     parents = [_parent(trials, name, covered) for name in stuck]
-    return list(dict.fromkeys(parent for parent in parents if parent is not None))
+    lines = [name for name in trials.tree.atoms if is_line(name)] if any(map(is_line, stuck)) else []
+    return _new(trials, [*(parent for parent in parents if parent is not None), *lines], chosen)
 
 
 def _parent(trials: Trials, name: str, covered: Atoms) -> str | None:

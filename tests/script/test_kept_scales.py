@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.script import scripts
-from tests.script.test_run import ran, where
+from tests.script.test_captures import on
+from tests.script.test_run import captured, ran, where
 from tests.siblings import slow_but_for
 
 FLOOR = scripts.loop("""
@@ -98,3 +99,17 @@ def test_a_bound_that_rounds_to_one_is_an_eps_that_rounds_to_zero(tmp_path: Path
     assert f"{op} is given a value that FP16 rounds to {pole} and FP32 does not" in found.message
     assert "clamp p to at most 0.9990" in found.remedy
     assert "ampdbg suggest-fp32" in page
+
+
+@pytest.mark.slow
+def test_a_bound_above_the_line_that_fails_is_pinned_and_not_the_whole_model(tmp_path: Path) -> None:
+    """The clamp, which rounds to one, stands a line above the logarithm that is given 1 - p."""
+    bound = "p = torch.sigmoid(10 * logits).clamp(1e-7, 1 - 1e-7)"
+    script = NEAR_ONE.replace(
+        "p = torch.sigmoid(net(torch.randn(16, 8).cuda()))", "logits = net(torch.randn(16, 8).cuda())"
+    )
+    script = script.replace("        loss = WHAT", f"        {bound}\n        loss = -torch.log(1 - p).float().mean()")
+    record, _, _ = ran(tmp_path, script)
+    suggested, found = on(tmp_path, "suggest-fp32", Path(captured(record)[0]))
+    assert (suggested.code, [pin.source and pin.source.text for pin in found.pins]) == (0, [bound])
+    assert "+            p = torch.sigmoid(10 * logits.float()).clamp(1e-7, 1 - 1e-7)" in suggested.stdout

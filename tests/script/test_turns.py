@@ -1,0 +1,31 @@
+"""Optimizers that take turns: FP32 goes on with those alone that step in the step that failed."""
+
+from pathlib import Path
+
+from tests.script import scripts
+from tests.script.test_run import ran
+
+TURNS = scripts.loop("""
+G, D = nn.Linear(4, 8).cuda(), nn.Linear(8, 1).cuda()
+optimizers = [torch.optim.SGD(net.parameters(), lr=1e-4) for net in (D, G)]
+scalers = [torch.amp.GradScaler("cuda", init_scale=1024.0) for _ in optimizers]
+for turn in range(20):
+    z, real = torch.randn(16, 4).cuda(), torch.randn(16, 8).cuda()
+    for place in (0, 1):
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = 2000 * D(G(z)).exp().sum() if place else D(G(z).detach()).mean() - D(real).mean()
+        optimizers[place].zero_grad()
+        scalers[place].scale(loss).backward()
+        scalers[place].step(optimizers[place])
+        scalers[place].update()
+""")
+"""The generator's loss, 42,000 at first, leaves gradients in the discriminator, of which its next turn clears them."""
+
+
+def test_a_generators_step_does_not_diverge_for_what_it_leaves_in_the_discriminator(tmp_path: Path) -> None:
+    record, page, code = ran(tmp_path, TURNS)
+    assert (code, record.verdict) == (0, "healthy")
+    assert "diverges" not in page
+    assert [made.step % 2 for made in record.investigations] == [1]
+    (made,) = record.investigations
+    assert made.continuation[-1] < made.continuation[0]
