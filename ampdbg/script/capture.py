@@ -465,23 +465,24 @@ class _GivenAgain(Unpacking):
         self.live = {number: given for part in live.given for number, given in part.items()}
 
     def of(self, packed: Any, live: Any = None) -> Any:
-        """The value; what an earlier call gave is what that of the step gives."""
-        kind = next(iter(packed), "") if isinstance(packed, dict) else ""
-        is_result = isinstance(live, Made) and self._cast_of_data(live) is None
-        if kind == MADE and not is_result and packed[MADE] in self._match.left_out:
-            return self.of(self._calls[packed[MADE]].first_argument, live)
-        if kind == MADE or is_result:
-            return self._result(kind, live)
-        value = super().of(packed, live)
-        if not isinstance(live, Made):
-            return value
-        self.casts[self._cast_of_data(live) or 0] = value
-        return live
+        """The value; what an earlier call gave is what that of the step gives.
 
-    def _result(self, kind: str, live: Any) -> Made:
-        if kind == MADE and isinstance(live, Made):
+        Raises:
+            PackedError: as of any; or what others gave stands in the place of data.
+        """
+        place = packed.get(MADE) if isinstance(packed, dict) else None
+        is_result = isinstance(live, Made) and self._cast_of_data(live) is None
+        if place in self._match.left_out and not is_result:
+            return self.of(self._calls[place].first_argument, live)
+        if is_result and place is not None:
             return live
-        raise PackedError("what others gave stands in the place of data")
+        if is_result or place is not None:
+            raise PackedError("what others gave stands in the place of data")
+        value = super().of(packed, live)
+        if isinstance(live, Made):
+            self.casts[self._cast_of_data(live) or 0] = value
+            return live
+        return value
 
     def _cast_of_data(self, made: Made) -> int | None:
         """The cast that stands between data and who takes this; None where a call has computed it."""
