@@ -94,7 +94,7 @@ def skips(record: Record) -> Iterator[Finding]:
         # A loss that is not finite makes every gradient so; then the forward pass is the root, found elsewhere.
         if faults or _overflows_behind_a_finite_loss(record):
             made = next((one for one in faults or investigated if lasts(one, record)), None)
-            yield (_cause(made, record) if made else _overflowing_gradients(skipped, record))
+            yield _cause(made, record) if made else _overflowing_gradients(skipped, record)
         is_lower = record.steps[-1].scale < min(record.steps[0].scale, skipped[0].scale)
         if is_lower and scale_floor(record.steps) is None and not _fails_at_one(record):
             yield _collapse((lows or skipped)[0].step, len(lows), record)

@@ -85,8 +85,7 @@ class Head:
     and ``losses`` where its losses are: the number of a call, and the path in what that gave. ``reach`` says whether
     the step is whole, or its modules are here alone. ``weights_grew`` is as of an investigation, ``scaler_number`` is
     that of its scaler in the record, 0 where that is not known, ``optimizer`` the place of that which steps in it.
-    ``beside`` has attributes of modules that are not the
-    model's, by the place of the first call of each.
+    ``beside`` has attributes of modules that are not the model's, by the place of the first call of each.
     """
 
     step: Count
@@ -447,9 +446,13 @@ class Match:
         return ""
 
 
+CASTING = CAST_METHODS | {"to", "type", "type_as"}
+"""A tensor's methods that only cast it."""
+
+
 def _is_cast(name: str) -> bool:
     """Whether torch's function of this name gives the values of its first argument in another format, or in its own."""
-    return name.startswith("torch.Tensor.") and name.rpartition(".")[2] in {*CAST_METHODS, "to", "type", "type_as"}
+    return name.startswith("torch.Tensor.") and name.rpartition(".")[2] in CASTING
 
 
 class _GivenAgain(Unpacking):
@@ -471,7 +474,8 @@ class _GivenAgain(Unpacking):
             PackedError: as of any; or what others gave stands in the place of data.
         """
         place = packed.get(MADE) if isinstance(packed, dict) else None
-        is_result = isinstance(live, Made) and self._cast_of_data(live) is None
+        cast = self._cast_of_data(live) if isinstance(live, Made) else None
+        is_result = isinstance(live, Made) and cast is None
         if place in self._match.left_out and not is_result:
             return self.of(self._calls[place].first_argument, live)
         if is_result and place is not None:
@@ -479,10 +483,10 @@ class _GivenAgain(Unpacking):
         if is_result or place is not None:
             raise PackedError("what others gave stands in the place of data")
         value = super().of(packed, live)
-        if isinstance(live, Made):
-            self.casts[self._cast_of_data(live) or 0] = value
-            return live
-        return value
+        if cast is None:
+            return value
+        self.casts[cast] = value
+        return live
 
     def _cast_of_data(self, made: Made) -> int | None:
         """The cast that stands between data and who takes this; None where a call has computed it."""
