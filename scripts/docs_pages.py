@@ -24,6 +24,7 @@ import ampdbg
 from ampdbg import errors
 from ampdbg.commands.app import COMMANDS, program
 from ampdbg.config.schema import json_schema
+from ampdbg.diagnosis.diagnose import ORDER_OF_DECISION
 from ampdbg.lint.settings import CODES as LINT_CODES
 from ampdbg.record.codes import CODES
 from ampdbg.report.explanation import SECTIONS, Explanation, explanations
@@ -176,6 +177,14 @@ def lint_table() -> str:
     return _table("| code | what it is |", [f"| `{code}` | {titles[code]} |" for code in LINT_CODES])
 
 
+def causes_table() -> str:
+    """The table of causes, as the diagnosis goes through it."""
+    rows = [
+        f"| {family.title} | `{one.code}` | {one.when} |" for family in ORDER_OF_DECISION for one in family.decisions
+    ]
+    return _table("| of | code | when |", rows)
+
+
 def _table(head: str, rows: Iterable[str]) -> str:
     return "\n".join([head, re.sub(r"[^|]+", " --- ", head), *rows])
 
@@ -217,6 +226,7 @@ def _linked(markdown: str, entry: Explanation) -> str:
 
 
 TABLES: Mapping[str, Callable[[], str]] = {
+    "causes": causes_table,
     "config keys": key_table,
     "exit codes": exit_code_table,
     "functions": function_table,

@@ -1,35 +1,39 @@
-"""The cause of an unhealthy step, decided by its replays.
+"""The cause of a failing step: what its replays show, and the table that decides by it.
 
-The order is that of DIAGNOSES: does the replay reproduce it at all, does FP32 diverge, is FP32 finite, and
-only then which FP16 op is the producer and which code its numbers mean.
+The order is that of DIAGNOSES: does the replay reproduce it at all, does FP32 diverge, is FP32 finite, and only then
+which FP16 op is the producer and which code its numbers mean.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Container, Iterator, Sequence
-from dataclasses import replace
-from itertools import accumulate, pairwise, takewhile
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import count, pairwise, takewhile
+from typing import Any
 
 from ampdbg.agreement import is_finite, is_same_run
+from ampdbg.diagnosis.decisions import Decision, first
+from ampdbg.diagnosis.losses import DIVERGED, FEW_LOSSES, LEAPT, climbs_on, finite, leapt, rose
 from ampdbg.diagnosis.producers import (
+    FAR_FROM_FP32,
     OVERFLOWS,
     UNKNOWN,
+    Suspect,
     culprit,
-    finding_at,
     format_of,
     named,
-    op_name,
-    precision_cause,
+    placed,
     survivor,
 )
-from ampdbg.diagnosis.tensors import blamed_in_batch, spoilt_weights, weights_nonfinite
+from ampdbg.diagnosis.tensors import bad_weights, blamed_in_batch
+from ampdbg.diagnosis.updates import spoilt_weights
 from ampdbg.levels import has_static_scale
 from ampdbg.quantities import number
-from ampdbg.record.codes import CODES, finding_of
-from ampdbg.record.findings import Finding, Phase
-from ampdbg.record.run import Investigation, Producer, Record, Replay, Step, TensorCounts
+from ampdbg.record.codes import CODES
+from ampdbg.record.findings import Finding
+from ampdbg.record.run import Investigation, Producer, Record, Replay, Step
 
 GREW = 30.0
 """Weights so many times as large as when the run began have been thrown there by single updates; training from scratch
@@ -38,16 +42,16 @@ makes them a few times as large."""
 GREW_IN_A_LEAP = 2.0
 """As many times, where the loss has leapt in FP32 too."""
 
+KEPT_SIZE = 1.05
+"""Weights that have grown by less are where they began: so few steps have not thrown them away."""
+
 WEIGHTS_GREW = "weights_grew"
 """Evidence of a finding that they may be the cause of."""
 
 LARGE = 1e15
 """Some such values, multiplied or squared and summed, are beyond FP32."""
 
-TOO_LARGE = (
-    "bring these values down: look for weights, divisors or inputs of that size; no pin helps, since FP32 fails too"
-)
-CALIBRATION, NO_USABLE_SCALE = "scale-calibration", "no-usable-scale"
+CALIBRATION, NO_USABLE_SCALE, DIVERGENCE = "scale-calibration", "no-usable-scale", "divergence"
 
 SKIPS_IN_A_ROW = 5
 """So many skipped steps in a row are no calibration: healthy models settle within four halvings of 65536."""
@@ -55,181 +59,373 @@ SKIPS_IN_A_ROW = 5
 KEPT_SCALE = "kept_scale"
 """The evidence of a loss scale that nothing lowers."""
 
-OF_OTHERS = "look at what the other ranks have found: their records stand beside this one"
-MAY_DIVERGE = "a learning rate that diverges may be behind it: the losses before it have risen, or are too few to tell"
-LEARNING_RATE = "lower the learning rate; where the weights keep their size and it still fails, precision is the cause"
-GROWS = (
-    "take the largest value off before it grows beyond FP32, as torch.logsumexp and log_softmax do; no pin helps, "
-    "since FP32 fails too"
-)
-TOO_COARSE = "change the formula where it divides or cancels; no pin helps, since FP32 fails too"
 
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """What is known of a step that was replayed: each fact once, under one name.
 
-def nonfinite_loss(record: Record) -> Iterator[Finding]:
-    """A loss of inf or NaN, or gradients that nothing withheld from the weights. No calibration explains either.
-
-    Replays decide the cause; without them the code is ``unknown``. Steps that bad weights or a bad batch
-    explain are left out. Of several optimizers the first that shows it counts: NaN goes from one to the others.
+    Attributes:
+        made: its replays.
+        run: the record of its optimizer alone.
     """
-    found = [finding for timeline in record.timelines for finding in _lost(timeline, record)]
-    yield from sorted(found, key=lambda finding: finding.step)[:1]
+
+    made: Investigation
+    run: Record
+
+    # What FP32 and FP64 show
+
+    @property
+    def low(self) -> Replay:
+        """The step as it was."""
+        return self.made.low
+
+    @property
+    def half(self) -> str:
+        """What it computes in, as messages name it."""
+        return format_of(self.low.dtype).short
+
+    @property
+    def has_failed_again(self) -> bool:
+        """The step failed again as it was, and was replayed in FP32."""
+        return self.made.reproduced > 0 and self.made.fp32 is not None
+
+    @property
+    def fp32_error(self) -> str:
+        """What the same step in FP32 raised; "" where it ran."""
+        return self.made.fp32.error if self.made.fp32 else ""
+
+    @property
+    def is_answered(self) -> bool:
+        """FP32 has shown what the step comes to."""
+        return self.has_failed_again and not self.fp32_error
+
+    @property
+    def is_fp32_finite(self) -> bool:
+        """Loss and gradients are finite in FP32; not known to be where it did not run."""
+        return is_finite(self.made.fp32)
+
+    @property
+    def is_of_precision(self) -> bool:
+        """FP32 comes through the step, and does not diverge from it."""
+        return self.is_answered and self.is_fp32_finite and not self.is_divergence
+
+    @property
+    def is_fp64_decisive(self) -> bool:
+        """FP64, which is tried where FP32 is not finite, ran, and is not finite either: the mathematics is not."""
+        fp64 = self.made.wide
+        return fp64 is not None and not (self.is_fp32_finite or fp64.error or is_finite(fp64))
+
+    @property
+    def is_infinite(self) -> bool:
+        """The loss is inf in FP32 and in FP64."""
+        losses = [replay.loss for replay in (self.made.fp32, self.made.wide) if replay]
+        return self.is_fp64_decisive and losses == [math.inf, math.inf]
+
+    @cached_property
+    def begins_in_fp32(self) -> Producer | None:
+        """Where FP32 goes wrong: an op that makes a NaN of finite numbers is wrong for certain, an inf may be meant.
+
+        Of gradients that is what has reached them, from either pass, where that is known.
+        """
+        made = self.made.fp32.producers if self.made.fp32 and not self.is_fp32_finite else ()
+        is_of_loss = self.made.why == "loss"
+        reaching = [producer for producer in made if producer.reaches_gradients and not is_of_loss]
+        found = reaching or [one for one in made if one.phase == ("forward" if is_of_loss else "backward")]
+        return next((producer for producer in found if producer.nan), next(iter(found), None))
+
+    @property
+    def where(self) -> str:
+        """The same in words, to be said behind that FP32 fails."""
+        begins = self.begins_in_fp32
+        if begins is None:
+            return ""
+        is_left_out = begins.phase == "forward" and begins.reaches_gradients
+        return f", first in {named(begins)}" + ", which the loss leaves out and the gradients do not" * is_left_out
+
+    @property
+    def share(self) -> str:
+        """How many of the values there are infinite; torch's CTC loss has one a sample, before any mean."""
+        begins = self.begins_in_fp32
+        unit = "samples" if begins and "ctc_loss" in begins.op else "values"
+        return f": {begins.inf} of {begins.size} {unit}" if begins else ""
+
+    @property
+    def largest(self) -> float | None:
+        """The largest input of the op where FP32 goes wrong, where squares and sums of that size are beyond FP32."""
+        begins = self.begins_in_fp32
+        return begins.input_largest if begins and begins.input_largest > LARGE else None
+
+    @property
+    def of_large(self) -> str:
+        """The same in words."""
+        return "" if self.largest is None else f" on values of up to {number(self.largest)}"
+
+    @property
+    def is_beyond_fp32(self) -> bool:
+        """Its values exceed FP32's range; else FP32 rounds too coarsely."""
+        begins = self.begins_in_fp32
+        overflows = begins is not None and begins.inf > 0 and not (begins.nan or begins.divides_by_zero)
+        return self.largest is not None or overflows
+
+    @property
+    def why_in_fp32(self) -> str:
+        """What FP64 shows of a step that FP32 does not come through."""
+        if self.made.wide and self.made.wide.error:
+            return f"FP64 raised an error: {self.made.wide.error}"
+        why = ("FP32 rounds too coarsely, not only {}", "its values exceed FP32's range, not only {}'s")
+        return f"it is finite in FP64: {why[self.is_beyond_fp32].format(self.half)}"
+
+    @property
+    def repair_in_fp32(self) -> str:
+        """What keeps FP32 from failing."""
+        if self.largest is not None:
+            return "bring these values down: look for weights, divisors or inputs of that size"
+        grows = "take the largest value off before it grows beyond FP32, as torch.logsumexp and log_softmax do"
+        return grows if self.is_beyond_fp32 else "change the formula where it divides or cancels"
+
+    # Which op goes wrong in half alone
+
+    @cached_property
+    def suspect(self) -> Suspect | None:
+        """The op that explains the step; None where none was found."""
+        return culprit(self.made)
+
+    @property
+    def op(self) -> Suspect:
+        """The same, where there is one."""
+        assert self.suspect is not None
+        return self.suspect
+
+    @property
+    def leaf(self) -> str | None:
+        """The leaf of the batch that half cannot hold, where the op is its cast."""
+        return None if self.suspect is None else self.suspect.leaf
+
+    # What a lower loss scale would do
+
+    @property
+    def survivor(self) -> Replay | None:
+        """The replay at the highest of the lower loss scales that were tried at which everything is finite."""
+        return survivor(self.made)
+
+    @property
+    def usable_scale(self) -> float | None:
+        """The loss scale of that; None where there is none, or gradients are lost there."""
+        return self.survivor.scale if self.survivor and not self.survivor.lost else None
+
+    @property
+    def loses_below(self) -> bool:
+        """Gradients are flushed to zero there."""
+        return self.survivor is not None and bool(self.survivor.lost)
+
+    @property
+    def at_a_lower_scale(self) -> str:
+        """What replays at lower loss scales show, to be said behind what goes wrong at the step's own."""
+        if self.survivor is None:
+            return ""
+        is_backward = self.op.producer.phase == "backward"
+        finite = "it is finite" if is_backward else "the gradients are finite, and not FP32's"
+        return f"; at a loss scale of {number(self.survivor.scale)} {finite}"
+
+    @cached_property
+    def floor(self) -> float | None:
+        """The loss scale that the run's scaler does not leave, if it does not."""
+        return scale_floor(self.run.steps)
+
+    @cached_property
+    def kept_scale(self) -> float | None:
+        """A loss scale that nothing lowers: a scaler's floor, that of the config, or the script's own; None of a
+        dynamic one."""
+        is_kept = self.is_own_scale or has_static_scale(self.run.config)
+        return self.floor if self.floor is not None else self.low.scale if is_kept else None
+
+    @property
+    def is_own_scale(self) -> bool:
+        """The script scales its losses without any scaler."""
+        return self.low.scale > 1.0 and self.run.script is not None and not any(one.scaler for one in self.run.steps)
+
+    @property
+    def whose_scale(self) -> str:
+        """Whose loss scale it is, in words."""
+        if self.floor is not None:
+            return f"the loss scale, which falls no lower than {number(self.floor)},"
+        whose = "the script's own" if self.is_own_scale else "the static"
+        return f"{whose} loss scale {number(self.low.scale)}"
+
+    @property
+    def cure_of_scale(self) -> str:
+        """What to do about one that nothing lowers."""
+        if self.floor is not None:
+            return "let GradScaler lower the scale"
+        return f"use a loss scale of {self.usable_scale or 1.0:g}, or a dynamic one"
+
+    # What the run did before
+
+    @cached_property
+    def before(self) -> list[Step]:
+        """The steps before it."""
+        return [step for step in self.run.steps if step.step < self.made.step]
+
+    @cached_property
+    def losses(self) -> list[float]:
+        """The finite losses of the steps before it."""
+        return finite([step.loss for step in self.before])
+
+    @cached_property
+    def diverges(self) -> bool:
+        """FP32 climbs by itself from this step on; where it is not even finite here, the loss had risen before."""
+        climbs = climbs_on(self.losses, self.made.continuation)
+        return self.is_answered and (climbs or (not self.is_fp32_finite and rose(self.losses)))
+
+    @cached_property
+    def divergence(self) -> Evidence | None:
+        """The first step whose replays show that the run diverges, where this one does too."""
+        earlier = (Evidence(one, self.run) for one in self.run.investigations if one.step < self.made.step)
+        shown = [self, *(one for one in earlier if one.diverges)] if self.diverges else []
+        return min(shown, key=lambda one: one.made.step, default=None)
+
+    @property
+    def has_left_its_size(self) -> bool:
+        """The losses before it had risen, or the weights had grown."""
+        return self.made.weights_grew >= KEPT_SIZE or rose(self.losses) or leapt(self.losses)
+
+    @cached_property
+    def is_divergence(self) -> bool:
+        """The run diverges in FP32 too, and not because FP32 goes on with a batch that half cannot hold."""
+        is_of_its_batch = self.divergence is self and self.leaf is not None and not self.has_left_its_size
+        return self.divergence is not None and not is_of_its_batch
+
+    @cached_property
+    def is_in_doubt(self) -> bool:
+        """Modules alone were replayed, and a learning rate that diverges may be behind what overflows: the losses
+        before have risen, or are too few to tell though weights were written since the first and may have grown. No
+        learning rate has made a batch."""
+        losses, has_kept_size = self.losses, self.made.weights_grew != 1.0 and self.made.weights_grew < KEPT_SIZE
+        is_open = self.made.reach == "modules" and self.leaf is None and bool(losses)
+        if not is_open or all(step.skipped for step in self.before):
+            return False
+        are_few = len(losses) < FEW_LOSSES and not has_kept_size  # the growth is 1 where nobody knows
+        return are_few or losses[-1] > max(losses[:FEW_LOSSES]) or rose(losses) or leapt(losses)
+
+    @property
+    def climb(self) -> str:
+        """How a run diverges from this step on, in words."""
+        climb = self.made.continuation
+        if climb and all(step.skipped for step in self.before):  # with the same weights other losses are of others
+            return f"the loss is {number(climb[0])}, and steps in FP32 on the same batch lead to {number(climb[-1])}"
+        reached = max(finite((self.losses[-1], self.made.fp32.loss if self.made.fp32 else math.nan)))
+        rose_from = f"the loss rose from {number(min(self.losses))} to {number(reached)}"
+        return f"{rose_from}, and further steps in FP32 go on rising"
+
+    @cached_property
+    def leap(self) -> str:
+        """That in FP32 too the loss has left all earlier ones for good, to be said behind what has made it; "" if not.
+
+        Of a step whose modules alone were replayed no losses are known; those of another on the same weights may be.
+        """
+        skipped = {step.step for step in self.run.steps if step.skipped}
+        start = first_in_a_row(self.made.step, skipped, self.run)
+        pairs = pairwise(step for step in self.run.steps if step.step >= start)
+        same_weights = {start, *(now.step for _, now in takewhile(lambda pair: pair[0].skipped, pairs))}
+        before = [abs(loss) for loss in finite([step.loss for step in self.before if step.step < start])]
+        shown = (one for one in self.run.investigations if one.continuation and one.step in same_weights)
+        made = next(shown, None)
+        now = math.nan if made is None or made.fp32 is None else made.fp32.loss
+        if not before or made is None or now <= LEAPT * max(before):
+            return ""
+        comes_back = any(loss <= DIVERGED * max(before) for loss in made.continuation)
+        return "" if comes_back else f", and in FP32 too the loss leaps from {number(before[-1])} to {number(now)}"
+
+    @cached_property
+    def has_grown(self) -> bool:
+        """The weights have left their size within the run: what overflows on them may be the learning rate's doing."""
+        grew = self.made.weights_grew
+        return grew > GREW or (grew > GREW_IN_A_LEAP and bool(self.leap))
+
+    # The finding
+
+    @property
+    def of_op(self) -> str:
+        """What the numbers of the op say, whatever may be behind them."""
+        return first(OPS, self).says(self)
+
+    @property
+    def of_half(self) -> str:
+        """What is said of half precision, whatever the weights and the loss scale may have to do with it."""
+        return self._in_half.says(self)
+
+    @property
+    def keeps_scale(self) -> bool:
+        """A lower loss scale would cure what half precision does."""
+        return CODES[self._in_half.code].keeps_scale
+
+    @property
+    def _in_half(self) -> Decision[Evidence]:
+        return first((*OF_HALF[:3], *PRECISE), self)
+
+    @property
+    def at(self) -> Producer | None:
+        """Where the failure starts: the op of the half replay, or FP32's where that fails too."""
+        if not self.is_answered or self.is_divergence:
+            return None
+        return self.suspect.producer if self.suspect and self.is_fp32_finite else self.begins_in_fp32
+
+    def place(self, row: Decision[Any]) -> Mapping[str, Any]:
+        """The step, op, module and line where the failure starts, and what cures the row's code there."""
+        shows = self.divergence if self.is_divergence and self.divergence else self
+        return placed(shows.made, row.code, self.at)
+
+    @property
+    def numbers(self) -> Mapping[str, Any]:
+        """How large the op's values are, where its format ends, and which loss scale would do."""
+        op, survived = self.suspect, self.survivor
+        if op is None or not self.is_of_precision:
+            return {}
+        of_batch = {"name": op.leaf, "first_index": list(self.made.batch_index.get(op.leaf or "", ()))}
+        return {
+            "value": op.value,
+            "limit": None if op.departs else op.format.largest,
+            "reached": op.producer.output_largest if op.departs else None,
+            "loss_scale": op.low.scale,
+            "survives_scale": survived.scale if survived else None,
+            **(of_batch if op.leaf is not None else {}),
+        }
+
+    @cached_property
+    def cause(self) -> Finding:
+        """The first row of the table that holds.
+
+        All withheld steps in a row have the same weights: the finding counts from the first of those that end in the
+        replayed one and fail like it. A batch is that of its own step, and a divergence begins where replays show it.
+        Of a run of ours each lost loss is replayed itself.
+        """
+        found = first(CAUSES, self).finding(self)
+        is_of_one = self.made.why == "loss" and self.run.script is None
+        skipped = (step for step in self.run.steps if step.skipped and not is_of_one)
+        like_it = {step.step for step in skipped if math.isfinite(step.loss) == (self.made.why != "loss")}
+        start = first_in_a_row(found.step, like_it, self.run, self._failing_elsewhere)
+        if start == found.step or found.phase not in OVERFLOWS or found.code == DIVERGENCE:
+            return found
+        message = f"{found.message}; step {found.step} was replayed, and every step from {start} on was skipped"
+        return replace(found, step=start, message=message, evidence={**found.evidence, "replayed_step": found.step})
+
+    @property
+    def _failing_elsewhere(self) -> set[int]:
+        """The steps whose replays have shown that they go wrong in another place, as while a loss scale settles.
+
+        Of two optimizers that step before one update the replay of one has not the loss of the step: it shows nothing.
+        """
+        here = next(iter(self.made.low.producers), None)
+        losses = {step.step: step.loss for step in self.run.steps}
+        replayed = (one for one in self.run.investigations if one.reproduced and one.step != self.made.step)
+        whole = (one for one in replayed if is_same_run(replace(one, loss=losses.get(one.step, math.nan))))
+        begins = {one.step: one.low.producers[0].site for one in whole if one.low.producers}
+        return {step for step, site in begins.items() if here is not None and site != here.site}
 
 
-def _lost(timeline: Record, record: Record) -> Iterator[Finding]:
-    spoilt = min((finding.step for finding in (*spoilt_weights(record), *weights_nonfinite(record))), default=math.inf)
-    unexplained = (step for step in timeline.steps if step.step < spoilt and not math.isfinite(step.loss))
-    bad = [step for step in unexplained if blamed_in_batch(step, record) is None and not _is_of_scale(step, timeline)]
-    taken = next(_steps_taken_with_bad_gradients(timeline), None)
-    if taken is not None and taken.step <= min((step.step for step in bad), default=taken.step):
-        yield cause_of(taken, timeline)
-        return
-    if not bad:
-        return
-    numbers = {step.step for step in bad}
-    replayed = [made for made in timeline.investigations if made.why == "loss" and made.step in numbers]
-    telling = [made for made in replayed if not _has_spoilt_weights(made, record)]
-    judged = (made for made in telling if not _is_in_doubt(made, timeline))
-    investigated = next(judged, next(iter(telling), None))
-    if investigated is not None:
-        yield cause_of(investigated, timeline)
-        return
-    if replayed:
-        yield _spoilt_by_a_step(bad[0], record)
-        return
-    if record.script is not None and _batch_is_blamed_by(bad[0], record):
-        return  # of a script the batch of a step is known only where that was run again
-    unskipped = sum(1 for step in bad if not step.skipped)
-    lost = len(bad) + record.left_out.lost
-    silent = ", and the scaler skipped none of them" if unskipped == len(bad) else ""
-    yield finding_of(
-        UNKNOWN,
-        bad[0].step,
-        "forward",
-        f"the loss is {number(bad[0].loss)} at step {bad[0].step}, and not finite in {lost} of "
-        f"{timeline.steps_run} steps{silent}: the forward pass itself fails",
-        evidence={"loss": bad[0].loss, "steps": lost, "steps_not_skipped": unskipped},
-    )
-
-
-def _batch_is_blamed_by(step: Step, record: Record) -> bool:
-    """Whether the batch of an earlier step is to blame, or that of another in the same row of bad losses."""
-    bad = {other.step for other in record.steps if not math.isfinite(other.loss)}
-    last = next(number for number in itertools.count(step.step) if number + 1 not in bad)
-    return any(blamed_in_batch(other, record) is not None for other in record.steps if other.step <= last)
-
-
-def _is_of_scale(step: Step, record: Record) -> bool:
-    """Whether a loss that is made of gradients at the loss scale was lost at one that is too high for it.
-
-    All steps that were taken had a lower one, and one of them came later.
-    """
-    taken = [other for other in record.steps if not other.skipped]
-    is_first_descent = bool(taken) and taken[-1].step > step.step and all(other.scale < step.scale for other in taken)
-    return record.scales_gradients and step.skipped and is_first_descent
-
-
-def _has_spoilt_weights(made: Investigation, record: Record) -> bool:
-    """Whether an earlier step has spoilt the weights, and FP32 comes to nothing with them either."""
-    spoilt = (step.step for step in record.steps for counts in step.nonfinite if _is_spoilt(counts))
-    return not is_finite(made.fp32) and min(spoilt, default=math.inf) < made.step
-
-
-def _is_spoilt(counts: TensorCounts) -> bool:
-    return counts.kind == "parameter" and counts.when == "after"
-
-
-def _spoilt_by_a_step(bad: Step, record: Record) -> Finding:
-    """The finding of a run in which a step has spoilt the weights, and no earlier one was run again."""
-    taken = (step for step in record.steps if not step.skipped and (step.found_inf or not math.isfinite(step.loss)))
-    origin = min(taken, key=lambda step: step.step, default=bad)
-    name = next(counts.name for step in record.steps for counts in step.nonfinite if _is_spoilt(counts))
-    what = f"the loss is {number(origin.loss)}" if not math.isfinite(origin.loss) else "gradients are not finite"
-    phase: Phase = "forward" if not math.isfinite(origin.loss) else "backward"
-    message = f"{what} at step {origin.step}, nothing withheld it, and with it {name} and others became NaN"
-    return finding_of(UNKNOWN, origin.step, phase, f"{message}: later steps show no more", parameter=name)
-
-
-def _steps_taken_with_bad_gradients(record: Record) -> Iterator[Investigation]:
-    """Where no scaler looks at the gradients, those that are not finite make the weights so."""
-    taken = {step.step: step for step in record.steps if not step.skipped}
-    for made in record.investigations:
-        if made.why == "gradients" and made.step in taken and blamed_in_batch(taken[made.step], record) is None:
-            yield made
-
-
-def cause_of(made: Investigation, record: Record) -> Finding:
-    """The root finding of an investigated step whose loss or gradients are not finite.
-
-    In a script a step is investigated once another has gone wrong: what is found counts from the first of the withheld
-    steps in a row of its optimizer, for all have the same weights. Where the loss is at fault, one with a finite loss
-    is none of them.
-    """
-    found = _of_the_scale(_of_replays(made, record), made, record)
-    if CODES[found.code].verdict == "precision":
-        found = _grown(found, made, record)
-    # A batch is that of its own step, and a divergence begins where replays show it.
-    if record.script is None or found.phase == "data" or found.code == DIVERGENCE:
-        return found
-    is_of_loss, skipped = made.why == "loss", [step for step in record.steps if step.skipped]
-    alike = {step.step for step in skipped if math.isfinite(step.loss) != is_of_loss}
-    first = first_in_a_row(found.step, alike, record, failing_elsewhere(made, record))
-    told = first == found.step
-    message = found.message if told else f"{found.message} (as step {found.step} was run again)"
-    return replace(found, step=first, message=message, evidence={**found.evidence, "replayed_step": found.step})
-
-
-def failing_elsewhere(made: Investigation, timeline: Record) -> set[int]:
-    """The steps whose replays have shown that they go wrong in another place, as while a loss scale settles.
-
-    Of two optimizers that step before one update the replay of one has not the loss of the step, and tells nothing.
-    """
-    here = next(iter(made.low.producers), None)
-    losses = {step.step: step.loss for step in timeline.steps}
-    replayed = (other for other in timeline.investigations if other.reproduced)
-    whole = (other for other in replayed if is_same_run(replace(other, loss=losses.get(other.step, math.nan))))
-    begins = {other.step: other.low.producers[0].site for other in whole if other.low.producers}
-    return {step for step, site in begins.items() if here is not None and step != made.step and site != here.site}
-
-
-def _of_the_scale(found: Finding, made: Investigation, record: Record) -> Finding:
-    """The finding of gradients that a lower loss scale would do for: the scale, where nothing lowers it, and where it
-    would lose part of them ``no-usable-scale``."""
-    survived, given = survivor(made), number(made.low.scale)
-    if survived is None:
-        return found
-    kept = _kept_scale(made, record)
-    if not survived.lost and CODES[found.code].keeps_scale and kept is not None:
-        what, cure, scale = kept
-        return replace(
-            found,
-            code=CALIBRATION,
-            evidence={**found.evidence, KEPT_SCALE: scale},
-            message=f"{what} is too large for this step's gradients: {found.message}",
-            remedy=f"{cure.format(survived.scale)}, which finds the right one by itself; no pin is needed",
-        )
-    if survived.lost and found.code == OVERFLOWS["backward"]:
-        return replace(
-            found,
-            code=NO_USABLE_SCALE,
-            message=f"{op_name(found.op)} overflows at a loss scale of {given}; at {number(survived.scale)} it does "
-            f"not, but there half precision flushes the gradient of {', '.join(survived.lost[:3])} to zero",
-            remedy=CODES[NO_USABLE_SCALE].remedy,
-            evidence={**found.evidence, "lost": list(survived.lost[:20])},
-        )
-    return found
-
-
-def _kept_scale(made: Investigation, record: Record) -> tuple[str, str, float] | None:
-    """A loss scale that nothing lowers, in words, with what to do about it, and itself: of the config, of the script's
-    own, or with a floor; None of a dynamic one."""
-    floor = scale_floor(record.steps)
-    if floor is not None:
-        return f"the loss scale, which falls no lower than {number(floor)},", "let GradScaler lower the scale", floor
-    is_of_script = made.low.scale > 1.0 and record.script is not None and not any(step.scaler for step in record.steps)
-    if not is_of_script and not has_static_scale(record.config):
-        return None
-    whose = "the script's own" if is_of_script else "the static"
-    return f"{whose} loss scale {number(made.low.scale)}", "use a loss scale of {:g}, or a dynamic one", made.low.scale
+def cause_of(made: Investigation, run: Record) -> Finding:
+    """The root finding of a replayed step of a run whose loss or gradients are not finite."""
+    return Evidence(made, run).cause
 
 
 def scale_floor(steps: Sequence[Step]) -> float | None:
@@ -239,263 +435,6 @@ def scale_floor(steps: Sequence[Step]) -> float | None:
     is_stuck = len(last) == SKIPS_IN_A_ROW and len({(step.scaler, step.scale) for step in last}) == 1
     is_of_scaler = is_stuck and all(step.skipped and step.scaler for step in last)
     return last[-1].scale if is_of_scaler and last[-1].scale > 1.0 else None
-
-
-def _grown(found: Finding, made: Investigation, record: Record) -> Finding:
-    """What is said of an op that overflows; on weights that have left their size within the run it is doubted."""
-    leap = leap_in_fp32(made, record) if made.weights_grew > GREW_IN_A_LEAP else ""
-    if not leap and made.weights_grew <= GREW:
-        return found
-    size = f"the weights are {number(made.weights_grew)} times as large as when the run began"
-    why = f"{size}{leap}, which a learning rate that is too large makes"
-    doubted = replace(_doubted(found, why), remedy=LEARNING_RATE)
-    return replace(doubted, evidence={**found.evidence, WEIGHTS_GREW: made.weights_grew})
-
-
-def _of_replays(made: Investigation, record: Record) -> Finding:
-    fp32 = made.fp32
-    if made.is_of_others:
-        message = f"step {made.step}: all that this process computed is finite, and what it got from another is not"
-        return replace(finding_at(UNKNOWN, made, message), remedy=OF_OTHERS)
-    if made.reproduced == 0 or fp32 is None:
-        message = f"none of {made.tries} replays reproduced the failure"
-        return finding_at(UNKNOWN, made, message, reproduced=made.reproduced, tries=made.tries)
-    if fp32.error:
-        return finding_at(UNKNOWN, made, f"the same step in FP32 raised an error: {fp32.error}")
-    diverging = first_divergence(made, record)
-    if diverging is not None and not (diverging is made and _is_of_its_batch(made, record)):
-        return divergence(diverging, record)
-    if not is_finite(fp32):
-        return _wrong_in_fp32_too(made, fp32)
-    suspect = culprit(made)
-    if suspect is None:
-        low, raised = format_of(made.low.dtype).short, made.low.error
-        if raised:
-            message = (
-                f"the step raises an error in {low} and not in FP32, and no op was found that goes wrong: {raised}"
-            )
-            return finding_at(UNKNOWN, made, message)
-        return finding_at(UNKNOWN, made, f"the step is finite in FP32, and no op was found where {low} goes wrong")
-    found = precision_cause(suspect)
-    is_in_doubt = found.phase != "data" and _is_in_doubt(made, record)  # no learning rate has made a batch
-    return _doubted(found, MAY_DIVERGE) if is_in_doubt else found
-
-
-def _is_of_its_batch(made: Investigation, record: Record) -> bool:
-    """Whether the batch holds what half cannot, where nothing had diverged before: FP32, which goes on with this very
-    batch, climbs because of it."""
-    suspect = culprit(made)
-    return suspect is not None and suspect.leaf is not None and not had_diverged(made, record)
-
-
-def _is_in_doubt(made: Investigation, record: Record) -> bool:
-    """Whether FP32 comes through what modules gave in the step, and a learning rate that diverges may be behind it."""
-    return made.reach == "modules" and is_finite(made.fp32) and may_diverge(made, record)
-
-
-def _doubted(found: Finding, why: str) -> Finding:
-    return replace(found, code=UNKNOWN, message=f"{found.message}; {why}", remedy=CODES[UNKNOWN].remedy)
-
-
-def _wrong_in_fp32_too(made: Investigation, fp32: Replay) -> Finding:
-    """The finding of a step that is not finite in FP32: FP64 decides whether its mathematics is."""
-    producer = _starts_in(fp32, made.why)
-    where = f", first in {named(producer)}" if producer else ""
-    if producer and producer.phase == "forward" and producer.reaches_gradients:
-        where += ", which the loss leaves out and the gradients do not"
-    fp64 = made.wide
-    if fp64 is None or fp64.error or is_finite(fp64):
-        return _beyond_fp32(made, producer, where, fp64.error if fp64 else "")
-    if fp64.loss == fp32.loss == math.inf:
-        # torch's CTC loss has one value a sample, before any mean.
-        unit = "samples" if producer and "ctc_loss" in producer.op else "values"
-        share = f": {producer.inf} of {producer.size} {unit}" if producer else ""
-        message = f"the loss is infinite in FP32 and FP64 too{where}{share}"
-        return finding_at("infinite-loss", made, message, producer)
-    return finding_at("true-nan", made, f"the step is not finite in FP32 and FP64 either{where}", producer)
-
-
-def _beyond_fp32(made: Investigation, producer: Producer | None, where: str, error: str) -> Finding:
-    """The finding of a step that FP32 does not come through either, though its mathematics may: no pin helps."""
-    largest = producer.input_largest if producer and producer.input_largest > LARGE else None
-    of = f" on values of up to {number(largest)}" if largest else ""
-    low = format_of(made.low.dtype).short
-    overflows = producer is not None and producer.inf > 0 and not (producer.nan or producer.divides_by_zero)
-    is_beyond = largest is not None or overflows
-    limit = (
-        f"its values exceed FP32's range, not only {low}'s"
-        if is_beyond
-        else f"FP32 rounds too coarsely, not only {low}"
-    )
-    why = f"FP64 raised an error: {error}" if error else f"it is finite in FP64: {limit}"
-    message = f"the step is not finite in FP32 either{where}{of}; {why}"
-    found = finding_at(UNKNOWN, made, message, producer, finite_in_fp32=False, largest=largest)
-    return replace(found, remedy=TOO_LARGE if largest else GROWS if is_beyond else TOO_COARSE)
-
-
-def _starts_in(fp32: Replay, why: str) -> Producer | None:
-    """Where FP32 goes wrong: an op that makes a NaN of finite numbers is wrong for certain, an inf may be meant.
-
-    Of gradients that is what has reached them, from either pass, where that is known.
-    """
-    phase = "forward" if why == "loss" else "backward"
-    reaching = [producer for producer in fp32.producers if producer.reaches_gradients and why == "gradients"]
-    found = reaching or [producer for producer in fp32.producers if producer.phase == phase]
-    return next((producer for producer in found if producer.nan), next(iter(found), None))
-
-
-# Runs that diverge by themselves, in FP32 too: when losses rise, and the finding that says so
-
-DIVERGENCE = "divergence"
-
-DIVERGED = 10.0
-"""Losses that climb so many times further than they have ranged before diverge; noise and hard batches do not."""
-
-FEW_LOSSES = 5
-"""Fewer losses say little of how far they range: then their size counts as well."""
-
-LEAPT = 1000.0
-"""Losses so many times the first one have left it for good, though one loss says nothing of how far they range."""
-
-KEPT_SIZE = 1.05
-"""Weights that have grown by less are where they began: so few steps have not thrown them away."""
-
-RISEN = 100.0
-"""Losses so many times all before them are told of in a run that is healthy otherwise."""
-
-RISEN_NOTE = (
-    "the loss rose from {} to {} and stays up, with nothing beyond a limit: look at the learning rate, and compare "
-    "with a run in FP32"
-)
-
-RESOLUTION = 1e-6
-"""A smaller share of a loss is rounding."""
-
-
-def first_divergence(made: Investigation, record: Record) -> Investigation | None:
-    """The first step whose replays show that the run diverges, if ``made`` shows it or was not replayed; else None."""
-    own = made if _diverges(made, record) else None
-    if own is None:
-        return None
-    earlier = (other for other in record.investigations if other.step < made.step and was_replayed(other))
-    return min((other for other in earlier if _diverges(other, record)), key=lambda other: other.step, default=own)
-
-
-def divergence(made: Investigation, record: Record) -> Finding:
-    """The finding of a run that diverges."""
-    before, climb = _before(made, record), made.continuation
-    if climb and all(step.skipped for step in before):  # all with the same weights: other losses are other batches'
-        message = f"the loss is {number(climb[0])}, and steps in FP32 on the same batch lead to {number(climb[-1])}"
-    else:
-        losses = [step.loss for step in before if math.isfinite(step.loss)]
-        reached = max(loss for loss in (losses[-1], _loss_in_fp32(made)) if math.isfinite(loss))
-        rose_from = f"the loss rose from {number(min(losses))} to {number(reached)}"
-        message = f"{rose_from}, and further steps in FP32 go on rising"
-    return finding_at(DIVERGENCE, made, message, continuation=list(climb))
-
-
-def rose(losses: Sequence[float], times: float = DIVERGED) -> bool:
-    """Whether from some step on all losses stand above all before it, by more than ``times`` what those range over.
-
-    A constant added to all of them changes nothing and neither does a positive factor: losses may be negative.
-    Equal losses do not rise, nor do easy and hard batches that take turns. Two losses are too few to tell.
-    """
-    finite = [loss for loss in losses if math.isfinite(loss)]
-    highest, lowest = list(accumulate(finite, max)), list(accumulate(finite, min))
-    lowest_after = list(accumulate(reversed(finite), min))[::-1]
-    return any(
-        lowest_after[start] - highest[start - 1]
-        > max(times * (highest[start - 1] - lowest[start - 1]), RESOLUTION * abs(highest[start - 1]))
-        for start in range(2, len(finite))
-    )
-
-
-def may_have_risen(before: Sequence[float], now: float) -> bool:
-    """Whether the last loss, or the one of ``now``, is above where the run began: else nothing can have diverged."""
-    finite = [loss for loss in before if math.isfinite(loss)]
-    return bool(finite) and any(math.isfinite(loss) and loss > finite[0] for loss in (finite[-1], now))
-
-
-def climbs_on(before: Sequence[float], continuation: Sequence[float]) -> bool:
-    """Whether steps in FP32 on one batch, after the losses ``before`` them, climb by themselves and diverge.
-
-    They have to climb steadily, or at once to quite another level, and further than the losses have ever ranged; much
-    further, where those had not risen yet. A continuation that ends in inf or NaN diverges if it does not fall and
-    stands clear of them.
-    """
-    earlier = [loss for loss in before if math.isfinite(loss)]
-    finite = [loss for loss in continuation if math.isfinite(loss)]
-    if not earlier or not finite:
-        return False
-    climb = finite[-1] - finite[0]
-    if len(finite) < len(continuation):
-        return climb >= 0 and (rose([*earlier, *finite]) or _leapt([*earlier, *finite]))
-    ranged = max(earlier) - min(earlier)
-    if len(earlier) < FEW_LOSSES:
-        ranged = max(ranged, *map(abs, earlier))
-    times = 1.0 if rose(earlier, times=1.0) else DIVERGED
-    climbs = rose(finite, times=1.0) or rose([min(earlier), *finite])
-    return climbs and climb > times * ranged
-
-
-def _leapt(losses: Sequence[float]) -> bool:
-    first, *later = losses
-    return bool(later and first) and min(later) > LEAPT * abs(first)
-
-
-def risen(losses: Sequence[float]) -> str:
-    """A note of a run without a fault whose losses stand, from some step on, far above the size of all before them;
-    "" of others. Some losses are meant to grow, so that it is no more."""
-    finite = [loss for loss in losses if math.isfinite(loss)]
-    highest = list(accumulate(map(abs, finite), max))
-    lowest_after = list(accumulate(reversed(finite), min))[::-1]
-    starts = range(2, len(finite) - 1)
-    start = next((start for start in starts if lowest_after[start] > RISEN * highest[start - 1]), None)
-    return "" if start is None else RISEN_NOTE.format(number(finite[start - 1]), number(finite[-1]))
-
-
-def _before(made: Investigation, record: Record) -> list[Step]:
-    return [step for step in record.steps if step.step < made.step]
-
-
-def _diverges(made: Investigation, record: Record) -> bool:
-    """Whether FP32 climbs by itself from this step on; where it is not even finite here, whether the loss had risen."""
-    before = [step.loss for step in _before(made, record)]
-    return climbs_on(before, made.continuation) or (not is_finite(made.fp32) and rose(before))
-
-
-def may_diverge(made: Investigation, record: Record) -> bool:
-    """Whether what overflows in a step that no replay judges may come of the learning rate: the losses before it had
-    risen, or are too few to tell though weights were written since the first and may have lost their size."""
-    earlier = _before(made, record)
-    before = [step.loss for step in earlier if math.isfinite(step.loss)]
-    if all(step.skipped for step in earlier) or not before:
-        return False
-    has_kept_size = made.weights_grew != 1.0 and made.weights_grew < KEPT_SIZE  # it is 1 where nobody knows
-    are_few = len(before) < FEW_LOSSES and not has_kept_size
-    return are_few or before[-1] > max(before[:FEW_LOSSES]) or rose(before) or _leapt(before)
-
-
-def had_diverged(made: Investigation, record: Record) -> bool:
-    """Whether the losses before a step had risen, or the weights had left their size."""
-    before = [step.loss for step in _before(made, record) if math.isfinite(step.loss)]
-    return made.weights_grew >= KEPT_SIZE or rose(before) or _leapt(before)
-
-
-def leap_in_fp32(made: Investigation, record: Record) -> str:
-    """That in FP32 too the loss has left all earlier ones for good, to be said behind what has made it; "" if not."""
-    skipped = {step.step for step in record.steps if step.skipped}
-    first = first_in_a_row(made.step, skipped, record)
-    pairs = pairwise(step for step in record.steps if step.step >= first)
-    of_same_weights = {first, *(now.step for _, now in takewhile(lambda pair: pair[0].skipped, pairs))}
-    before = [abs(step.loss) for step in _before(made, record) if step.step < first and math.isfinite(step.loss)]
-    # Of a step whose modules alone were run again no losses are known; those of another on the same weights may be.
-    told = next((one for one in record.investigations if one.continuation and one.step in of_same_weights), None)
-    if not before or told is None:
-        return ""
-    now = _loss_in_fp32(told)
-    comes_back = now <= LEAPT * max(before) or any(loss <= DIVERGED * max(before) for loss in told.continuation)
-    return "" if comes_back else f", and in FP32 too the loss leaps from {number(before[-1])} to {number(now)}"
 
 
 def first_in_a_row(last: int, numbers: Container[int], timeline: Record, elsewhere: Container[int] = ()) -> int:
@@ -510,10 +449,323 @@ def first_in_a_row(last: int, numbers: Container[int], timeline: Record, elsewhe
     return of_iteration.get(iteration, last)
 
 
-def was_replayed(made: Investigation) -> bool:
-    """Whether the step went wrong again, and FP32 has shown what it comes to."""
-    return made.reproduced > 0 and made.fp32 is not None and not made.fp32.error
+# The table
 
 
-def _loss_in_fp32(made: Investigation) -> float:
-    return math.nan if made.fp32 is None else made.fp32.loss
+def _of_op(code: str, when: str, holds: Callable[[Suspect], bool], message: str) -> Decision[Evidence]:
+    """A row of a step that is finite in FP32 and not in half, at the op that explains it."""
+    return Decision(code, when, lambda it: it.suspect is not None and holds(it.suspect), message + "{at_a_lower_scale}")
+
+
+OPS = (
+    _of_op(
+        "data-range",
+        "the op is the cast of the batch itself, which holds values beyond FP16's limit",
+        lambda op: op.leaf is not None,
+        "the batch holds {op.in_batch}, above {op.limit}",
+    ),
+    _of_op(
+        "mask-constant",
+        "the op overflows on a constant that the code writes, and nothing else can be to blame",
+        lambda op: op.is_constant,
+        "{op.name} writes a constant of magnitude {op.constant} into a {op.format.short} tensor: it becomes infinite "
+        "there, and rows that are masked throughout become NaN",
+    ),
+    _of_op(
+        "eps-underflow",
+        "the op divides by, or takes the logarithm of, what half rounds to a pole, and FP32 does not",
+        lambda op: op.is_flushed and not op.departs,
+        "{op.name} {op.takes_a_pole} and FP32 does not",
+    ),
+    _of_op(
+        "eps-underflow",
+        "the same, of an op whose finite result is at least 16 times FP32's, so that a later op overflows",
+        lambda op: op.is_flushed,
+        "{op.departed}: it {op.takes} a value that half precision has rounded to almost nothing",
+    ),
+    _of_op(
+        FAR_FROM_FP32,
+        "the op is finite and at least 16 times FP32's own value: its operands cancel, and a later op overflows",
+        lambda op: op.departs,
+        "{op.departed}: its operands cancel, or have lost their digits before it",
+    ),
+    _of_op(
+        OVERFLOWS["forward"],
+        "an op of the forward pass is finite in FP32, above 0.9 of FP16's limit",
+        lambda op: op.overflows and op.producer.phase == "forward",
+        "{op.reaches}",
+    ),
+    _of_op(
+        OVERFLOWS["backward"],
+        "an op of the backward pass is finite in FP32, above 0.9 of FP16's limit at the step's loss scale",
+        lambda op: op.overflows,
+        "{op.reaches}",
+    ),
+    _of_op(
+        OVERFLOWS["backward"],
+        "an op of the backward pass makes inf of finite numbers, which a lower loss scale makes finite",
+        lambda op: op.overflows_in_half_alone,
+        "{op.name} exceeds {op.limit} at a loss scale of {op.low.scale}{op.in_fp32}",
+    ),
+    _of_op(
+        UNKNOWN,
+        "no overflow explains the op that goes wrong in half alone",
+        lambda _: True,
+        "{op.name} is not finite in {op.format.short}{op.only_in_fp32}: no overflow explains it",
+    ),
+)
+"""By the numbers of the op."""
+
+PRECISE: tuple[Decision[Evidence], ...] = (
+    Decision(
+        NO_USABLE_SCALE,
+        "the backward pass overflows, and at the first lower loss scale that is finite gradients are flushed to zero",
+        lambda it: it.loses_below and first(OPS, it).code == OVERFLOWS["backward"],
+        "{op.bare_name} overflows at a loss scale of {low.scale}; at {survivor.scale} it does not, but there half "
+        "precision flushes the gradient of {survivor.lost} to zero",
+        {"lost": "survivor.lost"},
+        CODES[NO_USABLE_SCALE].remedy,
+    ),
+    *OPS,
+)
+
+OF_HALF: tuple[Decision[Evidence], ...] = (
+    Decision(
+        UNKNOWN,
+        "the step raises an error in half and not in FP32, and no op was found where half goes wrong",
+        lambda it: it.suspect is None and bool(it.low.error),
+        "the step raises an error in {half} and not in FP32, and no op was found that goes wrong: {low.error}",
+    ),
+    Decision(
+        UNKNOWN,
+        "the step is finite in FP32, and no op was found where half goes wrong",
+        lambda it: it.suspect is None,
+        "the step is finite in FP32, and no op was found where {half} goes wrong",
+    ),
+    Decision(
+        UNKNOWN,
+        "only modules were replayed, and the losses before the step do not rule out a learning rate that diverges",
+        lambda it: it.is_in_doubt,
+        "{of_op}; a learning rate that diverges may be behind it: the losses before it have risen, or are too few to "
+        "tell",
+    ),
+    Decision(
+        UNKNOWN,
+        "the weights are over 30 times as large as when the run began, or twice, and the loss leapt in FP32 too",
+        lambda it: it.has_grown and CODES[first(PRECISE, it).code].verdict == "precision",
+        "{of_half}; the weights are {made.weights_grew} times as large as when the run began{leap}, which a learning "
+        "rate that is too large makes",
+        {WEIGHTS_GREW: "made.weights_grew"},
+        "lower the learning rate; where the weights keep their size and it still fails, precision is the cause",
+    ),
+    *PRECISE,
+)
+"""Of a step that FP32 comes through."""
+
+CAUSES: tuple[Decision[Evidence], ...] = (
+    Decision(
+        UNKNOWN,
+        "all that this process computed is finite, and what it got from another is not",
+        lambda it: it.made.is_of_others,
+        "step {made.step}: all that this process computed is finite, and what it got from another is not",
+        remedy="look at what the other ranks have found: their records stand beside this one",
+    ),
+    Decision(
+        UNKNOWN,
+        "no replay of the step as it was fails again",
+        lambda it: not it.has_failed_again,
+        "none of {made.tries} replays reproduced the failure",
+        {"reproduced": "made.reproduced", "tries": "made.tries"},
+    ),
+    Decision(
+        UNKNOWN,
+        "the same step raises an error in FP32",
+        lambda it: bool(it.fp32_error),
+        "the same step in FP32 raised an error: {fp32_error}",
+    ),
+    Decision(
+        DIVERGENCE,
+        "further steps in FP32 on the same batch climb by themselves; or FP32 is not finite, and the loss had risen",
+        lambda it: it.is_divergence,
+        "{divergence.climb}",
+        {"continuation": "divergence.made.continuation"},
+    ),
+    Decision(
+        "infinite-loss",
+        "the loss is infinite in FP32 and in FP64",
+        lambda it: not it.is_fp32_finite and it.is_infinite,
+        "the loss is infinite in FP32 and FP64 too{where}{share}",
+    ),
+    Decision(
+        "true-nan",
+        "the step is not finite in FP32, nor in FP64",
+        lambda it: not it.is_fp32_finite and it.is_fp64_decisive,
+        "the step is not finite in FP32 and FP64 either{where}",
+    ),
+    Decision(
+        UNKNOWN,
+        "the step is not finite in FP32, and FP64 is finite or raised an error",
+        lambda it: not it.is_fp32_finite,
+        "the step is not finite in FP32 either{where}{of_large}; {why_in_fp32}",
+        {"finite_in_fp32": "is_fp32_finite", "largest": "largest"},
+        "{repair_in_fp32}; no pin helps, since FP32 fails too",
+    ),
+    Decision(
+        CALIBRATION,
+        "a loss scale that nothing lowers (static, the script's own, or with a floor) is too large for gradients that "
+        "a lower one would do for",
+        lambda it: it.kept_scale is not None and it.usable_scale is not None and it.keeps_scale,
+        "{whose_scale} is too large for this step's gradients: {of_half}",
+        {KEPT_SCALE: "kept_scale"},
+        "{cure_of_scale}, which finds the right one by itself; no pin is needed",
+    ),
+    *OF_HALF,
+)
+"""Of a step whose loss or gradients are not finite. The first that holds is the root."""
+
+
+# Losses that are not finite, and gradients that nothing withholds
+
+
+def nonfinite_loss(record: Record) -> Iterator[Finding]:
+    """A loss of inf or NaN, or gradients that nothing withheld from the weights. No calibration explains either.
+
+    Replays decide the cause; without them the code is ``unknown``. Steps that bad weights or a bad batch
+    explain are left out. Of several optimizers the first that shows it counts: NaN goes from one to the others.
+    """
+    found = [finding for timeline in record.timelines for finding in Lost(timeline, record).findings()]
+    yield from sorted(found, key=lambda finding: finding.step)[:1]
+
+
+@dataclass(frozen=True, eq=False)
+class Lost:
+    """The steps of one optimizer whose loss is lost, with nothing before them that explains it.
+
+    Attributes:
+        run: the record of the optimizer alone.
+        whole: the record of all of them.
+    """
+
+    run: Record
+    whole: Record
+
+    @cached_property
+    def steps(self) -> list[Step]:
+        """In order."""
+        spoilt = [bad.step.step for bad in bad_weights(self.whole)] + [one.step for one in spoilt_weights(self.whole)]
+        before = (step for step in self.run.steps if step.step < min(spoilt, default=math.inf))
+        unexplained = (step for step in before if not math.isfinite(step.loss))
+        return [step for step in unexplained if not blamed_in_batch(step, self.whole) and not self._is_of_scale(step)]
+
+    @property
+    def many(self) -> int:
+        """How many there are."""
+        return len(self.steps) + self.whole.left_out.lost
+
+    @property
+    def numbers(self) -> Mapping[str, Any]:
+        """The first such loss, how many there are, and how many of them no scaler withheld; nothing where replays show
+        that an earlier step is to blame."""
+        taken = sum(not step.skipped for step in self.steps)
+        counts = {"loss": self.steps[0].loss, "steps": self.many, "steps_not_skipped": taken}
+        return {} if self.replayed else counts
+
+    @property
+    def silently(self) -> str:
+        """That no scaler withheld them, where none did."""
+        return "" if any(step.skipped for step in self.steps) else ", and the scaler skipped none of them"
+
+    @cached_property
+    def replayed(self) -> list[Evidence]:
+        """Those that were replayed."""
+        numbers = {step.step for step in self.steps}
+        of_loss = (made for made in self.run.investigations if made.why == "loss" and made.step in numbers)
+        return [Evidence(made, self.run) for made in of_loss]
+
+    @cached_property
+    def first_spoilt(self) -> tuple[int, str] | None:
+        """The first step behind which a parameter is not finite, and its name."""
+        stored = [(step.step, counts) for step in self.whole.steps for counts in step.nonfinite]
+        written = ((at, one.name) for at, one in stored if (one.kind, one.when) == ("parameter", "after"))
+        return next(written, None)
+
+    @property
+    def spoilt(self) -> str:
+        """That parameter."""
+        return self.first_spoilt[1] if self.first_spoilt else ""
+
+    @cached_property
+    def origin(self) -> Step:
+        """The first of them; of spoilt weights the first step that was taken though loss or gradients are not
+        finite."""
+        bad = (step for step in self.whole.steps if step.found_inf or not math.isfinite(step.loss))
+        taken = (step for step in bad if not step.skipped and self.replayed)
+        return next(taken, self.steps[0])
+
+    @property
+    def what(self) -> str:
+        """What is not finite there."""
+        is_of_loss = not math.isfinite(self.origin.loss)
+        return f"the loss is {number(self.origin.loss)}" if is_of_loss else "gradients are not finite"
+
+    def place(self, row: Decision[Any]) -> Mapping[str, Any]:
+        """The step where it begins."""
+        phase = "backward" if math.isfinite(self.origin.loss) else "forward"
+        return {"step": self.origin.step, "phase": phase, "parameter": self.spoilt if self.replayed else ""}
+
+    def findings(self) -> Iterator[Finding]:
+        """What replays show, else what nothing decides."""
+        taken = next(self._taken_with_bad_gradients(), None)
+        if taken is not None and all(taken.made.step <= step.step for step in self.steps):
+            yield taken.cause
+            return
+        shown = [one for one in self.replayed if one.is_fp32_finite or not self._is_spoilt(one)]
+        certain = next((one for one in shown if not (one.is_fp32_finite and one.is_in_doubt)), next(iter(shown), None))
+        if certain is not None:
+            yield certain.cause
+        elif self.steps and (self.replayed or not (self.run.script and self._is_of_a_batch(self.steps[0]))):
+            yield first(LOST, self).finding(self)
+
+    def _is_spoilt(self, step: Evidence) -> bool:
+        """An earlier step has spoilt its weights."""
+        return self.first_spoilt is not None and self.first_spoilt[0] < step.made.step
+
+    def _taken_with_bad_gradients(self) -> Iterator[Evidence]:
+        """Where no scaler looks at the gradients, those that are not finite make the weights so."""
+        taken = {step.step: step for step in self.run.steps if not step.skipped}
+        for made in self.run.investigations:
+            if made.why == "gradients" and made.step in taken and not blamed_in_batch(taken[made.step], self.run):
+                yield Evidence(made, self.run)
+
+    def _is_of_scale(self, step: Step) -> bool:
+        """A loss that is made of gradients at the loss scale was lost at one that is too high for it: all steps that
+        were taken had a lower one, and one of them came later."""
+        taken = [other for other in self.run.steps if not other.skipped]
+        is_first_descent = bool(taken) and taken[-1].step > step.step and all(one.scale < step.scale for one in taken)
+        return self.run.scales_gradients and step.skipped and is_first_descent
+
+    def _is_of_a_batch(self, first_lost: Step) -> bool:
+        """The batch of an earlier step is to blame, or that of another in the same row of bad losses: of a script a
+        batch is known only where its step was replayed."""
+        bad = {step.step for step in self.whole.steps if not math.isfinite(step.loss)}
+        last = next(number for number in count(first_lost.step) if number + 1 not in bad)
+        return any(blamed_in_batch(step, self.whole) for step in self.whole.steps if step.step <= last)
+
+
+LOST: tuple[Decision[Lost], ...] = (
+    Decision(
+        UNKNOWN,
+        "an earlier step has spoilt the weights, and no step before it was replayed",
+        lambda lost: bool(lost.replayed),
+        "{what} at step {origin.step}, nothing withheld it, and with it {spoilt} and others became NaN: later steps "
+        "show no more",
+    ),
+    Decision(
+        UNKNOWN,
+        "the loss is not finite, and no replay has shown why",
+        lambda _: True,
+        "the loss is {origin.loss} at step {origin.step:d}, and not finite in {many:d} of {run.steps_run:d} "
+        "steps{silently}: the forward pass itself fails",
+    ),
+)
+"""Of lost losses that no replay explains."""

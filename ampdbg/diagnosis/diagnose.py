@@ -7,26 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
-from itertools import chain
+from dataclasses import dataclass, replace
+from typing import Any
 
-from ampdbg.diagnosis.cause import nonfinite_loss, risen
-from ampdbg.diagnosis.hidden_faults import hidden_faults
+from ampdbg.diagnosis.cause import CAUSES, LOST, nonfinite_loss
+from ampdbg.diagnosis.decisions import Decision, first
+from ampdbg.diagnosis.hidden_faults import HIDDEN, hidden_faults
+from ampdbg.diagnosis.losses import risen
 from ampdbg.diagnosis.misuse import autocast_errors, doubtful_misuses, misuses
 from ampdbg.diagnosis.producers import UNKNOWN
-from ampdbg.diagnosis.scale import UNTOLD, runaway, skips
-from ampdbg.diagnosis.tensors import (
-    DATA,
-    SMALL_UPDATES,
-    WEIGHTS,
-    buffer_poisoned,
-    data_nonfinite,
-    frozen_weights,
-    lost_updates,
-    spoilt_weights,
-    weights_nonfinite,
-)
+from ampdbg.diagnosis.scale import LIMITS, SKIPS, UNTOLD, limits, skips
+from ampdbg.diagnosis.tensors import DATA, POISONED, TENSORS, WEIGHTS, BadTensor, bad_batch, bad_buffers, bad_weights
 from ampdbg.diagnosis.trend import ahead
+from ampdbg.diagnosis.updates import SMALL_UPDATES, frozen_weights, lost_updates, spoilt_weights
 from ampdbg.formats import FLOAT32
 from ampdbg.levels import format_of_config
 from ampdbg.record.codes import CODES
@@ -37,30 +30,43 @@ from ampdbg.record.run import Record, Verdict
 SPOILT = (WEIGHTS, SMALL_UPDATES)
 """What is told of weights that are not finite."""
 
-Family = Callable[[Record], Iterator[Finding]]
+
+@dataclass(frozen=True)
+class Family:
+    """Findings of one kind: ``find`` asks a record for them, by ``decisions`` where they are rows of a table."""
+
+    title: str
+    find: Callable[[Record], Iterator[Finding]]
+    decisions: tuple[Decision[Any], ...] = ()
 
 
-def _each(family: Family) -> Family:
-    """The family asked of one optimizer after another, of those of its steps that have a loss scale."""
-    return lambda record: chain.from_iterable(family(replace(one, steps=one.scaled_steps)) for one in record.timelines)
+def _of_tensors(title: str, found: Callable[[Record], Iterator[BadTensor]], code: str) -> Family:
+    decisions = tuple(one for one in TENSORS if one.code == code)
+    return Family(title, lambda record: (first(TENSORS, bad).finding(bad) for bad in found(record)), decisions)
 
 
-ORDER_OF_DECISION: tuple[Family, ...] = (
-    spoilt_weights,
-    weights_nonfinite,
-    data_nonfinite,
-    misuses,
-    autocast_errors,
-    nonfinite_loss,
-    buffer_poisoned,
-    _each(skips),
-    _each(runaway),
-    hidden_faults,
-    lost_updates,
-    frozen_weights,
-    doubtful_misuses,
-    ahead,
+ORDER_OF_DECISION = (
+    Family("Updates of half weights", spoilt_weights),
+    _of_tensors("Weights before a step", bad_weights, WEIGHTS),
+    _of_tensors("The batch", bad_batch, DATA),
+    Family("Calls in the wrong order", misuses),
+    Family("Errors that autocast causes", autocast_errors),
+    Family("A failing step, by its replays", nonfinite_loss, CAUSES),
+    Family("Lost losses without replays", lambda _: iter(()), LOST),
+    _of_tensors("Buffers behind a step", bad_buffers, POISONED),
+    Family("Skipped steps", skips, SKIPS),
+    Family("The loss scale at the end", limits, LIMITS),
+    Family("A healthy step, by its replays", hidden_faults, HIDDEN),
+    Family("Updates that half weights lose", lost_updates),
+    Family("bfloat16 weights", frozen_weights),
+    Family("Calls that do little harm", doubtful_misuses),
+    Family("What grows towards a limit", ahead),
 )
+
+
+def conditions_of(code: str) -> tuple[str, ...]:
+    """When a code is found, in the order of decision: a condition each, in words."""
+    return tuple(one.when for family in ORDER_OF_DECISION for one in family.decisions if one.code == code)
 
 
 def diagnose(record: Record) -> Record:
@@ -73,13 +79,13 @@ def diagnose(record: Record) -> Record:
     faults: list[Finding] = []
     information: list[Finding] = []
     for family in ORDER_OF_DECISION:
-        for finding in family(record):
+        for finding in family.find(record):
             if finding.severity == "info":
                 is_new = finding.code not in [known.code for known in information]
                 information += [replace(finding, root=None)] * is_new
             # The replays of one step may show two families the same cause: it is reported once.
             elif finding not in [replace(known, root=finding.root) for known in faults]:
-                leads = family is nonfinite_loss and _stands_before(finding, faults, record)
+                leads = family.find is nonfinite_loss and _stands_before(finding, faults, record)
                 faults = _led_by(finding, faults) if leads else [*faults, _behind(finding, faults, record)]
     # Information is left out where there are faults.
     found = tuple(_in_script(finding, record) for finding in faults or information)

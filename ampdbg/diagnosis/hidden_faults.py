@@ -4,8 +4,10 @@ precision."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from ampdbg.agreement import (
     AGREEMENT,
@@ -16,20 +18,21 @@ from ampdbg.agreement import (
     losses_agree,
     noise_floor,
 )
+from ampdbg.diagnosis.decisions import Decision, holding
 from ampdbg.diagnosis.producers import (
     FAR_FROM_FP32,
     Suspect,
     erased_in,
-    finding_at,
     format_of,
     named,
-    overflow,
     overflow_in,
+    placed,
 )
 from ampdbg.diagnosis.scale import GROWTH
 from ampdbg.levels import has_static_scale
 from ampdbg.ops import CHOOSES, base_name
 from ampdbg.quantities import number
+from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Investigation, Record, Replay
 
@@ -40,86 +43,154 @@ STARTS_LOW = (
 HELD_DOWN = (
     "scale the losses apart, a backward pass and a GradScaler for each: at a larger scale other gradients overflow"
 )
+SILENT, UNDERFLOW = "silent-overflow", "gradient-underflow"
+
+
+@dataclass(frozen=True, eq=False)
+class HiddenFault:
+    """What the replays of a step show that looks healthy: its loss and gradients are finite, and FP32's are.
+
+    Attributes:
+        made: its replays.
+        fp32: the one in FP32.
+        record: of the run.
+    """
+
+    made: Investigation
+    fp32: Replay
+    record: Record
+
+    @property
+    def low(self) -> Replay:
+        """The step as it was."""
+        return self.made.low
+
+    @cached_property
+    def is_far(self) -> bool:
+        """The step is further from FP32 than rounding makes it; without its noise floor a difference says nothing."""
+        floor = noise_floor(self.made)
+        return floor is not None and not agrees(self.low, self.fp32, floor)
+
+    @cached_property
+    def hidden(self) -> Suspect | None:
+        """The op that overflows, though all it leads to is finite."""
+        return overflow_in(self.made)
+
+    @cached_property
+    def erased(self) -> Suspect | None:
+        """The op that overflows where FP32 makes a zero of it too, as behind a ReLU."""
+        agree = self.low.gradient_distance is not None and self.low.gradient_distance <= AGREEMENT
+        is_harmless = self.hidden is not None and self.hidden.producer.phase == "backward" and agree and not self.is_far
+        return self.hidden if is_harmless else erased_in(self.made) if self.hidden is None else None
+
+    @property
+    def is_flushed(self) -> bool:
+        """A share of the gradient that counts is zero, or what differs is what was flushed."""
+        is_all = self.is_far and self.hidden is None and bool(self.low.lost)
+        return self.lost_energy > LOST_ENERGY or is_all
+
+    @property
+    def chooses_otherwise(self) -> bool:
+        """A choice alone is far from FP32's, such as which box an object is matched to, and the loss agrees."""
+        first, floor = self.made.first_far, noise_floor(self.made)
+        return first is not None and base_name(first.op) in CHOOSES and losses_agree(self.low, self.fp32, floor)
+
+    @property
+    def lost_energy(self) -> float:
+        """The share of the gradient's sum of squares that is flushed to zero."""
+        return self.low.lost_energy or 0.0
+
+    @property
+    def half(self) -> str:
+        """The format of the step, as messages name it."""
+        return format_of(self.low.dtype).short
+
+    @property
+    def repair(self) -> str:
+        """What raises the loss scale. A dynamic one began so low, or is held down: steps were skipped at the next
+        larger one, where other gradients overflow."""
+        scaled = [step for step in self.record.steps if step.scaler]
+        if has_static_scale(self.record.config) or not scaled:
+            return CODES[UNDERFLOW].remedy
+        skipped = [step.scale for step in scaled if step.skipped and math.isfinite(step.loss)]
+        is_held_down = any(self.low.scale < scale <= GROWTH * self.low.scale for scale in skipped)
+        return HELD_DOWN if is_held_down else STARTS_LOW
+
+    @property
+    def first_far(self) -> str:
+        """The first op that is far from FP32's, in words."""
+        return f"; {named(self.made.first_far)} is the first op that differs" if self.made.first_far else ""
+
+    @property
+    def losses(self) -> str:
+        """The loss in half and in FP32, in words."""
+        return f"the loss is {number(self.low.loss)}, and {number(self.fp32.loss)} in FP32"
+
+    @property
+    def suspect(self) -> Suspect:
+        """The op that overflows."""
+        found = self.hidden or self.erased
+        assert found is not None
+        return found
+
+    @property
+    def numbers(self) -> Mapping[str, Any]:
+        """How far the step is from FP32, and how large the op that overflows is there."""
+        return {
+            "loss": self.low.loss,
+            "loss_in_fp32": self.fp32.loss,
+            "gradient_distance": self.low.gradient_distance,
+            "value": self.suspect.value if self.hidden or self.erased else None,
+        }
+
+    def place(self, row: Decision[Any]) -> Mapping[str, Any]:
+        """The op that overflows, or the first that is far from FP32's."""
+        at = self.suspect.producer if row.code == SILENT else self.made.first_far if row.code == FAR_FROM_FP32 else None
+        return placed(self.made, row.code, at)
+
+
+HIDDEN: tuple[Decision[HiddenFault], ...] = (
+    Decision(
+        SILENT,
+        "an op overflows where FP32 is beyond FP16's limit, all it leads to is finite, and the step is far from FP32",
+        lambda fault: fault.hidden is not None and fault.is_far,
+        "{suspect.reaches}, and a later op turns the inf into a finite value; {losses}",
+    ),
+    Decision(
+        SILENT,
+        "the same, and loss and gradients still agree with FP32's: a warning",
+        lambda fault: fault.hidden is not None and fault.erased is None and not fault.is_far,
+        "{suspect.reaches}, and a later op turns the inf into a finite value; the loss still agrees with FP32's",
+        severity="warning",
+    ),
+    Decision(
+        SILENT,
+        "a gradient overflows, and FP32 makes a zero of it too: information",
+        lambda fault: fault.erased is not None,
+        "{suspect.reaches}, and a later op turns the inf into a zero, as it does in FP32",
+        remedy="",
+        severity="info",
+    ),
+    Decision(
+        UNDERFLOW,
+        "over a tenth of the gradient's energy is zero in half and not in FP32",
+        lambda fault: fault.is_flushed,
+        "at a loss scale of {low.scale}, {half} flushes {lost_energy:.0%} of the gradient's energy to zero",
+        {"loss_scale": "low.scale", "lost_energy": "lost_energy", "lost": "low.lost"},
+        "{repair}",
+    ),
+    Decision(
+        FAR_FROM_FP32,
+        "the step is further from FP32 than 4 times what rounding weights and batch changes, and nothing overflows",
+        lambda fault: fault.is_far and fault.hidden is None and not fault.is_flushed and not fault.chooses_otherwise,
+        "the step differs from FP32 by more than rounding explains: {losses}{first_far}",
+    ),
+)
 
 
 def hidden_faults(record: Record) -> Iterator[Finding]:
-    """What the last step of a run that looks healthy hides."""
+    """What the last step of a run that looks healthy hides; what does not compute the same again cannot be compared."""
     for made in record.investigations:
-        # Code that does not compute the same again cannot be compared with FP32.
         if made.why == "end" and is_finite(made.fp32) and is_finite(made.low) and is_same_run(made):
-            yield from _faults(made, made.fp32, record)
-
-
-def _faults(made: Investigation, fp32: Replay, record: Record) -> Iterator[Finding]:
-    low, floor = made.low, noise_floor(made)
-    # Without its noise floor a difference says nothing.
-    is_far = floor is not None and not agrees(low, fp32, floor)
-    hidden, erased = overflow_in(made), erased_in(made)
-    if hidden is not None:
-        yield _silent_overflow(hidden, fp32, is_far)
-    elif erased is not None:
-        yield _erased_overflow(erased, fp32)
-    if (low.lost_energy or 0.0) > LOST_ENERGY or (is_far and hidden is None and low.lost):
-        yield _underflow(made, record)
-    elif is_far and hidden is None and not _chooses_otherwise(made, fp32):
-        yield _precision_loss(made, fp32)
-
-
-def _silent_overflow(suspect: Suspect, fp32: Replay, is_far: bool) -> Finding:
-    low = suspect.made.low
-    if not is_far and suspect.producer.phase == "backward" and _agree(low):
-        return _erased_overflow(suspect, fp32)
-    result = _losses(low, fp32) if is_far else "the loss still agrees with FP32's"
-    message = f"{overflow(suspect)}, and a later op turns the inf into a finite value; {result}"
-    evidence = {"value": suspect.value, **_against_fp32(low, fp32)}
-    found = finding_at("silent-overflow", suspect.made, message, suspect.producer, **evidence)
-    return found if is_far else replace(found, severity="warning")
-
-
-def _agree(low: Replay) -> bool:
-    return low.gradient_distance is not None and low.gradient_distance <= AGREEMENT
-
-
-def _erased_overflow(suspect: Suspect, fp32: Replay) -> Finding:
-    """A gradient overflowed where FP32 makes a zero of it too, as behind a ReLU."""
-    message = f"{overflow(suspect)}, and a later op turns the inf into a zero, as it does in FP32"
-    evidence = {"value": suspect.value, **_against_fp32(suspect.made.low, fp32)}
-    found = finding_at("silent-overflow", suspect.made, message, suspect.producer, **evidence)
-    return replace(found, severity="info", remedy="")
-
-
-def _underflow(made: Investigation, record: Record) -> Finding:
-    low = made.low
-    flushes = f"{format_of(low.dtype).short} flushes {low.lost_energy or 0.0:.0%} of the gradient's energy to zero"
-    message = f"at a loss scale of {number(low.scale)}, {flushes}"
-    lost = low.lost[:20]
-    found = finding_at(
-        "gradient-underflow", made, message, loss_scale=low.scale, lost_energy=low.lost_energy, lost=lost
-    )
-    if has_static_scale(record.config) or not any(step.scaler for step in record.steps):
-        return found
-    # The scaler is a dynamic one: what keeps its scale down is another gradient, or that it began there.
-    skipped = (step for step in record.steps if step.skipped and step.scaler and math.isfinite(step.loss))
-    is_held = any(low.scale < step.scale <= GROWTH * low.scale for step in skipped)
-    return replace(found, remedy=HELD_DOWN if is_held else STARTS_LOW)
-
-
-def _chooses_otherwise(made: Investigation, fp32: Replay) -> bool:
-    """Whether a choice alone is far from FP32's, such as which box an object is matched to, and the loss agrees."""
-    first, floor = made.first_far, noise_floor(made)
-    return first is not None and base_name(first.op) in CHOOSES and losses_agree(made.low, fp32, floor)
-
-
-def _precision_loss(made: Investigation, fp32: Replay) -> Finding:
-    low = made.low
-    where = f"; {named(made.first_far)} is the first op that differs" if made.first_far else ""
-    message = f"the step differs from FP32 by more than rounding explains: {_losses(low, fp32)}{where}"
-    return finding_at(FAR_FROM_FP32, made, message, made.first_far, **_against_fp32(low, fp32))
-
-
-def _losses(low: Replay, fp32: Replay) -> str:
-    return f"the loss is {number(low.loss)}, and {number(fp32.loss)} in FP32"
-
-
-def _against_fp32(low: Replay, fp32: Replay) -> dict[str, object]:
-    return {"loss": low.loss, "loss_in_fp32": fp32.loss, "gradient_distance": low.gradient_distance}
+            fault = HiddenFault(made, made.fp32, record)
+            yield from (row.finding(fault) for row in holding(HIDDEN, fault))

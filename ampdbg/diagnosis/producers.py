@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from ampdbg.agreement import agrees, is_finite, keeps_its_gradients, noise_floor
 from ampdbg.diagnosis.remedies import remedy_of
 from ampdbg.formats import FLOAT16, FORMATS, FloatFormat
 from ampdbg.ops import CASTS, LOGARITHMS, POLES, POLES_ELSEWHERE, WRITTEN_OUT, base_name
 from ampdbg.quantities import number
-from ampdbg.record.codes import finding_of
-from ampdbg.record.findings import Finding
 from ampdbg.record.run import Investigation, Producer, Replay
 
 NEAR = 0.9
@@ -111,9 +110,83 @@ class Suspect:
         return next((name for name in names if largest.get(name, 0.0) >= self.format.overflow_threshold), None)
 
     @property
-    def divides_by_flushed(self) -> bool:
-        """Whether it divides by a zero that is none in FP32, where it is finite."""
-        return self.producer.divides_by_zero and self.producer.finite_in_fp32 is True
+    def is_flushed(self) -> bool:
+        """Whether it has a pole there, or divides by a zero that is none in FP32, where it is finite."""
+        return self.is_pole or (self.producer.divides_by_zero and self.producer.finite_in_fp32 is True)
+
+    # In words
+
+    @property
+    def name(self) -> str:
+        """The op and its module."""
+        return named(self.producer)
+
+    @property
+    def bare_name(self) -> str:
+        """The op alone."""
+        return op_name(self.producer.op)
+
+    @property
+    def limit(self) -> str:
+        """Where its format ends."""
+        return limit_of(self.format)
+
+    @property
+    def constant(self) -> float:
+        """The magnitude of the constant that it overflows on."""
+        return self.producer.input_largest or self.value or 0.0
+
+    @property
+    def in_batch(self) -> str:
+        """What the batch holds that half cannot, and where."""
+        leaf = self.leaf or ""
+        index = self.made.batch_index.get(leaf, ())
+        where = f" in sample {index[0]}" if index else ""
+        return f"{number(self.made.batch_largest[leaf])}{where} of {leaf or 'its tensor'}"
+
+    @property
+    def magnitude(self) -> str:
+        """Its value in FP32, with the loss scale that it is at."""
+        scale = self.low.scale
+        is_scaled = self.producer.phase == "backward" and scale != 1.0
+        return f"{number(self.value or 0.0)}" + f" at a loss scale of {number(scale)}" * is_scaled
+
+    @property
+    def reaches(self) -> str:
+        """Where it overflows, how far FP32 goes there, and where its format ends."""
+        reach = f"has inputs of up to {self.magnitude}" if self.is_cast else f"reaches {self.magnitude} in FP32"
+        is_above = self.value is not None and self.value > self.format.largest
+        return f"{self.name} {reach}, {'above' if is_above else 'next to'} {self.limit}"
+
+    @property
+    def in_fp32(self) -> str:
+        """How far FP32 goes, where that is known."""
+        return "" if self.value is None else f", where FP32 reaches only {number(self.value)}"
+
+    @property
+    def only_in_fp32(self) -> str:
+        """The same of an op that no overflow explains."""
+        return "" if self.value is None else f" and reaches only {self.magnitude} in FP32"
+
+    @property
+    def departed(self) -> str:
+        """That it is finite, and far larger than FP32's own value."""
+        reached = number(self.producer.output_largest)
+        return f"{self.name} reaches {reached} where FP32 has {self.magnitude}, and a later op overflows"
+
+    @property
+    def takes(self) -> str:
+        """What it does with the value that half has rounded."""
+        name = base_name(self.producer.op)
+        return (
+            "is given" if name in POLES_ELSEWHERE else "takes the logarithm of" if name in LOGARITHMS else "divides by"
+        )
+
+    @property
+    def takes_a_pole(self) -> str:
+        """What it does with the value that half has rounded to where the op is infinite."""
+        at = " or ".join(map(number, POLES_ELSEWHERE.get(base_name(self.producer.op), ()))) or "zero"
+        return f"{self.takes} a value that {format_of(self.low.dtype).short} rounds to {at}"
 
 
 NOTHING_IN_COMMON = 1.0
@@ -180,98 +253,13 @@ def format_of(dtype: str) -> FloatFormat:
     return FORMATS.get(dtype, FLOAT16)
 
 
-def _flushed(suspect: Suspect) -> str:
-    if suspect.divides_by_flushed or not suspect.departs:
-        return f"{named(suspect.producer)} {takes_a_pole(suspect)} and FP32 does not"
-    return f"{_departed(suspect)}: it {_takes(suspect)} a value that half precision has rounded to almost nothing"
-
-
-def _beyond_range(suspect: Suspect) -> str:
-    leaf = suspect.leaf or ""
-    index = suspect.made.batch_index.get(leaf, ())
-    where = f" in sample {index[0]}" if index else ""
-    held = f"the batch holds {number(suspect.made.batch_largest[leaf])}{where} of {leaf or 'its tensor'}"
-    return f"{held}, above {limit_of(suspect.format)}"
-
-
-def _writes_a_constant(suspect: Suspect) -> str:
-    magnitude = suspect.producer.input_largest or suspect.value or 0.0
-    return (
-        f"{named(suspect.producer)} writes a constant of magnitude {number(magnitude)} into a "
-        f"{suspect.format.short} tensor: it becomes infinite there, and rows that are masked throughout become NaN"
-    )
-
-
-def _cancels(suspect: Suspect) -> str:
-    return f"{_departed(suspect)}: its operands cancel, or have lost their digits before it"
-
-
-def precision_cause(suspect: Suspect) -> Finding:
-    """The finding of a step that is finite in FP32 and not in FP16."""
-    survived = survivor(suspect.made)
-    finite = f"; at a loss scale of {number(survived.scale)} it is finite" if survived else ""
-    if survived and suspect.producer.phase == "forward":
-        finite = f"; at a loss scale of {number(survived.scale)} the gradients are finite, and not FP32's"
-    evidence: dict[str, object] = {
-        "value": suspect.value,
-        "limit": None if suspect.departs else suspect.format.largest,
-        "reached": suspect.producer.output_largest if suspect.departs else None,
-        "loss_scale": suspect.low.scale,
-        "survives_scale": survived.scale if survived else None,
-    }
-    code, message_of = next(((code, text) for code, holds, text in DECISIONS if holds(suspect)), ("", overflow))
-    if not code:
-        known = f" and reaches only {_magnitude(suspect)} in FP32" if suspect.value is not None else ""
-        message = f"{named(suspect.producer)} is not finite in {suspect.format.short}{known}: no overflow explains it"
-        return finding_at(UNKNOWN, suspect.made, message + finite, suspect.producer, **evidence)
-    if suspect.leaf is not None:
-        index = suspect.made.batch_index.get(suspect.leaf, ())
-        evidence |= {"name": suspect.leaf, "first_index": list(index)}
-    return finding_at(code, suspect.made, message_of(suspect) + finite, suspect.producer, **evidence)
-
-
-def overflow(suspect: Suspect) -> str:
-    """Where an op overflows, how far FP32 goes there, and where the op's format ends."""
-    verb = "has inputs of up to" if suspect.is_cast else "reaches"
-    where = "" if suspect.is_cast else " in FP32"
-    is_above = suspect.value is not None and suspect.value > suspect.format.largest
-    limit = f"{', above' if is_above else ', next to'} {limit_of(suspect.format)}"
-    return f"{named(suspect.producer)} {verb} {_magnitude(suspect)}{where}{limit}"
-
-
-def _overflow_in_half(suspect: Suspect) -> str:
-    reached = f", where FP32 reaches only {number(suspect.value)}" if suspect.value is not None else ""
-    at = f"at a loss scale of {number(suspect.low.scale)}{reached}"
-    return f"{named(suspect.producer)} exceeds {limit_of(suspect.format)} {at}"
-
-
-DECISIONS: tuple[tuple[str, Callable[[Suspect], bool], Callable[[Suspect], str]], ...] = (
-    ("data-range", lambda suspect: suspect.leaf is not None, _beyond_range),
-    ("mask-constant", lambda suspect: suspect.is_constant, _writes_a_constant),
-    ("eps-underflow", lambda suspect: suspect.divides_by_flushed or suspect.is_pole, _flushed),
-    (FAR_FROM_FP32, lambda suspect: suspect.departs, _cancels),
-    (OVERFLOWS["forward"], lambda suspect: suspect.overflows and suspect.producer.phase == "forward", overflow),
-    (OVERFLOWS["backward"], lambda suspect: suspect.overflows, overflow),
-    (OVERFLOWS["backward"], lambda suspect: suspect.overflows_in_half_alone, _overflow_in_half),
-)
-"""The first that holds is the code, with its message; where none holds, the cause is not known."""
-
-
-def finding_at(code: str, made: Investigation, message: str, at: Producer | None = None, **evidence: object) -> Finding:
-    """A finding at the op, module and line of a producer; evidence that is None is left out."""
-    phase = at.phase if at else "backward" if made.why == "gradients" else "forward"
-    return finding_of(
-        code,
-        made.step,
-        phase,
-        message,
-        remedy=remedy_of(code, at),
-        module=at.module if at else "",
-        op=at.op if at else "",
-        parameter=at.parameter if at else "",
-        source=at.source if at else None,
-        evidence={key: value for key, value in evidence.items() if value is not None},
-    )
+def placed(made: Investigation, code: str, at: Producer | None) -> dict[str, Any]:
+    """The fields of a finding that starts at a producer: step, phase, module, op, parameter, line, and its remedy."""
+    if at is None:
+        phase = "backward" if made.why == "gradients" else "forward"
+        return {"step": made.step, "phase": phase, "remedy": remedy_of(code, at)}
+    fields = {name: getattr(at, name) for name in ("phase", "module", "op", "parameter", "source")}
+    return {"step": made.step, "remedy": remedy_of(code, at), **fields}
 
 
 def named(producer: Producer) -> str:
@@ -291,25 +279,3 @@ def op_name(op: str) -> str:
 def limit_of(fmt: FloatFormat) -> str:
     """Where a format ends, as messages say it."""
     return f"{fmt.short}'s limit of {number(fmt.largest)}"
-
-
-def _magnitude(suspect: Suspect) -> str:
-    scale = suspect.low.scale
-    at_scale = f" at a loss scale of {number(scale)}" if suspect.producer.phase == "backward" and scale != 1.0 else ""
-    return f"{number(suspect.value or 0.0)}{at_scale}"
-
-
-def _departed(suspect: Suspect) -> str:
-    reached = number(suspect.producer.output_largest)
-    return f"{named(suspect.producer)} reaches {reached} where FP32 has {_magnitude(suspect)}, and a later op overflows"
-
-
-def takes_a_pole(suspect: Suspect) -> str:
-    """What an op does with the value that half has rounded to where the op is infinite, as messages say it."""
-    at = " or ".join(map(number, POLES_ELSEWHERE.get(base_name(suspect.producer.op), ()))) or "zero"
-    return f"{_takes(suspect)} a value that {format_of(suspect.low.dtype).short} rounds to {at}"
-
-
-def _takes(suspect: Suspect) -> str:
-    name = base_name(suspect.producer.op)
-    return "is given" if name in POLES_ELSEWHERE else "takes the logarithm of" if name in LOGARITHMS else "divides by"

@@ -8,33 +8,25 @@ Skips are normal at the start and right after the scale has grown. A skip at any
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby, pairwise, takewhile
 from operator import attrgetter
 from statistics import mode
+from typing import Any, Literal
 
 from ampdbg import quantities
-from ampdbg.agreement import is_finite
-from ampdbg.diagnosis.cause import (
-    CALIBRATION,
-    DIVERGENCE,
-    SKIPS_IN_A_ROW,
-    cause_of,
-    failing_elsewhere,
-    first_in_a_row,
-    scale_floor,
-    was_replayed,
-)
-from ampdbg.diagnosis.producers import OVERFLOWS, UNKNOWN, culprit, survivor
+from ampdbg.diagnosis.cause import CALIBRATION, SKIPS_IN_A_ROW, Evidence, scale_floor
+from ampdbg.diagnosis.decisions import Decision, holding
+from ampdbg.diagnosis.producers import UNKNOWN
 from ampdbg.levels import has_static_scale
 from ampdbg.quantities import counted, listed, number
-from ampdbg.record.codes import CODES, finding_of
-from ampdbg.record.findings import Finding, Source
-from ampdbg.record.run import GroupOverflow, Investigation, Record, Step
+from ampdbg.record.codes import CODES
+from ampdbg.record.findings import Finding
+from ampdbg.record.run import GroupOverflow, Record, Step
 
-RUNAWAY = "scale-runaway"
-OSCILLATION, RESTART = "scale-oscillation", "scale-restart"
+RUNAWAY, OSCILLATION, RESTART = "scale-runaway", "scale-oscillation", "scale-restart"
 
 LIMITLESS = 2.0**32
 """A larger loss scale is limited by nothing: a half gradient overflows long before."""
@@ -73,76 +65,6 @@ ROOM = 4.0
 """Other batches may need a scale that is so many times lower than the one at which a step has been run again."""
 
 
-def skips(record: Record) -> Iterator[Finding]:
-    """``scale-calibration`` for skips that are normal; else what keeps overflowing, and ``scale-collapse``.
-
-    A skipped step that a lower scale would have come through is calibration, unless the scale goes on
-    falling; one that no scale cures is a fault, however seldom.
-    """
-    skipped = [step for step in record.steps if step.skipped]
-    if not skipped:
-        return
-    lows = new_lows(record.steps, record.steps_run)
-    investigated = [made for made in record.investigations if made.why == "gradients"]
-    faults = [made for made in investigated if made.reproduced and not is_calibration(made, record)]
-    raised = restart(record) or oscillation(record)
-    if raised is not None and not faults:
-        yield raised
-    elif _follows_gradients(lows, investigated, record):
-        yield _growth(lows, record)
-    elif _keeps_overflowing(record.steps, record.steps_run) and not is_first_descent(investigated, record):
-        # A loss that is not finite makes every gradient so; then the forward pass is the root, found elsewhere.
-        if faults or _overflows_behind_a_finite_loss(record):
-            made = next((one for one in faults or investigated if lasts(one, record)), None)
-            yield _cause(made, record) if made else _overflowing_gradients(skipped, record)
-        is_lower = record.steps[-1].scale < min(record.steps[0].scale, skipped[0].scale)
-        if is_lower and scale_floor(record.steps) is None and not _fails_at_one(record):
-            yield _collapse((lows or skipped)[0].step, len(lows), record)
-    elif faults:
-        yield from _distinct(_cause(made, record) for made in faults)
-    else:
-        yield _calibration(skipped, record)
-
-
-def _distinct(causes: Iterable[Finding]) -> Iterator[Finding]:
-    """The first, and each that is of another kind and another line than those before it."""
-    codes, lines = set[str](), set[Source | None]()
-    for found in causes:
-        if not codes or (found.code not in codes and found.source not in lines):
-            yield found
-        codes.add(found.code)
-        lines.add(found.source)
-
-
-def settled_at(steps: Sequence[Step]) -> float | None:
-    """The last loss scale at which a step was taken, and none skipped since at so small a one; None before that.
-
-    A step whose every gradient was zero would have been taken at any scale, and tells of none.
-    """
-    if _skips_at_the_end(steps) > 1:
-        return None
-    skipped_at = math.inf
-    for step in reversed(steps):
-        if step.skipped:
-            skipped_at = min(skipped_at, step.scale)
-        elif step.scale < skipped_at and step.grad_norm != 0.0:
-            return step.scale
-    return None
-
-
-def new_lows(steps: Sequence[Step], ran: int) -> list[Step]:
-    """The skipped steps that neither a start, in a run of ``ran`` steps, nor a scale just grown explains."""
-    settling = max(SETTLING_STEPS, ran // 10)
-    grown = just_grown(steps)
-    starts = _starts(steps)
-    return [
-        step
-        for step in steps
-        if step.skipped and step.step not in grown
-        if step.iteration - max(start for start in starts if start <= step.iteration) >= settling
-    ]
-
-
 def is_nan_alone(groups: Sequence[GroupOverflow]) -> bool:
     """Whether what is not finite in the gradients of a step is NaN alone, as of a root of zero.
 
@@ -153,354 +75,546 @@ def is_nan_alone(groups: Sequence[GroupOverflow]) -> bool:
     return any(parameter.nan for parameter in counts) and not any(parameter.inf for parameter in counts)
 
 
-def _starts(steps: Sequence[Step]) -> list[int]:
-    """Where a scaler begins: its first step, and those of a new model, as in each fold of a cross-validation.
+@dataclass(frozen=True, eq=False)
+class ScaleCourse:
+    """The loss scale over the steps of one optimizer; of a long run ``ran`` counts those that are left out too."""
 
-    There the scale leaps, and stays; it takes turns where an optimizer has two scalers.
-    """
-    leaps = (
-        now.iteration
-        for before, now, after in zip(steps, steps[1:], steps[2:], strict=False)
-        if now.scale > GROWTH * before.scale and after.scale * GROWTH >= now.scale
-    )
-    return [*(step.iteration for step in steps[:1]), *leaps]
+    steps: Sequence[Step]
+    ran: int
 
+    @cached_property
+    def grown(self) -> set[int]:
+        """The numbers of the steps whose scale is larger than that of the step before."""
+        return {now.step for before, now in pairwise(self.steps) if now.scale > before.scale}
 
-def runaway(record: Record) -> Iterator[Finding]:
-    """``scale-runaway``: a loss scale that nothing limits, or that only works below 1."""
-    if not record.steps:
-        return
-    first, step = record.steps[0], record.steps[-1]
-    if step.scale >= LIMITLESS and step.scale > first.scale and not step.skipped:
-        message = f"the loss scale has grown to {number(step.scale)}, and no gradient limits it"
-        yield finding_of(RUNAWAY, step.step, "backward", message, severity="warning", evidence={"scale": step.scale})
-    elif (failed := _fails_at_one(record)) is not None:
-        loss = number(failed.loss)
-        message = (
-            f"only a loss scale below 1 works ({step.scale:g}): at 1, half gradients of a loss of {loss} are not finite"
+    @cached_property
+    def starts(self) -> list[int]:
+        """Where a scaler begins: its first step, and those of a new model, as in each fold of a cross-validation.
+
+        There the scale leaps, and stays; it takes turns where an optimizer has two scalers.
+        """
+        threes = zip(self.steps, self.steps[1:], self.steps[2:], strict=False)
+        leaps = (
+            now.iteration for before, now, after in threes if after.scale * GROWTH >= now.scale > GROWTH * before.scale
         )
-        yield finding_of(RUNAWAY, step.step, "backward", message, evidence={"scale": step.scale})
+        return [*(step.iteration for step in self.steps[:1]), *leaps]
 
+    @cached_property
+    def lows(self) -> list[Step]:
+        """New lows: the skipped steps that neither a start nor a scale just grown explains."""
+        settling = max(SETTLING_STEPS, self.ran // 10)
+        later = [step for step in self.steps if step.skipped and step.step not in self.grown]
+        begun = (max(start for start in self.starts if start <= step.iteration) for step in later)
+        return [step for step, start in zip(later, begun, strict=True) if step.iteration - start >= settling]
 
-def _fails_at_one(record: Record) -> Step | None:
-    """The step for whose gradients, of a finite loss, a scale of 1 was too large, where the run goes on below it.
-
-    None where no lower scale has been shown to work, and where FP32 does not come through such steps either.
-    """
-    steps = record.steps
-    investigated = (made for made in record.investigations if made.why == "gradients")
-    if not _works_below_one(steps) or any(_fails_in_fp32_too(made, record) for made in investigated):
-        return None
-    failed = (step for step in steps if step.skipped and 1.0 <= step.scale < 2.0 and math.isfinite(step.loss))
-    return next(failed, None)
-
-
-def _works_below_one(steps: Sequence[Step]) -> bool:
-    """Whether the run ends at a scale below 1 that has been shown to work: gradients came through, and more steps in a
-    row than had come through so far down before another skip.
-
-    Where two optimizers share a scaler and the steps of one always fail, those between are the other's.
-    """
-    grown = just_grown(steps)
-    low = [step for step in steps if step.scale < 2.0 and not (step.skipped and step.step in grown)]
-    if steps[-1].scale >= 1.0 or steps[-1].skipped:
-        return False
-    *earlier, last = [list(row) for skipped, row in groupby(low, attrgetter("skipped")) if not skipped]
-    has_gradients = any(0.0 < (step.grad_norm or 0.0) < math.inf for step in last)
-    return has_gradients and all(len(row) < len(last) for row in earlier)
-
-
-def _fails_in_fp32_too(made: Investigation, record: Record) -> bool:
-    """Whether FP32 does not come through the step either, or diverges."""
-    if not was_replayed(made):
-        return False
-    return not is_finite(made.fp32) or cause_of(made, record).code == DIVERGENCE
-
-
-def _cause(made: Investigation, record: Record) -> Finding:
-    """The cause with the first of the skipped steps in a row that end in the replayed one: all have its weights."""
-    found = cause_of(made, record)
-    skipped = {step.step for step in record.steps if step.skipped and math.isfinite(step.loss)}
-    first = first_in_a_row(found.step, skipped, record, failing_elsewhere(made, record))
-    if first == found.step or found.phase not in OVERFLOWS or found.code == DIVERGENCE:
+    @cached_property
+    def relapses(self) -> list[Step]:
+        """The skips after the first step that worked: until then a scale is being found, however short the run."""
+        starts, finding, found = {*self.starts}, True, []
+        for step in self.steps:
+            finding = step.skipped and (finding or step.iteration in starts)
+            found += [step] * (step.skipped and not finding)
         return found
-    message = f"{found.message}; step {found.step} was replayed, and every step from {first} on was skipped"
-    return replace(found, step=first, message=message, evidence={**found.evidence, "replayed_step": found.step})
 
+    @property
+    def skips_at_the_end(self) -> int:
+        """How many steps were skipped since the last that was taken."""
+        return sum(1 for _ in takewhile(lambda step: step.skipped, reversed(self.steps)))
 
-def _follows_gradients(lows: Sequence[Step], investigated: list[Investigation], record: Record) -> bool:
-    """Whether gradients grow and the loss scale follows them: each new low works at once, and loses nothing."""
-    steps = record.steps
-    in_a_row = any(now.skipped and before.skipped for before, now in pairwise(steps) if now in lows)
-    are_many = len(lows) + record.left_out.skipped > record.steps_run // SELDOM
-    if len(lows) < LOWS_OF_A_COLLAPSE or in_a_row or are_many or steps[-1].scale < 1.0:
-        return False
-    return bool(investigated) and all(works_soon_below(made, record) for made in investigated)
+    @cached_property
+    def settled_at(self) -> float | None:
+        """The last loss scale at which a step was taken, and none skipped since at so small a one; None before that.
 
-
-def _keeps_overflowing(steps: Sequence[Step], ran: int) -> bool:
-    return (
-        len(new_lows(steps, ran)) >= LOWS_OF_A_COLLAPSE
-        or _skips_at_the_end(steps) >= SKIPS_IN_A_ROW
-        or steps[-1].scale < 1.0
-        or len(_relapses(steps)) > max(SKIPS_IN_A_ROW, ran // 2)
-    )
-
-
-def _overflows_behind_a_finite_loss(record: Record) -> bool:
-    """Whether the scale would keep falling without the steps whose loss is not finite, and not merely settle."""
-    finite = [step for step in _without_lost(record.steps) if math.isfinite(step.loss)]
-    ran = record.steps_run - len(record.steps) + len(finite)
-    return any(step.skipped for step in finite) and _keeps_overflowing(finite, ran)
-
-
-def _without_lost(steps: Sequence[Step]) -> Iterator[Step]:
-    """The steps with the loss scale that they would have if none whose loss is not finite had moved it."""
-    scale = steps[0].scale
-    for step, after in zip(steps, [*steps[1:], steps[-1]], strict=True):
-        yield replace(step, scale=scale)
-        if math.isfinite(step.loss) and step.scale > 0.0:
-            moved = after.scale / step.scale
-            scale *= moved if step.skipped else max(moved, 1.0)  # steps in between may have been left out
-
-
-def _skips_at_the_end(steps: Sequence[Step]) -> int:
-    return sum(1 for _ in takewhile(lambda step: step.skipped, reversed(steps)))
-
-
-def _relapses(steps: Sequence[Step]) -> list[Step]:
-    """The skips after the first step that worked: until then a scale is being found, however short the run."""
-    starts, finding, relapses = {*_starts(steps)}, True, []
-    for step in steps:
-        finding = step.skipped and (finding or step.iteration in starts)
-        relapses += [step] * (step.skipped and not finding)
-    return relapses
-
-
-def _overflowing_gradients(skipped: Sequence[Step], record: Record) -> Finding:
-    """The groups of the step that hit the fewest: where few groups are hit, they name the place."""
-    lows = new_lows(record.steps, record.steps_run)
-    telling = lows if len(lows) >= LOWS_OF_A_COLLAPSE else skipped
-    telling = [step for step in telling if math.isfinite(step.loss)] or skipped
-    # A long run does not list the groups of every step.
-    with_groups = [step for step in telling if step.groups] or [step for step in skipped if step.groups] or telling
-    narrowest = min(with_groups, key=lambda step: (len(step.groups), step.step))
-    names = [group.name for group in narrowest.groups]
-    many = len(skipped) + record.left_out.skipped
-    paths = [name.split(".")[:-1] for name in names]
-    return finding_of(
-        UNKNOWN,
-        telling[0].step,
-        "backward",
-        f"gradients are not finite in {many} of {record.steps_run} steps, although the loss is; "
-        f"step {narrowest.step} narrows them down to {len(names)} of {len(record.groups)} groups: {listed(names, 3)}",
-        module=".".join(part[0] for part in takewhile(lambda part: len(set(part)) == 1, zip(*paths, strict=False))),
-        parameter=names[0] if len(names) == 1 else "",
-        evidence={
-            "skipped": many,
-            "narrowest_step": narrowest.step,
-            "groups": names[:20],
-        },
-    )
-
-
-def _collapse(start: int, lows: int, record: Record) -> Finding:
-    first, last = record.steps[0].scale, record.steps[-1].scale
-    return finding_of(
-        "scale-collapse",
-        start,
-        "backward",
-        f"the loss scale keeps falling, from {quantities.scale(first)} to {quantities.scale(last)}",
-        evidence={"first_scale": first, "last_scale": last, "new_lows": lows},
-        root=0,
-    )
-
-
-def _growth(lows: Sequence[Step], record: Record) -> Finding:
-    first, last = lows[0], record.steps[-1].scale
-    return finding_of(
-        "gradient-growth",
-        first.step,
-        "backward",
-        f"gradients grow, and the loss scale follows them from {number(first.scale)} to {number(last)} in "
-        f"{len(lows)} single skips; replays are finite at lower ones and lose no gradient there",
-        evidence={"first_scale": first.scale, "last_scale": last, "new_lows": len(lows)},
-    )
-
-
-def _calibration(skipped: Sequence[Step], record: Record) -> Finding:
-    settled, count = settled_at(record.steps), counted(len(skipped), "step")
-    untold, are_many = _untold(record)
-    is_lower = settled is not None and settled < min(record.steps[0].scale, *(step.scale for step in skipped))
-    where = "settles: it has not settled yet, and a longer run will show where it does"
-    saving = f"; GradScaler(init_scale={settled:g}) saves the skipped steps" if is_lower else ""
-    named = ("steps " if untold[1:] else "step ") + listed([str(step.step) for step in untold], 3)
-    explains = "NaN without any inf need not be the scale's at" if untold[:1] == [record.steps[0]] else NOT_EXPLAINED
-    are_few = settled is not None and not are_many and 2 * len(skipped) <= record.steps_run
-    unknown = (
-        f"; {explains} {named}, and no replay has told whether FP32 fails too"
-        + ": so few withheld steps do no harm" * are_few
-    )
-    return finding_of(
-        CALIBRATION,
-        skipped[0].step,
-        "backward",
-        f"the scaler skipped {count} while the loss scale "
-        + (where if settled is None else f"settled at {number(settled)}{': this is normal' * (not untold)}")
-        + unknown * bool(untold),
-        severity="info",
-        remedy="" if settled is None or are_many else f"none is needed{' while they are so few' if untold else saving}",
-        evidence={"skipped": len(skipped)}
-        | ({} if settled is None else {"scale": settled})
-        | ({UNEXPLAINED: [step.step for step in untold[:20]]} if untold else {})
-        | ({UNTOLD: len(untold)} if are_many else {}),
-    )
-
-
-def _untold(record: Record) -> tuple[list[Step], bool]:
-    """The skips that are no plain calibration, and of which no replay has told what they are; and whether they are so
-    many that nothing is known to be well.
-
-    That is where no step at all could be run again, and those between steps that worked are not few, and go on.
-    """
-    replayed = {made.step for made in record.investigations if made.reproduced}
-    grown = just_grown(record.steps)
-    relapses = [step for step in _relapses(record.steps) if step.step not in grown]
-    goes_on = bool(relapses) and record.steps[-1].iteration - relapses[-1].iteration < SETTLING_STEPS
-    are_many = goes_on and not replayed and len(relapses) >= LOWS_OF_A_COLLAPSE
-    behind_sound = (now for before, now in pairwise(record.steps) if not before.skipped and now in relapses)
-    first = (step for step in record.steps[:1] if step.skipped)
-    unlike_a_scale = [step for step in (*first, *behind_sound) if is_nan_alone(step.groups)]
-    untold = (*new_lows(record.steps, record.steps_run), *(relapses if are_many else unlike_a_scale))
-    return [step for step in record.steps if step in untold and step.step not in replayed], are_many
-
-
-# A loss scale that is raised so often, by its scaler or by a new one, that much of the training is lost to it
-
-
-def just_grown(steps: Sequence[Step]) -> set[int]:
-    """The numbers of the steps whose scale is larger than that of the step before."""
-    return {now.step for before, now in pairwise(steps) if now.scale > before.scale}
-
-
-def _tries(steps: Sequence[Step]) -> list[Step]:
-    """The skipped steps whose scale had just grown."""
-    grown = just_grown(steps)
-    return [step for step in steps if step.skipped and step.step in grown]
-
-
-def _are_many(tries: int, record: Record) -> bool:
-    return tries > max(FEW_TRIES, record.steps_run // TOO_OFTEN)
-
-
-def oscillation(record: Record) -> Finding | None:
-    """``scale-oscillation``: how often the scale grows, and what its tries have cost; None where they are few, or
-    where the scale falls all the same."""
-    tries, taken = _tries(record.steps), [step.scale for step in record.steps if not step.skipped]
-    if not (_are_many(len(tries), record) and taken and taken[-1] * GROWTH**2 >= taken[0]):
+        A step whose every gradient was zero would have been taken at any scale, and tells of none.
+        """
+        skipped_at = math.inf
+        for step in reversed(self.steps if self.skips_at_the_end <= 1 else ()):
+            if step.skipped:
+                skipped_at = min(skipped_at, step.scale)
+            elif step.scale < skipped_at and step.grad_norm != 0.0:
+                return step.scale
         return None
-    interval = mode(_steps_to_grow(record.steps))
-    behind = counted(interval, "taken step") if interval > 1 else "every taken step"
-    return finding_of(
-        OSCILLATION,
-        tries[0].step,
-        "backward",
-        f"the loss scale grows after {behind} (growth_interval={interval}), and {len(tries):,} of "
-        f"{record.steps_run:,} steps were skipped right behind that",
-        evidence={"skipped": len(tries), "growth_interval": interval},
-    )
+
+    @cached_property
+    def keeps_falling(self) -> bool:
+        """Skips go on, at the end or all along, or no scale of 1 and more is left."""
+        are_many = len(self.relapses) > max(SKIPS_IN_A_ROW, self.ran // 2)
+        are_low = len(self.lows) >= LOWS_OF_A_COLLAPSE or self.steps[-1].scale < 1.0
+        return are_low or are_many or self.skips_at_the_end >= SKIPS_IN_A_ROW
+
+    @cached_property
+    def of_finite_losses(self) -> ScaleCourse:
+        """The course as it would be if no step whose loss is not finite had moved the scale."""
+        kept, scale = [], self.steps[0].scale
+        for step, after in zip(self.steps, [*self.steps[1:], self.steps[-1]], strict=True):
+            if math.isfinite(step.loss):
+                kept.append(replace(step, scale=scale))
+                moved = after.scale / step.scale if step.scale > 0.0 else 1.0
+                scale *= moved if step.skipped else max(moved, 1.0)  # steps in between may have been left out
+        return ScaleCourse(kept, self.ran - len(self.steps) + len(kept))
+
+    @property
+    def tries(self) -> list[Step]:
+        """The skipped steps whose scale had just grown."""
+        return [step for step in self.steps if step.skipped and step.step in self.grown]
+
+    def are_many(self, tries: Sequence[Step]) -> bool:
+        """So many skips cost a share of the training that counts."""
+        return len(tries) > max(FEW_TRIES, self.ran // TOO_OFTEN)
+
+    @cached_property
+    def scalers(self) -> list[list[Step]]:
+        """The steps of each scaler, in order; all in one where a scaler has come back, as where two take turns."""
+        scaled = [step for step in self.steps if step.scaler]
+        rows = [list(row) for _, row in groupby(scaled, attrgetter("scaler"))]
+        return rows if len(rows) == len({step.scaler for step in scaled}) > 0 else [scaled]
+
+    @property
+    def later_scalers(self) -> list[list[Step]]:
+        """The steps of each scaler that has taken the place of another; else it is of another model, as of a fold."""
+        return [steps for steps in self.scalers[1:] if any(step.succeeds for step in steps)]
+
+    @cached_property
+    def lost_to_scalers(self) -> list[Step]:
+        """The steps that were skipped while the scalers that followed the first settled."""
+        lost = (step for steps in self.later_scalers for step in takewhile(lambda step: step.skipped, steps))
+        return [step for step in lost if math.isfinite(step.loss)]
+
+    @cached_property
+    def growth_interval(self) -> int:
+        """How many steps were taken before a growth, most often, since a skip or the growth before it."""
+        taken, found = 0, []
+        for before, now in pairwise(self.steps):
+            taken = 0 if before.skipped else taken + now.iteration - before.iteration
+            if now.scale > before.scale:
+                found.append(taken)
+                taken = 0
+        return mode(found)
 
 
-def restart(record: Record) -> Finding | None:
-    """``scale-restart``: how often a new scaler takes the place of the last, and what it costs until its scale has
-    settled; None of one scaler, of scalers that take turns or have each their optimizer, and where little is lost."""
-    first, *others = _scalers_in_a_row(record.steps)
-    later = [steps for steps in others if any(step.succeeds for step in steps)]  # else of another model, as of a fold
-    lost = [step for steps in later for step in takewhile(lambda step: step.skipped, steps) if math.isfinite(step.loss)]
-    if not _are_many(len(lost), record):
-        return None
-    begun, taken = later[-1][0], [step.scale for step in record.steps if not step.skipped]
-    apart = _apart([first, *later])
-    found = finding_of(
+Skips = Literal["none", "raised", "following", "falling", "faulty", "settling"]
+"""What the skips of an optimizer are: the price of a scale that is raised too often, growing gradients that the scale
+follows, a scale that keeps falling, steps that no lower scale cures, or a scale that settles."""
+
+
+@dataclass(frozen=True, eq=False)
+class Scaling:
+    """What is known of the loss scale of one optimizer, each fact once: ``run`` is the record of it alone."""
+
+    run: Record
+
+    @cached_property
+    def course(self) -> ScaleCourse:
+        """Of the steps whose loss a scaler has scaled."""
+        scaled = replace(self.run, steps=self.run.scaled_steps)
+        return ScaleCourse(scaled.steps, scaled.steps_run)
+
+    @property
+    def steps(self) -> Sequence[Step]:
+        """The same steps."""
+        return self.course.steps
+
+    @cached_property
+    def skipped(self) -> list[Step]:
+        """Those of them that were skipped."""
+        return [step for step in self.steps if step.skipped]
+
+    @cached_property
+    def replayed(self) -> list[Evidence]:
+        """The steps that were replayed for their gradients."""
+        return [Evidence(made, self.run) for made in self.run.investigations if made.why == "gradients"]
+
+    @cached_property
+    def faults(self) -> list[Evidence]:
+        """Those of them that no lower scale, which a dynamic one will find, would have come through."""
+        return [one for one in self.replayed if one.made.reproduced and not self.is_calibration(one)]
+
+    def is_calibration(self, step: Evidence) -> bool:
+        """Whether FP32 is finite and so is FP16 at a lower scale, which a dynamic scale will find."""
+        is_kept = has_static_scale(self.run.config) or scale_floor(self.steps) is not None
+        if is_kept or step.usable_scale is None or not step.is_fp32_finite:
+            return False
+        code = CODES[step.cause.code]
+        is_of_scale = step.suspect is not None and step.suspect.needs_only_a_scale and code.verdict != "other"
+        return is_of_scale or code.keeps_scale
+
+    @cached_property
+    def has_worked(self) -> bool:
+        """A step with gradients was taken."""
+        return any(not step.skipped and step.grad_norm != 0.0 for step in self.steps)
+
+    def is_cured_before(self, step: Evidence) -> bool:
+        """Whether the run has skipped far below the scale that cures the step: something else is behind those skips,
+        as where another optimizer has the same scaler. Where a scale has worked, gradients may have grown since."""
+        lowest = min((one.scale for one in self.skipped if math.isfinite(one.loss)), default=math.inf)
+        return step.usable_scale is not None and ROOM * lowest < step.usable_scale and not self.has_worked
+
+    def works_soon_below(self, step: Evidence) -> bool:
+        """Whether a loss scale that is soon found below the step's own would have done."""
+        usable = step.usable_scale
+        return usable is not None and usable >= step.made.low.scale / SOON and self.is_calibration(step)
+
+    @cached_property
+    def is_first_descent(self) -> bool:
+        """No scale has worked yet, and the replays show that one will."""
+        will_work = bool(self.replayed) and all(map(self.is_calibration, self.replayed))
+        return will_work and not all(map(self.is_cured_before, self.replayed)) and not self.has_worked
+
+    @cached_property
+    def follows_gradients(self) -> bool:
+        """Gradients grow and the loss scale follows them: each new low works at once, and loses nothing."""
+        lows = self.course.lows
+        in_a_row = any(now.skipped and before.skipped for before, now in pairwise(self.steps) if now in lows)
+        are_many = len(lows) + self.run.left_out.skipped > self.course.ran // SELDOM
+        if len(lows) < LOWS_OF_A_COLLAPSE or in_a_row or are_many or self.steps[-1].scale < 1.0:
+            return False
+        return bool(self.replayed) and all(map(self.works_soon_below, self.replayed))
+
+    @cached_property
+    def restarts(self) -> bool:
+        """A new scaler takes the place of the last again and again, and much is lost until its scale has settled."""
+        return self.course.are_many(self.course.lost_to_scalers)
+
+    @cached_property
+    def oscillates(self) -> bool:
+        """The scale grows so often that much is lost to its tries, and does not fall all the same."""
+        taken = [step.scale for step in self.steps if not step.skipped]
+        return self.course.are_many(self.course.tries) and bool(taken) and taken[-1] * GROWTH**2 >= taken[0]
+
+    @cached_property
+    def skips_are(self) -> Skips:
+        """The first of these that holds."""
+        if not self.skipped:
+            return "none"
+        if (self.restarts or self.oscillates) and not self.faults:
+            return "raised"
+        if self.follows_gradients:
+            return "following"
+        if self.course.keeps_falling and not self.is_first_descent:
+            return "falling"
+        return "faulty" if self.faults else "settling"
+
+    @cached_property
+    def fails_by_itself(self) -> bool:
+        """A scale that falls does so behind finite losses: where no loss is finite, the forward pass is the root."""
+        if self.skips_are != "falling":
+            return False
+        course = self.course.of_finite_losses
+        return bool(self.faults) or (any(step.skipped for step in course.steps) and course.keeps_falling)
+
+    @cached_property
+    def to_blame(self) -> list[Evidence]:
+        """The steps whose cause is that of the skips. Of a scale that falls it is the first that lasts: where replays
+        are finite far above the scales of later skips, something else is behind those."""
+        if self.skips_are == "faulty":
+            return self.faults
+        lasting = (one for one in self.faults or self.replayed if not self._is_passing(one))
+        return [*lasting][: int(self.fails_by_itself)]
+
+    def _is_passing(self, step: Evidence) -> bool:
+        return self.is_calibration(step) and self.is_cured_before(step)
+
+    def causes(self) -> Iterator[Finding]:
+        """Of several the first, and each that is of another kind and another line than those before it."""
+        found: list[Finding] = []
+        for step in self.to_blame:
+            if all(step.cause.code != one.code and step.cause.source != one.source for one in found):
+                found.append(step.cause)
+        yield from found
+
+    @cached_property
+    def fails_at_one(self) -> Step | None:
+        """The step for whose gradients, of a finite loss, a scale of 1 was too large, where the run goes on below it.
+
+        None where no lower scale has been shown to work, and where FP32 does not come through such steps either.
+        """
+        if not self._works_below_one or any(one.is_answered and not one.is_of_precision for one in self.replayed):
+            return None
+        failed = (step for step in self.skipped if 1.0 <= step.scale < 2.0 and math.isfinite(step.loss))
+        return next(failed, None)
+
+    @property
+    def _works_below_one(self) -> bool:
+        """The run ends at a scale below 1 that has been shown to work: gradients came through, and more steps in a row
+        than had come through so far down before another skip.
+
+        Where two optimizers share a scaler and the steps of one always fail, those between are the other's.
+        """
+        if not self.steps or self.steps[-1].scale >= 1.0 or self.steps[-1].skipped:
+            return False
+        low = [one for one in self.steps if one.scale < 2.0 and not (one.skipped and one.step in self.course.grown)]
+        *earlier, last = [list(row) for is_skip, row in groupby(low, attrgetter("skipped")) if not is_skip]
+        has_gradients = any(0.0 < (step.grad_norm or 0.0) < math.inf for step in last)
+        return has_gradients and all(len(row) < len(last) for row in earlier)
+
+    @property
+    def is_limitless(self) -> bool:
+        """The scale has grown beyond all that a half gradient can bear, and the last step was taken."""
+        ends = [step.scale for step in (*self.steps[:1], *self.steps[-1:])]
+        return bool(ends) and ends[-1] >= LIMITLESS and ends[-1] > ends[0] and not self.steps[-1].skipped
+
+    @cached_property
+    def are_many_unexplained(self) -> bool:
+        """No step could be replayed, and skips between steps that worked are not few, and go on."""
+        relapses = self._relapses
+        goes_on = bool(relapses) and self.steps[-1].iteration - relapses[-1].iteration < SETTLING_STEPS
+        return goes_on and not self._explained and len(relapses) >= LOWS_OF_A_COLLAPSE
+
+    @property
+    def _relapses(self) -> list[Step]:
+        return [step for step in self.course.relapses if step.step not in self.course.grown]
+
+    @property
+    def _explained(self) -> set[int]:
+        return {made.step for made in self.run.investigations if made.reproduced}
+
+    @cached_property
+    def unexplained(self) -> list[int]:
+        """The numbers of the skips that are no plain calibration, and of which no replay has shown what they are: new
+        lows, and NaN without any inf behind a step that worked or at the very first; all relapses where those are
+        many."""
+        behind_sound = (now for before, now in pairwise(self.steps) if not before.skipped and now in self._relapses)
+        early = [step for step in (*self.skipped[:1], *behind_sound) if step is self.steps[0] or step in self._relapses]
+        of_nan = [step for step in early if is_nan_alone(step.groups)]
+        found = (*self.course.lows, *(self._relapses if self.are_many_unexplained else of_nan))
+        return [step.step for step in self.steps if step in found and step.step not in self._explained]
+
+    @cached_property
+    def telling(self) -> list[Step]:
+        """The skips that say most: the new lows, where there are enough, with a finite loss."""
+        lows = self.course.lows
+        found = lows if len(lows) >= LOWS_OF_A_COLLAPSE else self.skipped
+        return [step for step in found if math.isfinite(step.loss)] or self.skipped
+
+    @cached_property
+    def narrowest(self) -> Step:
+        """The skipped step that hits the fewest groups: where few groups are hit, they name the place. A long run does
+        not list the groups of every step."""
+        known = [step for step in self.telling if step.groups] or [step for step in self.skipped if step.groups]
+        return min(known or self.telling, key=lambda step: (len(step.groups), step.step))
+
+    @cached_property
+    def groups(self) -> list[str]:
+        """The groups that it hits, by name."""
+        return [group.name for group in self.narrowest.groups]
+
+    @property
+    def module(self) -> str:
+        """The module that they have in common."""
+        parts = zip(*(name.split(".")[:-1] for name in self.groups), strict=False)
+        return ".".join(part[0] for part in takewhile(lambda part: len(set(part)) == 1, parts))
+
+    @property
+    def is_collapse(self) -> bool:
+        """The scale keeps falling, and has fallen."""
+        is_lower = self.skips_are == "falling" and self.last_scale < min(self.first_scale, self.skipped[0].scale)
+        return is_lower and scale_floor(self.steps) is None and self.fails_at_one is None
+
+    # Numbers
+
+    @property
+    def last_scale(self) -> float:
+        """The loss scale at the end."""
+        return self.steps[-1].scale
+
+    @property
+    def first_scale(self) -> float:
+        """The loss scale that it comes down from: where it follows gradients that of the first new low."""
+        return (self.course.lows if self.skips_are == "following" else self.steps)[0].scale
+
+    @property
+    def new_lows(self) -> int:
+        """How many there are."""
+        return len(self.course.lows)
+
+    @property
+    def many(self) -> int:
+        """How many steps were skipped, with those that a long run leaves out."""
+        return len(self.skipped) + self.run.left_out.skipped
+
+    @property
+    def cost(self) -> int:
+        """How many were skipped because the scale is raised too often."""
+        return len(self.course.lost_to_scalers if self.restarts else self.course.tries)
+
+    @property
+    def untold(self) -> int | None:
+        """How many they are, where they are so many that nothing is known to be well."""
+        return len(self.unexplained) if self.are_many_unexplained else None
+
+    @property
+    def scalers(self) -> int:
+        """How many scalers follow one another."""
+        return len(self.course.later_scalers) + 1
+
+    # In words
+
+    @property
+    def hit(self) -> str:
+        """How many groups the narrowest step hits."""
+        return f"{len(self.groups)} of {len(self.run.groups)}"
+
+    @property
+    def from_to(self) -> str:
+        """The first and the last loss scale."""
+        return " to ".join(map(quantities.scale, (self.first_scale, self.last_scale)))
+
+    @property
+    def new_scaler(self) -> str:
+        """The scale of the last scaler, and how often there is another."""
+        rows = [self.course.scalers[0], *self.course.later_scalers]
+        apart = mode(now[0].iteration - before[0].iteration for before, now in pairwise(rows))
+        every = counted(apart, "step") if apart > 1 else "step"
+        return f"a new one, at a loss scale of {quantities.scale(rows[-1][0].scale)}, every {every}"
+
+    @property
+    def repair_of_restarts(self) -> str:
+        """One scaler, or a lower scale to begin with, if a lower one worked."""
+        begun, worked = self.course.later_scalers[-1][0], [step.scale for step in self.steps if not step.skipped]
+        lower = [scale for scale in worked if scale < begun.scale]
+        return f"{CODES[RESTART].remedy}{f', or begin with GradScaler(init_scale={min(lower):g})' if lower else ''}"
+
+    @property
+    def behind(self) -> str:
+        """Behind how many steps the scale grows."""
+        return (
+            counted(self.course.growth_interval, "taken step")
+            if self.course.growth_interval > 1
+            else "every taken step"
+        )
+
+    @property
+    def settles(self) -> str:
+        """Where the scale has settled, and what no replay explains."""
+        settled, steps = self.course.settled_at, self.unexplained
+        where = "settles: it has not settled yet, and a longer run will show where it does"
+        where = where if settled is None else f"settled at {number(settled)}" + ": this is normal" * (not steps)
+        if not steps:
+            return where
+        nan = "NaN without any inf need not be the scale's at" if steps[0] == self.steps[0].step else NOT_EXPLAINED
+        named = ("steps " if steps[1:] else "step ") + listed(map(str, steps), 3)
+        are_few = settled is not None and not self.are_many_unexplained and 2 * len(self.skipped) <= self.course.ran
+        few = ": so few withheld steps do no harm" * are_few
+        return f"{where}; {nan} {named}, and no replay has told whether FP32 fails too{few}"
+
+    @property
+    def advice(self) -> str:
+        """What would save the skips of a scale that has settled."""
+        settled = self.course.settled_at
+        if settled is None or self.are_many_unexplained:
+            return ""
+        is_lower = settled < min(self.steps[0].scale, *(step.scale for step in self.skipped))
+        saving = f"; GradScaler(init_scale={settled:g}) saves the skipped steps" * is_lower
+        return f"none is needed{' while they are so few' if self.unexplained else saving}"
+
+    @property
+    def numbers(self) -> Mapping[str, Any]:
+        """Each finding has its own."""
+        return {}
+
+    def place(self, row: Decision[Any]) -> Mapping[str, Any]:
+        """The step at which it begins; all of it is of the backward pass."""
+        begins = {
+            RESTART: self.course.lost_to_scalers,
+            OSCILLATION: self.course.tries,
+            UNKNOWN: self.telling,
+            CALIBRATION: self.skipped,
+            RUNAWAY: self.steps[-1:],
+        }
+        first = next(iter(begins.get(row.code, self.course.lows or self.skipped)))
+        found = {"step": first.step, "phase": "backward"}
+        if row.code == RESTART and all(step.skipped for step in self.steps):
+            return {**found, "severity": "error"}
+        if row.code == UNKNOWN:
+            return {**found, "module": self.module, "parameter": self.groups[0] if len(self.groups) == 1 else ""}
+        return found
+
+
+# The table
+
+ENDS = {"first_scale": "first_scale", "last_scale": "last_scale", "new_lows": "new_lows"}
+
+SKIPS: tuple[Decision[Scaling], ...] = (
+    Decision(
         RESTART,
-        lost[0].step,
-        "backward",
-        f"{len(later) + 1:,} scalers follow one another: a new one, at a loss scale of "
-        f"{quantities.scale(begun.scale)}, every {counted(apart, 'step') if apart > 1 else 'step'}; {len(lost):,} of "
-        f"{record.steps_run:,} steps were skipped while those behind the first settled",
-        severity="warning" if taken else "error",
-        evidence={"skipped": len(lost), "scalers": len(later) + 1},
-    )
-    at = f", or begin with GradScaler(init_scale={min(taken):g})" if taken and min(taken) < begun.scale else ""
-    return replace(found, remedy=f"{found.remedy}{at}")
+        "new scalers follow one another, and over one step in eight is skipped while those behind the first settle",
+        lambda it: it.skips_are == "raised" and it.restarts,
+        "{scalers} scalers follow one another: {new_scaler}; {cost} of {course.ran} steps were skipped while those "
+        "behind the first settled",
+        {"skipped": "cost", "scalers": "scalers"},
+        "{repair_of_restarts}",
+    ),
+    Decision(
+        OSCILLATION,
+        "over one step in eight is skipped right after the loss scale has grown, and the scale does not fall",
+        lambda it: it.skips_are == "raised" and not it.restarts,
+        "the loss scale grows after {behind} (growth_interval={course.growth_interval:d}), and {cost} of {course.ran} "
+        "steps were skipped right behind that",
+        {"skipped": "cost", "growth_interval": "course.growth_interval"},
+    ),
+    Decision(
+        "gradient-growth",
+        "at least 3 single skips after the scale had settled, and replays of each are finite at most 8 times lower",
+        lambda it: it.skips_are == "following",
+        "gradients grow, and the loss scale follows them from {first_scale} to {last_scale} in {new_lows:d} single "
+        "skips; replays are finite at lower ones and lose no gradient there",
+        ENDS,
+    ),
+    Decision(
+        UNKNOWN,
+        "the loss scale keeps falling behind finite losses, and no replay has shown why",
+        lambda it: it.fails_by_itself and not it.to_blame,
+        "gradients are not finite in {many:d} of {course.ran:d} steps, although the loss is; step {narrowest.step:d} "
+        "narrows them down to {hit} groups: {groups}",
+        {"skipped": "many", "narrowest_step": "narrowest.step", "groups": "groups"},
+    ),
+    Decision(
+        "scale-collapse",
+        "the loss scale keeps falling: 3 new lows, 5 skips in a row at the end, or below 1; it follows from the root",
+        lambda it: it.is_collapse,
+        "the loss scale keeps falling, from {from_to}",
+        ENDS,
+        fields={"root": 0},
+    ),
+    Decision(
+        CALIBRATION,
+        "every skip is at the start or right after growth, or its step is finite at a lower scale: information",
+        lambda it: it.skips_are == "settling",
+        "the scaler skipped {many:step} while the loss scale {settles}",
+        {"skipped": "many", "scale": "course.settled_at", UNEXPLAINED: "unexplained", UNTOLD: "untold"},
+        "{advice}",
+        "info",
+    ),
+)
+
+LIMITS: tuple[Decision[Scaling], ...] = (
+    Decision(
+        RUNAWAY,
+        "the loss scale has grown beyond 2**32, and no gradient limits it",
+        lambda it: it.is_limitless,
+        "the loss scale has grown to {last_scale}, and no gradient limits it",
+        {"scale": "last_scale"},
+        severity="warning",
+    ),
+    Decision(
+        RUNAWAY,
+        "gradients of a finite loss are not finite at a loss scale of 1, FP32's are, and a lower scale works",
+        lambda it: it.fails_at_one is not None,
+        "only a loss scale below 1 works ({last_scale:g}): at 1, half gradients of a loss of {fails_at_one.loss} are "
+        "not finite",
+        {"scale": "last_scale"},
+    ),
+)
 
 
-def _scalers_in_a_row(steps: Sequence[Step]) -> list[list[Step]]:
-    """The steps of each scaler, in order; all in one where a scaler has come back, as where two take turns."""
-    scaled = [step for step in steps if step.scaler]
-    rows = [list(row) for _, row in groupby(scaled, attrgetter("scaler"))]
-    return rows if len(rows) == len({step.scaler for step in scaled}) > 0 else [scaled]
+def skips(record: Record) -> Iterator[Finding]:
+    """For each optimizer the cause of its skips and what follows from it, or ``scale-calibration``."""
+    for scaling in map(Scaling, record.timelines):
+        yield from scaling.causes() if scaling.skipped else ()
+        yield from (row.finding(scaling) for row in holding(SKIPS, scaling))
 
 
-def _apart(rows: Sequence[Sequence[Step]]) -> int:
-    """How many steps lie between the beginnings of two scalers, most often."""
-    return mode(now[0].iteration - before[0].iteration for before, now in pairwise(rows))
-
-
-def _steps_to_grow(steps: Sequence[Step]) -> Iterator[int]:
-    """How many steps were taken before each growth, since a skip or the growth before it."""
-    taken = 0
-    for before, now in pairwise(steps):
-        taken = 0 if before.skipped else taken + now.iteration - before.iteration
-        if now.scale > before.scale:
-            yield taken
-            taken = 0
-
-
-# What a replayed step says of the loss scale: which scales would do for it, and whether the run has borne that out
-
-
-def is_calibration(made: Investigation, record: Record) -> bool:
-    """Whether FP32 is finite and so is FP16 at a lower scale, which a dynamic scale will find."""
-    if has_static_scale(record.config) or scale_floor(record.steps) is not None or _usable_scale(made) is None:
-        return False
-    suspect, code = culprit(made), CODES[cause_of(made, record).code]
-    is_of_scale = suspect is not None and suspect.needs_only_a_scale and code.verdict != "other"
-    return is_finite(made.fp32) and (is_of_scale or code.keeps_scale)
-
-
-def _usable_scale(made: Investigation) -> float | None:
-    """The highest of the lower scales at which everything is finite; None where gradients are lost there."""
-    survived = survivor(made)
-    return survived.scale if survived and not survived.lost else None
-
-
-def is_first_descent(investigated: list[Investigation], record: Record) -> bool:
-    """Whether no scale has worked yet, and the replays show that one will."""
-    will_work = bool(investigated) and all(is_calibration(made, record) for made in investigated)
-    is_refuted = all(_is_cured_before(made, record) for made in investigated)
-    return will_work and not is_refuted and not _has_worked(record)
-
-
-def _has_worked(record: Record) -> bool:
-    return any(not step.skipped and step.grad_norm != 0.0 for step in record.steps)
-
-
-def _is_cured_before(made: Investigation, record: Record) -> bool:
-    """Whether the run has skipped far below the scale that cures the step: something else is behind those skips, as
-    where another optimizer has the same scaler. Where a scale has worked, gradients may have grown since."""
-    usable = _usable_scale(made)
-    lowest = min((step.scale for step in record.steps if step.skipped and math.isfinite(step.loss)), default=math.inf)
-    return usable is not None and ROOM * lowest < usable and not _has_worked(record)
-
-
-def lasts(made: Investigation, record: Record) -> bool:
-    """Whether what replays of a step show goes on: not where they are finite at scales far above those of later skips,
-    behind which something else is."""
-    return not (is_calibration(made, record) and _is_cured_before(made, record))
-
-
-def works_soon_below(made: Investigation, record: Record) -> bool:
-    """Whether a loss scale that is soon found below the step's own would have done."""
-    usable = _usable_scale(made)
-    return usable is not None and usable >= made.low.scale / SOON and is_calibration(made, record)
+def limits(record: Record) -> Iterator[Finding]:
+    """``scale-runaway`` for each optimizer whose loss scale is limited by nothing, or only works below 1."""
+    for scaling in map(Scaling, record.timelines):
+        yield from (row.finding(scaling) for row in holding(LIMITS, scaling))

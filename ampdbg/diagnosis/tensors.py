@@ -1,273 +1,203 @@
-"""Findings about what was bad before or after a step: the batch, the weights and their updates, the buffers."""
+"""What was bad before or after a step: the batch, the weights, the buffers."""
 
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ampdbg.agreement import is_finite
+from ampdbg.diagnosis.decisions import Decision
 from ampdbg.diagnosis.producers import suspects
-from ampdbg.quantities import counted, listed, number
-from ampdbg.record.codes import CODES, finding_of
-from ampdbg.record.findings import Finding
-from ampdbg.record.run import FrozenParameter, Investigation, Producer, Record, Step, TensorCounts
+from ampdbg.record.codes import CODES
+from ampdbg.record.run import Investigation, Producer, Record, Step, TensorCounts
 
-WEIGHTS, SMALL_UPDATES, FROZEN = "weights-nonfinite", "optimizer-underflow", "frozen-weights"
-DATA = "data-nonfinite"
-
-POISONED = "buffer-poisoned"
+DATA, WEIGHTS, POISONED = "data-nonfinite", "weights-nonfinite", "buffer-poisoned"
 
 NORM_STATISTICS = ("running_mean", "running_var")
 """The buffers of torch's norms, and what others call theirs of the same kind."""
 
-FALLS = 0.9
-"""A loss whose mean falls below this share of what it was at first is said to fall."""
 
-MOST_OF_THE_UPDATE = 0.5
-"""Where a larger share of the updates' sum of squares moves no weight, training stands still."""
+@dataclass(frozen=True, eq=False)
+class BadTensor:
+    """A tensor that is not finite, of which nothing shows that it is meant; ``alike`` is how many more are."""
 
-LARGER_EPS = ", or use an eps that half holds: eps=1e-6 (it changes the updates slightly)"
+    record: Record
+    step: Step
+    counts: TensorCounts
+    alike: int = 0
+
+    def place(self, row: Decision[Any]) -> Mapping[str, Any]:
+        """The step and the tensor; of a buffer also its module, and the op that overflowed, where that is known. NaN in
+        weights that hurt no step is a warning."""
+        kind, name = self.counts.kind, self.counts.name
+        found = {"step": self.step.step, "phase": "data" if kind == "batch" else "forward"}
+        found |= {"parameter": name} if kind != "batch" else {}
+        did_harm = not all(map(is_healthy, self.record.steps))
+        found |= {"module": name.rpartition(".")[0]} if self.is_left else {}
+        found |= {"severity": "warning"} if row.code == WEIGHTS and not did_harm else {}
+        return found | ({"op": self.writer.op, "source": self.writer.source} if self.is_left and self.writer else {})
+
+    @property
+    def numbers(self) -> Mapping[str, Any]:
+        """How much of the tensor is not finite, and where that begins."""
+        counts = {name: getattr(self.counts, name) for name in ("name", "inf", "nan", "size")}
+        return counts | {"first_index": list(self.counts.first_index)}
+
+    @property
+    def is_left(self) -> bool:
+        """It is a buffer that the step itself has left so."""
+        return (self.counts.kind, self.counts.when) == ("buffer", "after")
+
+    @cached_property
+    def writer(self) -> Producer | None:
+        """The op that overflowed in the step, where it was replayed and FP32 is finite there."""
+        made = finite_in_fp32(self.record, self.step)
+        return next((suspect.producer for suspect in suspects(made[0])), None) if made else None
+
+    @property
+    def is_shown(self) -> bool:
+        """The loss of its step is lost, or an op that overflows is known."""
+        return not math.isfinite(self.step.loss) or self.writer is not None
+
+    @property
+    def is_of_a_norm(self) -> bool:
+        """It is a statistic of a norm, into which only what overflows writes inf; a script may write inf into a buffer
+        of its own, such as the best loss so far."""
+        return self.counts.name.rpartition(".")[2] in NORM_STATISTICS
+
+    @property
+    def finite_in_fp32(self) -> bool | None:
+        """As evidence that the verdict reads: FP32 keeps it finite where an op is known."""
+        return True if self.writer else None
+
+    # In words
+
+    @property
+    def values(self) -> str:
+        """How many of its values are inf and NaN."""
+        kinds = ((self.counts.inf, "inf"), (self.counts.nan, "NaN"))
+        parts = [f"{number} {name}" for number, name in kinds if number]
+        return f"{' and '.join(parts)} among {self.counts.size} values"
+
+    @property
+    def place_in_batch(self) -> str:
+        """The leaf, and the first sample."""
+        sample = f", first in sample {self.counts.first_index[0]}" if self.counts.first_index else ""
+        return f"{self.counts.name or 'its tensor'}{sample}"
+
+    @property
+    def left(self) -> str:
+        """What a step has left in a buffer."""
+        return f"buffer {self.counts.name} holds {self.values} after step {self.step.step}"
+
+    @property
+    def more(self) -> str:
+        """How many others are not finite."""
+        return f", and so do {self.alike} more" if self.alike else ""
+
+    @property
+    def repair(self) -> str:
+        """Where to look for what wrote bad weights."""
+        at = self.step.step
+        return f"look at step {at - 1}, whose update wrote them" if at else CODES[WEIGHTS].remedy
 
 
-def data_nonfinite(record: Record) -> Iterator[Finding]:
-    """``data-nonfinite``: the first batch whose inf or NaN made its step fail.
-
-    Masks of -inf and NaN for missing values are common in batches: what a healthy step holds too, or what
-    FP32 comes through, is meant.
-    """
-    for step in record.steps:
-        bad = blamed_in_batch(step, record)
-        if bad is not None:
-            sample = f", first in sample {bad.first_index[0]}" if bad.first_index else ""
-            yield finding_of(
-                DATA,
-                step.step,
-                "data",
-                f"the batch of step {step.step} holds {counted_values(bad)} in {bad.name or 'its tensor'}{sample}",
-                evidence=_evidence(bad),
-            )
-            return
+def bad_batch(record: Record) -> Iterator[BadTensor]:
+    """The first batch whose inf or NaN made its step fail."""
+    found = ((step, blamed_in_batch(step, record)) for step in record.steps)
+    yield from [BadTensor(record, step, counts) for step, counts in found if counts is not None][:1]
 
 
 def blamed_in_batch(step: Step, record: Record) -> TensorCounts | None:
-    """The leaf of the step's batch whose inf or NaN made it fail; None where there is none."""
+    """The leaf of the step's batch whose inf or NaN made it fail; None where there is none.
+
+    Masks of -inf and NaN for missing values are common in batches: what a healthy step holds too, or what FP32 comes
+    through, is meant.
+    """
     bad = [counts for counts in step.nonfinite if counts.kind == "batch"]
-    if not bad or _is_healthy(step) or _finite_in_fp32(record, step):
+    if not bad or is_healthy(step) or finite_in_fp32(record, step):
         return None
-    meant = {
-        (counts.name, counts.nan > 0)
-        for other in record.steps
-        if _is_healthy(other)
-        for counts in other.nonfinite
-        if counts.kind == "batch"
-    }
+    healthy = (other for other in record.steps if is_healthy(other))
+    meant = {(one.name, one.nan > 0) for other in healthy for one in other.nonfinite if one.kind == "batch"}
     return next((counts for counts in bad if (counts.name, counts.nan > 0) not in meant), None)
 
 
-def weights_nonfinite(record: Record) -> Iterator[Finding]:
-    """``weights-nonfinite``: parameters or buffers that were bad before a forward pass.
+def bad_weights(record: Record) -> Iterator[BadTensor]:
+    """The first parameter or buffer that was bad before a forward pass.
 
-    A buffer of -inf, or a frozen parameter, is mostly a mask: FP32 decides, or a healthy step that had it too. NaN in
-    weights that hurt no step is a warning.
+    A buffer of -inf, or a frozen parameter, is mostly a mask: FP32 decides, or a healthy step that had it too. A
+    skipped step writes no parameter: one that is bad after it was bad before it.
     """
-    last_healthy = max((step.step for step in record.steps if _is_healthy(step)), default=-1)
+    last_healthy = max((step.step for step in record.steps if is_healthy(step)), default=-1)
     for step in record.steps:
-        bad = [counts for counts in step.nonfinite if _was_bad_before(counts, step)]
-        if step.step <= last_healthy or _finite_in_fp32(record, step):
-            bad = [counts for counts in bad if counts.nan or (counts.kind == "parameter" and not counts.frozen)]
-        if bad:
-            yield finding_of(
-                WEIGHTS,
-                step.step,
-                "forward",
-                f"{bad[0].kind} {bad[0].name} holds {counted_values(bad[0])} before the forward pass of step "
-                f"{step.step}" + (f", and so do {len(bad) - 1} more" if len(bad) > 1 else ""),
-                severity="error" if not all(map(_is_healthy, record.steps)) else "warning",
-                parameter=bad[0].name,
-                remedy=CODES[WEIGHTS].remedy
-                if step.step == 0
-                else f"look at step {step.step - 1}, whose update wrote them",
-                evidence=_evidence(bad[0]),
-            )
+        stored = [one for one in step.nonfinite if one.kind != "batch"]
+        before = [one for one in stored if one.when == "before" or (one.kind == "parameter" and step.skipped)]
+        if step.step <= last_healthy or finite_in_fp32(record, step):
+            before = [one for one in before if one.nan or (one.kind == "parameter" and not one.frozen)]
+        if before:
+            yield BadTensor(record, step, before[0], len(before) - 1)
             return
 
 
-def spoilt_weights(record: Record) -> Iterator[Finding]:
-    """``optimizer-underflow``: an update of half weights that is not finite, where FP32's is."""
-    seen = record.half_updates
-    if seen is None or seen.spoilt_step is None or not seen.spoilt:
-        return
-    why = f": eps={seen.vanishing_eps:g} is 0 in half" if seen.vanishing_eps else ""
-    yield finding_of(
-        SMALL_UPDATES,
-        seen.spoilt_step,
-        "optimizer",
-        f"the update of step {seen.spoilt_step} makes {_named(seen.spoilt)} non-finite although all "
-        f"gradients are finite, and so is the same update in FP32{why}",
-        parameter=seen.spoilt[0],
-        remedy=CODES[SMALL_UPDATES].remedy + (LARGER_EPS if seen.vanishing_eps else ""),
-        evidence={"parameters": list(seen.spoilt[:20]), "eps": seen.vanishing_eps},
-    )
+def bad_buffers(record: Record) -> Iterator[BadTensor]:
+    """The first buffer that a step has left bad and FP32 leaves finite, with a lost loss or an op that shows why, or of
+    a norm; else the first of all that are bad."""
+    meant = {name for made in record.investigations if is_finite(made.fp32) for name in made.fp32.buffers}
+    found = [BadTensor(record, step, counts) for step in record.steps for counts in step.nonfinite]
+    left = [bad for bad in found if bad.is_left and bad.counts.name not in meant]
+    yield from [bad for bad in left if bad.is_shown or bad.is_of_a_norm][:1] or left[:1]
 
 
-def lost_updates(record: Record) -> Iterator[Finding]:
-    """``optimizer-underflow``: updates so small that half weights round back to where they were."""
-    seen = record.half_updates
-    if seen is None or not seen.lost or (seen.lost_energy or 0.0) <= MOST_OF_THE_UPDATE:
-        return
-    yield finding_of(
-        SMALL_UPDATES,
-        record.steps[0].step,
-        "optimizer",
-        f"{seen.steps} steps lose {seen.lost_energy:.0%} of the updates' energy, most of it in "
-        f"{_named(seen.lost)}: "
-        "half weights cannot move by less than half a unit in their last place",
-        parameter=seen.lost[0],
-        evidence={"parameters": list(seen.lost[:20]), "lost_energy": seen.lost_energy},
-    )
-
-
-def frozen_weights(record: Record) -> Iterator[Finding]:
-    """``frozen-weights``: bfloat16 weights that stay where they are, step after step."""
-    seen = record.half_updates
-    if seen is None or not seen.frozen:
-        return
-    worst = sorted(seen.frozen, key=lambda one: (-one.still, -one.unmoved))
-    many = f"in {counted(seen.steps, 'step')} {counted(len(worst), 'bfloat16 parameter')} lose most of their updates"
-    parts = {"gradient's part": seen.lost_gradient, "weight decay": seen.lost_decay}
-    apart = listed([f"{value:.0%} of the {what}" for what, value in parts.items() if value is not None])
-    lost = f"{seen.lost_energy or 0.0:.0%} of all updates' energy is lost{f' ({apart})' if apart else ''}"
-    yield finding_of(
-        FROZEN,
-        record.steps[0].step,
-        "optimizer",
-        f"{many}, first of all {_still(worst[0], seen.steps)}; {lost}{_falls(record.steps)}",
-        severity="warning",
-        parameter=worst[0].name,
-        evidence={
-            "parameters": [one.name for one in worst[:20]],
-            "lost_energy": seen.lost_energy,
-            "lost_gradient": seen.lost_gradient,
-            "lost_decay": seen.lost_decay,
-        },
-    )
-
-
-def _still(one: FrozenParameter, steps: int) -> str:
-    if one.still == steps:
-        return f"{one.name}, of which no entry ever moves"
-    return f"{one.name}, of which {one.unmoved:.0%} of the entries stay where they are in a step"
-
-
-def _falls(steps: Sequence[Step]) -> str:
-    """What speaks for a run that goes on learning with the weights that do move."""
-    tenth = len(steps) // 10 or 1
-    first, last = (statistics.fmean(step.loss for step in some) for some in (steps[:tenth], steps[-tenth:]))
-    return f"; the loss falls from {number(first)} to {number(last)} all the same" if last < FALLS * first else ""
-
-
-def buffer_poisoned(record: Record) -> Iterator[Finding]:
-    """``buffer-poisoned``: a buffer that was finite before a step and is not after it, and is finite in FP32.
-
-    A script may write inf into a buffer of its own, such as the best loss so far: where no loss was lost, and no op is
-    known, it is information. Only what overflows writes inf into the statistics of a norm.
-    """
-    meant: Finding | None = None
-    for step in record.steps:
-        bad = [
-            counts
-            for counts in step.nonfinite
-            if counts.kind == "buffer" and counts.when == "after" and not _is_meant(counts, record)
-        ]
-        at = _poisoned_by(step, record) if bad else None
-        is_shown = at is not None or not math.isfinite(step.loss)
-        spoilt = [counts for counts in bad if is_shown or counts.name.rpartition(".")[2] in NORM_STATISTICS]
-        if spoilt:
-            yield _poisoned(step, spoilt[0], at) if is_shown else _poisoned_before(step, spoilt[0])
-            return
-        if bad and meant is None:
-            meant = _perhaps_meant(step, bad[0])
-    if meant is not None:
-        yield meant
-
-
-def _poisoned(step: Step, bad: TensorCounts, at: Producer | None) -> Finding:
-    what = "and stays so: skipping a step does not restore buffers, and evaluation will use this one"
-    # Only a buffer that FP32 keeps finite has an op.
-    shown = {"op": at.op, "source": at.source, "evidence": {**_evidence(bad), "finite_in_fp32": True}} if at else {}
-    return _of_buffer(step, bad, f" {what}", **shown)
-
-
-def _poisoned_before(step: Step, bad: TensorCounts) -> Finding:
-    """What is found at the end of a run, or behind a step that looks at buffers for another reason: buffers are looked
-    at in no healthy step, and a script may give up a pass."""
-    what = (
-        ", whose own loss is finite: what overflows or is given inf or NaN in another pass, also in one whose loss is "
-        "not used, may have written it"
-    )
-    remedy = "look for inf and NaN in what the model is given, and for what overflows, then reset the buffer"
-    return _of_buffer(step, bad, what, remedy=remedy)
-
-
-def _perhaps_meant(step: Step, bad: TensorCounts) -> Finding:
-    """What no loss shows may be the script's own doing."""
-    what = (
-        ", though the loss of that step is finite: the script may write that itself, or an op that leads to no loss "
-        "overflows"
-    )
-    return _of_buffer(step, bad, what, severity="info", remedy="")
-
-
-def _of_buffer(step: Step, bad: TensorCounts, what: str, **fields: Any) -> Finding:
-    message = f"buffer {bad.name} holds {counted_values(bad)} after step {step.step}{what}"
-    fields = {"parameter": bad.name, "module": bad.name.rpartition(".")[0], "evidence": _evidence(bad)} | fields
-    return finding_of(POISONED, step.step, "forward", message, **fields)
-
-
-def _poisoned_by(step: Step, record: Record) -> Producer | None:
-    """The op that overflowed in the step, where it was replayed and FP32 is finite there."""
-    made = next(iter(_finite_in_fp32(record, step)), None)
-    return next((suspect.producer for suspect in suspects(made)), None) if made else None
-
-
-def _is_meant(counts: TensorCounts, record: Record) -> bool:
-    """Whether a finite step in FP32 leaves the buffer like this too."""
-    return any(counts.name in made.fp32.buffers for made in record.investigations if is_finite(made.fp32))
-
-
-def _is_healthy(step: Step) -> bool:
+def is_healthy(step: Step) -> bool:
+    """Loss and gradients of the step are finite."""
     return math.isfinite(step.loss) and not step.found_inf
 
 
-def _finite_in_fp32(record: Record, step: Step) -> list[Investigation]:
+def finite_in_fp32(record: Record, step: Step) -> list[Investigation]:
     """The investigations of the step whose replay in FP32 is finite."""
     return [made for made in record.investigations if made.step == step.step and is_finite(made.fp32)]
 
 
-def _was_bad_before(counts: TensorCounts, step: Step) -> bool:
-    """A skipped step writes no parameter: one that is bad after it was bad before it."""
-    if counts.kind == "batch":
-        return False
-    return counts.when == "before" or (counts.kind == "parameter" and step.skipped)
-
-
-def _named(names: tuple[str, ...]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more half parameters"
-
-
-def counted_values(counts: TensorCounts) -> str:
-    """How many of a tensor's values are inf and NaN, in words."""
-    parts = [f"{number} {name}" for number, name in ((counts.inf, "inf"), (counts.nan, "NaN")) if number]
-    return f"{' and '.join(parts)} among {counts.size} values"
-
-
-def _evidence(counts: TensorCounts) -> dict[str, object]:
-    return {
-        "name": counts.name,
-        "inf": counts.inf,
-        "nan": counts.nan,
-        "size": counts.size,
-        "first_index": list(counts.first_index),
-    }
+TENSORS: tuple[Decision[BadTensor], ...] = (
+    Decision(
+        DATA,
+        "the step fails on a batch with inf or NaN where no healthy step has any, and FP32 does not come through it",
+        lambda bad: bad.counts.kind == "batch",
+        "the batch of step {step.step:d} holds {values} in {place_in_batch}",
+    ),
+    Decision(
+        WEIGHTS,
+        "a parameter or a buffer is inf or NaN before the forward pass; not of a mask that FP32 or a healthy step has",
+        lambda bad: not bad.is_left,
+        "{counts.kind} {counts.name} holds {values} before the forward pass of step {step.step:d}{more}",
+        remedy="{repair}",
+    ),
+    Decision(
+        POISONED,
+        "a buffer is finite before the step and not after it, FP32 leaves it finite, and the loss is lost or an op "
+        "overflows",
+        lambda bad: bad.is_shown,
+        "{left} and stays so: skipping a step does not restore buffers, and evaluation will use this one",
+        {"finite_in_fp32": "finite_in_fp32"},
+    ),
+    Decision(
+        POISONED,
+        "the statistic of a norm is not finite at the end, or behind a step that was looked at for another reason",
+        lambda bad: bad.is_of_a_norm,
+        "{left}, whose own loss is finite: what overflows or is given inf or NaN in another pass, also in one whose "
+        "loss is not used, may have written it",
+        remedy="look for inf and NaN in what the model is given, and for what overflows, then reset the buffer",
+    ),
+    Decision(
+        POISONED,
+        "another buffer is not finite, and no loss shows it: information",
+        lambda _: True,
+        "{left}, though the loss of that step is finite: the script may write that itself, or an op that leads to no "
+        "loss overflows",
+        remedy="",
+        severity="info",
+    ),
+)

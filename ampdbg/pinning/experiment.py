@@ -10,7 +10,7 @@ from pathlib import PurePath
 from typing import Literal
 
 from ampdbg.agreement import LOST_ENERGY, agrees, is_finite, losses_agree, noise_floor
-from ampdbg.diagnosis.producers import Suspect, named, suspects, takes_a_pole
+from ampdbg.diagnosis.producers import Suspect, suspects
 from ampdbg.quantities import listed, number
 from ampdbg.record.findings import Source
 from ampdbg.record.pins import PinSite, Trial
@@ -197,7 +197,7 @@ def health_of(made: Investigation, *, is_silent: bool) -> Health:
     if lost > LOST_ENERGY:
         return Health(False, f"{lost:.0%} of the gradient's energy is flushed to zero", guilty)
     if is_silent and guilty:
-        return Health(False, f"{named(guilty[0].producer)} still overflows and erases itself", guilty)
+        return Health(False, f"{guilty[0].name} still overflows and erases itself", guilty)
     return Health(True)
 
 
@@ -237,9 +237,9 @@ def _goes_wrong(suspect: Suspect) -> str:
     why = ""
     if suspect.overflows:
         why = f" reaches {number(suspect.value)}"
-    elif suspect.divides_by_flushed:
-        why = f" {takes_a_pole(suspect)}"
-    return f"{named(suspect.producer)}{_place(suspect.producer.source)}{why}"
+    elif suspect.is_flushed and suspect.producer.divides_by_zero:
+        why = f" {suspect.takes_a_pole}"
+    return f"{suspect.name}{_place(suspect.producer.source)}{why}"
 
 
 def _place(source: Source | None) -> str:

@@ -12,7 +12,8 @@ from typing import Any, Literal
 import torch
 
 from ampdbg.agreement import AGREEMENT, agrees, is_finite, is_same_run
-from ampdbg.diagnosis.cause import SKIPS_IN_A_ROW, may_have_risen
+from ampdbg.diagnosis.cause import SKIPS_IN_A_ROW
+from ampdbg.diagnosis.losses import may_have_risen
 from ampdbg.diagnosis.producers import culprit, overflow_in
 from ampdbg.diagnosis.scale import is_nan_alone
 from ampdbg.formats import FLOAT16

@@ -24,7 +24,10 @@ SECTIONS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Explanation:
-    """What there is to know about one code; the sections are Markdown: paragraphs, lists with ``-``, fenced code."""
+    """What there is to know about one code; the sections are Markdown: paragraphs, lists with ``-``, fenced code.
+
+    The decision begins with the conditions of the table that the diagnosis itself goes by.
+    """
 
     code: str
     family: str
@@ -51,12 +54,20 @@ def explanations() -> tuple[Explanation, ...]:
 def _parsed(code: Code) -> Explanation:
     from importlib import resources  # 5 ms that `ampdbg --help` need not wait for
 
+    from ampdbg.diagnosis.diagnose import conditions_of  # and as many of the table
+
     file = resources.files("ampdbg") / "record" / "explanations" / f"{code.name}.md"
     title, *parts = file.read_text(encoding="utf-8").removeprefix("# ").split("\n## ")
     bodies = {heading: body.strip() for heading, _, body in (part.partition("\n") for part in parts)}
+    conditions = "".join(f"- {_sentence(when)}\n" for when in conditions_of(code.name))
+    bodies[SECTIONS["decision"]] = f"{conditions}\n{bodies[SECTIONS['decision']]}".strip()
     return Explanation(
         code.name, code.family, title.strip(), **{field: bodies[heading] for field, heading in SECTIONS.items()}
     )
+
+
+def _sentence(words: str) -> str:
+    return f"{words[0].upper()}{words[1:]}."
 
 
 def _suggestion(given: str) -> str:

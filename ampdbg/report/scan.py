@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from ampdbg.diagnosis.cause import KEPT_SCALE
-from ampdbg.diagnosis.scale import UNEXPLAINED, settled_at
+from ampdbg.diagnosis.scale import UNEXPLAINED, ScaleCourse
 from ampdbg.formats import FLOAT32, FORMATS
 from ampdbg.levels import format_of_config
 from ampdbg.obstacles import obstacle_in
@@ -137,7 +137,7 @@ def _headline_facts(finding: Finding, record: Record) -> dict[str, str]:
     if not steps:
         return facts
     first, last = scale(steps[0].scale), scale(steps[-1].scale)
-    settled = settled_at(steps)
+    settled = ScaleCourse(steps, len(steps)).settled_at
     is_normal = record.verdict == "healthy" and not finding.evidence.get(UNEXPLAINED)
     normal = ", which is normal" if is_normal else ""
     return facts | {

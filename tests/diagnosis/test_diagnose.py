@@ -14,7 +14,7 @@ from ampdbg.commands.scan import exit_code
 from ampdbg.diagnosis.cause import cause_of
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.diagnosis.producers import culprit
-from ampdbg.diagnosis.scale import UNTOLD, new_lows
+from ampdbg.diagnosis.scale import UNTOLD, ScaleCourse
 from ampdbg.quantities import number
 from ampdbg.record.findings import Finding, Source
 from ampdbg.record.run import (
@@ -233,7 +233,7 @@ def test_one_skip_after_every_growth_is_healthy() -> None:
     pattern = "xx" + ("." * 10 + "x") * 12 + "." * 5
     steps = steps_of(pattern, interval=10)
     assert sum(step.skipped for step in steps) == 14
-    assert new_lows(steps, len(steps)) == []
+    assert ScaleCourse(steps, len(steps)).lows == []
     assert diagnosed(steps).verdict == "healthy"
 
 
@@ -635,7 +635,8 @@ def test_an_overflow_does_not_follow_from_a_later_one(monkeypatch: pytest.Monkey
 
     later, earlier, collapse = found("forward-overflow", 9), found("gradient-overflow", 3), found("scale-collapse", 3)
     collapse = replace(collapse, root=0)
-    monkeypatch.setattr(diagnosis, "ORDER_OF_DECISION", [lambda record: iter((later, earlier, collapse))])
+    family = diagnosis.Family("any", lambda record: iter((later, earlier, collapse)))
+    monkeypatch.setattr(diagnosis, "ORDER_OF_DECISION", [family])
     assert [finding.root for finding in diagnosed(()).findings] == [None, None, 1]
     later = replace(later, step=2)
     assert [finding.root for finding in diagnosed(()).findings] == [None, 0, 0]
@@ -710,7 +711,7 @@ def test_an_optimizer_whose_loss_is_lost_at_each_of_its_turns_fails_from_the_fir
     record = diagnosed(steps, overflowing(replayed), script=ScriptRun("train.py"))
     found = record.findings[0]
     assert (found.code, found.step) == ("forward-overflow", first)
-    assert (f"(as step {replayed} was run again)" in found.message) == (first != replayed)
+    assert (f"step {replayed} was replayed, and every step from {first} on" in found.message) == (first != replayed)
 
 
 @given(pattern=st.text(alphabet=".xNI", max_size=80), interval=st.integers(1, 30))
@@ -719,7 +720,7 @@ def test_every_record_gets_a_consistent_diagnosis(pattern: str, interval: int) -
     record = record_of(steps_of(pattern, interval))
     found = diagnose(record)
     assert diagnose(found) == found
-    assert all(step.skipped for step in new_lows(record.steps, record.steps_run))
+    assert all(step.skipped for step in ScaleCourse(record.steps, record.steps_run).lows)
     is_sound = all(finding.severity == "info" for finding in found.findings)
     is_told = not any(UNTOLD in finding.evidence for finding in found.findings)
     assert (found.verdict == "healthy") == (is_sound and is_told and not record.took_no_step)

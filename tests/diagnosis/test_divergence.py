@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampdbg.diagnosis.cause import FEW_LOSSES, climbs_on, may_have_risen, risen, rose
+from ampdbg.diagnosis.losses import FEW_LOSSES, climbs_on, may_have_risen, risen, rose
 
 # Whole numbers: a constant is added to them without rounding.
 losses = st.lists(st.integers(-1000, 1000).map(float), max_size=12)

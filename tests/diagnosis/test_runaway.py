@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ampdbg.diagnosis.diagnose import diagnose
-from ampdbg.diagnosis.scale import settled_at
+from ampdbg.diagnosis.scale import ScaleCourse
 from ampdbg.record.run import Investigation, Replay, Step
 from tests.diagnosis.test_diagnose import record_of, steps_of
 
@@ -17,6 +17,10 @@ DESCENT = "x" * 17
 NAN = (Replay("float16", 4.0, 1.0, math.nan, gradients=("w",)), Replay("float32", 1.0, 1.0, math.nan, gradients=("w",)))
 OVERFLOW = (*NAN[:1], Replay("float32", 1.0, 1.0, 1.0))
 FP64 = {"fails": Replay("float64", 1.0, 1.0, math.nan, gradients=("w",)), "comes through": Replay("float64", 1.0, 1, 1)}
+
+
+def settled(steps: Sequence[Step]) -> float | None:
+    return ScaleCourse(steps, len(steps)).settled_at
 
 
 def with_norms(steps: Sequence[Step], norm: float | None) -> tuple[Step, ...]:
@@ -62,9 +66,9 @@ def test_where_fp32_fails_too_no_scale_is_said_to_work(fp64: str) -> None:
 
 
 def test_a_scale_has_not_settled_where_only_steps_without_gradients_were_taken() -> None:
-    assert settled_at(steps_of("xx..")) == 16384.0
-    assert settled_at(with_norms(steps_of("xx.."), None)) == 16384.0  # it was not taken
-    assert settled_at(with_norms(steps_of("xx.."), 0.0)) is None
+    assert settled(steps_of("xx..")) == 16384.0
+    assert settled(with_norms(steps_of("xx.."), None)) == 16384.0  # it was not taken
+    assert settled(with_norms(steps_of("xx.."), 0.0)) is None
     told = diagnose(record_of(with_norms(steps_of("xx.."), 0.0))).findings[0]
     assert told.code == "scale-calibration"
     assert "it has not settled yet" in told.message
