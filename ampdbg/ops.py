@@ -49,8 +49,11 @@ POLES_ELSEWHERE: Mapping[str, tuple[float, ...]] = {
     "atanh": (-1.0, 1.0),
     "erfinv": (-1.0, 1.0),
     "logit": (0.0, 1.0),
+    "acos": (-1.0, 1.0),
+    "asin": (-1.0, 1.0),
+    "acosh": (1.0,),
 }
-"""Infinite where the operand is one of these numbers."""
+"""They, or their derivatives, are infinite where the operand is one of these numbers."""
 
 POLES = LOGARITHMS | DIVISIONS | _names("pow rsqrt") | POLES_ELSEWHERE.keys()
 """Infinite where the last operand is zero, or as ``POLES_ELSEWHERE`` says."""

@@ -64,7 +64,7 @@ def command(
         bool,
         typer.Option(
             "--investigate/--no-investigate",
-            help="Replay failing steps at once; skips of a loss scale that may settle for at most 10 % of the run.",
+            help="Replay failing steps at once, and a healthy one; skips that may settle for at most 10 % of the run.",
         ),
     ] = True,
     log: Annotated[

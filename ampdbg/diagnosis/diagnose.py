@@ -88,7 +88,7 @@ def diagnose(record: Record) -> Record:
                 leads = family.find is nonfinite_loss and _stands_before(finding, faults, record)
                 faults = _led_by(finding, faults) if leads else [*faults, _behind(finding, faults, record)]
     # Information is left out where there are faults.
-    found = tuple(_in_script(finding, record) for finding in faults or information)
+    found = tuple(_of_its_turn(_in_script(finding, record), record) for finding in faults or information)
     verdict = _verdict(record, found)
     rises = (risen([step.loss for step in timeline.steps]) for timeline in record.timelines)
     note = next(filter(None, rises), "") if verdict == "healthy" else ""
@@ -104,6 +104,13 @@ def _in_script(finding: Finding, record: Record) -> Finding:
         return replace(finding, remedy="look at the formula, the data and the learning rate: this was FP32 already")
     switches = "autocast(enabled=False) and GradScaler(enabled=False)"
     return replace(finding, remedy=f"compare with a run in FP32: {switches}")
+
+
+def _of_its_turn(finding: Finding, record: Record) -> Finding:
+    """The finding; where several optimizers take turns with the iteration, for loops count those."""
+    iterations = [step.iteration for step in record.steps if step.step == finding.step and len(record.timelines) > 1]
+    turn = {"iteration": iterations[0]} if iterations else {}
+    return replace(finding, evidence={**finding.evidence, **turn})
 
 
 def _stands_before(finding: Finding, faults: list[Finding], record: Record) -> bool:

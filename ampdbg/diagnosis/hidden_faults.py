@@ -189,8 +189,18 @@ HIDDEN: tuple[Decision[HiddenFault], ...] = (
 
 
 def hidden_faults(record: Record) -> Iterator[Finding]:
-    """What the last step of a run that looks healthy hides; what does not compute the same again cannot be compared."""
-    for made in record.investigations:
-        if made.why == "end" and is_finite(made.fp32) and is_finite(made.low) and is_same_run(made):
-            fault = HiddenFault(made, made.fp32, record)
-            yield from (row.finding(fault) for row in holding(HIDDEN, fault))
+    """What the steps of a run hide that looked healthy and were replayed."""
+    for fault in filter(None, (_fault(made, record) for made in record.investigations)):
+        yield from (row.finding(fault) for row in holding(HIDDEN, fault))
+
+
+def hides_a_fault(made: Investigation, record: Record) -> bool:
+    """Whether the replays of a step that looks healthy show more than information."""
+    fault = _fault(made, record)
+    return fault is not None and any(row.severity != "info" for row in holding(HIDDEN, fault))
+
+
+def _fault(made: Investigation, record: Record) -> HiddenFault | None:
+    """None of a step that does not compute the same again, and so cannot be compared, or is not finite."""
+    is_sound = made.why == "end" and is_finite(made.low) and is_same_run(made)
+    return HiddenFault(made, made.fp32, record) if is_sound and is_finite(made.fp32) else None

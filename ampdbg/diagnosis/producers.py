@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ampdbg.agreement import agrees, is_finite, keeps_its_gradients, noise_floor
-from ampdbg.diagnosis.remedies import remedy_of
+from ampdbg.diagnosis.remedies import pole_of, remedy_of
 from ampdbg.formats import FLOAT16, FORMATS, FloatFormat
 from ampdbg.ops import CASTS, LOGARITHMS, POLES, POLES_ELSEWHERE, WRITTEN_OUT, base_name
 from ampdbg.quantities import number
@@ -177,15 +177,15 @@ class Suspect:
     @property
     def takes(self) -> str:
         """What it does with the value that half has rounded."""
-        name = base_name(self.producer.op)
-        return (
-            "is given" if name in POLES_ELSEWHERE else "takes the logarithm of" if name in LOGARITHMS else "divides by"
-        )
+        pole, name = pole_of(self.producer), base_name(self.producer.op)
+        if pole:
+            return "is given" if pole == name else f"makes the derivative of {pole} at"
+        return "takes the logarithm of" if name in LOGARITHMS else "divides by"
 
     @property
     def takes_a_pole(self) -> str:
         """What it does with the value that half has rounded to where the op is infinite."""
-        at = " or ".join(map(number, POLES_ELSEWHERE.get(base_name(self.producer.op), ()))) or "zero"
+        at = " or ".join(map(number, POLES_ELSEWHERE.get(pole_of(self.producer), ()))) or "zero"
         return f"{self.takes} a value that {format_of(self.low.dtype).short} rounds to {at}"
 
 

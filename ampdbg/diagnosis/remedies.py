@@ -39,7 +39,7 @@ def remedy_of(code: str, at: Producer | None) -> str:
     if at is None:
         return known.remedy
     near_one = _are_from_one(at) if known.remedy_near_one else []
-    if known.remedy_near_one and (base_name(at.op) in POLES_ELSEWHERE or (near_one and all(near_one))):
+    if known.remedy_near_one and (pole_of(at) or (near_one and all(near_one))):
         return known.remedy_near_one
     # A gradient has the format of what it is of: where that is FP32, so was what the op was given.
     if known.remedy_behind_half and at.phase == "backward" and at.dtype == "float32":
@@ -77,6 +77,19 @@ def _at_its_line(at: Producer) -> Iterator[str]:
         yield "take a mean in place of the sum (it changes the loss by a factor, and so the learning rate that fits)"
 
 
+def pole_of(at: Producer) -> str:
+    """The function with a pole beside zero that the op is, or is the derivative of; "" where it is neither."""
+    called = (name for node in _nodes(at.source.text if at.source else "") for name in _called(node))
+    names = (base_name(at.op), *(called if at.phase == "backward" else ()))
+    return next((name for name in names if name in POLES_ELSEWHERE), "")
+
+
+def _called(node: ast.AST) -> Iterator[str]:
+    match node:
+        case ast.Call(ast.Name(name) | ast.Attribute(attr=name)):
+            yield name.rstrip("_")
+
+
 def _formula_of(at: Producer) -> frozenset[str] | None:
     """The kind of op that has no value there, or no derivative; None where neither op nor line tell.
 
@@ -96,9 +109,7 @@ def _is_of(ops: frozenset[str], node: ast.AST) -> bool:
             return ops is DIVISIONS and not isinstance(term, ast.Constant)
         case ast.BinOp(op=ast.Pow(), right=ast.Constant(0.5)):
             return ops is ROOTS
-        case ast.Call(ast.Name(name) | ast.Attribute(attr=name)):
-            return name.rstrip("_") in ops
-    return False
+    return any(name in ops for name in _called(node))
 
 
 def scales_after_its_product(line: str) -> bool:
@@ -175,9 +186,7 @@ def _is_product(node: ast.AST) -> bool:
     match node:
         case ast.BinOp(op=ast.MatMult()):
             return True
-        case ast.Call(ast.Name(name) | ast.Attribute(attr=name)):
-            return name in MATRIX_PRODUCTS
-    return False
+    return any(name in MATRIX_PRODUCTS for name in _called(node))
 
 
 def _is_sum(node: ast.AST) -> bool:

@@ -142,14 +142,14 @@ _ALL = (
         FORWARD,
         "precision",
         "compute this statistic in FP32, or use an eps of at least 1e-6, which FP16 does not round to zero",
-        "A divisor or a logarithm's argument rounds to zero{where} at step {step}{losses}.",
+        "FP16 rounds a value so that a divisor or a logarithm's argument becomes zero{where} at step {step}{losses}.",
         pin_helps=True,
         changes_function=True,
         is_a_constant=True,
         remedy_behind_half="run with autocast(enabled=False) what makes this value, for it is zero in half before this "
         "line makes FP32 of it, or add an eps of at least 1e-6 to it, under the root",
-        remedy_near_one="run what makes p in FP32 too: x.float() before the sigmoid, or clamp p to at most 0.9990: "
-        "FP16 has no number between 0.9995 and 1, so that 1 - p is 0 there, and no smaller eps helps",
+        remedy_near_one="compute what makes p in FP32 too, as x.float() before a sigmoid, or clamp p to at most "
+        "0.9990: FP16 has no number between 0.9995 and 1, so that 1 - p is 0 there, and no smaller eps helps",
     ),
     Code(
         "mask-constant",

@@ -63,6 +63,12 @@ class Finding:
     root: Count | None = None
 
     @property
+    def at_step(self) -> str:
+        """Its step as pages name it; where several optimizers take turns also the iteration of its own."""
+        iteration = self.evidence.get("iteration")
+        return f"step {self.step}" + (f" (iteration {iteration})" if isinstance(iteration, int) else "")
+
+    @property
     def replayed_step(self) -> int:
         """The step whose replays decided it: later than ``step`` where the same fault began before any replay."""
         replayed = self.evidence.get("replayed_step")

@@ -12,6 +12,7 @@ import contextlib
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import get_args
@@ -21,6 +22,7 @@ from torch.optim import Optimizer
 
 from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.cause import SKIPS_IN_A_ROW
+from ampdbg.diagnosis.hidden_faults import hides_a_fault
 from ampdbg.diagnosis.producers import survivor
 from ampdbg.diagnosis.scale import is_nan_alone
 from ampdbg.errors import named_error
@@ -44,6 +46,10 @@ from ampdbg.script.signals import held_signals
 
 SHARE, WAITS = 0.1, 5.0
 """The share of a run's time that it waits for replays of steps whose scale may be settling, beyond so many seconds."""
+
+TAKEN = 10
+"""Behind so many steps in a row that an optimizer has taken, the next is held against FP32: what it hides, such as an
+overflow that erases itself, shows in no loss."""
 
 REPLAYS = 20
 """So many times as long as a step its replays take, about."""
@@ -81,6 +87,7 @@ class Policy:
 
     def __init__(self) -> None:
         self._tries = dict[Why, int]()
+        self._taken, self._compared = Counter[int](), set[int]()
         self._in_a_row, self._settling = dict[int, int](), 0
         self._lost_rows, self._nan_rows = set[int](), set[int]()
         self._began, self._steps, self.waited = time.monotonic(), -1, 0.0
@@ -93,16 +100,28 @@ class Policy:
             self._lost_rows.add(optimizer)
             return is_first and self.is_open(why)
         self._lost_rows.discard(optimizer)
-        now = time.monotonic()
-        expected = REPLAYS * (now - self._began - self.waited) / max(1, self._steps)
-        is_in_time = self.waited + expected <= WAITS + SHARE * (now - self._began)
         skips = self._in_a_row[optimizer] = self._in_a_row.get(optimizer, 0) + 1
+        self._taken[optimizer] = 0
         is_nan = is_nan and optimizer not in self._nan_rows
         self._nan_rows |= {optimizer} if is_nan else set()
         is_telling = is_nan or skips == SKIPS_IN_A_ROW
         is_owed = (skips == 1 and not is_withheld) or (is_telling and self._settling < MOST_OF_A_KIND)
-        is_due = is_owed or (is_in_time and (is_telling or (skips == 1 and has_borne)))
+        is_due = is_owed or (self._is_in_time() and (is_telling or (skips == 1 and has_borne)))
         return is_due and self.is_open(why)
+
+    def compares(self, optimizer: int) -> bool:
+        """Whether a step that looks healthy is held against FP32: one of each optimizer that has taken some in a row,
+        where no step has failed for good."""
+        is_due = self._taken[optimizer] >= TAKEN and optimizer not in self._compared and not self._tries.get("loss")
+        if not (is_due and self.is_open("end") and self._is_in_time()):
+            return False
+        self._compared.add(optimizer)
+        return True
+
+    def _is_in_time(self) -> bool:
+        now = time.monotonic()
+        expected = REPLAYS * (now - self._began - self.waited) / max(1, self._steps)
+        return self.waited + expected <= WAITS + SHARE * (now - self._began)
 
     def ended(self) -> None:
         """A step has ended: the first tells nothing of how long a step takes."""
@@ -111,6 +130,7 @@ class Policy:
 
     def taken(self, optimizer: int) -> None:
         """An optimizer has stepped on gradients that are finite."""
+        self._taken[optimizer] += 1
         self.row_ended(optimizer)
         self._lost_rows.discard(optimizer)
 
@@ -346,16 +366,39 @@ class FailingSteps:
         """Captures a step that was asked for, whatever it does; of several turns the last, or the first that fails."""
         if optimizer in self._watcher.optimizers:
             self._stepping.append(self._watcher.optimizers.number_of(optimizer))
-        number = self._watcher.log.closed()
-        if not self.captures.is_wanted or self._watcher.is_paused or number == self._looked_at:
+        number, watcher = self._watcher.log.closed(), self._watcher
+        place = watcher.optimizers.number_of(optimizer) if optimizer in watcher.optimizers else -1
+        is_compared = not self.captures.is_wanted and self._investigates and place >= 0 and not is_in_group()
+        if not (is_compared or self.captures.is_wanted) or watcher.is_paused or number == self._looked_at:
+            return
+        if is_compared and not self._policy.compares(place):
             return
         scale = 1.0 if scaler is None else float(scaler._get_scale_async() or 1.0)
         is_lost = not self._watcher.open_step.is_known_finite()
+        if is_compared:
+            if not is_lost:
+                self._compare(number, scale)
+            return
         live, why_not = self._live(number, "loss" if is_lost else "end", scale, None)
         if live is None:
             self.captures.cannot(number, f"it cannot be run again: {why_not}")
         else:
             self._capture(live, self._loss(), scaler)
+
+    def _compare(self, number: int, scale: float) -> None:
+        """Holds a step that looks healthy against FP32, and captures it where it hides a fault; where it cannot be
+        replayed whole nothing is said, for nothing is known to be wrong."""
+        with held_signals(), self._policy.looking("end"), contextlib.suppress(Exception):
+            live, _ = self._live(number, "end", scale, None)
+            made = None
+            if live is not None and live.recorded.reach == "whole" and not hooks_half_weights(live.model):
+                made = live.investigated(self._watcher.steps)
+            if live is None or made is None:
+                return
+            made = replace(made, loss=self._loss())
+            if hides_a_fault(made, self._watcher.record()) and self.captures.are_wanted:
+                self._capture(live, made.loss, self._watcher.open_step.scaler)
+            self.found[:] = kept([*self.found, made])
 
     def step_ended(self, is_bad: bool) -> None:
         """Called when a step has ended."""

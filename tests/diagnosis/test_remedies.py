@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from ampdbg.diagnosis.diagnose import diagnose
+from ampdbg.diagnosis.producers import Suspect
 from ampdbg.diagnosis.remedies import OR, other_remedies, remedy_of, scales_after_its_product, takes_a_sum
 from ampdbg.record.codes import CODES, Code
 from ampdbg.record.findings import Finding, Phase, Source
@@ -155,6 +156,30 @@ def test_no_smaller_eps_is_advised_where_a_probability_is_taken_from_1(line: str
 
 
 @pytest.mark.parametrize(
+    ("op", "phase", "line", "said"),
+    [
+        (
+            "rsqrt",
+            "backward",
+            "return torch.acos(c)",
+            "makes the derivative of acos at a value that FP16 rounds to -1 or 1",
+        ),
+        ("rsqrt", "backward", "return c.asin_().sum()", "makes the derivative of asin at a value"),
+        ("rsqrt", "forward", "return torch.acos(c)", "divides by a value that FP16 rounds to zero"),
+        ("atanh", "forward", "return torch.atanh(c)", "is given a value that FP16 rounds to -1 or 1"),
+        ("div", "backward", "return x / c", "divides by a value that FP16 rounds to zero"),
+    ],
+)
+def test_a_pole_beside_zero_is_that_of_the_function_that_the_line_calls(
+    op: str, phase: Phase, line: str, said: str
+) -> None:
+    at = replace(PRODUCER, op=f"aten.{op}.default", phase=phase, source=replace(LINE, text=line))
+    suspect = Suspect(Investigation(0, "loss", Replay("float16", 1.0, 1.0, 1.0)), at)
+    assert suspect.takes_a_pole.startswith(said)
+    assert ("clamp p to at most 0.9990" in remedy_of("eps-underflow", at)) is ("rounds to zero" not in said)
+
+
+@pytest.mark.parametrize(
     ("phase", "line", "is_near_one"),
     [
         ("forward", "odds = torch.log(q) * p / (1 - p)", True),
@@ -174,7 +199,7 @@ def test_what_is_taken_from_1_is_what_the_op_divides_by(phase: Phase, line: str,
 def _is_near_one(at: Producer, is_near_one: bool) -> None:
     remedy = remedy_of("eps-underflow", at)
     assert ("1e-6" in remedy) is not is_near_one
-    assert remedy.startswith("run what makes p in FP32 too") is is_near_one
+    assert remedy.startswith("compute what makes p in FP32 too") is is_near_one
     assert len(others(finding("eps-underflow", remedy))) == 1
 
 

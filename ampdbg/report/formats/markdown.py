@@ -136,7 +136,7 @@ def _findings(findings: Sequence[Finding]) -> Iterator[str]:
 
 
 def _finding(finding: Finding) -> Iterator[str]:
-    where = [f"step {finding.step}", finding.phase, *(part for part in (finding.module, finding.op) if part)]
+    where = [finding.at_step, finding.phase, *(part for part in (finding.module, finding.op) if part)]
     yield f"**{finding.severity} <code>{escaped(finding.code)}</code>** · {' · '.join(map(escaped, where))}"
     yield escaped(finding.message)
     if finding.source is not None:

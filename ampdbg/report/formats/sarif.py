@@ -85,7 +85,7 @@ def alerts(record: Record) -> Iterator[Alert]:
 
 
 def _message(finding: Finding, effects: Sequence[Finding]) -> str:
-    lines = [f"{finding.message} (step {finding.step}, {finding.phase})"]
+    lines = [f"{finding.message} ({finding.at_step}, {finding.phase})"]
     lines += [f"Remedy: {finding.remedy}"] if finding.remedy else []
     lines += [f"Then {effect.code} at step {effect.step}: {effect.message}" for effect in effects]
     return "\n".join(lines)

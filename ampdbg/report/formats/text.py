@@ -224,7 +224,7 @@ def _finding(finding: Finding) -> Iterator[RenderableType]:
         (finding.severity, SEVERITY_STYLE[finding.severity]),
         " ",
         (finding.code, "bold"),
-        f" · {' · '.join((f'step {finding.step}', finding.phase, *where))}",
+        f" · {' · '.join((finding.at_step, finding.phase, *where))}",
     )
     yield _indented(Text(finding.message))
     if finding.source is not None:

@@ -1,0 +1,52 @@
+"""One step of a loop that looks healthy is held against FP32: what it hides is found, and the run stays the same."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.script.test_run import run, saves_the_same_alone, steps_captured
+
+HIDDEN = """
+import sys, torch
+from torch import nn
+torch.manual_seed(0)
+
+class Norm(nn.Module):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6)
+
+net = nn.Sequential(nn.Linear(32, 16), Norm(), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 4)).cuda()
+optimizer, scaler = torch.optim.AdamW(net.parameters(), lr=1e-3), torch.amp.GradScaler("cuda", init_scale=1024.0)
+for step in range(20):
+    x, y = float(sys.argv[1]) * torch.rand(8, 32).cuda(), torch.randint(0, 4, (8,)).cuda()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = nn.functional.cross_entropy(net(x), y)
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+torch.save([net.state_dict(), optimizer.state_dict(), scaler.state_dict(), net[1].calls, torch.rand(3)], "net.pt")
+"""
+"""At 1,000 the squares overflow, and rsqrt makes a zero of each inf: no loss and no gradient shows it."""
+
+
+@pytest.mark.parametrize(("factor", "found"), [("1000", ["silent-overflow"]), ("1", [])])
+def test_the_first_step_behind_ten_that_were_taken_is_compared_and_captured_where_it_hides_an_overflow(
+    tmp_path: Path, factor: str, found: list[str]
+) -> None:
+    result, record = run(tmp_path, HIDDEN, factor)
+    assert [(made.step, made.why) for made in record.investigations] == [(10, "end")]
+    assert [(one.code, one.step, one.module, one.op) for one in record.findings[:1]] == [
+        (code, 10, "1", "aten.mul.Tensor") for code in found
+    ]
+    assert (result.code, steps_captured(record)) == (len(found), [10] * len(found))
+    assert ("suggest-fp32" in result.stderr) == bool(found)
+    saves_the_same_alone(tmp_path, factor)
+
+
+def test_no_step_is_compared_where_none_is_to_be_replayed(tmp_path: Path) -> None:
+    result, record = run(tmp_path, HIDDEN, "1000", options=("--emulate", "--no-investigate"))
+    assert (result.code, record.investigations) == (0, ())
