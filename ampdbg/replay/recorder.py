@@ -78,9 +78,6 @@ own."""
 HOOKS = ("register_hook", "retain_grad")
 """Functions after which other gradients may come to a tensor, or stay."""
 
-OF_FABRIC = "_forward_module"
-"""Where Fabric keeps the model that it wraps."""
-
 NOT_ALL_SEEN = "what makes its loss was not all seen"
 """Why a step cannot be run again where a graph leads into it that no noted call has made."""
 
@@ -892,7 +889,8 @@ def _hands_on(module: torch.nn.Module) -> bool:
     """Whether a call is that of the model inside, and not to be made again itself: it readies DistributedDataParallel
     or Fabric for a backward pass, and where none follows the next call raises, or where it is not theirs that pass."""
     held = module._modules
-    return OF_FABRIC in held or _is_of_ddp(module) or any(_is_of_ddp(held[name]) for name in WRAPPERS if name in held)
+    readies = (always or _is_of_ddp(held[name]) for name, always in WRAPPERS.items() if name in held)
+    return _is_of_ddp(module) or any(readies)
 
 
 def _is_of_ddp(module: torch.nn.Module | None) -> bool:
