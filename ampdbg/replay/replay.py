@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ampdbg.environment import FUSED_ATTENTION_NOTE
 from ampdbg.errors import AmpdbgError, UserCodeError, first_line, text_of
-from ampdbg.precision.modes import DTYPES
+from ampdbg.precision.modes import DTYPES, clip
 from ampdbg.precision.widening import LIFTS, altered, lifted, rounded, widen, widened
 from ampdbg.probes.garbage import uncollected
 from ampdbg.probes.module_calls import ModulePaths, compiled_notes, module_paths
@@ -189,17 +189,11 @@ def _fp32_losses(run: Run, snapshot: Snapshot, steps: int) -> Iterator[float]:
             return
         try:
             with run.workload.user.running("the optimizer's step"):
+                clip(run.workload.optimizers, run.config.train.clip_grad_norm)
                 for optimizer in run.workload.optimizers:
-                    _clip(optimizer, run.config.train.clip_grad_norm)
                     optimizer.step()
         except AmpdbgError:
             return
-
-
-def _clip(optimizer: torch.optim.Optimizer, limit: float | None) -> None:
-    if limit is not None:
-        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        torch.nn.utils.clip_grad_norm_(weights, limit)
 
 
 def _try(run: Run, snapshot: Snapshot, manner: Manner, *, stops_at_loss: bool = False) -> tuple[float, str]:
