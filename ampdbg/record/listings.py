@@ -53,6 +53,7 @@ def sources_of(record: Record) -> Iterator[CodeLine]:
         (site.source for pin in record.pins for site in pin.sites),
         (one.source for one in producers),
         (one.source for one in record.sites),
+        (one.source for one in record.trends),
     )
     for source in chain(*things):
         yield from (one for one in (source, source and source.called_from) if one is not None)
