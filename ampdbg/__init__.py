@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 # The program's first import: until it has set its handler, Ctrl-C ends in a traceback. `typing` takes 30 ms.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -45,3 +48,14 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_HOMES])
+
+
+class _Package(ModuleType):
+    """Python makes a subpackage an attribute as it is imported: a function of that name stays, as ``replay``."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

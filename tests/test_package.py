@@ -26,6 +26,13 @@ def run(*command: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[s
     )
 
 
+def test_a_function_keeps_its_name_where_a_subpackage_has_the_same_and_is_imported() -> None:
+    import ampdbg.api
+    import ampdbg.replay.copies
+
+    assert ampdbg.replay is ampdbg.api.replay
+
+
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a wheel and an sdist, built with the build backend that is installed: it needs no network."""

@@ -1,25 +1,31 @@
-"""What grows towards FP16's limit, and when it would be there; a loss scale that falls towards 1.
+"""What comes near FP16's limit, or grows towards it, and when it would be there; a loss scale that falls towards 1.
 
-A series is believed only where it has grown by the same factor all along: then the logarithm lies on a line, and the
-line may be drawn on, though no further than a few times what was seen.
+An activation within one bit of the limit is near, however it has come there. A series is drawn on only where it has
+grown by the same factor all along: then the logarithm lies on a line, though no further than a few times what was seen.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ampdbg.formats import FLOAT16
-from ampdbg.quantities import number
+from ampdbg.quantities import number, share
 from ampdbg.record.codes import finding_of
-from ampdbg.record.findings import Finding
+from ampdbg.record.findings import Finding, Severity
 from ampdbg.record.run import Record, Trend
 
 AHEAD = "limit-ahead"
 
 FEWEST_SAMPLES = 8
-"""Fewer are no trend."""
+"""Fewer are drawn on to nothing."""
+
+NEAR_LIMIT = FLOAT16.largest / 2
+"""Within one bit of the limit."""
+
+SAME, APART = 1.05, 16.0
+"""Values within the first factor are one value; one that the others are below by the second has not grown to it."""
 
 LEAST_GROWTH = 1.0
 """Bits: what has not doubled in all that was seen may be noise."""
@@ -38,14 +44,34 @@ NEAR, FAR = 1.0, 4.0
 
 
 def ahead(record: Record) -> Iterator[Finding]:
-    """``limit-ahead`` for what would reach its limit first; the record has the others."""
+    """``limit-ahead`` for what has come nearest, else for what would reach its limit first."""
+    near = [trend for trend in record.trends if is_near(trend)]
     reached = [(at, trend) for trend in record.trends if (at := reached_at(trend)) is not None]
-    if reached:
-        yield _finding(*min(reached, key=lambda one: one[0]))
+    if near:
+        yield _near(max(near, key=lambda trend: max(trend.values)))
+    elif reached:
+        yield _ahead(*min(reached, key=lambda one: one[0]))
+
+
+def is_near(trend: Trend) -> bool:
+    """Whether it is an activation that was within one bit of the limit, and no constant."""
+    return trend.kind == "activation" and max(trend.values, default=0.0) >= NEAR_LIMIT and not is_constant(trend)
+
+
+def is_constant(trend: Trend) -> bool:
+    """Whether its large values are one and the same, that of a constant or of a mask, which is not in every batch."""
+    large = [value for value in trend.values if 2 * value >= max(trend.values)]
+    others = [value for value in trend.values if 2 * value < max(trend.values)]
+    return max(large) <= SAME * min(large) and max(others, default=0.0) * APART < min(large)
+
+
+def what_of(trend: Trend) -> str:
+    """What an activation is: ``mul in body``."""
+    return f"{trend.op or 'the output'}{f' in {trend.name}' if trend.name else ''}"
 
 
 def reached_at(trend: Trend) -> float | None:
-    """The step at which the trend would reach its limit; None where it is none, or too far away to be told."""
+    """The step at which the trend would reach its limit; None where it is none, or too far away."""
     towards = -1.0 if trend.kind == "scale" else 1.0
     limit = 0.0 if trend.kind == "scale" else math.log2(FLOAT16.largest)
     steps, bits = list(map(float, trend.steps)), [towards * math.log2(value) for value in trend.values]
@@ -72,26 +98,41 @@ def _slope(steps: Sequence[float], bits: Sequence[float]) -> float | None:
     return slope if growth >= LEAST_GROWTH and is_steady and is_lasting and is_near else None
 
 
-def _finding(reached: float, trend: Trend) -> Finding:
+def _near(trend: Trend) -> Finding:
+    largest = max(trend.values)
+    step, part = trend.steps[trend.values.index(largest)], share(largest, FLOAT16.largest)
+    began = f"from {number(trend.values[0])} at step {trend.steps[0]:,}"
+    message = f"{what_of(trend)} reaches {number(largest)}, {part} of FP16's limit of 65,504, {began}"
+    return _finding(trend, step, message, "warning", {"value": largest})
+
+
+def _ahead(reached: float, trend: Trend) -> Finding:
     first, last = trend.steps[0], trend.steps[-1]
     span = f"from {number(trend.values[0])} to {number(trend.values[-1])} in steps {first:,} to {last:,}"
     near = f"near step {_rounded(reached - last, last):,}"
-    where = f" in {trend.name}" if trend.name else ""
-    told = {
-        "activation": f"the output{where} grows steadily, {span}, and would reach FP16's limit of 65,504 {near}",
+    messages = {
+        "activation": f"{what_of(trend)} grows steadily, {span}, and would reach FP16's limit of 65,504 {near}",
         "gradient": f"the gradient of {trend.name} grows steadily, {span} without the loss scale, and would overflow "
         f"FP16 at any loss scale {near}",
         "scale": f"the loss scale falls steadily, {span}, and would be at 1 {near}",
     }
+    severity: Severity = "warning" if reached - last <= NEAR * (last - first) else "info"
+    evidence = {"value": trend.values[-1], "reached_at": round(reached)}
+    return _finding(trend, last, messages[trend.kind], severity, evidence)
+
+
+def _finding(trend: Trend, step: int, message: str, severity: Severity, evidence: Mapping[str, object]) -> Finding:
+    is_forward = trend.kind == "activation"
     return finding_of(
         AHEAD,
-        last,
-        "forward" if trend.kind == "activation" else "backward",
-        told[trend.kind],
-        severity="warning" if reached - last <= NEAR * (last - first) else "info",
-        module=trend.name if trend.kind == "activation" else "",
-        parameter=trend.name if trend.kind == "gradient" else "",
-        evidence={"value": trend.values[-1], "reached_at": round(reached), "samples": len(trend.steps)},
+        step,
+        "forward" if is_forward else "backward",
+        message,
+        severity=severity,
+        **{"module" if is_forward else "parameter": trend.name},
+        op=trend.op,
+        source=trend.source,
+        evidence={**evidence, "samples": len(trend.steps)},
     )
 
 

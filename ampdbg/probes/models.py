@@ -16,8 +16,9 @@ from torch import nn
 
 from ampdbg.probes.garbage import uncollected
 
-WRAPPERS = ("module", "_orig_mod", "_forward_module")
-"""Where DataParallel, DistributedDataParallel, torch.compile and Fabric keep the model that they wrap."""
+WRAPPERS: Mapping[str, bool] = {"module": False, "_orig_mod": False, "_forward_module": True}
+"""Where DataParallel, DistributedDataParallel, torch.compile and Fabric keep the model that they wrap; and whether who
+keeps it there always readies it for a backward pass of its own, and refuses others."""
 
 NO_MODULES: Mapping[type, tuple[()]] = dict.fromkeys((tuple, dict, list, set, FunctionType, ReferenceType), ())
 """Most objects are of these types."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from ampdbg.probes.models import Models
 from ampdbg.record.run import Unseen
 
 Where = tuple[str, int]
@@ -32,7 +33,7 @@ class ModulePaths:
     earlier one, and they come back last first.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module | Models) -> None:
         self._model = model
         self._stack: list[Where] = []
         self._recomputed: Counter[str] = Counter()
@@ -91,7 +92,7 @@ class ModulePaths:
 
 
 @contextlib.contextmanager
-def module_paths(model: torch.nn.Module) -> Iterator[ModulePaths]:
+def module_paths(model: torch.nn.Module | Models) -> Iterator[ModulePaths]:
     """Follows the calls of the model's modules, but for scripted ones.
 
     The hooks are torch's global ones: a module that is copied or pickled meanwhile carries none of them.

@@ -11,8 +11,9 @@ from types import FrameType
 from typing import Any, Literal
 
 from ampdbg import precision, probes
-from ampdbg.record.findings import Source
+from ampdbg.record.findings import CodeLine, Source
 from ampdbg.source.ownership import (
+    LibraryLine,
     Line,
     by_code,
     is_ampdbgs,
@@ -42,7 +43,8 @@ def innermost_line() -> Line | None:
     """The innermost line of the user's or a library's code.
 
     Within a module's call it is of the code that the module is written in: of a forward pass that calls another
-    library, as for an einsum of einops, the line in that pass.
+    library, as for an einsum of einops, the line in that pass. One of a library is a :class:`LibraryLine` where the
+    user's code has led to it.
 
     None where torch was called by nobody but ampdbg, as for a loss that is one of torch's own functions.
 
@@ -50,10 +52,15 @@ def innermost_line() -> Line | None:
     search ends at autograd's engine. What is found below it is a custom Function's backward, a hook, or
     a forward pass that is computed again.
     """
-    frame = _innermost_frame(sys._getframe(1))
+    frame = next((frame for role, frame in _frames(sys._getframe(1)) if role == "users"), None)
     if frame is None:
         return None
     frame = frame if _owner(frame) == _USERS else _in_its_module(frame)
+    caller = next((one for role, one in _frames(frame) if role == "users" and _owner(one) == _USERS), frame)
+    return _line_of(frame) if caller is frame else LibraryLine(_line_of(frame), _line_of(caller))
+
+
+def _line_of(frame: FrameType) -> Line:
     return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
 
 
@@ -71,29 +78,30 @@ def tracing(on_call: Callable[[FrameType, str, Any], Any]) -> Iterator[None]:
 
 def source_of(line: Line) -> Source:
     """The line with its text, as it stands in the file now."""
-    file, number, function = line
-    return Source(file, number, function, linecache.getline(file, number).strip())
+    called_from = CodeLine(*_with_text(line.caller)) if isinstance(line, LibraryLine) else None
+    return Source(*_with_text(line), called_from)
 
 
-def _innermost_frame(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and (role := _role(frame)) != "users":
-        if role == "ends":
-            return None
+def _with_text(line: Line) -> tuple[str, int, str, str]:
+    return *line, linecache.getline(*line[:2]).strip()
+
+
+def _frames(frame: FrameType | None) -> Iterator[tuple[Role, FrameType]]:
+    """The frame and those above it, each with its role, up to where the user's code ends."""
+    while frame is not None and (role := _role(frame)) != "ends":
+        yield role, frame
         frame = frame.f_back
-    return frame
 
 
 def _in_its_module(innermost: FrameType) -> FrameType:
     """The innermost frame of who has written the forward pass that runs; the one given where none does."""
-    frames, frame = [innermost], innermost.f_back
-    while frame is not None and (role := _role(frame)) != "ends":
+    frames: list[FrameType] = []
+    for role, frame in _frames(innermost):
         if role == "module":
             # What stands around a forward pass may be another's, as of a library that prepares models to be trained.
             owners = (_owner_of(str(type(frame.f_locals.get("self")).__module__)), _owner(frames[-1]))
             return next(frame for owner in owners for frame in frames if _owner(frame) == owner)
-        if role == "users":
-            frames.append(frame)
-        frame = frame.f_back
+        frames += [frame] * (role == "users")
     return innermost
 
 
@@ -103,8 +111,10 @@ _USERS = ""
 
 @by_code
 def _owner(frame: FrameType) -> str:
-    """Who has written the code: the user, or the package that it is part of."""
-    return _USERS if is_users_file(frame.f_code.co_filename) else module_of(frame).partition(".")[0]
+    """Who has written the code: the user, or the package that it is part of; its file where it runs in no module, as
+    what a replay calls."""
+    file = frame.f_code.co_filename
+    return _USERS if is_users_file(file) else module_of(frame).partition(".")[0] or file
 
 
 @functools.cache

@@ -1,38 +1,61 @@
-"""How large activations, gradients and the loss scale are, sampled at one step of every so many."""
+"""How large what half holds in a step is, sampled at one step of every so many: ops, modules, gradients, loss scale."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import ExitStack
-from typing import Any, Literal
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch._C import DisableTorchFunction
+from torch._C._functorch import peek_interpreter_stack
 from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
-from ampdbg.diagnosis.trend import reached_at
+from ampdbg.diagnosis.trend import is_constant, is_near, reached_at, what_of
+from ampdbg.formats import FLOAT16
+from ampdbg.ops import SHARES_MEMORY
+from ampdbg.probes.module_calls import ModulePaths, module_paths
 from ampdbg.probes.seams import Seam, attached, only_follows
+from ampdbg.probes.source_lines import innermost_line, source_of
 from ampdbg.probes.tensors import float_values, to_host
 from ampdbg.probes.watch import Watch
+from ampdbg.quantities import counted, number, share
+from ampdbg.record.findings import place_of
 from ampdbg.record.run import Trend
+from ampdbg.source.ownership import Line
 
 MOST_SAMPLES = 64
-"""Of a longer run every other sample is left out, again and again."""
+"""Of a longer run every other sample is left out, again and again; each that stays has the larger value of both."""
 
 MOST_KEPT = 8
 """So many series go into the record: those that would reach their limit first, and then the largest."""
 
-Key = tuple[Literal["activation", "gradient", "scale"], str]
+VIEWS = SHARES_MEMORY | {"getitem", "get"}
+"""Functions that may give a view of what they are given, by name; others may give one of what they have made."""
 
-SCALE: Key = ("scale", "")
+SAMPLED = "trend: {steps} sampled, {ops} and {outputs} of modules in float16"
+LARGEST = "; the largest, {value} of {place} at step {step}, is {share} of FP16's limit of 65,504"
+
+
+class Key(NamedTuple):
+    """What is sampled: see :class:`~ampdbg.record.run.Trend`."""
+
+    kind: Literal["activation", "gradient", "scale"]
+    name: str = ""
+    op: str = ""
+    line: Line | None = None
 
 
 class TrendSamples:
     """Samples the steps of a watched loop; nothing but the sampled steps has hooks.
 
-    Activations are the outputs of modules in float16, which that limits; gradients are unscaled, of loops with a loss
-    scale.
+    Activations are what is made in float16, which that limits: by functions of torch's in the calls that
+    :meth:`looking` is entered around, and by modules, where no such function is seen, as in compiled ones. Gradients
+    are unscaled, of loops with a loss scale.
 
     Args:
         watcher: of the loop.
@@ -44,8 +67,11 @@ class TrendSamples:
         self._every = self._stride = every
         self._steps: list[int] = []
         self._series: dict[Key, dict[int, float]] = {}
-        self._found: dict[Key, torch.Tensor] = {}
+        self._found: dict[Key, list[torch.Tensor]] = {}
         self._sampling: ExitStack | None = None
+        self._functions = _Functions(self._note_op)
+        self._paths: ModulePaths | None = None
+        self._last: Callable[[], torch.Tensor | None] = lambda: None
 
     def step_ended(self) -> None:
         """To be called when a step has ended."""
@@ -61,10 +87,35 @@ class TrendSamples:
         if sampling is not None:
             sampling.close()
 
+    def looking(self) -> AbstractContextManager[Any]:
+        """To be entered around each call that the loop makes: in a sampled step each of torch's functions is noted.
+
+        A mode of functions, not of dispatch: that would have torch take other ways through some of its own.
+        """
+        return nullcontext() if self._sampling is None or self._is_of_none() else self._functions
+
     def seen(self) -> tuple[Trend, ...]:
         """The series that matter most, each with its largest magnitude at the sampled steps."""
-        made = [Trend(*key, tuple(values), tuple(values.values())) for key, values in self._series.items() if values]
-        return tuple(sorted(made, key=_urgency)[:MOST_KEPT])
+        return tuple(sorted(map(_trend, self._series.items()), key=_urgency)[:MOST_KEPT])
+
+    def notes(self) -> Iterator[str]:
+        """In one line what was sampled, and how near to the limit it came; none where nobody has asked."""
+        if not self._every:
+            return
+        kept = [key for key in self._series if key.kind == "activation"]
+        ops = sum(bool(key.op) for key in kept)
+        steps, outputs = counted(len(self._steps), "step"), counted(len(kept) - ops, "other output")
+        said = SAMPLED.format(steps=steps, ops=counted(ops, "op"), outputs=outputs)
+        for trend in self._largest():
+            value, place = max(trend.values), f"{what_of(trend)} ({place_of(trend.source)})".replace(" ()", "")
+            step, part = trend.steps[trend.values.index(value)], share(value, FLOAT16.largest)
+            said += LARGEST.format(value=number(value), place=place, step=f"{step:,}", share=part)
+        yield said
+
+    def _largest(self) -> list[Trend]:
+        """What came nearest to the limit, if anything has: a constant only where there is nothing else."""
+        made = [trend for trend in map(_trend, self._series.items()) if trend.kind == "activation"]
+        return sorted(made, key=lambda trend: (is_constant(trend), -max(trend.values)))[:1]
 
     @property
     def count(self) -> int:
@@ -77,14 +128,35 @@ class TrendSamples:
 
         def note(module: torch.nn.Module, args: Any, output: Any) -> None:
             name = names.get(id(module))
-            if name is not None and not self._is_of_none() and not only_follows():
+            if name is None or self._is_of_none() or only_follows():
+                return
+            with DisableTorchFunction():  # what is asked here is no function of the module's
                 for tensor in _pytree.tree_leaves(output):
-                    if isinstance(tensor, torch.Tensor) and tensor.dtype is torch.float16:
-                        self._note(("activation", name), tensor)
+                    if isinstance(tensor, torch.Tensor) and tensor is not self._last():
+                        self._note_activation(Key("activation", name), tensor)
 
         self._sampling = ExitStack()
         self._sampling.callback(register_module_forward_hook(note).remove)
+        self._paths = self._sampling.enter_context(module_paths(self._watcher.models))
         self._sampling.enter_context(attached(self._around))
+
+    def _note_op(self, function: Any, result: Any) -> None:
+        """Notes what a function of torch's has made, and not what it only views."""
+        name = getattr(function, "__name__", "").strip("_")
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            is_half = isinstance(tensor, torch.Tensor) and tensor.dtype is torch.float16
+            if is_half and not (name in VIEWS and tensor._is_view()):
+                self._watcher.guard.hooked(self._note_made, name, tensor)
+
+    def _note_made(self, name: str, tensor: torch.Tensor) -> None:
+        if self._paths is not None and not only_follows() and peek_interpreter_stack() is None:
+            key = Key("activation", self._paths.current[0], name, innermost_line())
+            self._last = weakref.ref(tensor)
+            self._note_activation(key, tensor)
+
+    def _note_activation(self, key: Key, tensor: torch.Tensor) -> None:
+        if tensor.dtype is torch.float16:
+            self._note(key, tensor)
 
     def _around(self, seam: Seam, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if seam in ("unscale_", "step") and not self._is_of_none():
@@ -95,20 +167,18 @@ class TrendSamples:
         """Notes the gradients that a scaler is about to unscale, where it has not yet."""
         trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for name, parameter in self._watcher.models.named_parameters():
-            if id(parameter) in trained and parameter.grad is not None and ("gradient", name) not in self._found:
-                self._note(("gradient", name), parameter.grad)
+            key = Key("gradient", name)
+            if id(parameter) in trained and parameter.grad is not None and key not in self._found:
+                self._note(key, parameter.grad)
 
     def _is_of_none(self) -> bool:
         """Whether what runs is no step of the loop's own, or one that a backward pass computes again."""
         return self._watcher.is_paused or torch._C._current_graph_task_id() != -1
 
     def _note(self, key: Key, tensor: torch.Tensor) -> None:
-        with torch.no_grad():
-            values = float_values(tensor.detach())
-            if values is not None and values.numel():
-                largest = values.abs().amax().float()
-                before = self._found.get(key)
-                self._found[key] = largest if before is None else torch.maximum(before, largest)
+        values = float_values(tensor.detach())
+        if values is not None and values.numel():
+            self._found.setdefault(key, []).extend(torch.aminmax(values))
 
     def _read(self) -> None:
         """Reads what the step that has ended has shown."""
@@ -116,20 +186,48 @@ class TrendSamples:
         step = self._watcher.log.latest()
         self._steps.append(step.step)
         scale = step.scale if step.scaler else 0.0
-        self._add(SCALE, step.step, scale)
-        for key, largest in zip(found, to_host(list(found.values())), strict=True):
-            self._add(key, step.step, largest if key[0] == "activation" else largest / (scale or math.inf))
+        self._add(Key("scale"), step.step, scale)
+        read = iter(to_host([end for ends in found.values() for end in ends]))
+        for key, ends in found.items():
+            largest = max(abs(next(read)) for _ in ends)
+            self._add(key, step.step, largest if key.kind == "activation" else largest / (scale or math.inf))
         if len(self._steps) > MOST_SAMPLES:
-            del self._steps[1::2]
-            self._stride *= 2
-            for key, values in self._series.items():
-                self._series[key] = {number: values[number] for number in self._steps if number in values}
+            self._thin()
+
+    def _thin(self) -> None:
+        pairs = list(zip(self._steps[::2], [*self._steps[1::2], -1], strict=False))
+        del self._steps[1::2]
+        self._stride *= 2
+        for key, values in self._series.items():
+            both = ((first, max(values.get(first, 0.0), values.get(second, 0.0))) for first, second in pairs)
+            self._series[key] = {first: value for first, value in both if value}
 
     def _add(self, key: Key, step: int, value: float) -> None:
         if math.isfinite(value) and value > 0:
             self._series.setdefault(key, {})[step] = value
 
 
-def _urgency(trend: Trend) -> tuple[float, float]:
+class _Functions(TorchFunctionMode):
+    """Hands on what each of torch's functions gives."""
+
+    def __init__(self, note: Callable[[Any, Any], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs the function, and notes what it gives."""
+        result = function(*args, **(kwargs or {}))
+        self._note(function, result)
+        return result
+
+
+def _trend(series: tuple[Key, dict[int, float]]) -> Trend:
+    key, values = series
+    source = source_of(key.line) if key.line is not None else None
+    return Trend(key.kind, key.name, tuple(values), tuple(values.values()), key.op, source)
+
+
+def _urgency(trend: Trend) -> tuple[bool, float, bool, float]:
+    """What is near its limit, what would reach it first, then what came nearest; the loss scale has its own."""
     reached = reached_at(trend)
-    return math.inf if reached is None else reached, -trend.values[-1]
+    return not is_near(trend), math.inf if reached is None else reached, trend.kind == "scale", -max(trend.values)

@@ -266,7 +266,7 @@ _ALL = (
         GRADIENTS,
         "inconclusive",
         "go on from here, and run it again at that step: ampdbg scan, with checkpoint: {model: FILE, optimizer: FILE}",
-        "What grows steadily{where} would reach FP16's limit.",
+        "What grows{where} comes near FP16's limit.",
         information="Healthy so far; what grows steadily{where} would reach FP16's limit.",
         why_no_pin="Nothing to pin so far: what grows has not reached the limit at {step}.",
         counts_against_a_patch=False,

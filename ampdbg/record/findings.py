@@ -18,13 +18,23 @@ Exponent = Annotated[int, Interval(ge=-1100, le=1100)]
 
 
 @dataclass(frozen=True)
-class Source:
-    """A line of the user's or a library's code: the innermost frame that is neither torch's nor ampdbg's."""
+class CodeLine:
+    """A line of code, as it stood when it ran."""
 
     file: str
     line: Count
     function: str
     text: str
+
+
+@dataclass(frozen=True)
+class Source(CodeLine):
+    """A line of the user's or a library's code: the innermost frame that is neither torch's nor ampdbg's.
+
+    One of a library's is the same line from wherever in the user's code it was ``called_from``.
+    """
+
+    called_from: CodeLine | None = field(default=None, compare=False)
 
 
 def place_of(source: Source | None) -> str:

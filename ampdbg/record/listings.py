@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from ampdbg.record.findings import Listing, Source
+from ampdbg.record.findings import CodeLine, Listing
 from ampdbg.record.run import Record
 
 WHOLE = 400
@@ -43,7 +43,7 @@ def with_listings(record: Record) -> Record:
     return replace(record, listings=tuple(listings))
 
 
-def sources_of(record: Record) -> Iterator[Source]:
+def sources_of(record: Record) -> Iterator[CodeLine]:
     """Every line that the record names, what matters most first."""
     producers = (one for seen in record.investigations for replay in seen.replays for one in replay.producers)
     things = (
@@ -53,8 +53,10 @@ def sources_of(record: Record) -> Iterator[Source]:
         (site.source for pin in record.pins for site in pin.sites),
         (one.source for one in producers),
         (one.source for one in record.sites),
+        (one.source for one in record.trends),
     )
-    yield from (source for source in chain(*things) if source is not None)
+    for source in chain(*things):
+        yield from (one for one in (source, source and source.called_from) if one is not None)
 
 
 def _listings(file: str, texts: dict[int, str]) -> Iterator[Listing]:

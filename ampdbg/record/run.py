@@ -341,14 +341,17 @@ class Step:
 class Trend:
     """The largest magnitude of one thing at the steps that were sampled: ``values[i]`` at ``steps[i]``, all above 0.
 
-    ``name`` is the module of an activation, which is its output in float16, or the parameter of a gradient, which is
-    without the loss scale; "" for the loss scale itself.
+    ``name`` is the module of an activation, in float16, or the parameter of a gradient, which is without the loss
+    scale; "" for the loss scale itself. ``op`` is torch's name of the function that has made the activation, in the
+    line ``source``; "" for the output of a module in which no such function was noted.
     """
 
     kind: Literal["activation", "gradient", "scale"]
     name: str
     steps: tuple[Count, ...]
     values: tuple[Annotated[float, Interval(gt=0, lt=math.inf)], ...]
+    op: str = ""
+    source: Source | None = None
 
 
 @dataclass(frozen=True)

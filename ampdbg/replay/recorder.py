@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -77,9 +77,6 @@ own."""
 
 HOOKS = ("register_hook", "retain_grad")
 """Functions after which other gradients may come to a tensor, or stay."""
-
-OF_FABRIC = "_forward_module"
-"""Where Fabric keeps the model that it wraps."""
 
 NOT_ALL_SEEN = "what makes its loss was not all seen"
 """Why a step cannot be run again where a graph leads into it that no noted call has made."""
@@ -180,6 +177,8 @@ class Recorder(TorchFunctionMode):
         self._compiles = ""
         self._entered: list[Recorder] = []
         self.before = Before()
+        self.looking: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """Makes what is entered around each call that is noted; nothing once the script compiles."""
         self._guard = Guard()
         self._leaving = ExitStack()
 
@@ -299,7 +298,8 @@ class Recorder(TorchFunctionMode):
         now, begun = self._now, list[_Begun]()
         if len(now.calls) < MOST_CALLS:
             self._guard.hooked(self._begins, begun, function, args, kwargs)
-        result = self._alone(run, *args, **kwargs)
+        with self.looking():
+            result = self._alone(run, *args, **kwargs)
         if begun:
             self._guard.hooked(self._returns, begun[0], args, result)
         return result
@@ -382,9 +382,11 @@ class Recorder(TorchFunctionMode):
         finally:
             self._now.inside -= 1
 
-    def compiles_functions(self) -> None:
-        """The script compiles a function: torch would follow the mode too, so that only modules are noted."""
-        self._compiles = "it may compile what makes its loss"
+    def compiles(self, model: Any) -> None:
+        """The script compiles: torch would follow a mode too, so that of a function only modules are noted."""
+        self.looking = nullcontext
+        if not isinstance(model, torch.nn.Module):
+            self._compiles = "it may compile what makes its loss"
 
     # What goes backward, and who steps on it.
 
@@ -881,8 +883,8 @@ def _noting(original: Callable[..., Any], entered: Sequence[Recorder]) -> Callab
 
 def _compiling(original: Callable[..., Any], entered: Sequence[Recorder]) -> Callable[..., Any]:
     def call(model: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if entered and not isinstance(model, torch.nn.Module):
-            entered[0].compiles_functions()
+        for recorder in entered:
+            recorder.compiles(model)
         return original(model, *args, **kwargs)
 
     return call
@@ -892,7 +894,8 @@ def _hands_on(module: torch.nn.Module) -> bool:
     """Whether a call is that of the model inside, and not to be made again itself: it readies DistributedDataParallel
     or Fabric for a backward pass, and where none follows the next call raises, or where it is not theirs that pass."""
     held = module._modules
-    return OF_FABRIC in held or _is_of_ddp(module) or any(_is_of_ddp(held[name]) for name in WRAPPERS if name in held)
+    readies = (always or _is_of_ddp(held[name]) for name, always in WRAPPERS.items() if name in held)
+    return _is_of_ddp(module) or any(readies)
 
 
 def _is_of_ddp(module: torch.nn.Module | None) -> bool:

@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ampdbg.environment import FUSED_ATTENTION_NOTE
 from ampdbg.errors import AmpdbgError, UserCodeError, first_line, text_of
-from ampdbg.precision.modes import DTYPES
+from ampdbg.precision.modes import DTYPES, clip
 from ampdbg.precision.widening import LIFTS, altered, lifted, rounded, widen, widened
+from ampdbg.probes.draws import drawn_alike
 from ampdbg.probes.garbage import uncollected
 from ampdbg.probes.module_calls import ModulePaths, compiled_notes, module_paths
 from ampdbg.probes.op_trace import OpTrace, placed
@@ -24,7 +25,6 @@ from ampdbg.probes.shadow_trace import WIDENED_NOTE, RangeSeen, ShadowTrace, bfl
 from ampdbg.probes.tensors import float_values, is_finite, magnitude_of, nonfinite, stored, to_host, together
 from ampdbg.record.run import Replay, Unseen
 from ampdbg.replay.copies import altered_batch, duplicate
-from ampdbg.replay.draws import drawn_alike
 from ampdbg.replay.run import Run, loss_of, run_pass
 from ampdbg.replay.snapshot import Snapshot, rewound
 from ampdbg.replay.state import are_held_whole, held_by, tensors_in
@@ -189,17 +189,11 @@ def _fp32_losses(run: Run, snapshot: Snapshot, steps: int) -> Iterator[float]:
             return
         try:
             with run.workload.user.running("the optimizer's step"):
+                clip(run.workload.optimizers, run.config.train.clip_grad_norm)
                 for optimizer in run.workload.optimizers:
-                    _clip(optimizer, run.config.train.clip_grad_norm)
                     optimizer.step()
         except AmpdbgError:
             return
-
-
-def _clip(optimizer: torch.optim.Optimizer, limit: float | None) -> None:
-    if limit is not None:
-        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        torch.nn.utils.clip_grad_norm_(weights, limit)
 
 
 def _try(run: Run, snapshot: Snapshot, manner: Manner, *, stops_at_loss: bool = False) -> tuple[float, str]:

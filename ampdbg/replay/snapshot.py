@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
+from ampdbg.probes.draws import Draws
 from ampdbg.probes.module_calls import run_eagerly
 from ampdbg.probes.pause import unwatched
 from ampdbg.record.run import Investigation
 from ampdbg.replay.copies import duplicate, duplicating
-from ampdbg.replay.draws import Draws
 from ampdbg.replay.packing import NotAtHandError, Packing, Tensors, Unpacking
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import Run

@@ -26,7 +26,7 @@ from ampdbg.replay.copies import Copying
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import Run, Tail, name_of_line
 from ampdbg.replay.snapshot import ModelState, Snapshot
-from ampdbg.source.ownership import Line
+from ampdbg.source.ownership import LibraryLine, Line
 from ampdbg.workload.build import Workload
 from ampdbg.workload.losses import StepFunction
 from ampdbg.workload.user_code import UserCode
@@ -270,4 +270,5 @@ def _at(line: Line | None) -> Callable[..., Any]:
         return _call
     file, number, function = line
     code: CodeType = _call.__code__
-    return FunctionType(code.replace(co_filename=file, co_firstlineno=number, co_name=function), SPACE)
+    call = FunctionType(code.replace(co_filename=file, co_firstlineno=number, co_name=function), SPACE)
+    return (lambda *given: _at(line.caller)(call, given, {})) if isinstance(line, LibraryLine) else call

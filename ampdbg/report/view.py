@@ -9,7 +9,7 @@ from typing import Literal
 
 from ampdbg.formats import Exponents
 from ampdbg.quantities import counted
-from ampdbg.record.findings import Finding
+from ampdbg.record.findings import CodeLine, Finding
 from ampdbg.record.run import Record, Step
 
 Tone = Literal["plain", "good", "bad", "doubtful", "warning", "strong", "faint", "name", "chart"]
@@ -207,6 +207,14 @@ def with_effects(findings: Sequence[Finding]) -> Iterator[tuple[Finding, tuple[F
     for index, finding in enumerate(findings):
         if roots[index] == index:
             yield finding, tuple(findings[other] for other, root in enumerate(roots) if root == index != other)
+
+
+def places(finding: Finding) -> Iterator[tuple[str, CodeLine]]:
+    """The line of a finding, and of a library's below it the user's that led there, each with what stands before it."""
+    if finding.source is not None:
+        yield "", finding.source
+        if finding.source.called_from is not None:
+            yield "called from ", finding.source.called_from
 
 
 def conjunction(finding: Finding, effect: Finding) -> str:

@@ -64,6 +64,7 @@ class Session:
         self._entered.enter_context(self._failing.recorder)
         self._entered.enter_context(self._looks)  # those that look closer than the watcher
         self._looks.callback(self._samples.end)
+        self._failing.recorder.looking = self._samples.looking
         return self
 
     def __exit__(self, *raised: Any) -> None:
@@ -81,7 +82,7 @@ class Session:
         record = _record(self.watcher, self._failing, ending)
         note = self._processes.note(emulates=self._captures.start.emulate)
         frameworks = self._frameworks() if ending is not None else ()
-        notes = (*record.unseen.notes, *[note] * bool(note), *frameworks)
+        notes = (*record.unseen.notes, *[note] * bool(note), *frameworks, *self._samples.notes())
         unseen = replace(record.unseen, notes=notes)
         return replace(record, unseen=unseen, trends=self._samples.seen())
 

@@ -29,6 +29,18 @@ Line = tuple[str, int, str]
 """File, line number, function."""
 
 
+class LibraryLine(tuple[str, int, str]):
+    """A line of a library's code, with that of the user's code that led there: the same line wherever it is called."""
+
+    caller: Line
+
+    def __new__(cls, line: Line, caller: Line) -> LibraryLine:
+        """Both lines."""
+        made = super().__new__(cls, line)
+        made.caller = caller
+        return made
+
+
 def module_of(frame: FrameType) -> str:
     """The name of the module that the code stands in, also where that runs as ``__main__``; "" where it has none."""
     name, spec = frame.f_globals.get("__name__"), frame.f_globals.get("__spec__")

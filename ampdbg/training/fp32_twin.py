@@ -13,8 +13,8 @@ from ampdbg.config.schema import Config
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.precision.modes import DTYPES
 from ampdbg.precision.widening import rounded
+from ampdbg.probes.draws import Draws, drawn_alike
 from ampdbg.record.run import Step
-from ampdbg.replay.draws import Draws, drawn_alike
 from ampdbg.replay.run import loss_of, prepared, run_pass
 from ampdbg.training.loop import take_step
 

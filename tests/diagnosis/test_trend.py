@@ -1,8 +1,9 @@
-"""Trends: what grows by the same factor all along is told of with its step, and nothing else is."""
+"""Trends: what nears the limit is reported, and what grows by the same factor all along, with its step."""
 
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -68,6 +69,25 @@ def test_what_is_no_steady_growth_is_silent(name: str) -> None:
     one = trend(HEALTHY[name])
     assert reached_at(one) is None
     assert recorded(one).findings == ()
+
+
+NEAR: dict[str, Callable[[int], float]] = {
+    "by a constant": lambda step: 2180.0 + 26.0 * step,
+    "levels off": lambda step: 50_000.0 * (1 - math.exp(-step / 300)),
+    "swings": lambda step: 8000.0 * 2.0 ** (2.9 * math.sin(step / 150)),
+    "at once": lambda step: 5000.0 if step < 1200 else 50_000.0,
+}
+
+
+@pytest.mark.parametrize("name", NEAR)
+def test_what_comes_within_one_bit_of_the_limit_is_reported_however_it_grows(name: str) -> None:
+    one = trend(NEAR[name])
+    (found,) = recorded(one).findings
+    largest = max(one.values)
+    assert (found.severity, found.module, found.evidence["value"]) == ("warning", "body", largest)
+    assert found.step == one.steps[one.values.index(largest)]
+    assert f"{largest / 65504:.1%} of FP16's limit of 65,504" in found.message
+    assert recorded(replace(one, kind="gradient")).findings == ()
 
 
 def test_few_samples_are_no_trend() -> None:

@@ -12,7 +12,7 @@ from ampdbg.errors import WorkloadError
 from ampdbg.formats import FLOAT16, FLOAT32
 from ampdbg.levels import LEVELS, Level, format_of_config, levels_of
 from ampdbg.precision.emulation import cuda_on_cpu
-from ampdbg.precision.modes import PrecisionMode, mode_of
+from ampdbg.precision.modes import PrecisionMode, clip, mode_of
 
 CPU = torch.device("cpu")
 
@@ -61,6 +61,16 @@ def test_gradients_are_clipped_after_they_are_unscaled() -> None:
     scaler.scale((weight * 4.0).sum()).backward()
     made.step(scaler, [optimizer], clip_grad_norm=2.0)
     assert weight.item() == pytest.approx(-2.0)
+
+
+def test_gradients_of_several_optimizers_are_clipped_together() -> None:
+    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([weight], lr=1.0) for weight in weights]
+    weights[0].grad, weights[1].grad = torch.tensor([3.0]), torch.tensor([4.0])
+    clip(optimizers, None)
+    assert [weight.grad for weight in weights] == [3.0, 4.0]
+    clip(optimizers, 1.0)
+    assert [float(weight.grad) for weight in weights if weight.grad is not None] == pytest.approx([0.6, 0.8])
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ampdbg.probes.module_calls import compiled_notes
 from ampdbg.probes.op_trace import OpSeen, OpTrace, placed, storage_of
+from ampdbg.record.findings import CodeLine
 
 
 def line_of(code: Any, text: str) -> int:
@@ -344,6 +345,26 @@ def test_a_line_of_a_librarys_module_is_its_own(is_prepared: bool, libraries: Ca
     lines = lines_of(lambda: model(torch.ones(2, 2)), model)
     assert lines["aten.abs.default"] == ("blocks/parts.py", 6, "forward")
     assert lines["aten.mm.default"] == lines["aten.div.Tensor"] == ("blocks/losses.py", 4, "squared")
+
+
+def test_a_librarys_line_names_the_users_call_that_led_there(libraries: Callable[[str], Any]) -> None:
+    model = libraries("loops").prepared(libraries("blocks").Block())
+
+    def call() -> torch.Tensor:
+        made: torch.Tensor = model(torch.ones(2, 2))
+        return made
+
+    with placed(model, OpTrace) as trace:
+        call()
+        model(torch.ones(2, 2))
+    first, again = (seen.site[-1] for seen in trace.ops if seen.op == "aten.mm.default")
+    assert first is not None
+    assert first.called_from == CodeLine(
+        __file__, line_of(call, "model(torch"), "call", "made: torch.Tensor = model(torch.ones(2, 2))"
+    )
+    assert again == first
+    assert again is not None
+    assert again.called_from != first.called_from
 
 
 def test_a_line_of_the_users_module_is_the_users_and_not_that_of_a_library(libraries: Callable[[str], Any]) -> None:

@@ -1,4 +1,4 @@
-"""``ampdbg run --trend N``: what grows is told of ahead of time, at no cost to the script's numbers."""
+"""``ampdbg run --trend N``: what nears FP16's limit is reported ahead of time, at no cost to the script's numbers."""
 
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from ampdbg.record.run import Record
 from tests.commands.program import Result, start
 from tests.script import scripts
 from tests.script.test_run import run
+from tests.siblings import slow_but_for
 
 GROWING = scripts.loop("""
 class Body(nn.Module):
@@ -40,7 +41,82 @@ def growing(folder: Path, factor: str, *options: str) -> tuple[Result, Record]:
     return run(folder, GROWING.replace("FACTOR", factor), options=("--emulate", *options))
 
 
-def test_an_activation_that_grows_is_told_of_before_it_overflows(tmp_path: Path) -> None:
+INSIDE = scripts.loop("""
+class Body(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.gain = nn.Linear(16, 16), 1.0
+
+    def forward(self, x):
+        h = self.linear(x)
+        OP
+        return h / self.gain
+
+net = nn.Sequential(nn.Linear(16, 16), Body(), nn.Linear(16, 1)).cuda()
+if "compile" in sys.argv:
+    net.compile(backend="eager")
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
+scaler = torch.amp.GradScaler("cuda", init_scale=16.0)
+for step in range(36):
+    net[1].gain = 2e3 + 1.2e3 * step
+    x = torch.randn(32, 16, device="cuda")
+    if step == 10:
+        try:
+            net[1](x[:, :3])
+        except RuntimeError:
+            print([mode for mode in torch.overrides._get_current_function_mode_stack() if "trend" in repr(mode)])
+    with torch.autocast("cuda"):
+        loss = torch.nn.functional.dropout(net(x), 0.1).float().square().mean()
+    STEP
+print([parameter.detach().double().sum().item() for parameter in net.parameters()])
+""")
+
+
+def inside(folder: Path, line: str, *arguments: str) -> tuple[Result, Record]:
+    """What a run shows of an op within a forward pass, whose numbers are those of a run without a watch."""
+    script = INSIDE.replace("OP", line)
+    result, record = run(folder, script, *arguments, options=("--emulate", "--trend=5", "--html=page.html"))
+    assert result.stdout == start(folder, "run", "--emulate", "--no-watch", "train.py", *arguments).stdout
+    return result, record
+
+
+def test_an_op_within_a_forward_pass_is_reported_before_it_overflows(tmp_path: Path) -> None:
+    result, record = inside(tmp_path, "h = h * self.gain")
+    (found,) = record.findings
+    assert (found.code, found.severity, found.step, result.code) == ("limit-ahead", "warning", 35, 1)
+    assert found.source is not None
+    assert (found.module, found.op, found.source.text) == ("1", "mul", "h = h * self.gain")
+    largest = found.evidence["value"]
+    assert isinstance(largest, float)
+    assert 32_752 < largest < 65_504
+    shown = f"{largest:,.0f} of mul in 1 (train.py:{found.source.line}) at step 35, is {largest / 65504:.1%} of FP16's"
+    for text in (result.stderr, record.unseen.notes[-1], (tmp_path / "page.html").read_text(encoding="utf-8")):
+        assert shown in " ".join(text.split()).replace("&#39;", "'").replace(f"{tmp_path}/", "")
+
+
+SILENT = {
+    "far below": "h = h * (self.gain / 10)",
+    "a mask": "h = h.masked_fill(h > 1.5, -65504.0).clamp(-1.0)",
+    "a mask in some steps": "h = h.masked_fill(x > 3.5, -60000.0).clamp(-1.0)",
+    "a constant": "h = h * (torch.full_like(h, 60000.0) / 60000.0)",
+    "in FP32": "h = (h.float() * self.gain / self.gain).half()",
+}
+
+
+@pytest.mark.parametrize("how", slow_but_for(["a mask in some steps"], list(SILENT)))
+def test_what_is_far_below_or_a_constant_or_in_fp32_is_not_reported(how: str, tmp_path: Path) -> None:
+    result, record = inside(tmp_path, SILENT[how])
+    assert (record.verdict, record.findings, result.code) == ("healthy", (), 0)
+    assert record.unseen.notes[-1].startswith("trend: 7 steps sampled, ")
+
+
+@pytest.mark.slow
+def test_of_a_compiled_model_the_outputs_of_modules_are_sampled_alone(tmp_path: Path) -> None:
+    _, record = inside(tmp_path, "h = h * self.gain", "compile")
+    assert record.unseen.notes[-1].startswith("trend: 7 steps sampled, 0 ops and ")
+
+
+def test_an_activation_that_grows_is_reported_before_it_overflows(tmp_path: Path) -> None:
     result, record = growing(tmp_path, "1.05 ** step", "--trend=5")
     assert result.stdout == start(tmp_path, "run", "--emulate", "--no-watch", "train.py").stdout
     (found,) = record.findings

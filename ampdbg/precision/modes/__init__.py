@@ -128,18 +128,30 @@ class PrecisionMode:
         clip_grad_norm: float | None = None,
     ) -> None:
         """Unscales and clips where asked, lets the scaler step or skip each optimizer, and updates the scale."""
+        for optimizer in optimizers if clip_grad_norm is not None else ():
+            scaler.unscale_(optimizer)
+        clip(optimizers, clip_grad_norm)
         for optimizer in optimizers:
-            if clip_grad_norm is not None:
-                scaler.unscale_(optimizer)
-                parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-                if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters):
-                    raise WorkloadError(
-                        "train.clip_grad_norm: torch clips no sparse gradients; leave the key out, or make the "
-                        "layer's gradients dense (nn.Embedding has sparse=False)"
-                    )
-                torch.nn.utils.clip_grad_norm_(parameters, clip_grad_norm)
             scaler.step(optimizer)
         scaler.update()
+
+
+def clip(optimizers: Iterable[torch.optim.Optimizer], limit: float | None) -> None:
+    """Clips the norm of all gradients of the optimizers together, as a loop does; None for no clipping.
+
+    Raises:
+        WorkloadError: a gradient is sparse.
+    """
+    if limit is None:
+        return
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    parameters = [*dict.fromkeys(parameter for group in groups for parameter in group["params"])]
+    if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters):
+        raise WorkloadError(
+            "train.clip_grad_norm: torch clips no sparse gradients; leave the key out, or make the layer's gradients "
+            "dense (nn.Embedding has sparse=False)"
+        )
+    torch.nn.utils.clip_grad_norm_(parameters, limit)
 
 
 def mode_of(precision: Precision, device: torch.device) -> PrecisionMode:

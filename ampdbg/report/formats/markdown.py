@@ -139,9 +139,9 @@ def _finding(finding: Finding) -> Iterator[str]:
     where = [finding.at_step, finding.phase, *(part for part in (finding.module, finding.op) if part)]
     yield f"**{finding.severity} <code>{escaped(finding.code)}</code>** · {' · '.join(map(escaped, where))}"
     yield escaped(finding.message)
-    if finding.source is not None:
-        source = finding.source
-        yield f"<code>{escaped(f'{source.file}:{source.line}')}</code> in <code>{escaped(source.function)}</code>"
+    for before, source in view.places(finding):
+        at = f"<code>{escaped(f'{source.file}:{source.line}')}</code> in <code>{escaped(source.function)}</code>"
+        yield f"{before}{at}"
         yield _fenced([source.text.strip()], "python")
     if finding.remedy:
         yield f"**Remedy:** {escaped(finding.remedy)}"

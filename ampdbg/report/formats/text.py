@@ -227,9 +227,8 @@ def _finding(finding: Finding) -> Iterator[RenderableType]:
         f" · {' · '.join((finding.at_step, finding.phase, *where))}",
     )
     yield _indented(Text(finding.message))
-    if finding.source is not None:
-        source = finding.source
-        yield _indented(Text(f"{source.file}:{source.line} in {source.function}", style="dim"))
+    for before, source in view.places(finding):
+        yield _indented(Text(f"{before}{source.file}:{source.line} in {source.function}", style="dim"))
         yield _indented(Text(source.text.strip(), style="bold"), 2 * INDENT)
     if finding.remedy:
         yield _indented(Text.assemble(("Remedy: ", "green"), finding.remedy))

@@ -278,7 +278,7 @@ def _templates(characters: int) -> Environment:
     )
     filters: dict[str, Callable[..., Any]] = {"bar": exponent_bar, "blocks": blocks}
     templates.filters |= filters | {"kind": lambda value: type(value).__name__}
-    templates.globals |= {"signs": SIGNS, "conjunction": view.conjunction}
+    templates.globals |= {"signs": SIGNS, "conjunction": view.conjunction, "places": view.places}
     return templates
 
 

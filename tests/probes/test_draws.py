@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from ampdbg.config.file import load_config
 from ampdbg.config.schema import Config
 from ampdbg.diagnosis.diagnose import diagnose
+from ampdbg.probes import draws
+from ampdbg.probes.draws import Draws, attention, drawn_alike
 from ampdbg.probes.seams import replaced
-from ampdbg.replay import draws
-from ampdbg.replay.draws import Draws, attention, drawn_alike
 from ampdbg.training.fp32_twin import distance, fp32_losses
 from ampdbg.training.loop import train
 from tests.zoo.test_zoo import FILES, config_of
