@@ -423,11 +423,6 @@ class Evidence:
         return {step for step, site in begins.items() if here is not None and site != here.site}
 
 
-def cause_of(made: Investigation, run: Record) -> Finding:
-    """The root finding of a replayed step of a run whose loss or gradients are not finite."""
-    return Evidence(made, run).cause
-
-
 def scale_floor(steps: Sequence[Step]) -> float | None:
     """The loss scale that a scaler does not leave though it skips every step, as one with a floor of its own; else
     None."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import ampdbg.diagnosis.diagnose as diagnosis
 from ampdbg.commands.scan import exit_code
-from ampdbg.diagnosis.cause import cause_of
+from ampdbg.diagnosis.cause import Evidence
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.diagnosis.producers import culprit
 from ampdbg.diagnosis.scale import UNTOLD, ScaleCourse
@@ -198,7 +198,7 @@ def test_steps_with_another_scaler_or_none_say_nothing_of_where_a_scale_settles(
     steps = steps_of("." * 5)
     apart = [replace(one, step=one.step + 3, scale=scale, scaler=other, optimizer=1, others=3) for one in steps]
     [finding] = diagnosed((*scaled, *apart)).findings
-    assert finding.evidence == {"skipped": 1, "scale": 32768.0}
+    assert finding.evidence == {"skipped": 1, "scale": 32768.0, "iteration": 0}
     assert finding.remedy == ADVICE.format(32768)
 
 
@@ -790,7 +790,7 @@ def test_a_gradient_that_a_lower_scale_makes_finite_overflows_however_small_fp32
     finite = cured(first, 16384.0, gradient_distance=0.9)
     lower = finite if survives else replace(first, scale=16384.0, producers=())
     made = of_gradients(1, first, FP32, lower, reproduced=1)
-    finding = cause_of(made, record_of(steps_of("..x"), investigations=(made,)))
+    finding = Evidence(made, record_of(steps_of("..x"), investigations=(made,))).cause
     assert (finding.code, finding.module) == (code, "head")
     assert ("exceeds FP16's limit of 65,504 at a loss scale of 32,768" in finding.message) == (code != "unknown")
     reaches = "where FP32 reaches only 16,384; at a loss scale of 16,384 it is finite"

@@ -1,17 +1,21 @@
 """Properties of the table of causes itself: whatever the evidence, precision is not blamed where FP32 fails too."""
 
 import math
-from dataclasses import replace
+import string
+from dataclasses import fields, replace
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ampdbg.agreement import is_finite
-from ampdbg.diagnosis.cause import CAUSES, Evidence
-from ampdbg.diagnosis.decisions import first, holding
+from ampdbg.diagnosis.cause import CAUSES, LOST, Evidence, Lost
+from ampdbg.diagnosis.decisions import Decision, first, holding
 from ampdbg.diagnosis.diagnose import ORDER_OF_DECISION, conditions_of, diagnose
+from ampdbg.diagnosis.hidden_faults import HIDDEN, HiddenFault
 from ampdbg.diagnosis.producers import suspects
+from ampdbg.diagnosis.scale import LIMITS, SKIPS, Scaling
+from ampdbg.diagnosis.tensors import TENSORS, BadTensor
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Source
 from ampdbg.record.run import Investigation, Producer, Record, Replay, ScriptRun
@@ -169,6 +173,25 @@ def test_more_evidence_may_withdraw_a_blame_and_never_moves_it_to_another_line(
     before, after = Evidence(made, run).cause, Evidence(replace(made, **more), run).cause
     if CODES[before.code].verdict == CODES[after.code].verdict == "precision":
         assert (after.module, after.op, after.source) == (before.module, before.op, before.source)
+
+
+SUBJECTS: tuple[tuple[type, tuple[Decision[Any], ...]], ...] = (
+    (Evidence, CAUSES),
+    (Lost, LOST),
+    (BadTensor, TENSORS),
+    (Scaling, (*SKIPS, *LIMITS)),
+    (HiddenFault, HIDDEN),
+)
+
+
+def test_every_fact_that_a_row_names_is_one_of_its_subject() -> None:
+    for subject, rows in SUBJECTS:
+        known = {*dir(subject), *(field.name for field in fields(subject))}
+        for row in rows:
+            templates = (row.message, row.remedy or "")
+            said = [name for one in templates for _, name, _, _ in string.Formatter().parse(one) if name]
+            named = {name.partition(".")[0] for name in (*said, *row.evidence.values())}
+            assert named <= known, (row.code, named - known)
 
 
 def test_every_row_is_of_a_known_code_with_a_condition_of_its_own() -> None:
