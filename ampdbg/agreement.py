@@ -60,3 +60,10 @@ def is_same_run(made: Investigation) -> bool:
 def noise_floor(made: Investigation) -> Replay | None:
     """The replay that shows the noise floor, where it was made and ran."""
     return made.floor if is_finite(made.floor) else None
+
+
+def agrees_with_fp32(made: Investigation) -> bool:
+    """Whether replays of a step that looks healthy show that it is: that it computes the same again, and FP32 too."""
+    if made.why != "end" or not (is_finite(made.low) and is_finite(made.fp32) and is_same_run(made)):
+        return False
+    return keeps_its_gradients(made.low) and agrees(made.low, made.fp32, noise_floor(made))

@@ -65,6 +65,11 @@ class HiddenFault:
         """The step as it was."""
         return self.made.low
 
+    @property
+    def is_one(self) -> bool:
+        """There is more than information."""
+        return any(row.severity != "info" for row in holding(HIDDEN, self))
+
     @cached_property
     def is_far(self) -> bool:
         """The step is further from FP32 than rounding makes it; without its noise floor a difference says nothing."""
@@ -190,17 +195,12 @@ HIDDEN: tuple[Decision[HiddenFault], ...] = (
 
 def hidden_faults(record: Record) -> Iterator[Finding]:
     """What the steps of a run hide that looked healthy and were replayed."""
-    for fault in filter(None, (_fault(made, record) for made in record.investigations)):
+    for fault in filter(None, (hidden_fault(made, record) for made in record.investigations)):
         yield from (row.finding(fault) for row in holding(HIDDEN, fault))
 
 
-def hides_a_fault(made: Investigation, record: Record) -> bool:
-    """Whether the replays of a step that looks healthy show more than information."""
-    fault = _fault(made, record)
-    return fault is not None and any(row.severity != "info" for row in holding(HIDDEN, fault))
-
-
-def _fault(made: Investigation, record: Record) -> HiddenFault | None:
-    """None of a step that does not compute the same again, and so cannot be compared, or is not finite."""
+def hidden_fault(made: Investigation, record: Record) -> HiddenFault | None:
+    """What the replays of a step show that looks healthy; None of one that does not compute the same again, and so
+    cannot be compared, or is not finite."""
     is_sound = made.why == "end" and is_finite(made.low) and is_same_run(made)
     return HiddenFault(made, made.fp32, record) if is_sound and is_finite(made.fp32) else None

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from ampdbg.agreement import agrees_with_fp32
 from ampdbg.diagnosis.cause import KEPT_SCALE
 from ampdbg.diagnosis.scale import UNEXPLAINED, ScaleCourse
 from ampdbg.formats import FLOAT32, FORMATS
@@ -394,6 +395,9 @@ def _facts(record: Record) -> Iterator[str]:
     ):
         facts = list(_facts_of(timeline, record))
         yield from [f"optimizer {timeline.steps[0].optimizer}: {', '.join(facts)}"] if several else facts
+    alike = [str(made.step) for made in record.investigations if agrees_with_fp32(made)]
+    if alike:
+        yield f"steps {listed(alike)} agree with FP32" if alike[1:] else f"step {alike[0]} agrees with FP32"
     yield duration(record.elapsed)
 
 

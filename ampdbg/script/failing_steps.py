@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.cause import SKIPS_IN_A_ROW
-from ampdbg.diagnosis.hidden_faults import hides_a_fault
+from ampdbg.diagnosis.hidden_faults import hidden_fault
 from ampdbg.diagnosis.producers import survivor
 from ampdbg.diagnosis.scale import is_nan_alone
 from ampdbg.errors import named_error
@@ -396,9 +396,10 @@ class FailingSteps:
             if live is None or made is None:
                 return
             made = replace(made, loss=self._loss())
-            if hides_a_fault(made, self._watcher.record()) and self.captures.are_wanted:
+            fault = hidden_fault(made, self._watcher.record())
+            if fault is not None and fault.is_one and self.captures.are_wanted:
                 self._capture(live, made.loss, self._watcher.open_step.scaler)
-            self.found[:] = kept([*self.found, made])
+            self.found[:] = kept([*self.found, *[made] * (fault is not None)])
 
     def step_ended(self, is_bad: bool) -> None:
         """Called when a step has ended."""
