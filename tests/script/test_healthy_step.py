@@ -20,7 +20,7 @@ class Norm(nn.Module):
 
 net = nn.Sequential(nn.Linear(32, 16), Norm(), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 4)).cuda()
 optimizer, scaler = torch.optim.AdamW(net.parameters(), lr=1e-3), torch.amp.GradScaler("cuda", init_scale=1024.0)
-for step in range(20):
+for step in range(80):
     x, y = float(sys.argv[1]) * torch.rand(8, 32).cuda(), torch.randint(0, 4, (8,)).cuda()
     with torch.autocast("cuda", dtype=torch.float16):
         loss = nn.functional.cross_entropy(net(x), y)
@@ -38,11 +38,13 @@ def test_the_first_step_behind_ten_that_were_taken_is_compared_and_captured_wher
     tmp_path: Path, factor: str, found: list[str]
 ) -> None:
     result, record = run(tmp_path, HIDDEN, factor)
-    assert [(made.step, made.why) for made in record.investigations] == [(10, "end")]
+    (made,) = record.investigations
+    assert made.why == "end"
+    assert made.step >= 10  # on a slow machine it is a later one, within the share of the run's time
     assert [(one.code, one.step, one.module, one.op) for one in record.findings[:1]] == [
-        (code, 10, "1", "aten.mul.Tensor") for code in found
+        (code, made.step, "1", "aten.mul.Tensor") for code in found
     ]
-    assert (result.code, steps_captured(record)) == (len(found), [10] * len(found))
+    assert (result.code, steps_captured(record)) == (len(found), [made.step] * len(found))
     assert ("suggest-fp32" in result.stderr) == bool(found)
     saves_the_same_alone(tmp_path, factor)
 
