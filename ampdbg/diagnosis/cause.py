@@ -336,11 +336,10 @@ class Evidence:
         comes_back = any(loss <= DIVERGED * max(before) for loss in made.continuation)
         return "" if comes_back else f", and in FP32 too the loss leaps from {number(before[-1])} to {number(now)}"
 
-    @cached_property
-    def has_grown(self) -> bool:
-        """The weights have left their size within the run: what overflows on them may be the learning rate's doing."""
-        grew = self.made.weights_grew
-        return grew > GREW or (grew > GREW_IN_A_LEAP and bool(self.leap))
+    @property
+    def has_leapt(self) -> bool:
+        """The weights have grown, and with them the loss of FP32 has left all earlier ones."""
+        return self.made.weights_grew > GREW_IN_A_LEAP and bool(self.leap)
 
     # The finding
 
@@ -545,11 +544,18 @@ OF_HALF: tuple[Decision[Evidence], ...] = (
         "tell",
     ),
     Decision(
+        DIVERGENCE,
+        "the weights are over twice as large as when the run began, and in FP32 too the loss has left all before it",
+        lambda it: it.has_leapt and CODES[first(PRECISE, it).code].verdict == "precision",
+        "the weights are {made.weights_grew} times as large as when the run began{leap}; with them {of_half}",
+        {WEIGHTS_GREW: "made.weights_grew"},
+    ),
+    Decision(
         UNKNOWN,
-        "the weights are over 30 times as large as when the run began, or twice, and the loss leapt in FP32 too",
-        lambda it: it.has_grown and CODES[first(PRECISE, it).code].verdict == "precision",
-        "{of_half}; the weights are {made.weights_grew} times as large as when the run began{leap}, which a learning "
-        "rate that is too large makes",
+        "the weights are over 30 times as large as when the run began",
+        lambda it: it.made.weights_grew > GREW and CODES[first(PRECISE, it).code].verdict == "precision",
+        "{of_half}; the weights are {made.weights_grew} times as large as when the run began, which a learning rate "
+        "that is too large makes",
         {WEIGHTS_GREW: "made.weights_grew"},
         "lower the learning rate; where the weights keep their size and it still fails, precision is the cause",
     ),
@@ -584,6 +590,14 @@ CAUSES: tuple[Decision[Evidence], ...] = (
         lambda it: it.is_divergence,
         "{divergence.climb}",
         {"continuation": "divergence.made.continuation"},
+    ),
+    Decision(
+        DIVERGENCE,
+        "FP32 is not finite, on weights over 30 times as large as when the run began",
+        lambda it: not it.is_fp32_finite and it.made.weights_grew > GREW,
+        "the step is not finite in FP32 either{where}, on weights {made.weights_grew} times as large as when the run "
+        "began",
+        {WEIGHTS_GREW: "made.weights_grew"},
     ),
     Decision(
         "infinite-loss",
