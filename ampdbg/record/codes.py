@@ -210,7 +210,7 @@ _ALL = (
         GRADIENTS,
         "other",
         "use a dynamic loss scale, which finds the right one by itself",
-        "The static loss scale {last} is too large: {skips}.",
+        "The loss scale {last} is too large, and nothing lowers it: {skips}.",
         information="{verdict}: {skips} while the loss scale {settles}.",
         why_no_pin="Nothing to pin: the static loss scale is too large for the gradients of {step}.",
         passes=True,
