@@ -38,6 +38,7 @@ from ampdbg.probes.pause import is_unwatched, unwatched
 from ampdbg.probes.seams import Seam, are_meta, attached, only_follows
 from ampdbg.probes.step_hooks import hooked_steps
 from ampdbg.probes.steps import StepLog
+from ampdbg.probes.update_ledger import UpdateLedger
 from ampdbg.quantities import listed
 from ampdbg.record.run import Misuse, Record, Step, Unseen
 
@@ -63,6 +64,7 @@ class Watch:
         self.optimizers = Optimizers(self.models, optimizers)
         self.log = StepLog(self.models, None if on_step is None else self.guard.told(on_step))
         self.calls = Calls(self.log.closed)
+        self.ledger = UpdateLedger(self.models)
         for optimizer in optimizers:
             self.calls.add_optimizer(optimizer)
         self._loop = Loop(set())
@@ -157,7 +159,8 @@ class Watch:
         """What the steps leave out, and whether they say anything of half precision."""
         several = ("loops in several threads were seen: the order of their calls is not judged",)
         left = (LEFT.format(listed(sorted(self.left_by_replays))),)
-        return (*self.log.notes, *several[: len(self._loop.trained) > 1], *left[: len(self.left_by_replays)])
+        own = (*self.log.notes, *self.ledger.notes)
+        return (*own, *several[: len(self._loop.trained) > 1], *left[: len(self.left_by_replays)])
 
     @property
     def is_in_fp32(self) -> bool:
@@ -185,6 +188,7 @@ class Watch:
             scales_gradients=self.calls.scales_gradients,
             unseen=Unseen(notes=self.notes, since=self.log.closed() if self.failure else None),
             misuses=(*self.misuses, *not_half),
+            updates=self.ledger.seen,
             groups=self.groups,
             interrupted=self._interrupted,
             error=self.failure,
@@ -334,6 +338,8 @@ class Watch:
         elif self._measures.steps_on_lost(optimizer):
             # A loss that is lost may have finite gradients, as the mean over no target has: no scaler withholds it.
             self.lost(optimizer)
+        if not has_closure:  # which makes the gradients
+            self.ledger.before(optimizer)
 
     def _before_bare_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         if id(optimizer) in self._loop.now.bare:
@@ -357,6 +363,7 @@ class Watch:
             self._loop.now.optimizer = self.optimizers.number_of(optimizer)
 
     def _after_step(self, optimizer: Optimizer, _: bool) -> None:
+        self.ledger.after(optimizer, self.log.closed())
         if optimizer not in self.optimizers or self._loop.is_inside("step"):
             return
         step = self._loop.now

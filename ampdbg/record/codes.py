@@ -285,8 +285,19 @@ _ALL = (
         GRADIENTS,
         "precision",
         "keep the parameters in float32 and let autocast lower the ops (from_pretrained(..., dtype=torch.float32)), or "
-        "use an optimizer that rounds stochastically or keeps float32 copies",
-        "Weights in bfloat16 hardly move: the optimizer's updates are too small to change their rounded values.",
+        "those that are named; or use an optimizer that rounds stochastically (torchao's AdamW8bit with "
+        "bf16_stochastic_round=True) or compensates (torch-optimi's AdamW); neither a fused optimizer nor a larger "
+        "learning rate helps",
+        "Half-precision weights stand still: the optimizer's updates are too small to change their rounded values.",
+        why_no_pin=KEEP_WEIGHTS,
+        counts_against_a_patch=False,
+    ),
+    Code(
+        "stuck-moment",
+        GRADIENTS,
+        "precision",
+        "keep the parameters in float32 and let autocast lower the ops, or use beta2 = 0.95",
+        "Adam's second moment sticks in half precision: what decays by beta2 rounds back to what it was.",
         why_no_pin=KEEP_WEIGHTS,
         counts_against_a_patch=False,
     ),
