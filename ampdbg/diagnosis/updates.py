@@ -10,7 +10,8 @@ from ampdbg.record.codes import CODES, finding_of
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import FrozenParameter, Record, Step, Updates
 
-SMALL_UPDATES, FROZEN, STUCK = "optimizer-underflow", "frozen-weights", "stuck-moment"
+SMALL_UPDATES, FROZEN = "optimizer-underflow", "frozen-weights"
+STUCK, ACCUMULATION = "stuck-moment", "lost-accumulation"
 
 FALLS = 0.9
 """A loss whose mean falls below this share of what it was at first is said to fall."""
@@ -20,6 +21,9 @@ MOST_OF_THE_UPDATE = 0.5
 
 A_PART = 0.1
 """A weight decay that makes a smaller share of the updates' energy is not missed within some steps."""
+
+LOST_OF_A_SUM = 0.1
+"""A sum of gradients that is further from float32's, relative to that, is lost in part."""
 
 LARGER_EPS = ", or use an eps that half holds: eps=1e-6 (it changes the updates slightly)"
 
@@ -97,6 +101,22 @@ def stuck_moment(record: Record) -> Iterator[Finding]:
         severity="warning",
         parameter=worst.parameter,
         evidence={"parameters": [one.parameter for one in seen.stuck[:20]], "times": worst.times, "beta2": worst.beta},
+    )
+
+
+def lost_accumulation(record: Record) -> Iterator[Finding]:
+    """``lost-accumulation``: gradients of many backward passes that half cannot add up."""
+    seen = record.updates
+    if seen is None or (seen.lost_accumulation or 0.0) <= LOST_OF_A_SUM:
+        return
+    yield finding_of(
+        ACCUMULATION,
+        record.steps[0].step,
+        "optimizer",
+        f"the sum of {seen.passes} gradients in half is {seen.lost_accumulation:.0%} from what it is in float32: a "
+        "gradient below half a unit in the last place of the sum is not added",
+        severity="warning",
+        evidence={"lost": seen.lost_accumulation, "passes": seen.passes},
     )
 
 

@@ -11,6 +11,8 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +37,9 @@ FROZEN = 0.9
 
 MATTERS = 1e-4
 """What takes a smaller share in the fall of the loss than this, to first order, harms nothing by standing still."""
+
+MANY = 16
+"""Gradients that a step adds up; fewer lose less than half a percent of their sum."""
 
 APART = 4.0
 """A second moment so many times as large as in float32 halves the updates."""
@@ -70,7 +75,8 @@ class Sums(NamedTuple):
     gradient times update, and ``got_descent`` with the updates that were made. ``moved`` counts the entries that are
     elsewhere at the end of a window; ``still`` adds up the share of steps in which each stays. ``bits`` adds up, of
     ``sized`` entries, the binary logarithm of the learning rate at which the mean update is half a unit in the last
-    place. ``foreign`` counts entries that the loop has written between two steps.
+    place. ``foreign`` counts entries that the loop has written between two steps. ``added`` are the squares of a sum of
+    gradients in float32, ``misadded`` those of how far the same sum in half is from it.
     """
 
     wanted: float = 0.0
@@ -87,6 +93,8 @@ class Sums(NamedTuple):
     bits: float = 0.0
     sized: float = 0.0
     foreign: float = 0.0
+    added: float = 0.0
+    misadded: float = 0.0
 
     @staticmethod
     def of(several: Iterable[Sums]) -> Sums:
@@ -199,6 +207,7 @@ class SampledRow:
         self._foreign = torch.zeros_like(self._owners, dtype=torch.bool)
         self.states = {key: self._state(key) for key in optimizer.state.get(self.parameters[0], {})}
         self._began_second = self.states.get(SECOND, torch.zeros_like(self.master)).clone()
+        self._added = torch.zeros(2, *self.master.shape).to(self._owners.device)
         self._steps = 0
 
     def _read(self, tensors: Iterable[Any]) -> torch.Tensor:
@@ -250,6 +259,19 @@ class SampledRow:
             self._decay += decay
             self._got_decay += (start + together).to(dtype).float() - (start + by_gradient).to(dtype).float()
 
+    def listen(self, hooks: ExitStack, is_in_a_pass: Callable[[], bool]) -> None:
+        """Adds up the gradients of the loop's own backward passes, in float32 and as they are added up in half."""
+        parts = self._added.split([one.entries for one in self.members], dim=1)
+
+        def add(index: int, gradient: torch.Tensor) -> None:
+            if is_in_a_pass():
+                values = stored(gradient.detach()).flatten()[:: self.members[index].stride].float()
+                parts[index][0].add_(values)
+                parts[index][1].copy_((parts[index][1] + values).to(self._last.dtype))
+
+        for index, parameter in enumerate(self.parameters):
+            hooks.callback(parameter.register_hook(partial(add, index)).remove)
+
     def spoilt(self) -> list[str]:
         """The float16 parameters that the last step has made inf or NaN, where gradients and masters are finite."""
         if self._last.dtype is not torch.float16 or bool(self._last.isfinite().all()):
@@ -283,7 +305,7 @@ class SampledRow:
             wanted * wanted, wanted * got, gradient * gradient, gradient * got_gradient, self._decay * self._decay,
             self._decay * self._got_decay, self._descent, self._got_descent, torch.ones_like(wanted), got != 0,
             self._still / self._steps, torch.where(is_sized, bits, 0.0), is_sized, self._foreign,
-            *moments[1:], *constants,
+            self._added[0].square(), (self._added[1] - self._added[0]).square(), *moments[1:], *constants,
         )  # fmt: skip
         stacked = torch.stack([line.double() for line in lines])
         return stacked.new_zeros(len(stacked), len(self.members)).index_add_(1, self._owners, stacked)
@@ -330,7 +352,7 @@ class Book:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.of, self.name = weakref.ref(optimizer), type(optimizer).__name__
-        self.steps, self.cost = 0, 0.0
+        self.steps, self.cost, self.passes = 0, 0.0, 0
         self.window: UpdateWindow | None = None
         self.moments: dict[tuple[int, ...], Moments] = {}
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
@@ -379,6 +401,11 @@ class UpdateLedger:
         self._unread: list[SampledSums] = []
         self._read: Mapping[str, SampledParameter] = {}
         self._steps = 0
+        self.hooks = ExitStack()
+        """Those on parameters whose gradients are being added up."""
+        self.passes = self._most_passes = 0
+        """How often the loop has gone backward."""
+        self._is_in_a_pass = False
         self._spoilt: tuple[str, ...] = ()
         self._spoilt_step: int | None = None
         self._eps: float | None = None
@@ -398,6 +425,14 @@ class UpdateLedger:
         if book is not None and book.window is not None:
             self._timed(book, self._after, step)
 
+    def in_a_pass(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a backward pass of the loop's own; those of replays add nothing up."""
+        self.passes, self._is_in_a_pass = self.passes + 1, True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._is_in_a_pass = False
+
     def _timed(self, book: Book, turn: Callable[[Book, Any], None], given: Any) -> None:
         began = time.perf_counter()
         try:
@@ -412,6 +447,7 @@ class UpdateLedger:
 
     def _before(self, book: Book, optimizer: Optimizer) -> None:
         book.steps += 1
+        self.hooks.close()
         if book.window is not None and not book.window.has_gradients:
             book.window = None
         if book.window is None and self._may_begin(book, optimizer):
@@ -431,6 +467,11 @@ class UpdateLedger:
         assert window is not None
         window.after()
         self._steps += 1
+        passes, book.passes = self.passes - book.passes, self.passes
+        if passes >= MANY and window.steps == 1:
+            self._most_passes = max(passes, self._most_passes)
+            for row in window.rows:
+                row.listen(self.hooks, lambda: self._is_in_a_pass)
         spoilt = tuple(name for row in window.rows for name in row.spoilt())
         if spoilt:
             self._spoilt, self._spoilt_step, self._eps = spoilt, step, _vanishing_eps(window.rows)
@@ -472,6 +513,8 @@ class UpdateLedger:
             lost_gradient=total.lost_gradient,
             lost_decay=total.lost_decay,
             decay=total.decay / (total.wanted or 1.0),
+            lost_accumulation=math.sqrt(total.misadded / total.added) if total.added else None,
+            passes=self._most_passes,
             frozen=tuple(
                 FrozenParameter(
                     one.member.name, one.member.entries, round(one.sums.moved), round(one.sums.lost or 0.0, 4)

@@ -92,6 +92,7 @@ class Watch:
             with ExitStack() as begun:  # Ctrl-C may come while this begins
                 begun.enter_context(hooked_steps(*notes))
                 begun.enter_context(attached(partial(_around, alive)))
+                begun.callback(self.ledger.hooks.close)
                 self._restoring = begun.pop_all()
             weakref.finalize(self, self._restoring.close).atexit = False
         return self
@@ -298,6 +299,7 @@ class Watch:
         if not kwargs.get("accumulate_grad", True):
             self.calls.grad(roots, creates_graph=bool(args[2]))
             return original(roots, *args, **kwargs)
+        original = partial(self.ledger.in_a_pass, original)
         scaler = scaler_of(roots)
         if scaler is None:
             self._before_unscaled_backward(roots)

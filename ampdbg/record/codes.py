@@ -293,6 +293,16 @@ _ALL = (
         counts_against_a_patch=False,
     ),
     Code(
+        "lost-accumulation",
+        GRADIENTS,
+        "precision",
+        "keep the parameters in float32 and let autocast lower the ops, so that gradients are added up in float32; "
+        "or take fewer and larger micro-batches a step (a loss divided by their number loses as much)",
+        "The gradients of many micro-batches are added up in half precision, which loses part of their sum.",
+        why_no_pin=KEEP_WEIGHTS,
+        counts_against_a_patch=False,
+    ),
+    Code(
         "stuck-moment",
         GRADIENTS,
         "precision",

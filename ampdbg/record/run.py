@@ -425,7 +425,9 @@ class Updates:
 
     They are held against float32 masters with float32 states, which the same optimizer steps on the same gradients.
     ``lost`` and its like are as of :class:`KindUpdates`, of all parameters together; ``decay`` is what part of the way
-    is that of the weight decay, by sums of squares. ``stuck`` are second moments far from float32's.
+    is that of the weight decay, by sums of squares. Of steps that add up the gradients of ``passes`` backward passes,
+    ``lost_accumulation`` is how far the sum in half is from that in float32, relative to that. ``stuck`` are second
+    moments far from float32's.
     ``spoilt`` names those that the update of ``spoilt_step`` made infinite or NaN although every gradient and
     float32's update are finite. ``vanishing_eps`` is the optimizer's eps, where it is 0 in float16.
     """
@@ -436,6 +438,8 @@ class Updates:
     lost_gradient: float | None = None
     lost_decay: float | None = None
     decay: float = 0.0
+    lost_accumulation: float | None = None
+    passes: Count = 0
     frozen: tuple[FrozenParameter, ...] = ()
     stuck: tuple[StuckMoment, ...] = ()
     vanishing_eps: float | None = None

@@ -288,6 +288,40 @@ def test_it_is_known_to_stick_where_windows_see_a_part_of_the_steps(monkeypatch:
     assert 0.7 < stuck.times / (kept / in_float32) <= 1.01
 
 
+@pytest.mark.parametrize("passes", slow_but_for([16, 1024], [16, 64, 256, 1024]))
+def test_what_a_sum_of_gradients_in_half_loses_is_known_from_one_step(passes: int) -> None:
+    def accumulated(dtype: torch.dtype) -> tuple[Record, torch.Tensor, torch.Tensor]:
+        torch.manual_seed(0)
+        net = nn.Linear(64, 64, bias=False).to(dtype)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+        with watch(net, optimizer) as watched:
+            for _ in range(2):
+                optimizer.zero_grad()
+                gradients = (1e-3 + 1e-4 * torch.randn(passes, 64, 64)).to(dtype)
+                for gradient in gradients:
+                    (net.weight * gradient).sum().backward()
+                assert net.weight.grad is not None
+                summed = net.weight.grad.float()
+                optimizer.step()
+        assert not net.weight._backward_hooks
+        return diagnose(watched.record()), summed, gradients.float().sum(0)
+
+    record, summed, in_float32 = accumulated(HALF)
+    lost = float((summed - in_float32).norm() / in_float32.norm())
+    assert lost == pytest.approx({16: 0.004, 64: 0.007, 256: 0.015, 1024: 0.51}[passes], rel=0.2)
+    assert record.updates is not None
+    assert record.updates.passes == passes
+    assert record.updates.lost_accumulation == pytest.approx(lost, rel=1e-3)
+    found = [found.message for found in record.findings if found.code == "lost-accumulation"]
+    assert [message[:58] for message in found] == [
+        "the sum of 1024 gradients in half is 51% from what it is in"[:58]
+    ] * (lost > 0.1)
+
+    twin, summed, in_float32 = accumulated(torch.float32)
+    assert torch.allclose(summed, in_float32, rtol=1e-4)
+    assert (codes(twin), twin.updates) == ([], None)
+
+
 # Where a float32 master exists nothing is said
 
 
