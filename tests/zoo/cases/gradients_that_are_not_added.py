@@ -1,4 +1,4 @@
-"""Gradients of one, of which bfloat16 weights add up 256: 256 and 1 are 256 in bfloat16."""
+"""A gradient of 256 and many of 1: 256 and 1 are 256 in bfloat16, in which these weights add them up."""
 
 import torch
 from torch import nn
@@ -11,11 +11,11 @@ CASE = Case(
     verdict="precision",
     phase="optimizer",
     severity="warning",
-    says=("the sum of 512 gradients in half is 50% from what it is in float32",),
+    says=("the sum of 64 gradients in half is 20% from what it is in float32",),
     config={
         "precision": {"dtype": "bfloat16"},
         "optimizer": {"target": "torch.optim:SGD", "args": {"lr": 0.1}},
-        "train": {"steps": 2, "accumulate": 512},
+        "train": {"steps": 2, "accumulate": 64},
     },
     twin=("model.args.dtype=float32",),
 )
@@ -31,7 +31,7 @@ class Model(nn.Module):
 
 
 def batches() -> list[torch.Tensor]:
-    return [torch.ones(64)]
+    return [torch.full((64,), 256.0), *[torch.ones(64)] * 63]
 
 
 def step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
