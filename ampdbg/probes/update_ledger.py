@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from ampdbg.errors import named_error
 from ampdbg.probes.models import Models
 from ampdbg.probes.tensors import HALVES, stored
-from ampdbg.record.run import FrozenParameter, KindUpdates, StuckMoment, Updates
+from ampdbg.record.run import FrozenParameter, KindDtypes, KindUpdates, StuckMoment, Updates
 
 WINDOW = 10
 """Steps."""
@@ -355,6 +355,7 @@ class Book:
         self.steps, self.cost, self.passes = 0, 0.0, 0
         self.window: UpdateWindow | None = None
         self.moments: dict[tuple[int, ...], Moments] = {}
+        self.dtypes: tuple[KindDtypes, ...] = ()
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         is_half = any(parameter.dtype in HALVES for parameter in parameters)
         self.why_not = _why_not(optimizer) if is_half else ""
@@ -422,7 +423,11 @@ class UpdateLedger:
     def after(self, optimizer: Optimizer, step: int) -> None:
         """To be called right behind it, while the gradients are still there; ``step`` is its number."""
         book = self._books.get(id(optimizer))
-        if book is not None and book.window is not None:
+        if book is None:
+            return
+        if not book.dtypes:
+            book.dtypes = _dtypes(optimizer, self._kinds())
+        if book.window is not None:
             self._timed(book, self._after, step)
 
     def in_a_pass(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -486,6 +491,11 @@ class UpdateLedger:
             for path, module in self._models.named_modules()
             for name, parameter in module.named_parameters(recurse=False)
         }
+
+    @property
+    def dtypes(self) -> tuple[KindDtypes, ...]:
+        """What is stored in which dtype, by kind of parameter, for each optimizer."""
+        return tuple(of_kind for book in self._books.values() for of_kind in book.dtypes)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -584,6 +594,33 @@ def kind_of(module: str, name: str) -> str:
     """The kind of a parameter as people read them, by its name and the class of its module."""
     found = f"{module} {'.'.join(name.split('.')[-2:])}".lower()
     return next((kind for part, kind in KINDS if part in found), OTHERS)
+
+
+def _dtypes(optimizer: Optimizer, names: Mapping[int, tuple[str, str]]) -> tuple[KindDtypes, ...]:
+    """What an optimizer that has stepped holds, by kind of parameter."""
+    by_kind: dict[str, list[Any]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            by_kind.setdefault(names.get(id(parameter), ("", OTHERS))[1], []).append(parameter)
+    return tuple(
+        KindDtypes(
+            kind=kind,
+            parameters=len(of_it),
+            stored=_names_of_dtypes(of_it),
+            gradients=_names_of_dtypes(one.grad for one in of_it),
+            states=_names_of_dtypes(
+                value
+                for one in of_it
+                for value in optimizer.state.get(one, {}).values()
+                if isinstance(value, torch.Tensor) and value.ndim
+            ),
+        )
+        for kind, of_it in by_kind.items()
+    )
+
+
+def _names_of_dtypes(tensors: Iterable[torch.Tensor | None]) -> tuple[str, ...]:
+    return tuple(sorted({str(one.dtype).removeprefix("torch.") for one in tensors if one is not None}))
 
 
 def _rows(optimizer: Optimizer, names: Mapping[int, tuple[str, str]]) -> Iterator[SampledRow]:

@@ -189,6 +189,7 @@ class Watch:
             scales_gradients=self.calls.scales_gradients,
             unseen=Unseen(notes=self.notes, since=self.log.closed() if self.failure else None),
             misuses=(*self.misuses, *not_half),
+            dtypes=self.ledger.dtypes,
             updates=self.ledger.seen,
             groups=self.groups,
             interrupted=self._interrupted,

@@ -420,6 +420,18 @@ class KindUpdates:
 
 
 @dataclass(frozen=True)
+class KindDtypes:
+    """In which dtypes the parameters of one kind that optimizers train are stored, have their gradients, which are also
+    what those are added up in, and their optimizer states of their own shape."""
+
+    kind: str
+    parameters: Count
+    stored: tuple[str, ...]
+    gradients: tuple[str, ...] = ()
+    states: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Updates:
     """The ledger of updates: what windows of ``steps`` steps in all want of half parameters, and what those get.
 
@@ -605,6 +617,7 @@ class Record:
     autocast_error: AutocastError | None = None
     investigations: tuple[Investigation, ...] = ()
     misuses: tuple[Misuse, ...] = ()
+    dtypes: tuple[KindDtypes, ...] = ()
     updates: Updates | None = None
     trends: tuple[Trend, ...] = ()
     script: ScriptRun | None = None

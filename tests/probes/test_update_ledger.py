@@ -10,12 +10,16 @@ import torch
 from torch import nn
 
 import ampdbg
+from ampdbg.commands.output import PLAIN
 from ampdbg.config.schema import Config
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.probes import update_ledger
 from ampdbg.probes.update_ledger import kind_of
 from ampdbg.probes.watch import Watch, watch
+from ampdbg.record.file import from_json, to_json
 from ampdbg.record.run import Record
+from ampdbg.report.formats import written as text_of
+from ampdbg.report.view import Typed
 from ampdbg.training.loop import train
 from tests.script.test_run import ran
 from tests.siblings import slow_but_for
@@ -613,3 +617,28 @@ def test_watch_of_the_package_has_it_too() -> None:
     with ampdbg.watch(net, adamw(net)) as watched:
         pass
     assert watched.record().updates is None
+
+
+# What is stored in which dtype
+
+
+def test_the_dtypes_of_each_kind_are_those_of_the_first_step() -> None:
+    net = Net().to(HALF)
+    net.norm.float()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.9)
+    with watch(net, optimizer) as watched:
+        for parameter in net.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    bfloat16, float32 = (("bfloat16",),) * 3, (("float32",),) * 3
+    kinds = {one.kind: (one.stored, one.gradients, one.states) for one in watched.record().dtypes}
+    assert kinds == {"linears": bfloat16, "biases": bfloat16, "norms": float32}
+
+
+def test_the_page_has_a_row_for_each_kind_of_half_weight() -> None:
+    record, _ = trained(steps=10)
+    page = text_of(record, Typed("", ""), PLAIN, "markdown")
+    assert "Half weights, in 10 sampled steps" in page
+    assert "| kind | stored | gradients | states | lost | of decay | still below lr |" in page
+    assert "| norms | bfloat16 | bfloat16 | bfloat16 | 100% | 100% |" in page
+    assert from_json(to_json(record)) == record
