@@ -498,6 +498,14 @@ _ALL = (
         is_counted=False,
     ),
     _misuse(
+        "misuse-lost-upcast",
+        SETUP,
+        "optimizer",
+        "the upcast did nothing: it makes a new tensor of a parameter, which the loop throws away; they stay in half",
+        "write p.data = p.data.float(), before the optimizer is made, or model.float() for all of them",
+        is_counted=False,
+    ),
+    _misuse(
         "misuse-half-parameters",
         SETUP,
         "optimizer",

@@ -154,6 +154,27 @@ def test_run_says_nothing_of_the_same_in_float32(tmp_path: Path) -> None:
     assert (codes(record), code, record.updates) == ([], 0, None)
 
 
+UPCAST = """
+for _, p in net.named_parameters():
+    p = p.to(torch.float32)
+optimizer = torch"""
+
+
+def test_run_says_that_an_upcast_did_nothing(tmp_path: Path) -> None:
+    text = SCRIPT.replace("\noptimizer = torch", UPCAST, 1).replace("lr=1e-4", "lr=3e-2").replace("200", "20")
+    record, page, code = ran(tmp_path, text.format(dtype="bfloat16"), options=())
+    assert (codes(record), code) == ([("misuse-lost-upcast", "error")], 1)
+    assert "p = p.to(torch.float32)" in page
+    assert "the upcast did nothing" in page
+    source = record.findings[0].source
+    assert source is not None
+    assert (source.file, source.text) == ("train.py", "p = p.to(torch.float32)")
+
+    twin = text.replace("    p = p.to(torch.float32)", "    p.data = p.data.to(torch.float32)")
+    record, _, code = ran(tmp_path, twin.format(dtype="bfloat16").replace("x.to(dtype)", "x"), options=())
+    assert (codes(record), code, {name for one in record.dtypes for name in one.stored}) == ([], 0, {"float32"})
+
+
 def way_in_float32(steps: int) -> dict[str, float]:
     """What of the way of float32 masters half weights go, in each parameter: the masters are stepped on the gradients
     of the half weights."""
