@@ -26,7 +26,7 @@ from ampdbg.record.run import FrozenParameter, KindDtypes, KindUpdates, StuckMom
 WINDOW = 10
 """Steps."""
 
-SHARE = 0.04
+SHARE = 0.03
 """The share of a loop's time that windows may take, beyond each optimizer's first one."""
 
 WHOLE, SAMPLE = 4096, 1024
@@ -398,7 +398,7 @@ class UpdateLedger:
     def __init__(self, models: Models) -> None:
         self._models = models
         self._books: dict[int, Book] = {}
-        self._spent, self._began = 0.0, 0.0
+        self._spent, self._elapsed, self._latest = 0.0, 0.0, math.inf
         self._unread: list[SampledSums] = []
         self._read: Mapping[str, SampledParameter] = {}
         self._steps = 0
@@ -411,13 +411,20 @@ class UpdateLedger:
         self._spoilt_step: int | None = None
         self._eps: float | None = None
 
+    def pause(self) -> None:
+        """What comes now is no time of the loop's."""
+        self.hooks.close()
+        self._latest = math.inf
+
     def before(self, optimizer: Optimizer) -> None:
         """To be called right before a step of the optimizer."""
         book = self._books.get(id(optimizer))
         if book is None or book.of() is not optimizer:
             book = self._books[id(optimizer)] = Book(optimizer)
-            self._began = self._began or time.perf_counter()
         if book.is_kept:
+            now = time.perf_counter()
+            self._elapsed += max(0.0, now - self._latest)
+            self._latest = now
             self._timed(book, self._before, optimizer)
 
     def after(self, optimizer: Optimizer, step: int) -> None:
@@ -463,8 +470,7 @@ class UpdateLedger:
 
     def _may_begin(self, book: Book, optimizer: Optimizer) -> bool:
         """Whether there is time for another window; none where a kernel is to unscale the gradients."""
-        allowed = SHARE * (time.perf_counter() - self._began)
-        is_time = book.steps == 1 or self._spent + book.cost <= allowed
+        is_time = book.steps == 1 or self._spent + book.cost <= SHARE * self._elapsed
         return is_time and getattr(optimizer, "grad_scale", None) is None
 
     def _after(self, book: Book, step: int) -> None:

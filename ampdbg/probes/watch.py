@@ -397,6 +397,7 @@ class Watch:
         self.ended(step.skipped or not step.is_known_finite())
 
     def _finish(self) -> None:
+        self.ledger.pause()
         if not self.guard.failure:
             step = self._loop.now
             step.skipped |= not step.stepped and not step.has_finite_loss()  # a loop that looks at its loss by itself
