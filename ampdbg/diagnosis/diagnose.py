@@ -19,7 +19,14 @@ from ampdbg.diagnosis.producers import UNKNOWN
 from ampdbg.diagnosis.scale import LIMITS, SKIPS, UNTOLD, limits, skips
 from ampdbg.diagnosis.tensors import DATA, POISONED, TENSORS, WEIGHTS, BadTensor, bad_batch, bad_buffers, bad_weights
 from ampdbg.diagnosis.trend import ahead
-from ampdbg.diagnosis.updates import SMALL_UPDATES, frozen_weights, lost_updates, spoilt_weights
+from ampdbg.diagnosis.updates import (
+    SMALL_UPDATES,
+    frozen_weights,
+    lost_accumulation,
+    lost_updates,
+    spoilt_weights,
+    stuck_moment,
+)
 from ampdbg.formats import FLOAT32
 from ampdbg.levels import format_of_config
 from ampdbg.record.codes import CODES
@@ -56,9 +63,11 @@ ORDER_OF_DECISION = (
     _of_tensors("Buffers behind a step", bad_buffers, POISONED),
     Family("Skipped steps", skips, SKIPS),
     Family("The loss scale at the end", limits, LIMITS),
+    Family("Gradients that half adds up", lost_accumulation),
     Family("A healthy step, by its replays", hidden_faults, HIDDEN),
     Family("Updates that half weights lose", lost_updates),
-    Family("bfloat16 weights", frozen_weights),
+    Family("Half weights that stand still", frozen_weights),
+    Family("Second moments in half", stuck_moment),
     Family("Calls that do little harm", doubtful_misuses),
     Family("What grows towards a limit", ahead),
 )

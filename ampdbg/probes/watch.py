@@ -38,6 +38,7 @@ from ampdbg.probes.pause import is_unwatched, unwatched
 from ampdbg.probes.seams import Seam, are_meta, attached, only_follows
 from ampdbg.probes.step_hooks import hooked_steps
 from ampdbg.probes.steps import StepLog
+from ampdbg.probes.update_ledger import UpdateLedger
 from ampdbg.quantities import listed
 from ampdbg.record.run import Misuse, Record, Step, Unseen
 
@@ -63,6 +64,7 @@ class Watch:
         self.optimizers = Optimizers(self.models, optimizers)
         self.log = StepLog(self.models, None if on_step is None else self.guard.told(on_step))
         self.calls = Calls(self.log.closed)
+        self.ledger = UpdateLedger(self.models)
         for optimizer in optimizers:
             self.calls.add_optimizer(optimizer)
         self._loop = Loop(set())
@@ -90,6 +92,7 @@ class Watch:
             with ExitStack() as begun:  # Ctrl-C may come while this begins
                 begun.enter_context(hooked_steps(*notes))
                 begun.enter_context(attached(partial(_around, alive)))
+                begun.callback(self.ledger.hooks.close)
                 self._restoring = begun.pop_all()
             weakref.finalize(self, self._restoring.close).atexit = False
         return self
@@ -157,7 +160,8 @@ class Watch:
         """What the steps leave out, and whether they say anything of half precision."""
         several = ("loops in several threads were seen: the order of their calls is not judged",)
         left = (LEFT.format(listed(sorted(self.left_by_replays))),)
-        return (*self.log.notes, *several[: len(self._loop.trained) > 1], *left[: len(self.left_by_replays)])
+        own = (*self.log.notes, *self.ledger.notes)
+        return (*own, *several[: len(self._loop.trained) > 1], *left[: len(self.left_by_replays)])
 
     @property
     def is_in_fp32(self) -> bool:
@@ -185,6 +189,8 @@ class Watch:
             scales_gradients=self.calls.scales_gradients,
             unseen=Unseen(notes=self.notes, since=self.log.closed() if self.failure else None),
             misuses=(*self.misuses, *not_half),
+            dtypes=self.ledger.dtypes,
+            updates=self.ledger.seen,
             groups=self.groups,
             interrupted=self._interrupted,
             error=self.failure,
@@ -294,6 +300,7 @@ class Watch:
         if not kwargs.get("accumulate_grad", True):
             self.calls.grad(roots, creates_graph=bool(args[2]))
             return original(roots, *args, **kwargs)
+        original = partial(self.ledger.in_a_pass, original)
         scaler = scaler_of(roots)
         if scaler is None:
             self._before_unscaled_backward(roots)
@@ -334,6 +341,8 @@ class Watch:
         elif self._measures.steps_on_lost(optimizer):
             # A loss that is lost may have finite gradients, as the mean over no target has: no scaler withholds it.
             self.lost(optimizer)
+        if not has_closure:  # which makes the gradients
+            self.ledger.before(optimizer)
 
     def _before_bare_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         if id(optimizer) in self._loop.now.bare:
@@ -357,6 +366,7 @@ class Watch:
             self._loop.now.optimizer = self.optimizers.number_of(optimizer)
 
     def _after_step(self, optimizer: Optimizer, _: bool) -> None:
+        self.ledger.after(optimizer, self.log.closed())
         if optimizer not in self.optimizers or self._loop.is_inside("step"):
             return
         step = self._loop.now
@@ -387,6 +397,7 @@ class Watch:
         self.ended(step.skipped or not step.is_known_finite())
 
     def _finish(self) -> None:
+        self.ledger.pause()
         if not self.guard.failure:
             step = self._loop.now
             step.skipped |= not step.stepped and not step.has_finite_loss()  # a loop that looks at its loss by itself

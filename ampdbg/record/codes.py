@@ -285,8 +285,29 @@ _ALL = (
         GRADIENTS,
         "precision",
         "keep the parameters in float32 and let autocast lower the ops (from_pretrained(..., dtype=torch.float32)), or "
-        "use an optimizer that rounds stochastically or keeps float32 copies",
-        "Weights in bfloat16 hardly move: the optimizer's updates are too small to change their rounded values.",
+        "those that are named; or use an optimizer that rounds stochastically (torchao's AdamW8bit with "
+        "bf16_stochastic_round=True) or compensates (torch-optimi's AdamW); neither a fused optimizer nor a larger "
+        "learning rate helps",
+        "Half-precision weights stand still: the optimizer's updates are too small to change their rounded values.",
+        why_no_pin=KEEP_WEIGHTS,
+        counts_against_a_patch=False,
+    ),
+    Code(
+        "lost-accumulation",
+        GRADIENTS,
+        "precision",
+        "keep the parameters in float32 and let autocast lower the ops, so that gradients are added up in float32; "
+        "or take fewer and larger micro-batches a step (a loss divided by their number loses as much)",
+        "The gradients of many micro-batches are added up in half precision, which loses part of their sum.",
+        why_no_pin=KEEP_WEIGHTS,
+        counts_against_a_patch=False,
+    ),
+    Code(
+        "stuck-moment",
+        GRADIENTS,
+        "precision",
+        "keep the parameters in float32 and let autocast lower the ops, or use beta2 = 0.95",
+        "Adam's second moment sticks in half precision: what decays by beta2 rounds back to what it was.",
         why_no_pin=KEEP_WEIGHTS,
         counts_against_a_patch=False,
     ),
@@ -474,6 +495,14 @@ _ALL = (
         "the code scales a loss that is computed in bfloat16, whose range is float32's and needs no loss scale",
         "leave the scaler out, or make it with enabled=False",
         "warning",
+        is_counted=False,
+    ),
+    _misuse(
+        "misuse-lost-upcast",
+        SETUP,
+        "optimizer",
+        "the upcast did nothing: it makes a new tensor of a parameter, which the loop throws away; they stay in half",
+        "write p.data = p.data.float(), before the optimizer is made, or model.float() for all of them",
         is_counted=False,
     ),
     _misuse(

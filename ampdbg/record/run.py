@@ -375,34 +375,85 @@ class Environment:
 
 @dataclass(frozen=True)
 class FrozenParameter:
-    """A bfloat16 parameter that the optimizer's updates hardly move: they are too small to change its rounded values.
+    """A half parameter that the optimizer's updates hardly move: they are too small to change its rounded values.
 
-    In ``still`` of the compared steps no entry changed; ``unmoved`` is the mean share of the entries that did not.
+    ``entries`` of it were looked at; over all windows ``moved`` of them moved. ``lost`` is the share of its way that
+    it did not go.
     """
 
     name: str
-    still: Count
-    unmoved: float
+    entries: Count
+    moved: Count
+    lost: float
 
 
 @dataclass(frozen=True)
-class HalfUpdates:
-    """The updates of half parameters, each held against the same optimizer step on float32 copies.
+class StuckMoment:
+    """A second moment in half that is ``times`` as large as in float32, or as small where it is not ``too_large``:
+    what decays by ``beta`` rounds back to what it was. The optimizer had taken ``steps`` steps then."""
 
-    ``steps`` is how many were. ``lost_energy`` is the share of the sum of squares of float32's updates that fell
-    on weights which did not change at all; ``lost_gradient`` and ``lost_decay`` are its shares in what comes of the
-    gradient and of a decoupled weight decay. ``lost`` names the float16 parameters that lost more than half of theirs.
-    ``frozen`` are the bfloat16 parameters that did.
+    parameter: str
+    beta: float
+    times: float
+    is_too_large: bool
+    steps: Count
+
+
+@dataclass(frozen=True)
+class KindUpdates:
+    """The updates of the half parameters of one kind, such as norms.
+
+    ``lost`` is the share of the way that float32 masters go which they do not, ``lost_gradient`` and ``lost_decay``
+    that in what comes of the gradient and of a decoupled weight decay; None where there is none. ``unmoved`` is the
+    mean share of entries that a step leaves where they are, ``descent`` the kind's share in what the loss falls by, to
+    first order. Below the learning rate ``freezes_below`` the updates of most entries are too small to move them.
+    """
+
+    kind: str
+    parameters: Count
+    lost: float | None
+    lost_gradient: float | None
+    lost_decay: float | None
+    unmoved: float
+    descent: float
+    freezes_below: float | None
+
+
+@dataclass(frozen=True)
+class KindDtypes:
+    """In which dtypes the parameters of one kind that optimizers train are stored, have their gradients, which are also
+    what those are added up in, and their optimizer states of their own shape."""
+
+    kind: str
+    parameters: Count
+    stored: tuple[str, ...]
+    gradients: tuple[str, ...] = ()
+    states: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Updates:
+    """The ledger of updates: what windows of ``steps`` steps in all want of half parameters, and what those get.
+
+    They are held against float32 masters with float32 states, which the same optimizer steps on the same gradients.
+    ``lost`` and its like are as of :class:`KindUpdates`, of all parameters together; ``decay`` is what part of the way
+    is that of the weight decay, by sums of squares. Of steps that add up the gradients of ``passes`` backward passes,
+    ``lost_accumulation`` is how far the sum in half is from that in float32, relative to that. ``stuck`` are second
+    moments far from float32's.
     ``spoilt`` names those that the update of ``spoilt_step`` made infinite or NaN although every gradient and
     float32's update are finite. ``vanishing_eps`` is the optimizer's eps, where it is 0 in float16.
     """
 
     steps: Count
-    lost_energy: float | None = None
+    kinds: tuple[KindUpdates, ...] = ()
+    lost: float | None = None
     lost_gradient: float | None = None
     lost_decay: float | None = None
-    lost: tuple[str, ...] = ()
+    decay: float = 0.0
+    lost_accumulation: float | None = None
+    passes: Count = 0
     frozen: tuple[FrozenParameter, ...] = ()
+    stuck: tuple[StuckMoment, ...] = ()
     vanishing_eps: float | None = None
     spoilt_step: Count | None = None
     spoilt: tuple[str, ...] = ()
@@ -566,7 +617,8 @@ class Record:
     autocast_error: AutocastError | None = None
     investigations: tuple[Investigation, ...] = ()
     misuses: tuple[Misuse, ...] = ()
-    half_updates: HalfUpdates | None = None
+    dtypes: tuple[KindDtypes, ...] = ()
+    updates: Updates | None = None
     trends: tuple[Trend, ...] = ()
     script: ScriptRun | None = None
     listings: tuple[Listing, ...] = ()

@@ -19,7 +19,18 @@ from ampdbg.obstacles import obstacle_in
 from ampdbg.quantities import counted, duration, listed, number, scale, share
 from ampdbg.record.codes import FACTS, catalogued
 from ampdbg.record.findings import Finding
-from ampdbg.record.run import EXITED, NOT_CAPTURED, GroupOverflow, ParameterCounts, Record, Replay, Step, TensorCounts
+from ampdbg.record.run import (
+    EXITED,
+    NOT_CAPTURED,
+    GroupOverflow,
+    KindUpdates,
+    ParameterCounts,
+    Record,
+    Replay,
+    Step,
+    TensorCounts,
+    Updates,
+)
 from ampdbg.report.explanation import explanation
 
 from . import view
@@ -72,6 +83,8 @@ def _sections(record: Record) -> Iterator[view.Section]:
     tensors = _tensor_table(record)
     if tensors.rows:
         yield tensors
+    if record.updates is not None:
+        yield _weights_table(record, record.updates)
     yield from sound_step(record)
 
 
@@ -304,6 +317,33 @@ def group_table(record: Record) -> view.Table | None:
     )
 
 
+WEIGHT_COLUMNS = (
+    *(view.Column(heading) for heading in ("kind", "stored", "gradients", "states")),
+    *(view.Column(heading, "number") for heading in ("lost", "of decay", "still below lr")),
+)
+
+
+def _weights_table(record: Record, updates: Updates) -> view.Table:
+    """What is stored in which dtype, by kind of parameter, and what that loses of its updates."""
+    by_kind = {one.kind: one for one in updates.kinds}
+    rows = [
+        (one.kind, *("/".join(map(short_of, names)) for names in (one.stored, one.gradients, one.states)), *_lost(kind))
+        for one in record.dtypes
+        if (kind := by_kind.get(one.kind)) is not None
+    ]
+    return view.Table(f"Half weights, in {counted(updates.steps, 'sampled step')}", WEIGHT_COLUMNS, tuple(rows))
+
+
+def _lost(kind: KindUpdates) -> tuple[str, ...]:
+    rate = "" if kind.freezes_below is None else number(kind.freezes_below)
+    return *("" if lost is None else share(lost) for lost in (kind.lost, kind.lost_decay)), rate
+
+
+def short_of(dtype: str) -> str:
+    """A dtype as it is called in short, where it has a short name."""
+    return FORMATS[dtype].short if dtype in FORMATS else dtype
+
+
 AMONG = ", among the {:,} steps that are recorded"
 
 
@@ -483,7 +523,7 @@ def _replay_row(replay: Replay) -> tuple[str, ...]:
 
 
 def _precision(replay: Replay) -> str:
-    short = FORMATS[replay.dtype].short if replay.dtype in FORMATS else replay.dtype
+    short = short_of(replay.dtype)
     return short if replay.dtype == "float32" else f"{short}, loss scale {scale(replay.scale)}"
 
 

@@ -16,8 +16,9 @@ from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.probes.torch_errors import autocast_error
 from ampdbg.probes.trend import TrendSamples
 from ampdbg.probes.watch import Watch
+from ampdbg.record.findings import Source
 from ampdbg.record.log import RunLog
-from ampdbg.record.run import Record
+from ampdbg.record.run import Misuse, Record
 from ampdbg.script.capture import Captures, asked_from_code
 from ampdbg.script.children import NewProcesses
 from ampdbg.script.failing_steps import FailingSteps, explains_itself
@@ -84,7 +85,22 @@ class Session:
         frameworks = self._frameworks() if ending is not None else ()
         notes = (*record.unseen.notes, *[note] * bool(note), *frameworks, *self._samples.notes())
         unseen = replace(record.unseen, notes=notes)
-        return replace(record, unseen=unseen, trends=self._samples.seen())
+        misuses = (*record.misuses, *(self._lost_upcasts(record) if ending is not None else ()))
+        return replace(record, unseen=unseen, misuses=misuses, trends=self._samples.seen())
+
+    def _lost_upcasts(self, record: Record) -> Iterator[Misuse]:
+        """The casts in the script that leave the half weights which its optimizers have stepped as they are."""
+        start, stored = self._captures.start, {name for kind in record.dtypes for name in kind.stored}
+        if not start.is_module and stored - {"float32", "float64"}:
+            # Here, as they take a tenth of a second, and hardly any script needs them.
+            from ampdbg.lint.engine import lint_file
+            from ampdbg.lint.rules.lost_upcast import CODE
+            from ampdbg.lint.settings import Settings
+            from ampdbg.lint.sources import SourcePath
+
+            path = os.path.join(start.folder, start.name)
+            for found in lint_file(SourcePath(path, ""), Settings(select=(CODE,))).findings:
+                yield Misuse(found.code, 0, source=Source(start.name, found.line, "", found.text))
 
     def _frameworks(self) -> Iterator[str]:
         """What the frameworks that the script has imported make of fp16 on this machine, where it trains on a CPU."""

@@ -27,7 +27,6 @@ from ampdbg.replay.range_profile import RangeProfile, profile_of
 from ampdbg.replay.run import Run, prepared, run_pass
 from ampdbg.replay.snapshot import Snapshot, take_snapshot
 from ampdbg.replay.state import notes_on
-from ampdbg.training.half_updates import ComparedUpdates
 
 
 def train(
@@ -72,9 +71,8 @@ def train_prepared(
     model, unseen = run.workload.model, Unseen()
     with watch(model, run.workload.optimizers, observer.step) as watcher:
         investigator = Investigator(run, watcher, replays, observer, on_investigated)
-        updates = ComparedUpdates(run)
         with _noted(run, watcher, watcher.calls.explains) as ending:
-            for unseen in _steps(run, watcher, investigator, updates):  # noqa: B007 - the last one stays after an interrupt
+            for unseen in _steps(run, watcher, investigator):  # noqa: B007 - the last one stays after an interrupt
                 pass
         with _kept_if_interrupted(watcher, ending):
             if ending.autocast_error is not None:
@@ -90,7 +88,8 @@ def train_prepared(
         ending,
         unseen=replace(unseen, notes=(*unseen.notes, *run.workload.notes, *notes, *watcher.notes, *investigator.notes)),
         investigations=tuple(investigator.found),
-        half_updates=updates.seen,
+        dtypes=watcher.ledger.dtypes,
+        updates=watcher.ledger.seen,
     )
 
 
@@ -171,7 +170,7 @@ def batches_of_steps(run: Run) -> Iterator[tuple[Any, ...]]:
         yield tuple(next(batches) for _ in range(run.config.train.accumulate))
 
 
-def _steps(run: Run, watcher: Watch, investigator: Investigator, updates: ComparedUpdates) -> Iterator[Unseen]:
+def _steps(run: Run, watcher: Watch, investigator: Investigator) -> Iterator[Unseen]:
     """Trains the steps; yields what the first one left untouched, after each."""
     scaler = run.scaler()
     unseen = Unseen()
@@ -184,11 +183,8 @@ def _steps(run: Run, watcher: Watch, investigator: Investigator, updates: Compar
         finite = [math.isfinite(value) for value in to_host([*losses, *gradients])]
         of_losses, of_gradients = finite[: len(losses)], finite[len(losses) :]
         investigator.before_update(snapshot, all(of_losses), all(of_gradients), scaler.get_scale())
-        updates.before_update()
         take_step(run, scaler)
         watcher.check()
-        with watcher.paused():
-            updates.after_update(number)
         investigator.after_update(snapshot, watcher.log.latest())
         yield unseen
 

@@ -37,7 +37,8 @@ CASES: dict[str, Case] = {name: module.CASE for name, module in MODULES.items()}
 CONTROLS = [name for name, case in CASES.items() if case.code is None]
 ONE_OF_EACH = """
     batch_out_of_range batch_with_nan beyond_fp32 decay_used_twice divergence eps_of_adam_at_o3 eps_on_a_zero_row
-    frozen_weights gain_beyond_half gradient_overflow gradient_underflow infinite_ctc_loss mask_constant no_usable_scale
+    frozen_weights gain_beyond_half gradient_overflow gradient_underflow gradients_that_are_not_added infinite_ctc_loss
+    mask_constant no_usable_scale second_moment_that_sticks
     poisoned_statistic positions_in_half runaway_scale scale_that_grows_too_often static_scale_too_high
     stochastic_rounding true_nan_forward weights_from_a_checkpoint
 """.split()

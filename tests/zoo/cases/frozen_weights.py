@@ -9,9 +9,8 @@ CASE = Case(
     code="frozen-weights",
     verdict="precision",
     phase="optimizer",
-    severity="warning",
     steps=12,
-    says=("norm.weight, of which no entry ever moves", "of the gradient's part and 100% of the weight decay"),
+    says=("of head.weight 0 of 16 values", "of the gradient's part and 100% of the weight decay"),
     config={"precision": {"dtype": "bfloat16"}, "optimizer": {"target": "torch.optim:AdamW", "args": {"lr": 1e-4}}},
     twin=("model.args.dtype=float32",),
 )

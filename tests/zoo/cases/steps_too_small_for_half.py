@@ -3,10 +3,10 @@
 from tests.zoo.case import Case, HalfLayers
 
 CASE = Case(
-    code="optimizer-underflow",
+    code="frozen-weights",
     verdict="precision",
     phase="optimizer",
-    says=("6 steps lose", "of the updates' energy"),
+    says=("hardly moved in 6 sampled steps", "of the way that float32 weights go is lost"),
     config={"precision": {"level": "O0"}, "optimizer": {"target": "torch.optim:SGD", "args": {"lr": 1e-5}}},
     twin=("precision.level=O1", "model.args.half=false"),
 )

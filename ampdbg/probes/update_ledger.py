@@ -1,0 +1,644 @@
+"""The ledger of updates: what an optimizer wants of half parameters over windows of steps, and what they get.
+
+A window is ten steps of one optimizer. Of each half parameter some entries have a float32 master meanwhile, and the
+optimizer's states of them in float32: they are stepped by the same class with the same options on the same gradients.
+Nothing of the loop's is written, no random number is drawn, and on a GPU nothing is waited for.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from ampdbg.errors import named_error
+from ampdbg.probes.models import Models
+from ampdbg.probes.tensors import HALVES, stored
+from ampdbg.record.run import FrozenParameter, KindDtypes, KindUpdates, StuckMoment, Updates
+
+WINDOW = 10
+"""Steps."""
+
+SHARE = 0.03
+"""The share of a loop's time that windows may take, beyond each optimizer's first one."""
+
+WHOLE, SAMPLE = 4096, 1024
+"""Parameters of one dimension, and those of at most so many entries, are looked at whole; of others about so many."""
+
+FROZEN = 0.9
+"""A parameter that loses a larger share of its way than this stands still."""
+
+MATTERS = 1e-4
+"""What takes a smaller share in the fall of the loss than this, to first order, harms nothing by standing still."""
+
+MANY = 16
+"""Gradients that a step adds up; fewer lose less than half a percent of their sum."""
+
+APART = 4.0
+"""A second moment so many times as large as in float32 halves the updates."""
+
+ROUNDING = 0.1
+"""What float32 itself rounds may be a smaller share of a way than this, where a step is as small as a weight decay."""
+
+TRACE = 4.0
+"""The square of a gradient that is so many times the second moment moves it in half too, where beta2 is 0.999."""
+
+NOT_BY_ENTRY = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
+"""Optimizers of torch's in which the update of an entry depends on others too: part of a parameter is not enough."""
+
+OTHERS = "other weights"
+KINDS = (
+    ("norm", "norms"),
+    ("embed", "embeddings"),
+    ("bias", "biases"),
+    ("conv", "convolutions"),
+    ("linear", "linears"),
+)
+"""The kinds of parameter, by a part of the module's class or of the parameter's name; the first that fits."""
+
+SECOND = "exp_avg_sq"
+"""Adam's name for the second moment, and that of its like."""
+
+
+class Sums(NamedTuple):
+    """Sums over the entries of a parameter, or of several, and over windows.
+
+    Over a window an entry is ``wanted`` to go D and has ``got`` G: their products, D·D and D·G; the same of what comes
+    of the ``gradient``, and of a decoupled weight ``decay``. ``descent`` is what the loss falls by to first order,
+    gradient times update, and ``got_descent`` with the updates that were made. ``moved`` counts the entries that are
+    elsewhere at the end of a window; ``still`` adds up the share of steps in which each stays. ``bits`` adds up, of
+    ``sized`` entries, the binary logarithm of the learning rate at which the mean update is half a unit in the last
+    place. ``foreign`` counts entries that the loop has written between two steps. ``added`` are the squares of a sum of
+    gradients in float32, ``misadded`` those of how far the same sum in half is from it.
+    """
+
+    wanted: float = 0.0
+    got: float = 0.0
+    gradient: float = 0.0
+    got_gradient: float = 0.0
+    decay: float = 0.0
+    got_decay: float = 0.0
+    descent: float = 0.0
+    got_descent: float = 0.0
+    entries: float = 0.0
+    moved: float = 0.0
+    still: float = 0.0
+    bits: float = 0.0
+    sized: float = 0.0
+    foreign: float = 0.0
+    added: float = 0.0
+    misadded: float = 0.0
+
+    @staticmethod
+    def of(several: Iterable[Sums]) -> Sums:
+        """Those of several together."""
+        return Sums(*map(sum, zip(*several, strict=True)))
+
+    @property
+    def harm(self) -> float:
+        """What the loss falls less, to first order."""
+        return self.descent - self.got_descent
+
+    @property
+    def lost(self) -> float | None:
+        """The share of its way that it does not go; None where it is to go none."""
+        return _lost(self.got, self.wanted)
+
+    @property
+    def lost_gradient(self) -> float | None:
+        """The same of what comes of the gradient; None where that is hardly more than float32's own rounding."""
+        return _lost(self.got_gradient, self.gradient) if self.gradient > ROUNDING * self.wanted else None
+
+    @property
+    def lost_decay(self) -> float | None:
+        """The same of the weight decay."""
+        return _lost(self.got_decay, self.decay)
+
+
+class SecondMoment(NamedTuple):
+    """A second moment as it is ``kept``, and the ``most`` and the ``least`` that it can be in float32. It decays by
+    ``beta``, and is rounded to units of ``eps``. ``squares`` is what it
+    goes to, ``step`` how many the optimizer had taken."""
+
+    kept: float
+    squares: float
+    most: float
+    least: float
+    beta: float
+    eps: float
+    step: float
+
+    @property
+    def sticks(self) -> bool:
+        """Whether a step takes less off than half a unit in the last place, which is at least a quarter of eps."""
+        return 1.0 - self.beta < self.eps / 4
+
+    @property
+    def apart(self) -> float:
+        """How many times as large as in float32 it is, or as small; 1 where that is not known."""
+        return max(self.kept / self.most, self.least / self.kept, 1.0) if self.most and self.kept else 1.0
+
+
+class SampledParameter(NamedTuple):
+    """What is known of a parameter; ``sums`` over the entries that were looked at."""
+
+    member: Sample
+    sums: Sums
+    second: SecondMoment
+
+    @property
+    def whole(self) -> Sums:
+        """Those of all its entries, about."""
+        return Sums(*(self.member.size / self.member.entries * value for value in self.sums))
+
+
+class Sample(NamedTuple):
+    """A half parameter that is sampled: every ``stride``-th, so many ``entries`` of ``size``."""
+
+    name: str
+    kind: str
+    stride: int
+    entries: int
+    size: int
+
+
+SampledSums = tuple[Sequence[Sample], torch.Tensor]
+"""What a window has left of parameters, as of :meth:`SampledRow.sums`."""
+
+
+class Moments(NamedTuple):
+    """The second moments of entries behind a step: as they are ``kept`` in half, and the most and the least that they
+    can be in float32.
+
+    What lies between two windows is bounded by the mean ``squares`` of the gradients in both, but for those that are so
+    large that they leave a trace: they are known by what they have added to what is kept.
+    """
+
+    step: int
+    kept: torch.Tensor
+    squares: torch.Tensor
+    most: torch.Tensor
+    least: torch.Tensor
+
+
+class SampledRow:
+    """The sampled entries of parameters of one group that have been stepped as often, each time in one vector."""
+
+    def __init__(self, optimizer: Optimizer, group: dict[str, Any], alike: Sequence[tuple[Sample, Any]]) -> None:
+        self.optimizer, self.group = optimizer, group
+        self.members, self.parameters = zip(*alike, strict=True)
+        self.key = tuple(map(id, self.parameters))
+        self._start = self._last = self._read(self.parameters)
+        self.master = self._start.float()
+        self._origin, self._gradient = self.master.clone(), self.master
+        counts = torch.tensor([one.entries for one in self.members])
+        self._owners = torch.arange(len(counts)).repeat_interleave(counts).to(self.master.device)
+        self._path, self._second, self._decay, self._got_decay = torch.zeros(4, *self.master.shape).to(
+            self._owners.device
+        )
+        self._descent, self._got_descent, self._still = (torch.zeros_like(self.master) for _ in range(3))
+        self._foreign = torch.zeros_like(self._owners, dtype=torch.bool)
+        self.states = {key: self._state(key) for key in optimizer.state.get(self.parameters[0], {})}
+        self._began_second = self.states.get(SECOND, torch.zeros_like(self.master)).clone()
+        self._added = torch.zeros(2, *self.master.shape).to(self._owners.device)
+        self._steps = 0
+
+    def _read(self, tensors: Iterable[Any]) -> torch.Tensor:
+        pairs = zip(tensors, self.members, strict=True)
+        return torch.cat([stored(tensor.detach()).flatten()[:: one.stride] for tensor, one in pairs])
+
+    def _state(self, key: str) -> Any:
+        """What the optimizer keeps of the entries under this key, in float32; their number of steps in main memory."""
+        values = [self.optimizer.state[one][key] for one in self.parameters]
+        if not isinstance(values[0], torch.Tensor):
+            return values[0]
+        if key != "step" and values[0].shape == self.parameters[0].shape:
+            return self._read(values).float()
+        return values[0].detach().clone().cpu()
+
+    def before(self) -> None:
+        """To be called right before a step: then the master is to be stepped."""
+        self._start = self._read(self.parameters)
+        self._foreign |= self._start != self._last
+        self._gradient = self.master.grad = self._read([one.grad for one in self.parameters]).float()
+        self._previous = self.master.clone()
+
+    def after(self) -> None:
+        """To be called right behind it."""
+        self._steps += 1
+        self._last = self._read(self.parameters)
+        start, update = self._start.float(), self.master - self._previous
+        self._path += update.abs()
+        self._descent.addcmul_(update, self._gradient, value=-1.0)
+        self._got_descent.addcmul_(self._last - start, self._gradient, value=-1.0)
+        self._still += self._last == self._start
+        self._note_decay(start, update)
+        if self._beta:
+            self._second.mul_(self._beta).addcmul_(self._gradient, self._gradient, value=1.0 - self._beta)
+
+    @property
+    def _beta(self) -> float:
+        """By what the second moment decays; 0 where there is none."""
+        return float(self.group["betas"][1]) if SECOND in self.optimizer.state[self.parameters[0]] else 0.0
+
+    def _note_decay(self, start: torch.Tensor, update: torch.Tensor) -> None:
+        """What a decoupled weight decay takes off, and what rounding leaves of it: a fused kernel rounds once, for both
+        parts of an update."""
+        is_decoupled = self.group.get("decoupled_weight_decay", isinstance(self.optimizer, torch.optim.AdamW))
+        rate = float(self.group["lr"]) * self.group.get("weight_decay", 0.0) * is_decoupled
+        if rate:
+            dtype, decay = self._last.dtype, -rate * self._previous
+            by_gradient, together = (update - decay, update) if self.group.get("fused") else (0.0, -rate * start)
+            self._decay += decay
+            self._got_decay += (start + together).to(dtype).float() - (start + by_gradient).to(dtype).float()
+
+    def listen(self, hooks: ExitStack, is_in_a_pass: Callable[[], bool]) -> None:
+        """Adds up the gradients of the loop's own backward passes, in float32 and as they are added up in half."""
+        parts = self._added.split([one.entries for one in self.members], dim=1)
+
+        def add(index: int, gradient: torch.Tensor) -> None:
+            if is_in_a_pass():
+                values = stored(gradient.detach()).flatten()[:: self.members[index].stride].float()
+                parts[index][0].add_(values)
+                parts[index][1].copy_((parts[index][1] + values).to(self._last.dtype))
+
+        for index, parameter in enumerate(self.parameters):
+            hooks.callback(parameter.register_hook(partial(add, index)).remove)
+
+    def spoilt(self) -> list[str]:
+        """The float16 parameters that the last step has made inf or NaN, where gradients and masters are finite."""
+        if self._last.dtype is not torch.float16 or bool(self._last.isfinite().all()):
+            return []
+        is_sound = bool((self._start.isfinite() & self.master.isfinite() & self._gradient.isfinite()).all())
+        return [self.members[owner].name for owner in self._owners[~self._last.isfinite()].unique() if is_sound]
+
+    def moments(self, before: Moments | None, step: int) -> Moments:
+        """The second moments behind the step that ends the window; ``before``: behind the last window."""
+        window = self._beta**self._steps
+        kept = self._state(SECOND) if self._beta else self._second
+        squares, start = self._second / (1.0 - window), self._began_second
+        known = before or Moments(step - self._steps, start, squares, start, start)
+        gap = self._beta ** (step - self._steps - known.step)
+        both = torch.stack([squares, known.squares])
+        without_trace = torch.where(both > TRACE * start, 0.0, both).amax(0)
+        most = gap * known.most + (1.0 - gap) * without_trace + (start - known.kept).clamp(min=0.0)
+        least = gap * known.least + (1.0 - gap) * both.amin(0)
+        return Moments(step, kept, squares, window * most + self._second, window * least + self._second)
+
+    def sums(self, moments: Moments) -> torch.Tensor:
+        """A column for each parameter: its ``Sums`` over the window, and its ``SecondMoment``."""
+        wanted, got = self.master - self._origin, self._last - self._origin
+        gradient, got_gradient = wanted - self._decay, got - self._got_decay
+        half = torch.ldexp(torch.full_like(wanted, torch.finfo(self._last.dtype).eps / 4), torch.frexp(self._origin)[1])
+        bits = (float(self.group["lr"]) * self._steps * half / self._path).log2()
+        is_sized = bits.isfinite()
+        eps = torch.finfo(self._last.dtype).eps
+        constants = (torch.full_like(wanted, constant) for constant in (self._beta, eps, float(moments.step)))
+        lines: tuple[torch.Tensor, ...] = (  # in the order of Sums and SecondMoment
+            wanted * wanted, wanted * got, gradient * gradient, gradient * got_gradient, self._decay * self._decay,
+            self._decay * self._got_decay, self._descent, self._got_descent, torch.ones_like(wanted), got != 0,
+            self._still / self._steps, torch.where(is_sized, bits, 0.0), is_sized, self._foreign,
+            self._added[0].square(), (self._added[1] - self._added[0]).square(), *moments[1:], *constants,
+        )  # fmt: skip
+        stacked = torch.stack([line.double() for line in lines])
+        return stacked.new_zeros(len(stacked), len(self.members)).index_add_(1, self._owners, stacked)
+
+
+class UpdateWindow:
+    """Some steps of an optimizer, beside those of the same optimizer on float32 masters."""
+
+    def __init__(self, optimizer: Optimizer, rows: Sequence[SampledRow]) -> None:
+        self.rows, self.steps = rows, 0
+        self._twin = object.__new__(type(optimizer))
+        own = {key: value for key, value in vars(optimizer).items() if "hook" not in key and key != "step"}
+        groups = [{"params": [row.master], **_plain_options(row.group)} for row in rows]
+        vars(self._twin).update(own, state={row.master: row.states for row in rows}, param_groups=groups)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether all parameters have gradients, as they had when it began."""
+        return all(parameter.grad is not None for row in self.rows for parameter in row.parameters)
+
+    def before(self) -> None:
+        """To be called right before a step."""
+        for row, group in zip(self.rows, self._twin.param_groups, strict=True):
+            row.before()
+            group.update(_plain_options(row.group))
+        step: Callable[..., Any] = type(self._twin).step
+        getattr(step, "__wrapped__", step)(self._twin)  # without the hooks that torch puts around it
+
+    def after(self) -> None:
+        """To be called right behind it."""
+        self.steps += 1
+        for row in self.rows:
+            row.after()
+
+
+def _plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's options but for its parameters, for an optimizer that takes one op after another."""
+    kernels = dict.fromkeys(group.keys() & {"foreach", "fused", "capturable", "differentiable"}, False)
+    return {**{key: value for key, value in group.items() if key != "params"}, **kernels}
+
+
+class Book:
+    """What the ledger has of one optimizer."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.of, self.name = weakref.ref(optimizer), type(optimizer).__name__
+        self.steps, self.cost, self.passes = 0, 0.0, 0
+        self.window: UpdateWindow | None = None
+        self.moments: dict[tuple[int, ...], Moments] = {}
+        self.dtypes: tuple[KindDtypes, ...] = ()
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        is_half = any(parameter.dtype in HALVES for parameter in parameters)
+        self.why_not = _why_not(optimizer) if is_half else ""
+        self.is_kept = is_half and not self.why_not
+
+    def columns(self) -> list[SampledSums]:
+        """What the window comes to so far."""
+        rows = self.window.rows if self.window is not None and self.window.steps else ()
+        return [(row.members, row.sums(self._moments_of(row))) for row in rows]
+
+    def _moments_of(self, row: SampledRow) -> Moments:
+        return row.moments(self.moments.get(row.key), self.steps)
+
+    def end(self, window: UpdateWindow) -> list[SampledSums]:
+        """Ends the window; what it comes to."""
+        columns = self.columns()
+        self.moments.update({row.key: self._moments_of(row) for row in window.rows})
+        self.window = None
+        return columns
+
+
+def _why_not(optimizer: Optimizer) -> str:
+    """Why an optimizer is not sampled; "" where it is."""
+    kind = type(optimizer)
+    reasons = (
+        (not kind.step.__module__.startswith("torch.optim."), "it may round by chance or keep float32 copies"),
+        (bool(optimizer._optimizer_step_post_hooks), "it has a hook that may write float32 copies into the weights"),
+        (bool(NOT_BY_ENTRY & {one.__name__ for one in kind.__mro__}), "the update of an entry depends on others"),
+    )
+    return next((reason for holds, reason in reasons if holds), "")
+
+
+class UpdateLedger:
+    """The updates of a loop's half parameters, sampled; nothing where there are none.
+
+    Args:
+        models: name the parameters.
+    """
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+        self._books: dict[int, Book] = {}
+        self._spent, self._elapsed, self._latest = 0.0, 0.0, math.inf
+        self._unread: list[SampledSums] = []
+        self._read: Mapping[str, SampledParameter] = {}
+        self._steps = 0
+        self.hooks = ExitStack()
+        """Those on parameters whose gradients are being added up."""
+        self.passes = self._most_passes = 0
+        """How often the loop has gone backward."""
+        self._is_in_a_pass = False
+        self._spoilt: tuple[str, ...] = ()
+        self._spoilt_step: int | None = None
+        self._eps: float | None = None
+
+    def pause(self) -> None:
+        """What comes now is no time of the loop's."""
+        self.hooks.close()
+        self._latest = math.inf
+
+    def before(self, optimizer: Optimizer) -> None:
+        """To be called right before a step of the optimizer."""
+        book = self._books.get(id(optimizer))
+        if book is None or book.of() is not optimizer:
+            book = self._books[id(optimizer)] = Book(optimizer)
+        if book.is_kept:
+            now = time.perf_counter()
+            self._elapsed += max(0.0, now - self._latest)
+            self._latest = now
+            self._timed(book, self._before, optimizer)
+
+    def after(self, optimizer: Optimizer, step: int) -> None:
+        """To be called right behind it, while the gradients are still there; ``step`` is its number."""
+        book = self._books.get(id(optimizer))
+        if book is None:
+            return
+        if not book.dtypes:
+            book.dtypes = _dtypes(optimizer, self._kinds())
+        if book.window is not None:
+            self._timed(book, self._after, step)
+
+    def in_a_pass(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a backward pass of the loop's own; those of replays add nothing up."""
+        self.passes, self._is_in_a_pass = self.passes + 1, True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._is_in_a_pass = False
+
+    def _timed(self, book: Book, turn: Callable[[Book, Any], None], given: Any) -> None:
+        began = time.perf_counter()
+        try:
+            with torch.no_grad():
+                turn(book, given)
+        except Exception as error:  # noqa: BLE001 - an optimizer may raise anything on float32 copies
+            book.window, book.is_kept = None, False
+            book.why_not = f"on float32 copies it raises {named_error(error)}"
+        spent = time.perf_counter() - began
+        self._spent += spent
+        book.cost += spent
+
+    def _before(self, book: Book, optimizer: Optimizer) -> None:
+        book.steps += 1
+        self.hooks.close()
+        if book.window is not None and not book.window.has_gradients:
+            book.window = None
+        if book.window is None and self._may_begin(book, optimizer):
+            rows = tuple(_rows(optimizer, self._kinds()))
+            book.window, book.cost = UpdateWindow(optimizer, rows) if rows else None, 0.0
+        if book.window is not None:
+            book.window.before()
+
+    def _may_begin(self, book: Book, optimizer: Optimizer) -> bool:
+        """Whether there is time for another window; none where a kernel is to unscale the gradients."""
+        is_time = book.steps == 1 or self._spent + book.cost <= SHARE * self._elapsed
+        return is_time and getattr(optimizer, "grad_scale", None) is None
+
+    def _after(self, book: Book, step: int) -> None:
+        window = book.window
+        assert window is not None
+        window.after()
+        self._steps += 1
+        passes, book.passes = self.passes - book.passes, self.passes
+        if passes >= MANY and window.steps == 1:
+            self._most_passes = max(passes, self._most_passes)
+            for row in window.rows:
+                row.listen(self.hooks, lambda: self._is_in_a_pass)
+        spoilt = tuple(name for row in window.rows for name in row.spoilt())
+        if spoilt:
+            self._spoilt, self._spoilt_step, self._eps = spoilt, step, _vanishing_eps(window.rows)
+            book.is_kept, book.window = False, None
+        elif window.steps == WINDOW:
+            self._unread += book.end(window)
+
+    def _kinds(self) -> dict[int, tuple[str, str]]:
+        """The name and the kind of each parameter, by ``id``."""
+        return {
+            id(parameter): (f"{path}.{name}".lstrip("."), kind_of(type(module).__name__, f"{path}.{name}"))
+            for path, module in self._models.named_modules()
+            for name, parameter in module.named_parameters(recurse=False)
+        }
+
+    @property
+    def dtypes(self) -> tuple[KindDtypes, ...]:
+        """What is stored in which dtype, by kind of parameter, for each optimizer."""
+        return tuple(of_kind for book in self._books.values() for of_kind in book.dtypes)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Whose updates are not sampled, and why."""
+        left_out = {book.name: book.why_not for book in self._books.values() if book.why_not}
+        return tuple(f"updates by {name} are not held against float32's: {why}" for name, why in left_out.items())
+
+    @property
+    def seen(self) -> Updates | None:
+        """What came of the windows that have ended, and of an optimizer's first one under way; None where nothing did.
+        On a GPU this syncs."""
+        unread, self._unread = self._unread, []
+        self._read = _added(self._read, unread)
+        first = [each for book in self._books.values() if not book.moments for each in book.columns()]
+        every = _added(self._read, first)
+        known = {name: one for name, one in every.items() if math.isfinite(sum(one.sums)) and not one.sums.foreign}
+        if not (known or self._spoilt):
+            return None
+        total = Sums.of((Sums(), *(one.whole for one in known.values())))
+        kinds = {kind: [one for one in known.values() if one.member.kind == kind] for kind in _kinds_of(known.values())}
+        return Updates(
+            steps=self._steps,
+            kinds=tuple(_of_kind(kind, [one.whole for one in of_it], total) for kind, of_it in kinds.items()),
+            lost=total.lost,
+            lost_gradient=total.lost_gradient,
+            lost_decay=total.lost_decay,
+            decay=total.decay / (total.wanted or 1.0),
+            lost_accumulation=math.sqrt(total.misadded / total.added) if total.added else None,
+            passes=self._most_passes,
+            frozen=tuple(
+                FrozenParameter(
+                    one.member.name, one.member.entries, round(one.sums.moved), round(one.sums.lost or 0.0, 4)
+                )
+                for of_it in kinds.values()
+                for one in _frozen(of_it, total.descent)
+            ),
+            stuck=tuple(
+                StuckMoment(
+                    one.member.name, second.beta, round(second.apart, 2), second.kept > second.most, round(second.step)
+                )
+                for one in known.values()
+                if (second := one.second).apart > APART and second.sticks
+            ),
+            vanishing_eps=self._eps,
+            spoilt_step=self._spoilt_step,
+            spoilt=self._spoilt,
+        )
+
+
+def _added(known: Mapping[str, SampledParameter], columns: Iterable[SampledSums]) -> dict[str, SampledParameter]:
+    """What was known of parameters, and what windows have left."""
+    added, count = dict(known), len(Sums._fields)
+    for members, values in columns:
+        for member, column in zip(members, values.T.tolist(), strict=True):
+            before = added[member.name].sums if member.name in added else Sums()
+            second = SecondMoment(*column[count:-3], *(value / member.entries for value in column[-3:]))
+            added[member.name] = SampledParameter(member, Sums.of((before, Sums(*column[:count]))), second)
+    return added
+
+
+def _kinds_of(known: Iterable[SampledParameter]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(one.member.kind for one in known))
+
+
+def _frozen(of_a_kind: Iterable[SampledParameter], descent: float) -> list[SampledParameter]:
+    """The parameters of a kind that stand still; none where they make hardly anything of what the loss falls by."""
+    still = [one for one in of_a_kind if (one.sums.lost or 0.0) > FROZEN]
+    return still if sum(one.whole.harm for one in still) > MATTERS * descent else []
+
+
+def _of_kind(kind: str, of_each: Sequence[Sums], total: Sums) -> KindUpdates:
+    sums = Sums.of(of_each)
+    return KindUpdates(
+        kind=kind,
+        parameters=len(of_each),
+        lost=sums.lost,
+        lost_gradient=sums.lost_gradient,
+        lost_decay=sums.lost_decay,
+        unmoved=sums.still / sums.entries,
+        descent=sums.descent / total.descent if total.descent > 0.0 else 0.0,
+        freezes_below=2.0 ** (sums.bits / sums.sized) if sums.sized else None,
+    )
+
+
+def _lost(got: float, wanted: float) -> float | None:
+    return max(0.0, 1.0 - got / wanted) if wanted else None
+
+
+def _vanishing_eps(rows: Iterable[SampledRow]) -> float | None:
+    """The optimizer's eps, where float16 rounds it to zero."""
+    constants = (float(row.group["eps"]) for row in rows if isinstance(row.group.get("eps"), (int, float)))
+    return next((eps for eps in constants if eps and not torch.tensor(eps, dtype=torch.float16).item()), None)
+
+
+def kind_of(module: str, name: str) -> str:
+    """The kind of a parameter as people read them, by its name and the class of its module."""
+    found = f"{module} {'.'.join(name.split('.')[-2:])}".lower()
+    return next((kind for part, kind in KINDS if part in found), OTHERS)
+
+
+def _dtypes(optimizer: Optimizer, names: Mapping[int, tuple[str, str]]) -> tuple[KindDtypes, ...]:
+    """What an optimizer that has stepped holds, by kind of parameter."""
+    by_kind: dict[str, list[Any]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            by_kind.setdefault(names.get(id(parameter), ("", OTHERS))[1], []).append(parameter)
+    return tuple(
+        KindDtypes(
+            kind=kind,
+            parameters=len(of_it),
+            stored=_names_of_dtypes(of_it),
+            gradients=_names_of_dtypes(one.grad for one in of_it),
+            states=_names_of_dtypes(
+                value
+                for one in of_it
+                for value in optimizer.state.get(one, {}).values()
+                if isinstance(value, torch.Tensor) and value.ndim
+            ),
+        )
+        for kind, of_it in by_kind.items()
+    )
+
+
+def _names_of_dtypes(tensors: Iterable[torch.Tensor | None]) -> tuple[str, ...]:
+    return tuple(sorted({str(one.dtype).removeprefix("torch.") for one in tensors if one is not None}))
+
+
+def _rows(optimizer: Optimizer, names: Mapping[int, tuple[str, str]]) -> Iterator[SampledRow]:
+    """The half parameters that have a gradient, those together that are alike to the optimizer."""
+    for index, group in enumerate(optimizer.param_groups):
+        alike: dict[Any, list[tuple[Sample, Any]]] = {}
+        for place, parameter in enumerate(group["params"]):
+            gradient, state = parameter.grad, optimizer.state.get(parameter, {})
+            size = 0 if gradient is None or gradient.layout is not torch.strided else stored(parameter.detach()).numel()
+            if size and parameter.dtype in HALVES:
+                stride = 1 if parameter.ndim < 2 or size <= WHOLE else size // SAMPLE | 1
+                name, kind = names.get(id(parameter), (f"group {index}, parameter {place}", OTHERS))
+                key = (parameter.device, parameter.dtype, tuple(state), float(state.get("step", 0)))
+                alike.setdefault(key, []).append((Sample(name, kind, stride, -(-size // stride), size), parameter))
+        yield from (SampledRow(optimizer, group, members) for members in alike.values())

@@ -1,0 +1,665 @@
+"""What half weights get of their updates, beside float32 masters that a test steps itself; no window leaves a trace."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ampdbg
+from ampdbg.commands.output import PLAIN
+from ampdbg.config.schema import Config
+from ampdbg.diagnosis.diagnose import diagnose
+from ampdbg.probes import update_ledger
+from ampdbg.probes.update_ledger import kind_of
+from ampdbg.probes.watch import Watch, watch
+from ampdbg.record.file import from_json, to_json
+from ampdbg.record.run import Record
+from ampdbg.report.formats import written as text_of
+from ampdbg.report.view import Typed
+from ampdbg.training.loop import train
+from tests.script.test_run import ran
+from tests.siblings import slow_but_for
+from tests.written import written
+
+HALF = torch.bfloat16
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One window follows the other."""
+    monkeypatch.setattr(update_ledger, "SHARE", 1e9)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+class Net(nn.Module):
+    """Weights of 0.02 · randn around a norm whose gains are ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.norm, self.outer = nn.Linear(64, 64), RMSNorm(64), nn.Linear(64, 64)
+        for linear in (self.inner, self.outer):
+            linear.weight.data = 0.02 * torch.randn(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.outer(self.norm(self.inner(x)))
+        return out
+
+
+def losses(net: nn.Module, dtype: torch.dtype, steps: int) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    goal = torch.randn(64, 64, generator=generator) / 8
+    for _ in range(steps):
+        x = torch.randn(32, 64, generator=generator)
+        yield (net(x.to(dtype)).float() - x @ goal).square().mean()
+
+
+Made = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def adamw(net: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), **{"lr": 1e-4, **options})
+
+
+def trained(dtype: torch.dtype = HALF, steps: int = 200, make: Made = adamw) -> tuple[Record, Net]:
+    net = Net().to(dtype)
+    optimizer = make(net)
+    with watch(net, optimizer) as watched:
+        for loss in losses(net, dtype, steps):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return diagnose(watched.record()), net
+
+
+def codes(record: Record) -> list[tuple[str, str]]:
+    return [(found.code, found.severity) for found in record.findings]
+
+
+# What stands still
+
+
+def test_gains_of_ones_that_stand_still_in_bfloat16_are_named_and_those_in_float32_move() -> None:
+    record, net = trained()
+    assert int((net.norm.weight != 1).sum()) == 0
+    assert (codes(record), record.verdict) == ([("frozen-weights", "error")], "precision")
+    assert "of norm.weight 0 of 64 values" in record.findings[0].message
+    assert record.findings[0].parameter == "norm.weight"
+
+    twin, net = trained(torch.float32)
+    assert int((net.norm.weight != 1).sum()) == 64
+    assert (codes(twin), twin.updates, twin.unseen.notes) == ([], None, ())
+
+
+def test_gains_that_move_at_a_larger_rate_are_healthy() -> None:
+    record, net = trained(make=lambda net: adamw(net, lr=3e-2))
+    assert int((net.norm.weight != 1).sum()) == 64
+    assert codes(record) == []
+    assert record.updates is not None
+
+
+SCRIPT = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+dtype = torch.{dtype}
+
+class RMSNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+
+    def forward(self, x):
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+net = nn.Sequential(nn.Linear(64, 64, bias=False), RMSNorm(), nn.Linear(64, 64, bias=False))
+for linear in (net[0], net[2]):
+    linear.weight.data = 0.02 * torch.randn(64, 64)
+net.to(dtype)
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
+goal = torch.randn(64, 64) / 8
+for _ in range(200):
+    x = torch.randn(32, 64)
+    loss = (net(x.to(dtype)).float() - x @ goal).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print("moved:", int((net[1].weight != 1).sum()))
+"""
+
+
+def test_run_says_unasked_that_gains_stand_still(tmp_path: Path) -> None:
+    record, page, code = ran(tmp_path, SCRIPT.format(dtype="bfloat16"), options=())
+    assert (codes(record), code) == ([("frozen-weights", "error")], 1)
+    assert "of 1.weight 0 of 64 values" in page
+
+
+def test_run_says_nothing_of_the_same_in_float32(tmp_path: Path) -> None:
+    record, _, code = ran(tmp_path, SCRIPT.format(dtype="float32"), options=())
+    assert (codes(record), code, record.updates) == ([], 0, None)
+
+
+UPCAST = """
+for _, p in net.named_parameters():
+    p = p.to(torch.float32)
+optimizer = torch"""
+
+
+def test_run_says_that_an_upcast_did_nothing(tmp_path: Path) -> None:
+    text = SCRIPT.replace("\noptimizer = torch", UPCAST, 1).replace("lr=1e-4", "lr=3e-2").replace("200", "20")
+    record, page, code = ran(tmp_path, text.format(dtype="bfloat16"), options=())
+    assert (codes(record), code) == ([("misuse-lost-upcast", "error")], 1)
+    assert "p = p.to(torch.float32)" in page
+    assert "the upcast did nothing" in page
+    source = record.findings[0].source
+    assert source is not None
+    assert (source.file, source.text) == ("train.py", "p = p.to(torch.float32)")
+
+    twin = text.replace("    p = p.to(torch.float32)", "    p.data = p.data.to(torch.float32)")
+    record, _, code = ran(tmp_path, twin.format(dtype="bfloat16").replace("x.to(dtype)", "x"), options=())
+    assert (codes(record), code, {name for one in record.dtypes for name in one.stored}) == ([], 0, {"float32"})
+
+
+def way_in_float32(steps: int) -> dict[str, float]:
+    """What of the way of float32 masters half weights go, in each parameter: the masters are stepped on the gradients
+    of the half weights."""
+    net = Net().to(HALF)
+    optimizer = adamw(net)
+    masters = [parameter.detach().float().clone().requires_grad_() for parameter in net.parameters()]
+    start, beside = [master.detach().clone() for master in masters], torch.optim.AdamW(masters, lr=1e-4)
+    for loss in losses(net, HALF, steps):
+        optimizer.zero_grad()
+        loss.backward()
+        for parameter, master in zip(net.parameters(), masters, strict=True):
+            assert parameter.grad is not None
+            master.grad = parameter.grad.float()
+        optimizer.step()
+        beside.step()
+    ways = {}
+    for (name, parameter), master, began in zip(net.named_parameters(), masters, start, strict=True):
+        wanted, got = master.detach() - began, parameter.detach().float() - began
+        ways[name] = float((wanted * got).sum() / (wanted * wanted).sum())
+    return ways
+
+
+def test_ten_steps_lose_what_they_lose_beside_float32_masters_of_the_test() -> None:
+    record, _ = trained(steps=10)
+    ways = way_in_float32(10)
+    assert record.updates is not None
+    lost = {kind.kind: kind.lost for kind in record.updates.kinds}
+    assert lost["norms"] == 1.0 - ways["norm.weight"] == 1.0
+    assert lost["linears"] == pytest.approx(1.0 - (ways["inner.weight"] + ways["outer.weight"]) / 2, abs=0.02)
+
+
+def test_ten_steps_behind_the_first_twenty_lose_within_ten_points_what_200_steps_lose() -> None:
+    net = Net().to(HALF)
+    optimizer, watched = adamw(net), None
+    for step, loss in enumerate(losses(net, HALF, 30)):
+        watched = watch(net, optimizer).start() if step == 20 else watched
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert watched is not None
+    watched.stop()
+    updates = watched.record().updates
+    assert updates is not None
+    lost, ways = {kind.kind: kind.lost for kind in updates.kinds}, way_in_float32(200)
+    assert updates.steps == 10
+    assert lost["norms"] == pytest.approx(1.0 - ways["norm.weight"], abs=0.1)
+    assert lost["linears"] == pytest.approx(1.0 - (ways["inner.weight"] + ways["outer.weight"]) / 2, abs=0.1)
+
+
+def test_a_kind_freezes_below_the_rate_that_is_forecast() -> None:
+    record, _ = trained(steps=10)
+    assert record.updates is not None
+    rates = {kind.kind: kind.freezes_below or 0.0 for kind in record.updates.kinds}
+    for kind, rate in rates.items():
+        for factor, stands_still in ((0.5, True), (2.0, False)):
+            other, _ = trained(steps=10, make=partial(adamw, lr=rate * factor))
+            assert other.updates is not None
+            unmoved = next(one.unmoved for one in other.updates.kinds if one.kind == kind)
+            assert (unmoved > 0.5) == stands_still, (kind, factor, unmoved)
+
+
+# What of the weight decay, and of the second moment
+
+
+def stepped(optimizer: torch.optim.Optimizer, weight: nn.Parameter, gradients: list[float]) -> Record:
+    net = nn.Module()
+    net.weight = weight
+    with watch(net, optimizer) as watched:
+        for gradient in gradients:
+            optimizer.zero_grad()
+            (weight * gradient).sum().backward()
+            optimizer.step()
+    return diagnose(watched.record())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_weight_decay_that_is_lost_is_said_and_the_gradient_is_not_blamed(fused: bool) -> None:
+    def decayed(dtype: torch.dtype) -> tuple[Record, float]:
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(4096).to(dtype))
+        began = float(weight.detach().float().norm())
+        optimizer = torch.optim.AdamW([weight], lr=1e-4, weight_decay=0.01, fused=fused)
+        record = stepped(optimizer, weight, [0.0] * 1000)
+        return record, float(weight.detach().float().norm()) / began
+
+    record, shrunk = decayed(HALF)
+    assert (codes(record), shrunk) == ([("optimizer-underflow", "warning")], 1.0)
+    assert "(100% of the weight decay): the weight decay is mostly below" in record.findings[0].message
+    assert (record.findings[0].evidence["lost_gradient"], record.findings[0].evidence["lost_decay"]) == (None, 1.0)
+
+    record, shrunk = decayed(torch.float32)
+    assert codes(record) == []
+    assert shrunk == pytest.approx(0.999, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_a_second_moment_that_sticks_is_twenty_times_that_of_float32(always: None) -> None:
+    gradients = [1.0] * 50 + [0.01] * 3000
+
+    def second(beta: float, dtype: torch.dtype) -> tuple[Record, float]:
+        weight = nn.Parameter(torch.ones(2048, dtype=dtype))
+        optimizer = torch.optim.AdamW([weight], lr=0.0, betas=(0.9, beta))
+        record = stepped(optimizer, weight, gradients)
+        return record, float(optimizer.state[weight]["exp_avg_sq"].float().mean())
+
+    record, kept = second(0.999, HALF)
+    healthy, in_float32 = second(0.999, torch.float32)
+    assert kept / in_float32 == pytest.approx(20.0, rel=0.05)
+    assert (codes(record), codes(healthy)) == ([("stuck-moment", "warning")], [])
+    assert record.findings[0].evidence["times"] == pytest.approx(kept / in_float32, rel=0.05)
+    assert "beta2 = 0.95" in record.findings[0].remedy
+
+    twin, kept = second(0.95, HALF)
+    assert kept == pytest.approx(1e-4, rel=0.1)
+    assert codes(twin) == []
+
+
+def test_it_is_known_to_stick_where_windows_see_a_part_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(update_ledger, "SHARE", 0.0)
+    seen = []
+    weight = nn.Parameter(torch.ones(64, dtype=HALF))
+    optimizer = torch.optim.AdamW([weight], lr=0.0)
+    net = nn.Module()
+    net.weight = weight
+    with watch(net, optimizer) as watched:
+        for step in range(2000):
+            monkeypatch.setattr(update_ledger, "SHARE", 1e9 * (step % 400 == 390))
+            optimizer.zero_grad()
+            (weight * (1.0 if step < 50 else 0.01)).sum().backward()
+            optimizer.step()
+            seen += [watched.ledger.seen] if step == 1999 else []
+    stuck = seen[0].stuck[0] if seen[0] else None
+    assert stuck is not None
+    in_float32 = (1.0 - 0.999**50) * 0.999**1950 + 1e-4 * (1.0 - 0.999**1950)
+    kept = float(optimizer.state[weight]["exp_avg_sq"].float().mean())
+    assert 0.7 < stuck.times / (kept / in_float32) <= 1.01
+
+
+@pytest.mark.parametrize("passes", slow_but_for([16, 1024], [16, 64, 256, 1024]))
+def test_what_a_sum_of_gradients_in_half_loses_is_known_from_one_step(passes: int) -> None:
+    def accumulated(dtype: torch.dtype) -> tuple[Record, torch.Tensor, torch.Tensor]:
+        torch.manual_seed(0)
+        net = nn.Linear(64, 64, bias=False).to(dtype)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+        with watch(net, optimizer) as watched:
+            for _ in range(2):
+                optimizer.zero_grad()
+                gradients = (1e-3 + 1e-4 * torch.randn(passes, 64, 64)).to(dtype)
+                for gradient in gradients:
+                    (net.weight * gradient).sum().backward()
+                assert net.weight.grad is not None
+                summed = net.weight.grad.float()
+                optimizer.step()
+        assert not net.weight._backward_hooks
+        return diagnose(watched.record()), summed, gradients.float().sum(0)
+
+    record, summed, in_float32 = accumulated(HALF)
+    lost = float((summed - in_float32).norm() / in_float32.norm())
+    assert lost == pytest.approx({16: 0.004, 64: 0.007, 256: 0.015, 1024: 0.51}[passes], rel=0.2)
+    assert record.updates is not None
+    assert record.updates.passes == passes
+    assert record.updates.lost_accumulation == pytest.approx(lost, rel=1e-3)
+    found = [found.message for found in record.findings if found.code == "lost-accumulation"]
+    assert [message[:58] for message in found] == [
+        "the sum of 1024 gradients in half is 51% from what it is in"[:58]
+    ] * (lost > 0.1)
+
+    twin, summed, in_float32 = accumulated(torch.float32)
+    assert torch.allclose(summed, in_float32, rtol=1e-4)
+    assert (codes(twin), twin.updates) == ([], None)
+
+
+# Where a float32 master exists nothing is said
+
+
+class WithMasters(torch.optim.Optimizer):
+    """Keeps its masters in its state, as TransformerEngine's FusedAdam does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-4})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            master = state.setdefault("master", parameter.detach().float().clone())
+            master -= 1e-4 * parameter.grad.float().sign()
+            parameter.copy_(master)
+
+
+def masters_beside(net: nn.Module) -> tuple[torch.optim.Optimizer, Callable[[], None]]:
+    """An AdamW on float32 masters, and what moves gradients to them and weights back, as DeepSpeed does."""
+    halves = list(net.parameters())
+    masters = [nn.Parameter(half.detach().float()) for half in halves]
+
+    def copy() -> None:
+        for half, master in zip(halves, masters, strict=True):
+            master.grad = None if half.grad is None else half.grad.float()
+            half.data.copy_(master.detach())
+
+    return torch.optim.AdamW(masters, lr=1e-4), copy
+
+
+def test_nothing_is_said_where_the_optimizer_steps_float32_masters() -> None:
+    net = Net().to(HALF)
+    optimizer, copy = masters_beside(net)
+    with watch(net, optimizer) as watched:
+        for loss in losses(net, HALF, 60):
+            net.zero_grad()
+            loss.backward()
+            copy()
+            before = [half.detach().clone() for half in net.parameters()]
+            optimizer.step()
+            copy()
+    unmoved = [float((half == old).float().mean()) for half, old in zip(net.parameters(), before, strict=True)]
+    record = diagnose(watched.record())
+    assert unmoved[2] > 0.9  # the gains, of which float32 masters move
+    assert (codes(record), record.updates, record.unseen.notes) == ([], None, ())
+
+
+def test_nothing_is_said_where_the_state_holds_masters() -> None:
+    record, _ = trained(make=lambda net: WithMasters(net.parameters()), steps=30)
+    assert (codes(record), record.updates) == ([], None)
+    note = "updates by WithMasters are not held against float32's: it may round by chance or keep float32 copies"
+    assert record.unseen.notes == (note,)
+
+
+def test_nothing_is_said_where_a_hook_of_the_optimizer_writes_masters_back() -> None:
+    def made(net: nn.Module) -> torch.optim.Optimizer:
+        optimizer = adamw(net)
+        optimizer.register_step_post_hook(lambda *given: None)
+        return optimizer
+
+    record, _ = trained(make=made, steps=30)
+    assert (codes(record), record.updates) == ([], None)
+    assert "a hook that may write float32 copies" in record.unseen.notes[0]
+
+
+def test_nothing_is_said_where_the_loop_writes_the_weights_between_steps() -> None:
+    net = Net().to(HALF)
+    optimizer, masters = adamw(net), [parameter.detach().float().clone() for parameter in net.parameters()]
+    with watch(net, optimizer) as watched:
+        for loss in losses(net, HALF, 30):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            for parameter, master in zip(net.parameters(), masters, strict=True):
+                assert parameter.grad is not None
+                parameter.data.copy_(master.sub_(1e-2 * parameter.grad.float().sign()))
+    record = diagnose(watched.record())
+    assert (codes(record), record.updates) == ([], None)
+
+
+# What it leaves as it is
+
+
+def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
+    """All that a window could change, with what it is."""
+    for parameter in model.parameters():
+        yield id(parameter), parameter
+        if parameter.grad is not None:
+            yield id(parameter.grad), parameter.grad
+    for state in optimizer.state.values():
+        yield from ((id(item), item) for item in state.values() if isinstance(item, torch.Tensor))
+
+
+MAKERS: dict[str, Made] = {
+    "SGD": lambda net: torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, weight_decay=0.1),
+    "Adam": lambda net: torch.optim.Adam(net.parameters(), lr=1e-3, amsgrad=True),
+    "AdamW": lambda net: torch.optim.AdamW(net.parameters(), lr=1e-3, foreach=True),
+    "fused": lambda net: torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True),
+    "NAdam": lambda net: torch.optim.NAdam(net.parameters(), lr=1e-3),
+    "RMSprop": lambda net: torch.optim.RMSprop(net.parameters(), lr=1e-3, momentum=0.9, centered=True),
+    "Adagrad": lambda net: torch.optim.Adagrad(net.parameters(), lr=1e-3),
+    "Adadelta": lambda net: torch.optim.Adadelta(net.parameters(), lr=1e-3),
+    "Rprop": lambda net: torch.optim.Rprop(net.parameters(), lr=1e-3),
+    "ASGD": lambda net: torch.optim.ASGD(net.parameters(), lr=1e-3),
+}
+
+
+@pytest.mark.parametrize("kind", slow_but_for(["SGD", "AdamW", "fused"], MAKERS))
+def test_a_run_that_is_sampled_ends_with_the_same_bits(kind: str, always: None) -> None:
+    def ended(is_watched: bool) -> tuple[list[torch.Tensor], Watch]:
+        net = Net().to(HALF)
+        optimizer = MAKERS[kind](net)
+        watched = watch(net, optimizer)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=10)
+        with watched if is_watched else torch.enable_grad():
+            for loss in losses(net, HALF, 13):
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                schedule.step()
+        assert all(key in dict(tensors_of(net, optimizer)) for key, _ in tensors_of(net, optimizer))
+        return [tensor.detach().clone() for _, tensor in tensors_of(net, optimizer)], watched
+
+    (plain, _), (sampled, watched) = ended(is_watched=False), ended(is_watched=True)
+    assert all(torch.equal(one, other) for one, other in zip(plain, sampled, strict=True))
+    assert watched.ledger.seen is not None
+    assert (watched.ledger.seen.steps, watched.ledger.notes, watched.failure) == (13, (), "")
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.LBFGS])
+def test_an_optimizer_whose_entries_depend_on_each_other_is_not_sampled(kind: Any) -> None:
+    net = Net().to(HALF)
+    optimizer = kind(net.parameters())
+    with watch(net, optimizer) as watched:
+        for loss in losses(net, HALF, 2):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step(lambda loss=loss: loss)
+    assert watched.ledger.seen is None
+
+
+def test_an_optimizer_that_raises_on_float32_copies_is_noted() -> None:
+    class Picky(torch.optim.SGD):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, lr=0.01)
+
+        def _init_group(self, group: dict[str, Any], *given: Any) -> bool:
+            assert group["params"][0].dtype is HALF, "made for half weights alone"
+            return bool(super()._init_group(group, *given))
+
+    record, _ = trained(make=lambda net: Picky(net.parameters()), steps=12)
+    assert (codes(record), record.updates) == ([], None)
+    assert "on float32 copies it raises AssertionError" in record.unseen.notes[0]
+
+
+def test_the_time_that_windows_take_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(update_ledger, "SHARE", 0.0)
+    record, _ = trained(steps=60)
+    assert record.updates is not None
+    assert record.updates.steps == update_ledger.WINDOW
+
+
+def test_parameters_that_have_no_gradient_in_some_steps_are_sampled_in_others(always: None) -> None:
+    net = Net().to(HALF)
+    optimizer = adamw(net)
+    with watch(net, optimizer) as watched:
+        for step, loss in enumerate(losses(net, HALF, 40)):
+            optimizer.zero_grad()
+            loss.backward()
+            if step % 15 == 14:
+                net.norm.weight.grad = None
+            optimizer.step()
+    record = diagnose(watched.record())
+    assert codes(record) == [("frozen-weights", "error")]
+
+
+def test_slices_of_a_large_weight_speak_for_it() -> None:
+    net = nn.Linear(512, 256, bias=False).to(HALF)
+    optimizer = adamw(net)
+    with watch(net, optimizer) as watched:
+        for _ in range(10):
+            optimizer.zero_grad()
+            net(torch.randn(8, 512, dtype=HALF)).square().mean().backward()
+            optimizer.step()
+    updates = watched.record().updates
+    assert updates is not None
+    begun = net.weight.detach().float().abs()
+    assert updates.kinds[0].unmoved == pytest.approx(float((begun > 2.0**-6).float().mean()), abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "kind"),
+    [
+        ("LlamaRMSNorm", "model.layers.0.input_layernorm.weight", "norms"),
+        ("LayerNorm", "norm.bias", "norms"),
+        ("Linear", "head.bias", "biases"),
+        ("Linear", "model.layers.0.self_attn.q_proj.weight", "linears"),
+        ("Embedding", "model.embed_tokens.weight", "embeddings"),
+        ("Conv2d", "stem.weight", "convolutions"),
+        ("Block", "blocks.3.gamma", "other weights"),
+    ],
+)
+def test_parameters_are_grouped_as_people_read_them(module: str, name: str, kind: str) -> None:
+    assert kind_of(module, name) == kind
+
+
+# float16, in a scan
+
+
+HALVES = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 8).half()
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 1).half()
+
+    def forward(self, x):
+        return self.head(self.norm(self.body(x.half()).float()).half()).float().square().mean()
+
+class Weight(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.0, 2.0**-10]).half())
+
+    def forward(self, x):
+        return (self.weight * x.half()).float().sum()
+
+def data():
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(16, 4, generator=generator) for _ in range(5)]
+
+def ones():
+    return [torch.ones(2)]
+"""
+
+
+def scanned(folder: Path, model: str, data: str, optimizer: str, level: str = "O0", **arguments: Any) -> Record:
+    config: Config = written(
+        folder,
+        HALVES,
+        model=model,
+        data=data,
+        optimizer=(optimizer, arguments),
+        precision={"level": level},
+        train={"steps": 4},
+    )
+    return diagnose(train(config))
+
+
+def test_what_is_lost_is_exact(tmp_path: Path) -> None:
+    # Both weights should fall by 2**-13: too little for the one at 1, where half has steps of 2**-11 downwards.
+    half = scanned(tmp_path, "Weight", "ones", "torch.optim:SGD", lr=2.0**-13).updates
+    assert half is not None
+    assert (half.steps, half.lost, half.lost_decay, half.frozen) == (4, 0.5, None, ())
+    none = scanned(tmp_path, "Weight", "ones", "torch.optim:SGD", lr=2.0**-22).updates
+    assert none is not None
+    assert (none.lost, [(one.name, one.entries, one.moved, one.lost) for one in none.frozen]) == (
+        1.0,
+        [("weight", 2, 0, 1.0)],
+    )
+
+
+def test_an_eps_of_zero_spoils_float16_weights_and_ends_the_ledger(tmp_path: Path) -> None:
+    record = scanned(tmp_path, "Net", "data", "torch.optim:Adam", eps=1e-8)
+    seen = record.updates
+    assert seen is not None
+    assert (seen.steps, seen.spoilt_step, seen.vanishing_eps) == (1, 0, 1e-8)
+    assert {"body.weight", "head.bias"} & set(seen.spoilt)
+    assert not {"norm.weight", "norm.bias"} & set(seen.spoilt)
+    assert codes(record)[0] == ("optimizer-underflow", "error")
+
+
+def test_the_record_of_a_scan_has_it_where_no_scaler_refuses_half_gradients(tmp_path: Path) -> None:
+    half = scanned(tmp_path, "Net", "data", "torch.optim:SGD", lr=0.01)
+    assert half.updates is not None
+    assert (half.updates.steps, len(half.steps), half.misuses) == (4, 4, ())
+    refused = scanned(tmp_path, "Net", "data", "torch.optim:SGD", level="O1", lr=0.01)
+    assert refused.autocast_error is not None
+    assert (refused.autocast_error.code, refused.updates) == ("misuse-half-parameters", None)
+
+
+def test_watch_of_the_package_has_it_too() -> None:
+    net = Net().to(HALF)
+    with ampdbg.watch(net, adamw(net)) as watched:
+        pass
+    assert watched.record().updates is None
+
+
+# What is stored in which dtype
+
+
+def test_the_dtypes_of_each_kind_are_those_of_the_first_step() -> None:
+    net = Net().to(HALF)
+    net.norm.float()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.9)
+    with watch(net, optimizer) as watched:
+        for parameter in net.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    bfloat16, float32 = (("bfloat16",),) * 3, (("float32",),) * 3
+    kinds = {one.kind: (one.stored, one.gradients, one.states) for one in watched.record().dtypes}
+    assert kinds == {"linears": bfloat16, "biases": bfloat16, "norms": float32}
+
+
+def test_the_page_has_a_row_for_each_kind_of_half_weight() -> None:
+    record, _ = trained(steps=10)
+    page = text_of(record, Typed("", ""), PLAIN, "markdown")
+    assert "Half weights, in 10 sampled steps" in page
+    assert "| kind | stored | gradients | states | lost | of decay | still below lr |" in page
+    assert "| norms | bfloat16 | bfloat16 | bfloat16 | 100% | 100% |" in page
+    assert from_json(to_json(record)) == record
