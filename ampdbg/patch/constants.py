@@ -15,8 +15,8 @@ from typing import Any
 import libcst as cst
 
 from ampdbg.formats import FLOAT16, FLOAT32
-from ampdbg.patch.blocks import torch_in
 from ampdbg.patch.edits import Edited, Refused
+from ampdbg.patch.statements import torch_in
 from ampdbg.source.expressions import Bindings, bare, code_of, dotted, find, names_read, spelled, walk, with_imported
 from ampdbg.source.source_file import EditError, read_source
 

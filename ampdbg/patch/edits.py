@@ -7,8 +7,15 @@ from dataclasses import dataclass, field, replace
 
 import libcst as cst
 
-from ampdbg.patch.blocks import Suite, root_name
-from ampdbg.patch.regions import NamesSeen, PinnedLine, TensorNames, writes_in_place
+from ampdbg.patch.statements import (
+    NamesSeen,
+    PinnedLine,
+    Suite,
+    TensorNames,
+    on_condition,
+    rebinding,
+    written_into,
+)
 from ampdbg.source.expressions import (
     Bindings,
     block_of,
@@ -244,39 +251,20 @@ def _half_parameters(function: cst.FunctionDef, bindings: Bindings, half: set[st
 
 def _casts(names: Sequence[str], bindings: Bindings) -> Iterator[cst.BaseStatement]:
     """``x, y = x.float(), y.float()``, and for what may be None or a number a condition of its own."""
-    optional = [name for name in names if bindings.parameters[name].default is not None]
-    if always := [name for name in names if name not in optional]:
-        yield _rebinding(always)
-    for name in optional:
-        is_number = name in bindings.maybe_numbers
-        is_there = f"not isinstance({name}, (int, float))" if is_number else f"{name} is not None"
-        yield cst.If(cst.parse_expression(is_there), cst.IndentedBlock([_rebinding([name])]))
-
-
-def _rebinding(names: Sequence[str]) -> cst.BaseStatement:
-    """``q, k = q.float(), k.float()``."""
-    casts = ", ".join(f"{name}.float()" for name in names)
-    statement = cst.parse_statement(f"{', '.join(names)} = {casts}")
-    assert isinstance(statement, cst.BaseStatement)
-    return statement
+    if always := [name for name in names if bindings.parameters[name].default is None]:
+        yield rebinding(always)
+    for name in names:
+        if name not in always:
+            is_number = name in bindings.maybe_numbers
+            yield on_condition(f"not isinstance({name}, (int, float))" if is_number else f"{name} is not None", name)
 
 
 def _refuse_writes(function: cst.FunctionDef, names: Sequence[str], bindings: Bindings) -> None:
     """What is written into an argument reaches the caller; written into its cast, it would not."""
+    written = set(written_into(function.body))
     for name in names:
-        same = {name, *bindings.aliases(name)}
-        if any(root_name(target) in same for target in _written_into(function.body)):
+        if not written.isdisjoint({name, *bindings.aliases(name)}):
             raise EditError(f"it writes into its argument {name} in place; assign the result to a new name first")
-
-
-def _written_into(body: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    for item in walk(body):
-        match item:
-            case cst.AugAssign(target=target) | cst.AssignTarget(target=cst.Subscript() as target):
-                yield target
-            case cst.Call() if writes_in_place(item):
-                yield item.func
-                yield from (arg.value for arg in item.args)
 
 
 def _refuse_suspended(function: cst.FunctionDef) -> None:

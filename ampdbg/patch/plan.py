@@ -24,7 +24,7 @@ from ampdbg.patch.constants import edit_constants
 from ampdbg.patch.edits import Edited, FunctionPin, LinePin, Refused, SourcePin, edit_source
 from ampdbg.patch.file_edits import FileEdit, counterpart
 from ampdbg.patch.own_lines import OwnLines, UsersCall
-from ampdbg.patch.regions import NamesSeen
+from ampdbg.patch.statements import NamesSeen
 from ampdbg.pinning.pin_set import parted, tied_together
 from ampdbg.probes.half_names import NamesByLine
 from ampdbg.probes.makings import Making, Makings
