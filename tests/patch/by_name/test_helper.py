@@ -160,17 +160,17 @@ def test_the_edited_file_trains_without_ampdbg_and_fails_where_a_name_is_wrong()
 
 REFUSED = {
     "an imported name": ("from parts import build\n", "build is not defined at the top of this file"),
-    "a coroutine": ("async def build():\n    return Net()\n", "build is a coroutine"),
-    "a generator": ("def build():\n    yield Net()\n    return None\n", "build is a generator"),
-    "no model": ("def build():\n    Net()\n", "build returns no model"),
-    "a tuple": ("def build():\n    return Net(), 1\n", "build returns more than the model"),
+    "a coroutine": ("async def build():\n    return Net()\n", "build has no one line that returns its model"),
+    "a generator": ("def build():\n    yield Net()\n    return None\n", "build has no one line that returns its model"),
+    "no model": ("def build():\n    Net()\n", "build has no one line that returns its model"),
+    "a tuple": ("def build():\n    return Net(), 1\n", "no one call makes the model there"),
     "two returns": (
         "def build():\n    if A:\n        return Net()\n    return Other()\n",
-        "build returns one thing here and another there",
+        "build has no one line that returns its model",
     ),
-    "one of two": ("def build():\n    return Net() if A else Other()\n", "build returns one thing here and another"),
+    "one of two": ("def build():\n    return Net() if A else Other()\n", "no one call makes the model there"),
     "a torch by another name": ("import jax as torch\ndef build():\n    return Net()\n", "the name torch stands for"),
-    "a lambda": ("build = lambda: Net()\n", "build is a lambda"),
+    "a lambda": ("build = lambda: Net()\n", "no one call makes the model there"),
     "an __init__ that returns": (
         "class build:\n    def __init__(self, x):\n        if x:\n            return\n        self.y = 1\n",
         "its __init__ returns early",
@@ -179,7 +179,7 @@ REFUSED = {
     "another helper of that name": ("def _keep_in_fp32(x):\n    return x\ndef build():\n    return Net()\n", "rename"),
     "another function of that name": (
         "def _forward_in_fp32(x):\n    return x\ndef build():\n    return Net()\n",
-        "it has a function _forward_in_fp32 of its own",
+        "the name _forward_in_fp32 stands for something else",
     ),
     "another torch": ("torch = None\ndef build():\n    return Net()\n", "the name torch stands for something else"),
     "no Python": ("def build(:\n", "does not parse"),
