@@ -150,12 +150,10 @@ class _Rewriter(cst.CSTTransformer):
     ) -> cst.FunctionDef:
         if id(original_node) in self.wholes:
             suite = self._suite(getattr(original_node.body, "indent", None))
-            lines = self.source.span(original_node)
             try:
-                half = {name for number in lines for name in self.names.half.get(number, ())}
-                updated_node = _with_body_in_fp32(original_node, updated_node, suite, half)
+                updated_node = _with_body_in_fp32(original_node, updated_node, suite)
             except EditError as error:
-                self.refused.append(Refused(lines[0], str(error)))
+                self.refused.append(Refused(self.source.span(original_node)[0], str(error)))
             self.needs_import |= suite.needs_import
         self._functions.pop()
         return updated_node
@@ -211,42 +209,30 @@ def _function_of(source: SourceFile, pin: FunctionPin) -> cst.FunctionDef:
     return found[0]
 
 
-def _with_body_in_fp32(
-    function: cst.FunctionDef, updated: cst.FunctionDef, suite: Suite, half: set[str]
-) -> cst.FunctionDef:
-    """The function with its body in a block with autocast off, its ``half`` parameters cast first.
+def _with_body_in_fp32(function: cst.FunctionDef, updated: cst.FunctionDef, suite: Suite) -> cst.FunctionDef:
+    """The function with its body in a block with autocast off, the parameters cast first that held half tensors.
 
     Raises:
         EditError: it is a coroutine or a generator, no argument of it is a tensor, or it writes into one.
     """
     _refuse_suspended(function)
-    body = block_of(updated.body)
+    body, bindings, seen = block_of(updated.body), suite.bindings, suite.names_of(function)
     first = 1 if function.get_docstring() is not None else 0
     statements = list(body.body[first:])
-    bindings = suite.bindings
     if len(statements) == 1 and disables_autocast(statements[0], bindings.imports):
         return updated
-    names = _half_parameters(function, bindings, half)
-    _refuse_writes(function, names, bindings)
-    block = suite.with_off(f"{names[0]}.device.type", [*_casts(names, bindings), *statements])
+    stars = (function.params.star_arg, function.params.star_kwarg)
+    if unknown := [star.name.value for star in stars if isinstance(star, cst.Param) and star.name.value in seen.half]:
+        raise EditError(f"{', '.join(unknown)} is no named parameter, so the function cannot cast it")
+    half = [name for name in bindings.parameters if name in seen.half]
+    tensors = [*half, *(name for name in bindings.parameters if name in seen.full)]
+    if not tensors:
+        raise EditError("none of its arguments held a tensor")
+    _refuse_writes(function, half, bindings)
+    block = suite.with_off(f"{tensors[0]}.device.type", [*_casts(half, bindings), *statements])
     # Comments at the end of the function stay in the block that they were written in.
     block = block.with_changes(body=block.body.with_changes(footer=body.footer))
     return updated.with_changes(body=body.with_changes(body=[*body.body[:first], block], footer=()))
-
-
-def _half_parameters(function: cst.FunctionDef, bindings: Bindings, half: set[str]) -> list[str]:
-    """The parameters to cast, in their order.
-
-    Raises:
-        EditError: one that held a half tensor is no parameter by name, or there is none.
-    """
-    stars = (function.params.star_arg, function.params.star_kwarg)
-    if unknown := [star.name.value for star in stars if isinstance(star, cst.Param) and star.name.value in half]:
-        raise EditError(f"{', '.join(unknown)} is no named parameter, so the function cannot cast it")
-    names = [name for name in bindings.parameters if name in half]
-    if not names:
-        raise EditError("none of its arguments held a half tensor")
-    return names
 
 
 def _casts(names: Sequence[str], bindings: Bindings) -> Iterator[cst.BaseStatement]:

@@ -104,8 +104,12 @@ def _own_code(pin: Pin, materials: Materials) -> Iterator[Placement]:
     sources = [pin.source] if pin.source else [site.source for site in pin.sites]
     if not sources or not all(source is not None and is_users_file(source.file) for source in sources):
         return
-    for (file, function), lines in materials.lines.of(pin).items():
-        yield _decided(lines_title(file, lines), pin, file, LinePin(function, tuple(lines)), materials)
+    wrong = {(source.file, source.line) for source in sources if source is not None}
+    for (file, function), near in materials.lines.of(pin).items():
+        refused = {one.line for one in materials.edited(file, [LinePin(function, tuple(near))]).refused}
+        # What is only close to the limit may stay as it is where it cannot be edited.
+        lines = tuple(line for line in near if line not in refused or (file, line) in wrong)
+        yield _decided(lines_title(file, lines), pin, file, LinePin(function, lines), materials)
 
 
 def _library_call(pin: Pin, materials: Materials) -> Iterator[Placement]:
@@ -172,7 +176,8 @@ def _helper(pin: Pin, materials: Materials) -> Iterator[Placement]:
     if not is_users_file(file) or pin.source:
         return
     refused = _in_file(file, _with_helper(file, Path(file).read_bytes(), (pin.name,), materials).refused)
-    yield Placement(f"{in_words(pin.name)}, by name", file, None, (pin.name,), refused=refused)
+    title = in_words(pin.name, type(materials.model).__name__)
+    yield Placement(f"{title}, by name", file, None, (pin.name,), refused=refused)
 
 
 WAYS: tuple[tuple[PlacementRule, ...], ...] = (

@@ -273,8 +273,6 @@ def _pieces_of_small(small: cst.BaseSmallStatement, pinned: PinnedLine) -> list[
     value = value_of(small)
     if value is None:
         raise EditError(NOTHING_COMPUTED)
-    if not pinned.names.half | pinned.names.full:
-        raise EditError(NOT_TRACED)
     names, pieces, new = pinned.names, list[Piece](), dict[int, cst.BaseExpression]()
     for node in _hoisted(value, pinned):
         if node is value:
@@ -313,8 +311,9 @@ def _hoisted(value: cst.BaseExpression, pinned: PinnedLine) -> list[cst.BaseExpr
     calls = list(_calls(value, pinned))
     fp32 = [node for node in calls if _is_fp32(node, pinned)]
     if not fp32 and not (pinned.operations and any(map(pinned.names.computes, _apart(value, pinned)))):
-        callees = " and ".join(sorted(pinned.callees))
-        raise EditError(NOTHING_COMPUTED if pinned.operations else f"{callees} is not called here")
+        is_traced = bool(pinned.names.half | pinned.names.full)
+        nothing = NOTHING_COMPUTED if is_traced else NOT_TRACED
+        raise EditError(nothing if pinned.operations else f"{' and '.join(sorted(pinned.callees))} is not called here")
     before = calls if pinned.operations else calls[: calls.index(fp32[-1]) + 1]
     inside = {id(node): {id(item) for item in walk(node) if item is not node} for node in before}
     holding = [node for node in before if node in fp32 or any(id(one) in inside[id(node)] for one in fp32)]
@@ -738,7 +737,8 @@ class Suite:
         # A name that the reader knows, rather than one that the edit has just introduced or an attribute.
         found.sort(key=lambda text: (text in casts.unsure, text not in self.bindings.local, not text.isidentifier()))
         if not found:
-            raise EditError("no named tensor is there to take the device from")
+            is_traced = any(piece.names.half | piece.names.full for piece in pieces)
+            raise EditError("no named tensor is there to take the device from" if is_traced else NOT_TRACED)
         return f"{found[0]}.device.type"
 
     def with_off(self, device_type: str, body: Sequence[cst.BaseStatement]) -> cst.With:

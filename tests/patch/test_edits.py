@@ -338,10 +338,17 @@ def test_where_no_trace_saw_the_line_the_reason_says_so_and_what_to_do() -> None
     )
 
 
-def test_a_forward_that_is_given_nothing_in_half_is_left_alone_with_a_reason() -> None:
+def test_a_forward_that_is_given_no_tensor_is_left_alone_with_a_reason() -> None:
     source = b"class A:\n    def forward(self, x):\n        return self.weight @ x\n"
     (refused,) = edit_source(source, [FunctionPin("A.forward")], NamesSeen({2: ("self.weight",)})).refused
-    assert refused.reason == "none of its arguments held a half tensor"
+    assert refused.reason == "none of its arguments held a tensor"
+
+
+def test_a_forward_that_is_given_fp32_needs_no_cast() -> None:
+    source = b"import torch\nclass A:\n    def forward(self, ids, x):\n        return self.b(self.a(x))\n"
+    edited = edit_source(source, [FunctionPin("A.forward")], NamesSeen({}, {4: ("x",)})).source.decode()
+    off = "        with torch.autocast(device_type=x.device.type, enabled=False):\n"
+    assert edited.endswith(off + "            return self.b(self.a(x))\n")
 
 
 def test_a_pin_that_is_refused_does_not_keep_the_others_from_being_made() -> None:

@@ -225,7 +225,7 @@ def test_own_lines_that_cannot_be_wrapped_go_by_name_and_never_take_the_children
 ) -> None:
     net = write(HELPERS)
     patch = net.planned(net.pin(":own", line, function))
-    assert titles(patch) == ["the model (its own lines), by name"]
+    assert titles(patch) == ["Net (its own lines), by name"]
     assert patch.units[0].notes[0].startswith(f"line {net.line(line)} of net.py cannot be edited: ")
 
 
