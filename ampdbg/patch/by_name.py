@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import libcst as cst
-import torch
-from torch import nn
 
 from ampdbg.config.schema import THE_SCRIPT
 from ampdbg.patch.edits import Edited, Refused
@@ -58,38 +55,14 @@ The script has several models. It takes, also where DataParallel or its like wra
 {}
 """
 
-LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-TRANSPOSED_LINEAR = "transformers.pytorch_utils.Conv1D"
-"""GPT-2's Linear, by its name: transformers is not to be imported."""
 
-
-def takes_one_tensor(module: nn.Module) -> bool:
-    """Whether the module is a layer of products with a ``weight``, whose ``forward`` takes one tensor alone.
-
-    A pin of such a layer takes little code.
-    """
-    kind = type(module)
-    is_layer = isinstance(module, LAYERS) or f"{kind.__module__}.{kind.__qualname__}" == TRANSPOSED_LINEAR
-    if not is_layer or not isinstance(getattr(module, "weight", None), torch.Tensor):
-        return False
-    parameters = list(inspect.signature(kind.forward).parameters.values())
-    return [item.kind for item in parameters[1:]] == [inspect.Parameter.POSITIONAL_OR_KEYWORD]
-
-
-def layers_of_one_tensor(names: Iterable[str], model: nn.Module) -> tuple[str, ...]:
-    """Those of the pins that are plain layers, called with one tensor."""
-    modules = dict(model.named_modules())
-    return tuple(name for name in names if name in modules and takes_one_tensor(modules[name]))
-
-
-def module_text(names: Sequence[str], *, one_tensor: Collection[str] = (), roots: Sequence[RootModel] = ()) -> str:
+def module_text(names: Sequence[str], roots: Sequence[RootModel] = ()) -> str:
     """A file of its own with ``pin_fp32(model)``, for code that cannot be edited.
 
     The user saves it as ``ampdbg_pins.py`` and calls ``from ampdbg_pins import pin_fp32; pin_fp32(model)``.
 
     Args:
         names: pins, as the config takes them: qualified names, with ``:own`` behind where only own lines are meant.
-        one_tensor: those of ``names`` that are layers with a ``weight`` and called with one floating-point tensor.
         roots: the models that the names are of, where the script has several: ``pin_fp32`` takes each of them.
     """
     told = "\n".join(f"    {root.argument}: {root.what}" for root in roots)
@@ -98,7 +71,7 @@ def module_text(names: Sequence[str], *, one_tensor: Collection[str] = (), roots
         call=call_of_pins(roots),
         when=AFTER_SEVERAL if roots else AFTER_ONE,
         about=SEVERAL.format(told) if roots else "",
-        functions="\n\n\n".join(helper_functions("pin_fp32", names, one_tensor, roots).values()),
+        functions="\n\n\n".join(helper_functions("pin_fp32", names, roots).values()),
     )
 
 
@@ -106,20 +79,18 @@ FUNCTION = "_keep_in_fp32"
 """What the helper in a user's file is called."""
 
 
-def edit_factory(
-    source: bytes, maker: str | Making, pins: Sequence[str], *, one_tensor: Collection[str] = ()
-) -> Edited:
+def edit_factory(source: bytes, maker: str | Making, pins: Sequence[str]) -> Edited:
     """Adds a helper that pins modules to the user's file, and one call of it where the model is made.
 
     Args:
         source: the file's bytes.
         maker: what makes the model there: the name of a function, of an ``nn.Module`` class, or of a variable that
             holds the model; or the line, counted in ``source``.
-        pins: as the ``names`` of :func:`module_text`, which explains ``one_tensor`` too.
+        pins: as the ``names`` of :func:`module_text`.
     """
     try:
         text = read_source(source)
-        functions = helper_functions(FUNCTION, pins, one_tensor)
+        functions = helper_functions(FUNCTION, pins)
         _check_names(text.module, functions)
         index, module = with_model_kept(text, maker)
         added = [apart(_parsed(body, module.default_indent), 2) for body in functions.values()]
@@ -273,21 +244,27 @@ def _call_line(argument: str) -> cst.SimpleStatementLine:
 LINE_LENGTH = 88
 INDENT = "    "
 
-FORWARD_OF_ONE_TENSOR = '''
-def _forward_in_fp32(module, input):
-    """Runs a layer outside autocast, its input cast up to the weights' dtype."""
-    device_type = "cpu" if input.is_meta else input.device.type
-    with torch.autocast(device_type=device_type, enabled=False):
-        return type(module).forward(module, input.to(module.weight.dtype))
+CASTS = '''
+def _cast_up(value):
+    """A half tensor in FP32; anything else as it is."""
+    is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if is_half else value
+
+
+def _autocast_of(module, *inputs):
+    """The device type whose autocast a module runs under, as its tensors say, or None."""
+    for one in (*torch.utils._pytree.tree_leaves(inputs), *module.parameters(), *module.buffers()):
+        if isinstance(one, torch.Tensor) and not one.is_meta:
+            return one.device.type if torch.is_autocast_enabled(one.device.type) else None
+    return None
 '''
 
 FORWARD = '''
 def _forward_in_fp32(module, *args, **kwargs):
     """Runs a module in FP32 where it would run under autocast."""
-    device_type = _device_type(args, kwargs, module.parameters(), module.buffers())
-    if device_type is None or not torch.is_autocast_enabled(device_type):
+    if (device_type := _autocast_of(module, args, kwargs)) is None:
         return type(module).forward(module, *args, **kwargs)
-    args, kwargs = _cast_up(args), _cast_up(kwargs)
+    args, kwargs = torch.utils._pytree.tree_map(_cast_up, (args, kwargs))
     with torch.autocast(device_type=device_type, enabled=False):
         return type(module).forward(module, *args, **kwargs)
 '''
@@ -295,13 +272,12 @@ def _forward_in_fp32(module, *args, **kwargs):
 OWN_LINES = '''
 def _own_lines_in_fp32(module, *args, **kwargs):
     """Runs a module's own lines in FP32 where they would run under autocast."""
-    device_type = _device_type(args, kwargs, module.parameters(), module.buffers())
-    if device_type is None or not torch.is_autocast_enabled(device_type):
+    if (device_type := _autocast_of(module, args, kwargs)) is None:
         return type(module).forward(module, *args, **kwargs)
     dtype = torch.get_autocast_dtype(device_type)
     autocast = device_type, dtype, True, torch.is_autocast_cache_enabled()
     _autocast_inner_modules(module, autocast)
-    args, kwargs = _cast_up(args), _cast_up(kwargs)
+    args, kwargs = torch.utils._pytree.tree_map(_cast_up, (args, kwargs))
     # This dtype without a cache tells the inner modules that autocast was left here.
     with torch.autocast(device_type, torch.float32, enabled=False, cache_enabled=False):
         return type(module).forward(module, *args, **kwargs)
@@ -329,32 +305,7 @@ def _forward_as_before(module, forward, *args, **kwargs):
     ):
         return forward(*args, **kwargs)
     with torch.autocast(*autocast):
-        return _cast_up(forward(*args, **kwargs))
-'''
-
-CASTS = '''
-def _cast_up(value):
-    """Casts half tensors to FP32, also those in tuples, lists and dicts."""
-    if isinstance(value, torch.Tensor):
-        return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
-    if isinstance(value, (tuple, list)):
-        items = [_cast_up(item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if type(value) is dict:
-        return {key: _cast_up(item) for key, item in value.items()}
-    return value
-
-
-def _device_type(*groups):
-    """The device type of the first tensor in tuples, lists and dicts, or None."""
-    for group in groups:
-        for value in group.values() if isinstance(group, dict) else group:
-            if isinstance(value, torch.Tensor) and not value.is_meta:
-                return value.device.type
-            found = _device_type(value) if isinstance(value, (tuple, list, dict)) else None
-            if found is not None:
-                return found
-    return None
+        return torch.utils._pytree.tree_map(_cast_up, forward(*args, **kwargs))
 '''
 
 UNWRAPPED = '''
@@ -372,25 +323,18 @@ PIN = ("module.forward = functools.partial(_forward_in_fp32, module)",)
 PIN_OWN = ("module.forward = functools.partial(_own_lines_in_fp32, module)", "_autocast_inner_modules(module, None)")
 
 
-def helper_functions(
-    function: str, pins: Sequence[str], one_tensor: Collection[str] = (), roots: Sequence[RootModel] = ()
-) -> dict[str, str]:
+def helper_functions(function: str, pins: Sequence[str], roots: Sequence[RootModel] = ()) -> dict[str, str]:
     """The text of each function by its name, the one to call with a model last; no blank lines around them.
 
     Args:
         function: the name of the one to call.
         pins: qualified names of modules, with ``:own`` behind where only own lines are meant.
-        one_tensor: those of ``pins`` that are layers with a ``weight`` and called with one floating-point tensor:
-            where all are, a quarter of the code does.
         roots: the models that it takes, where the pins are of several.
     """
     pins = tuple(dict.fromkeys(pins))
-    whole, has_own = [name for name in pins if not name.endswith(OWN)], any(name.endswith(OWN) for name in pins)
-    is_short = set(whole) <= set(one_tensor)
-    parts = [CASTS] * (has_own or not is_short)
-    parts += [FORWARD_OF_ONE_TENSOR if is_short else FORWARD] * bool(whole)
-    parts += [OWN_LINES] * has_own + [UNWRAPPED] * bool(roots)
-    texts = [text for part in parts for text in part.strip().split("\n\n\n")]
+    has_own = {name.endswith(OWN) for name in pins}
+    parts = [CASTS, FORWARD * (False in has_own), OWN_LINES * (True in has_own), UNWRAPPED * bool(roots)]
+    texts = [text for part in filter(None, parts) for text in part.strip().split("\n\n\n")]
     functions = {text.partition("(")[0].removeprefix("def "): text for text in texts}
     given = ", ".join(root.argument for root in roots) or "model"
     returned = "models" if len(roots) > 1 else "model"

@@ -19,7 +19,7 @@ import torch
 
 from ampdbg.config.schema import Config
 from ampdbg.config.targets import parse_target
-from ampdbg.patch.by_name import edit_factory, layers_of_one_tensor
+from ampdbg.patch.by_name import edit_factory
 from ampdbg.patch.constants import edit_constants
 from ampdbg.patch.edits import Edited, FunctionPin, LinePin, Refused, SourcePin, edit_source
 from ampdbg.patch.file_edits import FileEdit, counterpart
@@ -209,15 +209,13 @@ def _in_file(file: str, refused: Iterable[Refused]) -> tuple[Refused, ...]:
 
 def _with_helper(file: str, source: bytes, names: Sequence[str], materials: Materials) -> Edited:
     """The file that makes the model, which may be edited by now, with the helper that pins modules by name."""
-    one_tensor = layers_of_one_tensor(names, materials.model)
     if (making := _making(names, materials)) is None:
-        return edit_factory(source, parse_target(materials.config.model.target).name, names, one_tensor=one_tensor)
+        return edit_factory(source, parse_target(materials.config.model.target).name, names)
     line = counterpart(making.line, Path(file).read_bytes(), source)
     if not line:
         reason = "the line that makes the model is edited already; call the helper by hand"
         return Edited(source, (Refused(making.line, reason),), changed=False)
-    own, simple = ([within(making.path, name) for name in some] for some in (names, one_tensor))
-    return edit_factory(source, replace(making, line=line), own, one_tensor=simple)
+    return edit_factory(source, replace(making, line=line), [within(making.path, name) for name in names])
 
 
 def _making(names: Sequence[str], materials: Materials) -> Making | None:

@@ -63,7 +63,7 @@ def made(name: str, end: str = "in") -> tuple[nn.Module, Making]:
 
 
 def edited(text: bytes, making: Making, *pins: str) -> Edited:
-    return edit_factory(text, making, pins, one_tensor=pins)
+    return edit_factory(text, making, pins)
 
 
 def test_every_fixture_has_a_case() -> None:

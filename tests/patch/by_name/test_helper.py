@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampdbg.patch.by_name import edit_factory, takes_one_tensor
+from ampdbg.patch.by_name import edit_factory
 from ampdbg.patch.edits import Edited
 from ampdbg.record.pins import in_words
 from tests.conftest import Golden
@@ -26,12 +26,7 @@ class Case:
 
     target: str
     pins: tuple[str, ...]
-    is_simple: bool = True
     make: Callable[[Any], Any] = lambda made: made()
-
-    @property
-    def one_tensor(self) -> tuple[str, ...]:
-        return self.pins if self.is_simple else ()
 
 
 CASES = {
@@ -39,7 +34,7 @@ CASES = {
     "class_with_init": Case("Net", ("first", "layer0", "layer1")),
     "variable": Case("network", ("0",), make=lambda model: model),
     "aliases": Case("build_model", ("0", "1")),
-    "tabs_and_own_lines": Case("build_model", ("0:own", "0.query"), is_simple=False),
+    "tabs_and_own_lines": Case("build_model", ("0:own", "0.query")),
     "long_list": Case("build_model", tuple(f"{n}.0" for n in range(8))),
 }
 
@@ -55,7 +50,7 @@ def helper_of(pins: Sequence[str]) -> str:
     shown, names = ("function", '"0"') if len(pins) == 1 else ("class_with_init", '["first", "layer0", "layer1"]')
     text = (FIXTURES / f"{shown}.out.py").read_text(encoding="utf-8")
     end = "    return model\n"
-    helper = text[text.index("def _forward_in_fp32") : text.index(end, text.index("def _keep_in_fp32")) + len(end)]
+    helper = text[text.index("def _cast_up") : text.index(end, text.index("def _keep_in_fp32")) + len(end)]
     return helper.replace(names, json.dumps(pins[0] if len(pins) == 1 else list(pins)))
 
 
@@ -87,7 +82,7 @@ def modules_of(case: Case, text: bytes) -> dict[str, nn.Module]:
 def edited(name: str, text: bytes | None = None) -> Edited:
     case = CASES[name]
     before = source(name) if text is None else text
-    return edit_factory(before, case.target, case.pins, one_tensor=case.one_tensor)
+    return edit_factory(before, case.target, case.pins)
 
 
 def test_every_fixture_has_a_case() -> None:
@@ -134,7 +129,7 @@ KEPT = {
 @pytest.mark.parametrize("name", KEPT)
 def test_what_is_not_edited_is_kept_byte_for_byte(name: str) -> None:
     before = KEPT[name]
-    after = edit_factory(before, "build_model", ["0"], one_tensor=["0"]).source
+    after = edit_factory(before, "build_model", ["0"]).source
     end = b"\r\n" if name == "CRLF" else b"\n"
     kept = after.split(end)
     for line in before.split(end):
@@ -205,14 +200,3 @@ def test_a_bare_number_is_named_as_a_module() -> None:
         "the model",
         "the model (its own lines)",
     ]
-
-
-class WithMore(nn.Linear):
-    def forward(self, x: nn.Parameter, scale: float = 1.0) -> nn.Parameter:  # type: ignore[override]
-        raise AssertionError
-
-
-def test_layers_that_take_one_tensor() -> None:
-    others = (nn.ConvTranspose2d(2, 2, 1), WithMore(2, 2), nn.Embedding(2, 2), nn.Sequential())
-    assert all(map(takes_one_tensor, (nn.Linear(2, 2), nn.Conv2d(2, 2, 1))))
-    assert not any(map(takes_one_tensor, others))
