@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import libcst as cst
@@ -12,8 +12,7 @@ from ampdbg.patch.statements import (
     PinnedLine,
     Suite,
     TensorNames,
-    on_condition,
-    rebinding,
+    cast_lines,
     written_into,
 )
 from ampdbg.source.expressions import (
@@ -229,20 +228,11 @@ def _with_body_in_fp32(function: cst.FunctionDef, updated: cst.FunctionDef, suit
     if not tensors:
         raise EditError("none of its arguments held a tensor")
     _refuse_writes(function, half, bindings)
-    block = suite.with_off(f"{tensors[0]}.device.type", [*_casts(half, bindings), *statements])
+    casts = cast_lines(half, [name for name in half if bindings.parameters[name].default is not None], bindings)
+    block = suite.with_off(f"{tensors[0]}.device.type", [*casts, *statements])
     # Comments at the end of the function stay in the block that they were written in.
     block = block.with_changes(body=block.body.with_changes(footer=body.footer))
     return updated.with_changes(body=body.with_changes(body=[*body.body[:first], block], footer=()))
-
-
-def _casts(names: Sequence[str], bindings: Bindings) -> Iterator[cst.BaseStatement]:
-    """``x, y = x.float(), y.float()``, and for what may be None or a number a condition of its own."""
-    if always := [name for name in names if bindings.parameters[name].default is None]:
-        yield rebinding(always)
-    for name in names:
-        if name not in always:
-            is_number = name in bindings.maybe_numbers
-            yield on_condition(f"not isinstance({name}, (int, float))" if is_number else f"{name} is not None", name)
 
 
 def _refuse_writes(function: cst.FunctionDef, names: Sequence[str], bindings: Bindings) -> None:

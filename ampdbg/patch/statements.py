@@ -221,17 +221,14 @@ class Piece:
         return self.line.body[0]
 
 
-VALUE_FIELDS: dict[type[cst.CSTNode], str] = {
-    **dict.fromkeys((cst.Assign, cst.AnnAssign, cst.AugAssign, cst.Expr, cst.Return), "value"),
-    cst.Assert: "test",
-}
-"""Statements, and their expression that calls are taken out of."""
-
-
 def value_of(statement: cst.CSTNode) -> cst.BaseExpression | None:
     """The expression of a statement that calls are taken out of."""
-    value = getattr(statement, VALUE_FIELDS.get(type(statement), ""), None)
-    return value if isinstance(value, cst.BaseExpression) else None
+    match statement:
+        case cst.Assign(value=value) | cst.AnnAssign(value=value) | cst.AugAssign(value=value):
+            return value
+        case cst.Expr(value=value) | cst.Return(value=value) | cst.Assert(test=value):
+            return value
+    return None
 
 
 def pieces_of_line(line: cst.SimpleStatementLine, pinned: PinnedLine) -> Sequence[Piece]:
@@ -333,7 +330,7 @@ def _calls(node: cst.CSTNode, pinned: PinnedLine) -> Iterator[cst.BaseExpression
     call = _called(node, pinned)
     if isinstance(node, (*CONDITIONAL, cst.GeneratorExp)):
         if any(_called(item, pinned) is not None for item in walk(node)):
-            raise EditError(f"a call stands in {_in_words(node)}; make it on a line of its own first")
+            raise EditError("it calls on a condition or in a comprehension; call on a line of its own first")
         return
     for child in _parts_called_with(call or node):
         yield from _calls(child, pinned)
@@ -361,11 +358,6 @@ def _apart(node: cst.CSTNode, pinned: PinnedLine) -> Iterator[cst.CSTNode]:
         yield node
         for child in _parts_called_with(node):
             yield from _apart(child, pinned)
-
-
-def _in_words(node: cst.CSTNode) -> str:
-    kinds = {cst.IfExp: "a conditional expression", cst.BooleanOperation: "an `and` or `or`", cst.Lambda: "a lambda"}
-    return kinds.get(type(node), "a comprehension")
 
 
 def _called(node: cst.CSTNode, pinned: PinnedLine) -> cst.Call | None:
@@ -442,23 +434,21 @@ class Replaced(cst.CSTTransformer):
 # What is refused, and what is written otherwise
 
 
-def _refuse_suspended(statement: cst.CSTNode) -> None:
-    calls = (call for call in find(statement, cst.Call) if called_name(call) in CONSUMERS)
-    consumed = {id(arg.value) for call in calls for arg in call.args}
-    for node in walk(statement):
-        if why := SUSPENDED.get(type(node), "" if id(node) in consumed else OUTLIVING.get(type(node), "")):
-            raise EditError(why)
-
-
 SUSPENDED: dict[type[cst.CSTNode], str] = {
     cst.Await: "it awaits, and other code would run with autocast off",
     cst.Yield: "it yields, and the caller's code would run with autocast off",
     cst.NamedExpr: "it binds a name with := in the expression",
     cst.Lambda: "a lambda runs after the block has ended; make it a function first",
-}
-OUTLIVING: dict[type[cst.CSTNode], str] = {
     cst.GeneratorExp: "a generator expression runs after the block has ended; make it a list first",
 }
+
+
+def _refuse_suspended(statement: cst.CSTNode) -> None:
+    calls = (call for call in find(statement, cst.Call) if called_name(call) in CONSUMERS)
+    consumed = {id(arg.value) for call in calls for arg in call.args if isinstance(arg.value, cst.GeneratorExp)}
+    for node in walk(statement):
+        if type(node) in SUSPENDED and id(node) not in consumed:
+            raise EditError(SUSPENDED[type(node)])
 
 
 def _refuse_writes(statement: cst.BaseSmallStatement, names: TensorNames) -> None:
@@ -568,34 +558,32 @@ def _half_tensor(node: cst.BaseExpression, names: TensorNames, made: Collection[
 
 @dataclass(frozen=True)
 class Casts:
-    """What of a block is cast, and how: ``rebound`` names in a line of their own, ``optional`` ones of these on a
-    condition each, and others ``inline`` where they are read, by the nodes' ids. ``unsure`` may be None or a number."""
+    """What of a block is cast, and how: names in front by ``lines``, others ``inline`` where they are read, by the
+    nodes' ids. ``unsure`` may be None or a number there."""
 
-    rebound: Sequence[str]
-    optional: Collection[str]
+    lines: Sequence[cst.BaseStatement]
     inline: Mapping[int, cst.BaseExpression]
     unsure: frozenset[str]
 
-    def lines(self) -> Iterator[cst.BaseStatement]:
-        """``q, k = q.float(), k.float()``, and for what may be None a condition of its own."""
-        if always := [name for name in self.rebound if name not in self.optional]:
-            yield rebinding(always)
-        for name in self.rebound:
-            if name in self.optional:
-                yield on_condition(f"{name} is not None", name)
+
+def cast_lines(names: Collection[str], optional: Collection[str], bindings: Bindings) -> list[cst.BaseStatement]:
+    """``q, k = q.float(), k.float()``, and for what is ``optional``, None or a number, a condition of its own."""
+    lines: list[cst.BaseStatement] = []
+    if always := [name for name in names if name not in optional]:
+        lines.append(_rebinding(always))
+    for name in names:
+        if name in optional:
+            is_number = name in bindings.maybe_numbers
+            test = f"not isinstance({name}, (int, float))" if is_number else f"{name} is not None"
+            lines.append(cst.If(cst.parse_expression(test), cst.IndentedBlock([_rebinding([name])])))
+    return lines
 
 
-def rebinding(names: Sequence[str]) -> cst.BaseStatement:
-    """``q, k = q.float(), k.float()``."""
+def _rebinding(names: Sequence[str]) -> cst.BaseStatement:
     casts = ", ".join(f"{name}.float()" for name in names)
     statement = cst.parse_statement(f"{', '.join(names)} = {casts}")
     assert isinstance(statement, cst.BaseStatement)
     return statement
-
-
-def on_condition(test: str, name: str) -> cst.BaseStatement:
-    """The name's cast under an ``if``."""
-    return cst.If(cst.parse_expression(test), cst.IndentedBlock([rebinding([name])]))
 
 
 def casts_of(pieces: Sequence[Piece], made: Collection[str]) -> Casts:
@@ -635,7 +623,8 @@ def casts_of(pieces: Sequence[Piece], made: Collection[str]) -> Casts:
         for read in reads
         if read.node is not None and read.code not in rebound
     }
-    return Casts(rebound, optional, inline, (numbers | bindings.maybe_none) - sure)
+    lines = cast_lines(rebound, optional, bindings)
+    return Casts(lines, inline, (numbers | bindings.maybe_none) - sure)
 
 
 def bound_inside(pieces: Sequence[Piece]) -> set[str]:
@@ -713,7 +702,7 @@ class Suite:
         device_type = self._device_type(pieces, casts)
         lines = [piece.line.visit(Replaced(casts.inline)) for piece in pieces]
         first, *rest = (line for line in lines if isinstance(line, cst.SimpleStatementLine))
-        body = [*casts.lines(), first.with_changes(leading_lines=()), *rest]
+        body = [*casts.lines, first.with_changes(leading_lines=()), *rest]
         return self.with_off(device_type, body).with_changes(leading_lines=pieces[0].line.leading_lines)
 
     def _device_type(self, pieces: Sequence[Piece], casts: Casts) -> str:

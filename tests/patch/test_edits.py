@@ -250,11 +250,11 @@ LEFT_ALONE = {
     "walrus": ("def f(self, x):\n    return (y := self.f(x)) + y * x  #! pin half: x", "binds a name with :="),
     "mixed list": (
         "def f(self, x):\n    y = [self.f(q) * q for q in x]  #! pin half: q",
-        "a call stands in a comprehension",
+        "it calls on a condition or in a comprehension",
     ),
     "mixed if": (
         "def f(self, x):\n    y = x + (self.f(x) if x else x @ x)  #! pin half: x",
-        "a call stands in a conditional expression",
+        "it calls on a condition or in a comprehension",
     ),
     "off already": (
         "import torch\ndef f(x):\n    with torch.autocast('cuda', enabled=False):\n        x @ x  #! pin half: x",
