@@ -65,12 +65,12 @@ def module_text(names: Sequence[str], roots: Sequence[RootModel] = ()) -> str:
         names: pins, as the config takes them: qualified names, with ``:own`` behind where only own lines are meant.
         roots: the models that the names are of, where the script has several: ``pin_fp32`` takes each of them.
     """
-    told = "\n".join(f"    {root.argument}: {root.what}" for root in roots)
+    models = "\n".join(f"    {root.argument}: {root.what}" for root in roots)
     return MODULE.format(
         name=MODULE_NAME,
         call=call_of_pins(roots),
         when=AFTER_SEVERAL if roots else AFTER_ONE,
-        about=SEVERAL.format(told) if roots else "",
+        about=SEVERAL.format(models) if roots else "",
         functions="\n\n\n".join(helper_functions("pin_fp32", names, roots).values()),
     )
 
