@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import libcst as cst
 
 from ampdbg.formats import FLOAT16, FLOAT32
-from ampdbg.patch.edits import Edited, Refused
-from ampdbg.patch.statements import Replaced, torch_in
+from ampdbg.patch.edits import Edited, Refused, torch_in
+from ampdbg.patch.statements import Replaced
 from ampdbg.source.expressions import Bindings, bare, code_of, dotted, find, names_read, spelled, walk, with_imported
 from ampdbg.source.source_file import EditError, read_source
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import libcst as cst
-from libcst import matchers as m
 
 from ampdbg.ops import CAST_METHODS, CREATES, MATRIX_PRODUCTS, MOVES, PRODUCTS, RANDOM, TENSOR_METHODS
 from ampdbg.source.expressions import (
@@ -22,7 +21,6 @@ from ampdbg.source.expressions import (
     dotted,
     find,
     names_bound_inside,
-    spelled,
     targets,
     walk,
 )
@@ -338,7 +336,7 @@ def _calls(node: cst.CSTNode, pinned: PinnedLine) -> Iterator[cst.BaseExpression
         return
     assert isinstance(node, cst.BaseExpression)
     given = [item for arg in call.args for item in _apart(arg.value, pinned)]
-    if pinned.is_pinned(call) and any(map(_is_product, given)):
+    if pinned.is_pinned(call) and any(map(is_product, given)):
         raise EditError("the same expression computes a product; put that on a line of its own first")
     if pinned.operations and not pinned.is_pinned(call):
         yield from (arg.value for arg in call.args if any(map(pinned.names.computes, _apart(arg.value, pinned))))
@@ -377,7 +375,7 @@ def _is_fp32(node: cst.BaseExpression, pinned: PinnedLine) -> bool:
     return pinned.operations if call is None else pinned.is_pinned(call)
 
 
-def _is_product(node: cst.CSTNode) -> bool:
+def is_product(node: cst.CSTNode) -> bool:
     """Whether this is what autocast runs in half: nothing to put into FP32 by the way."""
     return isinstance(node, cst.MatrixMultiply) or (isinstance(node, cst.Call) and called_name(node) in PRODUCTS)
 
@@ -630,179 +628,3 @@ def casts_of(pieces: Sequence[Piece], made: Collection[str]) -> Casts:
 def bound_inside(pieces: Sequence[Piece]) -> set[str]:
     """Names that the expressions of the pieces bind for themselves."""
     return {name for piece in pieces for name in names_bound_inside(piece.small)}
-
-
-# Blocks
-
-
-AUTOCASTS = ("torch.autocast", "torch.amp.autocast", "torch.amp.autocast_mode.autocast")
-"""The class that takes ``device_type``, by all its names; the one of ``torch.cuda.amp`` does not."""
-
-BETWEEN = 2
-"""At most so many unpinned lines in a row are taken into a block, so that there is one block and not two."""
-
-
-@dataclass
-class Suite:
-    """A suite being rewritten.
-
-    ``pinned`` holds its lines that are by the ``id`` of their nodes, ``names_of`` what is known of the names in
-    another statement, ``indent`` by how much a block is indented.
-    What had to be left alone is in ``refused``: the line's number and the reason.
-    """
-
-    bindings: Bindings
-    pinned: Mapping[int, PinnedLine]
-    names_of: Callable[[cst.CSTNode], TensorNames]
-    indent: str
-    refused: dict[int, str] = field(default_factory=dict)
-    needs_import: bool = False
-
-    def rewritten(self, before: Sequence[cst.CSTNode], after: Sequence[cst.BaseStatement]) -> list[cst.BaseStatement]:
-        """The statements of the new suite; ``before`` are the file's own nodes, ``after`` those with edits inside."""
-        while True:
-            refused = len(self.refused)
-            pieces = [p for old, new in zip(before, after, strict=True) for p in self._pieces(old, new)]
-            statements = list(self._gathered(pieces))
-            # A block that cannot be made leaves its lines as they were, and the others are gathered again.
-            if len(self.refused) == refused:
-                return statements
-
-    def _pieces(self, old: cst.CSTNode, new: cst.BaseStatement) -> Sequence[Piece]:
-        pinned = self.pinned.get(id(old))
-        if pinned is not None and pinned.number not in self.refused and isinstance(old, cst.SimpleStatementLine):
-            try:
-                return pieces_of_line(old, pinned)
-            except EditError as error:
-                self.refused[pinned.number] = str(error)
-        return [Piece(new, self.names_of(old))]
-
-    def _gathered(self, pieces: Sequence[Piece]) -> Iterator[cst.BaseStatement]:
-        made: set[str] = set()
-        index = 0
-        while index < len(pieces):
-            end = _end_of_block(pieces, index)
-            block = pieces[index:end] or pieces[index : index + 1]
-            assigned = set().union(*(assigned_codes(piece.statement) for piece in block))
-            if end == index:
-                yield block[0].statement
-                made -= assigned
-            else:
-                try:
-                    yield self._block(block, made)
-                except EditError as error:
-                    self.refused.update(
-                        {piece.pinned.number: str(error) for piece in block if piece.pinned is not None}
-                    )
-                made |= assigned
-            index += len(block)
-
-    def _block(self, pieces: Sequence[Piece], made: Collection[str]) -> cst.With:
-        casts = casts_of(pieces, made)
-        device_type = self._device_type(pieces, casts)
-        lines = [piece.line.visit(Replaced(casts.inline)) for piece in pieces]
-        first, *rest = (line for line in lines if isinstance(line, cst.SimpleStatementLine))
-        body = [*casts.lines, first.with_changes(leading_lines=()), *rest]
-        return self.with_off(device_type, body).with_changes(leading_lines=pieces[0].line.leading_lines)
-
-    def _device_type(self, pieces: Sequence[Piece], casts: Casts) -> str:
-        """``x.device.type`` of a tensor that is there when the block is entered, a plain name where there is one.
-
-        Raises:
-            EditError: no such tensor has a name.
-        """
-        around = self.names_of(self.bindings.function or self.bindings.module)
-        found: list[str] = []
-        made: set[str] = set()
-        for piece in pieces:
-            known = (piece.names.half | piece.names.full) - made
-            plain = (node for node in walk(value_of(piece.small) or piece.small) if isinstance(node, PLAIN))
-            found += (spelled(node) for node in plain if code_of(node) in known and root_name(node) not in made)
-            made |= assigned_codes(piece.small)
-        # Nothing that the block reads: a parameter that holds a tensor elsewhere in the function.
-        found += (name for name in self.bindings.parameters if name in around.half | around.full)
-        never = bound_inside(pieces) | (self.bindings.maybe_numbers & casts.unsure)
-        found = [text for text in found if text.partition(".")[0].partition("[")[0] not in never]
-        # A name that the reader knows, rather than one that the edit has just introduced or an attribute.
-        found.sort(key=lambda text: (text in casts.unsure, text not in self.bindings.local, not text.isidentifier()))
-        if not found:
-            is_traced = any(piece.names.half | piece.names.full for piece in pieces)
-            raise EditError("no named tensor is there to take the device from" if is_traced else NOT_TRACED)
-        return f"{found[0]}.device.type"
-
-    def with_off(self, device_type: str, body: Sequence[cst.BaseStatement]) -> cst.With:
-        """``with torch.autocast(device_type=…, enabled=False):`` around statements, spelled as the file spells it.
-
-        Raises:
-            EditError: the function has a variable of its own named torch.
-        """
-        autocast = _imported_as(AUTOCASTS, self.bindings)
-        if not autocast:
-            torch, needs_import = torch_in(self.bindings)
-            autocast, self.needs_import = f"{torch}.autocast", self.needs_import or needs_import
-        off = cst.parse_expression(f"{autocast}(device_type={device_type}, enabled=False)")
-        inside = cst.IndentedBlock([_indented(line, self.indent) for line in body], indent=self.indent)
-        return cst.With([cst.WithItem(off)], inside)
-
-
-def _indented(line: cst.BaseStatement, indent: str) -> cst.BaseStatement:
-    """Lines behind a backslash are indented with the statement; LibCST does it within parentheses only."""
-
-    def deeper(node: cst.CSTNode, _: object) -> cst.CSTNode:
-        assert isinstance(node, cst.SimpleWhitespace)
-        return node.with_changes(value=node.value.replace("\n", "\n" + indent))
-
-    moved = m.replace(line, m.SimpleWhitespace(), deeper)
-    assert isinstance(moved, cst.BaseStatement)
-    return moved
-
-
-def _end_of_block(pieces: Sequence[Piece], start: int) -> int:
-    """Behind the last piece of the block that begins at ``start``; ``start`` itself where none does."""
-    end = start
-    for index in range(start, len(pieces)):
-        if pieces[index].is_fp32:
-            end = index + 1
-        elif index == start or index - end >= BETWEEN or not _may_stand_between(pieces[index]):
-            break
-    return end
-
-
-def _may_stand_between(piece: Piece) -> bool:
-    """Whether an unpinned line may stand in a block: an assignment to names that calls none of the user's code, writes
-    into no tensor, and computes no product, which autocast would run in half."""
-    line = piece.statement
-    if piece.pinned is not None or not isinstance(line, cst.SimpleStatementLine) or len(line.body) != 1:
-        return False
-    # Who reads `self.last = h` elsewhere is to find what the code put there, and no cast.
-    is_plain = isinstance(line.body[0], cst.Assign) and all(map(_is_of_names, targets(line)))
-    banned = (cst.Await, cst.Yield, cst.NamedExpr, cst.Lambda, cst.GeneratorExp)
-    return is_plain and not any(
-        isinstance(node, banned)
-        or _is_product(node)
-        or (isinstance(node, cst.Call) and (piece.names.is_users(node) or writes_in_place(node)))
-        for node in walk(line)
-    )
-
-
-def _is_of_names(target: cst.BaseExpression) -> bool:
-    return not isinstance(target, (cst.Attribute, cst.Subscript))
-
-
-def torch_in(bindings: Bindings) -> tuple[str, bool]:
-    """The name that torch has in a function, and whether the file must import it for that.
-
-    Raises:
-        EditError: the name stands for something else there.
-    """
-    if known := _imported_as(("torch",), bindings):
-        return known, False
-    if "torch" in bindings.taken:
-        raise EditError("the name torch stands for something else here; import torch under its own name first")
-    return "torch", True
-
-
-def _imported_as(origins: Sequence[str], bindings: Bindings) -> str:
-    """The name of one of these that no variable of the function hides; "" where there is none."""
-    hidden = bindings.local if bindings.function is not None else frozenset()
-    return next((name for name, origin in bindings.imports.items() if origin in origins and name not in hidden), "")
