@@ -56,7 +56,7 @@ class Written:
 
     def planned(self, *pins: Pin, calls: Mapping[tuple[str, int], UsersCall] = MappingProxyType({})) -> Patch:
         """The patch; ``calls`` lead to lines of an installed library."""
-        lines = OwnLines({}, frozenset(), calls)
+        lines = OwnLines({}, calls)
         wanted = lines_that_may_be_edited(pins, lines, self.model)
         with names_seen(wanted) as names, cuda_on_cpu(), torch.autocast("cpu", dtype=torch.float16):
             self.model(torch.ones(2, 3, 4))
