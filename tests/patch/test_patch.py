@@ -18,6 +18,7 @@ from ampdbg.precision.emulation import cuda_on_cpu
 from ampdbg.probes.half_names import names_seen
 from ampdbg.record.findings import Source
 from ampdbg.record.pins import Pin, PinSite
+from ampdbg.source.ownership import Line
 
 HEAD = """\
 import functools
@@ -54,9 +55,11 @@ class Written:
         site = PinSite("forward", module, "aten.mul.Tensor", source, 1e6)
         return Pin(module, own=name.endswith(":own"), sites=(site,))
 
-    def planned(self, *pins: Pin, calls: Mapping[tuple[str, int], UsersCall] = MappingProxyType({})) -> Patch:
-        """The patch; ``calls`` lead to lines of an installed library."""
-        lines = OwnLines({}, calls)
+    def planned(
+        self, *pins: Pin, calls: Mapping[tuple[str, int], UsersCall] = MappingProxyType({}), close: Sequence[Line] = ()
+    ) -> Patch:
+        """The patch; ``calls`` lead to lines of an installed library, lines ``close`` to the limit are all modules'."""
+        lines = OwnLines(dict.fromkeys((pin.module for pin in pins), frozenset(close)), calls)
         wanted = lines_that_may_be_edited(pins, lines, self.model)
         with names_seen(wanted) as names, cuda_on_cpu(), torch.autocast("cpu", dtype=torch.float16):
             self.model(torch.ones(2, 3, 4))
@@ -183,6 +186,13 @@ def test_instances_of_a_class_whose_lines_are_edited_are_counted(write: Write) -
     assert net.planned(*pins[1:]).units[0].notes == ("applies to all 3 instances of GLU, 2 of them in the set",)
     assert net.planned(*pins).units[0].notes == ()
     assert net.planned(net.pin("1:own", "h * h.abs()"), Pin("")).units[0].notes == ()
+
+
+def test_a_line_that_is_only_close_to_the_limit_refuses_nothing_where_it_cannot_be_edited(write: Write) -> None:
+    net = write(OWN)
+    close = (str(net.file), net.line("h = self.proj(x)"), "forward")
+    patch = net.planned(*(net.pin(f"{i}:own", "h * h.abs()") for i in range(3)), close=[close])
+    assert titles(patch) == [f"line {net.line('h * h.abs()')} of net.py"]
 
 
 HELPERS = (
