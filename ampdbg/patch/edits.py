@@ -11,6 +11,7 @@ from libcst import matchers as m
 from ampdbg.patch.statements import (
     NOT_TRACED,
     PLAIN,
+    SUSPENDED,
     Casts,
     NamesSeen,
     Piece,
@@ -394,18 +395,17 @@ def _may_stand_between(piece: Piece) -> bool:
     if piece.pinned is not None or not isinstance(line, cst.SimpleStatementLine) or len(line.body) != 1:
         return False
     # Who reads `self.last = h` elsewhere is to find what the code put there, and no cast.
-    is_plain = isinstance(line.body[0], cst.Assign) and all(map(_is_of_names, targets(line)))
-    banned = (cst.Await, cst.Yield, cst.NamedExpr, cst.Lambda, cst.GeneratorExp)
-    return is_plain and not any(
-        isinstance(node, banned)
-        or is_product(node)
-        or (isinstance(node, cst.Call) and (piece.names.is_users(node) or writes_in_place(node)))
-        for node in walk(line)
+    stores = any(isinstance(target, (cst.Attribute, cst.Subscript)) for target in targets(line))
+    return (
+        not stores
+        and isinstance(line.body[0], cst.Assign)
+        and not any(
+            type(node) in SUSPENDED
+            or is_product(node)
+            or (isinstance(node, cst.Call) and (piece.names.is_users(node) or writes_in_place(node)))
+            for node in walk(line)
+        )
     )
-
-
-def _is_of_names(target: cst.BaseExpression) -> bool:
-    return not isinstance(target, (cst.Attribute, cst.Subscript))
 
 
 def torch_in(bindings: Bindings) -> tuple[str, bool]:

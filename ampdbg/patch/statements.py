@@ -143,9 +143,8 @@ def _is_builtin(call: cst.Call) -> bool:
 
 def called_name(call: cst.Call) -> str:
     """The last part of what is called: ``softmax`` of ``F.softmax(x)``; "" of anything without a name."""
-    return dotted(call.func).rpartition(".")[2] or (
-        call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
-    )
+    name = call.func.attr if isinstance(call.func, cst.Attribute) else call.func
+    return name.value if isinstance(name, cst.Name) else ""
 
 
 def writes_in_place(call: cst.Call) -> bool:
@@ -326,7 +325,7 @@ def _calls(node: cst.CSTNode, pinned: PinnedLine) -> Iterator[cst.BaseExpression
         EditError: such a call is made on a condition, or after the statement.
     """
     call = _called(node, pinned)
-    if isinstance(node, (*CONDITIONAL, cst.GeneratorExp)):
+    if isinstance(node, CONDITIONAL):
         if any(_called(item, pinned) is not None for item in walk(node)):
             raise EditError("it calls on a condition or in a comprehension; call on a line of its own first")
         return
