@@ -33,6 +33,15 @@ CLOSE_BITS = 2
 
 CLOSE = FLOAT16.largest / 2**CLOSE_BITS
 
+ACCUMULATIONS = frozenset(
+    "mm addmm bmm baddbmm addbmm mv dot sum mean cumsum prod cumprod norm linalg_vector_norm var std "
+    "logsumexp logcumsumexp convolution _convolution".split()
+)
+"""Ops that add up many products or terms. One that leads straight into a wrapped line is wrapped with it, as a
+person would: its result would only be rounded to half on the way. A sum that CUDA's autocast makes in FP32 a CPU's
+leaves in half: left outside, it would meet FP32 in the block."""
+
+
 UsersCall = tuple[str, LinePin]
 """A file, and in it the user's own call of a function."""
 
@@ -42,11 +51,12 @@ Caller = tuple[str, int, str, str]
 
 @dataclass(frozen=True)
 class OwnLines:
-    """Lines of the user's code: ``close`` are by module those beyond FP16 or near it, ``calls`` the file and the call
-    that lead to a line of a library's, or to one in ``made_by``: the module and line of what made the values that a
-    line reads."""
+    """Lines of the user's code by module and function: ``close`` are beyond FP16 or near it, ``adding_up``
+    holds the module, file and line of each accumulation, ``calls`` the file and the call that lead to a line of a
+    library's, or to one in ``made_by``: the module and line of what made the values that a line reads."""
 
     close: Mapping[str, frozenset[Line]]
+    adding_up: frozenset[tuple[str, str, int]]
     calls: Mapping[tuple[str, int], UsersCall] = field(default_factory=dict)
     made_by: Mapping[tuple[str, int], Collection[tuple[str, Line]]] = field(default_factory=dict)
 
@@ -68,7 +78,18 @@ class OwnLines:
         for file, number, function in (*_sites(pin), *self.close.get(pin.module, ())):
             lines.setdefault((file, function), set()).add(number)
         seen = {(file, function) for file, _, function in _sites(pin)}
-        return {place: sorted(numbers) for place, numbers in lines.items() if place in seen}
+        return {
+            place: sorted({*numbers, *(() if pin.source else self._leading_into(pin.module, place[0], min(numbers)))})
+            for place, numbers in lines.items()
+            if place in seen
+        }
+
+    def _leading_into(self, module: str, file: str, first: int) -> Iterator[int]:
+        """The accumulations in the statements just before a line."""
+        for line in _lines_above(file, first):
+            if (module, file, line) not in self.adding_up:
+                return
+            yield line
 
 
 class _Flow(OpTrace):
@@ -99,6 +120,7 @@ def own_lines(run: Run, failing: Sequence[FailingStep], pins: Iterable[Pin] = ()
     sources = [source for pin in pins for source in (pin.source, *(site.source for site in pin.sites)) if source]
     lines = {(source.file, source.line) for source in sources if not is_users_file(source.file)}
     close: dict[str, set[Line]] = {}
+    adding_up: set[tuple[str, str, int]] = set()
     made_by: dict[tuple[str, int], set[tuple[str, Line]]] = {}
     with _callers({file for file, _ in lines}) as callers:
         for step in failing:
@@ -113,9 +135,12 @@ def own_lines(run: Run, failing: Sequence[FailingStep], pins: Iterable[Pin] = ()
                 value = seen.output.largest * (scale if seen.place.phase == "backward" else 1.0)
                 if value >= CLOSE and seen.place.line is not None and is_users_file(seen.place.line[0]):
                     close.setdefault(seen.place.module, set()).add(seen.place.line)
+            for op in trace.ops if trace else ():
+                if op.place.line is not None and op.op.split(".")[1].rstrip("_") in ACCUMULATIONS:
+                    adding_up.add((op.place.module, *op.place.line[:2]))
             for line, makers in trace.made_by.items() if isinstance(trace, _Flow) else ():
                 made_by.setdefault(line, set()).update(makers)
-    found = OwnLines({module: frozenset(some) for module, some in close.items()}, {}, made_by)
+    found = OwnLines({module: frozenset(some) for module, some in close.items()}, frozenset(adding_up), {}, made_by)
     lines |= {maker[:2] for pin in pins for maker in found.makers_of(pin)}
     calls = {line: call for line in lines if (call := _users_call(line, callers)) is not None}
     return replace(found, calls=calls)
@@ -173,3 +198,10 @@ def _sites(pin: Pin) -> Iterator[Line]:
     for source in dict.fromkeys((pin.source, *(site.source for site in pin.sites))):
         if source is not None and is_users_file(source.file):
             yield source.file, source.line, source.function
+
+
+def _lines_above(file: str, line: int) -> list[int]:
+    try:
+        return read_source(Path(file).read_bytes()).above(line)
+    except EditError:
+        return []  # Not a line that could be edited.

@@ -7,7 +7,7 @@ import functools
 import io
 import itertools
 import tokenize
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import libcst as cst
@@ -114,6 +114,17 @@ class SourceFile:
         within = around[: around.index(functions[-1]) + 1] if functions else around
         is_off = any(disables_autocast(node, imports) for node in within)
         return Located(statement, self.span(statement), self.qualname(statement), functions, is_off)
+
+    def above(self, number: int) -> list[int]:
+        """The first lines of the statements above the one on a line, in its own suite, the nearest first.
+
+        Raises:
+            EditError: as :meth:`at`.
+        """
+        line = self.at(number).line
+        suite = self._parents[line]
+        body: Sequence[cst.CSTNode] = suite.body if isinstance(suite, (cst.Module, cst.IndentedBlock)) else ()
+        return [self.span(node)[0] for node in reversed(body[: body.index(line)])]
 
     def is_in_loop(self, node: cst.CSTNode) -> bool:
         """Whether a loop stands around a node in its own function."""

@@ -59,7 +59,7 @@ class Written:
         self, *pins: Pin, calls: Mapping[tuple[str, int], UsersCall] = MappingProxyType({}), close: Sequence[Line] = ()
     ) -> Patch:
         """The patch; ``calls`` lead to lines of an installed library, lines ``close`` to the limit are all modules'."""
-        lines = OwnLines(dict.fromkeys((pin.module for pin in pins), frozenset(close)), calls)
+        lines = OwnLines(dict.fromkeys((pin.module for pin in pins), frozenset(close)), frozenset(), calls)
         wanted = lines_that_may_be_edited(pins, lines, self.model)
         with names_seen(wanted) as names, cuda_on_cpu(), torch.autocast("cpu", dtype=torch.float16):
             self.model(torch.ones(2, 3, 4))

@@ -24,8 +24,10 @@ SCREENS = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / 
 
 PATCHES = {
     "linear_attention": """\
-+        with torch.autocast(device_type=q.device.type, enabled=False):
-+            q, kv = q.float(), kv.float()
++        with torch.autocast(device_type=k.device.type, enabled=False):
++            q, k, v = q.float(), k.float(), v.float()
++            k_sum = k.sum(dim=1)
++            kv = torch.einsum("nshd,nshm->nhdm", k, v)
 +            normaliser = torch.einsum("nlhd,nhd->nlh", q, k_sum)
 +            return torch.einsum("nlhd,nhdm->nlhm", q, kv) / normaliser.unsqueeze(-1)
 """,
