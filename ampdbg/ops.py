@@ -93,9 +93,6 @@ MOVES = (
 )
 """What only moves, repeats or casts values: nothing overflows there, and FP32 gains nothing."""
 
-JOINS = _names("cat concat concatenate stack hstack vstack dstack")
-"""What makes one tensor of a list of them."""
-
 FILLS = _names("fill index_fill masked_fill")
 """What writes the number that it is given."""
 

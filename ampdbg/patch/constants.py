@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import libcst as cst
 
 from ampdbg.formats import FLOAT16, FLOAT32
-from ampdbg.patch.blocks import torch_in
-from ampdbg.patch.edits import Edited, Refused
+from ampdbg.patch.edits import Edited, Refused, torch_in
+from ampdbg.patch.statements import Replaced
 from ampdbg.source.expressions import Bindings, bare, code_of, dotted, find, names_read, spelled, walk, with_imported
 from ampdbg.source.source_file import EditError, read_source
 
@@ -63,7 +62,7 @@ def edit_constants(source: bytes, lines: Collection[int], half: Collection[str] 
         The new file, or the reason why it is as it was.
     """
     line, needs_import = 0, False
-    new: dict[int, str] = {}
+    new: dict[int, cst.BaseExpression] = {}
     try:
         file = read_source(source)
         for line in lines:
@@ -78,9 +77,9 @@ def edit_constants(source: bytes, lines: Collection[int], half: Collection[str] 
             if not found:
                 raise EditError(NOTHING, line)
             _refuse_comparisons(located.function or file.module)
-            new |= {id(constant): text for constant, text in found.items()}
+            new |= {id(constant): cst.parse_expression(text) for constant, text in found.items()}
             needs_import |= is_missing
-        module = file.module.visit(_Replacer(new))
+        module = file.module.visit(Replaced(new))
         after = file.with_module(with_imported(module, "torch") if needs_import else module)
     except EditError as error:
         return Edited(source, (Refused(error.line or line, str(error)),), changed=False)
@@ -97,16 +96,6 @@ def _refuse_comparisons(code: cst.CSTNode) -> None:
         parts = [comparison.left, *(target.comparator for target in comparison.comparisons)]
         if any((value := _value(part)) is not None and FLOAT16.largest < abs(value) < math.inf for part in parts):
             raise EditError("the code compares with a number that half cannot hold; that would change its meaning")
-
-
-class _Replacer(cst.CSTTransformer):
-    def __init__(self, new: Mapping[int, str]) -> None:
-        super().__init__()
-        self._new = new
-
-    def on_leave(self, original_node: cst.CSTNode, updated_node: Any) -> Any:
-        new = self._new.get(id(original_node))
-        return updated_node if new is None else cst.parse_expression(new)
 
 
 @dataclass(frozen=True)

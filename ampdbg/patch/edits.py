@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import libcst as cst
+from libcst import matchers as m
 
-from ampdbg.patch.blocks import Suite, root_name
-from ampdbg.patch.regions import NamesSeen, PinnedLine, TensorNames, writes_in_place
+from ampdbg.patch.statements import (
+    NOT_TRACED,
+    PLAIN,
+    SUSPENDED,
+    Casts,
+    NamesSeen,
+    Piece,
+    PinnedLine,
+    Replaced,
+    TensorNames,
+    bound_inside,
+    cast_lines,
+    casts_of,
+    is_product,
+    pieces_of_line,
+    root_name,
+    value_of,
+    writes_in_place,
+    written_into,
+)
 from ampdbg.source.expressions import (
     Bindings,
+    assigned_codes,
     block_of,
     canonical,
+    code_of,
     disables_autocast,
     dotted,
     find,
+    spelled,
+    targets,
     walk,
     with_imported,
 )
@@ -88,18 +111,22 @@ def edit_source(source: bytes, pins: Sequence[SourcePin], names: NamesSeen = NOT
         after = file.with_module(with_imported(edited, "torch") if rewriter.needs_import else edited)
     except EditError as error:
         return Edited(source, (Refused(error.line, str(error)),), changed=False)
-    return Edited(after, tuple(sorted(rewriter.refused, key=lambda item: item.line)), after != source)
+    refused = (Refused(line, reason) for line, reason in sorted(rewriter.refused.items()))
+    return Edited(after, tuple(refused), after != source)
 
 
 @dataclass
 class _Rewriter(cst.CSTTransformer):
-    """Rewrites the suites that hold pinned ``lines``, and the functions that are pinned whole, by the nodes' ids."""
+    """Rewrites the suites that hold pinned ``lines``, and the functions that are pinned whole, by the nodes' ids.
+
+    What had to be left alone is in ``refused``: the line's number, 0 for the file's, and the reason.
+    """
 
     source: SourceFile
     names: NamesSeen
     lines: dict[int, PinnedLine] = field(default_factory=dict)
     wholes: dict[int, cst.FunctionDef] = field(default_factory=dict)
-    refused: list[Refused] = field(default_factory=list)
+    refused: dict[int, str] = field(default_factory=dict)
     needs_import: bool = False
     _functions: list[cst.FunctionDef | None] = field(default_factory=lambda: [None])
 
@@ -113,27 +140,23 @@ class _Rewriter(cst.CSTTransformer):
                 function = _function_of(self.source, whole)
                 self.wholes[id(function)] = function
             except EditError as error:
-                self.refused.append(Refused(0, str(error)))
-        for pin in pins:
-            if isinstance(pin, LinePin):
-                for number in sorted(set(pin.lines)):
-                    self._mark_line(pin, number)
+                self.refused[0] = str(error)
+        by_line = [(pin, number) for pin in pins if isinstance(pin, LinePin) for number in sorted(set(pin.lines))]
+        for pin, number in by_line:
+            try:
+                self._mark_line(pin, number, _located(pin, number, self.source))
+            except EditError as error:
+                self.refused[number] = str(error)
 
-    def _mark_line(self, pin: LinePin, number: int) -> None:
-        try:
-            located = _located(pin, number, self.source)
-        except EditError as error:
-            self.refused.append(Refused(number, str(error)))
-            return
+    def _mark_line(self, pin: LinePin, number: int, located: Located) -> None:
         if any(id(function) in self.wholes for function in located.functions):
             return
-        key, callees = id(located.line), frozenset({canonical(pin.callee)} if pin.callee else ())
-        if (old := self.lines.get(key)) is not None:
-            operations = old.operations or not pin.callee
-            self.lines[key] = replace(old, callees=old.callees | callees, operations=operations)
-        else:
-            names = self.names.on(located.span, Bindings(self.source.module, located.function))
-            self.lines[key] = PinnedLine(number, names, callees, operations=not pin.callee)
+        callees = frozenset({canonical(pin.callee)} if pin.callee else ())
+        names = self.names.on(located.span, Bindings(self.source.module, located.function))
+        new = PinnedLine(number, names, callees, operations=not pin.callee)
+        old = self.lines.setdefault(id(located.line), new)
+        operations = old.operations or new.operations
+        self.lines[id(located.line)] = replace(old, callees=old.callees | callees, operations=operations)
 
     def visit_FunctionDef(self, node: cst.FunctionDef) -> None:  # noqa: N802 - LibCST's name
         self._functions.append(node)
@@ -142,44 +165,27 @@ class _Rewriter(cst.CSTTransformer):
         self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef
     ) -> cst.FunctionDef:
         if id(original_node) in self.wholes:
-            suite = self._suite(getattr(original_node.body, "indent", None))
-            lines = self.source.span(original_node)
             try:
-                half = {name for number in lines for name in self.names.half.get(number, ())}
-                updated_node = _with_body_in_fp32(original_node, updated_node, suite, half)
+                suite = self._suite(getattr(original_node.body, "indent", None))
+                updated_node = _with_body_in_fp32(original_node, updated_node, suite)
             except EditError as error:
-                self.refused.append(Refused(lines[0], str(error)))
-            self.needs_import |= suite.needs_import
+                self.refused[self.source.span(original_node)[0]] = str(error)
         self._functions.pop()
         return updated_node
 
     def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:  # noqa: N802
-        return updated_node.with_changes(body=self._rewritten(original_node.body, updated_node.body, None))
+        body = self._suite(None).rewritten(original_node.body, updated_node.body)
+        return updated_node.with_changes(body=body)
 
     def leave_IndentedBlock(  # noqa: N802 - LibCST's name
         self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
     ) -> cst.IndentedBlock:
-        body = self._rewritten(original_node.body, updated_node.body, original_node.indent)
+        body = self._suite(original_node.indent).rewritten(original_node.body, updated_node.body)
         return updated_node.with_changes(body=body)
 
-    def _rewritten(
-        self, before: Sequence[cst.CSTNode], after: Sequence[cst.BaseStatement], indent: str | None
-    ) -> Sequence[cst.BaseStatement]:
-        if not any(id(node) in self.lines for node in before):
-            return after
-        suite = self._suite(indent)
-        body = suite.rewritten(before, after)
-        self.needs_import |= suite.needs_import
-        self.refused += [Refused(line, reason) for line, reason in suite.refused.items()]
-        return body
-
-    def _suite(self, indent: str | None) -> Suite:
+    def _suite(self, indent: str | None) -> _Suite:
         bindings = Bindings(self.source.module, self._functions[-1])
-
-        def names_of(node: cst.CSTNode) -> TensorNames:
-            return self.names.on(self.source.span(node), bindings)
-
-        return Suite(bindings, self.lines, names_of, indent or self.source.module.default_indent)
+        return _Suite(self, bindings, indent or self.source.module.default_indent)
 
 
 def _located(pin: LinePin, number: int, source: SourceFile) -> Located:
@@ -204,79 +210,39 @@ def _function_of(source: SourceFile, pin: FunctionPin) -> cst.FunctionDef:
     return found[0]
 
 
-def _with_body_in_fp32(
-    function: cst.FunctionDef, updated: cst.FunctionDef, suite: Suite, half: set[str]
-) -> cst.FunctionDef:
-    """The function with its body in a block with autocast off, its ``half`` parameters cast first.
+def _with_body_in_fp32(function: cst.FunctionDef, updated: cst.FunctionDef, suite: _Suite) -> cst.FunctionDef:
+    """The function with its body in a block with autocast off, the parameters cast first that held half tensors.
 
     Raises:
         EditError: it is a coroutine or a generator, no argument of it is a tensor, or it writes into one.
     """
     _refuse_suspended(function)
-    body = block_of(updated.body)
+    body, bindings, seen = block_of(updated.body), suite.bindings, suite.names_of(function)
     first = 1 if function.get_docstring() is not None else 0
     statements = list(body.body[first:])
-    bindings = suite.bindings
     if len(statements) == 1 and disables_autocast(statements[0], bindings.imports):
         return updated
-    names = _half_parameters(function, bindings, half)
-    _refuse_writes(function, names, bindings)
-    block = suite.with_off(f"{names[0]}.device.type", [*_casts(names, bindings), *statements])
+    stars = (function.params.star_arg, function.params.star_kwarg)
+    if unknown := [star.name.value for star in stars if isinstance(star, cst.Param) and star.name.value in seen.half]:
+        raise EditError(f"{', '.join(unknown)} is no named parameter, so the function cannot cast it")
+    half = [name for name in bindings.parameters if name in seen.half]
+    tensors = [*half, *(name for name in bindings.parameters if name in seen.full)]
+    if not tensors:
+        raise EditError("none of its arguments held a tensor")
+    _refuse_writes(function, half, bindings)
+    casts = cast_lines(half, [name for name in half if bindings.parameters[name].default is not None], bindings)
+    block = suite.with_off(f"{tensors[0]}.device.type", [*casts, *statements])
     # Comments at the end of the function stay in the block that they were written in.
     block = block.with_changes(body=block.body.with_changes(footer=body.footer))
     return updated.with_changes(body=body.with_changes(body=[*body.body[:first], block], footer=()))
 
 
-def _half_parameters(function: cst.FunctionDef, bindings: Bindings, half: set[str]) -> list[str]:
-    """The parameters to cast, in their order.
-
-    Raises:
-        EditError: one that held a half tensor is no parameter by name, or there is none.
-    """
-    stars = (function.params.star_arg, function.params.star_kwarg)
-    if unknown := [star.name.value for star in stars if isinstance(star, cst.Param) and star.name.value in half]:
-        raise EditError(f"{', '.join(unknown)} is no named parameter, so the function cannot cast it")
-    names = [name for name in bindings.parameters if name in half]
-    if not names:
-        raise EditError("none of its arguments held a half tensor")
-    return names
-
-
-def _casts(names: Sequence[str], bindings: Bindings) -> Iterator[cst.BaseStatement]:
-    """``x, y = x.float(), y.float()``, and for what may be None or a number a condition of its own."""
-    optional = [name for name in names if bindings.parameters[name].default is not None]
-    if always := [name for name in names if name not in optional]:
-        yield _rebinding(always)
-    for name in optional:
-        is_number = name in bindings.maybe_numbers
-        is_there = f"not isinstance({name}, (int, float))" if is_number else f"{name} is not None"
-        yield cst.If(cst.parse_expression(is_there), cst.IndentedBlock([_rebinding([name])]))
-
-
-def _rebinding(names: Sequence[str]) -> cst.BaseStatement:
-    """``q, k = q.float(), k.float()``."""
-    casts = ", ".join(f"{name}.float()" for name in names)
-    statement = cst.parse_statement(f"{', '.join(names)} = {casts}")
-    assert isinstance(statement, cst.BaseStatement)
-    return statement
-
-
 def _refuse_writes(function: cst.FunctionDef, names: Sequence[str], bindings: Bindings) -> None:
     """What is written into an argument reaches the caller; written into its cast, it would not."""
+    written = set(written_into(function.body))
     for name in names:
-        same = {name, *bindings.aliases(name)}
-        if any(root_name(target) in same for target in _written_into(function.body)):
+        if not written.isdisjoint({name, *bindings.aliases(name)}):
             raise EditError(f"it writes into its argument {name} in place; assign the result to a new name first")
-
-
-def _written_into(body: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    for item in walk(body):
-        match item:
-            case cst.AugAssign(target=target) | cst.AssignTarget(target=cst.Subscript() as target):
-                yield target
-            case cst.Call() if writes_in_place(item):
-                yield item.func
-                yield from (arg.value for arg in item.args)
 
 
 def _refuse_suspended(function: cst.FunctionDef) -> None:
@@ -284,3 +250,178 @@ def _refuse_suspended(function: cst.FunctionDef) -> None:
         raise EditError("it is a coroutine, and other code would run with autocast off")
     if any(isinstance(node, cst.Yield) for node in walk(function.body)):
         raise EditError("it is a generator, and the caller's code would run with autocast off")
+
+
+# Blocks
+
+
+AUTOCASTS = ("torch.autocast", "torch.amp.autocast", "torch.amp.autocast_mode.autocast")
+"""The class that takes ``device_type``, by all its names; the one of ``torch.cuda.amp`` does not."""
+
+BETWEEN = 2
+"""At most so many unpinned lines in a row are taken into a block, so that there is one block and not two."""
+
+
+@dataclass
+class _Suite:
+    """A suite of a ``file`` being rewritten; ``indent`` is by how much a block in it is indented."""
+
+    file: _Rewriter
+    bindings: Bindings
+    indent: str
+
+    def names_of(self, node: cst.CSTNode) -> TensorNames:
+        """What is known of the names in a statement."""
+        return self.file.names.on(self.file.source.span(node), self.bindings)
+
+    def rewritten(
+        self, before: Sequence[cst.CSTNode], after: Sequence[cst.BaseStatement]
+    ) -> Sequence[cst.BaseStatement]:
+        """The statements of the new suite; ``before`` are the file's own nodes, ``after`` those with edits inside."""
+        if not any(id(node) in self.file.lines for node in before):
+            return after
+        while True:
+            refused = len(self.file.refused)
+            pieces = [p for old, new in zip(before, after, strict=True) for p in self._pieces(old, new)]
+            statements = list(self._gathered(pieces))
+            # A block that cannot be made leaves its lines as they were, and the others are gathered again.
+            if len(self.file.refused) == refused:
+                return statements
+
+    def _pieces(self, old: cst.CSTNode, new: cst.BaseStatement) -> Sequence[Piece]:
+        pinned = self.file.lines.get(id(old))
+        if pinned is not None and pinned.number not in self.file.refused and isinstance(old, cst.SimpleStatementLine):
+            try:
+                return pieces_of_line(old, pinned)
+            except EditError as error:
+                self.file.refused[pinned.number] = str(error)
+        return [Piece(new, self.names_of(old))]
+
+    def _gathered(self, pieces: Sequence[Piece]) -> Iterator[cst.BaseStatement]:
+        made: set[str] = set()
+        index = 0
+        while index < len(pieces):
+            end = _end_of_block(pieces, index)
+            block = pieces[index:end] or pieces[index : index + 1]
+            assigned = set().union(*(assigned_codes(piece.statement) for piece in block))
+            if end == index:
+                yield block[0].statement
+                made -= assigned
+            else:
+                try:
+                    yield self._block(block, made)
+                except EditError as error:
+                    self.file.refused.update(
+                        {piece.pinned.number: str(error) for piece in block if piece.pinned is not None}
+                    )
+                made |= assigned
+            index += len(block)
+
+    def _block(self, pieces: Sequence[Piece], made: Collection[str]) -> cst.With:
+        casts = casts_of(pieces, made)
+        device_type = self._device_type(pieces, casts)
+        lines = [piece.line.visit(Replaced(casts.inline)) for piece in pieces]
+        first, *rest = (line for line in lines if isinstance(line, cst.SimpleStatementLine))
+        body = [*casts.lines, first.with_changes(leading_lines=()), *rest]
+        return self.with_off(device_type, body).with_changes(leading_lines=pieces[0].line.leading_lines)
+
+    def _device_type(self, pieces: Sequence[Piece], casts: Casts) -> str:
+        """``x.device.type`` of a tensor that is there when the block is entered, a plain name where there is one.
+
+        Raises:
+            EditError: no such tensor has a name.
+        """
+        around = self.names_of(self.bindings.function or self.bindings.module)
+        found: list[str] = []
+        made: set[str] = set()
+        for piece in pieces:
+            known = (piece.names.half | piece.names.full) - made
+            plain = (node for node in walk(value_of(piece.small) or piece.small) if isinstance(node, PLAIN))
+            found += (spelled(node) for node in plain if code_of(node) in known and root_name(node) not in made)
+            made |= assigned_codes(piece.small)
+        # Nothing that the block reads: a parameter that holds a tensor elsewhere in the function.
+        found += (name for name in self.bindings.parameters if name in around.half | around.full)
+        never = bound_inside(pieces) | (self.bindings.maybe_numbers & casts.unsure)
+        found = [text for text in found if text.partition(".")[0].partition("[")[0] not in never]
+        # A name that the reader knows, rather than one that the edit has just introduced or an attribute.
+        found.sort(key=lambda text: (text in casts.unsure, text not in self.bindings.local, not text.isidentifier()))
+        if not found:
+            is_traced = any(piece.names.half | piece.names.full for piece in pieces)
+            raise EditError("no named tensor is there to take the device from" if is_traced else NOT_TRACED)
+        return f"{found[0]}.device.type"
+
+    def with_off(self, device_type: str, body: Sequence[cst.BaseStatement]) -> cst.With:
+        """``with torch.autocast(device_type=…, enabled=False):`` around statements, spelled as the file spells it.
+
+        Raises:
+            EditError: the function has a variable of its own named torch.
+        """
+        autocast = _imported_as(AUTOCASTS, self.bindings)
+        if not autocast:
+            torch, needs_import = torch_in(self.bindings)
+            autocast, self.file.needs_import = f"{torch}.autocast", self.file.needs_import or needs_import
+        off = cst.parse_expression(f"{autocast}(device_type={device_type}, enabled=False)")
+        inside = cst.IndentedBlock([_indented(line, self.indent) for line in body], indent=self.indent)
+        return cst.With([cst.WithItem(off)], inside)
+
+
+def _indented(line: cst.BaseStatement, indent: str) -> cst.BaseStatement:
+    """Lines behind a backslash are indented with the statement; LibCST does it within parentheses only."""
+
+    def deeper(node: cst.CSTNode, _: object) -> cst.CSTNode:
+        assert isinstance(node, cst.SimpleWhitespace)
+        return node.with_changes(value=node.value.replace("\n", "\n" + indent))
+
+    moved = m.replace(line, m.SimpleWhitespace(), deeper)
+    assert isinstance(moved, cst.BaseStatement)
+    return moved
+
+
+def _end_of_block(pieces: Sequence[Piece], start: int) -> int:
+    """Behind the last piece of the block that begins at ``start``; ``start`` itself where none does."""
+    end = start
+    for index in range(start, len(pieces)):
+        if pieces[index].is_fp32:
+            end = index + 1
+        elif index == start or index - end >= BETWEEN or not _may_stand_between(pieces[index]):
+            break
+    return end
+
+
+def _may_stand_between(piece: Piece) -> bool:
+    """Whether an unpinned line may stand in a block: an assignment to names that calls none of the user's code, writes
+    into no tensor, and computes no product, which autocast would run in half."""
+    line = piece.statement
+    if piece.pinned is not None or not isinstance(line, cst.SimpleStatementLine) or len(line.body) != 1:
+        return False
+    # Who reads `self.last = h` elsewhere is to find what the code put there, and no cast.
+    stores = any(isinstance(target, (cst.Attribute, cst.Subscript)) for target in targets(line))
+    return (
+        not stores
+        and isinstance(line.body[0], cst.Assign)
+        and not any(
+            type(node) in SUSPENDED
+            or is_product(node)
+            or (isinstance(node, cst.Call) and (piece.names.is_users(node) or writes_in_place(node)))
+            for node in walk(line)
+        )
+    )
+
+
+def torch_in(bindings: Bindings) -> tuple[str, bool]:
+    """The name that torch has in a function, and whether the file must import it for that.
+
+    Raises:
+        EditError: the name stands for something else there.
+    """
+    if known := _imported_as(("torch",), bindings):
+        return known, False
+    if "torch" in bindings.taken:
+        raise EditError("the name torch stands for something else here; import torch under its own name first")
+    return "torch", True
+
+
+def _imported_as(origins: Sequence[str], bindings: Bindings) -> str:
+    """The name of one of these that no variable of the function hides; "" where there is none."""
+    hidden = bindings.local if bindings.function is not None else frozenset()
+    return next((name for name, origin in bindings.imports.items() if origin in origins and name not in hidden), "")

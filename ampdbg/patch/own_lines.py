@@ -38,7 +38,8 @@ ACCUMULATIONS = frozenset(
     "logsumexp logcumsumexp convolution _convolution".split()
 )
 """Ops that add up many products or terms. One that leads straight into a wrapped line is wrapped with it, as a
-person would: its result would only be rounded to half on the way."""
+person would: its result would only be rounded to half on the way. A sum that CUDA's autocast makes in FP32 a CPU's
+leaves in half: left outside, it would meet FP32 in the block."""
 
 
 UsersCall = tuple[str, LinePin]

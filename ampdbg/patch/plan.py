@@ -19,12 +19,12 @@ import torch
 
 from ampdbg.config.schema import Config
 from ampdbg.config.targets import parse_target
-from ampdbg.patch.by_name import edit_factory, layers_of_one_tensor
+from ampdbg.patch.by_name import edit_factory
 from ampdbg.patch.constants import edit_constants
 from ampdbg.patch.edits import Edited, FunctionPin, LinePin, Refused, SourcePin, edit_source
 from ampdbg.patch.file_edits import FileEdit, counterpart
 from ampdbg.patch.own_lines import OwnLines, UsersCall
-from ampdbg.patch.regions import NamesSeen
+from ampdbg.patch.statements import NamesSeen
 from ampdbg.pinning.pin_set import parted, tied_together
 from ampdbg.probes.half_names import NamesByLine
 from ampdbg.probes.makings import Making, Makings
@@ -104,8 +104,12 @@ def _own_code(pin: Pin, materials: Materials) -> Iterator[Placement]:
     sources = [pin.source] if pin.source else [site.source for site in pin.sites]
     if not sources or not all(source is not None and is_users_file(source.file) for source in sources):
         return
-    for (file, function), lines in materials.lines.of(pin).items():
-        yield _decided(lines_title(file, lines), pin, file, LinePin(function, tuple(lines)), materials)
+    wrong = {(source.file, source.line) for source in sources if source is not None}
+    for (file, function), near in materials.lines.of(pin).items():
+        refused = {one.line for one in materials.edited(file, [LinePin(function, tuple(near))]).refused}
+        # What is only close to the limit may stay as it is where it cannot be edited.
+        lines = tuple(line for line in near if line not in refused or (file, line) in wrong)
+        yield _decided(lines_title(file, lines), pin, file, LinePin(function, lines), materials)
 
 
 def _library_call(pin: Pin, materials: Materials) -> Iterator[Placement]:
@@ -172,7 +176,8 @@ def _helper(pin: Pin, materials: Materials) -> Iterator[Placement]:
     if not is_users_file(file) or pin.source:
         return
     refused = _in_file(file, _with_helper(file, Path(file).read_bytes(), (pin.name,), materials).refused)
-    yield Placement(f"{in_words(pin.name)}, by name", file, None, (pin.name,), refused=refused)
+    title = in_words(pin.name, type(materials.model).__name__)
+    yield Placement(f"{title}, by name", file, None, (pin.name,), refused=refused)
 
 
 WAYS: tuple[tuple[PlacementRule, ...], ...] = (
@@ -204,15 +209,13 @@ def _in_file(file: str, refused: Iterable[Refused]) -> tuple[Refused, ...]:
 
 def _with_helper(file: str, source: bytes, names: Sequence[str], materials: Materials) -> Edited:
     """The file that makes the model, which may be edited by now, with the helper that pins modules by name."""
-    one_tensor = layers_of_one_tensor(names, materials.model)
     if (making := _making(names, materials)) is None:
-        return edit_factory(source, parse_target(materials.config.model.target).name, names, one_tensor=one_tensor)
+        return edit_factory(source, parse_target(materials.config.model.target).name, names)
     line = counterpart(making.line, Path(file).read_bytes(), source)
     if not line:
         reason = "the line that makes the model is edited already; call the helper by hand"
         return Edited(source, (Refused(making.line, reason),), changed=False)
-    own, simple = ([within(making.path, name) for name in some] for some in (names, one_tensor))
-    return edit_factory(source, replace(making, line=line), own, one_tensor=simple)
+    return edit_factory(source, replace(making, line=line), [within(making.path, name) for name in names])
 
 
 def _making(names: Sequence[str], materials: Materials) -> Making | None:

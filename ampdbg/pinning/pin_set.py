@@ -4,33 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import keyword
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from torch import nn
 
-from ampdbg.costs.step import FlopCount
-from ampdbg.errors import AmpdbgError
+from ampdbg.costs.modules import step_costs
 from ampdbg.observer import Observer
 from ampdbg.pinning.experiment import Experiment, on_further_batches
-from ampdbg.probes.makings import Makings
-from ampdbg.probes.models import Together, is_global_of_script
-from ampdbg.probes.module_calls import ModulePaths, module_paths, run_eagerly
-from ampdbg.probes.op_trace import OpPlace, OpTraits, PlacedOps, placed
+from ampdbg.probes.makings import roots_of
 from ampdbg.probes.source_lines import source_of
-from ampdbg.probes.tensors import HALVES
 from ampdbg.record.findings import Finding
-from ampdbg.record.pins import OWN, Pin, PinCost, PinSite, RootModel, Search, Trial, is_line, root_of
+from ampdbg.record.pins import OWN, Pin, PinSite, Search, Trial, is_line
 from ampdbg.record.run import Record
 from ampdbg.replay.run import Run, name_of_line
-from ampdbg.replay.snapshot import FailingStep, Snapshot, rewound
 from ampdbg.search.strategies import OutOfTrials, Result, Trials, most_dropped, trial_of
 from ampdbg.source.ownership import is_library_class, is_users_file
 
@@ -263,116 +255,3 @@ def parted(items: Iterable[Item], held: Callable[[Item], Iterable[Hashable]]) ->
                 other += mine
                 part.update(dict.fromkeys(mine, other))
     return tuple(dict.fromkeys(tuple(same) for same in part.values()))
-
-
-# What pins cost: the share of a step's FLOPs and of its half activations that leave FP16
-
-
-@dataclass(frozen=True)
-class StepCosts:
-    """What each module's own lines cost in the forward pass: FLOPs, and bytes of half activations."""
-
-    flops: Mapping[str, int]
-    activation_bytes: Mapping[str, int]
-
-    def of(self, atoms: Iterable[str]) -> PinCost:
-        """The share that these have: leaf modules, and other modules' own lines (``NAME:own``)."""
-        chosen = {atom.removesuffix(OWN) for atom in atoms}
-        size = sum(self.activation_bytes.get(name, 0) for name in chosen)
-        flops = sum(self.flops.get(name, 0) for name in chosen)
-        all_flops, all_bytes = sum(self.flops.values()), sum(self.activation_bytes.values())
-        return PinCost(_share(flops, all_flops), _share(size, all_bytes), size)
-
-
-def step_costs(run: Run, failing: FailingStep) -> StepCosts:
-    """Runs the forward pass of the step twice more: with FLOPs counted, and with a look at what is half."""
-    model, snapshot = run.workload.model, failing.snapshot
-    with rewound(model, snapshot), placed(model, _HalfOutputs) as outputs, contextlib.suppress(AmpdbgError):
-        _run_forward(run, snapshot)
-    return StepCosts(_own_flops(run, snapshot), outputs.sizes)
-
-
-class _HalfOutputs(PlacedOps):
-    """Adds up the bytes that the ops of each module give in half."""
-
-    def __init__(self, model: torch.nn.Module, paths: ModulePaths) -> None:
-        super().__init__(model, paths)
-        self.sizes: Counter[str] = Counter()
-
-    def after(
-        self, traits: OpTraits, place: OpPlace, parameter: str, before: Any, made: Sequence[torch.Tensor]
-    ) -> None:
-        half = [one for one in (made[:1] if traits.keeps_the_rest else made) if one.dtype in HALVES]
-        self.sizes[place.module] += sum(one.numel() * one.element_size() for one in half)
-
-
-def _own_flops(run: Run, snapshot: Snapshot) -> dict[str, int]:
-    """FLOPs by the module whose own lines run, which may be called by another than its parent; none where it raises."""
-    model = run.workload.model
-    try:
-        with (
-            rewound(model, snapshot),
-            run_eagerly(),
-            module_paths(model) as paths,
-            FlopCount(lambda operand: paths.current[0]) as counter,
-        ):
-            _run_forward(run, snapshot)
-    except (AmpdbgError, AssertionError, RuntimeError):
-        return {}
-    return dict(counter.flops)
-
-
-def _run_forward(run: Run, snapshot: Snapshot) -> None:
-    for batch in snapshot.batches:
-        with run.mode.forward():
-            run.workload.losses(batch)
-
-
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0
-
-
-# Which objects of a script the names of pins begin with, where it has several models
-
-
-TAKEN = ("module", "name", "functools")
-"""What a file of pins means something else by."""
-
-
-def roots_of(model: nn.Module, pins: Iterable[str], makings: Makings | None) -> tuple[RootModel, ...]:
-    """The models that the pins are of, in the order of the pins; none where there is but one model."""
-    if not isinstance(model, Together):
-        return ()
-    names = dict.fromkeys(root_of(pin) for pin in pins if not is_line(pin))
-    arguments = _arguments(names)
-    return tuple(
-        RootModel(name, argument, _what(name, model, makings), is_global_of_script(name, model.get_submodule(name)))
-        for name, argument in zip(names, arguments, strict=True)
-    )
-
-
-def _arguments(names: Iterable[str]) -> Iterator[str]:
-    """A name of its own for the argument of each; what begins with an underscore is a function of the file."""
-    taken = set(TAKEN)
-    for name in names:
-        argument = name.lstrip("_")
-        argument = argument if argument.isidentifier() and not keyword.iskeyword(argument) else "model"
-        while argument in taken:
-            argument += "_"
-        taken.add(argument)
-        yield argument
-
-
-def _what(name: str, model: Together, makings: Makings | None) -> str:
-    root = model.get_submodule(name)
-    if is_global_of_script(name, root):
-        return f"the model that the script calls {name}"
-    kind = type(root).__name__
-    same = [one for one in model.children() if type(one).__name__ == kind]
-    if len(same) == 1:
-        return f"the model of class {kind} that the script makes"
-    lines = makings.lines_apart(same) if makings is not None else ()
-    if not lines:
-        return f"one of the {len(same)} models of class {kind} that the script makes; which of them is not known"
-    file, line = next(place for place, one in zip(lines, same, strict=True) if one is root)
-    return f"the model of class {kind} that line {line} of {Path(file).name} makes"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import keyword
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -19,8 +21,8 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from ampdbg.probes.models import Together
-from ampdbg.record.pins import OWN, root_of, within
+from ampdbg.probes.models import Together, is_global_of_script
+from ampdbg.record.pins import OWN, RootModel, is_line, root_of, within
 from ampdbg.source.ownership import by_code, is_ampdbgs, is_users_file
 
 FORWARD = "_call_impl"
@@ -197,3 +199,49 @@ def _modules_in(held: Any) -> Iterator[tuple[str, nn.Module]]:
     for name, value in list(held.items()) if isinstance(held, dict) else ():
         if issubclass(type(value), nn.Module):  # to ask the value for its class may run code of it
             yield name, value
+
+
+# Which objects of a script the names of pins begin with, where it has several models
+
+
+TAKEN = ("module", "name", "functools")
+"""What a file of pins means something else by."""
+
+
+def roots_of(model: nn.Module, pins: Iterable[str], makings: Makings | None) -> tuple[RootModel, ...]:
+    """The models that the pins are of, in the order of the pins; none where there is but one model."""
+    if not isinstance(model, Together):
+        return ()
+    names = dict.fromkeys(root_of(pin) for pin in pins if not is_line(pin))
+    arguments = _arguments(names)
+    return tuple(
+        RootModel(name, argument, _what(name, model, makings), is_global_of_script(name, model.get_submodule(name)))
+        for name, argument in zip(names, arguments, strict=True)
+    )
+
+
+def _arguments(names: Iterable[str]) -> Iterator[str]:
+    """A name of its own for the argument of each; what begins with an underscore is a function of the file."""
+    taken = set(TAKEN)
+    for name in names:
+        argument = name.lstrip("_")
+        argument = argument if argument.isidentifier() and not keyword.iskeyword(argument) else "model"
+        while argument in taken:
+            argument += "_"
+        taken.add(argument)
+        yield argument
+
+
+def _what(name: str, model: Together, makings: Makings | None) -> str:
+    root = model.get_submodule(name)
+    if is_global_of_script(name, root):
+        return f"the model that the script calls {name}"
+    kind = type(root).__name__
+    same = [one for one in model.children() if type(one).__name__ == kind]
+    if len(same) == 1:
+        return f"the model of class {kind} that the script makes"
+    lines = makings.lines_apart(same) if makings is not None else ()
+    if not lines:
+        return f"one of the {len(same)} models of class {kind} that the script makes; which of them is not known"
+    file, line = next(place for place, one in zip(lines, same, strict=True) if one is root)
+    return f"the model of class {kind} that line {line} of {Path(file).name} makes"

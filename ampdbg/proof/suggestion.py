@@ -12,7 +12,7 @@ from ampdbg.config.schema import Config
 from ampdbg.diagnosis.remedies import other_remedies
 from ampdbg.errors import WorkloadError
 from ampdbg.observer import UNOBSERVED, Observer
-from ampdbg.patch.by_name import MODULE_NAME, layers_of_one_tensor, module_text
+from ampdbg.patch.by_name import MODULE_NAME, module_text
 from ampdbg.patch.edits import Refused
 from ampdbg.patch.file_edits import FileEdit, base_folder, file_diff
 from ampdbg.patch.own_lines import own_lines
@@ -133,8 +133,7 @@ def _constants(record: Record) -> tuple[Source, ...]:
 
 
 def _pins_file(names: Sequence[str], searched: Bisected) -> str:
-    one_tensor = layers_of_one_tensor(names, searched.run.workload.model)
-    return module_text(names, one_tensor=one_tensor, roots=_roots(names, searched))
+    return module_text(names, _roots(names, searched))
 
 
 def _roots(names: Sequence[str], searched: Bisected) -> tuple[RootModel, ...]:

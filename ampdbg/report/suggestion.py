@@ -262,7 +262,7 @@ def warning_of_piping(handover: Handover | None) -> str | None:
 
 def diff(record: Record, handover: Handover) -> bytes:
     """A unified diff with the proof as comments above it, as ``git apply`` and ``patch -p1`` take the whole of it."""
-    comments = _commented([*_kept_in_fp32(handover), *_units(handover), *_proof(record)])
+    comments = _commented([*_kept_in_fp32(record, handover), *_units(handover), *_proof(record)])
     return comments.encode() + b"".join(file.diff.encode(file.encoding) for file in handover.files)
 
 
@@ -289,7 +289,7 @@ def as_json(record: Record, handover: Handover) -> bytes:
 
 
 def _comments_by_name(record: Record, handover: Handover) -> str:
-    return _commented([*_kept_in_fp32(handover), *_proof(record)])
+    return _commented([*_kept_in_fp32(record, handover), *_proof(record)])
 
 
 def _commented(lines: Sequence[str]) -> str:
@@ -297,13 +297,14 @@ def _commented(lines: Sequence[str]) -> str:
     return "".join(f"# {printable(part)}".rstrip() + "\n" for line in lines for part in line.splitlines() or [""])
 
 
-def _kept_in_fp32(handover: Handover) -> Iterator[str]:
+def _kept_in_fp32(record: Record, handover: Handover) -> Iterator[str]:
     """The pins that the patch stands for: what is only tied to one of them it may leave as it is."""
     if handover.pins_nothing:
         yield "Keeps constants within the range of half precision; no module needs FP32:"
         return
     covered = {name for unit in handover.units for name in unit.pins} if handover.files else handover.names
-    names = [in_words(name) for name in handover.names if name in covered]
+    root = next((pin.class_name for pin in record.pins if pin.class_name and not pin.module), "the model")
+    names = [in_words(name, root) for name in handover.names if name in covered]
     shown = ", ".join(names) if len(names) <= MANY else f"{len(names)} modules, {names[0]} to {names[-1]}"
     yield f"Keeps in FP32 under autocast: {shown}." if names else "Keeps in FP32 under autocast:"
 

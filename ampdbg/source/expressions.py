@@ -280,7 +280,8 @@ class Bindings:
     function: cst.FunctionDef | None
 
     @property
-    def _scope(self) -> cst.CSTNode:
+    def scope(self) -> cst.CSTNode:
+        """The code that the names are of."""
         return self.module if self.function is None else self.function.body
 
     @cached_property
@@ -321,7 +322,7 @@ class Bindings:
     @cached_property
     def local(self) -> frozenset[str]:
         """Parameters and everything that is assigned in the function."""
-        bound = set(self.parameters) | names_assigned(self._scope)
+        bound = set(self.parameters) | names_assigned(self.scope)
         if self.function is not None:
             stars = (self.function.params.star_arg, self.function.params.star_kwarg)
             bound |= {star.name.value for star in stars if isinstance(star, cst.Param)}
@@ -331,8 +332,12 @@ class Bindings:
     def taken(self) -> frozenset[str]:
         """Names that a new variable must not have."""
         return frozenset(
-            names_read(self._scope) | self.local | names_assigned(self.module) | set(self.imports) | set(dir(builtins))
+            names_read(self.scope) | self.local | names_assigned(self.module) | set(self.imports) | set(dir(builtins))
         )
+
+    def may_assign(self, name: str) -> bool:
+        """Whether the function may assign to the name: it is its own, or new."""
+        return self.function is None or name in self.local or name not in self.taken
 
     @cached_property
     def numbers(self) -> frozenset[str]:
@@ -357,11 +362,11 @@ class Bindings:
     def _may_hold(self, is_one: Callable[[cst.BaseExpression], bool]) -> frozenset[str]:
         """The parameters with such a default, and the names to which such a value is assigned, on a condition too."""
         found = {name for name, item in self.parameters.items() if any(map(is_one, _alternatives(item.default)))}
-        plain = (item for item in find(self._scope, cst.Assign) if any(map(is_one, _alternatives(item.value))))
+        plain = (item for item in find(self.scope, cst.Assign) if any(map(is_one, _alternatives(item.value))))
         return frozenset(found.union(*map(names_assigned, plain)))
 
     def _assignments(self) -> Iterator[tuple[set[str], cst.BaseExpression]]:
-        for item in walk(self._scope):
+        for item in walk(self.scope):
             if isinstance(item, (cst.Assign, cst.AugAssign)):
                 yield names_assigned(item), item.value
             elif isinstance(item, cst.For):
@@ -370,7 +375,7 @@ class Bindings:
     def aliases(self, name: str) -> set[str]:
         """What else may hold the same memory: assigned from ``name``, or what that was assigned from, or a view."""
         found: set[str] = set()
-        for item in find(self._scope, cst.Assign):
+        for item in find(self.scope, cst.Assign):
             if viewed := _viewed(item.value):
                 both = assigned_codes(item) | {viewed}
                 found |= both if name in both else set()

@@ -126,10 +126,10 @@ class SourceFile:
         body: Sequence[cst.CSTNode] = suite.body if isinstance(suite, (cst.Module, cst.IndentedBlock)) else ()
         return [self.span(node)[0] for node in reversed(body[: body.index(line)])]
 
-    def loops_around(self, node: cst.CSTNode) -> list[cst.For | cst.While]:
-        """The loops around a node in its own function, the innermost first."""
+    def is_in_loop(self, node: cst.CSTNode) -> bool:
+        """Whether a loop stands around a node in its own function."""
         around = itertools.takewhile(lambda item: not isinstance(item, cst.FunctionDef), self._around(node))
-        return [item for item in around if isinstance(item, (cst.For, cst.While))]
+        return any(isinstance(item, (cst.For, cst.While)) for item in around)
 
     def qualname(self, node: cst.CSTNode) -> tuple[str, ...]:
         """The names of the functions and classes around a node, the outermost first."""

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ampdbg.patch.edits import LinePin, edit_source
-from ampdbg.patch.regions import NamesSeen
+from ampdbg.patch.statements import NamesSeen
 from ampdbg.source.source_file import read_source
 from tests.siblings import slow_but_for
 from tests.source.test_source_file import SHORT, corpus, name_of

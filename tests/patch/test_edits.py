@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from ampdbg.patch.edits import FunctionPin, LinePin, SourcePin, edit_source
-from ampdbg.patch.regions import NamesSeen
+from ampdbg.patch.statements import NamesSeen
 from ampdbg.precision.emulation import cuda_on_cpu
 from tests.conftest import Golden
 from tests.siblings import slow_but_for
@@ -248,10 +248,13 @@ LEFT_ALONE = {
         "also changes shortcut in place",
     ),
     "walrus": ("def f(self, x):\n    return (y := self.f(x)) + y * x  #! pin half: x", "binds a name with :="),
-    "mixed list": ("def f(self, x):\n    y = [self.f(q) * q for q in x]  #! pin half: q", "a comprehension holds both"),
+    "mixed list": (
+        "def f(self, x):\n    y = [self.f(q) * q for q in x]  #! pin half: q",
+        "it calls on a condition or in a comprehension",
+    ),
     "mixed if": (
         "def f(self, x):\n    y = x + (self.f(x) if x else x @ x)  #! pin half: x",
-        "a conditional expression",
+        "it calls on a condition or in a comprehension",
     ),
     "off already": (
         "import torch\ndef f(x):\n    with torch.autocast('cuda', enabled=False):\n        x @ x  #! pin half: x",
@@ -261,6 +264,19 @@ LEFT_ALONE = {
         "def f(x):\n    from torch import autocast as a\n    with a(enabled=False):\n        x @ x  #! pin half: x",
         "autocast is off there already",
     ),
+    "a list's elements": (
+        "def f(queries, keys):\n    return [q @ k.T for q, k in zip(queries, keys)]  #! pin half: q, k",
+        "no named tensor is there",
+    ),
+    "random numbers before a call": (
+        "import torch.nn.functional as F\ndef f(self, x):\n    return F.dropout(x) + self.g(x)  #! pin half: x",
+        "it draws random numbers before it calls",
+    ),
+    "a product in what is called": (
+        "def f(self, q, k):\n    return self.g(q @ k)  #! call self.g half: q, k",
+        "a product",
+    ),
+    "a number's call": ("def f(self, x):\n    return self.g(x)  #! pin", "no replay runs this line itself"),
     "no tensor": (
         "import torch\ndef f():\n    return torch.ones(2) * 2.0  #! pin full: y",
         "no named tensor is there",
@@ -291,7 +307,7 @@ LEFT_ALONE = {
         "it also changes self.kept in place",
     ),
     "a number or a tensor": (
-        "import torch\ndef f(x, scale=2.0):\n    return torch.exp(scale) * 2  #! pin half: scale",
+        "import torch\ndef f(x, scale=2.0):\n    return self.f(scale)  #! call self.f half: scale",
         "scale may be a number there",
     ),
     "a number or a tensor by a condition": (
@@ -322,10 +338,17 @@ def test_where_no_trace_saw_the_line_the_reason_says_so_and_what_to_do() -> None
     )
 
 
-def test_a_forward_that_is_given_nothing_in_half_is_left_alone_with_a_reason() -> None:
+def test_a_forward_that_is_given_no_tensor_is_left_alone_with_a_reason() -> None:
     source = b"class A:\n    def forward(self, x):\n        return self.weight @ x\n"
     (refused,) = edit_source(source, [FunctionPin("A.forward")], NamesSeen({2: ("self.weight",)})).refused
-    assert refused.reason == "none of its arguments held a half tensor"
+    assert refused.reason == "none of its arguments held a tensor"
+
+
+def test_a_forward_that_is_given_fp32_needs_no_cast() -> None:
+    source = b"import torch\nclass A:\n    def forward(self, ids, x):\n        return self.b(self.a(x))\n"
+    edited = edit_source(source, [FunctionPin("A.forward")], NamesSeen({}, {4: ("x",)})).source.decode()
+    off = "        with torch.autocast(device_type=x.device.type, enabled=False):\n"
+    assert edited.endswith(off + "            return self.b(self.a(x))\n")
 
 
 def test_a_pin_that_is_refused_does_not_keep_the_others_from_being_made() -> None:
@@ -363,12 +386,6 @@ def test_functions_are_known_by_their_name_or_qualified_name(function: str) -> N
     assert edit_source(source, [LinePin(function, (4,))], seen_anywhere(("x",))).refused == ()
 
 
-def test_random_numbers_are_drawn_in_the_order_that_they_were() -> None:
-    source = b"import torch\nimport torch.nn.functional as F\ndef f(self, x):\n    return F.dropout(x) + self.g(x)\n"
-    edited = edit_source(source, [LinePin("f", (4,))], seen_anywhere(("x",))).source.decode()
-    assert edited.index("F.dropout(x.float())") < edited.index("self.g(x)")
-
-
 def test_no_pins_no_change() -> None:
     source = b"x = 1\r\n\ty = (\n"
     assert edit_source(source, []).source == source
@@ -403,13 +420,6 @@ def test_a_call_in_a_function_of_a_qualified_name_is_pinned_in_that_function_alo
     assert edited.count(b"enabled=False") == 1
 
 
-def test_the_device_is_that_of_what_a_call_is_given_where_no_trace_was_made() -> None:
-    source = b"import torch\nfrom torch import nn\ndef f(self, h):\n    y, _ = self.a(2, key=h)\n    return y\n"
-    edited = edit_source(source, [LinePin("f", (4,), "self.a")])
-    assert edited.refused == ()
-    assert b"with torch.autocast(device_type=h.device.type, enabled=False):" in edited.source
-
-
 def test_a_parameter_of_a_whole_function_that_may_be_a_number_is_cast_only_where_it_is_none() -> None:
     source = b"import torch\ndef f(x, scale=1.0, gate=None):\n    return x * scale\n"
     edited = edit_source(source, [FunctionPin("f")], NamesSeen({3: ("x", "scale", "gate")})).source
@@ -441,11 +451,11 @@ def test_the_device_is_that_of_a_parameter_where_the_block_reads_no_tensor_by_na
         ("return torch.matmul(q, k)", "return torch.matmul(q.float(), k.float())"),
         (
             "return x * 2.0 if q is None else x * q.sum()",
-            "return x.float() * 2.0 if q is None else x.float() * q.float().sum()",
+            "if q is not None:\n            q = q.float()\n        return x * 2.0 if q is None else x * q.sum()",
         ),
     ],
 )
-def test_what_is_computed_with_is_a_tensor_though_it_may_be_none_by_default(line: str, cast: str) -> None:
+def test_what_may_be_none_by_default_is_cast_where_it_is_not_none(line: str, cast: str) -> None:
     source = f"import torch\ndef f(x, q=None, k=None):\n    {line}\n".encode()
     edited = edit_source(source, [LinePin("f", (3,))], NamesSeen({3: ("x", "q", "k")}))
     assert edited.refused == ()

@@ -18,6 +18,7 @@ from ampdbg.precision.emulation import cuda_on_cpu
 from ampdbg.probes.half_names import names_seen
 from ampdbg.record.findings import Source
 from ampdbg.record.pins import Pin, PinSite
+from ampdbg.source.ownership import Line
 
 HEAD = """\
 import functools
@@ -54,9 +55,11 @@ class Written:
         site = PinSite("forward", module, "aten.mul.Tensor", source, 1e6)
         return Pin(module, own=name.endswith(":own"), sites=(site,))
 
-    def planned(self, *pins: Pin, calls: Mapping[tuple[str, int], UsersCall] = MappingProxyType({})) -> Patch:
-        """The patch; ``calls`` lead to lines of an installed library."""
-        lines = OwnLines({}, frozenset(), calls)
+    def planned(
+        self, *pins: Pin, calls: Mapping[tuple[str, int], UsersCall] = MappingProxyType({}), close: Sequence[Line] = ()
+    ) -> Patch:
+        """The patch; ``calls`` lead to lines of an installed library, lines ``close`` to the limit are all modules'."""
+        lines = OwnLines(dict.fromkeys((pin.module for pin in pins), frozenset(close)), frozenset(), calls)
         wanted = lines_that_may_be_edited(pins, lines, self.model)
         with names_seen(wanted) as names, cuda_on_cpu(), torch.autocast("cpu", dtype=torch.float16):
             self.model(torch.ones(2, 3, 4))
@@ -185,6 +188,13 @@ def test_instances_of_a_class_whose_lines_are_edited_are_counted(write: Write) -
     assert net.planned(net.pin("1:own", "h * h.abs()"), Pin("")).units[0].notes == ()
 
 
+def test_a_line_that_is_only_close_to_the_limit_refuses_nothing_where_it_cannot_be_edited(write: Write) -> None:
+    net = write(OWN)
+    close = (str(net.file), net.line("h = self.proj(x)"), "forward")
+    patch = net.planned(*(net.pin(f"{i}:own", "h * h.abs()") for i in range(3)), close=[close])
+    assert titles(patch) == [f"line {net.line('h * h.abs()')} of net.py"]
+
+
 HELPERS = (
     module(
         "Net",
@@ -225,7 +235,7 @@ def test_own_lines_that_cannot_be_wrapped_go_by_name_and_never_take_the_children
 ) -> None:
     net = write(HELPERS)
     patch = net.planned(net.pin(":own", line, function))
-    assert titles(patch) == ["the model (its own lines), by name"]
+    assert titles(patch) == ["Net (its own lines), by name"]
     assert patch.units[0].notes[0].startswith(f"line {net.line(line)} of net.py cannot be edited: ")
 
 
@@ -235,10 +245,10 @@ CHILDREN = "self.embed, self.cross = nn.Linear(4, 4), nn.MultiheadAttention(4, 2
 @pytest.mark.parametrize(
     ("line", "cast"),
     [
-        ("pooled, _ = self.cross(h, h + 1, h)", "pooled, _ = self.cross(h.float(), total.float(), h.float())"),
+        ("pooled, _ = self.cross(h, h + 1, h)", "h = h.float()\npooled, _ = self.cross(h, h + 1, h)"),
         (
             "pooled = self.cross(key=h, value=x, query=h)[0]",
-            "pooled = self.cross(key=h.float(), value=x, query=h.float())[0]",
+            "h = h.float()\npooled = self.cross(key=h, value=x, query=h)[0]",
         ),
     ],
 )
@@ -248,7 +258,7 @@ def test_a_call_whose_result_is_taken_apart_is_wrapped_and_its_half_arguments_ca
     net = write(module("Pooler", f"h = self.embed(x)\n{line}\nreturn pooled", CHILDREN) + build("Pooler()"))
     patch = net.planned(net.pin("cross", line))
     assert titles(patch) == ["self.cross() in Pooler.forward of net.py"]
-    assert cast in net.changed(patch)
+    assert cast in net.changed(patch).replace("    ", "")
     assert "with torch.autocast(device_type=h.device.type, enabled=False):" in net.changed(patch)
 
 

@@ -1,79 +1,8 @@
-"""What a set costs is told where torch's counter can tell it, and never ends a search; tied modules are one part."""
+"""Tied modules are one part of a set."""
 
-import pytest
 import torch
 
-from ampdbg.config.schema import Config
-from ampdbg.costs.step import FlopCount
-from ampdbg.pinning.pin_set import step_costs, tied_together
-from ampdbg.replay.run import prepared
-from ampdbg.replay.snapshot import FailingStep
-from tests.proof.overflowing import NET, failing_steps, written
-
-PARTS = """class Query(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.query, self.add = nn.Parameter(torch.zeros(1, 8)), nn.Linear(8, 8)
-
-    def forward(self, x):
-        return x + self.add(self.query.expand(len(x), -1))
-
-
-class Lender(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return (x @ torch.eye(8, 2, device=x.device)).repeat(1, 4)
-
-
-class Net"""
-WHOLE = (
-    NET.replace("class Net", PARTS)
-    .replace(
-        "        self.before,",
-        "        self.query, self.alone, self.lender = Query(), Lender(), Lender()\n        self.before,",
-    )
-    .replace("self.after(x)", "self.lender(self.lender.inner(self.alone(self.query(self.after(x)))))")
-)
-"""A view of a parameter goes into a module, and a module is called by another than its parent, which never calls it."""
-
-Failing = tuple[Config, FailingStep]
-
-
-@pytest.fixture(scope="module")
-def failing(tmp_path_factory: pytest.TempPathFactory) -> Failing:
-    config = written(tmp_path_factory.mktemp("costs"), {"net.py": WHOLE})
-    [step] = failing_steps(config)
-    return config, step
-
-
-def test_costs_are_those_of_who_computes_whoever_calls_it(failing: Failing) -> None:
-    """What a module that another than its parent calls computes, was none of its parent's to begin with."""
-    config, step = failing
-    with prepared(config) as run:
-        costs = step_costs(run, step)
-    product = costs.flops["before"]
-    assert product > 0
-    products = dict.fromkeys(("before", "", "after", "query.add", "lender.inner"), product)
-    assert costs.flops == {**products, "alone": product // 4, "lender": product // 4}
-    # What each gives in half: the casts of its input, weight and bias, and the product, two bytes each.
-    rows = step.snapshot.batches[0][0].shape[0]
-    assert costs.activation_bytes["before"] == 2 * (8 * rows + 8 * 8 + 8 + 8 * rows)
-    assert costs.activation_bytes.keys() == {*costs.flops, "query"}
-
-
-def test_a_model_that_the_counter_cannot_run_has_no_flops(failing: Failing, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(counter: object) -> None:
-        raise AssertionError("Expected gradient function to be set")
-
-    config, step = failing
-    monkeypatch.setattr(FlopCount, "__enter__", refuse)
-    with prepared(config) as run:
-        costs = step_costs(run, step)
-    assert costs.of(["before"]).flops == 0.0
-    assert costs.activation_bytes
+from ampdbg.pinning.pin_set import tied_together
 
 
 def test_modules_that_share_a_parameter_are_one_part_also_by_way_of_a_third() -> None:

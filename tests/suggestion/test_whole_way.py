@@ -25,10 +25,11 @@ SCREENS = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / 
 PATCHES = {
     "linear_attention": """\
 +        with torch.autocast(device_type=k.device.type, enabled=False):
-+            k_sum = k.float().sum(dim=1)
-+            kv = torch.einsum("nshd,nshm->nhdm", k.float(), v.float())
-+            normaliser = torch.einsum("nlhd,nhd->nlh", q.float(), k_sum)
-+            return torch.einsum("nlhd,nhdm->nlhm", q.float(), kv) / normaliser.unsqueeze(-1)
++            q, k, v = q.float(), k.float(), v.float()
++            k_sum = k.sum(dim=1)
++            kv = torch.einsum("nshd,nshm->nhdm", k, v)
++            normaliser = torch.einsum("nlhd,nhd->nlh", q, k_sum)
++            return torch.einsum("nlhd,nhdm->nlhm", q, kv) / normaliser.unsqueeze(-1)
 """,
     "camera": """\
 +        with torch.autocast(device_type=world.device.type, enabled=False):

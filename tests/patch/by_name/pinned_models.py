@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import tests.models.torchvision_on_cpu  # noqa: F401 - transformers imports torchvision where it is there
-from ampdbg.patch.by_name import module_text, takes_one_tensor
+from ampdbg.patch.by_name import module_text
 from ampdbg.precision.emulation import cuda_on_cpu
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
@@ -76,10 +76,8 @@ def pin_function(folder: Path, names: Sequence[str], **options: Any) -> Any:
 
 
 def pinned(model: AnyModel, names: Sequence[str], folder: Path) -> AnyModel:
-    """The model with the helper for ``names`` applied, the short form where the pins allow it."""
-    modules = dict(model.named_modules())
-    simple = [name for name in names if name in modules and takes_one_tensor(modules[name])]
-    result = pin_function(folder, names, one_tensor=simple)(model)
+    """The model with the helper for ``names`` applied."""
+    result = pin_function(folder, names)(model)
     assert result is model
     return model
 

@@ -34,9 +34,7 @@ CASES = {
     "main_block": Case(("layers.0", "head")),
     "attribute": Case(("1",), lambda scope: scope["trainer"].model),
     "compound": Case(("1",), lambda scope: scope["net"]),
-    "wrapped": Case(),
     "new_head": Case(("0", "2")),
-    "layer_by_layer": Case(("0", "4")),
     "returned": Case(("1",)),
 }
 
@@ -65,7 +63,7 @@ def made(name: str, end: str = "in") -> tuple[nn.Module, Making]:
 
 
 def edited(text: bytes, making: Making, *pins: str) -> Edited:
-    return edit_factory(text, making, pins, one_tensor=pins)
+    return edit_factory(text, making, pins)
 
 
 def test_every_fixture_has_a_case() -> None:
@@ -91,13 +89,18 @@ def test_the_edited_script_makes_the_same_model_with_its_pins(name: str) -> None
 
 
 REFUSED = {
-    "one of several": ("model, steps = {}, 1", "the model gets no name of its own there"),
-    "no name": ("print((model := {}))", "the model gets no name of its own there"),
-    "in a list": ("models = [{}]\nmodel = models[0]", "it is not one call that makes the model there"),
-    "or another": ("model = {} if True else None", "it is not one call that makes the model there"),
+    "one of several": ("model, steps = {}, 1", "no one call makes the model there and gives it a name"),
+    "no name": ("print((model := {}))", "no one call makes the model there and gives it a name"),
+    "in a list": ("models = [{}]\nmodel = models[0]", "no one call makes the model there and gives it a name"),
+    "or another": ("model = {} if True else None", "no one call makes the model there and gives it a name"),
     "in a wrapper": (
         "from tests.patch.by_name.test_by_line import Wrapper\nmodel = Wrapper({})",
         "the line wraps the model that it makes",
+    ),
+    "in DataParallel": ("model = nn.DataParallel({}).eval()", "the line wraps the model that it makes"),
+    "layer by layer": (
+        "model = nn.Sequential()\nfor _ in range(2):\n    model.append({})",
+        "the model gets its parts in a loop",
     ),
     "beside another statement": ("steps = 1; model = {}", "several statements are on the line"),
     "behind a colon": ("if True: model = {}", "it stands behind a colon"),

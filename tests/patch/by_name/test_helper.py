@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampdbg.patch.by_name import edit_factory, takes_one_tensor
+from ampdbg.patch.by_name import edit_factory
 from ampdbg.patch.edits import Edited
 from ampdbg.record.pins import in_words
 from tests.conftest import Golden
@@ -26,12 +26,7 @@ class Case:
 
     target: str
     pins: tuple[str, ...]
-    is_simple: bool = True
     make: Callable[[Any], Any] = lambda made: made()
-
-    @property
-    def one_tensor(self) -> tuple[str, ...]:
-        return self.pins if self.is_simple else ()
 
 
 CASES = {
@@ -39,7 +34,7 @@ CASES = {
     "class_with_init": Case("Net", ("first", "layer0", "layer1")),
     "variable": Case("network", ("0",), make=lambda model: model),
     "aliases": Case("build_model", ("0", "1")),
-    "tabs_and_own_lines": Case("build_model", ("0:own", "0.query"), is_simple=False),
+    "tabs_and_own_lines": Case("build_model", ("0:own", "0.query")),
     "long_list": Case("build_model", tuple(f"{n}.0" for n in range(8))),
 }
 
@@ -55,7 +50,7 @@ def helper_of(pins: Sequence[str]) -> str:
     shown, names = ("function", '"0"') if len(pins) == 1 else ("class_with_init", '["first", "layer0", "layer1"]')
     text = (FIXTURES / f"{shown}.out.py").read_text(encoding="utf-8")
     end = "    return model\n"
-    helper = text[text.index("def _forward_in_fp32") : text.index(end, text.index("def _keep_in_fp32")) + len(end)]
+    helper = text[text.index("def _cast_up") : text.index(end, text.index("def _keep_in_fp32")) + len(end)]
     return helper.replace(names, json.dumps(pins[0] if len(pins) == 1 else list(pins)))
 
 
@@ -87,7 +82,7 @@ def modules_of(case: Case, text: bytes) -> dict[str, nn.Module]:
 def edited(name: str, text: bytes | None = None) -> Edited:
     case = CASES[name]
     before = source(name) if text is None else text
-    return edit_factory(before, case.target, case.pins, one_tensor=case.one_tensor)
+    return edit_factory(before, case.target, case.pins)
 
 
 def test_every_fixture_has_a_case() -> None:
@@ -134,7 +129,7 @@ KEPT = {
 @pytest.mark.parametrize("name", KEPT)
 def test_what_is_not_edited_is_kept_byte_for_byte(name: str) -> None:
     before = KEPT[name]
-    after = edit_factory(before, "build_model", ["0"], one_tensor=["0"]).source
+    after = edit_factory(before, "build_model", ["0"]).source
     end = b"\r\n" if name == "CRLF" else b"\n"
     kept = after.split(end)
     for line in before.split(end):
@@ -160,17 +155,17 @@ def test_the_edited_file_trains_without_ampdbg_and_fails_where_a_name_is_wrong()
 
 REFUSED = {
     "an imported name": ("from parts import build\n", "build is not defined at the top of this file"),
-    "a coroutine": ("async def build():\n    return Net()\n", "build is a coroutine"),
-    "a generator": ("def build():\n    yield Net()\n    return None\n", "build is a generator"),
-    "no model": ("def build():\n    Net()\n", "build returns no model"),
-    "a tuple": ("def build():\n    return Net(), 1\n", "build returns more than the model"),
+    "a coroutine": ("async def build():\n    return Net()\n", "build has no one line that returns its model"),
+    "a generator": ("def build():\n    yield Net()\n    return None\n", "build has no one line that returns its model"),
+    "no model": ("def build():\n    Net()\n", "build has no one line that returns its model"),
+    "a tuple": ("def build():\n    return Net(), 1\n", "no one call makes the model there"),
     "two returns": (
         "def build():\n    if A:\n        return Net()\n    return Other()\n",
-        "build returns one thing here and another there",
+        "build has no one line that returns its model",
     ),
-    "one of two": ("def build():\n    return Net() if A else Other()\n", "build returns one thing here and another"),
+    "one of two": ("def build():\n    return Net() if A else Other()\n", "no one call makes the model there"),
     "a torch by another name": ("import jax as torch\ndef build():\n    return Net()\n", "the name torch stands for"),
-    "a lambda": ("build = lambda: Net()\n", "build is a lambda"),
+    "a lambda": ("build = lambda: Net()\n", "no one call makes the model there"),
     "an __init__ that returns": (
         "class build:\n    def __init__(self, x):\n        if x:\n            return\n        self.y = 1\n",
         "its __init__ returns early",
@@ -179,7 +174,7 @@ REFUSED = {
     "another helper of that name": ("def _keep_in_fp32(x):\n    return x\ndef build():\n    return Net()\n", "rename"),
     "another function of that name": (
         "def _forward_in_fp32(x):\n    return x\ndef build():\n    return Net()\n",
-        "it has a function _forward_in_fp32 of its own",
+        "the name _forward_in_fp32 stands for something else",
     ),
     "another torch": ("torch = None\ndef build():\n    return Net()\n", "the name torch stands for something else"),
     "no Python": ("def build(:\n", "does not parse"),
@@ -205,14 +200,3 @@ def test_a_bare_number_is_named_as_a_module() -> None:
         "the model",
         "the model (its own lines)",
     ]
-
-
-class WithMore(nn.Linear):
-    def forward(self, x: nn.Parameter, scale: float = 1.0) -> nn.Parameter:  # type: ignore[override]
-        raise AssertionError
-
-
-def test_layers_that_take_one_tensor() -> None:
-    others = (nn.ConvTranspose2d(2, 2, 1), WithMore(2, 2), nn.Embedding(2, 2), nn.Sequential())
-    assert all(map(takes_one_tensor, (nn.Linear(2, 2), nn.Conv2d(2, 2, 1))))
-    assert not any(map(takes_one_tensor, others))

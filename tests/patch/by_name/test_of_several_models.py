@@ -39,7 +39,7 @@ def model() -> Model:
 def test_each_is_pinned_by_the_names_that_it_has_itself(wrapping: str, tmp_path: Path) -> None:
     first, second, expected = model(), model(), model()
     names = ["net.first", "Model.attn:own", "net.attn.inner:own", "Model.attn.inner:own", "Model:own"]
-    pin = pin_function(tmp_path, names, one_tensor=["net.first"], roots=ROOTS)
+    pin = pin_function(tmp_path, names, roots=ROOTS)
     assert list(inspect.signature(pin).parameters) == ["net", "Model_"]
     given = WRAPPINGS[wrapping](first), WRAPPINGS[wrapping](second)
     assert pin(*given) == given
@@ -64,7 +64,7 @@ def test_a_part_of_the_model_by_a_wrappers_name_is_no_wrapped_model(tmp_path: Pa
     net = nn.Sequential()
     net.add_module("module", nn.Linear(4, 4))
     net.add_module("out", nn.Linear(4, 4))
-    pin_function(tmp_path, ["net.module"], one_tensor=["net.module"], roots=ROOTS[:1])(net)
+    pin_function(tmp_path, ["net.module"], roots=ROOTS[:1])(net)
     assert ["forward" in vars(part) for part in net] == [True, False]
 
 
@@ -84,6 +84,6 @@ The script has several models. It takes, also where DataParallel or its like wra
 
 
 def test_it_says_which_models_it_takes() -> None:
-    text = module_text(["net.first", "Model.first"], one_tensor=["net.first", "Model.first"], roots=ROOTS)
+    text = module_text(["net.first", "Model.first"], roots=ROOTS)
     assert text.startswith(HEAD)
     assert "under autocast; returns the models." in text

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from ampdbg.pinning.pin_set import roots_of
-from ampdbg.probes.makings import Makings
+from ampdbg.probes.makings import Makings, roots_of
 from ampdbg.probes.models import Models, Together
 from ampdbg.record.pins import RootModel, call_of_pins
 

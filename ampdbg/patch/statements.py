@@ -1,0 +1,629 @@
+"""Pinned statements whole in a block with autocast off: calls in front of it, half names cast, the rest as it is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import libcst as cst
+
+from ampdbg.ops import CAST_METHODS, CREATES, MATRIX_PRODUCTS, MOVES, PRODUCTS, RANDOM, TENSOR_METHODS
+from ampdbg.source.expressions import (
+    COMPREHENSIONS,
+    METADATA,
+    TRANSPOSED,
+    Bindings,
+    assigned_codes,
+    bare,
+    canonical,
+    code_of,
+    dotted,
+    find,
+    names_bound_inside,
+    targets,
+    walk,
+)
+from ampdbg.source.source_file import EditError
+from ampdbg.syntax_tree import syntax_tree
+
+# What a name holds, and what a call is
+
+
+@dataclass(frozen=True)
+class NamesSeen:
+    """What a trace of a file saw: names, attributes and elements (``batch["x"]``), as they stand in the source.
+
+    ``half`` are those that held half tensors, by the first line of each statement, and ``full`` those that held other
+    tensors there and no half ones.
+    """
+
+    half: Mapping[int, Collection[str]] = field(default_factory=dict)
+    full: Mapping[int, Collection[str]] = field(default_factory=dict)
+
+    def on(self, lines: range, bindings: Bindings) -> TensorNames:
+        """What is known of the names on some lines; where the trace saw none of these, what it saw on others counts."""
+        seen = self.half.keys() | self.full.keys()
+        known = seen & set(lines) or seen
+        half, full = (
+            frozenset(canonical(code) for line in known for code in names.get(line, ()))
+            for names in (self.half, self.full)
+        )
+        return TensorNames(half, full - half, bindings)
+
+
+TORCH_FUNCTIONS = ("torch", "torch.nn.functional", "torch.linalg", "torch.fft", "torch.special", "torch.Tensor")
+"""Where the functions of tensors live; a call of anything else in torch (checkpoint) may run modules."""
+
+COMPUTING_BUILTINS = frozenset({"sum", "abs", "pow"})
+PLAIN_BUILTINS = COMPUTING_BUILTINS | frozenset(
+    """len int float bool str range zip enumerate isinstance issubclass hasattr getattr min max list tuple dict set
+    frozenset sorted reversed any all type slice round divmod id repr print iter next super""".split()
+)
+CONSUMERS = frozenset("sum list tuple max min any all sorted set dict".split())
+"""Builtins that run a generator to its end before they return."""
+
+OPERATORS = (cst.Add, cst.Subtract, cst.Multiply, cst.Divide, cst.FloorDivide, cst.Modulo, cst.Power)
+CONDITIONAL = (cst.IfExp, cst.BooleanOperation, cst.Lambda, *COMPREHENSIONS)
+"""Expressions whose parts may run never or many times: no call is taken out of them."""
+
+PLAIN = (cst.Name, cst.Attribute, cst.Subscript)
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """Canonical texts of expressions that a trace saw hold ``half`` tensors, or none but others: ``full``."""
+
+    half: frozenset[str]
+    full: frozenset[str]
+    bindings: Bindings
+
+    def is_tensor(self, node: cst.BaseExpression) -> bool:
+        """Whether arithmetic with it is arithmetic with tensors, as far as is known."""
+        if code_of(node) in self.half | self.full:
+            return True
+        match node:
+            case cst.Attribute(value=inner, attr=cst.Name(value=name)):
+                return name in MOVES and self.is_tensor(inner)
+            case cst.Call(func=cst.Attribute(attr=cst.Name(value=name))) if name in METADATA:
+                return False
+            case cst.Call():
+                return not self.bindings.is_plain_module(self.bindings.origin(node.func)) and not _is_builtin(node)
+            case cst.BinaryOperation(left=one, right=other) | cst.IfExp(body=one, orelse=other):
+                return self.is_tensor(one) or self.is_tensor(other)
+            case cst.Subscript(value=inner) | cst.UnaryOperation(expression=inner):
+                return self.is_tensor(inner)
+        return False
+
+    def computes(self, node: cst.CSTNode) -> bool:
+        """Whether the node by itself computes with tensors, and neither moves, makes nor casts them."""
+        if isinstance(node, cst.BinaryOperation):
+            is_product = isinstance(node.operator, cst.MatrixMultiply)
+            return is_product or (isinstance(node.operator, OPERATORS) and self.is_tensor(node))
+        if not isinstance(node, cst.Call) or self.is_users(node) or called_name(node) in METADATA | MOVES | CREATES:
+            return False
+        if isinstance(node.func, cst.Name) and not self.bindings.origin(node.func):
+            return node.func.value in COMPUTING_BUILTINS and any(self.is_tensor(arg.value) for arg in node.args)
+        return not self.bindings.is_plain_module(self.bindings.origin(node.func)) and called_name(node) not in VIEWS
+
+    def is_users(self, node: cst.CSTNode) -> bool:
+        """Whether the node calls code of the user's: a child module, a method, a function."""
+        if not isinstance(node, cst.Call):
+            return False
+        if origin := self.bindings.origin(node.func):
+            module, _, name = origin.rpartition(".")
+            is_torchs = module in TORCH_FUNCTIONS and name[:1].islower()
+            return not is_torchs and not self.bindings.is_plain_module(origin)
+        match node.func:
+            case cst.Name(value=name):
+                return name in self.bindings.local or name not in PLAIN_BUILTINS
+            case cst.Attribute(value=base, attr=cst.Name(value=name)):
+                return not self._is_method_of_tensor(base, name)
+        return True
+
+    def _is_method_of_tensor(self, base: cst.BaseExpression, name: str) -> bool:
+        if name in METADATA | VIEWS or code_of(base) in self.half | self.full:
+            return True
+        if isinstance(base, cst.Attribute) and not self.is_tensor(base):
+            return name in MOVES  # `self.decoder.norm(x)` is a module's; `self.weight.t()` a tensor's
+        if isinstance(base, cst.Name):
+            is_other = base.value in ("self", "cls") or base.value in self.bindings.imports
+            return not is_other and (name in TENSOR_METHODS | MOVES or name.endswith("_"))
+        # A method of a call's or an operator's result.
+        return not (isinstance(base, cst.Call) and code_of(base.func) == "super")
+
+
+VIEWS = frozenset({"items", "keys", "values"})
+"""Methods of dicts that only hand out what they hold."""
+
+
+def _is_builtin(call: cst.Call) -> bool:
+    return isinstance(call.func, cst.Name) and call.func.value in PLAIN_BUILTINS - COMPUTING_BUILTINS
+
+
+def called_name(call: cst.Call) -> str:
+    """The last part of what is called: ``softmax`` of ``F.softmax(x)``; "" of anything without a name."""
+    name = call.func.attr if isinstance(call.func, cst.Attribute) else call.func
+    return name.value if isinstance(name, cst.Name) else ""
+
+
+def writes_in_place(call: cst.Call) -> bool:
+    """Whether this is a tensor's method or a function that writes into its argument: ``add_``, ``out=``."""
+    name = called_name(call)
+    writes = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+    return writes or any(arg.keyword is not None and arg.keyword.value == "out" for arg in call.args)
+
+
+def written_into(body: cst.CSTNode) -> Iterator[str]:
+    """The names whose memory the code writes into."""
+    for item in walk(body):
+        match item:
+            case cst.AugAssign(target=target) | cst.AssignTarget(target=cst.Subscript() as target):
+                yield root_name(target)
+            case cst.Call() if writes_in_place(item):
+                yield from map(root_name, (item.func, *(arg.value for arg in item.args)))
+
+
+def root_name(node: cst.CSTNode) -> str:
+    """``x`` of ``x[i].T``, ``self`` of ``self.weight``."""
+    match node:
+        case cst.Name(value=name):
+            return name
+        case cst.Attribute(value=base) | cst.Subscript(value=base) | cst.Call(func=base):
+            return root_name(base)
+    return ""
+
+
+# A pinned line: the calls in it that are put on lines of their own, and what is left of it
+
+
+@dataclass(frozen=True)
+class PinnedLine:
+    """A line of simple statements that is pinned, and what of it runs in FP32.
+
+    ``number`` is the first of its lines that a pin names. ``callees`` are the canonical texts of what is called in
+    FP32. The line's own operations run in FP32 where ``operations`` says so.
+    """
+
+    number: int
+    names: TensorNames
+    callees: frozenset[str] = frozenset()
+    operations: bool = False
+
+    def is_pinned(self, node: cst.CSTNode) -> bool:
+        return isinstance(node, cst.Call) and code_of(node.func) in self.callees
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One statement of the new suite, what is known of its names, and the pinned line that it comes from.
+
+    It runs in FP32 where ``is_fp32`` says so.
+    """
+
+    statement: cst.BaseStatement
+    names: TensorNames
+    pinned: PinnedLine | None = None
+    is_fp32: bool = False
+
+    @property
+    def line(self) -> cst.SimpleStatementLine:
+        """The statement, where it is one that may stand in a block."""
+        assert isinstance(self.statement, cst.SimpleStatementLine)
+        return self.statement
+
+    @property
+    def small(self) -> cst.BaseSmallStatement:
+        """The only statement of that line."""
+        return self.line.body[0]
+
+
+def value_of(statement: cst.CSTNode) -> cst.BaseExpression | None:
+    """The expression of a statement that calls are taken out of."""
+    match statement:
+        case cst.Assign(value=value) | cst.AnnAssign(value=value) | cst.AugAssign(value=value):
+            return value
+        case cst.Expr(value=value) | cst.Return(value=value) | cst.Assert(test=value):
+            return value
+    return None
+
+
+def pieces_of_line(line: cst.SimpleStatementLine, pinned: PinnedLine) -> Sequence[Piece]:
+    """The pieces of a pinned line: its small statements on lines of their own, in front of each the calls in it.
+
+    Raises:
+        EditError: none of them can be pinned.
+    """
+    pieces: list[Piece] = []
+    refused: list[EditError] = []
+    for small in line.body:
+        try:
+            pieces += _pieces_of_small(small, pinned)
+        except EditError as error:
+            refused.append(error)
+            pieces.append(Piece(_line(small), pinned.names, pinned))
+    if not any(piece.is_fp32 for piece in pieces):
+        raise refused[0]
+    for index, margin in ((0, "leading_lines"), (-1, "trailing_whitespace")):
+        statement = pieces[index].statement.with_changes(**{margin: getattr(line, margin)})
+        pieces[index] = replace(pieces[index], statement=statement)
+    return pieces
+
+
+def _line(small: cst.BaseSmallStatement) -> cst.SimpleStatementLine:
+    return cst.SimpleStatementLine([small.with_changes(semicolon=cst.MaybeSentinel.DEFAULT)])
+
+
+def _pieces_of_small(small: cst.BaseSmallStatement, pinned: PinnedLine) -> list[Piece]:
+    """What a statement has to compute before it, each on a line of its own, and what is left of it.
+
+    Raises:
+        EditError: there is nothing to pin in it, or it cannot be written so without a change of what it does.
+    """
+    _refuse_suspended(small)
+    if pinned.operations:
+        _refuse_writes(small, pinned.names)
+        small = _without_augmented(small, pinned.names)
+    value = value_of(small)
+    if value is None:
+        raise EditError(NOTHING_COMPUTED)
+    names, pieces, new = pinned.names, list[Piece](), dict[int, cst.BaseExpression]()
+    for node in _hoisted(value, pinned):
+        if node is value:
+            break
+        name = unused(_name_for(node, value, pinned), names.bindings.taken | names.half | names.full)
+        made = node.visit(Replaced(new))
+        assert isinstance(made, cst.BaseExpression)
+        assignment = cst.Assign([cst.AssignTarget(cst.Name(name))], _alone(made, names.bindings.module.default_indent))
+        pieces.append(Piece(_line(assignment), names, pinned, _is_fp32(node, pinned)))
+        new[id(node)] = cst.Name(name)
+        # What autocast computed is in half.
+        kind = "full" if pieces[-1].is_fp32 else "half"
+        names = replace(names, **{kind: getattr(names, kind) | {name}})
+    rest = small.visit(Replaced(new))
+    assert isinstance(rest, cst.BaseSmallStatement)
+    return [*pieces, Piece(_line(rest), names, pinned, _is_fp32(value, pinned))]
+
+
+NOT_TRACED = (
+    "no replay runs this line itself, so it is not known which of its names hold tensors; put it under "
+    "torch.autocast(enabled=False) yourself, with .float() on what it computes with"
+)
+NOTHING_COMPUTED = "it only calls modules or functions; pin what it calls"
+
+
+def _hoisted(value: cst.BaseExpression, pinned: PinnedLine) -> list[cst.BaseExpression]:
+    """What gets lines of its own in front of the statement, in the order that it is computed.
+
+    That is every pinned call and, so that none overtakes another, what is called before it; where the operations of
+    the line are pinned, all that it calls, and what such a call is given that computes. What stands inside another
+    such call stays there.
+
+    Raises:
+        EditError: one of them is made on a condition, or something else would be overtaken.
+    """
+    calls = list(_calls(value, pinned))
+    fp32 = [node for node in calls if _is_fp32(node, pinned)]
+    if not fp32 and not (pinned.operations and any(map(pinned.names.computes, _apart(value, pinned)))):
+        is_traced = bool(pinned.names.half | pinned.names.full)
+        nothing = NOTHING_COMPUTED if is_traced else NOT_TRACED
+        raise EditError(nothing if pinned.operations else f"{' and '.join(sorted(pinned.callees))} is not called here")
+    before = calls if pinned.operations else calls[: calls.index(fp32[-1]) + 1]
+    inside = {id(node): {id(item) for item in walk(node) if item is not node} for node in before}
+    holding = [node for node in before if node in fp32 or any(id(one) in inside[id(node)] for one in fp32)]
+    whole = [inside[id(node)] for node in before if node not in holding]
+    hoisted = [node for node in before if not any(id(node) in parts for parts in whole)]
+    if hoisted:
+        _refuse_overtaking(value, hoisted[-1], set().union(*(inside[id(node)] for node in hoisted)))
+    return hoisted
+
+
+def _calls(node: cst.CSTNode, pinned: PinnedLine) -> Iterator[cst.BaseExpression]:
+    """What hands on the result of a call of the user's, or of a pinned one, in the order of the calls.
+
+    Raises:
+        EditError: such a call is made on a condition, or after the statement.
+    """
+    call = _called(node, pinned)
+    if isinstance(node, CONDITIONAL):
+        if any(_called(item, pinned) is not None for item in walk(node)):
+            raise EditError("it calls on a condition or in a comprehension; call on a line of its own first")
+        return
+    for child in _parts_called_with(call or node):
+        yield from _calls(child, pinned)
+    if call is None:
+        return
+    assert isinstance(node, cst.BaseExpression)
+    given = [item for arg in call.args for item in _apart(arg.value, pinned)]
+    if pinned.is_pinned(call) and any(map(is_product, given)):
+        raise EditError("the same expression computes a product; put that on a line of its own first")
+    if pinned.operations and not pinned.is_pinned(call):
+        yield from (arg.value for arg in call.args if any(map(pinned.names.computes, _apart(arg.value, pinned))))
+    yield node
+
+
+def _parts_called_with(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
+    """The children of a node, and of a method what it is asked of."""
+    if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
+        return (node.func.value, *node.args)
+    return node.children
+
+
+def _apart(node: cst.CSTNode, pinned: PinnedLine) -> Iterator[cst.CSTNode]:
+    """The node and all below it, but for what is called there and what that is given."""
+    if _called(node, pinned) is None:
+        yield node
+        for child in _parts_called_with(node):
+            yield from _apart(child, pinned)
+
+
+def _called(node: cst.CSTNode, pinned: PinnedLine) -> cst.Call | None:
+    """The call whose result an expression hands on: ``self.key(x)`` of ``self.key(x)[0].view(1, -1).T``."""
+    match node:
+        case cst.Call() if pinned.is_pinned(node) or pinned.names.is_users(node):
+            return node
+        case cst.Call(func=cst.Attribute(value=inner, attr=cst.Name(value=name))) if name in MOVES:
+            return _called(inner, pinned)
+        case cst.Subscript(value=inner) | cst.Attribute(value=inner):
+            return _called(inner, pinned)
+    return None
+
+
+def _is_fp32(node: cst.BaseExpression, pinned: PinnedLine) -> bool:
+    call = _called(node, pinned)
+    return pinned.operations if call is None else pinned.is_pinned(call)
+
+
+def is_product(node: cst.CSTNode) -> bool:
+    """Whether this is what autocast runs in half: nothing to put into FP32 by the way."""
+    return isinstance(node, cst.MatrixMultiply) or (isinstance(node, cst.Call) and called_name(node) in PRODUCTS)
+
+
+def _refuse_overtaking(value: cst.BaseExpression, last: cst.CSTNode, hoisted: Collection[int]) -> None:
+    """Random numbers are drawn in the order that they were."""
+    order = list(walk(value))
+    earlier = order[: order.index(last)]
+    for node in earlier:
+        draws = isinstance(node, cst.Call) and called_name(node) in RANDOM and id(node) not in hoisted
+        if draws and last not in walk(node):
+            raise EditError("it draws random numbers before it calls; put that on a line of its own first")
+
+
+def _alone(node: cst.BaseExpression, indent: str) -> cst.BaseExpression:
+    """The expression with parentheses only where it goes over several lines that would fall apart."""
+    value = bare(node)
+    try:
+        syntax_tree(cst.Module([]).code_for_node(value), mode="eval")
+    except SyntaxError:
+        opened = cst.ParenthesizedWhitespace(indent=True, last_line=cst.SimpleWhitespace(indent))
+        closed = cst.ParenthesizedWhitespace(indent=True)
+        return value.with_changes(lpar=[cst.LeftParen(opened)], rpar=[cst.RightParen(closed)])
+    return value
+
+
+def _name_for(node: cst.BaseExpression, value: cst.BaseExpression, pinned: PinnedLine) -> str:
+    """What a person would call the result of a call, or what another call is given."""
+    call, end = _called(node, pinned), ""
+    if call is None:
+        calls = (call for call in find(value, cst.Call) if any(arg.value is node for arg in call.args))
+        call, end = next(calls), "_input"
+    name = called_name(call).strip("_").lower()
+    return "result" if name in ("", "forward") else name + end
+
+
+def unused(name: str, taken: Collection[str]) -> str:
+    """``name``, or with something behind it where it is taken."""
+    candidates = (name, f"{name}_out", *(f"{name}_{number}" for number in range(2, len(taken) + 3)))
+    return next(candidate for candidate in candidates if candidate.isidentifier() and candidate not in taken)
+
+
+class Replaced(cst.CSTTransformer):
+    """Puts other nodes in the places of some, by their ids."""
+
+    def __init__(self, new: Mapping[int, cst.BaseExpression]) -> None:
+        super().__init__()
+        self._new = new
+
+    def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> cst.CSTNode:  # type: ignore[override]
+        return self._new.get(id(original_node), updated_node)
+
+
+# What is refused, and what is written otherwise
+
+
+SUSPENDED: dict[type[cst.CSTNode], str] = {
+    cst.Await: "it awaits, and other code would run with autocast off",
+    cst.Yield: "it yields, and the caller's code would run with autocast off",
+    cst.NamedExpr: "it binds a name with := in the expression",
+    cst.Lambda: "a lambda runs after the block has ended; make it a function first",
+    cst.GeneratorExp: "a generator expression runs after the block has ended; make it a list first",
+}
+
+
+def _refuse_suspended(statement: cst.CSTNode) -> None:
+    calls = (call for call in find(statement, cst.Call) if called_name(call) in CONSUMERS)
+    consumed = {id(arg.value) for call in calls for arg in call.args if isinstance(arg.value, cst.GeneratorExp)}
+    for node in walk(statement):
+        if type(node) in SUSPENDED and id(node) not in consumed:
+            raise EditError(SUSPENDED[type(node)])
+
+
+def _refuse_writes(statement: cst.BaseSmallStatement, names: TensorNames) -> None:
+    """What is written into a half tensor is in half, whatever it was computed in."""
+    if any(map(writes_in_place, find(statement, cst.Call))):
+        raise EditError("it writes into an existing tensor, which stays in half; assign the result instead")
+    for target in targets(statement):
+        if isinstance(target, cst.Subscript) and _half_tensor(target, names, ()):
+            raise EditError("it writes into part of a half tensor; create that tensor in FP32")
+
+
+def _without_augmented(statement: cst.BaseSmallStatement, names: TensorNames) -> cst.BaseSmallStatement:
+    """``x += y`` as ``x = x + y`` where x is in half: written in place, the sum would be in half too."""
+    if not isinstance(statement, cst.AugAssign) or code_of(statement.target) in names.full:
+        return statement
+    target = statement.target
+    if isinstance(target, cst.Name) and (others := names.bindings.aliases(target.value)):
+        raise EditError(f"it also changes {' and '.join(sorted(others))} in place; write it as an assignment first")
+    if next(find(target, cst.Call), None) is not None:
+        raise EditError("a call computes what it assigns to; write it as an assignment first")
+    # `AddAssign` is `Add` in place.
+    operator = getattr(cst, type(statement.operator).__name__.removesuffix("Assign"))()
+    plain = cst.BinaryOperation(target, operator, statement.value)
+    apart = plain.with_changes(right=statement.value.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()]))
+    is_same = not isinstance(statement.value, cst.Tuple) and code_of(plain) == code_of(apart)
+    return cst.Assign([cst.AssignTarget(target)], plain if is_same else apart)
+
+
+# The casts of a block
+
+
+LOOKED_AT = frozenset("len isinstance hasattr type id repr print".split())
+"""Builtins that read no values of a tensor that they are given."""
+
+NOT_READ = METADATA - {"dtype"} | CAST_METHODS
+"""What asks a tensor for no value, or casts it already."""
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Where a half tensor is read: by ``node``, whose tensor has the text ``code``; by none where only its dtype is.
+
+    It is ``asked`` for an attribute there, as no number is, or ``used`` as an operand in any case, as no None is.
+    """
+
+    code: str
+    node: cst.BaseExpression | None
+    asked: bool = False
+    used: bool = False
+
+
+def _reads(node: cst.CSTNode, names: TensorNames, made: Collection[str]) -> Iterator[_Read]:
+    """The half tensors that a statement reads, in the order of its text; those ``made`` in the block are not half."""
+    if isinstance(node, PLAIN) and (code := _half_tensor(node, names, made)):
+        yield _Read(code, node)
+    elif (
+        isinstance(node, cst.Attribute)
+        and node.attr.value == "dtype"
+        and (code := _half_tensor(node.value, names, made))
+    ):
+        yield _Read(code, None)
+    else:
+        is_sure = not isinstance(node, CONDITIONAL)
+        for part, asked, used in _parts_read(node, names):
+            for read in _reads(part, names, made):
+                is_part = read.node is part
+                asked_too, used_too = read.asked or (asked and is_part), read.used or (used and is_part)
+                yield replace(read, asked=is_sure and asked_too, used=is_sure and used_too)
+
+
+def _parts_read(node: cst.CSTNode, names: TensorNames) -> Iterator[tuple[cst.CSTNode, bool, bool]]:
+    """The parts of a node whose values are read; whether it asks each for an attribute, and computes with it."""
+    match node:
+        case cst.Attribute(value=base, attr=cst.Name(value=name)):
+            if name not in NOT_READ or not isinstance(base, PLAIN):
+                yield base, True, False
+        case cst.BinaryOperation(left=left, right=right):
+            yield from ((side, False, True) for side in (left, right))
+        case cst.Call(func=function, args=args) if dotted(function) not in LOOKED_AT:
+            yield function, False, False
+            computing = len(args) if called_name(node) in MATRIX_PRODUCTS else int(names.computes(node))
+            for place, arg in enumerate(args):
+                yield arg.value, False, place < computing and arg.keyword is None
+        case cst.AssignTarget(target=target) | cst.AugAssign(target=target) | cst.CompFor(target=target):
+            yield from ((part, False, False) for part in node.children if part is not target)
+        case (
+            cst.Call()
+            | cst.Annotation()
+            | cst.Param()
+            | cst.Comparison(comparisons=[cst.ComparisonTarget(operator=cst.Is() | cst.IsNot())])
+        ):
+            return
+        case _:
+            yield from ((part, False, False) for part in node.children)
+
+
+def _half_tensor(node: cst.BaseExpression, names: TensorNames, made: Collection[str]) -> str:
+    """The text of the half tensor that a name, an attribute or an element holds, or is an element of; "" for none."""
+    if isinstance(node, cst.Subscript) and (of := _half_tensor(node.value, names, made)):
+        return of
+    if isinstance(node, cst.Attribute) and node.attr.value in TRANSPOSED and _half_tensor(node.value, names, made):
+        return ""  # `x.float().T`, as a person writes it
+    code = code_of(node)
+    is_half = code in names.half - names.full and code not in made and root_name(node) not in made
+    return code if is_half else ""
+
+
+@dataclass(frozen=True)
+class Casts:
+    """What of a block is cast, and how: names in front by ``lines``, others ``inline`` where they are read, by the
+    nodes' ids. ``unsure`` may be None or a number there."""
+
+    lines: Sequence[cst.BaseStatement]
+    inline: Mapping[int, cst.BaseExpression]
+    unsure: frozenset[str]
+
+
+def cast_lines(names: Collection[str], optional: Collection[str], bindings: Bindings) -> list[cst.BaseStatement]:
+    """``q, k = q.float(), k.float()``, and for what is ``optional``, None or a number, a condition of its own."""
+    lines: list[cst.BaseStatement] = []
+    if always := [name for name in names if name not in optional]:
+        lines.append(_rebinding(always))
+    for name in names:
+        if name in optional:
+            is_number = name in bindings.maybe_numbers
+            test = f"not isinstance({name}, (int, float))" if is_number else f"{name} is not None"
+            lines.append(cst.If(cst.parse_expression(test), cst.IndentedBlock([_rebinding([name])])))
+    return lines
+
+
+def _rebinding(names: Sequence[str]) -> cst.BaseStatement:
+    casts = ", ".join(f"{name}.float()" for name in names)
+    statement = cst.parse_statement(f"{', '.join(names)} = {casts}")
+    assert isinstance(statement, cst.BaseStatement)
+    return statement
+
+
+def casts_of(pieces: Sequence[Piece], made: Collection[str]) -> Casts:
+    """A line that casts the names which the pieces read in half; where each is read but once, it is cast there.
+
+    Args:
+        pieces: what stands in the block.
+        made: what holds FP32 when the block is entered.
+
+    Raises:
+        EditError: what would be cast may be None there.
+    """
+    reads: list[_Read] = []
+    known = set(made)
+    for piece in pieces:
+        reads += _reads(piece.small, piece.names, known)
+        known |= assigned_codes(piece.small)
+    bindings = pieces[0].names.bindings
+    numbers = bindings.maybe_numbers
+    if given := [read.code for read in reads if read.code in numbers and not (read.asked or read.used)]:
+        raise EditError(f"{given[0]} may be a number there, and numbers have no .float()")
+    # Beside an FP32 tensor a number is promoted without a cast; what has a method is no number.
+    reads = [read for read in reads if read.code not in numbers or read.asked]
+    cast = dict.fromkeys(read.code for read in reads if read.node is not None)
+    sure = {read.code for read in reads if read.asked or read.used}
+    optional = bindings.maybe_none & cast.keys() - sure
+    fixed = numbers | bound_inside(pieces) | set(written_into(bindings.scope))
+    # In the order of the parameters, as in `q, k, v = q.float(), k.float(), v.float()`.
+    order = dict.fromkeys(name for name in (*bindings.parameters, *cast) if name in cast)
+    own = [code for code in order if code.isidentifier() and code not in fixed and bindings.may_assign(code)]
+    if stuck := sorted(optional - set(own)):
+        raise EditError(f"{stuck[0]} may be None there, and None has no .float()")
+    count = Counter(read.code for read in reads)
+    rebound = own if optional or any(count[code] > 1 for code in own) else []
+    inline = {
+        id(read.node): cst.Call(cst.Attribute(read.node, cst.Name("float")))
+        for read in reads
+        if read.node is not None and read.code not in rebound
+    }
+    lines = cast_lines(rebound, optional, bindings)
+    return Casts(lines, inline, (numbers | bindings.maybe_none) - sure)
+
+
+def bound_inside(pieces: Sequence[Piece]) -> set[str]:
+    """Names that the expressions of the pieces bind for themselves."""
+    return {name for piece in pieces for name in names_bound_inside(piece.small)}
