@@ -20,12 +20,13 @@ from ampdbg.diagnosis.scale import LIMITS, SKIPS, UNTOLD, limits, skips
 from ampdbg.diagnosis.tensors import DATA, POISONED, TENSORS, WEIGHTS, BadTensor, bad_batch, bad_buffers, bad_weights
 from ampdbg.diagnosis.trend import ahead
 from ampdbg.diagnosis.updates import (
+    SMALL,
     SMALL_UPDATES,
-    frozen_weights,
-    lost_accumulation,
-    lost_updates,
+    SPOILING,
+    SUMS,
+    lost_sums,
+    small_updates,
     spoilt_weights,
-    stuck_moment,
 )
 from ampdbg.formats import FLOAT32
 from ampdbg.levels import format_of_config
@@ -53,7 +54,7 @@ def _of_tensors(title: str, found: Callable[[Record], Iterator[BadTensor]], code
 
 
 ORDER_OF_DECISION = (
-    Family("Updates of half weights", spoilt_weights),
+    Family("Updates of half weights", spoilt_weights, SPOILING),
     _of_tensors("Weights before a step", bad_weights, WEIGHTS),
     _of_tensors("The batch", bad_batch, DATA),
     Family("Calls in the wrong order", misuses),
@@ -63,11 +64,9 @@ ORDER_OF_DECISION = (
     _of_tensors("Buffers behind a step", bad_buffers, POISONED),
     Family("Skipped steps", skips, SKIPS),
     Family("The loss scale at the end", limits, LIMITS),
-    Family("Gradients that half adds up", lost_accumulation),
+    Family("Gradients that half adds up", lost_sums, SUMS),
     Family("A healthy step, by its replays", hidden_faults, HIDDEN),
-    Family("Updates that half weights lose", lost_updates),
-    Family("Half weights that stand still", frozen_weights),
-    Family("Second moments in half", stuck_moment),
+    Family("Updates that half weights lose", small_updates, SMALL),
     Family("Calls that do little harm", doubtful_misuses),
     Family("What grows towards a limit", ahead),
 )

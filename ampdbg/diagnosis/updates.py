@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
+from ampdbg.diagnosis.decisions import Decision, holding
 from ampdbg.quantities import counted, listed, number
-from ampdbg.record.codes import CODES, finding_of
+from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
-from ampdbg.record.run import FrozenParameter, Record, Step, Updates
+from ampdbg.record.run import FrozenParameter, Record, StuckMoment, Updates
 
 SMALL_UPDATES, FROZEN = "optimizer-underflow", "frozen-weights"
 STUCK, ACCUMULATION = "stuck-moment", "lost-accumulation"
@@ -25,129 +29,211 @@ A_PART = 0.1
 LOST_OF_A_SUM = 0.1
 """A sum of gradients that is further from float32's, relative to that, is lost in part."""
 
-LARGER_EPS = ", or use an eps that half holds: eps=1e-6 (it changes the updates slightly)"
 
+@dataclass(frozen=True, eq=False)
+class HalfUpdates:
+    """What the ledger has seen of a run's half parameters."""
 
-def spoilt_weights(record: Record) -> Iterator[Finding]:
-    """``optimizer-underflow``: an update of half weights that is not finite, where FP32's is."""
-    seen = record.updates
-    if seen is None or seen.spoilt_step is None or not seen.spoilt:
-        return
-    why = f": eps={seen.vanishing_eps:g} is 0 in half" if seen.vanishing_eps else ""
-    yield finding_of(
-        SMALL_UPDATES,
-        seen.spoilt_step,
-        "optimizer",
-        f"the update of step {seen.spoilt_step} makes {_named(seen.spoilt)} non-finite although all "
-        f"gradients are finite, and so is the same update in FP32{why}",
-        parameter=seen.spoilt[0],
-        remedy=CODES[SMALL_UPDATES].remedy + (LARGER_EPS if seen.vanishing_eps else ""),
-        evidence={"parameters": list(seen.spoilt[:20]), "eps": seen.vanishing_eps},
-    )
+    record: Record
+    seen: Updates
 
+    @property
+    def is_spoilt(self) -> bool:
+        """An update made half weights inf or NaN, and float32's did not."""
+        return self.seen.spoilt_step is not None and bool(self.seen.spoilt)
 
-def frozen_weights(record: Record) -> Iterator[Finding]:
-    """``frozen-weights``: half weights that stay where they are, step after step."""
-    seen = record.updates
-    if seen is None or not seen.frozen:
-        return
-    worst = sorted(seen.frozen, key=lambda one: (one.moved > 0, -one.lost))
-    yield finding_of(
-        FROZEN,
-        record.steps[0].step,
-        "optimizer",
-        f"{counted(len(worst), 'half parameter')} hardly moved in {counted(seen.steps, 'sampled step')}: "
-        f"{listed(map(_still, worst), most=3)}; {_shares(seen)}{_falls(record.steps)}{_forecast(seen)}",
-        parameter=worst[0].name,
-        evidence=_evidence(seen, [one.name for one in worst]),
-    )
+    @property
+    def is_lost_by_gradients(self) -> bool:
+        """Most of what gradients make of the updates is lost."""
+        return (self.seen.lost_gradient or 0.0) > MOST_OF_THE_UPDATE
 
+    @property
+    def is_lost(self) -> bool:
+        """Most of the way is lost, that of gradients or of a weight decay that counts, though no parameter all."""
+        counts = self.is_lost_by_gradients or self.seen.decay >= A_PART
+        return not self.seen.frozen and (self.seen.lost or 0.0) > MOST_OF_THE_UPDATE and counts
 
-def lost_updates(record: Record) -> Iterator[Finding]:
-    """``optimizer-underflow``: updates so small that half weights lose most of them, though no parameter all."""
-    seen = record.updates
-    if seen is None or seen.frozen or (seen.lost or 0.0) <= MOST_OF_THE_UPDATE:
-        return
-    by_gradient = (seen.lost_gradient or 0.0) > MOST_OF_THE_UPDATE
-    if not by_gradient and seen.decay < A_PART:
-        return
-    what = "updates are" if by_gradient else "weight decay is"
-    yield finding_of(
-        SMALL_UPDATES,
-        record.steps[0].step,
-        "optimizer",
-        f"in {counted(seen.steps, 'sampled step')} {_shares(seen)}: the {what} mostly below half a unit in the last "
-        f"place of the weights{_forecast(seen)}",
-        severity="warning",
-        evidence=_evidence(seen, []),
-    )
+    @cached_property
+    def names(self) -> list[str]:
+        """The parameters that stand still, the stillest first."""
+        return [one.name for one in self._stillest]
 
+    @property
+    def count(self) -> int:
+        """How many they are."""
+        return len(self.names)
 
-def stuck_moment(record: Record) -> Iterator[Finding]:
-    """``stuck-moment``: a second moment in half that cannot decay, and is far from float32's."""
-    seen = record.updates
-    if seen is None or not seen.stuck:
-        return
-    worst = max(seen.stuck, key=lambda one: one.times)
-    too = "large" if worst.is_too_large else "small"
-    yield finding_of(
-        STUCK,
-        record.steps[-1].step,
-        "optimizer",
-        f"the second moments of {_named([one.parameter for one in seen.stuck])} stick: with beta2 = {worst.beta:g} a "
-        f"step takes {1.0 - worst.beta:.1%} off, which rounds back; after {counted(worst.steps, 'step')} they are "
-        f"{worst.times:.3g} times too {too}, and the updates {worst.times**0.5:.2g} times too "
-        f"{'small' if worst.is_too_large else 'large'}",
-        severity="warning",
-        parameter=worst.parameter,
-        evidence={"parameters": [one.parameter for one in seen.stuck[:20]], "times": worst.times, "beta2": worst.beta},
-    )
+    @property
+    def _stillest(self) -> list[FrozenParameter]:
+        return sorted(self.seen.frozen, key=lambda one: (one.moved > 0, -one.lost))
 
+    @property
+    def stuck(self) -> list[str]:
+        """The parameters whose second moments stick."""
+        return [one.parameter for one in self.seen.stuck]
 
-def lost_accumulation(record: Record) -> Iterator[Finding]:
-    """``lost-accumulation``: gradients of many backward passes that half cannot add up."""
-    seen = record.updates
-    if seen is None or (seen.lost_accumulation or 0.0) <= LOST_OF_A_SUM:
-        return
-    yield finding_of(
-        ACCUMULATION,
-        record.steps[0].step,
-        "optimizer",
-        f"the sum of {seen.passes} gradients in half is {seen.lost_accumulation:.0%} from what it is in float32: a "
-        "gradient below half a unit in the last place of the sum is not added",
-        severity="warning",
-        evidence={"lost": seen.lost_accumulation, "passes": seen.passes},
-    )
+    @property
+    def worst(self) -> StuckMoment:
+        """The second moment that is furthest from float32's."""
+        return max(self.seen.stuck, key=lambda one: one.times)
 
+    @property
+    def numbers(self) -> Mapping[str, Any]:
+        """Each finding has its own."""
+        return {}
 
-def _still(one: FrozenParameter) -> str:
-    return f"of {one.name} {one.moved} of {counted(one.entries, 'value')}"
+    def place(self, row: Decision[Any]) -> Mapping[str, Any]:
+        """The step and the parameter; what stands still does so from the first step on."""
+        steps, is_spoilt = self.record.steps, row.message.startswith("the update of step")
+        step = {STUCK: steps[-1:]}.get(row.code, steps[:1])
+        of = {STUCK: [self.worst.parameter] if self.stuck else [], FROZEN: self.names}.get(row.code, [])
+        parameter = next(iter(self.seen.spoilt if is_spoilt else of), "")
+        at = self.seen.spoilt_step if is_spoilt else step[0].step
+        return {"step": at, "phase": "optimizer", "parameter": parameter}
 
+    # In words
 
-def _shares(seen: Updates) -> str:
-    parts = {"gradient's part": seen.lost_gradient, "weight decay": seen.lost_decay}
-    apart = listed([f"{value:.0%} of the {what}" for what, value in parts.items() if value is not None])
-    return f"{seen.lost or 0.0:.0%} of the way that float32 weights go is lost ({apart})"
+    @property
+    def named_spoilt(self) -> str:
+        """The parameters that an update made inf or NaN."""
+        return _named(self.seen.spoilt)
 
+    @property
+    def why_spoilt(self) -> str:
+        """An eps that is zero in half, where that is why."""
+        return f": eps={self.seen.vanishing_eps:g} is 0 in half" if self.seen.vanishing_eps else ""
 
-def _forecast(seen: Updates) -> str:
-    """Below which learning rate the updates of most entries of each kind are lost."""
-    rates = {one.kind: one.freezes_below for one in sorted(seen.kinds, key=lambda one: -(one.freezes_below or 0.0))}
-    known = [f"{number(rate)} ({kind})" for kind, rate in rates.items() if rate is not None]
-    return f"; most values stand still at learning rates below {listed(known)}" if known else ""
+    @property
+    def repair(self) -> str:
+        """Float32 weights, or a larger eps."""
+        larger = ", or use an eps that half holds: eps=1e-6 (it changes the updates slightly)"
+        return CODES[SMALL_UPDATES].remedy + (larger if self.seen.vanishing_eps else "")
 
+    @property
+    def still(self) -> str:
+        """How many values of the stillest parameters have moved."""
+        return listed([f"of {one.name} {one.moved} of {counted(one.entries, 'value')}" for one in self._stillest], 3)
 
-def _falls(steps: Sequence[Step]) -> str:
-    """What speaks for a run that goes on learning with the weights that do move."""
-    tenth = len(steps) // 10 or 1
-    first, last = (statistics.fmean(step.loss for step in some) for some in (steps[:tenth], steps[-tenth:]))
-    return f"; the loss falls from {number(first)} to {number(last)} all the same" if last < FALLS * first else ""
+    @property
+    def shares(self) -> str:
+        """How much of the way is lost."""
+        parts = {"gradient's part": self.seen.lost_gradient, "weight decay": self.seen.lost_decay}
+        apart = listed([f"{value:.0%} of the {what}" for what, value in parts.items() if value is not None])
+        return f"{self.seen.lost or 0.0:.0%} of the way that float32 weights go is lost ({apart})"
+
+    @property
+    def what_is_small(self) -> str:
+        """The part of the updates that is lost."""
+        return "updates are" if self.is_lost_by_gradients else "weight decay is"
+
+    @property
+    def forecast(self) -> str:
+        """Below which learning rate the updates of most entries of each kind are lost."""
+        kinds = sorted(self.seen.kinds, key=lambda one: -(one.freezes_below or 0.0))
+        known = [f"{number(one.freezes_below)} ({one.kind})" for one in kinds if one.freezes_below is not None]
+        return f"; most values stand still at learning rates below {listed(known)}" if known else ""
+
+    @property
+    def falls(self) -> str:
+        """What speaks for a run that goes on learning with the weights that do move."""
+        losses = [step.loss for step in self.record.steps]
+        tenth = len(losses) // 10 or 1
+        first, last = statistics.fmean(losses[:tenth]), statistics.fmean(losses[-tenth:])
+        return f"; the loss falls from {number(first)} to {number(last)} all the same" if last < FALLS * first else ""
+
+    @property
+    def named_stuck(self) -> str:
+        """The parameters whose second moments stick."""
+        return _named(self.stuck)
+
+    @property
+    def apart(self) -> str:
+        """How far the worst of them are from float32's, and the updates."""
+        sizes, times = ("small", "large"), self.worst.times
+        moments, updates = sizes[self.worst.is_too_large], sizes[not self.worst.is_too_large]
+        return f"{times:.3g} times too {moments}, and the updates {times**0.5:.2g} times too {updates}"
+
+    @property
+    def taken_off(self) -> float:
+        """The share of a second moment that a step takes off."""
+        return 1.0 - self.worst.beta
 
 
 def _named(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more half parameters"
 
 
-def _evidence(seen: Updates, names: Sequence[str]) -> dict[str, object]:
-    lost = {"lost": seen.lost, "lost_gradient": seen.lost_gradient, "lost_decay": seen.lost_decay}
-    return {"parameters": list(names[:20]), **lost}
+LOST = {"lost": "seen.lost", "lost_gradient": "seen.lost_gradient", "lost_decay": "seen.lost_decay"}
+
+SPOILING: tuple[Decision[HalfUpdates], ...] = (
+    Decision(
+        SMALL_UPDATES,
+        "an update makes half weights inf or NaN where all gradients and the same update in FP32 are finite",
+        lambda it: it.is_spoilt,
+        "the update of step {seen.spoilt_step:d} makes {named_spoilt} non-finite although all gradients are finite, "
+        "and so is the same update in FP32{why_spoilt}",
+        {"parameters": "seen.spoilt", "eps": "seen.vanishing_eps"},
+        "{repair}",
+    ),
+)
+
+SMALL: tuple[Decision[HalfUpdates], ...] = (
+    Decision(
+        FROZEN,
+        "half weights lose over 90 % of the way that float32 masters go, and that counts in the fall of the loss",
+        lambda it: bool(it.seen.frozen),
+        "{count:half parameter} hardly moved in {seen.steps:sampled step}: {still}; {shares}{falls}{forecast}",
+        {"parameters": "names", **LOST},
+    ),
+    Decision(
+        SMALL_UPDATES,
+        "no parameter stands still, and over half of the way of all is lost, that of gradients or of weight decay",
+        lambda it: it.is_lost,
+        "in {seen.steps:sampled step} {shares}: the {what_is_small} mostly below half a unit in the last place of the "
+        "weights{forecast}",
+        LOST,
+        severity="warning",
+    ),
+    Decision(
+        STUCK,
+        "a second moment in half cannot decay at its beta2, and is over 4 times as large or small as float32's",
+        lambda it: bool(it.stuck),
+        "the second moments of {named_stuck} stick: with beta2 = {worst.beta:g} a step takes {taken_off:.1%} off, "
+        "which rounds back; after {worst.steps:step} they are {apart}",
+        {"parameters": "stuck", "times": "worst.times", "beta2": "worst.beta"},
+        severity="warning",
+    ),
+)
+
+SUMS: tuple[Decision[HalfUpdates], ...] = (
+    Decision(
+        ACCUMULATION,
+        "the sum of 16 gradients or more is over a tenth from what it is in float32",
+        lambda it: (it.seen.lost_accumulation or 0.0) > LOST_OF_A_SUM,
+        "the sum of {seen.passes:d} gradients in half is {seen.lost_accumulation:.0%} from what it is in float32: a "
+        "gradient below half a unit in the last place of the sum is not added",
+        {"lost": "seen.lost_accumulation", "passes": "seen.passes"},
+        severity="warning",
+    ),
+)
+
+
+def spoilt_weights(record: Record) -> Iterator[Finding]:
+    """``optimizer-underflow``: an update of half weights that is not finite, where FP32's is."""
+    return _found(SPOILING, record)
+
+
+def lost_sums(record: Record) -> Iterator[Finding]:
+    """``lost-accumulation``: gradients of many backward passes that half cannot add up."""
+    return _found(SUMS, record)
+
+
+def small_updates(record: Record) -> Iterator[Finding]:
+    """What half weights and their second moments lose."""
+    return _found(SMALL, record)
+
+
+def _found(rows: tuple[Decision[HalfUpdates], ...], record: Record) -> Iterator[Finding]:
+    if record.updates is not None:
+        updates = HalfUpdates(record, record.updates)
+        yield from (row.finding(updates) for row in holding(rows, updates))

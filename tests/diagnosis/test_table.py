@@ -16,6 +16,7 @@ from ampdbg.diagnosis.hidden_faults import HIDDEN, HiddenFault
 from ampdbg.diagnosis.producers import suspects
 from ampdbg.diagnosis.scale import LIMITS, SKIPS, Scaling
 from ampdbg.diagnosis.tensors import TENSORS, BadTensor
+from ampdbg.diagnosis.updates import SMALL, SPOILING, SUMS, HalfUpdates
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Source
 from ampdbg.record.run import Investigation, Producer, Record, Replay, ScriptRun
@@ -181,6 +182,7 @@ SUBJECTS: tuple[tuple[type, tuple[Decision[Any], ...]], ...] = (
     (BadTensor, TENSORS),
     (Scaling, (*SKIPS, *LIMITS)),
     (HiddenFault, HIDDEN),
+    (HalfUpdates, (*SPOILING, *SUMS, *SMALL)),
 )
 
 
