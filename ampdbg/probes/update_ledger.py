@@ -2,7 +2,7 @@
 
 A window is ten steps of one optimizer. Of each half parameter some entries have a float32 master meanwhile, and the
 optimizer's states of them in float32: they are stepped by the same class with the same options on the same gradients.
-Nothing of the loop's is written, no random number is drawn, and on a GPU nothing is waited for.
+Nothing of the loop's is written, no random number is drawn, and a GPU is waited for as a window begins at most.
 """
 
 from __future__ import annotations
@@ -200,14 +200,12 @@ class SampledRow:
         self._origin, self._gradient = self.master.clone(), self.master
         counts = torch.tensor([one.entries for one in self.members])
         self._owners = torch.arange(len(counts)).repeat_interleave(counts).to(self.master.device)
-        self._path, self._second, self._decay, self._got_decay = torch.zeros(4, *self.master.shape).to(
-            self._owners.device
-        )
-        self._descent, self._got_descent, self._still = (torch.zeros_like(self.master) for _ in range(3))
+        self._path, self._second, self._decay, self._got_decay, *others = self.master.new_zeros(9, len(self.master))
+        self._descent, self._got_descent, self._still = others[:3]
+        self._added = torch.stack(others[3:])
         self._foreign = torch.zeros_like(self._owners, dtype=torch.bool)
         self.states = {key: self._state(key) for key in optimizer.state.get(self.parameters[0], {})}
         self._began_second = self.states.get(SECOND, torch.zeros_like(self.master)).clone()
-        self._added = torch.zeros(2, *self.master.shape).to(self._owners.device)
         self._steps = 0
 
     def _read(self, tensors: Iterable[Any]) -> torch.Tensor:
@@ -421,7 +419,9 @@ class UpdateLedger:
         book = self._books.get(id(optimizer))
         if book is None or book.of() is not optimizer:
             book = self._books[id(optimizer)] = Book(optimizer)
-        if book.is_kept:
+        if book.is_kept and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            book.window = None  # what is done now would be part of a CUDA graph
+        elif book.is_kept:
             now = time.perf_counter()
             self._elapsed += max(0.0, now - self._latest)
             self._latest = now
@@ -454,7 +454,7 @@ class UpdateLedger:
             book.window, book.is_kept = None, False
             book.why_not = f"on float32 copies it raises {named_error(error)}"
         spent = time.perf_counter() - began
-        self._spent += spent
+        self._spent += spent * bool(book.moments)  # the first window has to be
         book.cost += spent
 
     def _before(self, book: Book, optimizer: Optimizer) -> None:
@@ -636,7 +636,7 @@ def _rows(optimizer: Optimizer, names: Mapping[int, tuple[str, str]]) -> Iterato
         for place, parameter in enumerate(group["params"]):
             gradient, state = parameter.grad, optimizer.state.get(parameter, {})
             size = 0 if gradient is None or gradient.layout is not torch.strided else stored(parameter.detach()).numel()
-            if size and parameter.dtype in HALVES:
+            if size and parameter.dtype in HALVES and not parameter.is_meta:
                 stride = 1 if parameter.ndim < 2 or size <= WHOLE else size // SAMPLE | 1
                 name, kind = names.get(id(parameter), (f"group {index}, parameter {place}", OTHERS))
                 key = (parameter.device, parameter.dtype, tuple(state), float(state.get("step", 0)))

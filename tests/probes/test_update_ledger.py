@@ -663,3 +663,30 @@ def test_the_page_has_a_row_for_each_kind_of_half_weight() -> None:
     assert "| kind | stored | gradients | states | lost | of decay | still below lr |" in page
     assert "| norms | bfloat16 | bfloat16 | bfloat16 | 100% | 100% |" in page
     assert from_json(to_json(record)) == record
+
+
+TRAINER = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+torch.manual_seed(0)
+config = LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+LlamaForCausalLM(config).save_pretrained("llama")
+model = LlamaForCausalLM.from_pretrained("llama", dtype=torch.{dtype})
+data = [{{"input_ids": x, "labels": x}} for x in torch.randint(0, 256, (128, 32))]
+arguments = TrainingArguments("out", max_steps=40, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True)
+Trainer(model, arguments, train_dataset=data).train()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "found"), [("bfloat16", [("frozen-weights", "error")]), ("float32", [])])
+def test_run_says_of_a_trainer_with_a_llama_in_bfloat16_that_its_norms_stand_still(
+    dtype: str, found: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    record, _, code = ran(tmp_path, TRAINER.format(dtype=dtype), options=())
+    assert (codes(record), code) == (found, len(found))
+    named = record.findings[0].evidence["parameters"] if found else []
+    assert all("norm" in name for name in named)
