@@ -84,7 +84,7 @@ class HalfUpdates:
 
     def place(self, row: Decision[Any]) -> Mapping[str, Any]:
         """The step and the parameter; what stands still does so from the first step on."""
-        steps, is_spoilt = self.record.steps, row.message.startswith("the update of step")
+        steps, is_spoilt = self.record.steps, row in SPOILING
         step = {STUCK: steps[-1:]}.get(row.code, steps[:1])
         of = {STUCK: [self.worst.parameter] if self.stuck else [], FROZEN: self.names}.get(row.code, [])
         parameter = next(iter(self.seen.spoilt if is_spoilt else of), "")

@@ -571,7 +571,8 @@ def _closer_look(record: Record, typed: view.Typed) -> view.NextCommand | None:
     is_alone = record.script is not None and record.script.processes == 1 and not record.script.captures
     is_long = record.steps_run > CLOSER_LOOK and record.environment.policy != "none"
     can_be = not any(NOT_CAPTURED in note for note in record.unseen.notes)
-    if not (is_plain and is_alone and is_long and can_be):
+    is_done = any(map(agrees_with_fp32, record.investigations))
+    if is_done or not (is_plain and is_alone and is_long and can_be):
         return None
     emulated = ("--emulate",) * record.environment.emulated
     what = "capture one step for ampdbg replay, which finds what shows in no loss"
