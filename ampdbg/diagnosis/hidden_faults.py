@@ -31,7 +31,7 @@ from ampdbg.diagnosis.producers import (
 from ampdbg.diagnosis.scale import GROWTH
 from ampdbg.levels import has_static_scale
 from ampdbg.ops import CHOOSES, base_name
-from ampdbg.quantities import number
+from ampdbg.quantities import listed, number
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Investigation, Record, Replay
@@ -111,6 +111,11 @@ class HiddenFault:
         return format_of(self.low.dtype).short
 
     @property
+    def gone(self) -> str:
+        """The parameters that lose most of their gradient, in words."""
+        return f", and the gradient of {listed(self.low.lost, 3)} is lost" if self.low.lost else ""
+
+    @property
     def repair(self) -> str:
         """What raises the loss scale. A dynamic one began so low, or is held down: steps were skipped at the next
         larger one, where other gradients overflow."""
@@ -165,7 +170,7 @@ HIDDEN: tuple[Decision[HiddenFault], ...] = (
         SILENT,
         "the same, and loss and gradients still agree with FP32's: a warning",
         lambda fault: fault.hidden is not None and fault.erased is None and not fault.is_far,
-        "{suspect.reaches}, and a later op turns the inf into a finite value; the loss still agrees with FP32's",
+        "{suspect.reaches}, and a later op turns the inf into a finite value; the loss still agrees with FP32's{gone}",
         severity="warning",
     ),
     Decision(
@@ -186,7 +191,8 @@ HIDDEN: tuple[Decision[HiddenFault], ...] = (
     ),
     Decision(
         FAR_FROM_FP32,
-        "the step is further from FP32 than 4 times what rounding weights and batch changes, and nothing overflows",
+        "the loss is over 5 % or gradients over 25 % from FP32's, by over 4 times what rounding weights and batch "
+        "changes, and nothing overflows",
         lambda fault: fault.is_far and fault.hidden is None and not fault.is_flushed and not fault.chooses_otherwise,
         "the step differs from FP32 by more than rounding explains: {losses}{first_far}",
     ),

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from ampdbg.agreement import agrees_with_fp32
-from ampdbg.diagnosis.cause import KEPT_SCALE
+from ampdbg.agreement import AGREEMENT, agrees_with_fp32, is_finite
+from ampdbg.diagnosis.cause import KEPT_SCALE, WEIGHTS_GREW
+from ampdbg.diagnosis.producers import UNKNOWN
 from ampdbg.diagnosis.scale import UNEXPLAINED, ScaleCourse
 from ampdbg.formats import FLOAT32, FORMATS
 from ampdbg.levels import format_of_config
@@ -23,6 +24,7 @@ from ampdbg.record.run import (
     EXITED,
     NOT_CAPTURED,
     GroupOverflow,
+    Investigation,
     KindUpdates,
     ParameterCounts,
     Record,
@@ -435,10 +437,25 @@ def _facts(record: Record) -> Iterator[str]:
     ):
         facts = list(_facts_of(timeline, record))
         yield from [f"optimizer {timeline.steps[0].optimizer}: {', '.join(facts)}"] if several else facts
-    alike = [str(made.step) for made in record.investigations if agrees_with_fp32(made)]
-    if alike:
-        yield f"steps {listed(alike)} agree with FP32" if alike[1:] else f"step {alike[0]} agrees with FP32"
+    yield from _compared(record)
     yield duration(record.elapsed)
+
+
+def _compared(record: Record) -> Iterator[str]:
+    """Which healthy steps were compared with FP32, and how far their gradients are from its; or that none was."""
+    alike = [made for made in record.investigations if agrees_with_fp32(made)]
+    yield from map(_distance, alike)
+    is_half = record.environment.policy != "none" and format_of_config(record.config) is not FLOAT32
+    if not alike and record.command == "run" and record.verdict == "healthy" and is_half:
+        yield "no step compared with FP32"
+
+
+def _distance(made: Investigation) -> str:
+    distance = made.low.gradient_distance
+    if distance is None or distance <= AGREEMENT:
+        return f"step {made.step} agrees with FP32" + (f" (gradients {share(distance)} apart)" if distance else "")
+    by_rounding = ", as far as rounding takes them" * (made.floor is not None)
+    return f"step {made.step} has gradients {share(distance)} from FP32's{by_rounding}"
 
 
 def _facts_of(timeline: Record, record: Record) -> Iterator[str]:
@@ -532,6 +549,15 @@ def pin_may_help(record: Record) -> bool:
     return record.verdict == "precision" and any(catalogued(one.code).pin_helps for one in record.findings[:1])
 
 
+def may_be_tried(record: Record) -> bool:
+    """Whether FP32 comes through the first finding's step, whole, though no op explains why half does not."""
+    root = record.faults[0] if record.faults else None
+    if root is None or root.code != UNKNOWN or WEIGHTS_GREW in root.evidence:
+        return False
+    made = (one for one in record.investigations if one.step == root.replayed_step and one.reproduced)
+    return any(one.reach == "whole" and is_finite(one.fp32) for one in made)
+
+
 def only_settles(record: Record) -> bool:
     """Whether nothing is wrong, and no step was taken yet: nothing is to be cured, and a longer run shows more."""
     return record.took_no_step and all(finding.severity == "info" for finding in record.findings)
@@ -546,9 +572,10 @@ def after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
     if has_no_gpu and (obstacle is not None or _ran_in_fp32(record)):
         return view.NextCommand("run it in FP16, with the GPU that ampdbg emulates", _again(record, typed, "--emulate"))
     captures = record.script.captures if record.script is not None else ()
-    of_root = _of_root(captures, record) if pin_may_help(record) else None
+    of_root = _of_root(captures, record) if pin_may_help(record) or may_be_tried(record) else None
     if of_root is not None:
         what = "the patch that cures it, proven on the step that was captured"
+        what = what if pin_may_help(record) else "look for what needs FP32 by experiment, on the step that was captured"
         is_of_capture = record.command == "replay" and "--script" in typed.config
         taken = typed.config if is_of_capture else _capture_to_type(of_root, record, typed.folder)
         return view.NextCommand(what, f"ampdbg suggest-fp32 {taken}")

@@ -31,7 +31,7 @@ from ampdbg.probes.module_calls import recorded_graphs
 from ampdbg.probes.tensors import are_weights_spoilt, nonfinite
 from ampdbg.probes.torch_errors import autocast_error
 from ampdbg.probes.watch import Watch
-from ampdbg.quantities import counted
+from ampdbg.quantities import counted, number
 from ampdbg.record.log import kept
 from ampdbg.record.run import EXITED, Investigation, Record, ScriptRun
 from ampdbg.replay.investigation import Why, is_blamed
@@ -51,6 +51,9 @@ TAKEN = 10
 """Behind so many steps in a row that an optimizer has taken, the next is held against FP32: what it hides, such as an
 overflow that erases itself, shows in no loss."""
 
+COMPARISON = 30.0
+"""Replays that take so many seconds at most are made of one healthy step of each optimizer, however short the run."""
+
 REPLAYS = 20
 """So many times as long as a step its replays take, about."""
 
@@ -66,6 +69,12 @@ MODULES_ALONE = "step {}: only its modules were replayed ({}); the loss shown is
 NOT_AGAIN = "step {}, whose {} not finite, could not be replayed: {}"
 
 FINITE_AGAIN = "run again it is finite"
+
+NOT_THE_SAME = "its loss was {}, and is {} when it is replayed"
+
+HALF_BY_HOOKS = "hooks give its modules half weights"
+
+NOT_COMPARED = "step {}, which looks healthy, was not compared with FP32: {}"
 
 MODULES_FINITE = "its modules give finite values, and what the script makes of them cannot be replayed: {}"
 
@@ -113,15 +122,19 @@ class Policy:
         """Whether a step that looks healthy is held against FP32: one of each optimizer that has taken some in a row,
         where no step has failed for good."""
         is_due = self._taken[optimizer] >= TAKEN and optimizer not in self._compared and not self._tries.get("loss")
-        if not (is_due and self.is_open("end") and self._is_in_time()):
+        is_quick = self._expected <= COMPARISON  # whatever other replays have taken: the same run gets the same answer
+        if not (is_due and self.is_open("end") and (is_quick or self._is_in_time())):
             return False
         self._compared.add(optimizer)
         return True
 
+    @property
+    def _expected(self) -> float:
+        """How many seconds the replays of a step take, about."""
+        return REPLAYS * (time.monotonic() - self._began - self.waited) / max(1, self._steps)
+
     def _is_in_time(self) -> bool:
-        now = time.monotonic()
-        expected = REPLAYS * (now - self._began - self.waited) / max(1, self._steps)
-        return self.waited + expected <= WAITS + SHARE * (now - self._began)
+        return self.waited + self._expected <= WAITS + SHARE * (time.monotonic() - self._began)
 
     def ended(self) -> None:
         """A step has ended: the first tells nothing of how long a step takes."""
@@ -386,20 +399,33 @@ class FailingSteps:
             self._capture(live, self._loss(), scaler)
 
     def _compare(self, number: int, scale: float) -> None:
-        """Holds a step that looks healthy against FP32, and captures it where it hides a fault; where it cannot be
-        replayed whole nothing is said, for nothing is known to be wrong."""
-        with held_signals(), self._policy.looking("end"), contextlib.suppress(Exception):
-            live, _ = self._live(number, "end", scale, None)
-            made = None
-            if live is not None and live.recorded.reach == "whole" and not hooks_half_weights(live.model):
-                made = live.investigated(self._watcher.steps)
-            if live is None or made is None:
-                return
-            made = replace(made, loss=self._loss())
-            fault = hidden_fault(made, self._watcher.record())
-            if fault is not None and fault.is_one and self.captures.are_wanted:
-                self._capture(live, made.loss, self._watcher.open_step.scaler)
-            self.found[:] = kept([*self.found, *[made] * (fault is not None)])
+        """Holds a step that looks healthy against FP32, and captures it where it hides a fault."""
+        why_not = ""
+        with held_signals(), self._policy.looking("end"):
+            try:
+                live, why_not = self._live(number, "end", scale, None)
+                if live is not None:
+                    why_not = self._compared(live)
+            except Exception as error:  # noqa: BLE001 - as that there is no memory for it: the script goes on
+                why_not = named_error(error)
+        if why_not:
+            self._notes.append(NOT_COMPARED.format(number, why_not))
+
+    def _compared(self, live: LiveStep) -> str:
+        """Compares a step with FP32; why that shows nothing, or ""."""
+        if live.recorded.reach != "whole" or hooks_half_weights(live.model):
+            return live.why_no_further or HALF_BY_HOOKS
+        made = live.investigated(self._watcher.steps)
+        if made is None:
+            return ""  # a signal has come, and the script is not kept waiting
+        made = replace(made, loss=self._loss())
+        fault = hidden_fault(made, self._watcher.record())
+        if fault is None:
+            return NOT_THE_SAME.format(number(made.loss), number(made.low.loss))
+        if fault.is_one and self.captures.are_wanted:
+            self._capture(live, made.loss, self._watcher.open_step.scaler)
+        self.found[:] = kept([*self.found, made])
+        return ""
 
     def step_ended(self, is_bad: bool) -> None:
         """Called when a step has ended."""
