@@ -278,7 +278,7 @@ def suggest_fp32(
     Args:
         config: as of :func:`bisect`; without it the latest record of this folder.
         form: how the suggestion is to be handed over.
-        verify: prove it in fresh processes.
+        verify: prove it before it is handed over.
         apply: write the files, where there is a patch.
         force: write them also where git sees uncommitted changes in them.
         strategy: as of :func:`bisect`, and ``max_trials`` too.

@@ -1,1 +1,1 @@
-"""Runs a patch in fresh processes before it is shown: failing steps, further batches, a training run."""
+"""Runs a patch before it is shown: failing steps, further batches, a training run."""

@@ -5,10 +5,8 @@ The process ends in the middle of the script, so that nothing of it runs on: no 
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -16,25 +14,19 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Literal
 
 from ampdbg.diagnosis.ranges import diagnose_ranges
 from ampdbg.errors import EXIT_INTERRUPTED, AmpdbgError, named_error
-from ampdbg.files import replace_file, temporary_folder
 from ampdbg.observer import Observer
 from ampdbg.pinning.bisection import Kept, search
 from ampdbg.proof.jobs import CapturedStep
-from ampdbg.proof.processes import end_group, own_stdout, started
+from ampdbg.proof.processes import Deliver, FreshProcess, FreshProcesses, end_group, fresh_process
 from ampdbg.proof.suggestion import Suggestion, suggestion_of
 from ampdbg.record.pins import Form, Strategy
 from ampdbg.replay.range_profile import profile_of
 from ampdbg.script.capture import Capture, CaptureError
 from ampdbg.script.restart import RestoredStep, how_often, restore_in_script
-
-RUN = (
-    "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "  # while it imports there is nothing to keep
-    "from ampdbg.proof.captures import main; main()"
-)
 
 ENDING = 60.0
 """Seconds that an interrupted search has to write down what it has found."""
@@ -66,65 +58,37 @@ def done_with(job: CaptureJob, observer: Observer) -> Suggestion:
     """
     capture = Capture(job.path, job.script)
     observer.stage(f"starting {capture.start.name} again, up to a step like step {capture.head.step}")
-    with temporary_folder() as folder:
-        task, result = folder / "task", folder / "result"
-        task.write_bytes(pickle.dumps(replace(job, path=job.path.absolute())))
-        with started(RUN, [str(task), str(result)]) as child:
-            try:
-                assert child.stdout is not None
-                _hand_on(child.stdout, observer)
-                code = child.wait()
-            except BaseException:
-                code = _interrupted(child)
-                if not result.exists():
-                    raise
-            finally:
-                end_group(child.pid)
-        if not result.exists():
-            how = signal.strsignal(-code) if code < 0 else f"exit code {code}"
-            raise CaptureError(f"{job.path}: the process of {capture.start.name} ended before it was done: {how}")
-        outcome: Suggestion | AmpdbgError = pickle.loads(result.read_bytes())
-        if isinstance(outcome, AmpdbgError):
-            raise outcome
-        return outcome
+    with fresh_process() as process:
+        process.begin(in_script, replace(job, path=job.path.absolute()), outlives=True)
+        try:
+            process.pass_on(observer)
+            code = process.child.wait()
+        except BaseException:
+            code = _interrupted(process)
+            if process.result() is None:
+                raise
+        outcome: Suggestion | AmpdbgError | None = process.result()
+    if outcome is None:
+        how = signal.strsignal(-code) if code < 0 else f"exit code {code}"
+        raise CaptureError(f"{job.path}: the process of {capture.start.name} ended before it was done: {how}")
+    if isinstance(outcome, AmpdbgError):
+        raise outcome
+    return outcome
 
 
-def _interrupted(child: subprocess.Popen[str]) -> int:
+def _interrupted(process: FreshProcess) -> int:
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        child.send_signal(signal.SIGINT)
-        return child.wait(ENDING)
-    child.kill()
-    return child.wait()
+        process.child.send_signal(signal.SIGINT)
+        return process.child.wait(ENDING)
+    process.child.kill()
+    return process.child.wait()
 
 
-def _hand_on(events: IO[str], observer: Observer) -> None:
-    for line in events:
-        name, arguments = pickle.loads(base64.b64decode(line))
-        getattr(observer, name)(*arguments)
-
-
-class _Told(Observer):
-    def __init__(self, stream: IO[str]) -> None:
-        for name in ("replay", "search", "trial", "stage"):
-            setattr(self, name, self._telling(name, stream))
-
-    @staticmethod
-    def _telling(name: str, stream: IO[str]) -> Callable[..., None]:
-        def tell(*arguments: Any) -> None:
-            stream.write(base64.b64encode(pickle.dumps((name, arguments))).decode() + "\n")  # print may be the script's
-            stream.flush()
-
-        return tell
-
-
-def main() -> None:
-    """Takes a job and the path of the result from the command line; writes what an observer sees to stdout."""
-    task, result = map(Path, sys.argv[1:3])
-    events = own_stdout()
-    job: CaptureJob = pickle.loads(task.read_bytes())
+def in_script(job: CaptureJob, observer: Observer, deliver: Deliver, folder: Path) -> None:
+    """Starts the script again, and delivers what comes of the job there."""
 
     def end(outcome: Suggestion | AmpdbgError) -> None:
-        replace_file(result, pickle.dumps(outcome))
+        deliver(outcome)
         sys.stderr.flush()
         end_group(os.getpid())  # with what the script has started, also where nobody waits for the result any more
         os._exit(0)
@@ -133,17 +97,17 @@ def main() -> None:
         if isinstance(taken, CaptureError):
             end(taken)
             return
-        end(_outcome(taken, job, events))
+        end(_outcome(taken, job, observer))
 
     try:
-        restore_in_script(Capture(job.path, job.script), use, result.parent)
+        restore_in_script(Capture(job.path, job.script), use, folder)
     except AmpdbgError as error:
         end(CaptureError(str(error)))  # without what only this process has
     except Exception as error:  # noqa: BLE001 - what the script has left of torch may raise anything
         end(CaptureError(f"{job.path}: {named_error(error)}"))
 
 
-def _outcome(taken: RestoredStep, job: CaptureJob, events: IO[str]) -> Suggestion | AmpdbgError:
+def _outcome(taken: RestoredStep, job: CaptureJob, observer: Observer) -> Suggestion | AmpdbgError:
     """What comes of the job; Ctrl-C ends the process where nothing was found by then.
 
     Python interrupts the main thread alone: where the script trains in another one, Ctrl-C ends the process at once.
@@ -151,7 +115,7 @@ def _outcome(taken: RestoredStep, job: CaptureJob, events: IO[str]) -> Suggestio
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        return _WORK[job.command](taken, job, _Told(events))
+        return _WORK[job.command](taken, job, observer)
     except AmpdbgError as error:
         return CaptureError(str(error))
     except KeyboardInterrupt:
@@ -180,7 +144,9 @@ def _bisected(taken: RestoredStep, job: CaptureJob, observer: Observer) -> Sugge
     ended = search(taken.run, record, kept, job.strategy, job.max_trials, observer)
     if job.command == "bisect":
         return Suggestion(ended.record)
-    return suggestion_of(ended, job.form, job.verify, observer, CapturedStep(job.path, made, job.script))
+    with FreshProcesses(ended.run.config.start) as start:
+        captured = CapturedStep(job.path, made, job.script)
+        return suggestion_of(ended, job.form, start if job.verify else None, observer, captured)
 
 
 _WORK: Mapping[str, Callable[[RestoredStep, CaptureJob, Observer], Suggestion]] = {

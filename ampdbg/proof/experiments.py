@@ -1,4 +1,4 @@
-"""The experiments of a proof, in a process that has the patched code: the failing steps, further batches, training."""
+"""The experiments of a proof, with the patch in force: the failing steps, further batches, training."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import contextlib
 import functools
 import math
 import os
-import pickle
 import statistics
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -20,25 +18,13 @@ from ampdbg.config.schema import Config, LossScale
 from ampdbg.costs.step import use_of_a_pass
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.errors import AmpdbgError, WorkloadError, first_line, named_error
-from ampdbg.files import replace_file
 from ampdbg.formats import FLOAT16
 from ampdbg.observer import Observer
 from ampdbg.pinning.experiment import gradients_far, health_of, judged, on_further_batches
 from ampdbg.precision.emulation import is_emulating
-from ampdbg.proof.jobs import (
-    CapturedStep,
-    Job,
-    Patched,
-    Seen,
-    StepUse,
-    Trained,
-    Tried,
-    load_steps,
-    overlaid,
-    pinned_by,
-    prepared_with,
-)
-from ampdbg.proof.processes import own_stdout
+from ampdbg.proof.jobs import Job, Patched, Seen, StepUse, Trained, Tried, in_force, overlaid, prepared_with
+from ampdbg.proof.processes import Deliver
+from ampdbg.proof.swap import CannotSwapError
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Investigation, Producer, Record, Step
@@ -50,93 +36,99 @@ from ampdbg.script.capture import Capture, CaptureError
 from ampdbg.script.restart import RestoredStep, restore_in_script
 from ampdbg.training.fp32_twin import Losses, fp32_losses, last_quarter
 from ampdbg.training.loop import train
+from ampdbg.workload.build import Workload
 from ampdbg.workload.losses import call_model
+from ampdbg.workload.targets import imports_apart
+
+Cured = Callable[[Sequence[Tried]], None]
+"""Called where a patch makes all failing steps healthy, before the rest is run."""
 
 
-def main() -> None:
-    """Takes a task and the path of the result from the command line; writes a line to stdout for each stage."""
-    task, result = map(Path, sys.argv[1:3])
-    stages = own_stdout()
-    # The user's code is to find the command line that it has found before.
-    job, steps, threads, sys.argv = pickle.loads(task.read_bytes())
-    torch.set_num_threads(threads)
-
-    def deliver(seen: Seen) -> None:
-        replace_file(result, pickle.dumps(seen))
-
-    if job.captured is None:
-        deliver(perform(job, steps, _StagesTo(stages)))
-    else:
-        deliver(perform_in_script(job, job.captured, _StagesTo(stages), deliver, result.parent))
-
-
-class _StagesTo(Observer):
-    def __init__(self, stages: IO[str]) -> None:
-        self._stages = stages
-
-    def stage(self, doing: str) -> None:
-        self._stages.write(f"{doing}\n")
-        self._stages.flush()
-
-
-def perform(job: Job, steps: Path, observer: Observer) -> Seen:
-    """Runs the job with its files in the place of those on disk; ``steps`` is the file with the failing steps.
-
-    Whatever the user's code or its patched form raises is the ``failure`` of what was seen.
-    """
-    with overlaid(job.patched.files) as taken:
-
-        def seen() -> Seen:
-            with prepared_with(job.patched, job.config) as run:
-                seen = _seen(run, _fitting(load_steps(steps, run.workload), run), job, observer)
-                begins_at = run.scaler().get_scale()
-            # The training runs build a workload of their own.
-            if seen.is_over:
-                return seen
-            if job.kind == "patched":
-                runs = {"patched": trained_with_the_patch(job, seen.tried, observer, begins_at)}
-            else:
-                runs = reference_runs(job, seen.uses, observer)
-            return replace(seen, runs=runs)
-
-        return replace(_without_raising(seen), unused=_unused(job, taken))
-
-
-def perform_in_script(
-    job: Job, captured: CapturedStep, observer: Observer, deliver: Callable[[Seen], None], folder: Path
+def seen_in(
+    run: Run, failing: Sequence[FailingStep], job: Job, observer: Observer, cured: Cured = lambda tried: None
 ) -> Seen:
-    """Runs the job in the script that its step was captured in, and hands what was seen to ``deliver``.
+    """What is seen of a job in a run that stands, in which its patch is put in force for it.
 
-    The process ends then, in the middle of the script: nothing of it is to run on. Returns only where the script
-    cannot be taken over, and why.
+    Raises:
+        CannotSwapError: it cannot be.
     """
-    capture = Capture(captured.path, captured.script, is_patched=bool(job.patched.files))
-    start = capture.start
-    with overlaid(job.patched.files) as taken:
-        script = None if start.is_module else os.path.realpath(start.name)
-        own = next((path for path in job.patched.files if os.path.realpath(path) == script), None)
 
+    def seen() -> Seen:
+        of_disk = replace(job, patched=Patched(moves_constants=job.patched.moves_constants))  # so are all lines
+        with in_force(job.patched, run, failing):
+            return experiments(run, failing, of_disk, observer, cured)
+
+    return _without_raising(seen)
+
+
+def seen_anew(failing: Sequence[FailingStep], job: Job, observer: Observer, cured: Cured = lambda tried: None) -> Seen:
+    """The same in a workload that is built anew, of the patched files; those that stand are left alone."""
+
+    def seen() -> Seen:
+        with _quiet(), imports_apart(), prepared_with(job.patched, job.config) as run:
+            return experiments(run, tuple(_moved(failing, run.workload)), job, observer, cured)
+
+    return _of_patched_files(job, seen)
+
+
+def train_alone(job: Job, observer: Observer, deliver: Deliver, folder: Path) -> None:
+    """Trains with the patched files, for a process that has imported nothing of the user's."""
+    torch.set_num_threads(job.threads)
+    deliver(_of_patched_files(job, lambda: Seen(trained=trained_with_the_patch(job, observer))))
+
+
+def see_in_script(job: Job, observer: Observer, deliver: Deliver, folder: Path) -> None:
+    """Starts the script of a capture, with the patched files, and delivers what is seen of the job in its step.
+
+    The process ends then, in the middle of the script: nothing of it is to run on.
+    """
+    captured, texts = job.captured, {os.path.realpath(path): text for path, text in job.patched.files.items()}
+    assert captured is not None
+    torch.set_num_threads(job.threads)
+    capture = Capture(captured.path, captured.script)
+    script = os.path.realpath(capture.start.name)  # of a module no file
+
+    def seen() -> Seen:
         def use(step: RestoredStep | CaptureError) -> None:
-            def seen() -> Seen:
+            def seen_there() -> Seen:
                 if isinstance(step, CaptureError):
                     raise step
-                with pinned_by(job.patched, step.run):
-                    return _seen(step.run, (step.failing(captured.made),), job, observer)
+                return experiments(step.run, (step.failing(captured.made),), job, observer)
 
-            if own is not None:
-                taken.add(own)
-            deliver(replace(_without_raising(seen), unused=_unused(job, taken)))
+            there = _without_raising(seen_there)
+            others = texts.keys() - {script, *map(os.path.realpath, taken)}
+            deliver(replace(there, unused=tuple(map(os.path.basename, others))))
             os._exit(0)
 
-        def started() -> Seen:
-            restore_in_script(capture, use, folder, job.patched.files[own] if own is not None else None)
-            raise AssertionError("the process ends in the script")
+        with overlaid(job.patched.files) as taken:
+            restore_in_script(capture, use, folder, texts.get(script))
+        raise AssertionError("the process ends in the script")
 
-        return _without_raising(started)
+    deliver(_without_raising(seen))  # where the script could not be taken over
 
 
-def _unused(job: Job, taken: set[Path]) -> tuple[str, ...]:
-    return tuple(path.name for path in job.patched.files if path not in taken)
+def _of_patched_files(job: Job, see: Callable[[], Seen]) -> Seen:
+    with overlaid(job.patched.files) as taken:
+        seen = _without_raising(see)
+        unused = job.patched.files.keys() - {*taken, job.patched.pins_file}
+        return replace(seen, unused=tuple(path.name for path in unused))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What the user's modules print as they are imported once more was printed before."""
+    with open(os.devnull, "w", encoding="utf-8") as nothing, contextlib.redirect_stdout(nothing):
+        yield
+
+
+def _moved(failing: Sequence[FailingStep], workload: Workload) -> Iterator[FailingStep]:
+    """The steps for a model that was built anew."""
+    shapes = [parameter.shape for parameter in workload.model.parameters()]
+    for step in failing:
+        if [weight.shape for weight in step.snapshot.weights] != shapes:
+            raise WorkloadError("the model has other parameters than the failing step")
+        state = step.snapshot.state.packed().unpacked(workload.model)
+        yield replace(step, snapshot=replace(step.snapshot, state=state, beside=(workload.step.of,)))
 
 
 def _without_raising(see: Callable[[], Seen]) -> Seen:
@@ -145,16 +137,25 @@ def _without_raising(see: Callable[[], Seen]) -> Seen:
         return see()
     except AmpdbgError as error:
         return Seen(failure=first_line(error))
+    except CannotSwapError:
+        raise
     except Exception as error:  # noqa: BLE001 - a patched model may break what every other model keeps to
         return Seen(failure=named_error(error))
 
 
-def _seen(run: Run, steps: Sequence[FailingStep], job: Job, observer: Observer) -> Seen:
-    """The failing steps, and what is to be known of the first besides."""
+def experiments(
+    run: Run,
+    steps: Sequence[FailingStep],
+    job: Job,
+    observer: Observer,
+    cured: Cured = lambda tried: None,
+) -> Seen:
+    """The failing steps, and what is to be known of the first besides; the patch of the job has to be in force."""
     is_patched = job.kind == "patched"
     tried = tuple(_each_tried(run, steps, job))
     if job.kind == "dropped" or (is_patched and not tried[-1].healthy):
-        return Seen(tried=tried, is_over=True)
+        return Seen(tried=tried)
+    cured(tried)
     with weights_of(run.workload.model, steps[0]):
         further, further_failure = _further(run, steps[0], tried[0].scale, job, observer) if is_patched else ((), "")
         low = run.mode.format.name
@@ -164,13 +165,6 @@ def _seen(run: Run, steps: Sequence[FailingStep], job: Job, observer: Observer) 
         uses = {way: use for way, dtype in ways.items() if (use := step_use(run, steps[0], dtype))}
         eval_failure = raised_in_eval_mode(run, steps[0])
     return Seen(tried=tried, further=further, further_failure=further_failure, eval_failure=eval_failure, uses=uses)
-
-
-def _fitting(steps: Sequence[FailingStep], run: Run) -> Sequence[FailingStep]:
-    shapes = [parameter.shape for parameter in run.workload.model.parameters()]
-    if any([weight.shape for weight in step.snapshot.weights] != shapes for step in steps):
-        raise WorkloadError("the model has other parameters than the failing step")
-    return steps
 
 
 def _each_tried(run: Run, steps: Sequence[FailingStep], job: Job) -> Iterator[Tried]:
@@ -285,7 +279,8 @@ def step_use(run: Run, failing: FailingStep, dtype: str) -> StepUse | None:
     saved = _saved_bytes(run, failing, manner)
     if saved is None:
         return None
-    return StepUse(_seconds(run, failing, manner), saved, _peak_bytes(run, failing, manner), is_emulating())
+    seconds = 0.0 if is_emulating() else _seconds(run, failing, manner)  # a CPU's say nothing of a GPU's
+    return StepUse(seconds, saved, _peak_bytes(run, failing, manner), is_emulating())
 
 
 def _seconds(run: Run, failing: FailingStep, manner: Manner) -> float:
@@ -313,25 +308,14 @@ def _peak_bytes(run: Run, failing: FailingStep, manner: Manner) -> int | None:
 REPLAYED_STEPS = 2
 """At most so many unhealthy steps of each kind are replayed in the run with the patch."""
 
-LONGEST_EXTRA_RUN = 120.0
-"""Seconds that the training run may take which shows how far apart two runs in FP32 are."""
 
-
-def trained_with_the_patch(
-    job: Job, tried: Sequence[Tried], observer: Observer, begins_at: float | None = None
-) -> Trained:
-    """Its dynamic loss scale begins no higher than where it would settle: skipped steps prove nothing.
-
-    Args:
-        job: the proof's.
-        tried: the failing steps with the patch, each at a loss scale that its gradients bear.
-        observer: sees that it begins.
-        begins_at: the loss scale that it would begin with, where a checkpoint has another than the config.
-    """
+def trained_with_the_patch(job: Job, observer: Observer) -> Trained:
+    """Its dynamic loss scale begins no higher than what the failing steps bear, where it would settle: skipped steps
+    prove nothing."""
     observer.stage(f"{job.train_steps} steps with the patch")
-    precision, borne = job.config.precision, min(one.scale for one in tried)
+    precision, borne = job.config.precision, job.borne
     scale = precision.loss_scale
-    if precision.format is not FLOAT16 or not isinstance(scale, LossScale) or (begins_at or scale.init) <= borne:
+    if precision.format is not FLOAT16 or not isinstance(scale, LossScale) or job.begins_at <= borne:
         return _trained(job)
     settled = precision.model_copy(update={"loss_scale": scale.model_copy(update={"init": borne})})
     changed = job.config.model_copy(update={"precision": settled, "continues_scale": False})
@@ -339,19 +323,11 @@ def trained_with_the_patch(
     return replace(trained, begun_at=borne)
 
 
-def reference_runs(job: Job, uses: Mapping[str, StepUse], observer: Observer) -> dict[str, Trained]:
-    """The runs without the patch: in FP32, and in FP32 from rounded weights unless that takes long."""
-    observer.stage(f"{job.train_steps} steps in FP32")
-    runs = {"float32": _trained_in_fp32(job)}
-    if "float32" in uses and uses["float32"].seconds * job.train_steps < LONGEST_EXTRA_RUN:
-        observer.stage(f"{job.train_steps} steps in FP32 from rounded weights")
-        runs["rounded"] = _trained_in_fp32(job, is_rounded=True)
-    return runs
-
-
-def _trained_in_fp32(job: Job, *, is_rounded: bool = False) -> Trained:
+def trained_in_fp32(job: Job, withheld: Collection[int], *, is_rounded: bool = False) -> Trained:
+    """The same steps without the patch, in FP32; ``is_rounded`` from weights that were rounded to half."""
     try:
-        losses = fp32_losses(_longer(job), withheld=job.withheld, is_rounded=is_rounded)
+        with _quiet(), imports_apart():
+            losses = fp32_losses(_longer(job), withheld=withheld, is_rounded=is_rounded)
     except AmpdbgError as error:
         return Trained(steps=job.train_steps, failure=first_line(error))
     return Trained(steps=job.train_steps, losses=losses)

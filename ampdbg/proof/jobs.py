@@ -1,32 +1,33 @@
-"""The experiments of a proof: as a process is given them, in force in it, and their results as it returns them."""
+"""The experiments of a proof: what is run, how a patch comes into force for it, and what was seen."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import linecache
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.machinery import SourceFileLoader
 from importlib.util import decode_source
 from pathlib import Path
-from types import CodeType, ModuleType
-from typing import Literal
+from types import CodeType, FrameType
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
 
 from ampdbg.config.schema import Config
-from ampdbg.errors import AmpdbgError, UserCodeError, first_line
 from ampdbg.patch.file_edits import counterpart
+from ampdbg.probes.source_lines import tracing
+from ampdbg.proof.swap import CannotSwapError, swapped
+from ampdbg.quantities import listed
 from ampdbg.record.pins import RootModel
 from ampdbg.record.run import Investigation, Reach
 from ampdbg.replay.pinned_replays import ScaleRange
+from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run, prepared
-from ampdbg.replay.snapshot import FailingStep, ModelState, PackedState
-from ampdbg.workload.build import Workload
+from ampdbg.replay.snapshot import FailingStep, weights_of
 
 
 @dataclass(frozen=True)
@@ -82,14 +83,15 @@ class CapturedStep:
 
 @dataclass(frozen=True)
 class Job:
-    """What one process runs.
+    """What is run of a patch at once.
 
-    ``patched``: the failing steps, further batches and a training run, with the patch. ``dropped``: the failing
-    steps with a part of the patch. ``reference``: the failing steps without it, and training runs in FP32.
+    ``patched``: the failing steps with it, and further batches. ``dropped``: the failing steps with a part of it.
+    ``reference``: the failing steps without it.
 
-    ``scales`` has one entry a failing step, and each step is run ``repeats`` times. The training runs have
-    ``train_steps`` steps, and those in FP32 withhold the updates of the steps in ``withheld``. With ``captured`` the
-    failing step is a script's, which is started again for it; there is no config that could be trained by.
+    ``scales`` has one entry a failing step, and each step is run ``repeats`` times. The training run has
+    ``train_steps`` steps. With ``captured`` the failing step is a script's, and there is no config that could be
+    trained by. ``begins_at`` is the loss scale that the training run would begin with, ``borne`` the largest one that
+    the failing steps bear with the patch; torch has so many ``threads``.
     """
 
     kind: Literal["patched", "dropped", "reference"]
@@ -99,8 +101,10 @@ class Job:
     is_silent: bool
     repeats: int = 1
     train_steps: int = 0
-    withheld: frozenset[int] = field(default_factory=frozenset)
     captured: CapturedStep | None = None
+    begins_at: float = 1.0
+    borne: float = 1.0
+    threads: int = field(default_factory=torch.get_num_threads)
 
 
 @dataclass(frozen=True)
@@ -142,23 +146,22 @@ class Trained:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a process saw of its job.
+    """What was seen of a job.
 
-    ``failure`` is why it could not be run at all, and it ``is_over`` where nothing more is to be run. ``unused`` names
-    patched files that were never imported, ``eval_failure`` is what the first failing step raised in eval mode.
-    ``runs`` and ``uses`` are by what ran: "patched", "unpatched", "float32", and "rounded" for FP32 from weights
-    rounded to half.
+    ``failure`` is why it could not be run at all, ``anew`` why all was imported anew for it. ``unused`` names patched
+    files that were never imported, ``eval_failure`` is what the first failing step raised in eval mode. ``uses`` are by
+    what ran: "patched", "unpatched" and "float32"; ``trained`` is the training run.
     """
 
     failure: str = ""
+    anew: str = ""
     unused: tuple[str, ...] = ()
     tried: tuple[Tried, ...] = ()
     further: tuple[Tried, ...] = ()
     further_failure: str = ""
     eval_failure: str = ""
-    is_over: bool = False
-    runs: Mapping[str, Trained] = field(default_factory=dict)
     uses: Mapping[str, StepUse] = field(default_factory=dict)
+    trained: Trained | None = None
 
 
 @contextlib.contextmanager
@@ -171,29 +174,56 @@ def prepared_with(patched: Patched, config: Config) -> Iterator[Run]:
 
 
 @contextlib.contextmanager
-def pinned_by(patched: Patched, run: Run) -> Iterator[None]:
-    """The pins of a patch in force in a run that stands already."""
-    with run.mode.pinned(run.workload.model, patched.pins):
-        _pin_by_file(patched, run)
+def in_force(patched: Patched, run: Run, failing: Sequence[FailingStep]) -> Iterator[None]:
+    """A patch in force in a run that stands already, and taken out of it afterwards.
+
+    Raises:
+        CannotSwapError: its code cannot be swapped, or the failing steps do not run it when they are run again.
+        AmpdbgError: a file of pins, or what it is called with, cannot be used.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(run.pinned(patched.pins))
+        if patched.pins_file is not None:
+            stack.enter_context(_attributes_kept(run.workload.model))
+            _pin_by_file(patched, run)
+        else:
+            changed = stack.enter_context(swapped(patched.files))
+            if changed and (idle := changed.keys() - _codes_run(run, failing)):
+                raise CannotSwapError(f"a replay of the step does not run {listed({changed[one] for one in idle})}")
         yield
+
+
+def _codes_run(run: Run, failing: Sequence[FailingStep]) -> set[int]:
+    """The ``id`` of the code of each function that the failing steps run, in this thread."""
+    seen: dict[int, CodeType] = {}
+
+    def on_call(frame: FrameType, event: str, argument: Any) -> None:
+        seen[id(frame.f_code)] = frame.f_code
+
+    for step in failing:
+        with weights_of(run.workload.model, step), tracing(on_call):
+            replay_step(run, step.snapshot, Manner(run.mode.format.name, step.scale, is_lifted=False))
+    return set(seen)
+
+
+@contextlib.contextmanager
+def _attributes_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Afterwards each module has the attributes that it has now, a ``forward`` of its own among them."""
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
 
 
 def _pin_by_file(patched: Patched, run: Run) -> None:
     if patched.pins_file is not None:
-        model = run.workload.model
+        model, names = run.workload.model, dict[str, Any]()
         given = {root.argument: model.get_submodule(root.name) for root in patched.roots}
-        pin_fp32 = _imported(patched.pins_file).pin_fp32
-        pin_fp32(**given) if given else pin_fp32(model)
-
-
-def _imported(file: Path) -> ModuleType:
-    """The file as a module that no other import meets."""
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+        exec(compile(patched.files[patched.pins_file], patched.pins_file, "exec", dont_inherit=True), names)
+        names["pin_fp32"](**given) if given else names["pin_fp32"](model)
 
 
 @contextlib.contextmanager
@@ -201,7 +231,7 @@ def overlaid(files: Mapping[Path, bytes]) -> Iterator[set[Path]]:
     """Imports take these bytes instead of what the files hold, and tracebacks and traces show their lines.
 
     It makes no difference how a file is imported: by path, by name, as part of a package. No bytecode is read or
-    written for it. A module that was imported before stays as it is: this is for a process that has imported none.
+    written for it. A module that was imported before stays as it is.
 
     Args:
         files: the bytes of each file, encoded as the file says, by path.
@@ -238,46 +268,3 @@ def overlaid(files: Mapping[Path, bytes]) -> Iterator[set[Path]]:
 def _key(path: str | Path) -> str:
     """Two spellings of one file have one key."""
     return os.path.normcase(os.path.realpath(path))
-
-
-def save_steps(steps: Sequence[FailingStep], path: Path) -> None:
-    """Writes the steps with their batches, random states, buffers, attributes and weights.
-
-    Raises:
-        AmpdbgError: a batch holds what cannot be pickled, or the disk is full; the message is one line.
-    """
-    try:
-        torch.save([_taken_out(step) for step in steps], path)
-    except Exception as error:
-        # Pickling runs the code of whatever a batch holds, which may raise anything.
-        raise AmpdbgError(first_line(error)) from error
-
-
-def load_steps(path: Path, workload: Workload) -> tuple[FailingStep, ...]:
-    """Reads what :func:`save_steps` wrote, tensors on the devices that they were on.
-
-    Args:
-        path: a file that this ampdbg has written itself, a moment ago: only so may all of pickle be allowed in it
-            (``weights_only=False``), which a batch of any class needs.
-        workload: it is built, so that the modules that define those classes can be found.
-
-    Raises:
-        AmpdbgError: a class of a batch is not to be found in this process.
-    """
-    try:
-        with workload.user.running("reading the failing steps"):
-            steps: list[tuple[FailingStep, PackedState]] = torch.load(path, weights_only=False)
-    except UserCodeError as error:
-        raise AmpdbgError(first_line(error.__cause__ or error)) from error
-    return tuple(_put_into(step, workload, state) for step, state in steps)
-
-
-def _taken_out(step: FailingStep) -> tuple[FailingStep, PackedState]:
-    # What is beside the model is code of this process, and the patched one has its own.
-    snapshot = replace(step.snapshot, state=ModelState(), beside=())
-    return replace(step, snapshot=snapshot), step.snapshot.state.packed()
-
-
-def _put_into(step: FailingStep, workload: Workload, state: PackedState) -> FailingStep:
-    snapshot = replace(step.snapshot, state=state.unpacked(workload.model), beside=(workload.step.of,))
-    return replace(step, snapshot=snapshot)

@@ -1,99 +1,147 @@
-"""Fresh processes for the experiments of a proof: each imports the user's code anew, and answers however it ends.
+"""A fresh process: it has imported nothing of the user's, calls one function of ampdbg's, and answers however it ends.
 
-On Linux they are forked from one that has imported torch and nothing of the user's: the import takes seconds.
+What its observer sees arrives here.
 """
 
 from __future__ import annotations
 
+import _thread
+import base64
 import contextlib
 import functools
 import os
 import pickle
-import select
 import signal
-import socket
-import struct
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any
 
-from ampdbg.files import temporary_folder
+from ampdbg.files import replace_file, temporary_folder
+from ampdbg.observer import Observer
 
 if TYPE_CHECKING:
-    from ampdbg.observer import Observer
     from ampdbg.proof.jobs import Job, Seen
 
 ENDING = 30.0
 """Seconds that a process may take to end once it has said all: the user's code may have left threads behind."""
 
-RUN = "from ampdbg.proof.experiments import main; main()"
-"""What a process runs; its command line is the file with its task, and the one for its result."""
-
-SERVE = "import ampdbg.proof.experiments, torch._dynamo; from ampdbg.proof.processes import serve; serve()"
-"""What the others are forked from; every optimizer of torch's imports ``_dynamo``."""
+RUN = (
+    "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "  # while it imports there is nothing to keep
+    "import ampdbg.proof.captures, torch._dynamo; "  # which every optimizer of torch's imports
+    "from ampdbg.proof.processes import main; main()"
+)
 
 # Imports are to be found where they are in this process. `python -m` would look into the working folder first,
 # where a file may have the name of a module of Python's own.
 PATHS = "import os, sys; sys.path[:] = sys.argv.pop().split(os.pathsep); "
 
-NUMBER = struct.Struct("q")
+Deliver = Callable[[Any], None]
+"""Takes the result, at most once; the process may end behind it."""
 
-Wait = Callable[[], int]
-"""Waits for a process, and returns its exit code, negative for a signal; TimeoutError after ``ENDING``."""
+Task = Callable[..., None]
+"""What a process calls: with arguments of its own, an observer, a ``Deliver``, and a temporary folder."""
 
-ProcessStarter = Callable[[list[str], IO[bytes]], AbstractContextManager[tuple[IO[str], Wait]]]
-"""Starts a process with a command line, whose stderr goes to a file, and yields its stdout; whatever happens in the
-block, it ends there with all that it has started."""
+Pending = Callable[[Observer], "Seen"]
+"""Waits for what a job sees; a failure or crash is the ``failure`` of that."""
 
-JobRunner = Callable[["Job", Path, "Observer"], "Seen"]
+JobStarter = Callable[[Task, "Job"], Pending]
+"""Begins what is to be seen of a job."""
+
+
+@dataclass(frozen=True)
+class FreshProcess:
+    """One that waits for its task, or is at it; ``folder`` is a temporary one for both sides."""
+
+    child: subprocess.Popen[str]
+    folder: Path
+
+    def begin(self, task: Task, *arguments: Any, outlives: bool = False) -> None:
+        """Gives it its task. Unless it ``outlives`` this process, it ends at once with that."""
+        (self.folder / "task").write_bytes(pickle.dumps((task, arguments, outlives, sys.argv)))
+        assert self.child.stdin is not None
+        self.child.stdin.write(f"{self.folder}\n")
+        self.child.stdin.flush()
+
+    def pass_on(self, observer: Observer) -> None:
+        """Until it has said all."""
+        assert self.child.stdout is not None
+        for line in self.child.stdout:
+            name, arguments = pickle.loads(base64.b64decode(line))
+            getattr(observer, name)(*arguments)
+
+    def result(self) -> Any:
+        """What was delivered; None for nothing."""
+        path = self.folder / "result"
+        return pickle.loads(path.read_bytes()) if path.exists() else None
 
 
 @contextlib.contextmanager
-def fresh_processes(folder: Path) -> Iterator[JobRunner]:
-    """What runs a job on the file with the failing steps, in a process of its own that works in ``folder``.
+def fresh_process(errors: str = "", **how: Any) -> Iterator[FreshProcess]:
+    """It leads a group of its own, and ends here with all that it has started; its stderr goes into the file ``errors``
+    of its folder, where that is given."""
+    with temporary_folder() as folder, contextlib.ExitStack() as stack:
+        output = stack.enter_context((folder / errors).open("wb")) if errors else None
+        child = subprocess.Popen(
+            [sys.executable, "-c", PATHS + RUN, os.pathsep.join(sys.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            encoding="utf-8",
+            start_new_session=True,
+            **how,
+        )
+        with child:
+            try:
+                yield FreshProcess(child, folder)
+            finally:
+                end_group(child.pid)
 
-    The observer sees what is about to run there. A failure or crash is the ``failure`` of what was seen.
-    """
-    with contextlib.ExitStack() as stack:
-        start: ProcessStarter = functools.partial(spawned, folder, RUN)
-        if sys.platform == "linux":
-            # Where no server can be started, the reason is that of the first process, which cannot be either.
-            with contextlib.suppress(OSError):
-                start = stack.enter_context(server(folder, SERVE))
-        yield functools.partial(_seen_by, start)
+
+class FreshProcesses(contextlib.ExitStack):
+    """Begins each job in a process of its own that works in ``folder``; while this is entered they live."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+        self._waiting: list[FreshProcess] = []
+
+    def warm(self) -> None:
+        """Starts one ahead: torch takes seconds to import."""
+        with contextlib.suppress(OSError):  # the reason is that of the first job, which cannot be begun either
+            self._waiting.append(self._started())
+
+    def __call__(self, task: Task, job: Job) -> Pending:
+        from ampdbg.proof.jobs import Seen
+
+        try:
+            process = self._waiting.pop() if self._waiting else self._started()
+            process.begin(task, job)
+        except OSError as error:
+            why = f"no process can be started: {error}"
+            return lambda observer: Seen(failure=why)
+        return functools.partial(_seen_by, process)
+
+    def _started(self) -> FreshProcess:
+        return self.enter_context(fresh_process("output", cwd=self._folder))
 
 
-def _seen_by(start: ProcessStarter, job: Job, steps: Path, observer: Observer) -> Seen:
-    # Not at the top: a server imports what SERVE says, and this module.
-    import torch
-
+def _seen_by(process: FreshProcess, observer: Observer) -> Seen:
     from ampdbg.proof.jobs import Seen
 
-    with temporary_folder() as folder:
-        task, result, output = (folder / part for part in ("task", "result", "output"))
-        try:
-            task.write_bytes(pickle.dumps((job, steps, torch.get_num_threads(), sys.argv)))
-            with output.open("wb") as errors, start([str(task), str(result)], errors) as (stages, wait):
-                for line in stages:
-                    observer.stage(line.strip())
-                failure = _ended(wait)
-        except OSError as error:
-            return Seen(failure=f"no process can be started: {error}")
-        if result.exists():
-            seen: Seen = pickle.loads(result.read_bytes())
-            return seen
-        return Seen(failure=": ".join(filter(None, (failure, _last_line(output)))))
+    process.pass_on(observer)
+    failure = _ended(process.child)
+    seen: Seen | None = process.result()
+    return seen or Seen(failure=": ".join(filter(None, (failure, _last_line(process.folder / "output")))))
 
 
-def _ended(wait: Wait) -> str:
+def _ended(child: subprocess.Popen[str]) -> str:
     """How a process ended, where it has left no result."""
     try:
-        code = wait()
-    except TimeoutError:
+        code = child.wait(ENDING)
+    except subprocess.TimeoutExpired:
         return "its process does not end"
     return (
         f"its process ended by a signal: {signal.strsignal(-code)}"
@@ -107,40 +155,6 @@ def _last_line(output: Path) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
-def started(program: str, arguments: list[str], **how: Any) -> subprocess.Popen[str]:
-    """A process that begins with nothing imported and leads a group of its own; its stdout is to be read here."""
-    return subprocess.Popen(
-        [sys.executable, "-c", PATHS + program, *arguments, os.pathsep.join(sys.path)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        encoding="utf-8",
-        start_new_session=True,
-        **how,
-    )
-
-
-@contextlib.contextmanager
-def spawned(
-    folder: Path, program: str, arguments: list[str], errors: IO[bytes] | int, **how: Any
-) -> Iterator[tuple[IO[str], Wait]]:
-    """A process that begins with nothing imported, and ends here with all that it has started."""
-    child = started(program, arguments, cwd=folder, stderr=errors, **how)
-
-    def wait() -> int:
-        try:
-            return child.wait(ENDING)
-        except subprocess.TimeoutExpired:
-            raise TimeoutError from None
-
-    with child:
-        try:
-            assert child.stdout is not None
-            yield child.stdout, wait
-        finally:
-            if child.poll() is None:
-                end_group(child.pid)
-
-
 def end_group(pid: int) -> None:
     """Ends a process and, where there are groups, all that it has started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses for one that has ended
@@ -148,6 +162,47 @@ def end_group(pid: int) -> None:
             os.kill(pid, signal.SIGTERM)
         else:
             os.killpg(pid, signal.SIGKILL)
+
+
+# The side of the process
+
+
+def main() -> None:
+    """Calls the task in the folder that comes by stdin; ends where none does."""
+    events, given = own_stdout(), os.fdopen(os.dup(0), encoding="utf-8")
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    folder = Path(given.readline().rstrip("\n"))
+    if not folder.name:
+        return
+    task, arguments, outlives, sys.argv = pickle.loads((folder / "task").read_bytes())
+    if not outlives:
+        _thread.start_new_thread(_end_with, (given,))
+    task(*arguments, _Told(events), functools.partial(_deliver, folder), folder)
+
+
+def _end_with(given: IO[str]) -> None:
+    """Waits for the end of who has started this process, and ends it."""
+    given.read()
+    end_group(os.getpid())
+
+
+def _deliver(folder: Path, result: Any) -> None:
+    replace_file(folder / "result", pickle.dumps(result))
+
+
+class _Told(Observer):
+    def __init__(self, stream: IO[str]) -> None:
+        for name in ("replay", "search", "trial", "stage"):
+            setattr(self, name, self._telling(name, stream))
+
+    @staticmethod
+    def _telling(name: str, stream: IO[str]) -> Callable[..., None]:
+        def tell(*arguments: Any) -> None:
+            stream.write(base64.b64encode(pickle.dumps((name, arguments))).decode() + "\n")  # print may be the script's
+            stream.flush()
+
+        return tell
 
 
 def own_stdout() -> IO[str]:
@@ -167,110 +222,3 @@ def _let_go(stream: IO[str]) -> None:
     """Leaves the other end of a stream to its other holders; its number stays taken, as somebody may close it here."""
     with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nothing:
         os.dup2(nothing.fileno(), stream.fileno(), inheritable=False)
-
-
-# Processes that are forked: the side of the proof
-
-
-@contextlib.contextmanager
-def server(folder: Path, program: str) -> Iterator[Callable[..., AbstractContextManager[tuple[IO[str], Wait]]]]:
-    """Yields what starts a process that is forked from one that works in ``folder`` and runs ``program``."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        arguments = [str(theirs.fileno())]
-        with spawned(folder, program, arguments, subprocess.DEVNULL, pass_fds=[theirs.fileno()]) as (_, wait):
-            theirs.close()
-            yield functools.partial(_forked, ours)
-            ours.close()
-            wait()
-
-
-@contextlib.contextmanager
-def _forked(
-    server: socket.socket, arguments: list[str], errors: IO[bytes], program: str | None = None
-) -> Iterator[tuple[IO[str], Wait]]:
-    said, says = os.pipe()
-    ended, ends = os.pipe()
-    with open(said, encoding="utf-8") as stages, open(ended, "rb", buffering=0) as status:
-        try:
-            socket.send_fds(server, [pickle.dumps((program or RUN, arguments))], [says, errors.fileno(), ends])
-        finally:
-            os.close(says)
-            os.close(ends)
-
-        def wait() -> int:
-            if not select.select([status], [], [], ENDING)[0]:
-                raise TimeoutError
-            return _number(status)
-
-        pid = _number(status)
-        try:
-            yield stages, wait
-        finally:
-            end_group(pid)
-
-
-def _number(status: IO[bytes]) -> int:
-    data = status.read(NUMBER.size)
-    if len(data) < NUMBER.size:
-        raise OSError("the process that it is forked from has ended")
-    number: int = NUMBER.unpack(data)[0]
-    return number
-
-
-# Processes that are forked: the side that forks
-
-
-def serve() -> None:
-    """Forks a process for each message on the socket of the command line; when that is closed, all of them end."""
-    groups = []
-    with socket.socket(fileno=int(sys.argv[1])) as connection:
-        while True:
-            message, files, *_ = socket.recv_fds(connection, 2**16, 3)
-            if not message:
-                break
-            if (pid := os.fork()) == 0:
-                connection.close()
-                _guard(message, *files)
-            groups.append(pid)  # as nobody waits for it, no other process gets its number
-            for file in files:
-                os.close(file)
-    for pid in groups:
-        end_group(pid)
-
-
-def _guard(message: bytes, stages: int, errors: int, status: int) -> NoReturn:
-    """Leads a group with the process, and tells how that ends."""
-    os.setsid()
-    os.write(status, NUMBER.pack(os.getpid()))
-    if (worker := os.fork()) == 0:
-        os.close(status)
-        os.dup2(stages, 1)
-        os.dup2(errors, 2)
-        os.close(stages)
-        os.close(errors)
-        _work(*pickle.loads(message))
-    os.close(stages)
-    os.close(errors)
-    how = os.waitpid(worker, 0)[1]
-    os.write(status, NUMBER.pack(os.waitstatus_to_exitcode(how)))
-    os._exit(0)
-
-
-def _work(program: str, arguments: list[str]) -> NoReturn:
-    """Runs a program as ``python -c`` would, and ends without what a fork of another process must not do at exit."""
-    sys.argv = ["-c", *arguments]
-    code: object = 1
-    try:
-        exec(program, {"__name__": "__main__"})
-        code = 0
-    except SystemExit as end:
-        code = end.code
-    except BaseException:  # noqa: BLE001 - as at the end of any program
-        traceback.print_exc()
-    if isinstance(code, str):
-        sys.stderr.write(f"{code}\n")
-    with contextlib.suppress(Exception):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else int(code is not None))

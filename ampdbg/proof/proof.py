@@ -1,22 +1,23 @@
-"""Proof before print: a patch is applied to a copy, and everything that is claimed of it is run in fresh processes."""
+"""Proof before print: all that is claimed of a patch is run, where the step has failed and in a fresh process."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ampdbg.agreement import AGREEMENT, NOISE_FLOORS
 from ampdbg.config.schema import LossScale, Precision
-from ampdbg.errors import AmpdbgError
-from ampdbg.files import temporary_folder
 from ampdbg.observer import Observer
-from ampdbg.proof.jobs import Job, Patched, Seen, StepUse, Trained, Tried, save_steps
-from ampdbg.proof.processes import JobRunner, fresh_processes
+from ampdbg.precision.emulation import is_emulating
+from ampdbg.proof.experiments import Cured, see_in_script, seen_anew, seen_in, train_alone, trained_in_fp32
+from ampdbg.proof.jobs import Job, Patched, Seen, StepUse, Trained, Tried
+from ampdbg.proof.processes import JobStarter, Pending
+from ampdbg.proof.swap import CannotSwapError
 from ampdbg.quantities import byte_size, counted, duration, listed, percent, scale
 from ampdbg.record.pins import Proof, ProofStep, call_of_pins
 from ampdbg.record.run import SUM, what_of
+from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep
 from ampdbg.training.fp32_twin import distance, last_quarter, taken
 
@@ -24,75 +25,118 @@ SAME_FUNCTION = 1e-3
 """In FP32 a patch that only changes precision leaves loss and gradients as they are, within this share."""
 
 
-def prove(job: Job, failing: Sequence[FailingStep], without: Mapping[str, Patched], observer: Observer) -> Proof:
+def prove(
+    job: Job,
+    run: Run,
+    failing: Sequence[FailingStep],
+    without: Mapping[str, Patched],
+    observer: Observer,
+    start: JobStarter,
+) -> Proof:
     """Runs the failing steps, further batches and a training run with the patch, and holds them against FP32.
 
-    Nothing is written to the files that are patched. Each experiment has a process of its own, in which the
-    user's code is imported with the patched bytes.
+    Nothing is written to the files that are patched. The patch is put in force in the ``run``, and taken out of it
+    again; a fresh process imports the patched files and trains with them. What cannot be put in force in a run that
+    stands is imported anew, or its script is started again.
 
     Args:
         job: the patch, and what is to be shown of it.
+        run: the workload, in which the steps have failed.
         failing: the steps that the patch cures, at least one.
         without: for each part that can be left out, by its title, the patch without it.
         observer: sees what is about to run.
+        start: begins what needs a fresh process.
 
     Returns:
         The proof. It ends at the first failing step that the patch does not cure.
 
     Raises:
-        KeyboardInterrupt: the process that was under way has been ended.
+        KeyboardInterrupt: the processes that were under way end with their starter.
     """
-    with temporary_folder() as folder:
-        steps = folder / "steps.pt"
-        try:
-            if job.captured is None:
-                save_steps(failing, steps)
-        except AmpdbgError as why:
-            told = f"the failing step cannot be written to a file for it: {why}; --no-verify prints the patch unproven"
-            return Proof(False, (ProofStep("a fresh process", False, told),))
-        # What FP32 made of the steps when they were investigated, in their second replay.
-        recorded = [math.nan if step.made.fp32 is None else step.made.fp32.loss for step in failing]
-        with fresh_processes(job.config.start) as run:
-            proof = _proof(job, steps, recorded, without, run, observer)
-    return proof
+    return _Proving(job, run, failing, observer, start).proof(without)
 
 
 NOT_TRAINED = "a script is its own loop; train it with the patch under ampdbg run"
 
 
-def _proof(
-    job: Job,
-    steps: Path,
-    recorded: Sequence[float],
-    without: Mapping[str, Patched],
-    run: JobRunner,
-    observer: Observer,
-) -> Proof:
-    observer.stage("the failing step with the patch")
-    patched = run(job, steps, observer)
-    cured = tuple(with_the_patch(patched, job.patched))
-    if not all(step.passed for step in cured):
-        return Proof(False, cured)
-    trained = patched.runs.get("patched")
-    dropped = {}
-    for title, rest in without.items():
-        if not rest.changes_nothing:  # what the reference shows needs no process of its own
-            observer.stage(f"the failing step without {title}")
-            dropped[title] = run(replace(job, kind="dropped", patched=rest), steps, observer)
-    observer.stage("the failing step without the patch")
-    job = replace(job, withheld=frozenset(trained.skipped if trained else ()))
-    reference = run(replace(job, kind="reference", patched=Patched()), steps, observer)
-    shown = [*cured, same_in_fp32(patched, reference, recorded)]
-    shown += [without_a_unit(title, dropped.get(title, reference)) for title in without or ["the patch"]]
-    shown += [further_batches(patched), in_eval_mode(patched, reference)]
-    if trained is None:
-        shown.append(not_run("training", NOT_TRAINED))
-    else:
-        shown.append(training_run(trained, why_nothing_was_trained(job.config.precision, trained, patched.tried)))
-    if trained is not None and "float32" in reference.runs:
-        shown.append(losses_as_in_fp32(trained, reference.runs["float32"], reference.runs.get("rounded")))
-    shown += use_of_a_step({**patched.uses, **reference.uses})
-    return Proof(all(step.passed for step in shown), tuple(shown))
+@dataclass(frozen=True)
+class _Proving:
+    """A proof under way."""
+
+    job: Job
+    run: Run
+    failing: Sequence[FailingStep]
+    observer: Observer
+    start: JobStarter
+
+    def proof(self, without: Mapping[str, Patched]) -> Proof:
+        training: list[Pending] = []
+        # On a GPU neither the memory nor the time would be a run's own.
+        at_once = is_emulating() and self.job.captured is None
+
+        def train(tried: Sequence[Tried]) -> None:
+            begins_at, borne = self.run.scaler().get_scale(), min(one.scale for one in tried)
+            training.append(self.start(train_alone, replace(self.job, begins_at=begins_at, borne=borne)))
+
+        self.observer.stage("the failing step with the patch")
+        patched = self.seen(self.job, train if at_once else lambda tried: None)
+        if not all(step.passed for step in with_the_patch(patched, self.job.patched)):
+            return Proof(False, tuple(with_the_patch(patched, self.job.patched)))
+        dropped = dict(self.dropped(without))
+        self.observer.stage("the failing step without the patch")
+        reference = self.seen(replace(self.job, kind="reference", patched=Patched()))
+        if not (training or self.job.captured):
+            train(patched.tried)
+        float32 = self.trained_in_fp32(()) if at_once else None
+        for pending in training:
+            alone = pending(self.observer)
+            patched = replace(patched, trained=alone.trained, failure=alone.failure, unused=alone.unused)
+        # What FP32 made of the steps when they were investigated, in their second replay.
+        recorded = [math.nan if step.made.fp32 is None else step.made.fp32.loss for step in self.failing]
+        shown = [*with_the_patch(patched, self.job.patched), same_in_fp32(patched, reference, recorded)]
+        shown += [without_a_unit(title, dropped.get(title, reference)) for title in without or ["the patch"]]
+        shown += [further_batches(patched), in_eval_mode(patched, reference), *self.training(patched, float32)]
+        shown += use_of_a_step({**patched.uses, **reference.uses})
+        return Proof(all(step.passed for step in shown), tuple(shown))
+
+    def dropped(self, without: Mapping[str, Patched]) -> Iterator[tuple[str, Seen]]:
+        """What is seen without each part; what the reference shows needs no run of its own."""
+        for title, rest in without.items():
+            if not rest.changes_nothing:
+                self.observer.stage(f"the failing step without {title}")
+                yield title, self.seen(replace(self.job, kind="dropped", patched=rest))
+
+    def seen(self, job: Job, cured: Cured = lambda tried: None) -> Seen:
+        """What is seen of a job in the run that stands; where its patch cannot be put in force there, in another."""
+        try:
+            return seen_in(self.run, self.failing, job, self.observer, cured)
+        except CannotSwapError as why:
+            if job.captured is not None:
+                seen = self.start(see_in_script, job)(self.observer)
+            else:
+                seen = seen_anew(self.failing, job, self.observer, cured)
+            return replace(seen, anew=str(why))
+
+    def training(self, patched: Seen, float32: Trained | None) -> Iterator[ProofStep]:
+        """The run with the patch, and its losses beside FP32's; how far two runs in FP32 are apart is looked at where
+        that decides. ``float32`` is a run that has taken all steps, where there is one."""
+        trained = patched.trained
+        if self.job.captured is not None:
+            yield not_run("training", NOT_TRAINED)
+        if trained is None:
+            return
+        yield training_run(trained, why_nothing_was_trained(self.job.config.precision, trained, patched.tried))
+        if float32 is None or trained.skipped:
+            float32 = self.trained_in_fp32(trained.skipped)
+        is_whole = len(trained.losses) == len(float32.losses)
+        is_far = is_whole and distance(trained.losses, float32.losses, trained.skipped) > AGREEMENT
+        rounded = self.trained_in_fp32(trained.skipped, is_rounded=True) if is_far else None
+        yield losses_as_in_fp32(trained, float32, rounded)
+
+    def trained_in_fp32(self, withheld: Collection[int], *, is_rounded: bool = False) -> Trained:
+        """Trains without the patch."""
+        self.observer.stage(f"{self.job.train_steps} steps in FP32{' from rounded weights' * is_rounded}")
+        return trained_in_fp32(self.job, withheld, is_rounded=is_rounded)
 
 
 # What the experiments say about the patch: each a step of the proof, passed or not
@@ -104,8 +148,8 @@ def not_run(name: str, why: str) -> ProofStep:
 
 
 def with_the_patch(seen: Seen, patched: Patched) -> Iterator[ProofStep]:
-    """Whether it can be imported, is imported, and makes each failing step healthy."""
-    what, done = _in_force(patched)
+    """Whether it comes into force, and makes each failing step healthy."""
+    what, done = _in_force(patched, seen)
     if seen.failure:
         yield ProofStep(what, False, seen.failure)
         return
@@ -119,14 +163,17 @@ def with_the_patch(seen: Seen, patched: Patched) -> Iterator[ProofStep]:
             yield ProofStep(f"the gradients of step {one.step}", True, _missing(one), warns=True)
 
 
-def _in_force(patched: Patched) -> tuple[str, str]:
+def _in_force(patched: Patched, seen: Seen) -> tuple[str, str]:
     """What is proven, and how it came into force."""
     if patched.pins_file is not None:
         given = listed(root.what for root in patched.roots) or "the model"
         return "this file", f"imported, and called with {given}: {patched.pins_file.stem}.{call_of_pins(patched.roots)}"
     if patched.pins:
-        return "these pins", "in force, and the model built"
-    return "the patched code", "imported, and the model built"
+        return "these pins", "in force in the running model"
+    if seen.anew:
+        return "the patched code", f"imported, and the model built anew, for {seen.anew}"
+    done = "in force in the running model"
+    return "the patched code", f"{done}, and imported by a fresh process" if seen.trained else done
 
 
 WITHOUT, NOT_NEEDED = "without ", "not needed: "

@@ -21,6 +21,7 @@ from ampdbg.pinning.bisection import Bisected, bisected, scales_of
 from ampdbg.pinning.pin_set import digest, tied_together
 from ampdbg.probes.half_names import names_seen
 from ampdbg.proof.jobs import CapturedStep, Job, Patched
+from ampdbg.proof.processes import FreshProcesses, JobStarter
 from ampdbg.proof.proof import prove, unneeded_unit
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Source
@@ -67,7 +68,7 @@ def suggest(
 
     Args:
         form: what is to be suggested. Where weights are half it is YAML in any case: edits of code rely on autocast.
-        verify: prove it in fresh processes.
+        verify: prove it.
         known: a record of this config: files that have changed since are refused.
 
     The other arguments are those of :func:`~ampdbg.pinning.bisection.bisect_run`.
@@ -83,17 +84,23 @@ def suggest(
     _refuse_stale(known)
     if config.precision.has_half_weights:
         form = "yaml"
-    with bisected(config, strategy, max_trials, observer) as searched:
-        return suggestion_of(searched, form, verify, observer)
+    with FreshProcesses(config.start) as start:
+        if verify:
+            start.warm()
+        with bisected(config, strategy, max_trials, observer) as searched:
+            return suggestion_of(searched, form, start if verify else None, observer)
 
 
 def suggestion_of(
-    searched: Bisected, form: Form, verify: bool, observer: Observer, captured: CapturedStep | None = None
+    searched: Bisected, form: Form, start: JobStarter | None, observer: Observer, captured: CapturedStep | None = None
 ) -> Suggestion:
-    """What comes of a search that has ended; ``captured`` is the failing step's capture, where it is a script's."""
+    """What comes of a search that has ended; ``captured`` is the failing step's capture, where it is a script's.
+
+    ``start`` begins what a proof needs fresh processes for; without it nothing is proven.
+    """
     ended = replace(searched, record=_handed_over(searched, form))
     found = Suggestion(ended.record)
-    prover = functools.partial(_proof, ended, observer, captured) if verify else None
+    prover = functools.partial(_proof, ended, observer, captured, start) if start is not None else None
     with contextlib.suppress(KeyboardInterrupt):
         found = _of_search(ended, form, prover, observer, trains=captured is None)
         return replace(found, record=replace(found.record, elapsed=ended.run.elapsed))
@@ -244,6 +251,7 @@ def _proof(
     ended: Bisected,
     observer: Observer,
     captured: CapturedStep | None,
+    start: JobStarter,
     patched: Patched,
     without: Mapping[str, Patched],
 ) -> Proof:
@@ -259,7 +267,7 @@ def _proof(
         train_steps=min(config.train.steps, max(PROVEN_STEPS, last + BEYOND)),
         captured=captured,
     )
-    return prove(job, ended.failing, without, observer)
+    return prove(job, ended.run, ended.failing, without, observer, start)
 
 
 def _materials(ended: Bisected) -> Materials:

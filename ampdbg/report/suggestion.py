@@ -321,7 +321,8 @@ def _proof(record: Record) -> Iterator[str]:
         yield "Not proven: --no-verify was given, and nothing was run with this patch."
         return
     emulated = ", CUDA's autocast emulated" if ran.emulated else ""
-    yield f"Proven by ampdbg {ran.ampdbg} (torch {ran.torch}, {ran.device}{emulated}):"
+    device = ran.device if ran.device == "cpu" else f"{ran.device}: {ran.device_name}"
+    yield f"Proven by ampdbg {ran.ampdbg} (torch {ran.torch}, {device}{emulated}):"
     for step in proof.steps:
         yield f"  - {step.name}: {step.detail}" if step.detail else f"  - {step.name}"
 

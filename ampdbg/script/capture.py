@@ -154,16 +154,14 @@ class Capture:
     Args:
         path: the file.
         script: a command line that is started in the place of the captured one, with its options.
-        is_patched: its code has a patch, which may cast what calls are given and run them outside of autocast.
 
     Raises:
         CaptureError: as :func:`read_head`; or it is to start what does not stand in this folder. A capture may come
             from anybody, and what it starts is code.
     """
 
-    def __init__(self, path: Path, script: Sequence[str] = (), *, is_patched: bool = False) -> None:
+    def __init__(self, path: Path, script: Sequence[str] = ()) -> None:
         self.path = path
-        self._is_patched = is_patched
         self.head = read_head(path)
         self.start = _start_of(script) if script else self.head.start
         if not script and not _is_here(self.start):
@@ -180,7 +178,7 @@ class Capture:
 
     def match(self, recorded: RecordedStep) -> Match:
         """Which call of a step of the script that was started again is which of the captured ones."""
-        return Match(self.head.calls, self.head.parts, recorded, is_patched=self._is_patched)
+        return Match(self.head.calls, self.head.parts, recorded)
 
     def put_into(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[str, ...]:
         """Gives the model and its optimizers what the step had; returns notes on what could not be given.
@@ -251,21 +249,20 @@ class Capture:
         unpacking = _GivenAgain(self, live, match, device)
         calls, given = dict(live.calls), {}
         states = [unpacked_random_state(packed, unpacking) for packed in self.head.random_states]
+        # Where the script begins under autocast it has a say in what that lowers: a patch switches it off.
+        is_off = not any(live.calls[number].lowers for number in list(match.own)[:1])
         for number, place in match.own.items():
             call, captured = live.calls[number], self.head.calls[place]
-            lowers = captured.lowers and (call.lowers or not self._is_patched)
             calls[number] = replace(
                 call,
-                lowers=lowers,
+                lowers=captured.lowers and (call.lowers or is_off),
                 has_gradients=captured.has_gradients,
                 random_state=states[captured.random_state],
                 training=captured.training,
             )
             before = unpacking.live[number]
             try:
-                given[number] = tuple(unpacking.of(captured.given, list(before)))
-                if self._is_patched:
-                    given[number] = _with_dtypes(given[number], before)
+                given[number] = _with_dtypes(tuple(unpacking.of(captured.given, list(before))), before)
             except PackedError as error:
                 raise CaptureError(f"{self.path}: call {place + 1}, of {captured.name}: {error}") from None
         for number, value in unpacking.casts.items():
@@ -281,11 +278,11 @@ class Capture:
         return replace(live, calls=calls, given=parts, beside=beside)
 
 
-def _with_dtypes(given: tuple[Any, Any], patched: tuple[Any, Any]) -> tuple[Any, Any]:
-    """What a call was given, with the dtypes that a patch asks for, or asks for no more: ``sum(dtype=x.dtype)``."""
+def _with_dtypes(given: tuple[Any, Any], now: tuple[Any, Any]) -> tuple[Any, Any]:
+    """What a call was given, with the dtypes that the script asks for now, or no more: ``sum(dtype=x.dtype)``."""
     args, kwargs = given
     others = {name: value for name, value in kwargs.items() if not isinstance(value, torch.dtype)}
-    dtypes = {name: value for name, value in patched[1].items() if isinstance(value, torch.dtype)}
+    dtypes = {name: value for name, value in now[1].items() if isinstance(value, torch.dtype)}
     return args, {**others, **dtypes}
 
 
@@ -369,28 +366,22 @@ class Difference:
 class Match:
     """Which call of a step, of the script that was started again, is which of the captured ones.
 
-    A patch puts casts in and leaves others out: in a patched step no cast counts on either side, and a call takes what
-    lies behind the casts of what it is given.
+    No cast counts on either side, and a call takes what lies behind the casts of what it is given: where the script has
+    a patch, that puts casts in and leaves others out.
 
     Args:
         captured: the calls of the captured step, in order.
         parts: the places of those of each part of it.
         recorded: the step.
-        is_patched: its code has a patch.
     """
 
     def __init__(
-        self,
-        captured: Sequence[CapturedCall],
-        parts: Sequence[Sequence[int]],
-        recorded: RecordedStep,
-        *,
-        is_patched: bool,
+        self, captured: Sequence[CapturedCall], parts: Sequence[Sequence[int]], recorded: RecordedStep
     ) -> None:
-        self._captured, self._parts, self._recorded, self._is_patched = captured, parts, recorded, is_patched
-        self.casts = {n for n in order_of(recorded) if is_patched and _is_cast(name_of(recorded.calls[n], {}))}
+        self._captured, self._parts, self._recorded = captured, parts, recorded
+        self.casts = {n for n in order_of(recorded) if _is_cast(name_of(recorded.calls[n], {}))}
         """The numbers of those calls of the step that only cast."""
-        self.left_out = {place for place, call in enumerate(captured) if is_patched and _is_cast(call.name)}
+        self.left_out = {place for place, call in enumerate(captured) if _is_cast(call.name)}
         """The places of those of the captured step."""
         numbers = [number for number in order_of(recorded) if number not in self.casts]
         places = [place for place in range(len(captured)) if place not in self.left_out]
@@ -440,9 +431,6 @@ class Match:
         parts = [[self.own[number] for number in sorted(part) if number in self.own] for part in self._recorded.given]
         if parts != [[place for place in part if place not in self.left_out] for part in self._parts]:
             return "its calls lead to other losses"
-        first = next(iter(self.own), None)
-        if self._is_patched and first is not None and self._recorded.calls[first].lowers != self._captured[0].lowers:
-            return "autocast is on in one of them, and off in the other"  # a patch begins behind the model
         return ""
 
 

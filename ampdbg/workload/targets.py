@@ -188,6 +188,18 @@ def forget_user_modules() -> None:
     importlib.invalidate_caches()
 
 
+@contextlib.contextmanager
+def imports_apart() -> Iterator[None]:
+    """What builds import meanwhile is forgotten again, and what those before have imported is there as it was."""
+    names, before = set(_imported), dict(sys.modules)
+    try:
+        yield
+    finally:
+        forget_user_modules()
+        sys.modules.update({name: one for name, one in before.items() if name.partition(".")[0] in names})
+        _imported.update(names)
+
+
 def _imported_from(path: Path, user: UserCode, doing: str) -> ModuleType:
     own_first = UserCode((path.parent, *user.folders), user.start)
     with own_first.running(doing), _noting(own_first.folders):

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from ampdbg.commands.app import main
-from ampdbg.proof import processes
+from tests import forking
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,7 +43,7 @@ def command(*arguments: str, flags: tuple[str, ...] = ()) -> list[str]:
 
 THREADS = os.environ.get("OMP_NUM_THREADS")
 
-WARM = "import torch._dynamo, ampdbg.api, ampdbg.commands.app; from ampdbg.proof.processes import serve; serve()"
+WARM = "import torch._dynamo, ampdbg.api, ampdbg.commands.app; from tests.forking import serve; serve()"
 
 FORKED = """
 import json, os, sys
@@ -75,7 +75,7 @@ def _server() -> Callable[..., Any]:
     """What forks processes that have imported torch, until this one ends."""
     stack = contextlib.ExitStack()
     atexit.register(stack.close)
-    return stack.enter_context(processes.server(ROOT, WARM))
+    return stack.enter_context(forking.server(ROOT, WARM))
 
 
 def start(folder: Path, *arguments: str, flags: tuple[str, ...] = (), **variables: str) -> Result:

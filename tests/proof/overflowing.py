@@ -1,19 +1,22 @@
 """A folder with a small model that overflows in FP16, its failing step, and patches of it written by hand."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from ampdbg.config.file import load_config
 from ampdbg.config.schema import Config
 from ampdbg.observer import UNOBSERVED, Observer
-from ampdbg.proof.jobs import Job, Patched
+from ampdbg.proof.jobs import Job, Patched, Seen
+from ampdbg.proof.processes import FreshProcesses, Pending, Task
 from ampdbg.proof.proof import prove
 from ampdbg.record.pins import Proof, ProofStep
 from ampdbg.record.run import Investigation
 from ampdbg.replay.pinned_replays import ScaleRange
-from ampdbg.replay.run import prepared
+from ampdbg.replay.run import Run, prepared
 from ampdbg.replay.snapshot import FailingStep, Snapshot, failing_step
 from ampdbg.training.loop import train_prepared
+from ampdbg.workload.targets import imports_apart
 
 NET = """\
 import torch
@@ -97,13 +100,16 @@ def proven(
     failing: Sequence[FailingStep] | None = None,
     train_steps: int = 8,
     observer: Observer = UNOBSERVED,
+    run: Run | None = None,
 ) -> Proof:
-    """The proof of a patch of the failing step, with the defaults of these tests."""
+    """The proof of a patch of the failing step in a run that stands, with the defaults of these tests."""
     steps = failing_steps(config) if failing is None else failing
     job = Job(
         "patched", config, _patched(patch), (ScaleRange(),) * len(steps), is_silent=False, train_steps=train_steps
     )
-    return prove(job, steps, {title: _patched(rest) for title, rest in (without or {}).items()}, observer)
+    rests = {title: _patched(rest) for title, rest in (without or {}).items()}
+    with FreshProcesses(config.start) as start, prepared(config) if run is None else nullcontext(run) as standing:
+        return prove(job, standing, steps, rests, observer, start)
 
 
 def _patched(given: Mapping[Path, bytes] | Patched) -> Patched:
@@ -113,3 +119,15 @@ def _patched(given: Mapping[Path, bytes] | Patched) -> Patched:
 def step_of(proof: Proof, name: str) -> ProofStep:
     """The step of that name."""
     return next(step for step in proof.steps if step.name == name)
+
+
+def begun_here(self: FreshProcesses, task: Task, job: Job) -> Pending:
+    """In the place of what starts a process for a task, which takes seconds: it is done in this one."""
+
+    def pending(observer: Observer) -> Seen:
+        seen: list[Seen] = []
+        with imports_apart():
+            task(job, observer, seen.append, job.config.folder)
+        return seen[0]
+
+    return pending

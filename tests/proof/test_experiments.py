@@ -1,7 +1,7 @@
 """Experiments with a patch: a pass in eval mode, what a step takes, and a run of which only a failure disproves it."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 from ampdbg.config.file import load_config
 from ampdbg.observer import UNOBSERVED
 from ampdbg.proof.experiments import raised_in_eval_mode, step_use, trained_with_the_patch
-from ampdbg.proof.jobs import Job, Patched, Trained, Tried
+from ampdbg.proof.jobs import Job, Patched, Trained
 from ampdbg.replay.pinned_replays import ScaleRange
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import prepared
@@ -105,7 +105,7 @@ def test_bytes_kept_for_the_backward_pass(tmp_path: Path) -> None:
             use = step_use(run, step, dtype)
         assert use is not None
         assert use.saved_bytes == kept + 2 * 4 * 16 * 8  # the loss keeps its two operands in FP32
-        assert use.seconds > 0
+        assert (use.seconds > 0) is torch.cuda.is_available()  # of a CPU that stands in for a GPU it would say nothing
         assert use.is_emulated is not torch.cuda.is_available()
         assert use.peak_bytes is None or torch.cuda.is_available()
 
@@ -175,8 +175,7 @@ def trained(case: Case, folder: Path) -> Trained:
     (folder / "config.yaml").write_text(RUN)
     config = load_config(folder / "config.yaml", [f"precision.loss_scale.init={case.scale}", "train.device=cpu"])
     job = Job("patched", config, Patched(), (ScaleRange(4.0),), is_silent=False, train_steps=60)
-    healthy = Tried(step=0, healthy=True, why="", loss=1.0, scale=case.scale, fp32_loss=1.0, fp32_grad_norm=1.0)
-    return trained_with_the_patch(job, [healthy], UNOBSERVED)
+    return trained_with_the_patch(replace(job, begins_at=case.scale, borne=case.scale), UNOBSERVED)
 
 
 @pytest.mark.parametrize("name", slow_but_for(["a large loss needs a scale below 1"], CASES))

@@ -1,7 +1,7 @@
 """Proofs of patches written by hand: a good one passes, and each way of being wrong fails in a step that says so."""
 
-import contextlib
 import inspect
+import linecache
 import os
 import sys
 from collections.abc import Callable
@@ -13,10 +13,10 @@ import torch
 from ampdbg.config.file import load_config
 from ampdbg.config.schema import Config
 from ampdbg.patch.by_name import module_text
-from ampdbg.proof import proof as proof_module
-from ampdbg.proof.experiments import perform
 from ampdbg.proof.jobs import Patched
+from ampdbg.proof.processes import FreshProcesses
 from ampdbg.record.pins import Proof
+from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import prepared
 from tests.commands.program import ROOT
 from tests.observing import observing
@@ -26,6 +26,7 @@ from tests.proof.overflowing import (
     IN_FP32,
     NET,
     OVERFLOWS,
+    begun_here,
     failing_steps,
     proven,
     step_of,
@@ -38,14 +39,16 @@ TITLE = "line 15 of net.py"
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """No process is started: what is tested is what the experiments say, and a process takes seconds to start."""
-    monkeypatch.setattr(proof_module, "fresh_processes", lambda folder: contextlib.nullcontext(perform))
+    monkeypatch.setattr(FreshProcesses, "__call__", begun_here)
 
 
 def failed(proof: Proof) -> list[str]:
     return [step.name for step in proof.steps if not step.passed]
 
 
-def test_a_good_patch_is_proven_in_fresh_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_good_patch_is_proven_where_the_step_stands_and_in_a_fresh_process(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     # The overflow is in a sibling with CRLF and Latin-1; the files print, read stdin and say where they run.
     scaling = (
         "# -*- coding: latin-1 -*-\r\nimport torch\r\n\r\n\r\ndef large(x):  # größer\r\n"
@@ -93,10 +96,10 @@ def test_a_good_patch_is_proven_in_fresh_processes(tmp_path: Path, capfd: pytest
     assert step_of(proof, "training 8 steps").detail == "healthy; loss scale 1,024, 0 skipped steps"
     assert stages[0] == "the failing step with the patch"
     assert "8 steps in FP32" in stages
-    assert capfd.readouterr() == ("", "")
+    assert capfd.readouterr() == ("not for the patch\n", "")  # of the run that the proof is made in, and of no other
     assert path.read_bytes() == scaling.encode("latin-1")
-    # The two experiments, and the run that failed.
-    assert len(set((tmp_path / "processes").read_text().split())) == 3
+    # The process in which the step has failed, and the one that trains with the patch.
+    assert len(set((tmp_path / "processes").read_text().split())) == 2
 
 
 MOVED = {
@@ -154,7 +157,7 @@ def test_pins_by_name_are_proven_in_the_form_they_have(make: Callable[..., Patch
         assert torch.isnan(run.workload.losses(next(run.workload.batches()))["loss"]), "a pin is left behind"
 
 
-def test_a_batch_that_cannot_be_pickled_leaves_the_patch_unproven(tmp_path: Path) -> None:
+def test_no_batch_has_to_be_carried_into_another_process(tmp_path: Path) -> None:
     kept = (
         "\n\ndef step(model, batch):\n    return loss(model(batch['x']), batch['y'])\n\n\n"
         "def unpicklable():\n    return [{'x': x, 'y': y, 'augment': lambda: None} for x, y in batches()]\n"
@@ -165,10 +168,17 @@ def test_a_batch_that_cannot_be_pickled_leaves_the_patch_unproven(tmp_path: Path
         CONFIG.replace("net.py:batches", "net.py:unpicklable") + "step: {target: net.py:step}\n",
     )
     path = tmp_path / "net.py"
-    proof = proven(config, {path: (GOOD + kept).encode()}, {TITLE: {path: path.read_bytes()}})
-    assert failed(proof) == ["a fresh process"]
-    assert "lambda" in proof.failure
-    assert proof.failure.endswith("--no-verify prints the patch unproven")
+    assert proven(config, {path: (GOOD + kept).encode()}, {TITLE: {path: path.read_bytes()}}).passed
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_patch_of_what_runs_on_import_is_imported_anew_and_the_proof_says_so(tmp_path: Path) -> None:
+    config, path = written(tmp_path), tmp_path / "net.py"
+    elsewhere = GOOD.replace("GAIN = 300.0", "GAIN = 3e2 * 1.0").encode()
+    proof = proven(config, {path: elsewhere}, {TITLE: {path: path.read_bytes()}})
+    assert proof.passed, proof
+    said = "imported, and the model built anew, for it changes what runs as net.py is imported"
+    assert step_of(proof, "the patched code").detail == said
 
 
 GATED = GOOD.replace("        return", "        gate = self.before(x) if self.training else None\n        return")
@@ -278,6 +288,24 @@ def test_a_run_whose_scale_would_have_to_settle_begins_where_it_has(tmp_path: Pa
     detail = step_of(proof, "training 2 steps").detail
     assert ", 0 skipped steps; begun at " in detail
     assert detail.endswith(", which the failing step bears")
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("patch", [GOOD, GOOD.replace("GAIN = 300.0", "GAIN = 3e2 * 1.0")])
+def test_the_live_run_is_to_the_bit_as_it_was_before_a_proof(patch: str, tmp_path: Path) -> None:
+    config, path = written(tmp_path), tmp_path / "net.py"
+    failing = failing_steps(config)
+    with prepared(config) as run:
+        kind = type(run.workload.model)
+        weights = {name: value.clone() for name, value in run.workload.model.state_dict().items()}
+        code, random, modules = kind.forward.__code__, RandomState.now(), dict(sys.modules)
+        assert proven(config, {path: patch.encode()}, failing=failing, run=run).passed
+        assert all(torch.equal(value, weights[name]) for name, value in run.workload.model.state_dict().items())
+        assert kind.forward.__code__ is code
+        assert torch.equal(RandomState.now().cpu, random.cpu)
+        assert {name: one for name, one in sys.modules.items() if name in modules} == modules
+        assert linecache.getlines(str(path)) == NET.splitlines(keepends=True)
+    assert path.read_text() == NET
 
 
 @pytest.mark.slow

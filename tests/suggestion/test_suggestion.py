@@ -1,6 +1,5 @@
 """What is suggested for a workload: which edit is made, where it stands, and what its reader is told."""
 
-import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,12 +9,12 @@ import pytest
 
 from ampdbg.config.file import load_config
 from ampdbg.pinning import bisection
-from ampdbg.proof import proof, suggestion
-from ampdbg.proof.experiments import perform
+from ampdbg.proof import suggestion
+from ampdbg.proof.processes import FreshProcesses
 from ampdbg.proof.suggestion import Suggestion, suggest
 from ampdbg.record.pins import Handover, Proof, ProofStep
 from ampdbg.report.suggestion import content
-from tests.proof.overflowing import CONFIG, NET, written
+from tests.proof.overflowing import CONFIG, NET, begun_here, written
 from tests.siblings import slow_but_for
 from tests.zoo.test_zoo import CASES, FILES, config_of
 
@@ -23,7 +22,7 @@ from tests.zoo.test_zoo import CASES, FILES, config_of
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """No process is started for the proof: it takes seconds to start one."""
-    monkeypatch.setattr(proof, "fresh_processes", lambda folder: contextlib.nullcontext(perform))
+    monkeypatch.setattr(FreshProcesses, "__call__", begun_here)
 
 
 def net(layers: str, forward: str, batch: str, functions: str, imported: str = "") -> str:

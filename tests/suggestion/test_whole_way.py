@@ -1,6 +1,5 @@
 """From a broken run to a merged patch: scan, suggest-fp32, git apply, scan again; and training without ampdbg."""
 
-import contextlib
 import shutil
 import subprocess
 import sys
@@ -10,14 +9,14 @@ import pytest
 
 from ampdbg.config.file import load_config
 from ampdbg.diagnosis.diagnose import diagnose
-from ampdbg.proof import proof
-from ampdbg.proof.experiments import perform
+from ampdbg.proof.processes import FreshProcesses
 from ampdbg.proof.suggestion import suggest
 from ampdbg.record.file import read_record
 from ampdbg.record.run import Record
 from ampdbg.report.suggestion import content
 from ampdbg.training.loop import train
 from tests.commands.program import ROOT, Result, environment, start
+from tests.proof.overflowing import begun_here
 from tests.zoo.test_zoo import CASES, FILES, config_of
 
 SCREENS = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "screens").glob("*.txt"))]
@@ -170,7 +169,7 @@ def test_an_example_is_cured_by_its_patch(name: str, tmp_path: Path) -> None:
 
 
 def test_an_example_is_cured_without_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proof, "fresh_processes", lambda folder: contextlib.nullcontext(perform))
+    monkeypatch.setattr(FreshProcesses, "__call__", begun_here)
     folder = repository(tmp_path, "house_prices")
     config = folder / "house_prices.yaml"
     found = suggest(load_config(config))

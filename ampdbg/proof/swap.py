@@ -1,0 +1,136 @@
+"""A patch in force in the live process: its functions run other code for a while, and then their own again."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import gc
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
+
+from ampdbg.patch.file_edits import counterpart
+from ampdbg.quantities import counted
+from ampdbg.syntax_tree import UNPARSABLE, syntax_tree
+
+Changed = Mapping[int, str]
+"""The names of functions whose code is another one now, by the ``id`` of that."""
+
+
+class CannotSwapError(Exception):
+    """Why a patch cannot be put in force in a process that has imported the files before."""
+
+
+@contextlib.contextmanager
+def swapped(files: Mapping[Path, bytes]) -> Iterator[Changed]:
+    """While this is entered the functions of these files run the code that the patched bytes have for them.
+
+    What runs already goes on as it is, such as the loop of a script: who takes the patch to be in force has to see
+    that what it has changed is run. Lines are those of the files, and 0 where only the patch has one.
+
+    Raises:
+        CannotSwapError: it changes more than the bodies of functions and the imports of a file.
+    """
+    changed: dict[int, str] = {}
+    with contextlib.ExitStack() as stack:
+        for path, after in files.items():
+            every = (one for one in gc.get_objects() if type(one) is FunctionType)
+            functions = [one for one in every if _is_of(one.__code__.co_filename, str(path))]
+            names = {one.__code__.co_filename for one in functions}
+            if len(names) != 1:
+                raise CannotSwapError(f"{path.name} is imported under {counted(len(names), 'name')}")
+            changed |= stack.enter_context(_in_force(names.pop(), path, after, functions))
+        yield changed
+
+
+def _is_of(name: str, path: str) -> bool:
+    """Whether code of this file name is of that file; the end of a name is quick to compare."""
+    return os.path.basename(name) == os.path.basename(path) and os.path.realpath(name) == os.path.realpath(path)
+
+
+CodePlace = tuple[str, int]
+"""A function as its code knows it: its name, and its first line, that of a decorator where it has any."""
+
+
+class _Read(NamedTuple):
+    """A file: what it runs as it is imported, and what its functions do but for those in them."""
+
+    outside: list[ast.stmt]
+    bodies: dict[CodePlace, str]
+    codes: dict[CodePlace, CodeType]
+
+
+def _read(source: bytes, name: str, line_of: Callable[[int], int]) -> _Read:
+    tree: Any = syntax_tree(source)
+    nodes: list[Any] = list(ast.walk(tree))
+    for node in nodes:
+        if hasattr(node, "lineno"):
+            line, end = line_of(node.lineno), line_of(node.end_lineno or node.lineno)
+            vars(node).update(lineno=line, end_lineno=max(line, end), col_offset=0, end_col_offset=0)
+    codes, bodies = dict(_codes(compile(tree, name, "exec", dont_inherit=True))), {}
+    for node in reversed(nodes):  # an inner one before that around it
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+            bodies[node.name, first] = "".join(map(ast.dump, node.body))
+            node.body = []
+    return _Read(tree.body, bodies, codes)
+
+
+def _codes(code: CodeType) -> Iterator[tuple[CodePlace, CodeType]]:
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield (inner.co_name, inner.co_firstlineno), inner
+            yield from _codes(inner)
+
+
+@contextlib.contextmanager
+def _in_force(name: str, path: Path, after: bytes, functions: list[FunctionType]) -> Iterator[Changed]:
+    try:
+        before = path.read_bytes()
+        old = _read(before, name, int)
+        new = _read(after, name, functools.cache(lambda line: counterpart(line, after, before)))
+    except (OSError, *UNPARSABLE) as error:
+        raise CannotSwapError(f"{path.name} cannot be read or parsed: {error}") from None
+    known = list(map(ast.dump, old.outside))
+    added = [one for one in new.outside if isinstance(one, (ast.Import, ast.ImportFrom)) and ast.dump(one) not in known]
+    if known != [ast.dump(one) for one in new.outside if one not in added] or old.bodies.keys() - new.bodies.keys():
+        raise CannotSwapError(f"it changes what runs as {path.name} is imported")
+    swaps = list(_swaps(old, new, functions))
+    with contextlib.ExitStack() as stack:
+        for space in {id(one.__globals__): one.__globals__ for one, *_ in swaps}.values():
+            bound = dict(space)
+            exec(compile(ast.Module(list(added), []), name, "exec", dont_inherit=True), bound)
+            stack.enter_context(_items(space, {key: one for key, one in bound.items() if space.get(key) is not one}))
+        try:
+            for one, _, code in swaps:
+                one.__code__ = code
+            yield {id(new.codes[place]): place[0] for place, body in old.bodies.items() if new.bodies[place] != body}
+        finally:
+            for one, code, _ in swaps:
+                one.__code__ = code
+
+
+def _swaps(old: _Read, new: _Read, functions: list[FunctionType]) -> Iterator[tuple[FunctionType, CodeType, CodeType]]:
+    """Each function that is what the file has by now, with its code and the patched one."""
+    for one in functions:
+        code, place = one.__code__, (one.__code__.co_name, one.__code__.co_firstlineno)
+        if place in old.bodies and code.co_code == old.codes[place].co_code:
+            if code.co_freevars != new.codes[place].co_freevars:
+                raise CannotSwapError(f"{one.__qualname__} takes other names from around it")
+            yield one, code, new.codes[place]
+
+
+@contextlib.contextmanager
+def _items(space: dict[str, Any], items: Mapping[str, Any]) -> Iterator[None]:
+    """While this is entered the dict has these items."""
+    before = {key: space[key] for key in items if key in space}
+    try:
+        space.update(items)
+        yield
+    finally:
+        for key in items:
+            space.pop(key, None)
+        space.update(before)

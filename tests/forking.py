@@ -1,0 +1,145 @@
+"""Processes for tests that are forked from one that has imported torch, which takes seconds; on Linux alone."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import pickle
+import select
+import socket
+import struct
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import IO, NoReturn
+
+from ampdbg.proof.processes import ENDING, PATHS, end_group
+
+NUMBER = struct.Struct("q")
+
+Wait = Callable[[], int]
+"""Waits for a process, and returns its exit code, negative for a signal; TimeoutError after ``ENDING``."""
+
+
+# The side of the tests
+
+
+@contextlib.contextmanager
+def server(folder: Path, program: str) -> Iterator[Callable[..., AbstractContextManager[tuple[IO[str], Wait]]]]:
+    """Yields what starts a process that is forked from one that works in ``folder`` and runs ``program``."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        arguments = [str(theirs.fileno())]
+        child = subprocess.Popen(
+            [sys.executable, "-c", PATHS + program, *arguments, os.pathsep.join(sys.path)],
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            pass_fds=[theirs.fileno()],
+        )
+        with child:
+            try:
+                theirs.close()
+                yield functools.partial(_forked, ours)
+                ours.close()
+                child.wait(ENDING)
+            finally:
+                if child.poll() is None:
+                    end_group(child.pid)
+
+
+@contextlib.contextmanager
+def _forked(
+    server: socket.socket, arguments: list[str], errors: IO[bytes], program: str
+) -> Iterator[tuple[IO[str], Wait]]:
+    said, says = os.pipe()
+    ended, ends = os.pipe()
+    with open(said, encoding="utf-8") as stages, open(ended, "rb", buffering=0) as status:
+        try:
+            socket.send_fds(server, [pickle.dumps((program, arguments))], [says, errors.fileno(), ends])
+        finally:
+            os.close(says)
+            os.close(ends)
+
+        def wait() -> int:
+            if not select.select([status], [], [], ENDING)[0]:
+                raise TimeoutError
+            return _number(status)
+
+        pid = _number(status)
+        try:
+            yield stages, wait
+        finally:
+            end_group(pid)
+
+
+def _number(status: IO[bytes]) -> int:
+    data = status.read(NUMBER.size)
+    if len(data) < NUMBER.size:
+        raise OSError("the process that it is forked from has ended")
+    number: int = NUMBER.unpack(data)[0]
+    return number
+
+
+# The side that forks
+
+
+def serve() -> None:
+    """Forks a process for each message on the socket of the command line; when that is closed, all of them end."""
+    groups = []
+    with socket.socket(fileno=int(sys.argv[1])) as connection:
+        while True:
+            message, files, *_ = socket.recv_fds(connection, 2**16, 3)
+            if not message:
+                break
+            if (pid := os.fork()) == 0:
+                connection.close()
+                _guard(message, *files)
+            groups.append(pid)  # as nobody waits for it, no other process gets its number
+            for file in files:
+                os.close(file)
+    for pid in groups:
+        end_group(pid)
+
+
+def _guard(message: bytes, stages: int, errors: int, status: int) -> NoReturn:
+    """Leads a group with the process, and tells how that ends."""
+    os.setsid()
+    os.write(status, NUMBER.pack(os.getpid()))
+    if (worker := os.fork()) == 0:
+        os.close(status)
+        os.dup2(stages, 1)
+        os.dup2(errors, 2)
+        os.close(stages)
+        os.close(errors)
+        _work(*pickle.loads(message))
+    os.close(stages)
+    os.close(errors)
+    how = os.waitpid(worker, 0)[1]
+    os.write(status, NUMBER.pack(os.waitstatus_to_exitcode(how)))
+    os._exit(0)
+
+
+def _work(program: str, arguments: list[str]) -> NoReturn:
+    """Runs a program as ``python -c`` would, and ends without what a fork of another process must not do at exit."""
+    sys.argv = ["-c", *arguments]
+    code: object = 1
+    try:
+        exec(program, {"__name__": "__main__"})
+        code = 0
+    except SystemExit as end:
+        code = end.code
+    except BaseException:  # noqa: BLE001 - as at the end of any program
+        traceback.print_exc()
+    if isinstance(code, str):
+        sys.stderr.write(f"{code}\n")
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
