@@ -220,17 +220,17 @@ def test_a_line_of_the_loss_is_edited_and_proven(tmp_path: Path, kind: str, gain
 @pytest.mark.parametrize(
     ("kind", "returned"),
     [
-        ("targeted", "(out.float() * 4096 * target.float()).mean() / 1e6"),
-        (
-            "targeted_twice",
-            "((out.float() - target.float()) * (out.float() - target.type_as(out.float()))).mean() / 1e6",
-        ),
+        ("targeted", "(out * 4096 * target.to(out.dtype)).mean() / 1e6"),
+        ("targeted_twice", "((out - target.to(out.dtype)) * (out - target.type_as(out))).mean() / 1e6"),
     ],
 )
 def test_a_target_that_is_cast_no_more_is_the_captured_one(tmp_path: Path, kind: str, returned: str) -> None:
     record, patch, _ = suggested(tmp_path, kind, "900", "1")
     assert record.verification is not None
-    assert (record.verification.passed, added(patch)) == (True, [AUTOCAST_OFF, f"return {returned}"])
+    assert (record.verification.passed, added(patch)) == (
+        True,
+        [AUTOCAST_OFF, "out = out.float()", f"return {returned}"],
+    )
     told = {step.name: step.detail for step in record.verification.steps}
     losses = re.fullmatch(r"healthy; loss (.+), (.+) in FP32", told["the failing step (0)"])
     assert losses is not None
