@@ -35,7 +35,7 @@ from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Investigation, Producer, Record, Replay, Step
 
-GREW = 30.0
+GREW = 10.0
 """Weights so many times as large as when the run began have been thrown there by single updates; training from scratch
 makes them a few times as large."""
 
@@ -288,6 +288,11 @@ class Evidence:
     def has_left_its_size(self) -> bool:
         """The losses before it had risen, or the weights had grown."""
         return self.made.weights_grew >= KEPT_SIZE or rose(self.losses) or leapt(self.losses)
+
+    @property
+    def is_thrown(self) -> bool:
+        """The losses before it had risen, or single updates have thrown the weights far from where they began."""
+        return self.made.weights_grew > GREW or rose(self.losses) or leapt(self.losses)
 
     @cached_property
     def is_divergence(self) -> bool:
@@ -552,7 +557,7 @@ OF_HALF: tuple[Decision[Evidence], ...] = (
     ),
     Decision(
         UNKNOWN,
-        "the weights are over 30 times as large as when the run began",
+        "the weights are over 10 times as large as when the run began",
         lambda it: it.made.weights_grew > GREW and CODES[first(PRECISE, it).code].verdict == "precision",
         "{of_half}; the weights are {made.weights_grew} times as large as when the run began, which a learning rate "
         "that is too large makes",
@@ -593,7 +598,7 @@ CAUSES: tuple[Decision[Evidence], ...] = (
     ),
     Decision(
         DIVERGENCE,
-        "FP32 is not finite, on weights over 30 times as large as when the run began",
+        "FP32 is not finite, on weights over 10 times as large as when the run began",
         lambda it: not it.is_fp32_finite and it.made.weights_grew > GREW,
         "the step is not finite in FP32 either{where}, on weights {made.weights_grew} times as large as when the run "
         "began",

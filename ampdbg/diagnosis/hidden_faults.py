@@ -18,6 +18,7 @@ from ampdbg.agreement import (
     losses_agree,
     noise_floor,
 )
+from ampdbg.diagnosis.cause import Evidence
 from ampdbg.diagnosis.decisions import Decision, holding
 from ampdbg.diagnosis.producers import (
     FAR_FROM_FP32,
@@ -200,9 +201,12 @@ HIDDEN: tuple[Decision[HiddenFault], ...] = (
 
 
 def hidden_faults(record: Record) -> Iterator[Finding]:
-    """What the steps of a run hide that looked healthy and were replayed."""
-    for fault in filter(None, (hidden_fault(made, record) for made in record.investigations)):
-        yield from (row.finding(fault) for row in holding(HIDDEN, fault))
+    """What the steps of a run hide that looked healthy and were replayed; what half loses of values that a learning
+    rate has thrown up is no fault of half."""
+    for run in record.timelines:
+        known = (one for one in run.investigations if not Evidence(one, run).is_thrown)
+        for fault in filter(None, (hidden_fault(made, run) for made in known)):
+            yield from (row.finding(fault) for row in holding(HIDDEN, fault))
 
 
 def hidden_fault(made: Investigation, record: Record) -> HiddenFault | None:

@@ -116,10 +116,12 @@ class HalfUpdates:
 
     @property
     def shares(self) -> str:
-        """How much of the way is lost."""
+        """How much of the way is lost, of the kinds that lose most of theirs and of all."""
         parts = {"gradient's part": self.seen.lost_gradient, "weight decay": self.seen.lost_decay}
         apart = listed([f"{value:.0%} of the {what}" for what, value in parts.items() if value is not None])
-        return f"{self.seen.lost or 0.0:.0%} of the way that float32 weights go is lost ({apart})"
+        kinds = [f"{one.lost:.0%} ({one.kind})" for one in self.seen.kinds if (one.lost or 0.0) > MOST_OF_THE_UPDATE]
+        by_kind = f"{listed(kinds)} and of all parameters together " if kinds else ""
+        return f"{by_kind}{self.seen.lost or 0.0:.0%} of the way that float32 weights go is lost ({apart})"
 
     @property
     def what_is_small(self) -> str:
