@@ -23,12 +23,14 @@ from ampdbg.diagnosis.producers import (
     Suspect,
     culprit,
     format_of,
+    in_batch,
     named,
     placed,
     survivor,
 )
 from ampdbg.diagnosis.tensors import bad_weights, blamed_in_batch
 from ampdbg.diagnosis.updates import spoilt_weights
+from ampdbg.formats import FLOAT16
 from ampdbg.levels import has_static_scale
 from ampdbg.quantities import number
 from ampdbg.record.codes import CODES
@@ -52,6 +54,7 @@ LARGE = 1e15
 """Some such values, multiplied or squared and summed, are beyond FP32."""
 
 CALIBRATION, NO_USABLE_SCALE, DIVERGENCE = "scale-calibration", "no-usable-scale", "divergence"
+OUT_OF_RANGE = "data-range"
 
 SKIPS_IN_A_ROW = 5
 """So many skipped steps in a row are no calibration: healthy models settle within four halvings of 65536."""
@@ -201,6 +204,26 @@ class Evidence:
         """The leaf of the batch that half cannot hold, where the op is its cast."""
         return None if self.suspect is None else self.suspect.leaf
 
+    @cached_property
+    def outlier(self) -> str | None:
+        """The leaf of the batch with the largest value, where half cannot hold that, and FP32's loss of the step is
+        many times all before it: what a dropout or a product makes of such a value is not the batch's own cast."""
+        largest, before = self.made.batch_largest, [abs(loss) for loss in self.losses]
+        name = max(largest, key=lambda one: largest[one], default=None)
+        fp32 = self.made.fp32
+        is_apart = bool(before) and fp32 is not None and abs(fp32.loss) > LEAPT * max(before) and not self.is_thrown
+        return name if is_apart and largest.get(name or "", 0.0) >= FLOAT16.overflow_threshold else None
+
+    @property
+    def in_batch(self) -> str:
+        """What that leaf holds, and where."""
+        return in_batch(self.made, self.outlier or "")
+
+    @property
+    def leap_of_loss(self) -> str:
+        """From the last loss to FP32's."""
+        return f"from {number(self.losses[-1])} to {number(self.made.fp32.loss if self.made.fp32 else math.nan)}"
+
     # What a lower loss scale would do
 
     @property
@@ -279,9 +302,9 @@ class Evidence:
 
     @cached_property
     def divergence(self) -> Evidence | None:
-        """The first step whose replays show that the run diverges, where this one does too."""
+        """The first step up to this one whose replays show that the run diverges: what fails later follows from it."""
         earlier = (Evidence(one, self.run) for one in self.run.investigations if one.step < self.made.step)
-        shown = [self, *(one for one in earlier if one.diverges)] if self.diverges else []
+        shown = (one for one in (self, *earlier) if one.diverges)
         return min(shown, key=lambda one: one.made.step, default=None)
 
     @property
@@ -458,7 +481,7 @@ def _of_op(code: str, when: str, holds: Callable[[Suspect], bool], message: str)
 
 OPS = (
     _of_op(
-        "data-range",
+        OUT_OF_RANGE,
         "the op is the cast of the batch itself, which holds values beyond FP16's limit",
         lambda op: op.leaf is not None,
         "the batch holds {op.in_batch}, above {op.limit}",
@@ -547,6 +570,13 @@ OF_HALF: tuple[Decision[Evidence], ...] = (
         lambda it: it.is_in_doubt,
         "{of_op}; a learning rate that diverges may be behind it: the losses before it have risen, or are too few to "
         "tell",
+    ),
+    Decision(
+        OUT_OF_RANGE,
+        "the batch holds values beyond FP16's limit, and FP32's loss of the step is over 1000 times all before it",
+        lambda it: it.outlier is not None and it.leaf is None,
+        "the batch holds {in_batch}, above FP16's limit of 65,504, and in FP32 the loss leaps {leap_of_loss}: "
+        "{of_half}",
     ),
     Decision(
         DIVERGENCE,

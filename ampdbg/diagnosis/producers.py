@@ -139,10 +139,7 @@ class Suspect:
     @property
     def in_batch(self) -> str:
         """What the batch holds that half cannot, and where."""
-        leaf = self.leaf or ""
-        index = self.made.batch_index.get(leaf, ())
-        where = f" in sample {index[0]}" if index else ""
-        return f"{number(self.made.batch_largest[leaf])}{where} of {leaf or 'its tensor'}"
+        return in_batch(self.made, self.leaf or "")
 
     @property
     def magnitude(self) -> str:
@@ -251,6 +248,13 @@ def survivor(made: Investigation) -> Replay | None:
 def format_of(dtype: str) -> FloatFormat:
     """The format of a replay or of an op in it; FP16 where it is one of another version."""
     return FORMATS.get(dtype, FLOAT16)
+
+
+def in_batch(made: Investigation, leaf: str) -> str:
+    """The largest value of a leaf of the batch, and where it stands, as messages say it."""
+    index = made.batch_index.get(leaf, ())
+    where = f" in sample {index[0]}" if index else ""
+    return f"{number(made.batch_largest[leaf])}{where} of {leaf or 'its tensor'}"
 
 
 def placed(made: Investigation, code: str, at: Producer | None) -> dict[str, Any]:

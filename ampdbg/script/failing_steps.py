@@ -21,7 +21,7 @@ import torch
 from torch.optim import Optimizer
 
 from ampdbg.agreement import is_finite
-from ampdbg.diagnosis.cause import SKIPS_IN_A_ROW
+from ampdbg.diagnosis.cause import SKIPS_IN_A_ROW, Evidence
 from ampdbg.diagnosis.hidden_faults import hidden_fault
 from ampdbg.diagnosis.producers import survivor
 from ampdbg.diagnosis.scale import is_nan_alone
@@ -71,6 +71,8 @@ NOT_AGAIN = "step {}, whose {} not finite, could not be replayed: {}"
 FINITE_AGAIN = "run again it is finite"
 
 NOT_THE_SAME = "its loss was {}, and is {} when it is replayed"
+
+THROWN = "its weights or the losses before it have left their size, as at a learning rate that is too large"
 
 HALF_BY_HOOKS = "hooks give its modules half weights"
 
@@ -419,7 +421,11 @@ class FailingSteps:
         if made is None:
             return ""  # a signal has come, and the script is not kept waiting
         made = replace(made, loss=self._loss())
-        fault = hidden_fault(made, self._watcher.record())
+        record = self._watcher.record()
+        own = replace(record, steps=tuple(step for step in record.steps if step.optimizer == live.optimizer))
+        if Evidence(made, own).is_thrown:
+            return THROWN
+        fault = hidden_fault(made, own)
         if fault is None:
             return NOT_THE_SAME.format(number(made.loss), number(made.low.loss))
         if fault.is_one and self.captures.are_wanted:

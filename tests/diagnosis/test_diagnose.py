@@ -824,6 +824,29 @@ def test_a_batch_that_half_cannot_hold_is_no_divergence_though_fp32_climbs_with_
 
 
 @pytest.mark.parametrize(
+    ("largest", "loss_in_fp32", "code"),
+    [(1e6, 2.5e11, "data-range"), (1e6, 3.0, "forward-overflow"), (10.0, 2.5e11, "forward-overflow")],
+)
+def test_a_batch_beyond_half_is_bad_where_fp32s_loss_leaps_with_it_whatever_comes_between(
+    largest: float, loss_in_fp32: float, code: str
+) -> None:
+    """As behind a dropout, which makes 2.5e6 of 1e6: the op is no cast of the batch itself."""
+    made = replace(overflowing(4), fp32=replace(FP32, loss=loss_in_fp32), batch_largest={"[0]": largest})
+    found = diagnosed("....N", made).findings[0]
+    assert (found.code, found.step) == (code, 4)
+    assert ("the loss leaps from 1 to 2.5e11" in found.message) == (code == "data-range")
+
+
+def test_what_overflows_behind_a_step_from_which_fp32_diverges_follows_from_that() -> None:
+    losses = [2.0, 3.0, 2.0, 3.0, 30.0, 60.0, math.nan]
+    steps = [replace(step, loss=loss) for step, loss in zip(steps_of("....x.N"), losses, strict=True)]
+    early = of_gradients(4, low(scale=1.0), replace(FP32, loss=30.0), continuation=(30.0, 7e4, 7e8))
+    for investigations, code in (((early, overflowing(6)), "divergence"), ((overflowing(6),), "forward-overflow")):
+        found = diagnosed(steps, *investigations).findings[0]
+        assert (found.code, found.step) == (code, 4 if code == "divergence" else 6)
+
+
+@pytest.mark.parametrize(
     ("script", "codes_of_it"),
     [(ScriptRun("train.py"), ["forward-overflow", "data-nonfinite"]), (None, ["data-nonfinite", "forward-overflow"])],
 )

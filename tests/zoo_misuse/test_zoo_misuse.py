@@ -112,6 +112,7 @@ SEEN_IN_SOURCE_ALONE = {
     "misuse-autocast-device",
     "misuse-autocast-float32",
     "misuse-unsaved-scaler",
+    "misuse-lost-upcast",
 }
 """They do nothing wrong in a step that could be watched: planted in tests/lint."""
 
