@@ -689,4 +689,5 @@ def test_run_says_of_a_trainer_with_a_llama_in_bfloat16_that_its_norms_stand_sti
     record, _, code = ran(tmp_path, TRAINER.format(dtype=dtype), options=())
     assert (codes(record), code) == (found, len(found))
     named = record.findings[0].evidence["parameters"] if found else []
+    assert isinstance(named, list)
     assert all("norm" in name for name in named)
