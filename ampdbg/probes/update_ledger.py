@@ -277,6 +277,11 @@ class SampledRow:
         is_sound = bool((self._start.isfinite() & self.master.isfinite() & self._gradient.isfinite()).all())
         return [self.members[owner].name for owner in self._owners[~self._last.isfinite()].unique() if is_sound]
 
+    @property
+    def has_finite_gradients(self) -> bool:
+        """Whether the step had none that is inf or NaN here. On a GPU this waits for it."""
+        return bool(self._gradient.isfinite().all())
+
     def moments(self, before: Moments | None, step: int) -> Moments:
         """The second moments behind the step that ends the window; ``before``: behind the last window."""
         window = self._beta**self._steps
@@ -484,7 +489,7 @@ class UpdateLedger:
             for row in window.rows:
                 row.listen(self.hooks, lambda: self._is_in_a_pass)
         spoilt = tuple(name for row in window.rows for name in row.spoilt())
-        if spoilt:
+        if spoilt and all(row.has_finite_gradients for row in window.rows):
             self._spoilt, self._spoilt_step, self._eps = spoilt, step, _vanishing_eps(window.rows)
             book.is_kept, book.window = False, None
         elif window.steps == WINDOW:
