@@ -307,20 +307,21 @@ class Evidence:
         shown = (one for one in (self, *earlier) if one.diverges)
         return min(shown, key=lambda one: one.made.step, default=None)
 
-    @property
-    def has_left_its_size(self) -> bool:
-        """The losses before it had risen, or the weights had grown."""
-        return self.made.weights_grew >= KEPT_SIZE or rose(self.losses) or leapt(self.losses)
+    @cached_property
+    def has_risen(self) -> bool:
+        """The losses before it had left those at first for good."""
+        return rose(self.losses) or leapt(self.losses)
 
     @property
     def is_thrown(self) -> bool:
         """The losses before it had risen, or single updates have thrown the weights far from where they began."""
-        return self.made.weights_grew > GREW or rose(self.losses) or leapt(self.losses)
+        return self.has_risen or self.made.weights_grew > GREW
 
     @cached_property
     def is_divergence(self) -> bool:
         """The run diverges in FP32 too, and not because FP32 goes on with a batch that half cannot hold."""
-        is_of_its_batch = self.divergence is self and self.leaf is not None and not self.has_left_its_size
+        is_as_it_began = not self.has_risen and self.made.weights_grew < KEPT_SIZE
+        is_of_its_batch = self.divergence is self and self.leaf is not None and is_as_it_began
         return self.divergence is not None and not is_of_its_batch
 
     @cached_property
@@ -333,7 +334,7 @@ class Evidence:
         if not is_open or all(step.skipped for step in self.before):
             return False
         are_few = len(losses) < FEW_LOSSES and not has_kept_size  # the growth is 1 where nobody knows
-        return are_few or losses[-1] > max(losses[:FEW_LOSSES]) or rose(losses) or leapt(losses)
+        return are_few or losses[-1] > max(losses[:FEW_LOSSES]) or self.has_risen
 
     @property
     def climb(self) -> str:
@@ -388,7 +389,7 @@ class Evidence:
 
     @property
     def _in_half(self) -> Decision[Evidence]:
-        return first((*OF_HALF[:3], *PRECISE), self)
+        return first((*UNDECIDED, *PRECISE), self)
 
     @property
     def at(self) -> Producer | None:
@@ -551,7 +552,7 @@ PRECISE: tuple[Decision[Evidence], ...] = (
     *OPS,
 )
 
-OF_HALF: tuple[Decision[Evidence], ...] = (
+UNDECIDED: tuple[Decision[Evidence], ...] = (
     Decision(
         UNKNOWN,
         "the step raises an error in half and not in FP32, and no op was found where half goes wrong",
@@ -571,6 +572,11 @@ OF_HALF: tuple[Decision[Evidence], ...] = (
         "{of_op}; a learning rate that diverges may be behind it: the losses before it have risen, or are too few to "
         "tell",
     ),
+)
+"""Of a step that FP32 comes through, where nothing shows what half does to it."""
+
+OF_HALF: tuple[Decision[Evidence], ...] = (
+    *UNDECIDED,
     Decision(
         OUT_OF_RANGE,
         "the batch holds values beyond FP16's limit, and FP32's loss of the step is over 1000 times all before it",

@@ -24,7 +24,6 @@ from ampdbg.diagnosis.producers import (
     FAR_FROM_FP32,
     Suspect,
     erased_in,
-    format_of,
     named,
     overflow_in,
     placed,
@@ -48,23 +47,14 @@ SILENT, UNDERFLOW = "silent-overflow", "gradient-underflow"
 
 
 @dataclass(frozen=True, eq=False)
-class HiddenFault:
-    """What the replays of a step show that looks healthy: its loss and gradients are finite, and FP32's are.
-
-    Attributes:
-        made: its replays.
-        fp32: the one in FP32.
-        record: of the run.
-    """
-
-    made: Investigation
-    fp32: Replay
-    record: Record
+class HiddenFault(Evidence):
+    """What is known of a step that looks healthy: its loss and gradients are finite, and FP32's are."""
 
     @property
-    def low(self) -> Replay:
-        """The step as it was."""
-        return self.made.low
+    def fp32(self) -> Replay:
+        """The replay in FP32."""
+        assert self.made.fp32 is not None
+        return self.made.fp32
 
     @property
     def is_one(self) -> bool:
@@ -107,11 +97,6 @@ class HiddenFault:
         return self.low.lost_energy or 0.0
 
     @property
-    def half(self) -> str:
-        """The format of the step, as messages name it."""
-        return format_of(self.low.dtype).short
-
-    @property
     def gone(self) -> str:
         """The parameters that lose most of their gradient, in words."""
         return f", and the gradient of {listed(self.low.lost, 3)} is lost" if self.low.lost else ""
@@ -120,8 +105,8 @@ class HiddenFault:
     def repair(self) -> str:
         """What raises the loss scale. A dynamic one began so low, or is held down: steps were skipped at the next
         larger one, where other gradients overflow."""
-        scaled = [step for step in self.record.steps if step.scaler]
-        if has_static_scale(self.record.config) or not scaled:
+        scaled = [step for step in self.run.steps if step.scaler]
+        if has_static_scale(self.run.config) or not scaled:
             return CODES[UNDERFLOW].remedy
         skipped = [step.scale for step in scaled if step.skipped and math.isfinite(step.loss)]
         is_held_down = any(self.low.scale < scale <= GROWTH * self.low.scale for scale in skipped)
@@ -133,7 +118,7 @@ class HiddenFault:
         return f"; {named(self.made.first_far)} is the first op that differs" if self.made.first_far else ""
 
     @property
-    def losses(self) -> str:
+    def both_losses(self) -> str:
         """The loss in half and in FP32, in words."""
         return f"the loss is {number(self.low.loss)}, and {number(self.fp32.loss)} in FP32"
 
@@ -165,7 +150,7 @@ HIDDEN: tuple[Decision[HiddenFault], ...] = (
         SILENT,
         "an op overflows where FP32 is beyond FP16's limit, all it leads to is finite, and the step is far from FP32",
         lambda fault: fault.hidden is not None and fault.is_far,
-        "{suspect.reaches}, and a later op turns the inf into a finite value; {losses}",
+        "{suspect.reaches}, and a later op turns the inf into a finite value; {both_losses}",
     ),
     Decision(
         SILENT,
@@ -195,7 +180,7 @@ HIDDEN: tuple[Decision[HiddenFault], ...] = (
         "the loss is over 5 % or gradients over 25 % from FP32's, by over 4 times what rounding weights and batch "
         "changes, and nothing overflows",
         lambda fault: fault.is_far and fault.hidden is None and not fault.is_flushed and not fault.chooses_otherwise,
-        "the step differs from FP32 by more than rounding explains: {losses}{first_far}",
+        "the step differs from FP32 by more than rounding explains: {both_losses}{first_far}",
     ),
 )
 
@@ -203,14 +188,13 @@ HIDDEN: tuple[Decision[HiddenFault], ...] = (
 def hidden_faults(record: Record) -> Iterator[Finding]:
     """What the steps of a run hide that looked healthy and were replayed; what half loses of values that a learning
     rate has thrown up is no fault of half."""
-    for run in record.timelines:
-        known = (one for one in run.investigations if not Evidence(one, run).is_thrown)
-        for fault in filter(None, (hidden_fault(made, run) for made in known)):
-            yield from (row.finding(fault) for row in holding(HIDDEN, fault))
+    made = (hidden_fault(one, run) for run in record.timelines for one in run.investigations)
+    for fault in (one for one in made if one is not None and not one.is_thrown):
+        yield from (row.finding(fault) for row in holding(HIDDEN, fault))
 
 
-def hidden_fault(made: Investigation, record: Record) -> HiddenFault | None:
-    """What the replays of a step show that looks healthy; None of one that does not compute the same again, and so
-    cannot be compared, or is not finite."""
+def hidden_fault(made: Investigation, run: Record) -> HiddenFault | None:
+    """What the replays of a step show that looks healthy, in the record of its optimizer alone; None of one that does
+    not compute the same again, and so cannot be compared, or is not finite."""
     is_sound = made.why == "end" and is_finite(made.low) and is_same_run(made)
-    return HiddenFault(made, made.fp32, record) if is_sound and is_finite(made.fp32) else None
+    return HiddenFault(made, run) if is_sound and is_finite(made.fp32) else None

@@ -21,7 +21,7 @@ import torch
 from torch.optim import Optimizer
 
 from ampdbg.agreement import is_finite
-from ampdbg.diagnosis.cause import SKIPS_IN_A_ROW, Evidence
+from ampdbg.diagnosis.cause import SKIPS_IN_A_ROW
 from ampdbg.diagnosis.hidden_faults import hidden_fault
 from ampdbg.diagnosis.producers import survivor
 from ampdbg.diagnosis.scale import is_nan_alone
@@ -125,10 +125,12 @@ class Policy:
         where no step has failed for good."""
         is_due = self._taken[optimizer] >= TAKEN and optimizer not in self._compared and not self._tries.get("loss")
         is_quick = self._expected <= COMPARISON  # whatever other replays have taken: the same run gets the same answer
-        if not (is_due and self.is_open("end") and (is_quick or self._is_in_time())):
-            return False
+        return is_due and self.is_open("end") and (is_quick or self._is_in_time())
+
+    def comparing(self, optimizer: int) -> contextlib.AbstractContextManager[None]:
+        """While a step of an optimizer is held against FP32: no other one is."""
         self._compared.add(optimizer)
-        return True
+        return self.looking("end")
 
     @property
     def _expected(self) -> float:
@@ -379,33 +381,36 @@ class FailingSteps:
 
     def _about_to_step(self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> None:
         """Captures a step that was asked for, whatever it does; of several turns the last, or the first that fails."""
-        if optimizer in self._watcher.optimizers:
-            self._stepping.append(self._watcher.optimizers.number_of(optimizer))
-        number, watcher = self._watcher.log.closed(), self._watcher
-        place = watcher.optimizers.number_of(optimizer) if optimizer in watcher.optimizers else -1
-        is_compared = not self.captures.is_wanted and self._investigates and place >= 0 and not is_in_group()
-        if not (is_compared or self.captures.is_wanted) or watcher.is_paused or number == self._looked_at:
+        watcher, number = self._watcher, self._watcher.log.closed()
+        place = watcher.optimizers.number_of(optimizer) if optimizer in watcher.optimizers else None
+        self._stepping += [] if place is None else [place]
+        if watcher.is_paused or number == self._looked_at:
             return
-        if is_compared and not self._policy.compares(place):
-            return
-        scale = 1.0 if scaler is None else float(scaler._get_scale_async() or 1.0)
+        if self.captures.is_wanted:
+            self._capture_at_once(number, scaler)
+        elif place is not None and self._may_be_compared(place):
+            self._compare(place, number, scaler)
+
+    def _capture_at_once(self, number: int, scaler: torch.amp.GradScaler | None) -> None:
         is_lost = not self._watcher.open_step.is_known_finite()
-        if is_compared:
-            if not is_lost:
-                self._compare(number, scale)
-            return
-        live, why_not = self._live(number, "loss" if is_lost else "end", scale, None)
+        live, why_not = self._live(number, "loss" if is_lost else "end", _scale_of(scaler), None)
         if live is None:
             self.captures.cannot(number, f"it cannot be run again: {why_not}")
         else:
             self._capture(live, self._loss(), scaler)
 
-    def _compare(self, number: int, scale: float) -> None:
+    # One healthy step, compared with FP32.
+
+    def _may_be_compared(self, place: int) -> bool:
+        is_due = self._investigates and self._policy.compares(place) and not is_in_group()
+        return is_due and self._watcher.open_step.is_known_finite()
+
+    def _compare(self, place: int, number: int, scaler: torch.amp.GradScaler | None) -> None:
         """Holds a step that looks healthy against FP32, and captures it where it hides a fault."""
         why_not = ""
-        with held_signals(), self._policy.looking("end"):
+        with held_signals(), self._policy.comparing(place):
             try:
-                live, why_not = self._live(number, "end", scale, None)
+                live, why_not = self._live(number, "end", _scale_of(scaler), None)
                 if live is not None:
                     why_not = self._compared(live)
             except Exception as error:  # noqa: BLE001 - as that there is no memory for it: the script goes on
@@ -421,11 +426,13 @@ class FailingSteps:
         if made is None:
             return ""  # a signal has come, and the script is not kept waiting
         made = replace(made, loss=self._loss())
+        if not is_finite(made.low):
+            return ""  # it is a failing step, and looked at as such
         record = self._watcher.record()
         own = replace(record, steps=tuple(step for step in record.steps if step.optimizer == live.optimizer))
-        if Evidence(made, own).is_thrown:
-            return THROWN
         fault = hidden_fault(made, own)
+        if fault is not None and fault.is_thrown:
+            return THROWN
         if fault is None:
             return NOT_THE_SAME.format(number(made.loss), number(made.low.loss))
         if fault.is_one and self.captures.are_wanted:
@@ -512,6 +519,10 @@ class FailingSteps:
         )
         unseen = replace(record.unseen, notes=(*record.unseen.notes, *notes))
         return replace(record, unseen=unseen, script=run, investigations=tuple(self.found), error=error)
+
+
+def _scale_of(scaler: torch.amp.GradScaler | None) -> float:
+    return 1.0 if scaler is None else float(scaler._get_scale_async() or 1.0)
 
 
 def settles(made: Investigation) -> bool:

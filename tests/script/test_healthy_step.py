@@ -23,7 +23,7 @@ optimizer, scaler = torch.optim.AdamW(net.parameters(), lr=1e-3), torch.amp.Grad
 for step in range(80):
     x, y = float(sys.argv[1]) * torch.rand(8, 32).cuda(), torch.randint(0, 4, (8,)).cuda()
     with torch.autocast("cuda", dtype=torch.float16):
-        loss = nn.functional.cross_entropy(net(x), y)
+        loss = nn.functional.cross_entropy(net(x), y) * (1e8 if step == 10 and sys.argv[2:] else 1.0)
     optimizer.zero_grad()
     scaler.scale(loss).backward()
     scaler.step(optimizer)
@@ -52,3 +52,10 @@ def test_the_first_step_behind_ten_that_were_taken_is_compared_and_captured_wher
 def test_no_step_is_compared_where_none_is_to_be_replayed(tmp_path: Path) -> None:
     result, record = run(tmp_path, HIDDEN, "1000", options=("--emulate", "--no-investigate"))
     assert (result.code, record.investigations) == (0, ())
+
+
+def test_a_step_whose_gradients_overflow_as_it_is_compared_is_a_failing_one_and_no_other_loss(tmp_path: Path) -> None:
+    _, record = run(tmp_path, HIDDEN, "1", "withheld")
+    assert [step.step for step in record.steps if step.skipped] == [10]
+    assert not [note for note in record.unseen.notes if "compared with FP32" in note]
+    saves_the_same_alone(tmp_path, "1", "withheld")

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from ampdbg.lint.expressions import method
 from ampdbg.lint.facts import Facts
 from ampdbg.lint.rule import Rule, RuleHit
+from ampdbg.ops import CAST_METHODS
 
 CODE = "misuse-lost-upcast"
-CASTS = ("to", "float", "half", "bfloat16", "double", "type")
+CASTS = (*CAST_METHODS, "to", "type")
 
 
 def check(facts: Facts) -> Iterator[RuleHit]:
