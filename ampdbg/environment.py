@@ -21,7 +21,7 @@ from ampdbg.quantities import counted
 from ampdbg.record.run import Environment
 
 FUSED_ATTENTION_NOTE = (
-    "scaled_dot_product_attention is taken to run as a fused kernel, which keeps its scores in float32"
+    "ampdbg assumes that scaled_dot_product_attention runs as a fused kernel, which keeps its scores in float32"
 )
 
 

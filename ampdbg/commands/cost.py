@@ -34,7 +34,7 @@ def command(
             "--memory",
             metavar="SIZE",
             callback=_checked_size,
-            help="Also how large a batch fits into so much memory (16GiB), by doubling.",
+            help="Also find the largest batch that fits into this much memory, such as 16GiB.",
         ),
     ] = None,
     *,

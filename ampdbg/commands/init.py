@@ -17,7 +17,9 @@ from .output import write_result
 
 
 def command(
-    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Where to, by default here.")] = Path(),
+    folder: Annotated[
+        Path, typer.Argument(metavar="[FOLDER]", help="The folder to write into; by default this one.")
+    ] = Path(),
     debug: options.Debug = False,
 ) -> int:
     """Write a config and a workload to start from.

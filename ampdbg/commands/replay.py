@@ -19,7 +19,7 @@ from .scan import exit_code
 
 @functools.partial(options.with_run_options, but=options.OF_A_CONFIG)
 def command(
-    config: Annotated[Path, typer.Argument(metavar="CAPTURE", help="What ampdbg run has written.")],
+    config: Annotated[Path, typer.Argument(metavar="CAPTURE", help="A capture that ampdbg run has written.")],
     script: options.ScriptToStart = "",
     *,
     run: options.RunOptions,
@@ -32,7 +32,7 @@ def command(
     with results_only() as stdout:
         given = read_given(config, None, script)
         if given.capture is None:
-            raise ConfigError(f"{config}: no capture; ampdbg run writes them to .ampdbg/captures")
+            raise ConfigError(f"{config}: not a capture; ampdbg run writes captures to .ampdbg/captures")
         with progress.shown(run.quiet) as observer:
             replayed = api.replay(given, observer=observer)
         show(replayed, given, stdout, run=run)

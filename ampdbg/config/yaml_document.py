@@ -28,7 +28,7 @@ _EXPONENT_FLOAT = re.compile(r"^[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+
 # What PyYAML says, and what the person who typed it needs to hear.
 _EXPLANATIONS = (
     ("character '\\t'", "a tab where YAML wants spaces; indent with spaces"),
-    ("mapping values are not allowed", "a ':' where no key can stand; check the indentation, or quote the value"),
+    ("mapping values are not allowed", "a ':' where no key is possible; check the indentation, or quote the value"),
     ("expected <block end>", "the indentation does not match the lines above"),
     ("could not find expected ':'", "a ':' is missing after a key"),
     ("expected ',' or", "a bracket is not closed, or a comma is missing"),

@@ -33,9 +33,9 @@ REPLAYS = 1
 WARM_UP, TIMED = 3, 10
 """Steps on a GPU; the median of the timed ones is the time of one."""
 
-FUSED = "a GPU's fused kernels may keep less than the CPU's own: of dropout a mask of one byte an element"
+FUSED = "a GPU's fused kernels may keep less than the CPU's: dropout keeps a mask of one byte per element"
 
-SKIPPED = "where the loss scale skipped steps, FP32 was trained without those updates too, to compare the losses"
+SKIPPED = "to compare losses, ampdbg also trained FP32 without the updates that a loss scale skipped"
 
 
 def compare(config: Config, pins: tuple[str, ...], memory: int | None, observer: Observer) -> Record:
@@ -284,7 +284,9 @@ def largest_batch(batch: Any, room: int, activations: int, activations_of: Calla
             fitting = (2**n for n in range(MOST_DOUBLINGS + 1) if activations + each * (2**n - 1) <= room)
             return BatchFit(max(fitting), tuple(measured), is_reckoned=True)
         if times == MOST_TIMES:
-            return BatchFit(times, tuple(measured), why="memory does not grow in proportion, and no more was tried")
+            return BatchFit(
+                times, tuple(measured), why="memory does not grow in proportion, so ampdbg tried no larger batch"
+            )
         try:
             larger = enlarged(batch, 2 * times, shared[0])
         except Exception as error:  # noqa: BLE001 - a tensor's class, or a device's allocator

@@ -87,10 +87,10 @@ def lint(paths: Sequence[str], settings: Settings) -> Linted:
     """
     below = list(files_below(paths, settings.exclude))
     if not below:
-        excluded = f", nor what pyproject.toml excludes ({', '.join(settings.exclude)})" if settings.exclude else ""
+        excluded = f", and what pyproject.toml excludes ({', '.join(settings.exclude)})" if settings.exclude else ""
         raise AmpdbgError(
-            f"{', '.join(paths)}: no Python file and no notebook is there; hidden folders, virtual environments, "
-            f"{', '.join(sorted(NEVER))} are not looked into{excluded}"
+            f"{', '.join(paths)}: no Python file or notebook there; ampdbg lint ignores hidden folders, virtual "
+            f"environments, {', '.join(sorted(NEVER))}{excluded}"
         )
     files = _each(below, partial(lint_file, settings=settings))
     roots = {file.root for file in files if file.uses_half}

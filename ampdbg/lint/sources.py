@@ -99,7 +99,9 @@ def _below(given: str, exclude: Sequence[str]) -> Iterator[SourcePath]:
         entries = [entry for entry in entries if not _is_excluded(_shown(entry.path), entry.name, exclude)]
         for entry in entries:
             if os.path.isdir(entry.path) and _leads_back(entry, folder):
-                yield SourcePath(_shown(entry.path), root, "a link in a circle, which is not followed")
+                yield SourcePath(
+                    _shown(entry.path), root, "a link that leads to itself, which ampdbg lint does not follow"
+                )
             elif not os.path.isdir(entry.path) and entry.name.endswith(SUFFIXES):
                 yield SourcePath(_shown(entry.path), root)
         below = [entry.path for entry in entries if _is_new(entry.path, entered)]
@@ -208,7 +210,7 @@ def content_of(source: SourceText, text: str) -> bytes:
     end = "\n" if source.notebook.endswith("\n") else ""
     before, *parts = _HEADS.split(text)
     if before or json.dumps(data, indent=1, ensure_ascii=False) + end != source.notebook:
-        raise UnreadableSource("cannot be fixed in its form; open it in Jupyter, save it, and try again")
+        raise UnreadableSource("cannot be fixed in its own format; open it in Jupyter, save it, and try again")
     for number, cell in zip(parts[::2], parts[1::2], strict=True):
         made = _with_magic(cell.removesuffix("\n"))
         old = data["cells"][int(number) - 1]["source"]

@@ -43,7 +43,7 @@ FLOATS = ("float", "float32")
 Replacements = Iterator[tuple[cst.BaseExpression, str]]
 """Constants, and what is to stand in the place of each."""
 
-NOTHING = "no constant stands there that could be kept within the range of half"
+NOTHING = "the line has no constant that can be kept within the range of half"
 
 
 def edit_constants(source: bytes, lines: Collection[int], half: Collection[str] = ()) -> Edited:
@@ -95,7 +95,9 @@ def _refuse_comparisons(code: cst.CSTNode) -> None:
     for comparison in find(code, cst.Comparison):
         parts = [comparison.left, *(target.comparator for target in comparison.comparisons)]
         if any((value := _value(part)) is not None and FLOAT16.largest < abs(value) < math.inf for part in parts):
-            raise EditError("the code compares with a number that half cannot hold; that would change its meaning")
+            raise EditError(
+                "the code compares with a number that half cannot hold; another number would change its meaning"
+            )
 
 
 @dataclass(frozen=True)

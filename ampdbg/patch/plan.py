@@ -213,7 +213,7 @@ def _with_helper(file: str, source: bytes, names: Sequence[str], materials: Mate
         return edit_factory(source, parse_target(materials.config.model.target).name, names)
     line = counterpart(making.line, Path(file).read_bytes(), source)
     if not line:
-        reason = "the line that makes the model is edited already; call the helper by hand"
+        reason = "the line that creates the model is edited already; call the helper by hand"
         return Edited(source, (Refused(making.line, reason),), changed=False)
     return edit_factory(source, replace(making, line=line), [within(making.path, name) for name in names])
 
@@ -339,7 +339,7 @@ def _best(pin: Pin, materials: Materials, ways: Sequence[PlacementRule]) -> tupl
             break
     if not narrow and not wide:
         what = f"line {pin.source.line}" if pin.source else pin.name or "the root module"
-        return [], refused or [Refused(0, f"no code of yours makes or calls {what}")]
+        return [], refused or [Refused(0, f"none of your code creates or calls {what}")]
     return _shortest(narrow or wide), []
 
 

@@ -286,8 +286,8 @@ def _pieces_of_small(small: cst.BaseSmallStatement, pinned: PinnedLine) -> list[
 
 
 NOT_TRACED = (
-    "no replay runs this line itself, so it is not known which of its names hold tensors; put it under "
-    "torch.autocast(enabled=False) yourself, with .float() on what it computes with"
+    "no replay runs this line itself, so ampdbg does not know which of its names hold tensors; put it under "
+    "torch.autocast(enabled=False) yourself, and cast its inputs with .float()"
 )
 NOTHING_COMPUTED = "it only calls modules or functions; pin what it calls"
 
@@ -327,7 +327,7 @@ def _calls(node: cst.CSTNode, pinned: PinnedLine) -> Iterator[cst.BaseExpression
     call = _called(node, pinned)
     if isinstance(node, CONDITIONAL):
         if any(_called(item, pinned) is not None for item in walk(node)):
-            raise EditError("it calls on a condition or in a comprehension; call on a line of its own first")
+            raise EditError("it calls on a condition or in a comprehension; make the call on its own line first")
         return
     for child in _parts_called_with(call or node):
         yield from _calls(child, pinned)
@@ -336,7 +336,7 @@ def _calls(node: cst.CSTNode, pinned: PinnedLine) -> Iterator[cst.BaseExpression
     assert isinstance(node, cst.BaseExpression)
     given = [item for arg in call.args for item in _apart(arg.value, pinned)]
     if pinned.is_pinned(call) and any(map(is_product, given)):
-        raise EditError("the same expression computes a product; put that on a line of its own first")
+        raise EditError("the same expression computes a product; put that on its own line first")
     if pinned.operations and not pinned.is_pinned(call):
         yield from (arg.value for arg in call.args if any(map(pinned.names.computes, _apart(arg.value, pinned))))
     yield node
@@ -386,7 +386,7 @@ def _refuse_overtaking(value: cst.BaseExpression, last: cst.CSTNode, hoisted: Co
     for node in earlier:
         draws = isinstance(node, cst.Call) and called_name(node) in RANDOM and id(node) not in hoisted
         if draws and last not in walk(node):
-            raise EditError("it draws random numbers before it calls; put that on a line of its own first")
+            raise EditError("it draws random numbers before it calls; put that on its own line first")
 
 
 def _alone(node: cst.BaseExpression, indent: str) -> cst.BaseExpression:

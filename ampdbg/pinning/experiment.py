@@ -197,7 +197,7 @@ def health_of(made: Investigation, *, is_silent: bool) -> Health:
     if lost > LOST_ENERGY:
         return Health(False, f"{lost:.0%} of the gradient's energy is flushed to zero", guilty)
     if is_silent and guilty:
-        return Health(False, f"{guilty[0].name} still overflows and erases itself", guilty)
+        return Health(False, f"{guilty[0].name} still overflows, and the inf erases itself", guilty)
     return Health(True)
 
 

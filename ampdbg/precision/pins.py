@@ -89,15 +89,15 @@ def _checked(model: object, patterns: object) -> list[str]:
     """The patterns, where the arguments of :func:`pin_fp32` are of the kinds that it takes."""
     allowed = 'allowed: pin_fp32(model, ["blocks.2.attn", ...])'
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"got a {type(model).__name__} in the place of a Module; {allowed}")
+        raise TypeError(f"got a {type(model).__name__} instead of a Module; {allowed}")
     if isinstance(patterns, str):
-        raise TypeError(f"got {patterns!r} in the place of a list of names; {allowed}; try: [{patterns!r}]")
+        raise TypeError(f"got {patterns!r} instead of a list of names; {allowed}; try: [{patterns!r}]")
     if not isinstance(patterns, Iterable):
-        raise TypeError(f"got a {type(patterns).__name__} in the place of a list of names; {allowed}")
+        raise TypeError(f"got a {type(patterns).__name__} instead of a list of names; {allowed}")
     named = list(patterns)
     for name in named:
         if not isinstance(name, str):
-            raise TypeError(f"got a {type(name).__name__} in the place of a name of a module; {allowed}")
+            raise TypeError(f"got a {type(name).__name__} instead of a module's name; {allowed}")
     return named
 
 

@@ -57,7 +57,7 @@ def done_with(job: CaptureJob, observer: Observer) -> Suggestion:
         KeyboardInterrupt: nothing was found by then.
     """
     capture = Capture(job.path, job.script)
-    observer.stage(f"starting {capture.start.name} again, up to a step like step {capture.head.step}")
+    observer.stage(f"restarting {capture.start.name}, up to a step like step {capture.head.step}")
     with fresh_process() as process:
         process.begin(in_script, replace(job, path=job.path.absolute()), outlives=True)
         try:

@@ -220,7 +220,7 @@ def _further(
 ) -> tuple[tuple[Tried, ...], str]:
     """The step on the batches that come after its own, where FP32 is finite on them; and why there were no more."""
     if job.captured is not None:
-        return (), "a capture holds the batch of its own step alone"
+        return (), "a capture holds only the batch of its own step"
     observer.stage("further batches with the patch")
     seen: list[Tried] = []
     try:

@@ -56,7 +56,7 @@ def prove(
     return _Proving(job, run, failing, observer, start).proof(without)
 
 
-NOT_TRAINED = "a script is its own loop; train it with the patch under ampdbg run"
+NOT_TRAINED = "a script has its own loop; train it with the patch under ampdbg run"
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def _in_force(patched: Patched, seen: Seen) -> tuple[str, str]:
     if patched.pins:
         return "these pins", "in force in the running model"
     if seen.anew:
-        return "the patched code", f"imported, and the model built anew, for {seen.anew}"
+        return "the patched code", f"imported, with the model rebuilt, for {seen.anew}"
     done = "in force in the running model"
     return "the patched code", f"{done}, and imported by a fresh process" if seen.trained else done
 
@@ -249,8 +249,8 @@ def why_nothing_was_trained(precision: Precision, trained: Trained, tried: Seque
     key = "precision.loss_scale.init" if isinstance(precision.loss_scale, LossScale) else "precision.loss_scale"
     lower = min(*(one.scale for one in tried), trained.scale / 4)
     return (
-        f"every step was skipped, and nothing was trained: the loss scale of {trained.scale:g} is too large for the "
-        f"gradients: --set {key}={lower:g}"
+        f"every step was skipped, so nothing was trained: the loss scale of {trained.scale:g} is too large for "
+        f"the gradients: --set {key}={lower:g}"
     )
 
 
@@ -260,8 +260,8 @@ def training_run(trained: Trained, nothing_trained: str = "") -> ProofStep:
     wrong = trained.failure or next(iter(trained.faults), nothing_trained)
     if wrong:
         return ProofStep(name, False, wrong)
-    begun = f"; begun at {scale(trained.begun_at)}, which the failing step bears" if trained.begun_at else ""
-    beside = f", but for {', '.join(dict.fromkeys(trained.beside))}" if trained.beside else ""
+    begun = f"; started at {scale(trained.begun_at)}, a scale that suits the failing step" if trained.begun_at else ""
+    beside = f", except for {', '.join(dict.fromkeys(trained.beside))}" if trained.beside else ""
     skipped = counted(len(trained.skipped), "skipped step")
     return ProofStep(name, True, f"healthy{beside}; loss scale {scale(trained.scale)}, {skipped}{begun}")
 
@@ -329,7 +329,7 @@ def _state(one: Tried) -> str:
 def _missing(one: Tried) -> str:
     """What does not learn in such a step: half precision chose otherwise, or rounds to where a function is flat."""
     have = "has" if len(one.unreached) == 1 else "have"
-    return f"{listed(one.unreached)} {have} none at any loss scale, and {have} one in FP32"
+    return f"{listed(one.unreached)} {have} no gradient at any loss scale, and {have} one in FP32"
 
 
 def _finite(run: Trained) -> bool:

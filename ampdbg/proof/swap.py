@@ -97,7 +97,7 @@ def _in_force(name: str, path: Path, after: bytes, functions: list[FunctionType]
     known = list(map(ast.dump, old.outside))
     added = [one for one in new.outside if isinstance(one, (ast.Import, ast.ImportFrom)) and ast.dump(one) not in known]
     if known != [ast.dump(one) for one in new.outside if one not in added] or old.bodies.keys() - new.bodies.keys():
-        raise CannotSwapError(f"it changes what runs as {path.name} is imported")
+        raise CannotSwapError(f"it changes code that runs when {path.name} is imported")
     swaps = list(_swaps(old, new, functions))
     with contextlib.ExitStack() as stack:
         for space in {id(one.__globals__): one.__globals__ for one, *_ in swaps}.values():
@@ -119,7 +119,7 @@ def _swaps(old: _Read, new: _Read, functions: list[FunctionType]) -> Iterator[tu
         code, place = one.__code__, (one.__code__.co_name, one.__code__.co_firstlineno)
         if place in old.bodies and code.co_code == old.codes[place].co_code:
             if code.co_freevars != new.codes[place].co_freevars:
-                raise CannotSwapError(f"{one.__qualname__} takes other names from around it")
+                raise CannotSwapError(f"{one.__qualname__} uses other names of its enclosing function")
             yield one, code, new.codes[place]
 
 

@@ -179,7 +179,9 @@ class RunLog:
                 os.close(self._file)
             self._file = None
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-        self._warn(f"the log goes no further: {self._path or self._given or self._folder}: {reason}; the run does")
+        self._warn(
+            f"cannot write the log any more: {self._path or self._given or self._folder}: {reason}; the run continues"
+        )
 
 
 _HEAD = json.dumps({"format": LOG_FORMAT, "version": LOG_VERSION}).encode() + b"\n"
@@ -275,7 +277,7 @@ def _record_of(content: bytes) -> Record:
         else:
             record = value
     if not record:
-        raise RecordError("a log that ends before it says of what; needed: its first step, and what it was")
+        raise RecordError("a log that ends before its first step; needed: at least one step")
     made = checked(
         {
             **record,

@@ -29,7 +29,7 @@ NOT_CAPTURED = "was not captured"
 Verdict = Literal["healthy", "precision", "other", "inconclusive"]
 
 
-SUM = "the sum of what its modules give"
+SUM = "the sum of its module outputs"
 """What stands for the loss of a step that has none, in words."""
 
 Reach = Literal["whole", "modules", "none"]

@@ -30,7 +30,7 @@ from .view import line, ran_on, with_option
 MOST_FACTS, MOST_TO_PASTE = 1, 3
 """Of what there is to say of the set, and of the lines for the config, so many stand in a story."""
 
-RAN_AS = {"float16": "as it was", "float32": "in FP32", "pinned": "with the set"}
+RAN_AS = {"float16": "as it ran", "float32": "in FP32", "pinned": "with the set"}
 
 FURTHER = "further batch "
 """How the stage of a trial on another batch than the failing step's begins."""
@@ -159,17 +159,17 @@ def _as_sentence(message: str) -> str:
 def _about_the_set(ended: EndedSearch) -> Iterator[view.StyledLine]:
     search, count = ended.search, len(ended.names)
     if search.minimal and count:
-        dropped = "without it" if count == 1 else "without any one of them"
-        yield line(f"Proven by experiment: {dropped} the step fails (the set is 1-minimal).")
+        dropped = "drop it" if count == 1 else "drop any one of them"
+        yield line(f"Proven by experiment: {dropped} and the step fails (the set is 1-minimal).")
     elif count:
-        yield line("Not shown to be minimal: a smaller set may do.", tone="doubtful")
+        yield line("Not shown to be minimal: a smaller set may suffice.", tone="doubtful")
     if 0 < search.failed < search.tried:
         runs = f", so each trial ran {search.repeats} times" if search.repeats > 1 else ""
         yield line(f"The step fails intermittently, in {search.failed} of {search.tried} replays{runs}.")
     if search.set_scale is not None and count:
         yield line(
-            f"The set goes with a loss scale of {scale(search.set_scale)}: above it gradients overflow, "
-            "and at it none is lost."
+            f"The set needs a loss scale of {scale(search.set_scale)}: gradients overflow above it, and none is "
+            "lost at it."
         )
     for name, counts in search.classes.items():
         if len(counts) == 2 and counts[1] > 1:
@@ -212,7 +212,7 @@ def _found(ended: EndedSearch) -> str:
     if not count:
         return f"{step} fails intermittently and did not fail in any trial, so no module can be blamed."
     if not ended.holds:
-        return f"{ended.some} in FP32 made the failing step healthy once, but not when it ran again."
+        return f"{ended.some} in FP32 made the failing step healthy once, but not in a second replay."
     if not ended.search.minimal:
         return f"With {ended.some} in FP32, {_healthy(ended.search)}."
     need, them = ("needs", "it") if count == 1 else ("need", "them")
@@ -223,7 +223,7 @@ def _own_lines(ended: EndedSearch) -> str:
     own = sum(pin.own for pin in ended.record.pins)
     if not own:
         return ""
-    whose = "its own lines alone" if own == 1 else "their own lines alone"
+    whose = "its own lines only" if own == 1 else "their own lines only"
     return f", {own} of them in {whose}" if own < len(ended.names) else f", in {whose}"
 
 
@@ -254,8 +254,8 @@ def _not_in_a_module(ended: EndedSearch) -> str:
     where = f", at {listed(lines)}" if lines else ""
     if ended.record.findings and ended.record.findings[0].module:
         return (
-            f"Pins of modules are not enough: with the whole model in FP32 the step fails all the same{where}. What "
-            "the loss computes of the model again, such as gradients of its gradients, runs outside of them."
+            f"Pinning modules is not enough: the step fails even with the whole model in FP32{where}. Work that "
+            "the loss adds, such as gradients of gradients, runs outside the modules."
         )
     return f"No module needs FP32: the step function or the loss fails{where}."
 
@@ -263,7 +263,7 @@ def _not_in_a_module(ended: EndedSearch) -> str:
 def _not_reproduced(ended: EndedSearch) -> str:
     search, step = ended.search, ended.step.capitalize()
     if not search.tried:
-        return f"{step} failed in training, and ampdbg could not keep it to run it again."
+        return f"{step} failed in training, and ampdbg could not keep it for a replay."
     replays = f"{search.failed or 'none'} of {counted(search.tried, 'replay')}"
     return f"{step} failed in training, and {replays} reproduced the failure."
 
@@ -271,9 +271,9 @@ def _not_reproduced(ended: EndedSearch) -> str:
 def _out_of_trials(ended: EndedSearch) -> str:
     end = "" if ended.record.interrupted else f"After {counted(len(ended.record.trials), 'trial')}, the most allowed: "
     if not ended.record.pins:
-        sentence = "No healthy set was found yet."
+        sentence = "ampdbg found no healthy set yet."
     else:
-        sentence = f"With {ended.some} in FP32 the failing step is healthy; a smaller set may do."
+        sentence = f"With {ended.some} in FP32 the failing step is healthy; a smaller set may suffice."
     return end + (sentence if not end else sentence[:1].lower() + sentence[1:])
 
 
@@ -318,12 +318,12 @@ class Ending:
     has_patch: bool = False
 
 
-REPAIRED = "run it again once that is repaired"
-ANOTHER = "run it for longer: another failing step may be reproducible"
+REPAIRED = "rerun once this is repaired"
+ANOTHER = "run more steps: another failing step may be reproducible"
 
 ENDINGS: Mapping[Outcome, Ending] = {
     "found": Ending("bad", _found, ANOTHER, has_longer_run=True, has_patch=True),
-    "nothing-to-pin": Ending("good", _nothing_to_pin, "run it for longer", has_longer_run=True),
+    "nothing-to-pin": Ending("good", _nothing_to_pin, "run more steps", has_longer_run=True),
     "fp32-fails": Ending("bad", lambda ended: f"No pin helps: {ended.step} fails in FP32 too.", REPAIRED),
     "fp32-raises": Ending(
         "doubtful", lambda ended: f"ampdbg tried no pin: the replay of {ended.step} in FP32 raised an error.", REPAIRED
@@ -333,7 +333,7 @@ ENDINGS: Mapping[Outcome, Ending] = {
     "not-reproduced": Ending("doubtful", _not_reproduced, ANOTHER, has_longer_run=True),
     "no-set-helps": Ending(
         "bad",
-        lambda ended: f"No set of modules makes {ended.step} healthy, although FP32 throughout does.",
+        lambda ended: f"No set of modules makes {ended.step} healthy, but FP32 throughout does.",
         has_patch=True,
     ),
     "out-of-trials": Ending("warning", _out_of_trials, "search without that limit"),

@@ -43,7 +43,7 @@ def _sections(linted: Linted) -> Iterator[Section]:
         yield Paragraph(tuple(_lines(finding)))
     if linted.problems:
         told = tuple(line(f"{file.path}: {file.problem}", tone="doubtful") for file in linted.problems)
-        yield Paragraph(told, "Not looked at")
+        yield Paragraph(told, "Not read")
 
 
 def _lines(finding: LintFinding) -> Iterator[StyledLine]:

@@ -124,11 +124,11 @@ def _sections(record: Record, typed: view.Typed) -> Iterator[view.Section]:
 
 def _next_command(record: Record, typed: view.Typed) -> view.NextCommand | None:
     if record.error:
-        return view.NextCommand("run it again once that is repaired", f"ampdbg ranges {typed.config}")
+        return view.NextCommand("rerun once this is repaired", f"ampdbg ranges {typed.config}")
     is_open = bool(record.findings or record.unseen.unmeasured)
     if refuted_by(record) is not None:
         command = "scan" if record.script is None else "replay"
-        return view.NextCommand("see where it begins", f"ampdbg {command} {typed.config}")
+        return view.NextCommand("see where it starts", f"ampdbg {command} {typed.config}")
     if is_open and record.script is not None:
         return view.NextCommand("confirm it in FP16", f"ampdbg replay {typed.config}")
     if is_open:
@@ -162,7 +162,7 @@ def _sentence(record: Record) -> str:
     if starts:
         return f"{counted(starts, 'place')} would overflow in FP16{_hidden(starts)}."
     if record.findings:
-        return "The forward pass fits FP16; its gradients do not, at any one loss scale."
+        return "The forward pass fits FP16, but no single loss scale fits its gradients."
     whole = window(record.sites)
     return f"{_measured(record)}, and {_scales(whole)}{_own_scale(record, whole)}{_unmeasured(record)}."
 
@@ -176,7 +176,7 @@ def _refuted(record: Record, bad: Replay) -> str:
     """What is said of a step that is not finite where the ranges alone would have had it fit."""
     if bad.dtype == "float16":
         at_any = bool(bad.error) or not math.isfinite(bad.loss)
-        scale_tried = "" if at_any else f", at a loss scale of {_scale(bad.scale)}, which that allows"
+        scale_tried = "" if at_any else f", at a loss scale of {_scale(bad.scale)} that the ranges allow"
         no_scale_helps = ", and no loss scale helps" if at_any and not bad.error else ""
         return f"{_measured(record)}; but in FP16 {what_fails(bad)}{scale_tried}{no_scale_helps}."
     where = _step(record).capitalize()
@@ -184,10 +184,10 @@ def _refuted(record: Record, bad: Replay) -> str:
     if fails:
         fp32 = check_in(record, "float32") or bad
         return f"{where} is not finite in FP32 either: {what_fails(fp32)}. Neither a pin nor a loss scale helps."
-    fp32_is = "" if fails is None else ", though it is in FP32"
+    fp32_is = "" if fails is None else ", although it is in FP32"
     return (
-        f"{where} is not finite in bfloat16, in which it is measured{fp32_is}: {what_fails(bad)}. "
-        "Nothing is known of FP16."
+        f"{where} is not finite in bfloat16, in which ampdbg measures ranges{fp32_is}: {what_fails(bad)}. So "
+        "nothing is known about FP16."
     )
 
 
@@ -197,7 +197,7 @@ def _measured(record: Record) -> str:
     beyond = sum(site.phase == "forward" and site.headroom_bits < 0.0 for site in record.sites)
     if beyond:
         places = counted(beyond, "place")
-        return f"No op{of_what} overflows of itself; an input or a constant of the code is beyond FP16 at {places}"
+        return f"No op{of_what} overflows by itself, but an input or a constant of the code exceeds FP16 at {places}"
     return f"Everything{of_what} fits FP16 at {_step(record)}: {_spare(record.sites)}"
 
 
@@ -206,14 +206,14 @@ def _unmeasured(record: Record) -> str:
     if not record.unseen.unmeasured:
         return ""
     half = check_in(record, "float16")
-    tried = "" if half is None else f"; with them the step is finite in FP16 at a loss scale of {_scale(half.scale)}"
-    return f" as far as that goes. Not measured: {listed(record.unseen.unmeasured)}{tried}"
+    tried = "" if half is None else f"; a replay with them is finite in FP16 at a loss scale of {_scale(half.scale)}"
+    return f" for what was measured. Not measured: {listed(record.unseen.unmeasured)}{tried}"
 
 
 def _hidden(starts: int) -> str:
     if starts == 1:
         return ""
-    return f"; behind the first inf an FP16 run would hide the other {starts - 1 if starts > 2 else 'one'}"
+    return f"; an FP16 run would show the first and hide the other {starts - 1 if starts > 2 else 'one'}"
 
 
 def _spare(sites: Sequence[Site]) -> str:
@@ -239,7 +239,7 @@ def _own_scale(record: Record, whole: Window) -> str:
     own = record.steps[-1].scale
     if whole.floor <= own <= whole.ceiling:
         return ""
-    return f"; that of the step, {_scale(own)}, is {'below' if own < whole.floor else 'above'} them"
+    return f"; the step's own scale, {_scale(own)}, is {'below' if own < whole.floor else 'above'} them"
 
 
 def _site_table(sites: Sequence[Site], typed: view.Typed) -> view.Table:
@@ -259,7 +259,7 @@ def _site_table(sites: Sequence[Site], typed: view.Typed) -> view.Table:
 
 LEGEND: tuple[tuple[Callable[[Site], bool], str], ...] = (
     (lambda site: site.overflow == "starts", "✗ an overflow starts here"),
-    (lambda site: site.overflow == "carried", "↳ an input or a constant brings it here"),
+    (lambda site: site.overflow == "carried", "↳ an input or a constant carries it in"),
     (lambda site: _mark(site).text == "!", f"! within {NEAR_BITS:.0f} bits of the limit"),
     (lambda site: site.phase == "backward", "gradients at a loss scale of 1"),
 )
@@ -312,14 +312,14 @@ def _window_table(record: Record, modules: Sequence[Window], top: int) -> view.T
     rows += [(line(view.module(one.module)), *_ends(one), _bounds(one)) for one in modules[:top]]
     below = more(len(modules) - top, "module")
     if not whole.is_open:
-        below += (line("No scale works for the whole model: the two sites that bound it need different ones."),)
+        below += (line("No scale works for the whole model: the two sites that limit it need different ones."),)
     return view.Table(_window_title(record), WINDOW_COLUMNS, tuple(rows), below=below)
 
 
 def _window_title(record: Record) -> str:
     if any(map(_starts, record.sites)):
         return "Loss scales that would work if the forward pass did not overflow"
-    return "Loss scales that what was measured allows" if record.unseen.unmeasured else "Loss scales that work"
+    return "Loss scales that work, as far as measured" if record.unseen.unmeasured else "Loss scales that work"
 
 
 def _width(one: Window) -> float:

@@ -112,7 +112,7 @@ def stopped(record: Record) -> str:
     """What stopped the run, or the watching, before its end, and when; "" where nothing did."""
     done, planned = record.steps_run, record.planned_steps
     if record.unseen.since is not None:
-        return f"ampdbg itself failed after {counted(done, 'step')}, and watched no more"
+        return f"ampdbg itself failed after {counted(done, 'step')}, and stopped watching"
     stopper = "The script ended early" if record.error.startswith(EXITED) else "An error stopped the run"
     why = stopper if record.error else "Interrupted" if record.interrupted else ""
     count = f"{done:,} of {counted(planned, 'step')}" if planned else counted(done, "step")
@@ -132,8 +132,8 @@ def _sentence(record: Record) -> str:
         template = template or f"{explanation(code.name).title}, at step {{step}}."
         return template.format(**_headline_facts(finding, record))
     if not record.steps:
-        return "No optimizer has stepped." if record.script else "The run ended before its first step."
-    in_fp32 = ", and none that was looked at ran in half precision" if record.environment.policy == "none" else ""
+        return "No optimizer stepped." if record.script else "The run ended before its first step."
+    in_fp32 = ", and no step that ampdbg examined ran in half precision" if record.environment.policy == "none" else ""
     return f"{_verdict(record)}: {_skips(record.timelines[0])}{in_fp32}."
 
 
@@ -162,7 +162,7 @@ def _headline_facts(finding: Finding, record: Record) -> dict[str, str]:
         "first": first,
         "last": scale(kept) if isinstance(kept := finding.evidence.get(KEPT_SCALE), float) else last,
         "falling": f", and the loss scale fell from {first} to {last}" if steps[-1].scale < steps[0].scale else "",
-        "settles": "settles; it has not yet" if settled is None else f"settled at {scale(settled)}{normal}",
+        "settles": "settles; it has not settled yet" if settled is None else f"settled at {scale(settled)}{normal}",
     }
 
 
@@ -346,7 +346,7 @@ def short_of(dtype: str) -> str:
     return FORMATS[dtype].short if dtype in FORMATS else dtype
 
 
-AMONG = ", among the {:,} steps that are recorded"
+AMONG = ", among the {:,} recorded steps"
 
 
 def _among(record: Record) -> str:
@@ -359,7 +359,7 @@ def _narrowest(found: Overflows) -> tuple[view.StyledLine, ...]:
     if step is None or len(step.groups) >= min(MAX_GROUPS, len(found.hits)):
         return ()
     names = listed([group.name for group in step.groups])
-    start = f"Step {step.step} hits the fewest groups, {len(step.groups)} of {found.total:,}: "
+    start = f"Step {step.step} affects the fewest groups, {len(step.groups)} of {found.total:,}: "
     return (line(start, view.Words(names, "strong")),)
 
 
@@ -454,8 +454,8 @@ def _distance(made: Investigation) -> str:
     distance = made.low.gradient_distance
     if distance is None or distance <= AGREEMENT:
         return f"step {made.step} agrees with FP32" + (f" (gradients {share(distance)} apart)" if distance else "")
-    by_rounding = ", as far as rounding takes them" * (made.floor is not None)
-    return f"step {made.step} has gradients {share(distance)} from FP32's{by_rounding}"
+    by_rounding = ", which rounding explains" * (made.floor is not None)
+    return f"the gradients of step {made.step} differ from FP32's by {share(distance)}{by_rounding}"
 
 
 def _facts_of(timeline: Record, record: Record) -> Iterator[str]:
@@ -481,17 +481,17 @@ def next_command(record: Record, typed: view.Typed) -> view.NextCommand | None:
         return after_script(record, typed)
     again = f"ampdbg {record.command if record.command in SEARCHES else 'scan'} {typed.config}"
     if record.error and not pin_may_help(record):
-        return view.NextCommand("run it again once that is repaired", again)
+        return view.NextCommand("rerun once this is repaired", again)
     if record.verdict == "healthy" or only_settles(record):
         longer = with_option(again, "--steps", 10 * max(record.planned_steps, 1))
-        return view.NextCommand("run it for longer", longer)
+        return view.NextCommand("run more steps", longer)
     has_bad_tensors = any(step.nonfinite for step in record.steps)
     if format_of_config(record.config) is FLOAT32 or (record.verdict == "other" and has_bad_tensors):
         counts = f"ampdbg report {typed.record_path} --format json"
         return view.NextCommand("read every count of every step", counts) if typed.record_path else None
     is_repaired_by_hand = record.verdict == "precision" and not pin_may_help(record)
     if record.verdict == "other" or is_repaired_by_hand:
-        return view.NextCommand("run it again once that is repaired", again)
+        return view.NextCommand("rerun once this is repaired", again)
     if pin_may_help(record):
         return view.NextCommand(
             "find the fewest modules that need FP32, by experiment", f"ampdbg bisect {typed.config}"
@@ -529,7 +529,7 @@ def sound_step(record: Record) -> Iterator[view.Table]:
     if made is not None and (record.command == "replay" or errors):
         below = tuple(view.line(f"in {_precision(one)} {one.error}", tone="doubtful") for one in errors)
         rows = tuple(map(_replay_row, made.replays))
-        yield view.Table(f"Step {made.step}, run again", REPLAY_COLUMNS, rows, below=below)
+        yield view.Table(f"Step {made.step}, replayed", REPLAY_COLUMNS, rows, below=below)
 
 
 def _replay_row(replay: Replay) -> tuple[str, ...]:
@@ -567,23 +567,23 @@ def after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
     """What to type: with a GPU that is emulated, of its capture, what the finding means, or a closer look."""
     obstacle = obstacle_in(record.error)
     if obstacle is not None and obstacle.install:
-        return view.NextCommand("install it where ampdbg is installed", obstacle.install)
+        return view.NextCommand("install it beside ampdbg", obstacle.install)
     has_no_gpu = not record.environment.emulated and record.environment.device == "cpu"
     if has_no_gpu and (obstacle is not None or _ran_in_fp32(record)):
-        return view.NextCommand("run it in FP16, with the GPU that ampdbg emulates", _again(record, typed, "--emulate"))
+        return view.NextCommand("run it in FP16, on an emulated GPU", _again(record, typed, "--emulate"))
     captures = record.script.captures if record.script is not None else ()
     of_root = _of_root(captures, record) if pin_may_help(record) or may_be_tried(record) else None
     if of_root is not None:
-        what = "the patch that cures it, proven on the step that was captured"
-        what = what if pin_may_help(record) else "look for what needs FP32 by experiment, on the step that was captured"
+        what = "make the patch that cures it, proven on the captured step"
+        what = what if pin_may_help(record) else "find what needs FP32 by experiment, on the captured step"
         is_of_capture = record.command == "replay" and "--script" in typed.config
         taken = typed.config if is_of_capture else _capture_to_type(of_root, record, typed.folder)
         return view.NextCommand(what, f"ampdbg suggest-fp32 {taken}")
     if captures and record.command == "run" and not record.investigations:
-        what = "the step that was captured, run again in FP32 too"
+        what = "replay the captured step, also in FP32"
         return view.NextCommand(what, f"ampdbg replay {_capture_to_type(captures[0], record, typed.folder)}")
     if record.findings and record.verdict != "healthy" and not only_settles(record):
-        return view.NextCommand("what it means, and what cures it", f"ampdbg explain {record.findings[0].code}")
+        return view.NextCommand("read what it means, and what cures it", f"ampdbg explain {record.findings[0].code}")
     return _closer_look(record, typed)
 
 
@@ -602,7 +602,7 @@ def _closer_look(record: Record, typed: view.Typed) -> view.NextCommand | None:
     if is_done or not (is_plain and is_alone and is_long and can_be):
         return None
     emulated = ("--emulate",) * record.environment.emulated
-    what = "capture one step for ampdbg replay, which finds what shows in no loss"
+    what = "capture one step for ampdbg replay, which finds faults that no loss shows"
     return view.NextCommand(what, _again(record, typed, *emulated, f"--capture-step {CLOSER_LOOK}"))
 
 

@@ -34,16 +34,16 @@ from .view import Findings, Headline, NextCommand, Page, Paragraph, Section, Sni
 
 FORMAT, VERSION = "ampdbg.patch", 1
 
-OF_THE_PATCH = "What the patch takes was not measured: it may be more or less."
+OF_THE_PATCH = "ampdbg did not measure the cost of the patch itself, which may be more or less."
 
 MOST_IN_BRIEF = 3
 """So many of the patch's places, and of other remedies, stand in a story."""
 
-TOGETHER = "FP32 throughout makes the step healthy: switch autocast off around the model and the loss together."
+TOGETHER = "FP32 throughout makes the step healthy: disable autocast around the model and the loss together."
 
 OWN_CAST = (
-    "FP32 throughout makes the step healthy. Where {} casts to half itself, take that cast away: with autocast off it "
-    "is there still. Else switch autocast off around the model and the loss together."
+    "FP32 throughout makes the step healthy. If {} casts to half itself, remove that cast, because disabling "
+    "autocast does not. Otherwise disable autocast around the model and the loss together."
 )
 
 EDITS = "The patch"
@@ -72,7 +72,7 @@ def page(record: Record, typed: Typed) -> Page:
         if not handed.files:
             return shown
         head = headline(record, handed)
-        return replace(shown, headline=replace(head, sentence=f"Interrupted in the proof. {head.sentence}"))
+        return replace(shown, headline=replace(head, sentence=f"Interrupted during the proof. {head.sentence}"))
     return Page(
         headline(record, handed),
         tuple(_sections(record, handed)),
@@ -185,20 +185,20 @@ def next_command(record: Record, handover: Handover, typed: Typed) -> NextComman
     again = f"ampdbg suggest-fp32 {typed.config}{strategy}"
     if proof is not None and not proof.passed:
         if handover.form == "diff" and handover.names and handover.refused:  # the set may do, with all of its edits
-            return NextCommand("have the same modules pinned by name", f"{again} --format module")
+            return NextCommand("pin the same modules by name", f"{again} --format module")
         if _is_past_search(record) and record.findings:
-            return NextCommand("what it means, and what cures it", f"ampdbg explain {record.findings[0].code}")
-        return NextCommand("search again, blind to what overflows", f"ampdbg bisect {typed.config} --strategy ddmin")
+            return NextCommand("read what it means, and what cures it", f"ampdbg explain {record.findings[0].code}")
+        return NextCommand("search again, ignoring what overflows", f"ampdbg bisect {typed.config} --strategy ddmin")
     if content(record) is None:
         if not handover.names and not handover.files:
             return None
         if handover.form == "diff":
-            return NextCommand("write the pins into a file of their own", f"{again} --format module")
+            return NextCommand("write the pins into a separate file", f"{again} --format module")
         return NextCommand("make a patch: lines outside of any module have no name", again)
     if typed.is_applied:
         script = record.script
         started = f"ampdbg scan {typed.config}" if script is None else script.again(record.environment)
-        return NextCommand("run it again, with the patch", started)
+        return NextCommand("rerun with the patch", started)
     return _use_of(record, handover, typed, again) if typed.handed_over else None
 
 
@@ -208,7 +208,7 @@ def _use_of(record: Record, handover: Handover, typed: Typed, again: str) -> Nex
         return NextCommand("apply the patch", applying(handover, typed.handed_over))
     if handover.form == "module":
         given = f"with {listed(root.what for root in roots)}" if roots else "where the model is made"
-        what = f"put it beside your code as ampdbg_pins.py, and call it {given}"
+        what = f"save it beside your code as ampdbg_pins.py, and call it {given}"
         return NextCommand(what, f"from ampdbg_pins import pin_fp32; {call_of_pins(roots)}")
     if handover.form == "json":
         return NextCommand("make a patch of it", again)
@@ -217,10 +217,10 @@ def _use_of(record: Record, handover: Handover, typed: Typed, again: str) -> Nex
             "a script has no config: write the pins into a file that it can call", f"{again} --format module"
         )
     if roots:
-        return NextCommand("put these lines into a config whose model has these models for its parts", "")
+        return NextCommand("put these lines into a config whose model contains these models", "")
     if typed.is_record:  # it does not know the name of its config's file
         return NextCommand("put these lines into the config of that run", "")
-    return NextCommand("put these lines into the config, and run it again", f"ampdbg scan {typed.config}")
+    return NextCommand("put these lines into the config, and rerun", f"ampdbg scan {typed.config}")
 
 
 def content(record: Record) -> bytes | None:
@@ -257,7 +257,7 @@ def warning_of_piping(handover: Handover | None) -> str | None:
     """That ``git apply`` in this folder may leave files as they are, with the diff piped into it; None where not."""
     if handover is None or handover.form != "diff" or Path(handover.folder) == Path.cwd().resolve():
         return None
-    return f"warning: the paths of this diff count from {handover.folder}; type ... | {applying(handover)}"
+    return f"warning: the paths of this diff start at {handover.folder}; type ... | {applying(handover)}"
 
 
 def diff(record: Record, handover: Handover) -> bytes:
@@ -318,7 +318,7 @@ def _units(handover: Handover) -> Iterator[str]:
 def _proof(record: Record) -> Iterator[str]:
     proof, ran = record.verification, record.environment
     if proof is None:
-        yield "Not proven: --no-verify was given, and nothing was run with this patch."
+        yield "Not proven: with --no-verify, ampdbg ran nothing with this patch."
         return
     emulated = ", CUDA's autocast emulated" if ran.emulated else ""
     device = ran.device if ran.device == "cpu" else f"{ran.device}: {ran.device_name}"

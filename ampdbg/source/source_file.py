@@ -103,9 +103,9 @@ class SourceFile:
         if statement is None:
             raise EditError("no statement is there, only a blank line, a comment or a decorator", number)
         if isinstance(statement, cst.SimpleStatementSuite):
-            raise EditError("it stands behind a colon; put it on a line of its own first", number)
+            raise EditError("it follows a colon; put it on its own line first", number)
         if not isinstance(statement, cst.SimpleStatementLine):
-            reason = "it is the head of a compound statement; compute what it needs on a line of its own first"
+            reason = "it is the head of a compound statement; compute what it needs on its own line first"
             raise EditError(reason, number)
         around = list(self._around(statement))
         functions = tuple(node for node in reversed(around) if isinstance(node, cst.FunctionDef))

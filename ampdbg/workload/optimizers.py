@@ -68,7 +68,7 @@ def training_of(model: nn.Module, found: Mapping[str, Found], config: Config, us
             made = _made(model, found["optimizer"], config.optimizer.groups)
             optimizers = _optimizers_over(model, made, found["optimizer"].named)
         except WorkloadError as error:
-            hint = f". It comes before {own}; leave the key out to use that" if has_own else ""
+            hint = f". This key overrides {own}; leave it out to use that" if has_own else ""
             raise WorkloadError(f"{error}{hint}") from None
     if "scheduler" in found:
         schedules = tuple(_schedule_of(found["scheduler"], optimizer) for optimizer in optimizers)
@@ -224,7 +224,9 @@ def _schedules_in(made: Any, optimizers: Sequence[Optimizer], source: str) -> It
             why = "it waits for the metric of a validation"
         elif told.get("interval", "epoch") != "step":
             why = "it waits for the end of an epoch"
-        note = f"the {type(scheduler).__name__} of {source} is not stepped: {why}; the learning rate stays as it is"
+        note = (
+            f"ampdbg does not step the {type(scheduler).__name__} of {source}: {why}; the learning rate stays constant"
+        )
         yield Schedule(scheduler, optimizer, 0 if why else frequency, note if why else "")
 
 

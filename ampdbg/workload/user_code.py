@@ -22,8 +22,8 @@ FFT_ERRORS = ("Unsupported dtype Half", "powers of two when computing in half pr
 """What torch.fft says of half tensors on a CPU, and on CUDA."""
 
 NO_HALF_FFT = (
-    "under autocast a layer's output is half, of which CUDA transforms only powers of two and a CPU nothing: "
-    "cast it up before, as in torch.fft.rfft(x.float())"
+    "under autocast a layer's output is half, and torch's FFT takes half only on CUDA and only for powers of "
+    "two: cast it up first, as in torch.fft.rfft(x.float())"
 )
 
 MOST_SHOWN = 500
@@ -145,7 +145,7 @@ def _in_a_line(error: BaseException) -> str:
     said = text_of(error).strip().partition("\n")[0][:MOST_SHOWN]
     line = f"{type(error).__name__}: {said}" if said else type(error).__name__
     if isinstance(error, SystemExit):
-        return f'{line}; keep what a script does when it is run under `if __name__ == "__main__":`'
+        return f'{line}; put code that only the script should run under `if __name__ == "__main__":`'
     obstacle = obstacle_in(line)
     if obstacle is not None and obstacle.install:
         return f"{line}. {obstacle.says} Next: {obstacle.install}"

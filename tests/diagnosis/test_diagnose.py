@@ -147,7 +147,7 @@ def test_a_run_that_took_no_step_is_not_shown_to_be_healthy() -> None:
     assert (record.verdict, codes(record)) == ("inconclusive", [("scale-calibration", "backward", None)])
     assert "not settled yet" in record.findings[0].message
     said = headline(record)
-    assert said.sentence == "Inconclusive: 3 of 3 steps skipped while the loss scale settles; it has not yet."
+    assert said.sentence == "Inconclusive: 3 of 3 steps skipped while the loss scale settles; it has not settled yet."
     assert said.tone == "doubtful"
     assert exit_code(record, "warning") == 0
     told = next_command(replace(record, planned_steps=3), Typed("config.yaml"))
@@ -287,7 +287,7 @@ def test_a_scaler_that_is_made_anew_costs_the_steps_until_it_has_settled(
     assert finding.evidence == {"skipped": skipped, "scalers": len(patterns)}
     assert says in finding.message
     assert ("GradScaler(init_scale=" in finding.remedy) is (severity == "warning")
-    assert headline(record).sentence.startswith("The loss scale begins anew too often: ")
+    assert headline(record).sentence.startswith("The loss scale starts over too often: ")
 
 
 @pytest.mark.parametrize(
@@ -732,9 +732,7 @@ def test_every_record_gets_a_consistent_diagnosis(pattern: str, interval: int) -
 
 @pytest.mark.parametrize("wrong", [None, {}, "r.json"])
 def test_what_is_no_record_is_refused_by_its_kind(wrong: Any) -> None:
-    with pytest.raises(
-        TypeError, match=r"^got a \w+ in the place of a Record; allowed: diagnose\(record\); ampdbg.scan"
-    ):
+    with pytest.raises(TypeError, match=r"^got a \w+ instead of a Record; allowed: diagnose\(record\); ampdbg.scan"):
         diagnose(wrong)
 
 

@@ -165,7 +165,7 @@ def test_run_says_that_an_upcast_did_nothing(tmp_path: Path) -> None:
     record, page, code = ran(tmp_path, text.format(dtype="bfloat16"), options=())
     assert (codes(record), code) == ([("misuse-lost-upcast", "error")], 1)
     assert "p = p.to(torch.float32)" in page
-    assert "the upcast did nothing" in page
+    assert "the upcast has no effect" in page
     source = record.findings[0].source
     assert source is not None
     assert (source.file, source.text) == ("train.py", "p = p.to(torch.float32)")

@@ -653,7 +653,7 @@ ALLOWED = r"; allowed: watch\(model, opt"
 @pytest.mark.parametrize(
     ("given", "refused"),
     [
-        ((None, []), "got a NoneType in the place of a Module"),
+        ((None, []), "got a NoneType instead of a Module"),
         ((small_model(), None), "got a NoneType in the place of a Optimizer"),
         ((small_model(), ["adam"]), "got a str in the place of a Optimizer"),
         (([], []), "got a list in the place of a Module"),
@@ -787,7 +787,7 @@ def test_a_failure_of_the_watcher_is_no_concern_of_the_loop(monkeypatch: pytest.
     assert "a fault of the watcher" in record.error
     assert record.verdict == "inconclusive"
     assert record.unseen.since == 2
-    says = "ampdbg itself failed after 2 steps, and watched no more. Inconclusive: none of 2 steps skipped."
+    says = "ampdbg itself failed after 2 steps, and stopped watching. Inconclusive: none of 2 steps skipped."
     assert headline(record).sentence == says
 
 

@@ -103,7 +103,7 @@ SENTENCES = {
         replace(NEARLY_ALL, steps=NEARLY_ALL.steps[1:]),
         "All 38 groups at once in 1 step, first at",
     ),
-    "the step with the fewest groups": (run(FEWEST), f"Step 1 hits the fewest groups, 2 of 38: {NAMES[7]}"),
+    "the step with the fewest groups": (run(FEWEST), f"Step 1 affects the fewest groups, 2 of 38: {NAMES[7]}"),
     "a follow-up below its root": (
         run([healthy_step(0)], findings=(ROOT, FOLLOW_UP)),
         "\n  └ then data-range at step 10: short\n",

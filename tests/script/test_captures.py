@@ -701,7 +701,7 @@ def test_nothing_of_the_script_runs_on_behind_the_step(made: Path, tmp_path: Pat
 def test_a_capture_takes_no_options_of_a_config(made: Path, option: tuple[str, ...]) -> None:
     result = start(made, "bisect", str(capture_of(made)), *option)
     assert result.code == 2
-    assert "it is one step as it was, and takes none of them" in result.stderr
+    assert "which is one recorded step and takes none of them" in result.stderr
 
 
 @pytest.mark.slow

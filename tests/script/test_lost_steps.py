@@ -113,7 +113,7 @@ def test_an_overflow_that_ends_a_script_is_named(tmp_path: Path, how: str) -> No
     record, page, ended = ran(tmp_path, STOPS, "model", how)
     assert (ended, record.verdict, record.steps_run) == (code, "precision", step + 1)
     assert where(record) == ("forward-overflow", step, "attention", OVERFLOW)
-    assert f"the script has ended in step {step}, which is run again now, in FP32 too" in page
+    assert f"the script ended in step {step}; ampdbg replays that step now, also in FP32" in page
     ends = "an error ends the run" if code == 1 else f"the script ends with exit code {code}"
     assert f"The forward pass overflows in attention at step {step}, where {ends}." in page
 
@@ -183,14 +183,14 @@ def test_with_no_investigate_nothing_is_run_again(tmp_path: Path) -> None:
     record, page, code = ran(tmp_path, STOPS, "model", "exit", options=("--emulate", "--no-investigate"))
     assert (code, record.verdict, record.findings, record.investigations) == (7, "inconclusive", (), ())
     assert "the script ended with exit code 7 in step 5, after a forward pass from which nothing went backward" in page
-    assert "run again now" not in page
+    assert "ampdbg replays that step now" not in page
 
 
 @pytest.mark.slow
 def test_one_lost_step_in_the_middle_of_a_run_is_named_and_changes_no_weight(tmp_path: Path) -> None:
     record, page, _ = ran(tmp_path, STOPS, "model", "once")
     assert (record.steps_skipped, [made.step for made in record.investigations]) == (1, [5])
-    assert "step 5 is not finite; the script waits while it is run again, in FP32 too" in page
+    assert "step 5 is not finite; the script waits while ampdbg replays it, also in FP32" in page
     saves_the_same_alone(tmp_path, "model", "once")
 
 
@@ -211,7 +211,7 @@ def test_a_step_whose_loss_is_lost_is_named_captured_and_found_again(tmp_path: P
     start(tmp_path, "replay", captured(record)[0])
     assert where(read_record(tmp_path / ".ampdbg" / "latest.json")) == where(record)
     bisected = start(tmp_path, "bisect", captured(record)[0])
-    assert "1 of 7 modules needs FP32, in its own lines alone" in " ".join(bisected.stdout.split())
+    assert "1 of 7 modules needs FP32, in its own lines only" in " ".join(bisected.stdout.split())
 
 
 @pytest.mark.slow
@@ -261,7 +261,7 @@ def test_the_capture_of_a_last_step_is_replayed_bisected_and_patched(tmp_path: P
     assert ("was captured without its loss: its modules alone were run again" in replayed.stdout) is not has_loss
     bisected = start(tmp_path, "bisect", capture)
     assert bisected.code == 1, bisected.stderr
-    assert "1 of 7 modules needs FP32, in its own lines alone" in " ".join(bisected.stdout.split())
+    assert "1 of 7 modules needs FP32, in its own lines only" in " ".join(bisected.stdout.split())
     assert "attention:own" in bisected.stdout
     patched = start(tmp_path, "suggest-fp32", "--apply", capture)
     assert patched.code == 0, patched.stderr
@@ -712,7 +712,7 @@ def test_an_isolated_step_that_is_lost_and_not_withheld_is_named_and_captured(tm
     assert where(record) == ("true-nan", 3, "", "return nn.functional.cross_entropy(out, y) + beside")
     assert [made.step for made in record.investigations] == [3, 8]
     told = " ".join(result.stderr.split())
-    assert "leave out batches whose every target is ignored (ignore_index): a mean over none is 0/0" in told
+    assert "leave out batches in which every target is ignored (ignore_index): a mean over none is 0/0" in told
     assert steps_captured(record) == [3, 8]
     replayed = start(tmp_path, "replay", captured(record)[0])
     assert (replayed.code, "true-nan · step 3" in replayed.stdout) == (1, True)

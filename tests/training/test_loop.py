@@ -443,7 +443,7 @@ def test_a_sparse_product_that_cuda_has_no_kernel_for_is_explained(tmp_path: Pat
 def test_of_half_values_only_powers_of_two_are_transformed_and_the_others_explained(tmp_path: Path) -> None:
     keys: dict[str, Any] = {**step_function("transformed"), "train": ON_A_CPU}
     odd = ("Net", {"width": 12})
-    with pytest.raises(UserCodeError, match=r"got a signal size of\[12\]; under autocast .* cast it up before"):
+    with pytest.raises(UserCodeError, match=r"got a signal size of\[12\]; under autocast .* cast it up first"):
         run(tmp_path, **keys, model=odd)
     for healthy in (
         run(tmp_path, **keys, model=("Net", {"width": 16}), precision={"loss_scale": {"init": 256.0}}),

@@ -30,7 +30,7 @@ def check(facts: Facts) -> Iterator[RuleHit]:
         if _is_scaled(facts, call):
             yield RuleHit(SCALED, made_half)
         elif origin in ADAMS and not takes_stars(call) and _eps(call) < FLOAT16.underflow_threshold:
-            message = "the optimizer's eps is zero in float16, which the parameters are in: an update of 0/0 is NaN"
+            message = "the optimizer's eps is zero in the parameters' float16: an update of 0/0 is NaN"
             yield RuleHit(EPS, call, message)
 
 

@@ -11,7 +11,7 @@ from ampdbg.lint.facts import Facts
 from ampdbg.lint.rule import BACKWARD, LOOP, STEP, Rule, RuleHit
 
 CODE = "misuse-scheduler-on-skip"
-MESSAGE = "the scheduler moves on in a step that the scaler skips; a few skips at the start do little harm"
+MESSAGE = "the scheduler also steps when the scaler skips the optimizer's step; a few skips at the start do little harm"
 
 
 def check(facts: Facts) -> Iterator[RuleHit]:

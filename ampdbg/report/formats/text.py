@@ -126,7 +126,7 @@ def _end(page: view.Page, *, is_brief: bool) -> Iterator[RenderableType]:
     if page.record_path:
         yield _verbatim(f"Record: {page.record_path}", "dim")
         if is_brief:
-            yield _verbatim(f"All of it: ampdbg report {page.record_path} -v", "dim")
+            yield _verbatim(f"Details: ampdbg report {page.record_path} -v", "dim")
     if page.next_command is not None:
         yield Text.assemble(("Next: ", "bold"), page.next_command.why)
         yield _verbatim(page.next_command.command, "bold cyan", INDENT)

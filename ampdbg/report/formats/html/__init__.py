@@ -188,8 +188,8 @@ class ShownPatch:
     why_not_copied: str
 
 
-NOT_EXACT = "It has characters that are shown here as escapes: print it with ampdbg suggest-fp32 to apply it."
-NOT_WHOLE = "It is longer than this page has room for: print it with ampdbg suggest-fp32."
+NOT_EXACT = "This page shows some of its characters as escapes; to apply it, print it with ampdbg suggest-fp32."
+NOT_WHOLE = "It is too long for this page; print it with ampdbg suggest-fp32."
 
 
 def _patch(record: Record, page: view.Page, detail: Detail) -> ShownPatch | None:
