@@ -55,8 +55,8 @@ def command(
 ) -> int:
     """Compare two records: what got worse.
 
-    Findings, what overflows, headroom and the loss scales that work, in THEN and in NOW, two records of one command.
-    The exit code is 1 where NOW is worse: a finding or an overflow more, or more bits lost than --within allows.
+    Compares findings, overflows, headroom and the loss scales that work. THEN and NOW are two records of the same
+    command. The exit code is 1 where NOW is worse: a new finding or overflow, or more lost bits than --within allows.
     """
     from ampdbg.diagnosis.comparison import Comparison  # 30 ms that `ampdbg --help` need not wait for
 

@@ -24,8 +24,8 @@ def command(
 ) -> int:
     """Write a config and a workload to start from.
 
-    ampdbg.yaml, with a comment for each key, and workload.py, a small model with its data. They run as they are:
-    ampdbg init && ampdbg scan
+    Writes ampdbg.yaml, with a comment for each key, and workload.py, a small model with its data. They run
+    unchanged: ampdbg init && ampdbg scan
     """
     from ampdbg.config.starter import write_starter  # `ampdbg --help` need not wait for it
 

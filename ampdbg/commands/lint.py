@@ -39,9 +39,9 @@ def command(
 ) -> int:
     """Find AMP misuse and apex in source code, without running it.
 
-    A line that ends with "# ampdbg: ignore[CODE]" is left alone. pyproject.toml may hold select, ignore and exclude in
-    [tool.ampdbg.lint]. The exit code is 1 where an error or a warning is found, 2 where a file could not be looked at
-    and nothing was found.
+    Ignores lines that end with "# ampdbg: ignore[CODE]". pyproject.toml may set select, ignore and exclude in
+    [tool.ampdbg.lint]. The exit code is 1 for an error or a warning. It is 2 where nothing was found and a
+    file could not be read.
     """
     if fix and diff:
         raise ConfigError("got --fix and --diff; give only one: --diff shows what --fix would write")

@@ -24,10 +24,10 @@ def command(
     *,
     run: options.RunOptions,
 ) -> int:
-    """Run a captured step again, and explain it.
+    """Replay a captured step, and explain it.
 
-    Starts the script of CAPTURE again, puts the captured step into its model, and ends it there. What the script does
-    up to its first step like the captured one, such as to make its folder or to begin its log, it does again.
+    Restarts the script of CAPTURE up to its first step like the captured one. There it restores the captured step,
+    replays it, and ends the script. Existing files are never changed.
     """
     with results_only() as stdout:
         given = read_given(config, None, script)

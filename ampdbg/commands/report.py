@@ -68,7 +68,7 @@ def command(
     verbose: options.Verbose = False,
     debug: options.Debug = False,
 ) -> int:
-    """Render a record again."""
+    """Show a record again, in any format."""
     path = record or latest_record()
     if output is not None:
         options.check_place("--output", output, CONTENTS[format], record=path, latest_record=LATEST)

@@ -94,10 +94,10 @@ def command(
     verbose: options.Verbose = False,
     debug: options.Debug = False,
 ) -> int:
-    """Run a training script as it is, and watch it.
+    """Run a training script unchanged, and watch it.
 
-    Options stand before SCRIPT. Its output and its exit code are its own; the report goes to stderr, and only where
-    it ends with 0 and something was found is the code 1.
+    Options of ampdbg come before SCRIPT. The script keeps its output and its exit code, and the report goes to stderr.
+    An exit code of 0 becomes 1 where ampdbg found something.
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

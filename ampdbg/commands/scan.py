@@ -33,9 +33,9 @@ def command(
     *,
     run: options.RunOptions,
 ) -> int:
-    """Train a few steps, explain what went wrong.
+    """Train a few steps, and explain what fails.
 
-    Runs the workload of CONFIG under autocast and GradScaler and watches every step.
+    Trains the workload of CONFIG under autocast and GradScaler, and watches every step.
     """
     with results_only() as stdout:
         given = read_given(options.config_or_default(config), **run.changes)

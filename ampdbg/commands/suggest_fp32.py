@@ -46,7 +46,7 @@ def command(
 ) -> int:
     """Print the patch that cures it, proven.
 
-    Finds what must run in FP32, edits the code so that it does, and proves the patch on the failing step.
+    Finds what must run in FP32, writes the patch, and proves it on the failing step.
 
     Try: ampdbg suggest-fp32 CONFIG | git apply
     """

@@ -43,8 +43,10 @@ def test_a_script_that_needs_a_gpu_ends_with_the_command_that_emulates_one(tmp_p
     assert "This machine has no GPU." in said
     assert said[-2:] == [
         "  ampdbg run --emulate train.py --epochs 3",
-        "--emulate follows the script, so the script got it. "
-        "To give it to ampdbg: ampdbg run --emulate train.py --epochs 3",
+        (
+            "--emulate follows the script, so the script got it. "
+            "To give it to ampdbg: ampdbg run --emulate train.py --epochs 3"
+        ),
     ]
     # As it was told to: the script runs, and has the option that is its own.
     again = start(tmp_path, "run", "--emulate", "--fail-on=never", "train.py", "--epochs", "3")

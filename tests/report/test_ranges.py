@@ -113,8 +113,10 @@ CHECKED = {
     ),
     "bfloat16": (
         (NAN, FP32),
-        "? Step 0 is not finite in bfloat16, in which ampdbg measures ranges, although it is in FP32: "
-        "the loss is NaN. So nothing",
+        (
+            "? Step 0 is not finite in bfloat16, in which ampdbg measures ranges, although it is in FP32: "
+            "the loss is NaN. So nothing"
+        ),
     ),
     "FP16's gradients": (
         (WIDE, replace(HALF, gradients=("w",), inf=3)),
