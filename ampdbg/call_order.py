@@ -130,7 +130,7 @@ class CallOrder:
         return tuple(RULES[call.kind](self, call))
 
     def carries_scale(self, optimizer: int) -> int:
-        """Whether the gradients of an optimizer are known to carry a loss scale: which scaler's, or 0."""
+        """Which scaler's loss scale the gradients of an optimizer are known to carry, or 0."""
         held = self.gradients[optimizer]
         return held.scaled.actor if held.scaled and not held.by_hand else 0
 

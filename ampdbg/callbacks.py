@@ -49,7 +49,7 @@ class Watched:
 
 
 def lightning_callback(captures: str | Path | None = CAPTURES) -> Any:
-    """A callback for ``lightning.Trainer(callbacks=[...])``; ``captures`` is the folder for them, None for none."""
+    """A callback for ``lightning.Trainer(callbacks=[...])``; ``captures`` is where failing steps go, or None."""
     has_new_name = importlib.util.find_spec("lightning") is not None
     base: Any = importlib.import_module("lightning" if has_new_name else "pytorch_lightning").Callback
 

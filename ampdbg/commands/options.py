@@ -72,7 +72,7 @@ def check_place(option: str, path: Path, content: Content, **others: Path | None
 
 
 def _is_free(path: Path, content: Content) -> bool:
-    """Whether nothing is there but what an option that writes such ``content`` has written."""
+    """Nothing is there, or only what an option with this ``content`` has written before."""
     if not os.path.isfile(path):
         return True
     if content == "log":

@@ -109,7 +109,7 @@ def command(
     started, stderr = Path.cwd(), sys.stderr
     misplaced, own = _parted(arguments or (), context)
 
-    def tell(seen: Record) -> None:
+    def show(seen: Record) -> None:
         rank = _rank(seen)
         failed = misplaced if seen.script is not None and seen.script.exit_code else []
         command_typed = shlex.join([script, *(own if failed else arguments or ())])
@@ -119,7 +119,7 @@ def command(
                 typed = replace(typed_as(command_typed, saved.path), verbose=verbose)
                 no_page = failure_of_page(seen, typed, _of_rank(html, rank))
             if not quiet:
-                _tell_of(seen, typed)
+                _show_report(seen, typed)
                 _say_misplaced(failed, command_typed, is_module=is_module)
             if saved.failure is not None:
                 say(f"warning: no record was written: {saved.failure}; choose another place with --record FILE")
@@ -144,13 +144,13 @@ def command(
                 trend,
                 capture_step,
             ),
-            ended=tell,
+            ended=show,
             observer=observer,
             ends_process=True,
         )
     except SystemExit as ended:  # in a child that the script has forked
         return cast(int, ended.code)
-    tell(seen)
+    show(seen)
     with redirect_stderr(stderr), _working_in(started):
         files = loaded_files() if is_module else [script, *loaded_files()]
         # Where the machine lacks something, the run that the report asks for shows more than the source does.
@@ -220,8 +220,8 @@ def _check_places(record: Path | None, html: Path | None, log: Path | None, *, s
         options.check_place("--log", log, "log", record=record, page=html, script=script)
 
 
-def _tell_of(seen: Record, typed: Typed) -> None:
-    """The report; of several processes it is the first one's, and each other tells what it has found in a line."""
+def _show_report(seen: Record, typed: Typed) -> None:
+    """The report; of several processes only the first prints it, and each other prints a line per finding."""
     if _rank(seen) == 0:
         say(written(seen, typed, look_of(sys.stderr), "text").rstrip("\n"))
     elif seen.findings:

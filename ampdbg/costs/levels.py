@@ -28,7 +28,7 @@ from ampdbg.training.loop import batches_of_steps, train_prepared, update_weight
 from ampdbg.workload.batches import tensor_leaves
 
 REPLAYS = 1
-"""So many unhealthy steps of each kind are replayed: one tells whether the level trains."""
+"""So many unhealthy steps of each kind are replayed: one shows whether the level trains."""
 
 WARM_UP, TIMED = 3, 10
 """Steps on a GPU; the median of the timed ones is the time of one."""

@@ -218,7 +218,7 @@ class Document:
         return (self.class_of(node) if text.startswith("self.") else None, text)
 
     def key(self, node: ast.AST) -> tuple[object, str]:
-        """What tells one variable from another: its scope and its text."""
+        """The key of a variable: its scope and its text."""
         if isinstance(node, ast.Name):
             return (self.home(node), node.id)
         return self._attribute_key(node)
@@ -304,7 +304,7 @@ class Document:
         return Span(self._starts[first.lineno - 1], self._starts[node.end_lineno])  # type: ignore[attr-defined]
 
     def has_own_lines(self, node: ast.stmt) -> bool:
-        """Whether nothing but a comment stands beside a statement on its lines."""
+        """Only comments share the lines of a statement."""
         whole, own = self.lines(node), self.span(node)
         behind = self.text[own.end : whole.end].strip()
         return not self.text[whole.start : own.start].strip() and (not behind or behind.startswith("#"))

@@ -39,7 +39,7 @@ def removed(document: Document, statement: ast.stmt) -> Edit:
 
 
 def is_movable(document: Document, statements: Sequence[ast.stmt]) -> bool:
-    """Whether statements can be moved in or out: each on its own lines, no text in them that goes over lines."""
+    """Statements can be moved in or out: each is on its own lines, and no text in them goes over lines."""
     strings = (node for one in statements for node in ast.walk(one) if isinstance(node, (ast.Constant, ast.JoinedStr)))
     return all(map(document.has_own_lines, statements)) and not any(
         node.lineno != node.end_lineno and ("'''" in document.source(node) or '"""' in document.source(node))

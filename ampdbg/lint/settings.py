@@ -42,7 +42,7 @@ class Settings:
     torch: tuple[int, int] | None = None
 
     def wants(self, code: str) -> bool:
-        """Whether a code is to be told."""
+        """The settings select the code."""
         is_selected = not self.select or any(map(code.startswith, self.select))
         return is_selected and not any(map(code.startswith, self.ignore))
 

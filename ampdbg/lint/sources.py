@@ -126,7 +126,7 @@ def _shown(path: str) -> str:
 
 
 def _leads_back(entry: os.DirEntry[str], folder: str) -> bool:
-    """Whether a link leads to a folder that it is below."""
+    """A link leads to a folder above itself."""
     return entry.is_symlink() and Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(entry.path))
 
 
@@ -164,7 +164,7 @@ def source_of(path: str, content: bytes) -> SourceText:
 
 
 def _notebook(content: bytes) -> SourceText:
-    """The code cells, each under a comment that tells where it begins, so that a fix can be put back into it."""
+    """The code cells, each under a comment with its place, so that a fix can be put back into it."""
     try:
         notebook = content.decode("utf-8")
         cells = [(number, _cell_text(cell)) for number, cell in enumerate(json.loads(notebook)["cells"], start=1)

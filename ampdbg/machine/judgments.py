@@ -120,7 +120,7 @@ def _units(machine: Machine) -> Iterator[Judgment]:
 
 
 def judged_unit(unit: str, gpu: Gpu) -> Judgment:
-    """Whether the GPU has it; good where its capability is not known."""
+    """The judgment of the GPU's unit; good where its capability is not known."""
     begins, has, lacks, advice = UNITS[unit]
     if unit is TENSOR_CORES and GTX_16 in gpu.name:
         says = "none in the GTX 16 series, and some of its FP16 kernels give NaN where nothing overflows"
@@ -156,7 +156,7 @@ def _major(version: str) -> int:
 
 
 def _serves(kernel: str, capability: tuple[int, int]) -> bool:
-    """Whether ``sm_80``, ``sm_90a`` or ``compute_90`` runs there: binaries in one major version, PTX on all later."""
+    """``sm_80``, ``sm_90a`` or ``compute_90`` runs there: binaries in one major version, PTX on all later."""
     name = re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", kernel)
     built = (int(name[2]), int(name[3])) if name else capability
     return built <= capability and (kernel.startswith("compute") or built[0] == capability[0])

@@ -278,7 +278,7 @@ def _own_lines_in_fp32(module, *args, **kwargs):
     autocast = device_type, dtype, True, torch.is_autocast_cache_enabled()
     _autocast_inner_modules(module, autocast)
     args, kwargs = torch.utils._pytree.tree_map(_cast_up, (args, kwargs))
-    # This dtype without a cache tells the inner modules that autocast was left here.
+    # This dtype without a cache shows the inner modules that autocast was left here.
     with torch.autocast(device_type, torch.float32, enabled=False, cache_enabled=False):
         return type(module).forward(module, *args, **kwargs)
 

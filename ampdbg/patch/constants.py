@@ -26,7 +26,7 @@ MASKS = ("masked_fill", "masked_fill_")
 """Those of them that take nothing but a number."""
 
 CREATES = {"tensor": 0, "scalar_tensor": 0, "full": 1}
-"""Functions that make a tensor of a number, of a dtype that they are told, and which argument the number is."""
+"""Functions that make a tensor of a number, of a dtype in their arguments, and which argument the number is."""
 
 LEAST_VALUES = ("clamp", "clamp_", "clamp_min", "clamp_min_", "clip", "clip_")
 """Methods whose first argument, or ``min``, is the least value that they leave; torch has them as functions too."""
@@ -251,7 +251,7 @@ class _Constants:
         return next(seen, "") or next(filter(self._may_be_tensor, plain), "")
 
     def _may_be_tensor(self, name: str) -> bool:
-        """Whether a plain name is one of the function's own that is no number and no ``self``."""
+        """A plain name belongs to the function and is neither a number nor ``self``."""
         is_local = name in self.bindings.local and name not in self.bindings.numbers
         return is_local and name not in ("self", "cls") and name not in self.bindings.imports
 

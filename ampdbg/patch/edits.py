@@ -389,7 +389,7 @@ def _end_of_block(pieces: Sequence[Piece], start: int) -> int:
 
 
 def _may_stand_between(piece: Piece) -> bool:
-    """Whether an unpinned line may stand in a block: an assignment to names that calls none of the user's code, writes
+    """An unpinned line may be in a block: an assignment to names that calls none of the user's code, writes
     into no tensor, and computes no product, which autocast would run in half."""
     line = piece.statement
     if piece.pinned is not None or not isinstance(line, cst.SimpleStatementLine) or len(line.body) != 1:

@@ -44,7 +44,7 @@ FEW = 2
 class Materials:
     """What a plan is made from: the model, its pins, the lines to wrap, and what holds half tensors on them.
 
-    ``makings`` tell where the model is made, where no target of the config does.
+    ``makings`` say where the model is made, where no target of the config does.
     """
 
     config: Config
@@ -155,7 +155,7 @@ def _forward_of(module: str, model: torch.nn.Module) -> SourceFunction | None:
 
 
 def _leaves_children(pin: Pin, materials: Materials) -> bool:
-    """Whether the pin leaves child modules in half: an edit that takes them into FP32 is not what was tried."""
+    """The pin leaves child modules in half: an edit that takes them into FP32 was not tried."""
     return pin.own and any(True for _ in materials.model.get_submodule(pin.module).children())
 
 
@@ -260,7 +260,7 @@ class Sharing:
 
     @property
     def is_wide(self) -> bool:
-        """Whether the edit takes many more modules into FP32 than the set holds."""
+        """The edit takes many more modules into FP32 than the set holds."""
         return self.running - self.pinned > max(FEW, self.pinned)
 
     def __str__(self) -> str:
@@ -372,7 +372,7 @@ def _sharing(place: Placement, materials: Materials) -> Sharing | None:
 
 
 def _is_pinned(name: str, pins: Iterable[Pin]) -> bool:
-    """Whether a module runs in FP32 with these pins, by itself or with one that holds it."""
+    """A module runs in FP32 with these pins, by itself or with one that holds it."""
     of_modules = [pin for pin in pins if pin.source is None]
     return any(
         pin.module == name or (not pin.own and (not pin.module or name.startswith(f"{pin.module}.")))
@@ -492,7 +492,7 @@ def functions_run(kind: type, name: str) -> Iterator[SourceFunction]:
 
 
 def _calls_above(node: FunctionNode, name: str) -> bool:
-    """Whether a method calls that of a class above: ``super().forward(x)``, ``Block.forward(self, x)``."""
+    """A method calls that of a class above: ``super().forward(x)``, ``Block.forward(self, x)``."""
     named = (part for part in ast.walk(node) if isinstance(part, ast.Attribute) and part.attr == name)
     return any(_root(part) != _self_of(node) for part in named)
 

@@ -79,7 +79,7 @@ class TensorNames:
     bindings: Bindings
 
     def is_tensor(self, node: cst.BaseExpression) -> bool:
-        """Whether arithmetic with it is arithmetic with tensors, as far as is known."""
+        """Arithmetic with it is arithmetic with tensors, as far as is known."""
         if code_of(node) in self.half | self.full:
             return True
         match node:
@@ -96,7 +96,7 @@ class TensorNames:
         return False
 
     def computes(self, node: cst.CSTNode) -> bool:
-        """Whether the node by itself computes with tensors, and neither moves, makes nor casts them."""
+        """The node itself computes with tensors, and neither moves, makes nor casts them."""
         if isinstance(node, cst.BinaryOperation):
             is_product = isinstance(node.operator, cst.MatrixMultiply)
             return is_product or (isinstance(node.operator, OPERATORS) and self.is_tensor(node))
@@ -107,7 +107,7 @@ class TensorNames:
         return not self.bindings.is_plain_module(self.bindings.origin(node.func)) and called_name(node) not in VIEWS
 
     def is_users(self, node: cst.CSTNode) -> bool:
-        """Whether the node calls code of the user's: a child module, a method, a function."""
+        """The node calls code of the user's: a child module, a method, a function."""
         if not isinstance(node, cst.Call):
             return False
         if origin := self.bindings.origin(node.func):
@@ -148,7 +148,7 @@ def called_name(call: cst.Call) -> str:
 
 
 def writes_in_place(call: cst.Call) -> bool:
-    """Whether this is a tensor's method or a function that writes into its argument: ``add_``, ``out=``."""
+    """This is a tensor's method or a function that writes into its argument: ``add_``, ``out=``."""
     name = called_name(call)
     writes = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
     return writes or any(arg.keyword is not None and arg.keyword.value == "out" for arg in call.args)
@@ -375,7 +375,7 @@ def _is_fp32(node: cst.BaseExpression, pinned: PinnedLine) -> bool:
 
 
 def is_product(node: cst.CSTNode) -> bool:
-    """Whether this is what autocast runs in half: nothing to put into FP32 by the way."""
+    """Autocast runs this in half, so it is not to move into FP32 by accident."""
     return isinstance(node, cst.MatrixMultiply) or (isinstance(node, cst.Call) and called_name(node) in PRODUCTS)
 
 

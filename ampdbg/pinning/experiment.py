@@ -88,10 +88,10 @@ class Experiment:
         return tuple(site for atom in atoms for site in self._sites.get(atom, ()))
 
     def fails_without(self, atoms: Iterable[str]) -> bool:
-        """Whether no set without one of these atoms can be healthy, as far as is known without a trial.
+        """No set without one of these atoms can be healthy, as far as is known without a trial.
 
         So it is where no overflow may be left, and an op of theirs has a value in FP32 that the format does not hold:
-        what is pinned elsewhere makes that no smaller.
+        pins elsewhere make that no smaller.
         """
         largest = self._run.mode.format.largest
         forward = (site for site in self.sites(atoms) if site.phase == "forward" and self.is_silent)

@@ -47,7 +47,7 @@ def cuda_on_cpu() -> Iterator[None]:
 
 
 def is_emulating() -> bool:
-    """Whether :func:`cuda_on_cpu` is entered now."""
+    """:func:`cuda_on_cpu` is entered now."""
     return bool(_entered)
 
 

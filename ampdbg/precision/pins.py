@@ -102,7 +102,7 @@ def _checked(model: object, patterns: object) -> list[str]:
 
 
 def _is_outermost(name: str, whole: Collection[str]) -> bool:
-    """Whether the module is not the root, and in no other that is pinned whole."""
+    """The module is not the root, and in no other that is pinned whole."""
     around = name.rpartition(".")[0]
     while around and around not in whole:
         around = around.rpartition(".")[0]
@@ -271,7 +271,7 @@ class LinesInFP32(threading.local):
         return self._calls[-1].around
 
     def are_innermost(self) -> bool:
-        """Whether no region has been entered since: neither the user's own, nor that of another module."""
+        """No region was entered since: neither the user's own, nor that of another module."""
         return self.are_running and self._calls[-1].depth == _autocast_depth()
 
 
@@ -288,12 +288,12 @@ def _region(device_type: str) -> AutocastState:
 
 
 def _is_recomputing() -> bool:
-    """Whether this is inside a backward pass, where modules run only for a checkpoint; traced code never is."""
+    """This is inside a backward pass, where modules run only for a checkpoint; traced code never is."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _autocast_depth() -> int:
-    """In how many nested autocast regions this is; torch tells only by counting up and down."""
+    """In how many nested autocast regions this is; torch shows it only by counting up and down."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()
 

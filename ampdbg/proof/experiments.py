@@ -334,10 +334,10 @@ def trained_in_fp32(job: Job, withheld: Collection[int], *, is_rounded: bool = F
 
 
 def disproves(finding: Finding, steps: Sequence[Step]) -> bool:
-    """Whether a finding in the run with the patch disproves the patch; ``steps`` are those of the run.
+    """A finding in the run with the patch disproves the patch; ``steps`` are those of the run.
 
-    A warning does not: its step agrees with FP32. Neither does what the loss scale went through in a run whose last
-    steps were taken: gradients that grow take a few skips, and one of 1e-15 is lost at any scale.
+    A warning does not: its step agrees with FP32. Neither does the loss scale of a run whose last steps were
+    taken: growing gradients take a few skips, and one of 1e-15 is lost at any scale.
     """
     code = CODES[finding.code]
     if finding.severity != "error" or not code.counts_against_a_patch:

@@ -63,7 +63,7 @@ class Patched:
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether the files hold these bytes anyway, and nothing is pinned besides."""
+        """The files hold these bytes already, and nothing else is pinned."""
         return not self.pins and all(path.exists() and path.read_bytes() == now for path, now in self.files.items())
 
     def line_on_disk(self, file: str, line: int) -> int:

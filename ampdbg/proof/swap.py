@@ -47,7 +47,7 @@ def swapped(files: Mapping[Path, bytes]) -> Iterator[Changed]:
 
 
 def _is_of(name: str, path: str) -> bool:
-    """Whether code of this file name is of that file; the end of a name is quick to compare."""
+    """Code of this file name is from that file; the end of a name is quick to compare."""
     return os.path.basename(name) == os.path.basename(path) and os.path.realpath(name) == os.path.realpath(path)
 
 

@@ -131,7 +131,7 @@ class RunLog:
 
     @property
     def _is_own(self) -> bool:
-        """Whether this process is the one that the run began in: a forked child writes nothing."""
+        """The run began in this process: a forked child writes nothing."""
         return os.getpid() == self._owner
 
     @property
@@ -223,7 +223,7 @@ def _check_place(path: Path) -> None:
 
 
 def is_free_for_log(path: Path) -> bool:
-    """Whether no file is there, an empty one, or a log."""
+    """The place holds no file, an empty one, or a log."""
     return not os.path.isfile(path) or os.path.getsize(path) == 0 or is_log(path)
 
 
@@ -231,7 +231,7 @@ _BEGINS = re.compile(rb'\s*\{\s*"format"\s*:\s*"%b"' % re.escape(LOG_FORMAT).enc
 
 
 def is_log(path: Path) -> bool:
-    """Whether the file begins as a log does; a pipe is not looked into."""
+    """The file begins as a log does; a pipe is not read."""
     try:
         if not path.is_file():  # a pipe would wait for its writer
             return False

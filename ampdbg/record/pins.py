@@ -50,7 +50,7 @@ the search: a set that was found is healthy, not minimal. An interrupted record 
 
 
 def is_line(name: str) -> bool:
-    """Whether an atom is a line of a script behind its modules, ``train.py:41``; it stands in no module."""
+    """An atom is a line of a script outside its modules, such as ``train.py:41``."""
     file, _, number = name.rpartition(":")
     return bool(file) and number.isdecimal()
 
@@ -230,7 +230,7 @@ class Handover:
 
     @property
     def pins_nothing(self) -> bool:
-        """Whether the patch leaves every module in half, and keeps constants in its range."""
+        """The patch leaves every module in half, and keeps constants in its range."""
         return bool(self.files) and not any(unit.pins for unit in self.units)
 
 

@@ -106,7 +106,7 @@ class Replay:
     Against FP32's gradients, where both are finite: ``gradient_distance`` is the norm of the difference over
     that of FP32's, ``lost_energy`` the share of the sum of squares that was flushed to zero, and ``lost``
     names the parameters that lost more than half of theirs, and have more than rounding noise to lose. ``unreached``
-    names those that have no gradient at any loss scale, and one in FP32: no distance tells of them.
+    names those that have no gradient at any loss scale, and one in FP32: no distance shows them.
     """
 
     dtype: str
@@ -244,7 +244,7 @@ class LevelCost:
 
     @property
     def trains(self) -> bool:
-        """Whether every step came through and nothing was found."""
+        """Every step was taken and nothing was found."""
         return self.verdict == "healthy" and not self.error
 
 
@@ -306,12 +306,12 @@ class Step:
 
     ``loss`` is the mean over the accumulated micro-batches, before scaling; ``losses`` has each by name
     when the workload returns several. ``scale`` is the loss scale during the step (1 without a scaler),
-    and ``scaler`` tells the loop's scalers apart: numbers from 1, and 0 where it has none. At the first step of one
+    and ``scaler`` numbers the loop's scalers from 1; it is 0 where there is none. At the first step of one
     that has taken the place of another, for the same optimizer, ``succeeds`` is the number of that.
     ``grad_norm`` is the 2-norm of all gradients after unscaling and before clipping; inf or NaN when any of them is
     not finite, and None where it was not taken, as of most healthy steps of a long run. ``skipped`` says that an
     optimizer's step was withheld. ``groups_hit`` is how many groups had a non-finite gradient where ``groups`` does not
-    list them: only a run's first unhealthy steps do. ``optimizer`` tells the loop's optimizers apart: numbers from 0,
+    list them: only a run's first unhealthy steps do. ``optimizer`` numbers the loop's optimizers, from 0,
     in the order in which they first step; where several step before one update, it is the first that did. ``others`` is
     how many steps of other optimizers lie before it.
     """
@@ -656,7 +656,7 @@ class Record:
 
     @property
     def took_no_step(self) -> bool:
-        """Whether steps ended, and every one of them was skipped: the weights are those of the start."""
+        """Every step that ended was skipped: the weights are those of the start."""
         return bool(self.steps) and all(step.skipped for step in self.steps)
 
     @property

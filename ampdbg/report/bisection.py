@@ -70,7 +70,7 @@ class EndedSearch:
 
     @property
     def holds(self) -> bool:
-        """Whether the last trial of the whole set, on the failing step itself, was healthy."""
+        """The last trial of the whole set, on the failing step itself, was healthy."""
         own = (trial for trial in reversed(self.record.trials) if not trial.stage.startswith(FURTHER))
         last = next((trial for trial in own if set(trial.pins) == set(self.names)), None)
         return last is None or last.healthy
@@ -142,7 +142,7 @@ def _experiments(ended: EndedSearch) -> Iterator[view.Section]:
 
 
 def _is_said_elsewhere(ended: EndedSearch) -> bool:
-    """Whether the headline says it; or a finding, which are listed where there is no set."""
+    """The headline says it, or a finding does; findings are listed where there is no set."""
     if ended.search.outcome in ("nothing-to-pin", "not-in-a-module"):
         return True
     findings = ended.record.findings

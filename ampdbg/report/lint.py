@@ -42,8 +42,8 @@ def _sections(linted: Linted) -> Iterator[Section]:
     for finding in linted.findings:
         yield Paragraph(tuple(_lines(finding)))
     if linted.problems:
-        told = tuple(line(f"{file.path}: {file.problem}", tone="doubtful") for file in linted.problems)
-        yield Paragraph(told, "Not read")
+        unread = tuple(line(f"{file.path}: {file.problem}", tone="doubtful") for file in linted.problems)
+        yield Paragraph(unread, "Not read")
 
 
 def _lines(finding: LintFinding) -> Iterator[StyledLine]:

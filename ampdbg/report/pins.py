@@ -134,7 +134,7 @@ def _ops(sites: Sequence[PinSite]) -> str:
 
 
 def _explains(value: float | None, low: FloatFormat) -> TypeGuard[float]:
-    """Whether a value in FP32 is why the op fails: that of a division by what half rounds to zero says nothing."""
+    """A value in FP32 explains why the op fails; that of a division by a value which half rounds to zero does not."""
     if value is None:
         return False
     size = abs(value)

@@ -168,7 +168,7 @@ def _sentence(record: Record) -> str:
 
 
 def _starts(site: Site) -> bool:
-    """Whether an overflow of the forward pass starts there."""
+    """An overflow of the forward pass starts there."""
     return site.phase == "forward" and site.overflow == "starts"
 
 
@@ -202,7 +202,7 @@ def _measured(record: Record) -> str:
 
 
 def _unmeasured(record: Record) -> str:
-    """What the ranges leave out, and what a replay in FP16 tells of that; "" where they leave out nothing."""
+    """The ops that the ranges leave out, and what a replay in FP16 shows of them; "" where they leave out nothing."""
     if not record.unseen.unmeasured:
         return ""
     half = check_in(record, "float16")
@@ -271,7 +271,7 @@ def _legend(shown: Sequence[Site]) -> tuple[view.StyledLine, ...]:
 
 
 def _is_lowest(site: Site) -> bool:
-    """Whether it is a mask of FP16's lowest number, which the shadow rounds to 65,536."""
+    """It is a mask of FP16's lowest number, which the shadow rounds to 65,536."""
     return site.overflow == "carried" and site.headroom_bits >= -ROUNDING_BITS
 
 

@@ -186,9 +186,9 @@ def _how_it_ends(record: Record) -> str:
 
 
 def is_own_loss(step: Step, record: Record) -> bool:
-    """Whether its loss is the step's own: that of one which ended before it is what replays of its modules gave.
+    """The step computed its loss itself; a replay of its modules gave that of a step which ended before its loss.
 
-    In the middle of a run the loop itself made one, of what the modules gave.
+    In the middle of a run the loop itself computed one from the module outputs.
     """
     is_last = step.step == record.steps[-1].step and bool(_how_it_ends(record))
     is_replayed = record.command != "run" or is_last
@@ -415,7 +415,7 @@ def _tensor_table(record: Record) -> view.Table:
 
 
 def _is_mask(counts: TensorCounts, step: Step, record: Record) -> bool:
-    """Whether it is a buffer, or frozen, and had its infinities, and no NaN, before the first step, as masks have."""
+    """A buffer, or a frozen parameter, had its infinities, and no NaN, before the first step, as masks have."""
     is_of_the_start = step is record.steps[0] and counts.when == "before"
     return (counts.kind == "buffer" or counts.frozen) and is_of_the_start and not counts.nan
 
@@ -522,8 +522,8 @@ def captures_of(record: Record, typed: view.Typed) -> Iterator[str]:
 
 
 def sound_step(record: Record) -> Iterator[view.Table]:
-    """A step that did not fail, with what it comes to in each precision, which no finding tells: of a capture, and
-    where it raises in one of them, so that nothing can be held against that."""
+    """A step that did not fail, in each precision, which no finding shows: a captured one, or one that raises in a
+    precision, so that it could not be compared."""
     made = next((made for made in record.investigations if made.why == "end"), None)
     errors = [replay for replay in made.replays if replay.error] if made is not None else []
     if made is not None and (record.command == "replay" or errors):
@@ -545,12 +545,12 @@ def _precision(replay: Replay) -> str:
 
 
 def pin_may_help(record: Record) -> bool:
-    """Whether the first finding is one that FP32 cures."""
+    """FP32 cures the first finding."""
     return record.verdict == "precision" and any(catalogued(one.code).pin_helps for one in record.findings[:1])
 
 
 def may_be_tried(record: Record) -> bool:
-    """Whether FP32 comes through the first finding's step, whole, though no op explains why half does not."""
+    """FP32 is finite in the whole step of the first finding, though no op explains why half is not."""
     root = record.faults[0] if record.faults else None
     if root is None or root.code != UNKNOWN or WEIGHTS_GREW in root.evidence:
         return False
@@ -559,7 +559,7 @@ def may_be_tried(record: Record) -> bool:
 
 
 def only_settles(record: Record) -> bool:
-    """Whether nothing is wrong, and no step was taken yet: nothing is to be cured, and a longer run shows more."""
+    """Nothing is wrong, but no step was taken yet: a longer run shows more."""
     return record.took_no_step and all(finding.severity == "info" for finding in record.findings)
 
 
@@ -588,7 +588,7 @@ def after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
 
 
 def _ran_in_fp32(record: Record) -> bool:
-    """Whether no step ran in half precision, and that may be why nothing else was found."""
+    """No step ran in half precision, which may be why nothing else was found."""
     return record.environment.policy == "none" and (not record.findings or record.verdict == "inconclusive")
 
 

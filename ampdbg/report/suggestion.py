@@ -135,7 +135,7 @@ def _together(record: Record) -> tuple[str, ...]:
 
 
 def _is_past_search(record: Record) -> bool:
-    """Whether all was tried that is known of: no set of modules cures the step, nor did the patch of other lines."""
+    """Every known way was tried: no set of modules cures the step, nor does the patch of other lines."""
     outcome = record.search.outcome if record.search is not None else ""
     has_failed = record.verification is not None and not record.verification.passed
     return has_failed and outcome in ("not-in-a-module", "no-set-helps")

@@ -218,7 +218,7 @@ def places(finding: Finding) -> Iterator[tuple[str, CodeLine]]:
 
 
 def conjunction(finding: Finding, effect: Finding) -> str:
-    """How what follows from a finding is told: "then", or "and" where it began before the step that was run again."""
+    """The word before an effect of a finding: "then", or "and" where it began before the replayed step."""
     return "then" if effect.step >= finding.step else "and"
 
 

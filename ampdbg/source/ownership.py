@@ -1,6 +1,6 @@
 """Whose code it is: the user's own, an installed library's, torch's, Python's or ampdbg's.
 
-Of what runs, the name of its module tells; of a file that a patch may edit, its place.
+Running code is known by the name of its module, a file that a patch may edit by its place.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def module_of(frame: FrameType) -> str:
 
 
 def is_part_of(frame: FrameType, *packages: str) -> bool:
-    """Whether the code stands in one of these packages or modules, or below."""
+    """The code is in one of these packages or modules, or below."""
     module = module_of(frame)
     return any(module == package or module.startswith(f"{package}.") for package in packages)
 
 
 def is_ampdbgs(frame: FrameType) -> bool:
-    """Whether the code is ampdbg's own."""
+    """The code is ampdbg's own."""
     return is_part_of(frame, __name__.partition(".")[0])
 
 
@@ -78,7 +78,7 @@ def by_code(ask: Callable[[FrameType], Answer]) -> Callable[[FrameType], Answer]
 
 @by_code
 def is_users_or_a_librarys(frame: FrameType) -> bool:
-    """Whether the code is none of torch's, ampdbg's and the standard library's, nor made while it runs."""
+    """The code is none of torch's, ampdbg's or the standard library's, nor made while it runs."""
     file = frame.f_code.co_filename
     if file.startswith("<") or is_part_of(frame, "torch") or is_ampdbgs(frame):
         return False
@@ -98,13 +98,13 @@ def line_of_error(error: BaseException) -> Line | None:
 
 
 def is_users_file(file: str) -> bool:
-    """Whether a source file is there and neither installed nor ampdbg's."""
+    """A source file exists and is neither installed nor ampdbg's."""
     path = Path(file)
     return path.suffix == ".py" and path.exists() and not _is_installed(path.resolve())
 
 
 def lies_in_library(file: str | Path) -> bool:
-    """Whether the path leads through a folder of installed packages, on this machine or on another."""
+    """The path leads through a folder of installed packages, on this machine or on another."""
     return not LIBRARY_FOLDERS.isdisjoint(Path(file).parts)
 
 
@@ -114,7 +114,7 @@ def _is_installed(path: Path) -> bool:
 
 
 def is_library_class(kind: type) -> bool:
-    """Whether the source of the class is not the user's; so is one whose source is not known."""
+    """The source of the class is not the user's, or is not known."""
     try:
         return not is_users_file(inspect.getfile(kind))
     except (TypeError, OSError):

@@ -43,7 +43,7 @@ class Located:
         return self.functions[-1] if self.functions else None
 
     def is_in(self, function: str) -> bool:
-        """Whether ``function`` is the name of the one around, or its qualified name with or without ``<locals>``."""
+        """``function`` is the name of the one around, or its qualified name with or without ``<locals>``."""
         asked = parts_of(function)
         return self.qualname[len(self.qualname) - len(asked) :] == asked
 
@@ -127,7 +127,7 @@ class SourceFile:
         return [self.span(node)[0] for node in reversed(body[: body.index(line)])]
 
     def is_in_loop(self, node: cst.CSTNode) -> bool:
-        """Whether a loop stands around a node in its own function."""
+        """A loop is around a node in its own function."""
         around = itertools.takewhile(lambda item: not isinstance(item, cst.FunctionDef), self._around(node))
         return any(isinstance(item, (cst.For, cst.While)) for item in around)
 

@@ -247,7 +247,7 @@ def _make_way(folder: Path) -> None:
 
 
 def _is_free(path: Path) -> bool:
-    """Whether no other module could be meant by the file's stem, now or in a later import."""
+    """The file's stem names no other module, now or in a later import."""
     name = path.stem
     if not name.isidentifier() or name in sys.modules or name in sys.stdlib_module_names:
         return False
@@ -261,7 +261,7 @@ def _file_of(module: ModuleType | None) -> Path | None:
 
 
 def _lies_in(module: ModuleType | None, folder: Path) -> bool:
-    """Whether the top-level ``module`` is a file or a package directly in ``folder``."""
+    """The top-level ``module`` is a file or a package directly in ``folder``."""
     file = _file_of(module)
     if file is None:
         folders = [Path(entry) for entry in getattr(module, "__path__", ())]

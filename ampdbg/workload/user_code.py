@@ -115,7 +115,7 @@ def user_traceback(error: BaseException) -> str:
 
 
 def _came_from_users(error: BaseException) -> bool:
-    """Whether it was raised below a line of the user's that ampdbg had called."""
+    """It was raised below a line of the user's that ampdbg had called."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     last = max((index for index, frame in enumerate(frames) if is_ampdbgs(frame)), default=-1)
     return any(is_users_file(frame.f_code.co_filename) for frame in frames[last + 1 :])

@@ -86,7 +86,7 @@ def check(facts: Facts) -> Iterator[RuleHit]:
 
 
 def _is_optional(document: Document) -> bool:
-    """Whether the file also runs where apex is missing: an import of it stands in a ``try`` that goes on."""
+    """The file also runs without apex: it imports apex in a ``try`` that continues."""
     imports = [*document.find(ast.ImportFrom), *document.find(ast.Import)]
     lines = [one for one in imports if re.match(r"from apex\b|import (.*, )?apex\b", ast.unparse(one))]
     tries = [one for line in lines for one in document.around(line) if isinstance(one, ast.Try)]

@@ -57,7 +57,7 @@ def _device(facts: Facts, node: ast.AST) -> str | None:
 
 
 def _moves_inputs(facts: Facts, function: ast.AST, region: ast.With) -> bool:
-    """Whether something that the region reads was moved there."""
+    """The function moves something there that the region reads."""
     moved = {
         ast.unparse(target)
         for node in ast.walk(function)

@@ -64,7 +64,7 @@ def _use(facts: Facts, node: ast.expr) -> str:
 
 
 def is_half(facts: Facts, node: ast.AST, depth: int = 4) -> bool:
-    """Whether an expression is a float16 tensor for certain: cast to it, or a product under its autocast."""
+    """An expression is certainly a float16 tensor: cast to it, or a product under its autocast."""
     document = facts.document
     if not depth:
         return False

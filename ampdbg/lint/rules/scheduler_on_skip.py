@@ -17,7 +17,7 @@ MESSAGE = "the scheduler also steps when the scaler skips the optimizer's step; 
 def check(facts: Facts) -> Iterator[RuleHit]:
     """In the block of a scaler's step, where nothing of the function asks whether it was skipped.
 
-    For information alone: how many steps are skipped no source tells.
+    Only information: no source shows how many steps are skipped.
     """
     document = facts.document
 
@@ -40,7 +40,7 @@ def check(facts: Facts) -> Iterator[RuleHit]:
 
 
 def _is_placed(call: ast.expr | None) -> bool:
-    """Whether the scheduler is given a score, or the place it is to move to: then it counts no steps."""
+    """The scheduler takes a score, or its new place: then it counts no steps."""
     return isinstance(call, ast.Call) and not all(map(is_none, given(call)))
 
 

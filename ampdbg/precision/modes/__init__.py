@@ -67,7 +67,7 @@ class LossScaler(torch.amp.GradScaler):
 
 
 def skips_overflows(scaler: torch.amp.GradScaler) -> bool:
-    """Whether the scaler withholds a step whose gradients are not finite."""
+    """The scaler skips a step whose gradients are not finite."""
     return scaler.is_enabled() and not (isinstance(scaler, LossScaler) and scaler.never_skips)
 
 
@@ -114,7 +114,7 @@ class PrecisionMode:
         return torch.amp.GradScaler(self.device.type, enabled=False)
 
     def updates_half_weights(self) -> bool:
-        """Whether an optimizer's step reads and writes half weights where the model has them."""
+        """An optimizer's step reads and writes half weights where the model has them."""
         return self.dtype is not torch.float16
 
     def master_weights(self) -> Iterable[torch.Tensor]:

@@ -151,7 +151,7 @@ class HalfModel(PrecisionMode):
 
 
 def _is_pinned(name: str, pins: Iterable[str]) -> bool:
-    """Whether a pin keeps the module's own weights: its own lines' or that of a module around it."""
+    """A pin keeps the module's own weights: its own lines' or that of a module around it."""
     return any(pin in ("", name, name + OWN) or name.startswith(f"{pin}.") for pin in pins)
 
 

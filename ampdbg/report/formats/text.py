@@ -90,14 +90,14 @@ def draw(page: view.Page, look: view.Look, *, is_brief: bool = False) -> str:
 
 
 def _leaves_out(page: view.Page) -> bool:
-    """Whether the story, where there is one, says less than the sections."""
+    """The story says less than the sections."""
     whole = [section for section in page.story if not isinstance(section, view.Findings) or _is_whole(section)]
-    told = [*whole, *(replace(one, is_brief=False) for one in whole if isinstance(one, view.Findings))]
-    return bool(page.story) and any(section not in told for section in page.sections)
+    shown_whole = [*whole, *(replace(one, is_brief=False) for one in whole if isinstance(one, view.Findings))]
+    return bool(page.story) and any(section not in shown_whole for section in page.sections)
 
 
 def _is_whole(section: view.Findings) -> bool:
-    """Whether a brief list of the findings leaves none of them out."""
+    """A brief list of the findings leaves none out."""
     groups = list(view.with_effects(section.findings))
     return len(groups) == 1 and len(groups[0][1]) < 2
 
