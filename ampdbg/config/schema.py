@@ -212,8 +212,8 @@ class Precision(_Section):
         NOTHING,
         Field(
             title="what the loss is multiplied by",
-            description="a positive number that float32 can hold (a static scale), or a mapping of "
-            "init, growth_factor, backoff_factor, growth_interval, min, max (a dynamic one)",
+            description="a positive number that float32 can hold (a static scale); or a mapping of init, "
+            "growth_factor, backoff_factor, growth_interval, min, max (a dynamic one)",
         ),
     ] = LossScale()
     pins: Annotated[

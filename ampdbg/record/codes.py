@@ -146,10 +146,10 @@ _ALL = (
         pin_helps=True,
         changes_function=True,
         is_a_constant=True,
-        remedy_behind_half="compute this value with autocast disabled, since it is already zero in half when this "
-        "line casts it to FP32, or add an eps of at least 1e-6 to it, inside the root",
+        remedy_behind_half="compute this value with autocast disabled, or add an eps of at least 1e-6 to it, inside "
+        "the root: it is zero in half before this line casts it to FP32",
         remedy_near_one="compute p itself in FP32, as in torch.sigmoid(x.float()), or clamp p to at most 0.9990: "
-        "FP16 has no number between 0.9995 and 1, so 1 - p is 0 there, and a smaller eps does not help",
+        "FP16 has no number between 0.9995 and 1; there 1 - p is 0, and a smaller eps does not help",
     ),
     Code(
         "mask-constant",

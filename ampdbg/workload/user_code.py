@@ -22,8 +22,8 @@ FFT_ERRORS = ("Unsupported dtype Half", "powers of two when computing in half pr
 """What torch.fft says of half tensors on a CPU, and on CUDA."""
 
 NO_HALF_FFT = (
-    "under autocast a layer's output is half, and torch's FFT takes half only on CUDA and only for powers of "
-    "two: cast it up first, as in torch.fft.rfft(x.float())"
+    "under autocast a layer's output is half; torch's FFT takes half only on CUDA, and only for powers of two: "
+    "cast it up first, as in torch.fft.rfft(x.float())"
 )
 
 MOST_SHOWN = 500

@@ -528,7 +528,7 @@ BROKEN_WORKLOADS: tuple[Broken, ...] = (
         (
             "workload.py:step raised ",  # a RuntimeError, and without the emulation a NotImplementedError of torch 2.15
             "Error: ",
-            "half only on CUDA and only for powers of two",
+            "half only on CUDA, and only for powers of two",
             "cast it up first",
         ),
         blames_user_code=True,
