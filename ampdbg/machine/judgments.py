@@ -87,7 +87,7 @@ def _gpu(machine: Machine) -> Iterator[Judgment]:
         yield Judgment("GPU", "plain", "Apple's, as torch's device mps; ampdbg does not use it, and runs on the CPU")
     else:
         raised = torch.problems.get("gpus", "")
-        yield Judgment("GPU", "doubtful" if raised else "plain", raised or "none that torch or nvidia-smi knows of")
+        yield Judgment("GPU", "doubtful" if raised else "plain", raised or "torch and nvidia-smi find none")
 
 
 def _why_unseen(machine: Machine) -> tuple[str, str]:
@@ -171,7 +171,7 @@ def _arithmetic(machine: Machine) -> Iterator[Judgment]:
         yield Judgment("TF32", "plain", says, "set it to False to compare with true FP32")
     elif torch.flags:
         yield Judgment(
-            "TF32", "plain", f"torch's default: on in {tf32}; no effect here, it takes compute capability 8.0"
+            "TF32", "plain", f"torch's default: on in {tf32}; no effect here, where it needs compute capability 8.0"
         )
     if SUMS in torch.flags:
         does = "may add parts of an FP16 product in FP16" if torch.flags[SUMS] else "adds FP16 products in FP32"

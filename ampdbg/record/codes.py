@@ -386,7 +386,7 @@ _ALL = (
         OTHER,
         "inconclusive",
         "compare with a run in FP32: --set precision.level=O0",
-        "The {phase} pass of step {step} is not finite, and the cause is unknown: {skips}{falling}{losses}.",
+        "The {phase} pass of step {step} is not finite{losses}. The cause is unknown: {skips}{falling}.",
         pin_helps=True,
         why_no_pin="ampdbg suggests no pin: the failure at {step} may not come from precision.",
         keeps_scale=True,

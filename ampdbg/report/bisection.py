@@ -238,10 +238,9 @@ def _healthy(search: Search) -> str:
 
 
 def _nothing_to_pin(ended: EndedSearch) -> str:
-    record = ended.record
-    skipped = record.steps_skipped
-    but = f", but for {skipped:,} skipped while the loss scale settles" if skipped else ""
-    return f"Nothing to pin: none of {counted(record.steps_run, 'step')} failed{but}."
+    skipped, of = ended.record.steps_skipped, counted(ended.record.steps_run, "step")
+    but = f"; {skipped:,} of {of} were skipped while the loss scale settles" if skipped else ""
+    return f"Nothing to pin: no step failed{but}."
 
 
 def _no_pin_helps(ended: EndedSearch) -> str:

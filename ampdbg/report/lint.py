@@ -63,7 +63,7 @@ def place(finding: LintFinding) -> str:
 
 def _next(linted: Linted, given: str) -> NextCommand | None:
     if any(finding.fixable for finding in linted.findings):
-        return NextCommand("look at the fixes", f"ampdbg lint --diff {given}")
+        return NextCommand("see the fixes", f"ampdbg lint --diff {given}")
     if linted.findings:
         return NextCommand("what it means", f"ampdbg explain {linted.findings[0].code}")
     return None

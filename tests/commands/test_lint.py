@@ -63,7 +63,7 @@ def test_a_finding_has_its_line_its_remedy_and_exit_code_1(here: Here) -> None:
         "  Remedy: clip after unscaling: scaler.unscale_(optimizer), then\n"
         "  clip_grad_norm_, then scaler.step(optimizer)\n"
         "\n"
-        "Next: look at the fixes\n"
+        "Next: see the fixes\n"
         "  ampdbg lint --diff train.py\n"
     )
 

@@ -91,7 +91,7 @@ def test_an_amd_gpu_is_not_measured_by_nvidias_scale() -> None:
     assert said["torch"] == "good: 2.13.0+rocm6.4, built for ROCm 6.4; ampdbg runs on cuda:0"
     assert said["GPU"] == "good: AMD Instinct MI250X; torch sees it"
     assert not {"tensor cores", "bfloat16", "kernels", "CUDA"} & said.keys()
-    assert said["TF32"].endswith("no effect here, it takes compute capability 8.0")
+    assert said["TF32"].endswith("no effect here, where it needs compute capability 8.0")
 
 
 def test_apples_gpu_is_named_and_not_used() -> None:
@@ -151,7 +151,7 @@ def test_tf32_counts_where_the_gpu_has_it() -> None:
     assert lines(with_gpus(H100))["TF32"] == (
         "plain: torch's default: on in cudnn.allow_tf32, where FP32 has 10 bits, in FP32 replays too"
     )
-    assert lines(with_gpus(T4))["TF32"].endswith("no effect here, it takes compute capability 8.0")
+    assert lines(with_gpus(T4))["TF32"].endswith("no effect here, where it needs compute capability 8.0")
 
 
 FRAMEWORKS = {
