@@ -640,14 +640,14 @@ class Recorder(TorchFunctionMode):
             return None, why, ModelState()
         state, unknown = self.before.state(model, numbers)
         if unknown:
-            return None, f"its buffer {unknown} was written in it, and is kept from now on", state
+            return None, f"its {unknown} was written in it, and is kept from now on", state
         own = {id(tensor) for tensor in tensors_in(model)}
         given = tuple({n: calls.given(n, own) for n in sorted(part)} for part, _ in parts)
         modules = {id(module): module for n in numbers if (module := calls.calls[n].module) is not None}
         beside = [module for module in modules.values() if own.isdisjoint(map(id, tensors_in(module)))]
         states = [(module, *self.before.state(module, numbers)) for module in beside]
-        if any(unknown for _, _, unknown in states):
-            return None, "a buffer of a module beside its model was written in it, and is kept from now on", state
+        if unknown := next((unknown for _, _, unknown in states if unknown), ""):
+            return None, f"{unknown} of a module beside its model was written in it, and is kept from now on", state
         step = RecordedStep(
             {n: calls.call(n, device) for n in numbers},
             {min(part): losses for part, losses in parts},
