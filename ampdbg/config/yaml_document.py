@@ -169,7 +169,6 @@ def _keys(node: yaml.Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, int, i
 
 
 def _written(loader: yaml.SafeLoader, node: yaml.Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
-    """The ``written`` keys of a document."""
     for key, value, here in _children(node, path):
         if key and key.tag in _NO_TEXT:
             made = loader.construct_object(key)

@@ -90,7 +90,6 @@ class Document:
 
     @cached_property
     def calls(self) -> list[ast.Call]:
-        """Every call."""
         return self.find(ast.Call)
 
     def owners(self, *names: str) -> list[ast.expr]:

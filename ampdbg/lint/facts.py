@@ -68,7 +68,6 @@ class Facts:
         return self._is("optimizer", node)
 
     def is_scheduler(self, node: ast.AST | None) -> bool:
-        """An expression is a learning-rate scheduler."""
         return self._is("scheduler", node)
 
     def _is(self, kind: Traced, node: ast.AST | None) -> bool:

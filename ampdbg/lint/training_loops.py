@@ -50,7 +50,6 @@ class TrainingLoop:
 
     @property
     def body(self) -> Sequence[ast.stmt]:
-        """Its statements."""
         body: Sequence[ast.stmt] = self.node.body  # type: ignore[attr-defined]
         return body
 

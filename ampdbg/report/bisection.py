@@ -228,7 +228,6 @@ def _own_lines(ended: EndedSearch) -> str:
 
 
 def _healthy(search: Search) -> str:
-    """What is healthy with the set."""
     batches = counted(search.further, "further batch")
     if not search.further:
         return "the failing step is healthy"
