@@ -1,8 +1,8 @@
 """The commands as functions: a config in, a diagnosed Record out. None of them writes or prints anything.
 
-Each takes the path of a YAML config, or of a record, whose config is run again from where the record was made. The
+Each takes the path of a YAML config, or of a record, whose config is rerun from where the record was made. The
 keywords ``steps``, ``device``, ``policy`` and ``seed`` replace the config's own, ``overrides`` any of its keys
-("dotted.key=YAML value"). ``observer`` sees the run as it goes on.
+("dotted.key=YAML value"). ``observer`` sees the run as it goes.
 
 All of them raise:
     ConfigError: the config is missing or holds mistakes.

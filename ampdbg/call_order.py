@@ -149,7 +149,7 @@ class CallOrder:
         return "misuse-unscale-twice" if same else "misuse-no-update"
 
     def bare_instead(self, call: Call) -> Call | None:
-        """The optimizer's own step in the place of the scaler's, behind which the scaler refuses a call."""
+        """The optimizer's own step instead of the scaler's, behind which the scaler refuses a call."""
         return next((bare for index in call.optimizers if (bare := self.progress[index].bare) is not None), None)
 
     def code_of_late_unscale(self, call: Call) -> str:

@@ -56,7 +56,7 @@ class Given:
     """What there is to run.
 
     ``name`` is what was typed, quoted for a shell. ``config`` has the changes in it, ``record`` is where it was taken
-    from, if it was. Of a ``capture`` the config says nothing; ``script`` is what is started in the place of the
+    from, if it was. Of a ``capture`` the config says nothing; ``script`` is what is started instead of the
     captured command line.
     """
 

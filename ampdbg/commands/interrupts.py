@@ -74,7 +74,7 @@ def interrupts_held() -> Iterator[None]:
 
 
 def raise_if_interrupted() -> None:
-    """To be called where a run goes on: raises the KeyboardInterrupt that somebody has swallowed."""
+    """To be called between the parts of a run: raises the KeyboardInterrupt that somebody has swallowed."""
     if INTERRUPTED.get([]):
         raise KeyboardInterrupt
 

@@ -202,7 +202,7 @@ OF_A_CONFIG = ("steps", "device", "policy", "seed", "settings")
 def with_run_options(command: Callable[..., int], but: Collection[str] = ()) -> Callable[..., int]:
     """Gives a command the options of a run, which it takes as one argument ``run``; Typer reads them off a signature.
 
-    An option of the command's own stands in the place of the one of the same name; those in ``but`` are left out.
+    An option of the command's own replaces the one of the same name; those in ``but`` are left out.
     """
     own = inspect.signature(command, eval_str=True)
     every = inspect.signature(RunOptions, eval_str=True).parameters

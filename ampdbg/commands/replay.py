@@ -1,4 +1,4 @@
-"""``ampdbg replay``: a captured step, run again in the script that it is of."""
+"""``ampdbg replay``: a captured step, replayed in the script that it is of."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def _warn_of_uncommitted(given: Given) -> None:
 
 
 def _written(output: Path, text: bytes, saved: Saved) -> Path:
-    """Writes the text to ``output``; where that fails, the error says where it is all the same."""
+    """Writes the text to ``output``; where that fails, the error says where else it is."""
     try:
         replace_file(output, text)
     except OSError as error:

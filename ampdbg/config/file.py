@@ -57,7 +57,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def config_of(data: Mapping[str, Any], source: str, folder: Path, overrides: Sequence[str] = ()) -> Config:
-    """Checks a config that stands in no YAML file; messages name ``source`` in the place of a line.
+    """Checks a config that is in no YAML file; messages name ``source`` instead of a line.
 
     Args:
         data: the keys and values of a config file; it is left as it is.

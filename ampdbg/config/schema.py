@@ -340,7 +340,7 @@ class Config(ConfigFile):
 
     ``folder`` is the config's folder, what ``FILE.py`` targets and ``checkpoint`` are relative to. ``start`` is the
     working folder when the config was read. Both are absolute, since the user's code may change the working folder.
-    ``continues_scale`` says whether a loss scale goes on from the checkpoint's, or begins with the config's own.
+    ``continues_scale`` says whether a loss scale continues from the checkpoint's, or begins with the config's own.
     ``places`` says where each key was given: ``"config.yaml:3"`` or ``"--set train.steps=9"``.
     """
 
@@ -379,11 +379,11 @@ class Config(ConfigFile):
 
 
 THE_SCRIPT = "the_script"
-"""In the place of the name of what makes a model, where a script does so itself."""
+"""The target of a model that a script creates itself."""
 
 
 def config_of_script(precision: Precision, clip_grad_norm: float | None = None) -> Config:
-    """In the place of a config, for a step of a script: what the targets would name is made by the script itself."""
+    """The config of a script's step: the script itself makes what the targets would name."""
     script = TargetSpec(target=f"__main__:{THE_SCRIPT}")
     train = Train(clip_grad_norm=clip_grad_norm)
     return Config(model=script, data=script, precision=precision, train=train, folder=Path.cwd(), start=Path.cwd())

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 MOST_VALUES = 100_000
-"""So many values a config may hold, with those that its aliases repeat: aliases of aliases may stand for billions."""
+"""So many values a config may hold, with those that its aliases repeat: aliases of aliases may be billions."""
 
 DEEPEST = 100
 """So many lists and mappings may stand in one another."""
@@ -137,7 +137,7 @@ def read_yaml(text: str) -> YamlDocument:
 
 
 def _check_size(node: yaml.Node, above: list[yaml.Node], sizes: dict[int, int]) -> int:
-    """How many values a node stands for, those of its aliases and merges each time; kept in ``sizes``.
+    """How many values a node holds, those of its aliases and merges each time; kept in ``sizes``.
 
     Raises:
         YamlError: they are more than ``MOST_VALUES``, or an alias contains itself.

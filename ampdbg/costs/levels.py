@@ -247,7 +247,7 @@ MOST_TIMES = 16
 MOST_DOUBLINGS = 20
 
 IN_PROPORTION = 0.01
-"""Two doublings whose growth agrees within this share are taken to go on so."""
+"""Two doublings whose growth agrees within this share are taken to continue so."""
 
 
 def shared_dimension(batch: Any) -> tuple[int, int] | None:

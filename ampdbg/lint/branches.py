@@ -1,7 +1,7 @@
 """The ways through a piece of code: which of its statements run after each other, by what its conditions are.
 
 The same condition has the same value wherever it stands on one way; what changes from one round of a loop to the next
-is asked anew in each.
+is asked again in each.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ def _cell_text(cell: dict[str, object]) -> str:
 
 
 def _plain(cell: str) -> str:
-    """A cell with ``pass`` in the place of each line that is IPython's alone."""
+    """A cell with ``pass`` instead of each line that is IPython's alone."""
     return _MAGIC.sub(lambda line: f"{line[1]}{_STANDS_IN}{line[2].encode().hex()}", cell)
 
 

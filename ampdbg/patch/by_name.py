@@ -80,7 +80,7 @@ def edit_factory(source: bytes, maker: str | Making, pins: Sequence[str]) -> Edi
 
     Args:
         source: the file's bytes.
-        maker: what makes the model there: the name of a function, of an ``nn.Module`` class, or of a variable that
+        maker: what creates the model there: the name of a function, of an ``nn.Module`` class, or of a variable that
             holds the model; or the line, counted in ``source``.
         pins: as the ``names`` of :func:`module_text`.
     """
@@ -90,7 +90,7 @@ def edit_factory(source: bytes, maker: str | Making, pins: Sequence[str]) -> Edi
         _check_names(text.module, functions)
         index, module = with_model_kept(text, maker)
         added = [apart(_parsed(body, module.default_indent), 2) for body in functions.values()]
-        # What the helper stands in front of keeps its own comment lines.
+        # The code after the helper keeps its own comment lines.
         body = [*module.body[:index], *added, apart(module.body[index], 2), *module.body[index + 1 :]]
         for package in ("torch", "functools"):
             module = with_imported(module.with_changes(body=body), package)
@@ -105,7 +105,7 @@ def _check_names(module: cst.Module, functions: Collection[str]) -> None:
     """The helper calls torch and functools by these names, and its functions have names of their own.
 
     Raises:
-        EditError: one of the names stands for something else in the file.
+        EditError: one of the names means something else in the file.
     """
     there = {node.name.value for node in module.body if isinstance(node, cst.FunctionDef)}
     if FUNCTION in there:

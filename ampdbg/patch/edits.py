@@ -53,7 +53,7 @@ class LinePin:
         function: its ``co_name``, or its whole qualified name (``Block.forward``), by which it is that one alone; ""
             for whatever stands on the lines, ``<module>`` for the module's own code.
         lines: counted from 1.
-        callee: what is called, as it stands in the source: ``self.attn``, ``self.blocks[0]``, ``block`` in a loop.
+        callee: what is called, as the source spells it: ``self.attn``, ``self.blocks[0]``, ``block`` in a loop.
     """
 
     function: str
@@ -412,7 +412,7 @@ def torch_in(bindings: Bindings) -> tuple[str, bool]:
     """The name that torch has in a function, and whether the file must import it for that.
 
     Raises:
-        EditError: the name stands for something else there.
+        EditError: the name means something else there.
     """
     if known := _imported_as(("torch",), bindings):
         return known, False

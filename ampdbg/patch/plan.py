@@ -208,7 +208,7 @@ def _in_file(file: str, refused: Iterable[Refused]) -> tuple[Refused, ...]:
 
 
 def _with_helper(file: str, source: bytes, names: Sequence[str], materials: Materials) -> Edited:
-    """The file that makes the model, which may be edited by now, with the helper that pins modules by name."""
+    """The file that makes the model, which may be edited already, with the helper that pins modules by name."""
     if (making := _making(names, materials)) is None:
         return edit_factory(source, parse_target(materials.config.model.target).name, names)
     line = counterpart(making.line, Path(file).read_bytes(), source)
@@ -529,7 +529,7 @@ def function_at(file: str, line: int) -> SourceFunction | None:
 
 
 def node_of(function: SourceFunction) -> FunctionNode | None:
-    """The function as its file has it; None where that is no file, or none that parses, or another by now."""
+    """The function as its file has it; None where that is no file, or none that parses, or another now."""
     name = function.qualname.rpartition(".")[2]
     at_line = (node for other, node in _functions(function.file) if other.line == function.line and node.name == name)
     return next(at_line, None)

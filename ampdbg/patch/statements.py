@@ -1,4 +1,4 @@
-"""Pinned statements whole in a block with autocast off: calls in front of it, half names cast, the rest as it is."""
+"""Pinned statements whole in a block with autocast off: calls before it, half names cast, the rest as it is."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ampdbg.syntax_tree import syntax_tree
 
 @dataclass(frozen=True)
 class NamesSeen:
-    """What a trace of a file saw: names, attributes and elements (``batch["x"]``), as they stand in the source.
+    """What a trace of a file saw: names, attributes and elements (``batch["x"]``), as the source spells them.
 
     ``half`` are those that held half tensors, by the first line of each statement, and ``full`` those that held other
     tensors there and no half ones.
@@ -229,7 +229,7 @@ def value_of(statement: cst.CSTNode) -> cst.BaseExpression | None:
 
 
 def pieces_of_line(line: cst.SimpleStatementLine, pinned: PinnedLine) -> Sequence[Piece]:
-    """The pieces of a pinned line: its small statements on lines of their own, in front of each the calls in it.
+    """The pieces of a pinned line: its small statements on lines of their own, before each the calls in it.
 
     Raises:
         EditError: none of them can be pinned.
@@ -293,7 +293,7 @@ NOTHING_COMPUTED = "it only calls modules or functions; pin what it calls"
 
 
 def _hoisted(value: cst.BaseExpression, pinned: PinnedLine) -> list[cst.BaseExpression]:
-    """What gets lines of its own in front of the statement, in the order that it is computed.
+    """What gets lines of its own before the statement, in the order that it is computed.
 
     That is every pinned call and, so that none overtakes another, what is called before it; where the operations of
     the line are pinned, all that it calls, and what such a call is given that computes. What stands inside another

@@ -48,7 +48,7 @@ class Setting:
 
     @cached_property
     def trials(self) -> Trials:
-        """Its trials; ``replace`` begins them anew."""
+        """Its trials; ``replace`` restarts them."""
         return Trials(
             self._try,
             self.experiment.tree,
@@ -219,7 +219,7 @@ def classes_of(model: torch.nn.Module, pins: Iterable[str], ran: Iterable[str]) 
 
 
 def digests(pins: Iterable[Pin]) -> dict[str, str]:
-    """The SHA-256 of each of the user's files that a line of the pins stands in."""
+    """The SHA-256 of each of the user's files that holds a line of the pins."""
     files = {site.source.file for pin in pins for site in pin.sites if site.source is not None}
     return {file: digest(file) for file in sorted(files) if is_users_file(file)}
 

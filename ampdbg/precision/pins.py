@@ -233,7 +233,7 @@ class PinnedForward:
 
 
 def pinned_forward(module: torch.nn.Module) -> PinnedForward:
-    """What stands in front of the module's ``forward``, or will with its first pin."""
+    """What comes before the module's ``forward``, or will with its first pin."""
     forward = vars(module).get("forward")
     return forward if isinstance(forward, PinnedForward) else PinnedForward(module)
 

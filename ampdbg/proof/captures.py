@@ -36,7 +36,7 @@ ENDING = 60.0
 class CaptureJob:
     """What is done with a capture.
 
-    ``script`` is started in the place of the captured command line, if it is not empty. ``strategy`` and
+    ``script`` is started instead of the captured command line, if it is not empty. ``strategy`` and
     ``max_trials`` are those of a search, ``form`` and ``verify`` those of a suggestion.
     """
 
@@ -120,7 +120,7 @@ def _outcome(taken: RestoredStep, job: CaptureJob, observer: Observer) -> Sugges
         return CaptureError(str(error))
     except KeyboardInterrupt:
         os._exit(EXIT_INTERRUPTED)
-    except BaseException as error:  # noqa: BLE001 - it would go on through the script
+    except BaseException as error:  # noqa: BLE001 - it would pass through the script
         return CaptureError(f"{job.path}: {named_error(error)}")
 
 

@@ -62,7 +62,7 @@ def seen_in(
 
 
 def seen_anew(failing: Sequence[FailingStep], job: Job, observer: Observer, cured: Cured = lambda tried: None) -> Seen:
-    """The same in a workload that is built anew, of the patched files; those that stand are left alone."""
+    """The same in a workload rebuilt from the patched files; the running ones are left alone."""
 
     def seen() -> Seen:
         with _quiet(), imports_apart(), prepared_with(job.patched, job.config) as run:
@@ -122,7 +122,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _moved(failing: Sequence[FailingStep], workload: Workload) -> Iterator[FailingStep]:
-    """The steps for a model that was built anew."""
+    """The steps for a model that was rebuilt."""
     shapes = [parameter.shape for parameter in workload.model.parameters()]
     for step in failing:
         if [weight.shape for weight in step.snapshot.weights] != shapes:
@@ -310,7 +310,7 @@ REPLAYED_STEPS = 2
 
 
 def trained_with_the_patch(job: Job, observer: Observer) -> Trained:
-    """Its dynamic loss scale begins no higher than what the failing steps bear, where it would settle: skipped steps
+    """Its dynamic loss scale begins no higher than suits the failing steps, where it would settle: skipped steps
     prove nothing."""
     observer.stage(f"{job.train_steps} steps with the patch")
     precision, borne = job.config.precision, job.borne

@@ -36,8 +36,8 @@ def prove(
     """Runs the failing steps, further batches and a training run with the patch, and holds them against FP32.
 
     Nothing is written to the files that are patched. The patch is put in force in the ``run``, and taken out of it
-    again; a fresh process imports the patched files and trains with them. What cannot be put in force in a run that
-    stands is imported anew, or its script is started again.
+    again; a fresh process imports the patched files and trains with them. What cannot be put in force in a running
+    model is imported again, or its script restarts.
 
     Args:
         job: the patch, and what is to be shown of it.

@@ -28,7 +28,7 @@ class CannotSwapError(Exception):
 def swapped(files: Mapping[Path, bytes]) -> Iterator[Changed]:
     """While this is entered the functions of these files run the code that the patched bytes have for them.
 
-    What runs already goes on as it is, such as the loop of a script: who takes the patch to be in force has to see
+    What runs already continues as it is, such as the loop of a script: who takes the patch to be in force has to see
     that what it has changed is run. Lines are those of the files, and 0 where only the patch has one.
 
     Raises:
@@ -114,7 +114,7 @@ def _in_force(name: str, path: Path, after: bytes, functions: list[FunctionType]
 
 
 def _swaps(old: _Read, new: _Read, functions: list[FunctionType]) -> Iterator[tuple[FunctionType, CodeType, CodeType]]:
-    """Each function that is what the file has by now, with its code and the patched one."""
+    """Each function that is what the file has now, with its code and the patched one."""
     for one in functions:
         code, place = one.__code__, (one.__code__.co_name, one.__code__.co_firstlineno)
         if place in old.bodies and code.co_code == old.codes[place].co_code:

@@ -26,7 +26,7 @@ class Code:
         information: the same where the finding is no more than information.
         pin_helps: running modules in FP32 may cure its step.
         counts_against_a_patch: a run with the patch that shows it disproves the patch; what no pin could cure does not.
-        passes: nor does it where the run goes on: its last steps are finite and taken.
+        passes: nor does it where the run continues: its last steps are finite and taken.
         fails_in_fp32: its step fails in FP32 as well.
         keeps_scale: its step has to be cured at its own loss scale, since a lower one would cure it too.
         erases_itself: the step's loss and gradients are finite.

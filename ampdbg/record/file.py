@@ -111,7 +111,7 @@ def read_record(path: Path) -> Record:
 
 
 def check_record(given: object, call: str) -> None:
-    """Refuses what was given to a function in the place of a record; ``call`` is how it is called.
+    """Refuses what was given to a function instead of a record; ``call`` is how it is called.
 
     Raises:
         TypeError: it is none.

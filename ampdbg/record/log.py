@@ -2,7 +2,7 @@
 
 The first line names the format; each other one holds a ``step``, an ``investigation``, or of the ``record`` all that is
 neither. A later line of a step or of the record replaces an earlier one. Where the record leaves healthy steps out, the
-log is written anew without them, so that it stays as small.
+log is rewritten without them, so that it stays as small.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def kept(investigations: Sequence[Investigation]) -> tuple[Investigation, ...]:
 
 
 class RunLog:
-    """The log of one run while it goes on. It begins with the first step; what cannot be written costs a warning.
+    """The log of one run on its way. It begins with the first step; what cannot be written costs a warning.
 
     Args:
         path: of the file; a log that is there is written over, and nothing else is. None for one of the command's in
@@ -95,7 +95,7 @@ class RunLog:
                 self._goes_no_further(error)
 
     def note(self, news: object, record: Callable[[], Record], investigations: Sequence[Investigation]) -> None:
-        """To be called when a step has ended: what else has been seen by now.
+        """To be called when a step has ended: what else has been seen.
 
         Args:
             news: another value wherever something of the record but its steps has changed.

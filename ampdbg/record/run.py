@@ -30,7 +30,7 @@ Verdict = Literal["healthy", "precision", "other", "inconclusive"]
 
 
 SUM = "the sum of its module outputs"
-"""What stands for the loss of a step that has none, in words."""
+"""The substitute for the loss of a step that has none, in words."""
 
 Reach = Literal["whole", "modules", "none"]
 """How far a step could be replayed: with its own loss, or its modules alone, for whose loss stands the sum of what they
@@ -57,7 +57,7 @@ class Producer:
     ``is_constant`` says that all it overflows on is one constant, such as a mask; ``divides_by_zero`` that a
     divisor, or the argument of a logarithm or root, holds exact zeros. ``leaf`` is the path of the batch's leaf
     where the op casts values of that leaf and nothing else. ``is_erased`` says that no gradient is another one where it
-    makes a finite number in the place of inf and NaN, as behind a closed ReLU. ``distance`` is set where the op is not
+    makes a finite number instead of inf and NaN, as behind a closed ReLU. ``distance`` is set where the op is not
     infinite but far from FP32: the norm of the difference over that of the FP32 result. ``reaches_gradients`` says that
     the loss is finite, and that gradients are not because of it: an op of the forward pass too, whose NaN the loss
     leaves out and a backward pass takes up.
@@ -92,7 +92,7 @@ class Producer:
 
 @dataclass(frozen=True)
 class Replay:
-    """One step run again: forward and backward, without the optimizer.
+    """One replayed step: forward and backward, without the optimizer.
 
     ``dtype`` is what autocast lowers to (``float32`` and ``float64``: none, and half tensors that the code
     asks for are that wide too), ``scale`` the loss scale. ``rounded`` says that the weights and the batch
@@ -435,7 +435,7 @@ class KindDtypes:
 class Updates:
     """The ledger of updates: what windows of ``steps`` steps in all want of half parameters, and what those get.
 
-    They are held against float32 masters with float32 states, which the same optimizer steps on the same gradients.
+    They are compared with float32 masters with float32 states, which the same optimizer steps on the same gradients.
     ``lost`` and its like are as of :class:`KindUpdates`, of all parameters together; ``decay`` is what part of the way
     is that of the weight decay, by sums of squares. Of steps that add up the gradients of ``passes`` backward passes,
     ``lost_accumulation`` is how far the sum in half is from that in float32, relative to that. ``stuck`` are second
@@ -593,7 +593,7 @@ class Record:
     one.
     ``config_folder`` is what the config's paths are relative to, itself relative to where the run was started.
     ``planned_steps`` is how many were asked for; ``groups`` names every parameter group in order.
-    ``checks`` are what a range profile is held against: its step in bfloat16, in which it was measured; then in FP16 at
+    ``checks`` test a range profile: its step in bfloat16, in which it was measured; then in FP16 at
     a loss scale that it allows, or in FP32 where it is not finite in bfloat16.
     ``listings`` are the files that sites and findings name, or of long ones the lines around those.
     """

@@ -28,7 +28,7 @@ from .pins import (
 from .view import line, ran_on, with_option
 
 MOST_FACTS, MOST_TO_PASTE = 1, 3
-"""Of what there is to say of the set, and of the lines for the config, so many stand in a story."""
+"""So many facts of the set, and lines for the config, are in a story."""
 
 RAN_AS = {"float16": "as it ran", "float32": "in FP32", "pinned": "with the set"}
 
@@ -185,7 +185,7 @@ def _share_of_class(name: str, pinned: int, every: int) -> str:
 
 
 def _loss_table(ended: EndedSearch) -> view.Table:
-    """The loss of the failing step as it was, in FP32 and with the set, or what stands for it."""
+    """The loss of the failing step as it was, in FP32 and with the set, or its substitute."""
     losses, what = dict(ended.search.losses), "loss"
     for step in ended.record.steps:
         if step.step == ended.search.step and scan.is_own_loss(step, ended.record):
@@ -306,7 +306,7 @@ class Ending:
     """How an outcome is reported: the tone of its headline, its sentence, and what to do next.
 
     ``why`` is why to search again, with more steps where ``has_longer_run``; where it is empty the trials say most.
-    ``has_patch`` says that a set, where there is one, is what to go on with.
+    ``has_patch`` says that a set, where there is one, is what comes next.
     """
 
     tone: view.Tone

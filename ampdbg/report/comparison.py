@@ -19,7 +19,7 @@ from .view import line, more
 FORMAT, VERSION = "ampdbg.comparison", 1
 
 SHOWN = 4
-"""So many rows of a table stand in the story."""
+"""So many rows of a table are in the story."""
 
 THEN_AND_NOW = (view.Column("then", "number"), view.Column("now", "number"))
 

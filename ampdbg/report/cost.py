@@ -137,7 +137,7 @@ _TRAINING: Columns = (
 
 
 def _fp32(levels: Sequence[LevelCost]) -> LevelCost:
-    """The level that the others are held against; one that takes nothing where it could not run."""
+    """The level that the others are compared with; one that takes nothing where it could not run."""
     return next((one for one in levels if one.level == "O0"), LevelCost("", "", ""))
 
 

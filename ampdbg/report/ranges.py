@@ -38,7 +38,7 @@ SHOWN = 10
 """So many sites and modules are listed."""
 
 BRIEF_SITES, BRIEF_MODULES, BESIDE_FINDINGS = 5, 2, 3
-"""So many sites and modules stand in a story, and so many sites in one that has findings."""
+"""So many sites and modules are in a story, and so many sites in one that has findings."""
 
 SHOWN_LINES = 5
 """So many of the tightest sites show the text of their line."""

@@ -37,7 +37,7 @@ FORMAT, VERSION = "ampdbg.patch", 1
 OF_THE_PATCH = "ampdbg did not measure the cost of the patch itself, which may be more or less."
 
 MOST_IN_BRIEF = 3
-"""So many of the patch's places, and of other remedies, stand in a story."""
+"""So many of the patch's places, and of other remedies, are in a story."""
 
 TOGETHER = "FP32 throughout makes the step healthy: disable autocast around the model and the loss together."
 
@@ -243,7 +243,7 @@ def suffix(form: Form) -> str:
 def applying(handover: Handover, file: str = "") -> str:
     """The command that applies a diff from here: the patch of that name, else what is piped into it.
 
-    git, typed below the root of a repository, passes over the files outside of this folder without a word.
+    git, typed below the root of a repository, silently passes over files outside of this folder.
     """
     here = Path.cwd().resolve()
     elsewhere = "" if here == Path(handover.folder) else f" {shlex.quote(os.path.relpath(handover.folder, here))}"
@@ -298,7 +298,7 @@ def _commented(lines: Sequence[str]) -> str:
 
 
 def _kept_in_fp32(record: Record, handover: Handover) -> Iterator[str]:
-    """The pins that the patch stands for: what is only tied to one of them it may leave as it is."""
+    """The pins that the patch covers: what is only tied to one of them it may leave as it is."""
     if handover.pins_nothing:
         yield "Keeps constants within the range of half precision; no module needs FP32:"
         return

@@ -332,7 +332,7 @@ def _most(works: Callable[[int], bool], limit: int) -> int:
 def smallest(trials: Trials, base: Atoms, units: Sequence[Atoms]) -> list[Atoms]:
     """Those of the units that are needed beside ``base``; with all of them it must be healthy.
 
-    Finds where the shortest healthy prefix of the units ends, keeps its last unit, and looks on in front of it: for
+    Finds where the shortest healthy prefix of the units ends, keeps its last unit, and continues before it: for
     each needed unit one trial, and one for each halving. Splits between the largest blocks near the middle.
 
     Whatever the predicate is like, each step has an unhealthy prefix and a longer healthy one, so that this always

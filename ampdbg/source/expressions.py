@@ -1,4 +1,4 @@
-"""LibCST expressions: their canonical text, what they read and assign, and what the names of a function stand for."""
+"""LibCST expressions: their canonical text, what they read and assign, and what the names of a function mean."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def assigned_codes(statement: cst.CSTNode) -> set[str]:
 
 
 def targets(statement: cst.CSTNode) -> Iterator[cst.BaseExpression]:
-    """What stands in front of each ``=``, or of ``+=`` and its like."""
+    """What comes before each ``=``, or of ``+=`` and its like."""
     kinds = (cst.AssignTarget, cst.AnnAssign, cst.AugAssign)
     return (item.target for item in walk(statement) if isinstance(item, kinds))
 

@@ -42,7 +42,7 @@ class LibraryLine(tuple[str, int, str]):
 
 
 def module_of(frame: FrameType) -> str:
-    """The name of the module that the code stands in, also where that runs as ``__main__``; "" where it has none."""
+    """The name of the module that the code is in, also where that runs as ``__main__``; "" where it has none."""
     name, spec = frame.f_globals.get("__name__"), frame.f_globals.get("__spec__")
     return str(getattr(spec, "name", name) if name == "__main__" else name or "")
 

@@ -80,7 +80,7 @@ class SourceFile:
         own, parsed = self.text.split("\n"), self.module.code.split("\n")
         if len(own) != len(parsed):
             raise EditError("its line endings cannot be kept; save it with LF or CRLF")
-        # LibCST drops form feeds, and tabs in front of a comment: hence no line of its text that did not change.
+        # LibCST drops form feeds, and tabs before a comment: unchanged lines are taken from the file.
         after = edited.code.split("\n")
         changes = difflib.SequenceMatcher(None, parsed, after, autojunk=False).get_opcodes()
         lines = [

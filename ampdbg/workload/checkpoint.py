@@ -238,7 +238,7 @@ def _memory(value: Any) -> object:
     return value.data_ptr(), tuple(value.shape), value.stride()
 
 
-# The states of optimizers, schedulers and the loss scaler: held against those of a run, and put into them
+# The states of optimizers, schedulers and the loss scaler: compared with those of a run, and put into them
 
 
 @dataclass(frozen=True)

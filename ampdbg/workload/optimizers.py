@@ -187,7 +187,7 @@ def steps_noted(optimizers: Iterable[Optimizer]) -> Iterator[set[int]]:
     taken: set[int] = set()
 
     def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        found_inf = getattr(optimizer, "found_inf", None)  # a fused one is called all the same, and looks itself
+        found_inf = getattr(optimizer, "found_inf", None)  # a fused one is called anyway, and looks itself
         if found_inf is None or not bool(found_inf):
             taken.add(id(optimizer))
 

@@ -53,7 +53,7 @@ class UserCode:
                 yield
             except (AmpdbgError, KeyboardInterrupt):
                 raise
-            except BaseException as caught:  # noqa: BLE001 - it goes on as the cause of another
+            except BaseException as caught:  # noqa: BLE001 - it becomes the cause of another
                 error = _readable(caught)
                 message = "\n".join(part for part in (f"{doing} raised {_in_a_line(error)}", details()) if part)
                 raise UserCodeError(message, user_traceback(error)) from error
@@ -71,7 +71,7 @@ class UserCode:
             raise
         except BaseException as caught:
             error = _readable(caught)
-            # A generator of ampdbg's that theirs stands in makes this of a StopIteration.
+            # A generator of ampdbg's around theirs makes this of a StopIteration.
             raised = error.__cause__ if isinstance(error.__cause__, StopIteration) else error
             if not _came_from_users(raised):
                 raise

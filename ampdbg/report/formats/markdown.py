@@ -124,7 +124,7 @@ def _drawn(section: view.Section) -> Iterator[str]:
 
 
 def _findings(findings: Sequence[Finding]) -> Iterator[str]:
-    """Every finding that stands for itself, with what follows from it as a list."""
+    """Every finding without a root, with what follows from it as a list."""
     for finding, effects in view.with_effects(findings):
         yield from _finding(finding)
         if effects:

@@ -28,7 +28,7 @@ ASCII = str.maketrans(
 )
 
 SIGNS: Mapping[view.Tone, str] = {"good": "✓", "bad": "✗", "doubtful": "?", "warning": "!"}
-"""What stands before a headline."""
+"""The sign before a headline."""
 
 STYLES: Mapping[view.Tone, str] = {
     "plain": "",
@@ -199,7 +199,7 @@ def _cell(cell: view.Cell) -> RenderableType:
 
 
 def _findings(section: view.Findings) -> Iterator[RenderableType]:
-    """Every finding that stands for itself, each with what follows from it in a line below."""
+    """Every finding without a root, each with what follows from it in a line below."""
     groups = list(view.with_effects(section.findings))
     for number, (finding, effects) in enumerate(groups):
         if section.is_brief and number:
@@ -385,7 +385,7 @@ PER_CELL = 4
 
 LEVELS = "▁▂▃▄▅▆▇█"
 DECADES = 6.0
-"""The lowest level stands for a millionth of the values, and for all that is less."""
+"""The lowest level means a millionth of the values or less."""
 
 BAR_WIDTH = 2 + 2 + (FLOAT16.max_exponent - LOWEST + 1) // PER_CELL
 
