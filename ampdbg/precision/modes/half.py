@@ -92,10 +92,16 @@ class HalfModel(PrecisionMode):
 
     @contextlib.contextmanager
     def pinned(self, model: torch.nn.Module, patterns: Iterable[str]) -> Iterator[None]:
-        """As :class:`PrecisionMode`: their weights are float32 meanwhile, and what comes out of them is half again."""
+        """As :class:`PrecisionMode`: their weights are float32 meanwhile, and what comes out of them is half again.
+
+        A module that shares a weight with one of them is pinned as well: it would take no half input.
+        """
         with ExitStack() as stack:
-            modules = dict(model.named_modules())
-            for name in stack.enter_context(pin_fp32(model, patterns, returns=self.dtype)).modules:
+            modules, pins = dict(model.named_modules()), pinned_names(model, patterns)
+            weights = {name: set(module.parameters(recurse=False)) for name, module in modules.items()}
+            held = set().union(*(weights.pop(name) for name in modules if is_pinned(name, pins)))
+            tied = [name + OWN for name, own in weights.items() if own & held]
+            for name in stack.enter_context(pin_fp32(model, (*pins, *tied), returns=self.dtype)).modules:
                 module, is_whole = modules[name.removesuffix(OWN)], not name.endswith(OWN)
                 tensors = (*module.parameters(recurse=is_whole), *module.buffers(recurse=is_whole))
                 stack.enter_context(altered(tensors, functools.partial(widened, wider=LIFTS["float32"])))
