@@ -173,9 +173,8 @@ def _sentence(record: Record) -> str:
     first, starts = check_in(record, FLOAT16.name), sum(map(_starts, record.sites))
     fails = what_fails(first) if first else ""
     pinned = f"{listed(map(in_words, ready.pins)) or 'nothing'} pinned"
-    but = (
-        f", without which {fails}" if ready.pins else f", though FP16 overflows at {counted(starts, 'place')}" if starts else ""
-    )
+    places = f", though FP16 overflows at {counted(starts, 'place')}" if starts else ""
+    but = f", without which {fails}" if ready.pins else places
     return READY[ready.trains].format(
         step=_step(record),
         half=_of_half(record),
@@ -187,8 +186,9 @@ def _sentence(record: Record) -> str:
 
 
 READY: Mapping[bool | None, str] = {
-    True: "By {step}, this would train in FP16 with {pinned}: its largest magnitude, {largest}, and {scales}.",
-    False: "By {step}, this would not train in FP16: {fails} at any loss scale, and no pin that was tried helps.",
+    True: "Judging by {step}, this would train in FP16 with {pinned}: its largest magnitude, {largest}, and {scales}.",
+    False: "Judging by {step}, this would not train in FP16: {fails} at any loss scale, "
+    "and ampdbg found no pin that helps.",
     None: "It is open whether this would train in FP16. {half}",
 }
 """What is said of a step that does not run in FP16, by whether it would train in it."""

@@ -102,7 +102,7 @@ def test_a_bfloat16_config_is_said_to_be_ready_for_fp16_or_what_has_to_be_pinned
     healthy = here("ranges", "config.yaml", "--quiet")
     assert healthy.code == 0
     said = " ".join(healthy.stdout.split())
-    assert said.startswith("✓ By step 0, this would train in FP16 with nothing pinned: its largest magnitude, ")
+    assert said.startswith("✓ Judging by step 0, this would train in FP16 with nothing pinned: its largest magnitude, ")
     assert " measured in bfloat16, then run in FP16 at a loss scale of " in said
     assert healthy.stdout.endswith("  ampdbg scan config.yaml --set precision.dtype=float16\n")
 
@@ -113,7 +113,7 @@ def test_a_bfloat16_config_is_said_to_be_ready_for_fp16_or_what_has_to_be_pinned
     assert record.readiness is not None
     assert (record.readiness.trains, record.readiness.pins) == (True, ("0:own", "2:own", "4:own", "6:own", "8:own"))
     assert [check.pins for check in record.checks] == [(), (), record.readiness.pins]
-    said = "By step 0, this would train in FP16 with module 0 (its own lines), module 2 (its own lines),"
+    said = "Judging by step 0, this would train in FP16 with module 0 (its own lines), module 2 (its own lines),"
     for form in ("text", "markdown", "html"):
         assert said in " ".join(here("report", "r.json", "--format", form).stdout.split()), form
     assert " ".join(result.stdout.split()).startswith(f"! {said}")
