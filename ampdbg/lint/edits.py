@@ -75,8 +75,9 @@ def with_keyword(document: Document, call: ast.Call, name: str, value: str) -> E
         return replaced(document, known, value)
     end = document.span(call).end - 1
     before = document.text[:end].rstrip()
-    comma = "" if before.endswith("(") else " " if before.endswith(",") else ", "
-    return Edit(len(before), len(before), f"{comma}{name}={value}")
+    comma = "" if before.endswith("(") else ", "
+    own = document.text[len(before.rstrip(",")) : len(before)]  # a comma behind the last argument
+    return Edit(len(before) - len(own), len(before), f"{comma}{name}={value}{own}")
 
 
 def _line_starts(document: Document, start: int, end: int) -> list[int]:

@@ -96,7 +96,7 @@ def _story(record: Record, handed: Handover) -> Iterator[Section]:
         yield Paragraph(tuple(map(line, handed.refused[:MOST_IN_BRIEF])), "Why ampdbg edits no code")
     if record.verification is not None:
         yield Paragraph(proof_in_brief(record.verification), "The proof")
-    yield from _remedies((*handed.notes, *_together(record))[:MOST_IN_BRIEF])
+    yield from _remedies((*handed.notes, *_together(record))[:MOST_IN_BRIEF], _about_notes(record))
 
 
 def _sections(record: Record, handed: Handover) -> Iterator[Section]:
@@ -116,7 +116,7 @@ def _sections(record: Record, handed: Handover) -> Iterator[Section]:
     if handed.pins_nothing:
         names = [in_words(name) for name in handed.names]
         instead = (f"FP32 for {listed(names)} cures it too: --format yaml prints the pins.",) if names else ()
-        yield from _remedies(instead if record.search is not None else handed.notes)
+        yield from _remedies(instead if record.search is not None else handed.notes, _about_notes(record))
         return
     if record.search is not None and record.search.cost is not None:
         low, of_patch = format_of_config(record.config), handed.files and handed.form in ("diff", "json")
@@ -147,9 +147,13 @@ def _is_by_name(record: Record, handed: Handover) -> bool:
     return handed.form in ("module", "yaml") and content(record) is not None
 
 
-def _remedies(notes: tuple[str, ...]) -> Iterator[Section]:
+def _about_notes(record: Record) -> str:
+    return "Other remedies" if record.search is not None else "In memory"
+
+
+def _remedies(notes: tuple[str, ...], title: str = "Other remedies") -> Iterator[Section]:
     if notes:
-        yield Paragraph(tuple(map(line, notes)), "Other remedies")
+        yield Paragraph(tuple(map(line, notes)), title)
 
 
 def headline(record: Record, handed: Handover) -> Headline:
@@ -289,7 +293,7 @@ def diff(record: Record, handover: Handover) -> bytes:
 def _taken(record: Record) -> Iterator[str]:
     """What float32 weights take, and what else there is."""
     if record.search is None and record.handover is not None:
-        yield "In memory:"
+        yield f"{_about_notes(record)}:"
         yield from (f"  - {note}" for note in record.handover.notes)
 
 

@@ -163,7 +163,11 @@ def test_norms_alone_are_made_float32_behind_the_cast(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("lr=0.1", "lr=0.1, betas=(0.9, 0.95)"), ("betas=(0.8, 0.999)", "betas=(0.8, 0.95)")],
+    [
+        ("lr=0.1", "lr=0.1, betas=(0.9, 0.95)"),
+        ("lr=0.1,\n", "lr=0.1, betas=(0.9, 0.95),\n"),
+        ("betas=(0.8, 0.999)", "betas=(0.8, 0.95)"),
+    ],
 )
 def test_beta2_is_lowered_where_the_optimizer_is_made(folder: Path, before: str, after: str) -> None:
     loop = LOOP.replace("SGD(model.parameters(), 0.1)", f"AdamW(model.parameters(), {before})")

@@ -7,7 +7,7 @@ import pytest
 
 from ampdbg.record.file import read_record
 from ampdbg.record.run import Record
-from tests.commands.program import Result, start
+from tests.commands.program import Result, start, start_python
 
 NET = """
 import os, torch
@@ -37,13 +37,13 @@ TOKENS = "torch.randint(0, 64, (80, 8), generator=torch.Generator().manual_seed(
 
 TRAINER = f"""
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
-{LLAMA}
-model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+model = AutoModelForCausalLM.from_pretrained("tiny")
 data = [{{"input_ids": one, "labels": one}} for one in {TOKENS}]
 arguments = TrainingArguments(
     output_dir="out", per_device_train_batch_size=4, max_steps=20, learning_rate=1e-5, report_to=[],
-    save_strategy="no", use_cpu=True, disable_tqdm=True,
+    save_steps=8, use_cpu=True, disable_tqdm=True,
 )
 Trainer(model=model, args=arguments, train_dataset=data).train()
 """
@@ -175,12 +175,14 @@ for step in range(2500):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "asked"),
-    [(TRAINER, "line 12 of train.py: bf16=True"), (ACCELERATE, 'line 8 of train.py: mixed_precision="bf16"')],
+    [(TRAINER, "line 7 of train.py: bf16=True"), (ACCELERATE, 'line 8 of train.py: mixed_precision="bf16"')],
     ids=["trainer", "accelerate"],
 )
 def test_a_small_llama_in_an_unchanged_script_of_a_library_is_cured(tmp_path: Path, text: str, asked: str) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
+    checkpoint = f"import torch\nfrom transformers import LlamaConfig, LlamaForCausalLM\n{LLAMA}"
+    start_python(tmp_path, f"{checkpoint}LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained('tiny')")
     ran, record, _ = suggested(tmp_path, text)
     assert ran.code == 1
     assert asked in units(record)
