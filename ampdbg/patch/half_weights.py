@@ -106,8 +106,7 @@ def weights_in_float32(edits: WeightEdits) -> None:
         document = edits.of(cast.file)
         statement = statement_at(document, cast.line)
         why = "the weights become half there, in a way that ampdbg does not edit; make them float32"
-        made = () if statement is None else _uncast(document, statement, cast.dtypes)
-        edits.add(cast.file, cast.line, "weights in float32", made, why)
+        edits.add(cast.file, cast.line, "weights in float32", _uncast(document, statement, cast.dtypes), why)
     _under_autocast(edits)
 
 
@@ -116,8 +115,8 @@ def norms_in_float32(edits: WeightEdits) -> None:
     for cast in edits.lines.casts:
         document = edits.of(cast.file)
         statement = statement_at(document, cast.line)
-        names = [] if statement is None else _model_named_by(document, statement)
-        added = (below(document, statement, *(line.format(name) for line in NORMS)) for name in names if statement)
+        names = _model_named_by(document, statement)
+        added = (below(document, statement, *(line.format(name) for line in NORMS)) for name in names)
         why = "the line gives the model no name by which its norms can be made float32"
         edits.add(cast.file, cast.line, "norms in float32", added, why)
     _under_autocast(edits)
@@ -172,12 +171,15 @@ def _under_autocast(edits: WeightEdits) -> None:
 def _between(document: Document, loop: LoopLines) -> Sequence[ast.stmt]:
     """The statements from the first call of the model up to the backward pass, in the innermost block with both."""
     first, last = (statement_at(document, line) for line in (loop.first, loop.backward))
-    ends = ([one, *document.around(one)] if one is not None else [] for one in (first, last))
-    for begin, end in product(*ends):
-        if isinstance(begin, ast.stmt) and isinstance(end, ast.stmt) and document.block(begin) is document.block(end):
-            block = document.block(begin)
+    for begin, end in product(_statements_around(document, first), _statements_around(document, last)):
+        block = document.block(begin)
+        if block is document.block(end):
             found = list(block[block.index(begin) : block.index(end)])
             while len(found) > 1 and method(getattr(found[-1], "value", found[-1]), "zero_grad"):
                 found.pop()
             return found if is_movable(document, found) else ()
     return ()
+
+
+def _statements_around(document: Document, inner: ast.stmt) -> list[ast.stmt]:
+    return [one for one in (inner, *document.around(inner)) if isinstance(one, ast.stmt)]

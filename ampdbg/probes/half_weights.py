@@ -147,11 +147,10 @@ def _document(file: str) -> Document:
     return Document(read_source(Path(file).read_bytes()).text)
 
 
-def statement_at(document: Document, line: int) -> ast.stmt | None:
-    """The innermost statement on a line."""
+def statement_at(document: Document, line: int) -> ast.stmt:
+    """The innermost statement on a line that has run."""
     statements = (node for node in ast.walk(document.tree) if isinstance(node, ast.stmt))
-    on_line = [one for one in statements if one.lineno <= line <= (one.end_lineno or line)]
-    return on_line[-1] if on_line else None
+    return [one for one in statements if one.lineno <= line <= (one.end_lineno or line)][-1]
 
 
 def _value(node: ast.AST, frame: FrameType) -> Any:

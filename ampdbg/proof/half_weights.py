@@ -131,20 +131,25 @@ def _trained(start: Start, patched: Files, most: int, observer: Observer, what: 
 
 class Remedy(NamedTuple):
     """A way to cure half weights: whether it ``fits`` the codes that were found and the kinds of parameter that lose
-    most of their way, how it is made, and which ``kinds`` are float32 then; None for all."""
+    most of their way, how it is made, and of which kinds it makes them float32, ``widens``."""
 
     title: str
     fits: Callable[[frozenset[str], frozenset[str]], bool]
     edit: Callable[[WeightEdits], None]
-    kinds: frozenset[str] | None = None
+    widens: Callable[[str], bool]
 
 
 NORMS = frozenset({"norms"})
 
 REMEDIES = (
-    Remedy("norms in float32", lambda codes, kinds: codes == {FROZEN} and kinds == NORMS, norms_in_float32, NORMS),
-    Remedy("beta2 = 0.95", lambda codes, kinds: codes == {STUCK}, beta2_lowered, frozenset()),
-    Remedy("weights in float32 under autocast", lambda codes, kinds: True, weights_in_float32),
+    Remedy(
+        "norms in float32",
+        lambda codes, kinds: codes == {FROZEN} and kinds == NORMS,
+        norms_in_float32,
+        NORMS.__contains__,
+    ),
+    Remedy("beta2 = 0.95", lambda codes, kinds: codes == {STUCK}, beta2_lowered, lambda kind: False),
+    Remedy("weights in float32 under autocast", lambda codes, kinds: True, weights_in_float32, bool),
 )
 """The cheapest first; the first that passes its proof is suggested."""
 
@@ -251,7 +256,7 @@ def _shown(codes: frozenset[str], before: SeenWindow, after: SeenWindow) -> Iter
 
 def _cost(remedy: Remedy, seen: SeenWindow) -> str:
     """What it takes in memory: in float32 weight, gradient and states have two bytes more for each element."""
-    count = sum(size for kind, size in seen.elements.items() if remedy.kinds is None or kind in remedy.kinds)
+    count = sum(size for kind, size in seen.elements.items() if remedy.widens(kind))
     return f"{remedy.title}: {byte_size((4 + 2 * seen.states) * count)} more"
 
 

@@ -16,7 +16,7 @@ from ampdbg.quantities import counted, listed, share
 from ampdbg.record.file import to_json
 from ampdbg.record.findings import place_of
 from ampdbg.record.pins import Form, Handover, Proof, call_of_pins, in_words
-from ampdbg.record.run import Record
+from ampdbg.record.run import Record, Updates
 
 from . import bisection
 from .pins import (
@@ -56,8 +56,8 @@ MANY = 6
 def page(record: Record, typed: Typed) -> Page:
     """What ``ampdbg suggest-fp32`` says beside the patch itself; without pins, how the search ended."""
     handed = record.handover
-    if handed is None and record.half_weights and not record.faults:
-        return replace(bisection.page(record, typed), headline=Headline("good", _harmless(record)))
+    if handed is None and record.updates is not None and not record.faults:
+        return replace(bisection.page(record, typed), headline=_harmless(record, record.updates))
     if handed is None:  # as in records of before
         return bisection.page(record, typed)
     if record.interrupted or not (record.pins or handed.files):
@@ -182,18 +182,17 @@ def headline(record: Record, handed: Handover) -> Headline:
 
 def _of_half_weights(record: Record, proof: Proof | None) -> Headline:
     what = f"The weights are stored in {' and '.join(record.half_weights)}, and lose of their updates"
-    if proof is not None and not proof.passed:
-        return Headline("bad", f"{what}, but the patch failed its proof: {proof.failure}. ampdbg does not suggest it.")
     if proof is None or proof.unproven:
         return Headline("warning", f"{what}; the patch is not proven.")
-    return Headline("good", f"{what}; the patch is proven by a short run of the script before and after.")
+    if proof.passed:
+        return Headline("good", f"{what}; the patch is proven by a short run of the script before and after.")
+    return Headline("bad", f"{what}, but the patch failed its proof: {proof.failure}. ampdbg does not suggest it.")
 
 
-def _harmless(record: Record) -> str:
-    stored, seen = " and ".join(record.half_weights), record.updates
-    lost = "" if seen is None or seen.lost is None else f": {share(seen.lost)} of the way of float32 weights is lost"
-    steps = "" if seen is None else f" in {counted(seen.steps, 'sampled step')}"
-    return f"The {stored} weights do no harm here{lost}{steps}. There is nothing to edit."
+def _harmless(record: Record, seen: Updates) -> Headline:
+    lost = f"{share(seen.lost or 0.0)} of the way of float32 weights is lost in {counted(seen.steps, 'sampled step')}"
+    stored = " and ".join(record.half_weights)
+    return Headline("good", f"The {stored} weights do no harm here: {lost}. There is nothing to edit.")
 
 
 def _where(record: Record) -> str:
@@ -286,15 +285,17 @@ def warning_of_piping(handover: Handover | None) -> str | None:
 
 def diff(record: Record, handover: Handover) -> bytes:
     """A unified diff with the proof as comments above it, as ``git apply`` and ``patch -p1`` take the whole of it."""
-    comments = _commented([*_kept_in_fp32(record, handover), *_units(handover), *_proof(record), *_taken(record)])
+    comments = _commented(
+        [*_kept_in_fp32(record, handover), *_units(handover), *_proof(record), *_taken(record, handover)]
+    )
     return comments.encode() + b"".join(file.diff.encode(file.encoding) for file in handover.files)
 
 
-def _taken(record: Record) -> Iterator[str]:
+def _taken(record: Record, handover: Handover) -> Iterator[str]:
     """What float32 weights take, and what else there is."""
-    if record.search is None and record.handover is not None:
+    if record.search is None:
         yield f"{_about_notes(record)}:"
-        yield from (f"  - {note}" for note in record.handover.notes)
+        yield from (f"  - {note}" for note in handover.notes)
 
 
 def module(record: Record, handover: Handover) -> bytes:
