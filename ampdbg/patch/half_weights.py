@@ -15,7 +15,7 @@ from ampdbg.lint.expressions import method
 from ampdbg.lint.fixes import applied
 from ampdbg.lint.rule import Edit, Fix
 from ampdbg.patch.file_edits import FileEdit
-from ampdbg.probes.half_weights import CastLine, LoopLines, statement_at
+from ampdbg.probes.half_weights import CastLine, LoopLines, document_of, statement_at
 from ampdbg.source.source_file import read_source
 
 ARGUMENTS = r"transformers\..*TrainingArguments|trl\.(\w+\.)*(SFT|DPO|GRPO|KTO|ORPO|Reward)Config"
@@ -60,50 +60,40 @@ class WeightEdits:
     lines: HalfLines
     titles: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
-    _documents: dict[str, Document] = field(default_factory=dict)
     _edits: dict[str, dict[Edit, None]] = field(default_factory=dict)
 
-    def of(self, file: str) -> Document:
-        """A file as it is."""
-        if file not in self._documents:
-            self._documents[file] = Document(read_source(Path(file).read_bytes()).text)
-        return self._documents[file]
-
-    def add(self, file: str, line: int, title: str, edits: Iterable[Edit], why_none: str = "") -> bool:
-        """Adds the edits of a line, or why there are none; returns whether there are."""
-        known = list(edits)
+    def add(self, file: str, line: int, title: str, edits: Iterable[Edit], why_none: str = "") -> None:
+        """Adds the edits of a line, or why there are none."""
+        known, place = list(edits), f"line {line} of {Path(file).name}"
         self._edits.setdefault(file, {}).update(dict.fromkeys(known))
-        self.titles += [f"line {line} of {Path(file).name}: {title}"] * bool(known)
-        self.refused += [f"by hand: line {line} of {Path(file).name}: {why_none}"] * (bool(why_none) and not known)
-        return bool(known)
+        (self.titles if known else self.refused).append(
+            f"{place}: {title}" if known else f"by hand: {place}: {why_none}"
+        )
 
     def add_keywords(self, rows: Rows) -> bool:
         """Adds what calls of libraries take, in all files; returns whether there is such a call."""
-        calls = [(file, call) for file in self.lines.files for call in self.of(file).calls]
-        matching = [
-            (file, call, name, value)
-            for (file, call), (of, name, value) in product(calls, rows)
-            if re.fullmatch(of, self.of(file).call_origin(call))
-        ]
-        for file, call, name, value in matching:
-            self.add(file, call.lineno, f"{name}={value}", [with_keyword(self.of(file), call, name, value)])
-        return bool(matching)
+        calls = [(file, call) for file in self.lines.files for call in document_of(file).calls]
+        is_any = False
+        for (file, call), (of, name, value) in product(calls, rows):
+            if re.fullmatch(of, document_of(file).call_origin(call)):
+                edit, is_any = with_keyword(document_of(file), call, name, value), True
+                self.add(file, call.lineno, f"{name}={value}", [edit])
+        return is_any
 
     def made(self) -> tuple[FileEdit, ...]:
         """The files with the edits in them."""
-        return tuple(self._of_file(file, tuple(edits)) for file, edits in self._edits.items() if edits)
-
-    def _of_file(self, file: str, edits: tuple[Edit, ...]) -> FileEdit:
-        needs_torch = any("torch." in edit.new for edit in edits)
-        after = applied(self.of(file), [Fix(edits, ("torch",) * needs_torch)])
-        before = Path(file).read_bytes()
-        return FileEdit(Path(file), before, after.encode(read_source(before).encoding))
+        found = []
+        for file, edits in ((file, tuple(edits)) for file, edits in self._edits.items() if edits):
+            needed = ("torch",) * any("torch." in edit.new for edit in edits)
+            before, after = Path(file).read_bytes(), applied(document_of(file), [Fix(edits, needed)])
+            found.append(FileEdit(Path(file), before, after.encode(read_source(before).encoding)))
+        return tuple(found)
 
 
 def weights_in_float32(edits: WeightEdits) -> None:
     """No line makes the weights half any more, and the model runs under autocast in bfloat16."""
     for cast in edits.lines.casts:
-        document = edits.of(cast.file)
+        document = document_of(cast.file)
         statement = statement_at(document, cast.line)
         why = "the weights become half there, in a way that ampdbg does not edit; make them float32"
         edits.add(cast.file, cast.line, "weights in float32", _uncast(document, statement, cast.dtypes), why)
@@ -113,7 +103,7 @@ def weights_in_float32(edits: WeightEdits) -> None:
 def norms_in_float32(edits: WeightEdits) -> None:
     """The weights stay half but for those of norms, and the model runs under autocast in bfloat16."""
     for cast in edits.lines.casts:
-        document = edits.of(cast.file)
+        document = document_of(cast.file)
         statement = statement_at(document, cast.line)
         names = _model_named_by(document, statement)
         added = (below(document, statement, *(line.format(name) for line in NORMS)) for name in names)
@@ -156,7 +146,7 @@ def _under_autocast(edits: WeightEdits) -> None:
     loop, device = edits.lines.loop, edits.lines.device
     if edits.lines.is_lowered or edits.add_keywords(AUTOCAST) or loop is None:
         return
-    document = edits.of(loop.file)
+    document = document_of(loop.file)
     statements = _between(document, loop)
     around = None if not statements else document.parents.get(statements[0])
     by = indent_unit(document, statements[0], around) if isinstance(around, ast.stmt) else "    "

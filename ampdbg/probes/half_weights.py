@@ -133,7 +133,7 @@ def _cast_line() -> CastLine | None:
 def _dtypes_on(frame: FrameType) -> frozenset[str]:
     """The names, attributes and texts in the statement under way that stand for a half dtype."""
     with contextlib.suppress(Exception):  # the text is gone, or an attribute of the user's raises
-        document = _document(frame.f_code.co_filename)
+        document = document_of(frame.f_code.co_filename)
         texts = (one.value for one in document.find(ast.keyword) if str(one.arg).endswith("dtype"))
         nodes = [*document.loads(), *(one for one in texts if isinstance(one, ast.Constant))]
         statement = statement_at(document, frame.f_lineno)
@@ -142,9 +142,14 @@ def _dtypes_on(frame: FrameType) -> frozenset[str]:
     return frozenset()
 
 
+def document_of(file: str) -> Document:
+    """A file as it is."""
+    return _parsed(Path(file).read_bytes())
+
+
 @functools.lru_cache(maxsize=32)
-def _document(file: str) -> Document:
-    return Document(read_source(Path(file).read_bytes()).text)
+def _parsed(source: bytes) -> Document:
+    return Document(read_source(source).text)
 
 
 def statement_at(document: Document, line: int) -> ast.stmt:

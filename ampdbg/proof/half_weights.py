@@ -57,11 +57,9 @@ class SeenWindow:
     failure: str = ""
 
 
-Files = Mapping[Path, bytes]
-"""What files are taken to hold."""
-
-
-def train_a_window(start: Start, patched: Files, most: int, observer: Observer, deliver: Deliver, folder: Path) -> None:
+def train_a_window(
+    start: Start, patched: Mapping[Path, bytes], most: int, observer: Observer, deliver: Deliver, folder: Path
+) -> None:
     """Trains so many steps of a script, with patched files, in this process, which ends in the middle of it."""
     began, seen = time.monotonic(), list[SeenWindow]()
     watch, notes = Watch(None, ()), HalfWeights()
@@ -117,7 +115,7 @@ def _seen(watch: Watch, notes: HalfWeights) -> SeenWindow:
     return SeenWindow(watch.record(), lines, dict(elements), max(states, default=0))
 
 
-def _trained(start: Start, patched: Files, most: int, observer: Observer, what: str) -> SeenWindow:
+def _trained(start: Start, patched: Mapping[Path, bytes], most: int, observer: Observer, what: str) -> SeenWindow:
     observer.stage(f"{counted(most, 'step')} of {start.name} {what}")
     with fresh_process("output") as process:
         process.begin(train_a_window, start, patched, most)
