@@ -66,9 +66,8 @@ class WeightEdits:
         """Adds the edits of a line, or why there are none."""
         known, place = list(edits), f"line {line} of {Path(file).name}"
         self._edits.setdefault(file, {}).update(dict.fromkeys(known))
-        (self.titles if known else self.refused).append(
-            f"{place}: {title}" if known else f"by hand: {place}: {why_none}"
-        )
+        self.titles += [f"{place}: {title}"] * bool(known)
+        self.refused += [f"by hand: {place}: {why_none}"] * (not known)
 
     def add_keywords(self, rows: Rows) -> bool:
         """Adds what calls of libraries take, in all files; returns whether there is such a call."""

@@ -116,7 +116,7 @@ def _sections(record: Record, handed: Handover) -> Iterator[Section]:
     if handed.pins_nothing:
         names = [in_words(name) for name in handed.names]
         instead = (f"FP32 for {listed(names)} cures it too: --format yaml prints the pins.",) if names else ()
-        yield from _remedies(instead if record.search is not None else handed.notes, _about_notes(record))
+        yield from _remedies((*instead, *handed.notes * (record.search is None)), _about_notes(record))
         return
     if record.search is not None and record.search.cost is not None:
         low, of_patch = format_of_config(record.config), handed.files and handed.form in ("diff", "json")
@@ -148,7 +148,7 @@ def _is_by_name(record: Record, handed: Handover) -> bool:
 
 
 def _about_notes(record: Record) -> str:
-    return "Other remedies" if record.search is not None else "In memory"
+    return ("Other remedies", "In memory")[record.search is None]
 
 
 def _remedies(notes: tuple[str, ...], title: str = "Other remedies") -> Iterator[Section]:
