@@ -92,6 +92,11 @@ class HiddenFault(Evidence):
         return self.hidden if is_harmless else erased_in(self.made) if self.hidden is None else None
 
     @property
+    def is_hidden_well(self) -> bool:
+        """An op overflows, and the step agrees with FP32 as a whole."""
+        return self.hidden is not None and self.erased is None and not self.is_far
+
+    @property
     def is_flushed(self) -> bool:
         """A share of the gradient that counts is zero, or what differs is what was flushed."""
         is_all = self.is_far and self.hidden is None and bool(self.low.lost)
@@ -111,7 +116,7 @@ class HiddenFault(Evidence):
     @property
     def gone(self) -> str:
         """The parameters that lose most of their gradient, in words."""
-        return f", and the gradient of {listed(self.low.lost, 3)} is lost" if self.low.lost else ""
+        return f", and the gradient of {listed(self.low.lost, 3)} is lost"
 
     @property
     def repair(self) -> str:
@@ -166,9 +171,15 @@ HIDDEN: tuple[Decision[HiddenFault], ...] = (
     ),
     Decision(
         SILENT,
-        "the same, and loss and gradients still agree with FP32's: a warning",
-        lambda fault: fault.hidden is not None and fault.erased is None and not fault.is_far,
+        "the same of a step that agrees with FP32 as a whole, where parameters lose most of their gradient",
+        lambda fault: fault.is_hidden_well and bool(fault.low.lost),
         "{suspect.reaches}, and a later op turns the inf into a finite value; the loss still agrees with FP32's{gone}",
+    ),
+    Decision(
+        SILENT,
+        "the same where no parameter does: a warning",
+        lambda fault: fault.is_hidden_well and not fault.low.lost,
+        "{suspect.reaches}, and a later op turns the inf into a finite value; the loss still agrees with FP32's",
         severity="warning",
     ),
     Decision(

@@ -39,9 +39,9 @@ def removed(document: Document, statement: ast.stmt) -> Edit:
 
 
 def is_movable(document: Document, statements: Sequence[ast.stmt]) -> bool:
-    """Statements can be moved in or out: each is on its own lines, and no text in them goes over lines."""
+    """Neighbouring statements can be moved in or out: on their own lines, without text that goes over lines."""
     strings = (node for one in statements for node in ast.walk(one) if isinstance(node, (ast.Constant, ast.JoinedStr)))
-    return all(map(document.has_own_lines, statements)) and not any(
+    return document.has_own_lines(statements[0], statements[-1]) and not any(
         node.lineno != node.end_lineno and ("'''" in document.source(node) or '"""' in document.source(node))
         for node in strings
     )
@@ -58,6 +58,26 @@ def dedented(document: Document, statements: Sequence[ast.stmt], by: str) -> lis
         for start in _line_starts(document, *span)
         if document.text.startswith(by, start)
     ]
+
+
+def indented(document: Document, statements: Sequence[ast.stmt], head: str, by: str) -> list[Edit]:
+    """Neighbouring statements moved in by ``by``, below a line ``head``."""
+    span = document.lines(statements[0]).start, document.lines(statements[-1]).end
+    return [above(document, statements[0], head), *(Edit(at, at, by) for at in _line_starts(document, *span))]
+
+
+def with_keyword(document: Document, call: ast.Call, name: str, value: str) -> Edit:
+    """A call with this keyword argument; of a pair that is there the first stays."""
+    known = next((one.value for one in call.keywords if one.arg == name), None)
+    if isinstance(known, ast.Tuple):
+        return replaced(document, known.elts[-1], str(ast.literal_eval(value)[-1]))
+    if known is not None:
+        return replaced(document, known, value)
+    end = document.span(call).end - 1
+    before = document.text[:end].rstrip()
+    comma = "" if before.endswith("(") else ", "
+    own = document.text[len(before.rstrip(",")) : len(before)]  # a comma behind the last argument
+    return Edit(len(before) - len(own), len(before), f"{comma}{name}={value}{own}")
 
 
 def _line_starts(document: Document, start: int, end: int) -> list[int]:
