@@ -332,7 +332,7 @@ def _commented(lines: Sequence[str]) -> str:
 def _kept_in_fp32(record: Record, handover: Handover) -> Iterator[str]:
     """The pins that the patch covers: what is only tied to one of them it may leave as it is."""
     if record.search is None:
-        yield f"The script's {' and '.join(record.half_weights)} weights lose part of their updates; this patch cures that:"
+        yield f"The script's {' and '.join(record.half_weights)} weights lose part of their updates, which this cures:"
         return
     if handover.pins_nothing:
         yield "Keeps constants within the range of half precision; no module needs FP32:"
