@@ -181,7 +181,7 @@ def headline(record: Record, handed: Handover) -> Headline:
 
 
 def _of_half_weights(record: Record, proof: Proof | None) -> Headline:
-    what = f"The weights are stored in {' and '.join(record.half_weights)}, and lose of their updates"
+    what = f"The weights are stored in {' and '.join(record.half_weights)} and lose part of their updates"
     if proof is None or proof.unproven:
         return Headline("warning", f"{what}; the patch is not proven.")
     if proof.passed:

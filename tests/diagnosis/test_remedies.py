@@ -28,11 +28,11 @@ def others(*findings: Finding) -> tuple[str, ...]:
 
 
 ADDED = {
-    "a product that is scaled": (PRODUCER, "scale before the product: (q * s) @ k in place of (q @ k) * s"),
+    "a product that is scaled": (PRODUCER, "scale before the product: (q * s) @ k instead of (q @ k) * s"),
     "a sum": (replace(PRODUCER, op="aten.sum.dim_IntList"), "add up in FP32: sum(..., dtype=torch.float32)"),
     "a loss that sums": (
         replace(PRODUCER, phase="backward", op="aten.mul.Tensor", source=replace(LINE, text="loss = x.sum()")),
-        "take a mean in place of the sum (it changes the loss by a factor, and so the learning rate that fits)",
+        "take a mean instead of the sum (this scales the loss, and with it the learning rate that fits)",
     ),
 }
 
@@ -232,7 +232,7 @@ def test_a_scaler_that_moves_its_scale_is_not_advised_to_do_so() -> None:
         assert underflow(steps, given) == CODES["gradient-underflow"].remedy
     begun, fallen = underflow(healthy), underflow(fell)
     assert "init_scale" in begun
-    assert "a GradScaler for each: at a larger scale other gradients overflow" in fallen
+    assert "GradScaler: at a larger scale other gradients overflow" in fallen
 
 
 @pytest.mark.parametrize("code", [code for code in CODES.values() if not code.pin_helps])
