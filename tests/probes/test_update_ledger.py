@@ -14,7 +14,7 @@ from ampdbg.commands.output import PLAIN
 from ampdbg.config.schema import Config
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.probes import update_ledger
-from ampdbg.probes.update_ledger import kind_of
+from ampdbg.probes.dtype_contract import kind_of
 from ampdbg.probes.watch import Watch, watch
 from ampdbg.record.file import from_json, to_json
 from ampdbg.record.run import Record
