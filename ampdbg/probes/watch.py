@@ -66,7 +66,7 @@ class Watch:
         self.log = StepLog(self.models, None if on_step is None else self.guard.told(on_step))
         self.calls = Calls(self.log.closed)
         self.ledger = UpdateLedger(self.models)
-        self.contract = DtypeContract(self.models)
+        self.contract = DtypeContract(self.models, self.calls.computed)
         for optimizer in optimizers:
             self.calls.add_optimizer(optimizer)
         self._loop = Loop(set())
@@ -178,8 +178,8 @@ class Watch:
         device, in_fp32 = self.optimizers.device, self.is_in_fp32
         emulated = is_emulating() and device.type == "cpu"
         policy = "none" if in_fp32 else "cuda" if device.type == "cuda" or emulated else "native"
-        # A loop with a scaler is meant to run in half precision.
-        not_half = (Misuse("not-half", 0),) if in_fp32 and self.calls.scalers else ()
+        seen = self.contract.seen
+        seen["asked"] |= {"GradScaler": "on"} if self.calls.scalers else {}
         return Record(
             command="watch",
             created=self._created,
@@ -190,8 +190,8 @@ class Watch:
             left_out=self.log.left_out,
             scales_gradients=self.calls.scales_gradients,
             unseen=Unseen(notes=self.notes, since=self.log.closed() if self.failure else None),
-            misuses=(*self.misuses, *not_half),
-            dtypes=self.contract.dtypes,
+            misuses=self.misuses,
+            **seen,
             updates=self.ledger.seen,
             groups=self.groups,
             interrupted=self._interrupted,
@@ -331,6 +331,15 @@ class Watch:
     def _schedule(self, original: Original, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         self.calls.scheduled(scheduler, *args, *kwargs.values())
         return original(scheduler, *args, **kwargs)
+
+    def _cast(self, original: Original, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """``Module._apply``, which each of its children goes through as well."""
+        is_outermost = [seam for seam, _ in self._loop.inside].count("cast") == 1
+        return (partial(self.contract.cast, original) if is_outermost else original)(module, *args, **kwargs)
+
+    def _average(self, original: Original, averaged: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        self.contract.averaged(averaged)
+        return original(averaged, *args, **kwargs)
 
     def _before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         self._loop.fired.add(id(optimizer))
@@ -475,4 +484,6 @@ _AROUND: Mapping[Seam, Original] = {
     "clip": Watch._clip,
     "schedule": Watch._schedule,
     "optimizer": Watch._made,
+    "cast": Watch._cast,
+    "average": Watch._average,
 }
