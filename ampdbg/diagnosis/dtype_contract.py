@@ -11,7 +11,7 @@ from ampdbg.diagnosis.decisions import KEPT, Decision, holding
 from ampdbg.formats import FLOAT32, FORMATS
 from ampdbg.quantities import listed
 from ampdbg.record.findings import Finding
-from ampdbg.record.run import CastBuffer, KindDtypes, Record
+from ampdbg.record.run import CastBuffer, Record
 
 NOT_HALF, HALF_WEIGHTS, ROUNDED = "not-half", "half-weights", "rounded-buffer"
 
@@ -19,7 +19,7 @@ MIXED = re.compile(r"(bf16|fp16|.*-mixed|param_dtype=b?float16)$")
 """What asks for half ops on float32 weights."""
 
 HALF = re.compile(f"on$|{MIXED.pattern}")
-"""What asks for half ops, a scaler among it that is on."""
+"""What asks for half ops, a scaler that is on among it."""
 
 FULL = re.compile(r"(no|32|32-true|float32)$")
 """What asks for FP32, though some frameworks take it for granted where nothing is said."""
@@ -35,112 +35,43 @@ ROUTERS = ("expert", "e")
 """How the biases of routers are called: ``expert_bias``, ``e_score_correction_bias``."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class ContractOfRun:
-    """What a run stored and computed in which dtypes, and what it was asked for."""
+    """Who asks for half ops, for those on float32 weights (``mixed``) and for FP32, and what happened: nothing that was
+    looked at ran in half, or weights of these ``kinds`` train in the half ``dtype`` and there is no master anywhere."""
 
-    record: Record
-
-    @property
-    def halves(self) -> list[KindDtypes]:
-        """The kinds that one of torch's own optimizers trains in half; none where there is a master anywhere."""
-        dtypes = self.record.dtypes
-        found = [one for one in dtypes if {*one.stored} - {FLOAT32.name} & FORMATS.keys()]
-        are_judged = all(one.optimizer.startswith(TORCHS) for one in dtypes) and not any(one.masters for one in dtypes)
-        return found if are_judged else []
-
-    @property
-    def mixed(self) -> list[str]:
-        """Who asks for half ops on float32 weights, and in which words."""
-        return self._asked(MIXED)
-
-    @property
-    def half(self) -> list[str]:
-        """Who asks for half ops."""
-        return self._asked(HALF)
-
-    @property
-    def full(self) -> list[str]:
-        """Who asks for FP32."""
-        return self._asked(FULL)
-
-    def _asked(self, words: re.Pattern[str]) -> list[str]:
-        return [f"{who} {what}" for who, what in self.record.asked.items() if words.match(what)]
-
-    @property
-    def is_in_fp32(self) -> bool:
-        """Nothing that was looked at ran in half."""
-        return self.record.environment.policy == "none"
-
-    @property
-    def dtype(self) -> str:
-        """In which half dtypes weights are stored."""
-        names = sorted({name for one in self.halves for name in one.stored if name != FLOAT32.name})
-        return listed([FORMATS[name].short for name in names if name in FORMATS])
-
-    @property
-    def kinds(self) -> list[str]:
-        """The kinds of parameter that are stored so."""
-        return list(dict.fromkeys(one.kind for one in self.halves))
-
-    @property
-    def states(self) -> str:
-        """What an optimizer keeps of them."""
-        names = sorted({FORMATS[name].short for one in self.halves for name in one.states if name in FORMATS})
-        return f"; its states are {listed(names)}" if names else ""
-
-    @property
-    def numbers(self) -> Mapping[str, Any]:
-        """Each finding has its own."""
-        return {}
+    is_in_fp32: bool
+    half: Sequence[str]
+    mixed: Sequence[str]
+    full: Sequence[str]
+    dtype: str
+    kinds: Sequence[str]
+    numbers: Mapping[str, Any]
 
     def place(self, row: Decision[Any]) -> Mapping[str, Any]:
-        """The first step."""
-        return {"step": next((step.step for step in self.record.steps), 0), "phase": "forward"}
+        """From the first step on."""
+        return {"step": 0, "phase": "forward"}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class CastTogether:
-    """Buffers of one ``kind``, by how their names begin, that were float32 and were cast to half with their model."""
+    """Buffers of one ``kind``, by how their names begin, that were float32 and were cast to half ``dtype`` with their
+    model. The cast takes the angle of a position far away off by ``radians``, where they are the frequencies of angles.
+    An average stops as far from what it follows as ``short``, relative to that: there its step is half a unit in the
+    last place. The loop ``is_written`` into them since."""
 
     kind: str
-    buffers: Sequence[CastBuffer]
-
-    @property
-    def names(self) -> list[str]:
-        """By what they are called."""
-        return [one.name for one in self.buffers]
-
-    @property
-    def dtype(self) -> str:
-        """What they are now."""
-        return FORMATS[self.buffers[0].dtype].short
-
-    @property
-    def is_written(self) -> bool:
-        """The loop has written into them since."""
-        return any(one.is_written for one in self.buffers)
-
-    @property
-    def radians(self) -> float:
-        """How far rounding takes the angle of a position far away, where they are the frequencies of angles."""
-        return AFAR * max(one.off for one in self.buffers)
-
-    @property
-    def short(self) -> float:
-        """How far from what they follow they may stop, relative to that, where they are averages: there a step is half
-        a unit in the last place."""
-        units = (2.0 ** -FORMATS[one.dtype].precision / (one.momentum or 1.0) for one in self.buffers)
-        return max(units) if self.is_written else 0.0
-
-    @property
-    def numbers(self) -> Mapping[str, Any]:
-        """Which they are."""
-        return {"buffers": self.names[:KEPT]}
+    first: CastBuffer
+    names: Sequence[str]
+    dtype: str
+    radians: float
+    short: float
+    is_written: bool
+    numbers: Mapping[str, Any]
 
     def place(self, row: Decision[Any]) -> Mapping[str, Any]:
         """The line of the cast, before all steps."""
-        return {"step": 0, "phase": "forward", "source": self.buffers[0].source}
+        return {"step": 0, "phase": "forward", "source": self.first.source}
 
 
 CONTRACT: tuple[Decision[ContractOfRun], ...] = (
@@ -155,16 +86,16 @@ CONTRACT: tuple[Decision[ContractOfRun], ...] = (
     Decision(
         HALF_WEIGHTS,
         "a framework was asked for mixed precision, and half weights train without float32 masters",
-        lambda it: bool(it.halves and it.mixed),
+        lambda it: bool(it.kinds and it.mixed),
         "{mixed} asks for half ops on float32 weights, and what trains is stored in {dtype} ({kinds}), without float32 "
-        "masters{states}",
+        "masters",
         {"asked": "mixed", "kinds": "kinds"},
     ),
     Decision(
         HALF_WEIGHTS,
         "a framework or the model's config says FP32 and nothing else, and half weights train without float32 masters",
-        lambda it: bool(it.halves and it.full and not it.mixed),
-        "{full} stands for FP32, and what trains is stored in {dtype} ({kinds}), without float32 masters{states}",
+        lambda it: bool(it.kinds and it.full and not it.mixed),
+        "{full} stands for FP32, and what trains is stored in {dtype} ({kinds}), without float32 masters",
         {"asked": "full", "kinds": "kinds"},
         severity="info",
     ),
@@ -180,7 +111,7 @@ CASTS: tuple[Decision[CastTogether], ...] = (
     Decision(
         ROUNDED,
         "a cast of the model makes half running averages, which stop over 1 % short of what they follow",
-        lambda it: it.kind == "running" and it.short > SHORT,
+        lambda it: it.kind == "running" and it.is_written and it.short > SHORT,
         "the cast of the model has made {names} {dtype}: these averages stop up to {short:.1%} from what they follow",
     ),
     Decision(
@@ -195,7 +126,14 @@ CASTS: tuple[Decision[CastTogether], ...] = (
 
 def contradictions(record: Record) -> Iterator[Finding]:
     """``not-half`` and ``half-weights``: what was asked for, and did not happen."""
-    run = ContractOfRun(record)
+    half, mixed, full = (
+        [f"{who} {what!r}" for who, what in record.asked.items() if words.match(what)] for words in (HALF, MIXED, FULL)
+    )
+    are_torchs = all(one.optimizer.startswith(TORCHS) and not one.masters for one in record.dtypes)
+    lowered = [(one.kind, {*one.stored} & FORMATS.keys() - {FLOAT32.name}) for one in record.dtypes if are_torchs]
+    kinds = list(dict.fromkeys(kind for kind, names in lowered if names))
+    dtype = listed(sorted({FORMATS[name].short for _, names in lowered for name in names}))
+    run = ContractOfRun(record.environment.policy == "none", half, mixed, full, dtype, kinds, {})
     return (row.finding(run) for row in holding(CONTRACT, run))
 
 
@@ -204,5 +142,16 @@ def cast_buffers(record: Record) -> Iterator[Finding]:
     kinds: dict[str, list[CastBuffer]] = {}
     for one in record.cast_buffers:
         kinds.setdefault(one.name.rpartition(".")[2].partition("_")[0], []).append(one)
-    together = [CastTogether(kind, of_it) for kind, of_it in kinds.items()]
-    return (row.finding(it) for it in together for row in holding(CASTS, it))
+    for kind, buffers in kinds.items():
+        names = [one.name for one in buffers]
+        together = CastTogether(
+            kind=kind,
+            first=buffers[0],
+            names=names,
+            dtype=FORMATS[buffers[0].dtype].short,
+            radians=AFAR * max(one.off for one in buffers),
+            short=max(2.0 ** -FORMATS[one.dtype].precision / (one.momentum or 1.0) for one in buffers),
+            is_written=any(one.is_written for one in buffers),
+            numbers={"buffers": names[:KEPT]},
+        )
+        yield from (row.finding(together) for row in holding(CASTS, together))

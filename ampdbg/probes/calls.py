@@ -261,10 +261,10 @@ class Calls:
         times = self._times.get("backward", 0) + 1
         if times & (times - 1):
             return ()
-        found = forward_dtypes(roots)
-        self.graphs, self.lowered = self.graphs + 1, self.lowered | set(found.lowered)
-        self.computed.update(found.computed)
-        return found.lowered
+        found, computed = forward_dtypes(roots)
+        self.graphs, self.lowered = self.graphs + 1, self.lowered | set(found)
+        self.computed.update(computed)
+        return found
 
     def number_of(self, actor: Any) -> int:
         """A number for a scaler or scheduler, from 1, which no other gets when this one has gone."""

@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from typing import Any, NamedTuple
 
 import torch
@@ -51,21 +51,14 @@ COMPRESSED = {"bf16_compress": torch.bfloat16, "fp16_compress": torch.float16}
 """The dtype in which DistributedDataParallel's hook of this name sums gradients up."""
 
 
-def _of_accelerate(root: Any) -> Any:
-    accelerate: Any = root._is_accelerate_prepared and sys.modules["accelerate.state"]
-    return accelerate.AcceleratorState._shared_state["_mixed_precision"]
-
-
-def _of_its_config(root: Any) -> Any:
-    model: Any = unwrapped(root)
-    return callable(model.from_pretrained) and _name(model.config.dtype)
-
-
 ASKED: Mapping[str, Callable[[Any], Any]] = {
-    "Accelerate's mixed_precision": _of_accelerate,
+    "Accelerate's mixed_precision": lambda root: (
+        root._is_accelerate_prepared
+        and sys.modules["accelerate.state"].AcceleratorState._shared_state["_mixed_precision"]
+    ),
     "Lightning's precision": lambda root: root._trainer.precision,
     "Fabric's precision": lambda root: root._strategy.precision.precision,
-    "the model's config.dtype": _of_its_config,
+    "the model's config.dtype": lambda root: callable(root.from_pretrained) and unwrapped(root).config.dtype,
 }
 """Where a framework keeps what it was asked for, by an outermost module; those raise that are none of its own."""
 
@@ -94,14 +87,8 @@ class CastPolicy(NamedTuple):
     is_on: bool = False
 
 
-class Cast(NamedTuple):
-    """A float32 buffer of a module that was cast to half, its ``version`` then, and by how much that changed values."""
-
-    owner: weakref.ref[nn.Module]
-    name: str
-    version: int
-    off: float
-    line: Line | None
+Cast = tuple[weakref.ref[nn.Module], str, int, float, Line | None]
+"""A buffer that was cast to half: its module, its name and version, by how much that changed a value, and where."""
 
 
 class DtypeContract:
@@ -120,8 +107,7 @@ class DtypeContract:
         self._steps = 0
         self.lowers_to: Callable[[str], torch.dtype | None] = lambda device: None
         """What autocast of a kind of device lowers to around the calls of the step under way; None where it is off."""
-        self.asked: dict[str, str] = {}
-        """Which precision was asked for, by whose word."""
+        self._asked: dict[str, str] = {}
         self._cast_buffers: dict[str, CastBuffer] = {}
 
     def after(self, optimizer: Optimizer) -> None:
@@ -137,37 +123,35 @@ class DtypeContract:
         """What was seen so far, by the fields of a record."""
         every = (of_kind for _, of_it in self._of.values() for of_kind in of_it)
         dtypes = tuple(replace(one, averages=_names(self._averages.get(one.kind, ()))) for one in every)
-        return {"dtypes": dtypes, "asked": self.asked, "cast_buffers": tuple(self._cast_buffers.values())}
+        return {"dtypes": dtypes, "asked": {**self._asked}, "cast_buffers": tuple(self._cast_buffers.values())}
 
     def cast(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Runs what casts a module or moves it, ``Module._apply``, and notes which float32 buffers are half then."""
-        before = [
-            (owner, name, buffer)
-            for owner in module.modules()
-            for name, buffer in owner._buffers.items()
-            if KEPT_IN_FLOAT32.search(name) and buffer is not None and buffer.dtype is torch.float32
-        ]
+        """Runs what casts a module or moves it, ``Module._apply``, and notes which float32 buffers of its own are half
+        then; its children go through the same."""
+        own = dict(module.named_buffers(recurse=False))
+        before = {name: own[name].detach() for name in filter(KEPT_IN_FLOAT32.search, own) if own[name].numel()}
         result, line = original(module, *args, **kwargs), innermost_line() if before else None
-        for owner, name, buffer in before:
-            now = owner._buffers[name]
-            if now is not None and now.dtype in HALVES and not buffer.is_meta:
+        for name, buffer in before.items():
+            now = module.get_buffer(name).detach()
+            if now.dtype in HALVES and buffer.dtype is torch.float32 and not buffer.is_meta:
                 off = float((now.to(buffer) - buffer).abs().amax())
-                self._casts.append(Cast(weakref.ref(owner), name, now._version, off, line))
+                self._casts.append((weakref.ref(module), name, now._version, off, line))
         return result
 
-    def averaged(self, model: nn.Module) -> None:
-        """To be called as an averaged model takes the weights of now: by what the first one is, averages are known."""
+    def averaged(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Runs what an averaged model takes the weights of now with: by what the first one is, averages are known."""
         for path, module in [] if self._averages else model.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
                 kind = kind_of(type(module).__name__, f"{path}.{name}")
                 self._averages.setdefault(kind, set()).add(parameter.dtype)
+        return original(model, *args, **kwargs)
 
     def _cast_now(self) -> Iterator[CastBuffer]:
         """The buffers that were cast, belong to the models and are still half."""
         paths = {id(module): path for path, module in self._models.named_modules()} if self._casts else {}
         for owner, name, version, off, line in self._casts:
             module: Any = owner()
-            now = module._buffers.get(name) if id(module) in paths else None
+            now = getattr(module, name) if id(module) in paths else None
             if now is not None and now.dtype in HALVES:
                 momentum = getattr(module, "momentum", None)
                 is_written = now._version > version or (module.training and momentum is not None)
@@ -186,55 +170,40 @@ class DtypeContract:
         masters = _float32(value for key, value in vars(optimizer).items() if MASTERS.search(key))
         halves = [one for _, one in models.named_parameters() if one.dtype in HALVES and one.requires_grad]
         copies = _float32(stepped) if names.keys().isdisjoint(map(id, stepped)) else []
-        if halves and _size(copies) >= _size(halves):
+        if halves and sum(one.numel() for one in copies) >= sum(one.numel() for one in halves):
             shown, masters = halves, copies
         by_kind: dict[str, list[Any]] = {}
-        for parameter in shown:
-            by_kind.setdefault(names.get(id(parameter), ("", OTHERS))[1], []).append(parameter)
-        return tuple(
-            self._of_kind(kind, of_it, optimizer, masters, policies, stepped if shown is halves else of_it)
-            for kind, of_it in by_kind.items()
-        )
+        for one in shown:
+            by_kind.setdefault(names.get(id(one), ("", OTHERS))[1], []).append(one)
 
-    def _of_kind(
-        self,
-        kind: str,
-        of_it: Sequence[Any],
-        optimizer: Optimizer,
-        masters: Sequence[Any],
-        policies: Mapping[int, CastPolicy],
-        stepped: Sequence[Any],
-    ) -> KindDtypes:
-        """The parameters of one kind; the optimizer has ``stepped`` these for them, and has these ``masters``."""
-        states = [
-            (key, value)
-            for one in stepped
-            for key, value in optimizer.state.get(one, {}).items()
-            if isinstance(value, torch.Tensor) and value.ndim
-        ]
-        own = [(one, one.grad, policies.get(id(one), CastPolicy())) for one in of_it]
-        sums = [policy.reduce_dtype or policy.param_dtype or grad for _, grad, policy in own if policy.is_on]
-        return KindDtypes(
-            kind=kind,
-            parameters=len(of_it),
-            optimizer=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
-            stored=_names(of_it),
-            computed=_names(policy.param_dtype or self._computed.get(id(one)) for one, _, policy in own),
-            gradients=_names(policy.param_dtype or grad for _, grad, policy in own),
-            accumulated=_names(getattr(one, "main_grad", grad) for one, grad, _ in own),
-            reduced=_names(sums),
-            states=_names(value for key, value in states if not MASTERS.search(key)),
-            masters=_names([*masters, *(value for key, value in states if MASTERS.search(key))]),
-        )
+        def of_kind(kind: str, of_it: list[Any]) -> KindDtypes:
+            kept = (optimizer.state.get(one, {}).items() for one in (stepped if shown is halves else of_it))
+            states = [(key, value) for key, value in chain.from_iterable(kept) if torch.is_tensor(value) and value.ndim]
+            own = [(one, one.grad, policies.get(id(one), CastPolicy())) for one in of_it]
+            sums = [policy.reduce_dtype or policy.param_dtype or grad for _, grad, policy in own if policy.is_on]
+            return KindDtypes(
+                kind=kind,
+                parameters=len(of_it),
+                optimizer=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
+                stored=_names(of_it),
+                computed=_names(policy.param_dtype or self._computed.get(id(one)) for one, _, policy in own),
+                gradients=_names(policy.param_dtype or grad for _, grad, policy in own),
+                accumulated=_names(getattr(one, "main_grad", grad) for one, grad, _ in own),
+                reduced=_names(sums),
+                states=_names(value for key, value in states if not MASTERS.search(key)),
+                masters=_names([*masters, *(value for key, value in states if MASTERS.search(key))]),
+            )
+
+        return tuple(of_kind(kind, of_it) for kind, of_it in by_kind.items())
 
     def _note_asked(self, roots: Iterable[nn.Module], policies: Iterable[CastPolicy], stepped: Sequence[Any]) -> None:
         """Which precision was asked for, as far as frameworks keep it."""
         for root, (who, ask) in product(roots, ASKED.items()):
             with contextlib.suppress(Exception):  # it may be anybody's
-                self.asked |= {who: str(ask(root))}
+                self._asked |= {who: _name(answer)} if (answer := ask(root)) else {}
         given = {policy.name: f"param_dtype={_name(policy.param_dtype)}" for policy in policies if policy.param_dtype}
         lowered = next((self.lowers_to(one.device.type) for one in stepped), None)
-        self.asked |= given | ({"autocast": _name(lowered)} if lowered is not None else {})
+        self._asked |= given | ({"autocast": _name(lowered)} if lowered is not None else {})
 
 
 def _policies(roots: Iterable[nn.Module]) -> dict[int, CastPolicy]:
@@ -259,15 +228,11 @@ def _policy_of(module: Any) -> CastPolicy:
 
 def _float32(values: Any) -> list[torch.Tensor]:
     """The float32 tensors among values, and in lists and dicts of them."""
-    found = (leaf for leaf in tree_leaves(list(values)) if isinstance(leaf, torch.Tensor) and leaf.ndim)
-    return [leaf for leaf in found if leaf.dtype is torch.float32]
+    found = (leaf for leaf in tree_leaves(list(values)) if isinstance(leaf, torch.Tensor))
+    return [leaf for leaf in found if leaf.ndim and leaf.dtype is torch.float32]
 
 
-def _size(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(one.numel() for one in tensors)
-
-
-def _name(dtype: torch.dtype) -> str:
+def _name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 

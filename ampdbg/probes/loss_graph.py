@@ -9,7 +9,7 @@ import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -59,19 +59,12 @@ def scaler_of(roots: Sequence[Any]) -> Any:
     return None
 
 
-class ForwardDtypes(NamedTuple):
-    """What the forward pass behind losses was ``lowered`` to: its 16-bit dtypes, but for those of parameters; and in
-    which dtype each parameter, by ``id``, was ``computed`` with: that of what the first op made of it.
+def forward_dtypes(roots: Sequence[Any]) -> tuple[tuple[str, ...], dict[int, torch.dtype]]:
+    """The 16-bit dtypes of the forward pass behind these losses; what parameters are stored in does not count. And in
+    which dtype each parameter, by ``id``, is computed with: that of what the first op makes of it.
 
     ``compiled`` stands for those inside a compiled function, which its one node does not show.
     """
-
-    lowered: tuple[str, ...]
-    computed: dict[int, torch.dtype]
-
-
-def forward_dtypes(roots: Sequence[Any]) -> ForwardDtypes:
-    """The dtypes of the forward pass behind these losses."""
     found: set[torch.dtype] = set()
     takers: dict[Any, Any] = {}
     leaves, is_compiled = [], False
@@ -86,7 +79,7 @@ def forward_dtypes(roots: Sequence[Any]) -> ForwardDtypes:
                 takers.setdefault(other, node)
     names = tuple(str(dtype).rpartition(".")[2] for dtype in HALVES if dtype in found)
     computed = {id(leaf.variable): dtype for leaf in leaves if (dtype := _computed_with(leaf, takers)) is not None}
-    return ForwardDtypes((*names, "compiled") if is_compiled else names, computed)
+    return ((*names, "compiled") if is_compiled else names), computed
 
 
 def _computed_with(leaf: Any, takers: Mapping[Any, Any]) -> torch.dtype | None:

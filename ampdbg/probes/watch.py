@@ -332,15 +332,6 @@ class Watch:
         self.calls.scheduled(scheduler, *args, *kwargs.values())
         return original(scheduler, *args, **kwargs)
 
-    def _cast(self, original: Original, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """``Module._apply``, which each of its children goes through as well."""
-        is_outermost = [seam for seam, _ in self._loop.inside].count("cast") == 1
-        return (partial(self.contract.cast, original) if is_outermost else original)(module, *args, **kwargs)
-
-    def _average(self, original: Original, averaged: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        self.contract.averaged(averaged)
-        return original(averaged, *args, **kwargs)
-
     def _before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         self._loop.fired.add(id(optimizer))
         if has_closure:
@@ -484,6 +475,6 @@ _AROUND: Mapping[Seam, Original] = {
     "clip": Watch._clip,
     "schedule": Watch._schedule,
     "optimizer": Watch._made,
-    "cast": Watch._cast,
-    "average": Watch._average,
+    "cast": lambda watch, *args, **kwargs: watch.contract.cast(*args, **kwargs),
+    "average": lambda watch, *args, **kwargs: watch.contract.averaged(*args, **kwargs),
 }

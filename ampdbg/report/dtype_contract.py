@@ -38,14 +38,16 @@ def contract(record: Record) -> view.Table:
     return view.Table("Dtypes of weights", columns, tuple(tuple(row[at] for at in used) for row in rows), below=asked)
 
 
-def in_brief(record: Record) -> str:
-    """All kinds of parameter in one line."""
+def weights_in_brief(record: Record, typed: view.Typed) -> Iterator[str]:
+    """All kinds of parameter in one line; of FP32 weights where all was asked for."""
     alike: dict[str, list[str]] = {}
     for field, heading in PLACES.items():
         names = sorted({name for one in record.dtypes for name in _names(one, field)})
         alike.setdefault("/".join(names), []).append(heading)
-    masterless = ["no FP32 masters"] * ("masters" in alike.pop("", []) and has_half_weights(record))
-    return "Weights: " + "; ".join([*(f"{listed(of_it, 9)} {names}" for names, of_it in alike.items()), *masterless])
+    is_half = has_half_weights(record)
+    masterless = ["no FP32 masters"] * ("masters" in alike.pop("", []) and is_half)
+    if is_half or (typed.verbose and alike):
+        yield "Weights: " + "; ".join([*(f"{listed(of_it, 9)} {names}" for names, of_it in alike.items()), *masterless])
 
 
 def has_half_weights(record: Record) -> bool:

@@ -36,7 +36,7 @@ from ampdbg.record.run import (
 from ampdbg.report.explanation import explanation
 
 from . import view
-from .dtype_contract import contract, has_half_weights, in_brief, short_of
+from .dtype_contract import contract, has_half_weights, short_of, weights_in_brief
 from .view import line, more, ran_on, with_option
 
 MAX_TENSORS = 8
@@ -60,25 +60,17 @@ def page(record: Record, typed: view.Typed) -> view.Page:
     return view.Page(
         headline(record),
         tuple(_sections(record)),
-        (" · ".join(_facts(record)), *_weights(record, typed), *ran_on(record), *captures_of(record, typed)),
+        (" · ".join(_facts(record)), *weights_in_brief(record, typed), *ran_on(record), *captures_of(record, typed)),
         typed.record_path,
         next_command(record, typed),
         story=tuple(_story(record)),
     )
 
 
-def _weights(record: Record, typed: view.Typed) -> Iterator[str]:
-    """The dtypes of weights that are in FP32, where everything was asked for."""
-    if typed.verbose and record.dtypes and not has_half_weights(record):
-        yield in_brief(record)
-
-
 def _story(record: Record) -> Iterator[view.Section]:
     yield from raised(record)
     if record.findings:
         yield view.Findings(record.findings, is_brief=True)
-    if has_half_weights(record):
-        yield view.Paragraph((view.line(in_brief(record)),))
     yield from sound_step(record)
 
 

@@ -216,7 +216,7 @@ def test_mixed_precision_on_half_weights_is_no_mixed_precision(
     if precision == "bf16" and found:
         said = record.findings[[code for code, _ in codes(record)].index("half-weights")].message
         assert said == (
-            "Accelerate's mixed_precision bf16 asks for half ops on float32 weights, and what trains is stored in "
+            "Accelerate's mixed_precision 'bf16' asks for half ops on float32 weights, and what trains is stored in "
             "bfloat16 (linears, biases and norms), without float32 masters"
         )
 
@@ -249,7 +249,7 @@ def test_half_that_a_framework_drops_without_a_word_is_said_to_have_run_in_fp32(
     asked_of_accelerate(net, "fp16")
     record = trained(net)
     assert (codes(record), record.verdict) == ([("not-half", "warning")], "inconclusive")
-    assert "asked for (Accelerate's mixed_precision fp16)" in record.findings[0].message
+    assert "asked for (Accelerate's mixed_precision 'fp16')" in record.findings[0].message
     assert codes(trained(net, lowers=True)) == []
 
 
@@ -399,6 +399,7 @@ def test_a_page_has_a_table_where_weights_are_in_half() -> None:
     net.norm.register_forward_hook(lambda module, given, out: out.to(HALF))
     record = trained(net)
     page = text_of(record, Typed("", ""), PLAIN, "markdown")
+    assert "Weights: stored, computed, gradients and states FP32/bfloat16; no FP32 masters" in page
     assert "| kind | stored | computed | gradients | states |" in page
     assert "| linears | bfloat16 | bfloat16 | bfloat16 | bfloat16 |" in page
     assert "| norms | FP32 | FP32 | FP32 | FP32 |" in page
