@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
@@ -128,14 +129,15 @@ class DtypeContract:
     def cast(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Runs what casts a module or moves it, ``Module._apply``, and notes which float32 buffers of its own are half
         then; its children go through the same."""
-        own = dict(module.named_buffers(recurse=False))
-        before = {name: own[name].detach() for name in filter(KEPT_IN_FLOAT32.search, own) if own[name].numel()}
+        own = [(name, one) for name, one in module.named_buffers(recurse=False) if KEPT_IN_FLOAT32.search(name)]
+        before = {name: one for name, one in own if not is_lazy(one) and one.numel() and not one.is_meta}
         result, line = original(module, *args, **kwargs), innermost_line() if before else None
-        for name, buffer in before.items():
-            now = module.get_buffer(name).detach()
-            if now.dtype in HALVES and buffer.dtype is torch.float32 and not buffer.is_meta:
-                off = float((now.to(buffer) - buffer).abs().amax())
-                self._casts.append((weakref.ref(module), name, now._version, off, line))
+        now = dict(module.named_buffers(recurse=False))
+        for name in before.keys() & now.keys():
+            buffer, cast = before[name].detach(), now[name].detach()
+            if buffer.dtype is torch.float32 and cast.dtype in HALVES:
+                off = float((cast.to(buffer) - buffer).abs().amax())
+                self._casts.append((weakref.ref(module), name, cast._version, off, line))
         return result
 
     def averaged(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:

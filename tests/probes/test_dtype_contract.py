@@ -321,6 +321,24 @@ def test_the_bias_of_a_router_loses_steps_where_the_loop_adds_to_it(*, is_writte
     assert of_contract(record) == [("rounded-buffer", "warning")] * is_written
 
 
+def test_a_cast_of_buffers_without_values_and_of_a_scripted_module_is_as_without_a_watch() -> None:
+    class Scripted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("inv_freq", torch.full((3,), 0.3))
+            self.register_buffer("expert_bias", torch.zeros(0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    net, scripted, lazy = Net(), torch.jit.script(Scripted()), nn.LazyBatchNorm1d()
+    with watch(net, adamw(net)) as watched:
+        for module in (scripted, lazy, nn.LSTM(2, 2), nn.BatchNorm1d(3, device="meta")):
+            module.to(HALF)
+    cast = scripted.inv_freq.dtype, lazy.get_buffer("running_mean").dtype
+    assert (*cast, watched.failure) == (HALF, HALF, "")
+
+
 def test_casts_are_noted_no_more_once_the_watch_has_ended_even_with_an_error() -> None:
     original, net = nn.Module._apply, Rotary()
     with pytest.raises(ZeroDivisionError), watch(net, adamw(net)):
