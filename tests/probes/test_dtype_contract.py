@@ -422,3 +422,78 @@ def test_a_page_has_a_table_where_weights_are_in_half() -> None:
     assert "| linears | bfloat16 | bfloat16 | bfloat16 | bfloat16 |" in page
     assert "| norms | FP32 | FP32 | FP32 | FP32 |" in page
     assert ">computed</th>" in text_of(record, Typed("", ""), PLAIN, "html")
+
+
+MASTERS = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)).bfloat16()
+masters = [p.detach().float().requires_grad_() for p in net.parameters()]
+optimizer = torch.optim.AdamW(masters, lr=1e-3)
+for _ in range(5):
+    net(torch.randn(4, 8).bfloat16()).float().square().mean().backward()
+    for master, p in zip(masters, net.parameters()):
+        master.grad, p.grad = p.grad.float(), None
+    optimizer.step()
+    with torch.no_grad():
+        for master, p in zip(masters, net.parameters()):
+            p.copy_(master)
+"""
+
+
+@pytest.mark.slow
+def test_run_finds_the_weights_whose_masters_an_optimizer_steps(tmp_path: Path) -> None:
+    record, page, code = ran(tmp_path, MASTERS, options=())
+    assert {one.kind: (one.stored, one.masters) for one in record.dtypes} == dict.fromkeys(
+        ("linears", "biases", "norms"), (BF16, FP32)
+    )
+    assert (codes(record), code) == ([], 0)
+    assert "Weights: stored and computed bfloat16; states and masters FP32" in page
+
+
+LIGHTNING = """
+import torch, lightning as L
+from torch import nn
+
+class M(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(8, 8).to(torch.{dtype})
+
+    def training_step(self, batch, i):
+        return self.net(batch[0]).float().square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(64, 8)), batch_size=4)
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
+L.Trainer(max_epochs=1, precision="bf16-mixed", accelerator="cpu", devices=1, **quiet).fit(M(), data)
+"""
+
+FABRIC = """
+import torch
+from torch import nn
+from lightning.fabric import Fabric
+
+fabric = Fabric(precision="bf16-mixed", devices=1, accelerator="cpu")
+net = nn.Linear(8, 8).to(torch.{dtype})
+net, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+for _ in range(5):
+    fabric.backward(net(torch.randn(4, 8)).float().square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("text", "who"), [(LIGHTNING, "Lightning's precision"), (FABRIC, "Fabric's precision")])
+@pytest.mark.parametrize(("dtype", "found"), [("bfloat16", [("half-weights", "warning")]), ("float32", [])])
+def test_run_knows_what_lightning_and_fabric_were_asked_for(
+    text: str, who: str, dtype: str, found: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    pytest.importorskip("lightning")
+    record, _, code = ran(tmp_path, text.format(dtype=dtype), options=())
+    assert (of_contract(record), code, record.asked[who]) == (found, len(found), "bf16-mixed")
