@@ -19,6 +19,7 @@ import torch
 from torch.optim import Optimizer
 
 from ampdbg.errors import named_error
+from ampdbg.probes.averages import Averages
 from ampdbg.probes.models import Models
 from ampdbg.probes.tensors import HALVES, stored
 from ampdbg.record.run import FrozenParameter, KindDtypes, KindUpdates, StuckMoment, Updates
@@ -355,7 +356,7 @@ class Book:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.of, self.name = weakref.ref(optimizer), type(optimizer).__name__
-        self.steps, self.cost, self.passes = 0, 0.0, 0
+        self.steps, self.cost, self.passes, self.added = 0, 0.0, 0, 0
         self.window: UpdateWindow | None = None
         self.moments: dict[tuple[int, ...], Moments] = {}
         self.dtypes: tuple[KindDtypes, ...] = ()
@@ -413,14 +414,17 @@ class UpdateLedger:
         self._spoilt: tuple[str, ...] = ()
         self._spoilt_step: int | None = None
         self._eps: float | None = None
+        self.averages = Averages()
 
     def pause(self) -> None:
         """What comes now is no time of the loop's."""
         self.hooks.close()
+        self.averages.end()
         self._latest = math.inf
 
     def before(self, optimizer: Optimizer) -> None:
         """To be called right before a step of the optimizer."""
+        self.averages.end()
         book = self._books.get(id(optimizer))
         if book is None or book.of() is not optimizer:
             book = self._books[id(optimizer)] = Book(optimizer)
@@ -439,11 +443,14 @@ class UpdateLedger:
             return
         if not book.dtypes:
             book.dtypes = _dtypes(optimizer, self._kinds())
+        book.added, book.passes = self.passes - book.passes, self.passes
         if book.window is not None:
             self._timed(book, self._after, step)
+        self.averages.stepped(optimizer)
 
     def in_a_pass(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a backward pass of the loop's own; those of replays add nothing up."""
+        self.averages.end()
         self.passes, self._is_in_a_pass = self.passes + 1, True
         try:
             return original(*args, **kwargs)
@@ -483,9 +490,8 @@ class UpdateLedger:
         assert window is not None
         window.after()
         self._steps += 1
-        passes, book.passes = self.passes - book.passes, self.passes
-        if passes >= MANY and window.steps == 1:
-            self._most_passes = max(passes, self._most_passes)
+        if book.added >= MANY and window.steps == 1:
+            self._most_passes = max(book.added, self._most_passes)
             for row in window.rows:
                 row.listen(self.hooks, lambda: self._is_in_a_pass)
         spoilt = tuple(name for row in window.rows for name in row.spoilt())
@@ -523,7 +529,8 @@ class UpdateLedger:
         first = [each for book in self._books.values() if not book.moments for each in book.columns()]
         every = _added(self._read, first)
         known = {name: one for name, one in every.items() if math.isfinite(sum(one.sums)) and not one.sums.foreign}
-        if not (known or self._spoilt):
+        averages = self.averages.seen(self._kinds())
+        if not (known or averages or self._spoilt):
             return None
         total = Sums.of((Sums(), *(one.whole for one in known.values())))
         kinds = {kind: [one for one in known.values() if one.member.kind == kind] for kind in _kinds_of(known.values())}
@@ -550,6 +557,7 @@ class UpdateLedger:
                 for one in known.values()
                 if (second := one.second).apart > APART and second.sticks
             ),
+            averages=averages,
             vanishing_eps=self._eps,
             spoilt_step=self._spoilt_step,
             spoilt=self._spoilt,
