@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,9 +16,6 @@ from ampdbg.record.run import FrozenParameter, KeptAverage, Record, StuckMoment,
 
 SMALL_UPDATES, FROZEN = "optimizer-underflow", "frozen-weights"
 STUCK, ACCUMULATION, AVERAGE = "stuck-moment", "lost-accumulation", "frozen-average"
-
-FALLS = 0.9
-"""A loss whose mean falls below this share of what it was at first is said to fall."""
 
 MOST_OF_THE_UPDATE = 0.5
 """Where a larger share of the way is lost, training stands still."""
@@ -178,12 +174,9 @@ class HalfUpdates:
         return f"; most values stand still at learning rates below {listed(known)}" if known else ""
 
     @property
-    def falls(self) -> str:
-        """What speaks for a run that goes on learning with the weights that do move."""
-        losses = [step.loss for step in self.record.steps]
-        tenth = len(losses) // 10 or 1
-        first, last = statistics.fmean(losses[:tenth]), statistics.fmean(losses[-tenth:])
-        return f"; the loss falls from {number(first)} to {number(last)} all the same" if last < FALLS * first else ""
+    def cost(self) -> str:
+        """What it costs that parameters stand still."""
+        return percent(self.seen.cost)
 
     @property
     def named_stuck(self) -> str:
@@ -226,7 +219,8 @@ SMALL: tuple[Decision[HalfUpdates], ...] = (
         FROZEN,
         "half weights lose over 90 % of the way that float32 masters go, and that counts in the fall of the loss",
         lambda it: bool(it.seen.frozen),
-        "{count:half parameter} hardly moved in {seen.steps:sampled step}: {still}; {shares}{falls}{forecast}",
+        "{count:half parameter} hardly moved in {seen.steps:sampled step}: {still}, which costs {cost} of "
+        "the fall of the loss to first order; {shares}{forecast}",
         {"parameters": "names", **LOST},
     ),
     Decision(
