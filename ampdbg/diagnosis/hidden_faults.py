@@ -13,6 +13,7 @@ from ampdbg.agreement import (
     AGREEMENT,
     LOST_ENERGY,
     agrees,
+    is_beyond_noise,
     is_finite,
     is_same_run,
     losses_agree,
@@ -66,6 +67,17 @@ class HiddenFault(Evidence):
         """The step is further from FP32 than rounding makes it; without its noise floor a difference says nothing."""
         floor = noise_floor(self.made)
         return floor is not None and not agrees(self.low, self.fp32, floor)
+
+    @cached_property
+    def is_off(self) -> bool:
+        """Loss and gradients agree with FP32's, and rounding weights and batch does not lead so far."""
+        return not self.is_far and is_beyond_noise(self.low, noise_floor(self.made))
+
+    @property
+    def beyond_noise(self) -> str:
+        """How far the gradients are from FP32's, in words."""
+        distance, noise = (one.gradient_distance or math.inf for one in (self.low, self.made.floor or self.low))
+        return f"{distance:.1%} from FP32's, {distance / noise:.0f} times what rounding weights and batch makes"
 
     @cached_property
     def hidden(self) -> Suspect | None:
@@ -181,6 +193,14 @@ HIDDEN: tuple[Decision[HiddenFault], ...] = (
         "changes, and nothing overflows",
         lambda fault: fault.is_far and fault.hidden is None and not fault.is_flushed and not fault.chooses_otherwise,
         "the step differs from FP32 by more than rounding explains: {both_losses}{first_far}",
+    ),
+    Decision(
+        FAR_FROM_FP32,
+        "loss and gradients agree so far, and gradients are over 10 % from FP32's and over 16 times further than "
+        "rounding weights and batch makes them: a warning",
+        lambda fault: fault.is_off and fault.hidden is None and not fault.is_flushed and not fault.chooses_otherwise,
+        "the gradients are {beyond_noise}, though the loss agrees{first_far}",
+        severity="warning",
     ),
 )
 

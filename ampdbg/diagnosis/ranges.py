@@ -17,10 +17,14 @@ from ampdbg.formats import FLOAT16
 from ampdbg.quantities import counted, number
 from ampdbg.record.codes import finding_of
 from ampdbg.record.findings import Finding, Phase
-from ampdbg.record.run import Record, Replay, Site, Verdict
+from ampdbg.record.pins import is_pinned
+from ampdbg.record.run import Readiness, Record, Replay, Site, Verdict
 
 FIRST_SCALE = 65536.0
 """A GradScaler's; no higher one is tried."""
+
+ROUNDING_BITS = 0.01
+"""FP16's lowest number lacks no more to a power of two."""
 
 
 @dataclass(frozen=True)
@@ -76,15 +80,32 @@ def measured_step(record: Record) -> int:
     return record.steps[-1].step if is_captured else max(record.planned_steps - 1, 0)
 
 
-def scale_to_try(sites: Iterable[Site]) -> float | None:
-    """A loss scale in the window of all sites at which a run in FP16 is to be finite; None where something overflows
-    at any. The window's end may be one rounding too high."""
-    sites = tuple(sites)
-    if any(site.scale_ceiling is None and site.overflow == "starts" for site in sites):
-        return None
+def overflows_at_any_scale(sites: Iterable[Site]) -> bool:
+    """Whether an overflow of the forward pass starts at one of the sites."""
+    return any(site.scale_ceiling is None and site.overflow == "starts" for site in sites)
+
+
+def is_mask(site: Site) -> bool:
+    """Whether it is a mask of FP16's lowest number, which the shadow rounds to 65,536."""
+    return site.overflow == "carried" and site.headroom_bits >= -ROUNDING_BITS
+
+
+def unpinned(sites: Iterable[Site], pins: Sequence[str]) -> tuple[Site, ...]:
+    """The sites that stay in half with these pins."""
+    return tuple(site for site in sites if not is_pinned(site.module, pins))
+
+
+def in_half(record: Record) -> tuple[Site, ...]:
+    """The sites that stay in half with the pins that its readiness takes."""
+    return unpinned(record.sites, record.readiness.pins if record.readiness else ())
+
+
+def scale_to_try(sites: Iterable[Site]) -> float:
+    """A loss scale of 1 or more in the window of all sites, at which a run in FP16 is to be finite unless something
+    overflows at any. The window's end may be one rounding too high."""
     whole = window(sites)
     highest = min(whole.ceiling / 2.0, FIRST_SCALE)
-    return max(highest, whole.floor) if whole.is_open else highest
+    return max(1.0, highest, whole.floor if whole.is_open else 0.0)
 
 
 def check_in(record: Record, dtype: str) -> Replay | None:
@@ -100,7 +121,7 @@ def refuted_by(record: Record) -> Replay | None:
     wide, half = check_in(record, "bfloat16"), check_in(record, "float16")
     if wide is not None and not is_finite(wide):
         return wide
-    if half is None or is_finite(half):
+    if half is None or is_finite(half) or overflows_at_any_scale(record.sites):
         return None
     is_allowed = window(record.sites).ceiling >= 2.0 * half.scale
     return half if half.error or not math.isfinite(half.loss) or is_allowed else None
@@ -124,12 +145,34 @@ def diagnose_ranges(record: Record) -> Record:
     The verdict is ``healthy`` where nothing is beyond a limit, ``other`` where the step is not finite in FP32 either,
     else ``inconclusive``: also where nothing was measured, or not all.
     """
+    record = replace(record, readiness=_readiness(record))
     bad = refuted_by(record)
     findings = [*autocast_errors(record), *([] if bad is None else [_not_finite(record, bad)])]
     is_measured = bad is None or bad.dtype != "bfloat16"
     findings += [each for each in _overflows(record) if is_measured or each.phase == "forward"]
     findings += _no_scale(record) if is_measured else ()
     return replace(record, findings=tuple(findings), verdict=_verdict(record, findings))
+
+
+def _readiness(record: Record) -> Readiness | None:
+    """Nothing of a step that runs in FP16, or that was not tried in it. It is open where that raised or made gradients
+    alone infinite, and where what was measured leaves no loss scale or is not all."""
+    tried = [check for check in record.checks if check.dtype == FLOAT16.name]
+    if not tried or all(site.dtype == FLOAT16.name for site in record.sites):
+        return None
+    first, last = tried[0], tried[-1]
+    is_cured = is_finite(last) and bool(unpinned(record.sites, last.pins))
+    pins = last.pins if is_cured else ()
+    whole = window(unpinned(record.sites, pins))
+    is_decided = whole.is_open if is_cured else not (math.isfinite(first.loss) or first.error)
+    made = (site.abs_max for site in record.sites if site.phase == "forward" and site.overflow != "carried")
+    return Readiness(
+        is_cured if is_decided and not record.unseen.unmeasured else None,
+        max(made, default=0.0),
+        whole.floor,
+        whole.ceiling,
+        pins,
+    )
 
 
 def _verdict(record: Record, findings: Sequence[Finding]) -> Verdict:
@@ -188,7 +231,7 @@ def _of_wide(record: Record, bad: Replay) -> str:
 def _overflows(record: Record) -> Iterator[Finding]:
     """Each place where an overflow starts; what carries it on follows from it."""
     for site in record.sites:
-        if site.scale_ceiling is None and site.overflow == "starts":
+        if overflows_at_any_scale([site]):
             yield _proposed(record, site, OVERFLOWS[site.phase], f"{_reach(site)}, above {limit_of(FLOAT16)}")
         elif site.scale_ceiling is not None and site.scale_ceiling < 1.0 and site.overflow != "carried":
             why = f"{_reach(site)} at a loss scale of 1, so no scale of 1 or more is left"
@@ -196,7 +239,7 @@ def _overflows(record: Record) -> Iterator[Finding]:
 
 
 def _no_scale(record: Record) -> Iterator[Finding]:
-    whole = window(record.sites)
+    whole = window(in_half(record))
     low, high = whole.lowest_ceiling, whole.highest_floor
     if whole.is_open or low is None or high is None or whole.ceiling < 1.0:
         return

@@ -19,6 +19,7 @@ Wider = Mapping[torch.dtype, torch.dtype]
 """What each dtype becomes; those that are not in it stay."""
 
 LIFTS: Mapping[str, Wider] = {
+    "float16": {torch.bfloat16: torch.float16},
     "bfloat16": {torch.float16: torch.bfloat16},
     "float32": {
         torch.float16: torch.float32,
@@ -33,7 +34,7 @@ LIFTS: Mapping[str, Wider] = {
         torch.complex64: torch.complex128,
     },
 }
-"""The lift for a replay of each dtype."""
+"""The lift for a replay of each dtype; each half takes the place of the other."""
 
 
 class _Lifting(TorchDispatchMode):

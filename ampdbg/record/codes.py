@@ -164,14 +164,12 @@ _ALL = (
         "precision-loss",
         FORWARD,
         "precision",
-        "run this op in FP32 with its inputs cast up",
+        "run this op in FP32; where it is already, what makes its inputs",
         "Nothing overflows before it, but step {step} comes to a different result than FP32.",
         pin_helps=True,
-        remedy_at=(
-            (
-                "binary_cross_entropy_backward",
-                "give the loss logits (BCEWithLogitsLoss), or run the sigmoid in FP32: half rounds it to 0 or 1",
-            ),
+        remedy_at=tuple(
+            (op, "give the loss logits (BCEWithLogitsLoss), or run the sigmoid in FP32: half rounds it to 0 or 1")
+            for op in ("binary_cross_entropy.", "binary_cross_entropy_backward")
         ),
     ),
     Code(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -53,6 +53,11 @@ def is_line(name: str) -> bool:
     """Whether an atom is a line of a script behind its modules, ``train.py:41``; it stands in no module."""
     file, _, number = name.rpartition(":")
     return bool(file) and number.isdecimal()
+
+
+def is_pinned(module: str, pins: Iterable[str]) -> bool:
+    """Whether a pin keeps the module's own lines and weights in FP32: its own lines' or that of a module around it."""
+    return any(pin in ("", module, module + OWN) or module.startswith(f"{pin}.") for pin in pins)
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,8 @@ class Replay:
     ``loss`` is unscaled; ``grad_norm`` is the norm of all gradients after unscaling. ``gradients`` and
     ``buffers`` name the parameters whose gradient is not finite, and the buffers that this step made so; ``inf`` and
     ``nan`` are how many elements of those gradients are, where they were counted. ``error`` is what the user's code
-    raised, if it did. ``producers`` are in the order of execution, and only there when the replay was traced.
+    raised, if it did. ``pins`` ran in FP32 beside the run's own. ``producers`` are in the order of execution, and only
+    there when the replay was traced.
 
     Against FP32's gradients, where both are finite: ``gradient_distance`` is the norm of the difference over
     that of FP32's, ``lost_energy`` the share of the sum of squares that was flushed to zero, and ``lost``
@@ -124,6 +125,7 @@ class Replay:
     unreached: tuple[str, ...] = ()
     inf: Count = 0
     nan: Count = 0
+    pins: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -517,6 +519,22 @@ class Site:
 
 
 @dataclass(frozen=True)
+class Readiness:
+    """Whether a step that does not run in FP16 would train in it, by a range profile; None where that is open.
+
+    ``largest`` is the largest magnitude that an op of the forward pass makes, ``floor`` and ``ceiling`` bound the loss
+    scales that work. ``pins`` have to run in FP32, as the config takes them: without them a replay in FP16 fails, with
+    them it does not.
+    """
+
+    trains: bool | None
+    largest: float
+    floor: float
+    ceiling: float
+    pins: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class AutocastError:
     """An exception of the user's code that autocast causes and FP32 would not raise; ``code`` is a finding's.
 
@@ -613,7 +631,8 @@ class Record:
     ``config_folder`` is what the config's paths are relative to, itself relative to where the run was started.
     ``planned_steps`` is how many were asked for; ``groups`` names every parameter group in order.
     ``checks`` are what a range profile is held against: its step in bfloat16, in which it was measured; then in FP16 at
-    a loss scale that it allows, or in FP32 where it is not finite in bfloat16.
+    a loss scale that it allows, or in FP32 where it is not finite in bfloat16. A step that does not run in FP16 is
+    tried in it with ever more pins, up to a set that cures it, and has ``readiness``.
     ``listings`` are the files that sites and findings name, or of long ones the lines around those.
     """
 
@@ -625,6 +644,7 @@ class Record:
     steps: tuple[Step, ...] = ()
     sites: tuple[Site, ...] = ()
     checks: tuple[Replay, ...] = ()
+    readiness: Readiness | None = None
     findings: tuple[Finding, ...] = ()
     pins: tuple[Pin, ...] = ()
     trials: tuple[Trial, ...] = ()

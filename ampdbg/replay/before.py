@@ -1,13 +1,13 @@
 """What the forward passes of a loop change in its modules besides weights, as it was before them.
 
 Each module is looked at whole in its first calls. From then on only what these were seen to change is held: the
-statistics of batch norms, say, or a counter of steps, and no mask of attention.
+statistics of batch norms, say, a counter of steps, or the weights of a momentum encoder, and no mask of attention.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ampdbg.probes.tensors import is_finite, times_written
+from ampdbg.probes.tensors import is_emptied, is_finite, times_written
 from ampdbg.replay.snapshot import ModelState
 from ampdbg.replay.state import TENSOR, Held, Kind, held_before_a_step
 
@@ -23,14 +23,23 @@ LOOKED_AT = 2
 """So many calls of each module are looked at whole."""
 
 
+SAMPLE = 1024
+"""About so many entries of a frozen parameter show whether a call that is looked at writes it."""
+
+
 NOTHING = Held({})
+
+Stamp = tuple[int, int]
+"""How often a tensor had been written, and where it lay in memory; an optimizer's may be moved by who trains them."""
 
 
 class _Kept(NamedTuple):
-    """What a module held before one call, and how often each of its buffers had been written."""
+    """What a module held before one call, with the stamp of each of its buffers and parameters, and in a call that is
+    looked at a ``sample`` of each frozen one."""
 
     held: Held
-    written: dict[str, int]
+    stamps: Mapping[str, Stamp]
+    sample: Mapping[str, torch.Tensor]
 
 
 @dataclass
@@ -43,7 +52,7 @@ class _Root:
     calls: int = 0
     kept: dict[int, _Kept] = field(default_factory=dict)
     changes: dict[int, tuple[Callable[[], Any], Kind]] = field(default_factory=dict)
-    buffers: weakref.WeakValueDictionary[str, torch.Tensor] = field(default_factory=weakref.WeakValueDictionary)
+    tensors: weakref.WeakValueDictionary[str, torch.Tensor] = field(default_factory=weakref.WeakValueDictionary)
 
     @property
     def is_looked_at(self) -> bool:
@@ -54,16 +63,23 @@ class _Root:
         """Holds what is to be held before a call."""
         self.calls += 1
         if self.is_looked_at:
-            self.buffers = weakref.WeakValueDictionary(module.named_buffers())
-        written = {name: times_written(buffer) for name, buffer in self.buffers.items()}
+            own = {**dict(module.named_buffers()), **dict(module.named_parameters())}
+            self.tensors = weakref.WeakValueDictionary(own)
         self.kept = {call: kept for call, kept in self.kept.items() if call in noted}
-        self.kept[number] = _Kept(self._held(module), written)
+        self.kept[number] = _Kept(self._held(module), _stamps(self.tensors), self._sample())
+
+    def _sample(self) -> Mapping[str, torch.Tensor]:
+        """Part of what the frozen parameters are, in a call that is looked at: ``.data`` hides writes from versions."""
+        with torch.no_grad(), _disable_current_modes():
+            looked_at = self.tensors if self.is_looked_at else {}
+            return {name: _part(one) for name, one in looked_at.items() if _is_frozen(one)}
 
     def _held(self, module: torch.nn.Module) -> Held:
         if not self.is_looked_at and not self.changes:
             return NOTHING
         with torch.no_grad(), _disable_current_modes():
-            return held_before_a_step(module) if self.is_looked_at else Held.now(self._changing())
+            known = Held.now(self._changing())
+            return held_before_a_step(module).with_earlier(known) if self.is_looked_at else known
 
     def _changing(self) -> list[tuple[Any, Kind]]:
         changes = [(value, kind) for alive, kind in self.changes.values() if (value := alive()) is not None]
@@ -78,19 +94,41 @@ class _Root:
         held = self.kept[number].held
         with torch.no_grad(), _disable_current_modes():
             changed = [(value, kind) for value, kind in held.values if kind.draws or not held.is_as_saved(value)]
+            changed += [(self.tensors[name], TENSOR) for name in self._written(self.kept[number])]
         self.changes.update((id(value), (_reference(value), kind)) for value, kind in changed)
 
     def first_of(self, calls: Collection[int]) -> int | None:
         """The first of these calls that is one of this module."""
         return min((number for number in self.kept if number in calls), default=None)
 
+    def _written(self, kept: _Kept) -> list[str]:
+        """The buffers and parameters that were written since."""
+        now, sample = _stamps(self.tensors), self._sample()
+        moved = {name for name, stamp in kept.stamps.items() if name in now and now[name] != stamp}
+        others = {name for name, part in kept.sample.items() if name in sample and not torch.equal(sample[name], part)}
+        return [name for name in kept.stamps if name in moved | others]
+
     def unknown(self, kept: _Kept) -> Iterator[str]:
-        """The buffers that were written since and are not held; they are from the next call on."""
-        for name, times in kept.written.items():
-            buffer = self.buffers.get(name)
-            if buffer is not None and buffer not in kept.held and times_written(buffer) != times:
+        """The buffers and parameters that were written since and are not held; they are from the next call on."""
+        for name in self._written(kept):
+            if self.tensors[name] not in kept.held:
                 self.calls = 0
-                yield name
+                yield f"{'parameter' if isinstance(self.tensors[name], torch.nn.Parameter) else 'buffer'} {name}"
+
+
+def _stamps(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, Stamp]:
+    return {name: (times_written(one), one.data_ptr() if _is_frozen(one) else 0) for name, one in tensors.items()}
+
+
+def _is_frozen(tensor: torch.Tensor) -> bool:
+    """Whether it is a parameter that no optimizer trains, and has memory that can be read."""
+    is_kept_still = type(tensor) is torch.nn.Parameter and not tensor.requires_grad
+    return is_kept_still and tensor.layout is torch.strided and not tensor.is_meta and not is_emptied(tensor)
+
+
+def _part(tensor: torch.Tensor) -> torch.Tensor:
+    values = tensor.reshape(-1)
+    return values[:: max(1, values.numel() // SAMPLE)].clone()
 
 
 class Before:
@@ -110,7 +148,7 @@ class Before:
             root.returned(number)
 
     def state(self, model: torch.nn.Module, calls: Collection[int]) -> tuple[ModelState, str]:
-        """What the model held before these calls, and the name of a buffer of which that is not known; "" of none."""
+        """What the model held before these calls, and of which buffer or parameter that is not known; "" of none."""
         held, unknown = held_before_a_step(model), ""
         begun = [(first, root) for root in self._roots.values() if (first := root.first_of(calls)) is not None]
         for first, root in sorted(begun, key=lambda one: -one[0]):  # of what two others hold the earlier counts

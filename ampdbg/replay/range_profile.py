@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import torch
 
 from ampdbg.agreement import is_finite
-from ampdbg.diagnosis.ranges import scale_to_try
+from ampdbg.diagnosis.ranges import is_mask, overflows_at_any_scale, scale_to_try, unpinned
+from ampdbg.formats import FLOAT16
 from ampdbg.probes.shadow_trace import sites_of
+from ampdbg.record.pins import OWN
 from ampdbg.record.run import Replay, Site, Unseen
 from ampdbg.replay.replay import FP32, Manner, counted, replay_step, shadow_step
 from ampdbg.replay.run import Run
@@ -24,24 +29,48 @@ class RangeProfile:
 
 
 def profile_of(run: Run, snapshot: Snapshot) -> RangeProfile:
-    """Measures a step as the shadow and checks it by one more replay; changes nothing.
+    """Measures a step as the shadow and checks it by more replays; changes nothing.
 
     Raises:
         UserCodeError: the user's code raised in the shadow.
     """
     shadow = shadow_step(run, snapshot)
-    sites = sites_of(shadow.ranges)
+    sites = sites_of(shadow.ranges, run.mode.format.name)
     return RangeProfile(sites, shadow.unseen, (shadow.replay, *_checks(run, snapshot, shadow.replay, sites)))
 
 
 def _checks(run: Run, snapshot: Snapshot, measured: Replay, sites: Sequence[Site]) -> Iterator[Replay]:
-    """FP32 where the shadow is not finite: whose limits it has. Else FP16, unless an overflow is proposed already."""
+    """FP32 where the shadow is not finite: whose limits it has. Else FP16, unless an overflow is proposed already; of a
+    step that does not run in FP16 with ever more pins, up to a set at which it is finite."""
     if not is_finite(measured):
         yield _checked(run, snapshot, FP32)
         return
-    scale = scale_to_try(sites)
-    if scale is not None:
-        yield _checked(run, snapshot, Manner("float16", scale, is_lifted=False))
+    is_half = run.mode.format is FLOAT16
+    if is_half and overflows_at_any_scale(sites):
+        return
+    for pins in [()] if is_half else dict.fromkeys(_pins_to_try(run.workload.model, sites)):
+        manner = Manner("float16", scale_to_try(unpinned(sites, pins)), is_lifted=not is_half)
+        with run.pinned(pins):
+            check = replace(_checked(run, snapshot, manner), pins=pins)
+        yield check
+        if is_finite(check) or check.error:
+            return
+
+
+def _pins_to_try(model: torch.nn.Module, sites: Sequence[Site]) -> Iterator[tuple[str, ...]]:
+    """None; the modules in which an overflow starts; those too in which it is carried on; and what is around them all,
+    the innermost first, up to the root."""
+    modules = dict(model.named_modules())
+    beyond: set[str] = set()
+    yield ()
+    for overflow in ("starts", "carried"):
+        beyond |= {site.module for site in sites if site.overflow == overflow and not is_mask(site)} & modules.keys()
+        yield tuple(name + OWN if any(modules[name].children()) else name for name in sorted(beyond))
+    around = ".".join(os.path.commonprefix([name.split(".") for name in sorted(beyond)]))  # noqa: RUF071 - lists of names
+    while around:
+        if type(modules[around]).forward is not torch.nn.Module.forward:
+            yield (around,)
+        around = around.rpartition(".")[0]
 
 
 def _checked(run: Run, snapshot: Snapshot, manner: Manner) -> Replay:

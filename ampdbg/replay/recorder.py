@@ -126,8 +126,8 @@ class _Thread:
     def __init__(self) -> None:
         self.calls: dict[int, Noted] = {}
         self.numbers = itertools.count()
-        self.made: dict[int, tuple[weakref.ref[torch.Tensor], Made, bool]] = {}
-        """By ``id``: the tensor, what made it, and whether that wanted its gradient."""
+        self.made: dict[int, tuple[weakref.ref[torch.Tensor], Made, bool, int]] = {}
+        """By ``id``: the tensor, what made it, whether that wanted its gradient, and how often it had been written."""
         self.scaled: dict[int, weakref.ref[torch.Tensor]] = {}
         self.changed: dict[int, list[int]] = {}
         self.losses: list[tuple[Made | None, torch.Tensor | None]] = []
@@ -348,7 +348,7 @@ class Recorder(TorchFunctionMode):
         for path, tensor in (("", result),) if isinstance(result, torch.Tensor) else made_in(result):
             held = weakref.ref(tensor)
             noted.gives.append(held)
-            made[id(tensor)] = held, Made(number, path), tensor.requires_grad
+            made[id(tensor)] = held, Made(number, path), tensor.requires_grad, times_written(tensor)
             if (
                 now.trains
                 and tensor.numel() == 1
@@ -359,15 +359,19 @@ class Recorder(TorchFunctionMode):
                 now.scalars.append((held, Mark(tensor)))
 
     def _maker(self, tensor: torch.Tensor) -> Made | None:
-        held, made, wants = self._now.made.get(id(tensor), (None, None, False))
+        held, made, wants, times = self._now.made.get(id(tensor), (None, None, False, 0))
         if held is None or made is None or held() is not tensor:
             return None
+        call = self._now.calls.get(made.call)
+        is_of_a_step_before = call is not None and call.steps != self._steps
+        if is_of_a_step_before and not tensor.requires_grad and times_written(tensor) != times:
+            return None  # it has other values by now, as a tensor that every batch is copied into
         if wants is tensor.requires_grad:
             return made
         # A custom Function hands on what it has made without gradients, and leads them there itself.
-        if type(tensor.grad_fn).__name__ != "CheckpointFunctionBackward" or made.call not in self._now.calls:
+        if type(tensor.grad_fn).__name__ != "CheckpointFunctionBackward" or call is None:
             return None
-        self._now.calls[made.call].has_gradients = True
+        call.has_gradients = True
         return made
 
     def _is_of_scaled(self, args: Any, kwargs: Any) -> bool:
@@ -423,7 +427,7 @@ class Recorder(TorchFunctionMode):
             made = self._maker(loss)
             self._now.scaled[id(scaled)] = weakref.ref(scaled)
             if made is not None:
-                self._now.made[id(scaled)] = weakref.ref(scaled), made, scaled.requires_grad
+                self._now.made[id(scaled)] = weakref.ref(scaled), made, scaled.requires_grad, times_written(scaled)
 
     def _goes_backward(self, original: Callable[..., Any], roots: Any, starts: Any, *args: Any, **kwargs: Any) -> Any:
         """The engine's arguments: (roots, gradients, retain_graph, create_graph, inputs, ...)."""
@@ -635,19 +639,19 @@ class Recorder(TorchFunctionMode):
         self, calls: _Calls, parts: Sequence[tuple[set[int], tuple[Made, ...]]], model: torch.nn.Module, device: str
     ) -> tuple[RecordedStep | None, str, ModelState]:
         numbers = sorted(set().union(*(part for part, _ in parts)))
-        why = next(filter(None, map(calls.why_not, numbers)), "")
-        if why:
-            return None, why, ModelState()
+        whys = [*map(calls.why_not, numbers)]  # all of them: what was changed in place is copied from now on
+        if any(whys):
+            return None, next(filter(None, whys)), ModelState()
         state, unknown = self.before.state(model, numbers)
         if unknown:
-            return None, f"its buffer {unknown} was written in it, and is kept from now on", state
+            return None, f"its {unknown} was written in it, and is kept from now on", state
         own = {id(tensor) for tensor in tensors_in(model)}
         given = tuple({n: calls.given(n, own) for n in sorted(part)} for part, _ in parts)
         modules = {id(module): module for n in numbers if (module := calls.calls[n].module) is not None}
         beside = [module for module in modules.values() if own.isdisjoint(map(id, tensors_in(module)))]
         states = [(module, *self.before.state(module, numbers)) for module in beside]
-        if any(unknown for _, _, unknown in states):
-            return None, "a buffer of a module beside its model was written in it, and is kept from now on", state
+        if unknown := next((unknown for _, _, unknown in states if unknown), ""):
+            return None, f"{unknown} of a module beside its model was written in it, and is kept from now on", state
         step = RecordedStep(
             {n: calls.call(n, device) for n in numbers},
             {min(part): losses for part, losses in parts},
@@ -713,10 +717,10 @@ class _Calls:
         call = self.calls[number]
         if call.why_not:
             return call.why_not
-        for place, (tensor, times) in enumerate(call.inputs):
-            if times_written(tensor) != times:
-                self._copied.add((call.line, str(place)))
-                return f"what {_described(call)} was given was changed in place since; it is copied from now on"
+        changed = [place for place, (tensor, times) in enumerate(call.inputs) if times_written(tensor) != times]
+        if changed:
+            self._copied.update((call.line, str(place)) for place in changed)
+            return f"what {_described(call)} was given was changed in place since; it is copied from now on"
         weights = call.module.parameters() if call.module is not None else ()
         if any(self._written.get(id(weight), -1) > call.steps for weight in weights):
             return "its weights are others by now"

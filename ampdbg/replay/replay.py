@@ -212,7 +212,7 @@ def _forward_and_backward(run: Run, snapshot: Snapshot, manner: Manner, stops_at
     losses = run_pass(
         run.workload,
         [altered_batch(batch, manner.altered) for batch in snapshot.batches],
-        run.mode.forward if _is_as_it_was(run, manner) else functools.partial(_autocast, run.device, manner.dtype),
+        run.mode.forward if _is_as_it_was(run, manner) else functools.partial(_lowered, run, manner.dtype),
         scaled=lambda loss: _scaled(loss, manner.scale),
         stops_at=lambda losses: stops_at_loss and not math.isfinite(sum(loss.item() for loss in losses.values())),
     )
@@ -234,10 +234,8 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _autocast(device: torch.device, dtype: str) -> contextlib.AbstractContextManager[Any]:
-    if dtype in ("float32", "float64"):
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype=DTYPES[dtype])
+def _lowered(run: Run, dtype: str) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if dtype in ("float32", "float64") else run.mode.in_half(dtype)
 
 
 def _newly_nonfinite_buffers(model: torch.nn.Module, before: Mapping[str, torch.Tensor]) -> Iterator[str]:
@@ -305,7 +303,7 @@ def shadow_step(run: Run, snapshot: Snapshot) -> Shadow:
 
 def _run_in_bfloat16(run: Run, snapshot: Snapshot) -> float:
     try:
-        return loss_of(run_pass(run.workload, snapshot.batches, run.mode.in_bfloat16))
+        return loss_of(run_pass(run.workload, snapshot.batches, functools.partial(_lowered, run, "bfloat16")))
     except UserCodeError as error:
         if "BFloat16" not in text_of(error.__cause__ or error):
             raise

@@ -51,6 +51,10 @@ class ModelState:
         buffers = {name: held.copy_of(one) for name, one in _buffers(model, held) if one in held}
         return ModelState(buffers, held=held, model=model)
 
+    def before(self, weight: torch.Tensor) -> torch.Tensor:
+        """What a parameter of the model was: its own values, but where the forward pass has written it."""
+        return self.held.copy_of(weight) if weight in self.held else weight.detach()
+
     def write(self, model: torch.nn.Module) -> None:
         """Makes the model's buffers and attributes so.
 
@@ -179,7 +183,7 @@ class FailingStep:
 
 def failing_step(model: torch.nn.Module, snapshot: Snapshot, scale: float, made: Investigation) -> FailingStep:
     """The step with the weights that the model has now: to be called while those are still the step's."""
-    weights = tuple(weight.detach().clone() for weight in model.parameters())
+    weights = tuple(snapshot.state.before(weight).clone() for weight in model.parameters())
     return FailingStep(made, replace(snapshot, weights=weights), scale)
 
 

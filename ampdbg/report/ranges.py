@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ampdbg.diagnosis.producers import op_name
@@ -12,17 +12,20 @@ from ampdbg.diagnosis.ranges import (
     Window,
     check_in,
     fails_in_fp32,
+    in_half,
+    is_mask,
     measured_step,
     module_windows,
     refuted_by,
     what_fails,
     window,
 )
-from ampdbg.formats import Exponents
-from ampdbg.quantities import counted, duration, listed, number, scale
+from ampdbg.formats import FLOAT16, Exponents
+from ampdbg.quantities import counted, duration, listed, number, scale, share
 from ampdbg.record.codes import catalogued
 from ampdbg.record.findings import Finding, place_of
-from ampdbg.record.run import Record, Replay, Site
+from ampdbg.record.pins import in_words
+from ampdbg.record.run import Readiness, Record, Replay, Site
 
 from . import view
 from .scan import TONES, raised, stopped
@@ -30,9 +33,6 @@ from .view import line, more, ran_on, with_option
 
 NEAR_BITS = 2.0
 """Closer to the limit than this many doublings is worth a mark."""
-
-ROUNDING_BITS = 0.01
-"""FP16's lowest number lacks no more to a power of two."""
 
 SHOWN = 10
 """So many sites and modules are listed."""
@@ -62,7 +62,7 @@ WINDOW_COLUMNS = (
 
 def page(record: Record, typed: view.Typed) -> view.Page:
     """What ``ampdbg ranges`` says of its step."""
-    facts = (_step(record), counted(len(record.sites), "site"), duration(record.elapsed))
+    facts = (_step(record), counted(len(record.sites), "site"), *_tried(record), duration(record.elapsed))
     return view.Page(
         view.Headline(_tone(record), _sentence(record)),
         tuple(_sections(record, typed)),
@@ -84,7 +84,7 @@ def _story(record: Record, typed: view.Typed) -> Iterator[view.Section]:
     yield _brief_site_table(record, typed, BESIDE_FINDINGS if others else BRIEF_SITES)
     if others and is_led_by_table:
         yield view.Paragraph(tuple(_finding_line(finding) for finding in others))
-    windows = sorted(module_windows(record.sites), key=_width)
+    windows = sorted(module_windows(in_half(record)), key=_width)
     if windows and not others:  # a finding says what bounds them
         yield replace(_window_table(record, windows, typed.top or BRIEF_MODULES), below=())
 
@@ -117,7 +117,7 @@ def _sections(record: Record, typed: view.Typed) -> Iterator[view.Section]:
         yield view.Findings(others)
     if record.sites:
         yield _site_table(record.sites, typed)
-        windows = sorted(module_windows(record.sites), key=_width)
+        windows = sorted(module_windows(in_half(record)), key=_width)
         if windows and refuted_by(record) is None:
             yield _window_table(record, windows, typed.top or SHOWN)
 
@@ -125,6 +125,8 @@ def _sections(record: Record, typed: view.Typed) -> Iterator[view.Section]:
 def _next_command(record: Record, typed: view.Typed) -> view.NextCommand | None:
     if record.error:
         return view.NextCommand("run it again once that is repaired", f"ampdbg ranges {typed.config}")
+    if record.readiness is not None:
+        return _in_fp16(record.readiness, typed) if record.script is None else None
     is_open = bool(record.findings or record.unseen.unmeasured)
     if refuted_by(record) is not None:
         command = "scan" if record.script is None else "replay"
@@ -137,6 +139,15 @@ def _next_command(record: Record, typed: view.Typed) -> view.NextCommand | None:
         later = with_option(f"ampdbg ranges {typed.config}", "--steps", record.planned_steps + 50)
         return view.NextCommand("measure again after some training", later)
     return None
+
+
+def _in_fp16(ready: Readiness, typed: view.Typed) -> view.NextCommand:
+    """The run in FP16 that is to show what one step of another run has shown."""
+    why, command = "confirm it with a run in FP16", "scan"
+    if ready.pins or ready.trains is False:
+        why, command = "find the smallest set of pins, and prove it", "suggest-fp32"
+    typed_so = with_option(f"ampdbg {command} {typed.config}", "--set", "precision.dtype=float16")
+    return view.NextCommand(why, typed_so)
 
 
 def _step(record: Record) -> str:
@@ -156,6 +167,42 @@ def _sentence(record: Record) -> str:
         return f"{early}, before the ranges were measured."
     if record.autocast_error is not None:
         return "Autocast made the step raise an error, so its ranges could not be measured."
+    ready = record.readiness
+    if ready is None:
+        return _of_half(record)
+    first, starts = check_in(record, FLOAT16.name), sum(map(_starts, record.sites))
+    fails = what_fails(first) if first else ""
+    pinned = f"{listed(map(in_words, ready.pins)) or 'nothing'} pinned"
+    but = (
+        f", without which {fails}" if ready.pins else f", though FP16 overflows at {counted(starts, 'place')}" if starts else ""
+    )
+    return READY[ready.trains].format(
+        step=_step(record),
+        half=_of_half(record),
+        fails=fails,
+        pinned=pinned + but,
+        largest=f"{number(ready.largest)}, is {share(ready.largest, FLOAT16.largest)} of 65,504",
+        scales=_scales(window(in_half(record))),
+    )
+
+
+READY: Mapping[bool | None, str] = {
+    True: "By {step}, this would train in FP16 with {pinned}: its largest magnitude, {largest}, and {scales}.",
+    False: "By {step}, this would not train in FP16: {fails} at any loss scale, and no pin that was tried helps.",
+    None: "It is open whether this would train in FP16. {half}",
+}
+"""What is said of a step that does not run in FP16, by whether it would train in it."""
+
+
+def _tried(record: Record) -> Iterator[str]:
+    """What the readiness rests on."""
+    if record.readiness is not None:
+        scales = dict.fromkeys(_scale(check.scale) for check in record.checks if check.dtype == FLOAT16.name)
+        yield f"measured in bfloat16, then run in FP16 at a loss scale of {listed(scales)}, without the optimizer"
+
+
+def _of_half(record: Record) -> str:
+    """What is said of a step that runs in FP16."""
     bad, starts = refuted_by(record), sum(map(_starts, record.sites))
     if bad is not None:
         return _refuted(record, bad)
@@ -244,7 +291,7 @@ def _own_scale(record: Record, whole: Window) -> str:
 
 def _site_table(sites: Sequence[Site], typed: view.Typed) -> view.Table:
     # What is carried on, the masks of thirty layers say, is not to take the room of what starts.
-    places = sorted(sites, key=lambda site: (site.overflow != "starts", _is_lowest(site), _headroom(site), site.order))
+    places = sorted(sites, key=lambda site: (site.overflow != "starts", is_mask(site), _headroom(site), site.order))
     tightest = places[: typed.top or SHOWN]
     is_ordered = typed.order == "execution"
     shown = sorted(tightest, key=lambda site: site.order) if is_ordered else tightest
@@ -268,11 +315,6 @@ LEGEND: tuple[tuple[Callable[[Site], bool], str], ...] = (
 def _legend(shown: Sequence[Site]) -> tuple[view.StyledLine, ...]:
     legend = [text for applies, text in LEGEND if any(map(applies, shown))]
     return (line(" · ".join(legend), tone="faint"),) if legend else ()
-
-
-def _is_lowest(site: Site) -> bool:
-    """Whether it is a mask of FP16's lowest number, which the shadow rounds to 65,536."""
-    return site.overflow == "carried" and site.headroom_bits >= -ROUNDING_BITS
 
 
 def _headroom(site: Site) -> float:
@@ -307,7 +349,7 @@ def _where(site: Site, with_text: bool) -> tuple[view.StyledLine, ...]:
 
 
 def _window_table(record: Record, modules: Sequence[Window], top: int) -> view.Table:
-    whole = window(record.sites)
+    whole = window(in_half(record))
     rows = [(line("the whole model", tone="strong"), *_ends(whole), _bounds(whole, with_module=True))]
     rows += [(line(view.module(one.module)), *_ends(one), _bounds(one)) for one in modules[:top]]
     below = more(len(modules) - top, "module")
@@ -317,6 +359,8 @@ def _window_table(record: Record, modules: Sequence[Window], top: int) -> view.T
 
 
 def _window_title(record: Record) -> str:
+    if record.readiness is not None and record.readiness.pins:
+        return "Loss scales that work with these pins"
     if any(map(_starts, record.sites)):
         return "Loss scales that would work if the forward pass did not overflow"
     return "Loss scales that what was measured allows" if record.unseen.unmeasured else "Loss scales that work"

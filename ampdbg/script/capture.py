@@ -664,7 +664,8 @@ class Captured:
         own = self.live.state.packed()
         beside = {place: one.packed(f"attribute.{place}") for place, one in _states_beside(self.live.recorded, numbers)}
         head = self._head(packing, own.attributes, {place: one.attributes for place, one in beside.items()})
-        tensors = {f"weight.{name}": written_form(one) for name, one in self.live.model.named_parameters()}
+        weights = self.live.model.named_parameters()
+        tensors = {f"weight.{name}": written_form(self.live.state.before(one)) for name, one in weights}
         for prefix, state in (("buffer", own), *((f"beside.{place}", one) for place, one in beside.items())):
             buffers = state.buffers.items()
             tensors |= {f"{prefix}.{name}": written_form(one) for name, one in buffers if can_be_written(one)}

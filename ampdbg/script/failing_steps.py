@@ -132,6 +132,10 @@ class Policy:
         self._compared.add(optimizer)
         return self.looking("end")
 
+    def still_compares(self, optimizer: int) -> None:
+        """A step of an optimizer that was to be held against FP32 could not be, or has failed: another one is."""
+        self._compared.discard(optimizer)
+
     @property
     def _expected(self) -> float:
         """How many seconds the replays of a step take, about."""
@@ -200,6 +204,8 @@ class FailingSteps:
         self._watcher, self._observer, self._investigates = watcher, observer, investigates
         self._policy = Policy()
         self._notes: list[str] = []
+        self._not_compared: dict[int, str] = {}
+        """By optimizer, why its last step that was to be held against FP32 was not."""
         self.why_ended = ""
         """How the script has ended in a step, where replays do not show why."""
         self._given_up: float | None = None
@@ -413,10 +419,11 @@ class FailingSteps:
                 live, why_not = self._live(number, "end", _scale_of(scaler), None)
                 if live is not None:
                     why_not = self._compared(live)
+                else:  # as where a tensor was changed in place, which is copied from now on
+                    self._policy.still_compares(place)
             except Exception as error:  # noqa: BLE001 - as that there is no memory for it: the script goes on
                 why_not = named_error(error)
-        if why_not:
-            self._notes.append(NOT_COMPARED.format(number, why_not))
+        self._not_compared[place] = NOT_COMPARED.format(number, why_not) if why_not else ""
 
     def _compared(self, live: LiveStep) -> str:
         """Compares a step with FP32; why that shows nothing, or ""."""
@@ -427,6 +434,7 @@ class FailingSteps:
             return ""  # a signal has come, and the script is not kept waiting
         made = replace(made, loss=self._loss())
         if not is_finite(made.low):
+            self._policy.still_compares(live.optimizer)
             return ""  # it is a failing step, and looked at as such
         record = self._watcher.record()
         own = replace(record, steps=tuple(step for step in record.steps if step.optimizer == live.optimizer))
@@ -505,7 +513,7 @@ class FailingSteps:
         start, captures, steps = self.captures.start, self.captures, self._watcher.log.closed()
         parts = [made for made in self.found if made.reach == "modules"]
         notes = [*dict.fromkeys(self._notes), *(MODULES_ALONE.format(made.step, made.why_no_further) for made in parts)]
-        notes += [captures.why_not] * bool(captures.why_not)
+        notes += [*filter(None, self._not_compared.values()), *filter(None, [captures.why_not])]
         notes += [NOT_REACHED.format(captures.wanted, counted(steps, "step"))] * (captures.wanted >= steps > 0)
         error = "\n".join(filter(None, (record.error, self.why_ended)))
         run = ScriptRun(

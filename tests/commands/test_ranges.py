@@ -97,6 +97,43 @@ def test_a_half_model_has_its_places_named_and_its_healthy_twin_none(level: str,
     assert healthy.stdout.startswith("✓ Everything fits FP16 at step 0: ")
 
 
+def test_a_bfloat16_config_is_said_to_be_ready_for_fp16_or_what_has_to_be_pinned(here: Here) -> None:
+    written(here.folder, HEALTHY, **KEYS, precision={"dtype": "bfloat16"})
+    healthy = here("ranges", "config.yaml", "--quiet")
+    assert healthy.code == 0
+    said = " ".join(healthy.stdout.split())
+    assert said.startswith("✓ By step 0, this would train in FP16 with nothing pinned: its largest magnitude, ")
+    assert " measured in bfloat16, then run in FP16 at a loss scale of " in said
+    assert healthy.stdout.endswith("  ampdbg scan config.yaml --set precision.dtype=float16\n")
+
+    written(here.folder, FIVE, **KEYS, precision={"dtype": "bfloat16"})
+    result = here("ranges", "config.yaml", "--quiet", "--record", "r.json")
+    record = read_record(here.folder / "r.json")
+    assert result.code == 1
+    assert record.readiness is not None
+    assert (record.readiness.trains, record.readiness.pins) == (True, ("0:own", "2:own", "4:own", "6:own", "8:own"))
+    assert [check.pins for check in record.checks] == [(), (), record.readiness.pins]
+    said = "By step 0, this would train in FP16 with module 0 (its own lines), module 2 (its own lines),"
+    for form in ("text", "markdown", "html"):
+        assert said in " ".join(here("report", "r.json", "--format", form).stdout.split()), form
+    assert " ".join(result.stdout.split()).startswith(f"! {said}")
+    assert result.stdout.endswith("  ampdbg suggest-fp32 config.yaml --set precision.dtype=float16\n")
+
+
+@pytest.mark.parametrize("code", [FIVE, HEALTHY])
+def test_a_model_trains_in_fp16_where_it_is_said_to_be_ready_and_with_the_pins_that_are_named(
+    code: str, tmp_path: Path
+) -> None:
+    written(tmp_path, code, **KEYS, precision={"dtype": "bfloat16"})
+    ready = ampdbg.ranges(tmp_path / "config.yaml").readiness
+    assert ready is not None
+    in_fp16 = ("precision.dtype=float16", "train.steps=6", f"precision.loss_scale={ready.ceiling / 2}")
+    plain = ampdbg.scan(tmp_path / "config.yaml", overrides=in_fp16)
+    assert plain.verdict == ("precision" if ready.pins else "healthy")
+    pinned = (*in_fp16, f"precision.pins={list(ready.pins)}")
+    assert ampdbg.scan(tmp_path / "config.yaml", overrides=pinned).verdict == "healthy"
+
+
 BROKEN = """
 import torch
 from torch import nn

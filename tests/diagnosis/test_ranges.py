@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampdbg.diagnosis.ranges import diagnose_ranges, module_windows, scale_to_try, window
+from ampdbg.diagnosis.ranges import diagnose_ranges, module_windows, overflows_at_any_scale, scale_to_try, window
 from ampdbg.record.findings import Source
 from ampdbg.record.run import AutocastError, Record, Replay, Site, Unseen
 from tests.report.records import ENVIRONMENT
@@ -182,4 +182,53 @@ def test_the_scale_to_try_is_in_the_window_and_below_its_end() -> None:
     assert scale_to_try([gradient("a", 2.0**20, math.inf)]) == 2.0**20
     assert scale_to_try([gradient("a", 1024.0, 2.0)]) == 1.0
     assert scale_to_try([forward(-1.0, "carried"), gradient("a", 1.0, 1024.0)]) == 512.0
-    assert scale_to_try([forward(-1.0, "starts"), gradient("a", 1.0, 1024.0)]) is None
+    assert scale_to_try([gradient("a", 0.0, 0.25)]) == 1.0
+    starting = [forward(-1.0, "starts"), gradient("a", 1.0, 1024.0)]
+    assert overflows_at_any_scale(starting)
+    assert scale_to_try(starting) == 512.0
+
+
+def bf16(*sites: Site, checks: tuple[Replay, ...], unmeasured: tuple[str, ...] = ()) -> Record:
+    wide = tuple(replace(site, dtype="bfloat16") for site in sites)
+    return diagnose_ranges(replace(record(*wide), checks=(WIDE, *checks), unseen=Unseen(unmeasured=unmeasured)))
+
+
+PINNED = replace(HALF, pins=("block",))
+FITTING, STARTING = (forward(3.0), gradient("a", 1.0, 1024.0)), (forward(-1.0, "starts"), gradient("a", 1.0, 1024.0))
+READY = {
+    "it fits": (FITTING, (HALF,), True, ()),
+    "pins cure it": (STARTING, (lost(HALF), PINNED), True, ("block",)),
+    "an overflow that reaches nothing": (STARTING, (HALF,), True, ()),
+    "no pins cure it": (STARTING, (lost(HALF), lost(PINNED)), False, ()),
+    "nothing of it is left in half": ((forward(-1.0, "starts"),), (lost(HALF), PINNED), False, ()),
+    "gradients alone at one scale": (FITTING, (spoilt(HALF),), None, ()),
+    "no scale is left": ((*FITTING, gradient("b", 4096.0, 8192.0)), (HALF,), None, ()),
+    "an error": (FITTING, (replace(HALF, loss=math.nan, error="RuntimeError: no"),), None, ()),
+}
+
+
+@pytest.mark.parametrize(("sites", "checks", "trains", "pins"), READY.values(), ids=READY)
+def test_a_bfloat16_step_is_ready_for_fp16_where_it_ran_there(
+    sites: tuple[Site, ...], checks: tuple[Replay, ...], trains: bool | None, pins: tuple[str, ...]
+) -> None:
+    ready = bf16(*sites, checks=checks).readiness
+    assert ready is not None
+    assert (ready.trains, ready.pins) == (trains, pins)
+    assert ready.largest == sites[0].abs_max
+
+
+def test_the_loss_scales_of_a_ready_step_are_those_of_what_stays_in_half() -> None:
+    ready = bf16(*STARTING, gradient("block", 2.0**15, 2.0**20), checks=(lost(HALF), PINNED)).readiness
+    assert ready is not None
+    assert (ready.floor, ready.ceiling) == (1.0, 1024.0)
+
+
+def test_what_was_not_measured_leaves_it_open_whether_a_step_is_ready() -> None:
+    ready = bf16(*FITTING, checks=(HALF,), unmeasured=("Fourier transforms",)).readiness
+    assert ready is not None
+    assert ready.trains is None
+
+
+def test_a_step_that_runs_in_fp16_or_fails_in_bfloat16_is_not_asked_whether_it_is_ready() -> None:
+    assert diagnose_ranges(replace(record(*FITTING), checks=(WIDE, HALF))).readiness is None
+    assert bf16(*FITTING, checks=(FP32,)).readiness is None

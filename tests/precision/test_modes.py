@@ -273,3 +273,26 @@ def test_own_lines_of_a_half_model_run_in_fp32_and_the_modules_they_call_in_half
         with made.pinned(model, ["0:own"]):
             assert dtypes(model)["0.inner.weight"] is torch.float16
             assert model(torch.ones(2, 4)).isfinite().all()
+
+
+class Tied(torch.nn.Module):
+    """The weight of an embedding is that of the head as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.body, self.head = torch.nn.Embedding(5, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 5)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.embedding(x)))
+
+
+@pytest.mark.parametrize(("pin", "widened"), [("embedding", {"embedding", "head"}), ("body", {"body"})])
+def test_what_shares_a_weight_with_a_pinned_module_of_a_half_model_is_pinned_as_well(
+    pin: str, widened: set[str]
+) -> None:
+    made, model = mode("O3"), Tied()
+    with cuda_on_cpu(), made.converted(model), made.pinned(model, [pin]):
+        assert {name for name, module in model.named_children() if module.weight.dtype is torch.float32} == widened
+        model(torch.arange(5)).sum().backward()
+        assert model.embedding.weight.grad is not None

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ampdbg.diagnosis.ranges import diagnose_ranges, scale_to_try
+from ampdbg.diagnosis.ranges import diagnose_ranges, overflows_at_any_scale
 from ampdbg.formats import Exponents
 from ampdbg.probes.op_trace import placed
 from ampdbg.probes.shadow_trace import RangeSeen, ShadowTrace, bfloat16_for_float16, sites_of
@@ -251,7 +251,7 @@ def test_what_it_computes_so_may_overflow_at_any_loss_scale() -> None:
     record = Record("ranges", "", ENVIRONMENT, {}, "inconclusive", sites=tuple(made.values()))
     found = diagnose_ranges(record).findings[0]
     assert (found.code, found.op) == ("gradient-overflow", "aten.pow.Tensor_Scalar")
-    assert scale_to_try(record.sites) is None
+    assert overflows_at_any_scale(record.sites)
 
 
 def exponents(*values: float) -> Exponents:

@@ -29,7 +29,7 @@ from ampdbg.replay import recorder as recorders
 from ampdbg.replay.before import LOOKED_AT as CALLS_LOOKED_AT
 from ampdbg.replay.random_state import LOOKED_AT, RandomState
 from ampdbg.replay.recorder import Recorder
-from ampdbg.replay.snapshot import ModelState
+from ampdbg.replay.snapshot import ModelState, rewound
 from ampdbg.replay.step import RecordedStep
 
 Loop = Callable[[nn.Module, torch.amp.GradScaler], None]
@@ -737,6 +737,52 @@ def trained(model: nn.Module, steps: int, loss_of: Callable[[int], torch.Tensor]
 def test_buffers_are_those_from_before_the_step_also_long_after_the_first(how: str) -> None:
     model = Counting(how)
     assert list(trained(model, CALLS_LOOKED_AT + 8, lambda number: model(x(number)))) == [*range(CALLS_LOOKED_AT + 8)]
+
+
+class Momentum(nn.Module):
+    """Averages the weights of one layer into another that no optimizer trains, ``how``, and then computes with both."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.trained, self.average = how, nn.Linear(6, 3), nn.Linear(6, 3).requires_grad_(False)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for one, other in zip(self.average.parameters(), self.trained.parameters(), strict=True):
+            with torch.no_grad():
+                if self.how == "by assignment":
+                    one.data = 0.9 * one.data + 0.1 * other.data
+                elif self.how == "hidden from autograd":
+                    one.data.mul_(0.9).add_(other.data, alpha=0.1)
+                else:
+                    one.lerp_(other, 0.1)
+        return (self.trained(value) * self.average(value)).sum()
+
+
+@pytest.mark.parametrize("how", ["by assignment", "hidden from autograd", "in place"])
+def test_parameters_that_forward_writes_are_refused_by_name_until_they_are_held(how: str) -> None:
+    model, alike, refused = Momentum(how), list[bool](), list[str]()
+    optimizer, losses = torch.optim.SGD(model.trained.parameters(), 0.1), list[torch.Tensor]()
+
+    def look(*_: Any) -> None:
+        step, why_not, state = recorder.step(model, (optimizer,), "cpu")
+        after = [weight.clone() for weight in model.parameters()]
+        if step is None:
+            refused.append(why_not)
+            return
+        with PAUSE, rewound(model, step.snapshot(0, RandomState.now(), state)):
+            alike.append(torch.equal(step.loss(step.given[0]), losses[-1]))
+        assert all(map(torch.equal, model.parameters(), after))
+
+    with Recorder(PAUSE, about_to_step=look) as recorder:
+        for number in range(CALLS_LOOKED_AT + 6):
+            losses.append(model(x(number)))
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert set(refused) == {"its parameter average.weight was written in it, and is kept from now on"}
+    assert alike == [True] * (CALLS_LOOKED_AT + 6 - len(refused))
+    assert len(refused) <= CALLS_LOOKED_AT
 
 
 @pytest.mark.parametrize("between", ["is given up", "leads elsewhere", "is of an evaluation"])

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +164,22 @@ def test_a_pinned_module_has_no_sites_of_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", [{"level": "O0"}, {"dtype": "bfloat16"}, {"loss_scale": 8}], ids=str)
 def test_the_profile_is_that_of_fp16_whatever_the_run_is_in(tmp_path: Path, precision: dict[str, Any]) -> None:
-    assert profile(tmp_path, precision=precision).sites == profile(tmp_path).sites
+    sites = profile(tmp_path, precision=precision).sites
+    assert {site.dtype for site in sites} == {
+        str(precision.get("dtype", "float32" if "level" in precision else "float16"))
+    }
+    assert tuple(replace(site, dtype="float16") for site in sites) == profile(tmp_path).sites
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_bfloat16_run_is_tried_in_the_very_fp16_that_an_fp16_run_has(tmp_path: Path, level: str) -> None:
+    code = FIVE.replace("h * 300.0", "h * 30.0")
+    half, wide = (
+        profile(tmp_path, code=code, precision={"dtype": dtype, "level": level}) for dtype in ("float16", "bfloat16")
+    )
+    assert (half.checks[1].dtype, half.checks[1].scale) == ("float16", wide.checks[1].scale)
+    assert wide.checks[1].loss == pytest.approx(half.checks[1].loss, rel=2e-3)  # weights were rounded to bfloat16
+    assert wide.checks[1].loss != wide.checks[0].loss
 
 
 def test_code_that_cannot_do_bfloat16_is_told_where_it_comes_from(tmp_path: Path) -> None:

@@ -58,4 +58,33 @@ def test_a_step_whose_gradients_overflow_as_it_is_compared_is_a_failing_one_and_
     _, record = run(tmp_path, HIDDEN, "1", "withheld")
     assert [step.step for step in record.steps if step.skipped] == [10]
     assert not [note for note in record.unseen.notes if "compared with FP32" in note]
+    (compared,) = [made.step for made in record.investigations if made.why == "end"]
+    assert compared > 20  # ten steps are to be taken in a row again
     saves_the_same_alone(tmp_path, "1", "withheld")
+
+
+STATIC = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+net, batch = nn.Linear(8, 1).cuda(), torch.empty(16, 8).cuda()
+optimizer, scaler = torch.optim.SGD(net.parameters(), lr=1e-2), torch.amp.GradScaler("cuda", init_scale=1024.0)
+for step in range(20):
+    batch.copy_(torch.rand(16, 8))
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = (net(batch).float() - batch.cpu().cuda().sum(1, keepdim=True)).square().mean()
+    batch.zero_()
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+torch.save([net.state_dict(), optimizer.state_dict(), scaler.state_dict(), torch.rand(3)], "net.pt")
+"""
+"""One tensor takes every batch, and is cleared before the backward pass."""
+
+
+def test_a_batch_that_was_overwritten_is_copied_and_the_next_step_compared(tmp_path: Path) -> None:
+    _, record = run(tmp_path, STATIC)
+    assert [(made.step, made.reproduced) for made in record.investigations] == [(11, True)]
+    assert not record.unseen.notes
+    saves_the_same_alone(tmp_path)

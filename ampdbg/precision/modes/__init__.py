@@ -101,9 +101,9 @@ class PrecisionMode:
         """While this is entered, the named modules run in FP32; see :func:`~ampdbg.precision.pins.pin_fp32`."""
         return pin_fp32(model, patterns)
 
-    def in_bfloat16(self) -> AbstractContextManager[Any]:
-        """A fresh context for one forward pass that computes in bfloat16 what a step computes in float16."""
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+    def in_half(self, dtype: str) -> AbstractContextManager[Any]:
+        """A fresh context for one forward pass that computes in this half dtype what a step computes in half."""
+        return torch.autocast(self.device.type, dtype=DTYPES[dtype])
 
     def forward(self) -> AbstractContextManager[Any]:
         """A fresh context for one forward pass and its losses."""

@@ -19,7 +19,7 @@ from ampdbg.errors import WorkloadError, first_line
 from ampdbg.precision.modes import LossScaler, PrecisionMode
 from ampdbg.precision.pins import pin_fp32, pinned_names
 from ampdbg.precision.widening import LIFTS, altered, cast, lifted, widened
-from ampdbg.record.pins import OWN
+from ampdbg.record.pins import OWN, is_pinned
 
 LEVEL = {"name": "O3", "words": "all half", "loss_scale": 1.0, "has_half_weights": True}
 
@@ -87,23 +87,29 @@ class HalfModel(PrecisionMode):
         pins = pinned_names(model, self.precision.pins)
         for name, module in model.named_modules():
             is_kept_norm = keeps_norms and isinstance(module, _BatchNorm) and module.affine
-            if not is_kept_norm and not _is_pinned(name, pins):
+            if not is_kept_norm and not is_pinned(name, pins):
                 yield name, module
 
     @contextlib.contextmanager
     def pinned(self, model: torch.nn.Module, patterns: Iterable[str]) -> Iterator[None]:
-        """As :class:`PrecisionMode`: their weights are float32 meanwhile, and what comes out of them is half again."""
+        """As :class:`PrecisionMode`: their weights are float32 meanwhile, and what comes out of them is half again.
+
+        A module that shares a weight with one of them is pinned as well: it would take no half input.
+        """
         with ExitStack() as stack:
-            modules = dict(model.named_modules())
-            for name in stack.enter_context(pin_fp32(model, patterns, returns=self.dtype)).modules:
+            modules, pins = dict(model.named_modules()), pinned_names(model, patterns)
+            weights = {name: set(module.parameters(recurse=False)) for name, module in modules.items()}
+            held = set().union(*(weights.pop(name) for name in modules if is_pinned(name, pins)))
+            tied = [name + OWN for name, own in weights.items() if own & held]
+            for name in stack.enter_context(pin_fp32(model, (*pins, *tied), returns=self.dtype)).modules:
                 module, is_whole = modules[name.removesuffix(OWN)], not name.endswith(OWN)
                 tensors = (*module.parameters(recurse=is_whole), *module.buffers(recurse=is_whole))
                 stack.enter_context(altered(tensors, functools.partial(widened, wider=LIFTS["float32"])))
             yield
 
-    def in_bfloat16(self) -> AbstractContextManager[Any]:
-        """As :class:`PrecisionMode`, with weights that are bfloat16 by now."""
-        return lifted("bfloat16")
+    def in_half(self, dtype: str) -> AbstractContextManager[Any]:
+        """As :class:`PrecisionMode`, with weights that have the dtype by now."""
+        return lifted(dtype)
 
     def updates_half_weights(self) -> bool:
         asked = self.precision.master_weights
@@ -148,11 +154,6 @@ class HalfModel(PrecisionMode):
             for weight, half in halves:
                 weight.grad = None
                 weight.data = half.copy_(weight.data)
-
-
-def _is_pinned(name: str, pins: Iterable[str]) -> bool:
-    """Whether a pin keeps the module's own weights: its own lines' or that of a module around it."""
-    return any(pin in ("", name, name + OWN) or name.startswith(f"{pin}.") for pin in pins)
 
 
 MODE = HalfModel
