@@ -291,6 +291,16 @@ _ALL = (
         counts_against_a_patch=False,
     ),
     Code(
+        "frozen-average",
+        GRADIENTS,
+        "precision",
+        "keep the average in float32, also of half weights: copy.deepcopy(model).float(), or .float() on each of its "
+        "tensors before the first step; and cast it to half where it is used",
+        "An average of the weights (EMA, SWA) is kept in half precision and stands still.",
+        why_no_pin=KEEP_WEIGHTS,
+        counts_against_a_patch=False,
+    ),
+    Code(
         "lost-accumulation",
         GRADIENTS,
         "precision",

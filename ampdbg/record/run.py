@@ -402,6 +402,22 @@ class StuckMoment:
 
 
 @dataclass(frozen=True)
+class KeptAverage:
+    """An average of a parameter that the script keeps in half, with ``decay`` of it left by a step: of the ``entries``
+    that float32's would have moved in windows of ``steps`` steps in all ``moved`` have moved. ``lost`` is the share of
+    that way which those make that have not."""
+
+    name: str
+    kind: str
+    dtype: str
+    decay: float
+    steps: Count
+    entries: Count
+    moved: Count
+    lost: float
+
+
+@dataclass(frozen=True)
 class KindUpdates:
     """The updates of the half parameters of one kind, such as norms.
 
@@ -467,8 +483,9 @@ class Updates:
     They are held against float32 masters with float32 states, which the same optimizer steps on the same gradients.
     ``lost`` and its like are as of :class:`KindUpdates`, of all parameters together; ``decay`` is what part of the way
     is that of the weight decay, by sums of squares. Of steps that add up the gradients of ``passes`` backward passes,
-    ``lost_accumulation`` is how far the sum in half is from that in float32, relative to that. ``stuck`` are second
-    moments far from float32's.
+    ``lost_accumulation`` is how far the sum in half is from that in float32, relative to that. ``frozen`` are the
+    parameters that stand still, ``cost`` the share of what the loss falls by, to first order, that those do not add.
+    ``stuck`` are second moments far from float32's, ``averages`` those that the script keeps in half.
     ``spoilt`` names those that the update of ``spoilt_step`` made infinite or NaN although every gradient and
     float32's update are finite. ``vanishing_eps`` is the optimizer's eps, where it is 0 in float16.
     """
@@ -482,7 +499,9 @@ class Updates:
     lost_accumulation: float | None = None
     passes: Count = 0
     frozen: tuple[FrozenParameter, ...] = ()
+    cost: float = 0.0
     stuck: tuple[StuckMoment, ...] = ()
+    averages: tuple[KeptAverage, ...] = ()
     vanishing_eps: float | None = None
     spoilt_step: Count | None = None
     spoilt: tuple[str, ...] = ()
