@@ -292,6 +292,16 @@ _ALL = (
         counts_against_a_patch=False,
     ),
     Code(
+        "frozen-average",
+        GRADIENTS,
+        "precision",
+        "keep the average in float32, even of half weights: copy.deepcopy(model).float(), or .float() on each of "
+        "its tensors before the first step; cast it to half where it is used",
+        "An average of the weights (EMA, SWA) is kept in half precision and does not move.",
+        why_no_pin=KEEP_WEIGHTS,
+        counts_against_a_patch=False,
+    ),
+    Code(
         "lost-accumulation",
         GRADIENTS,
         "precision",
@@ -528,16 +538,40 @@ _ALL = (
         "warning",
         is_of_a_region=True,
     ),
-    _misuse(
+    Code(
         "not-half",
         SETUP,
-        "forward",
-        "no op ran in FP16 or bfloat16: autocast and GradScaler had no effect on the device of the weights",
+        "inconclusive",
         "run it with its weights on a GPU, or with ampdbg run --emulate: these steps say nothing about FP16; if "
         "it ran so already, the script itself disabled autocast, perhaps after asking a tensor for its device",
-        "warning",
-        verdict="inconclusive",
-        headline="The code has autocast and GradScaler, and every step ran in FP32.",
+        "Half precision was asked for, but every step ran in FP32.",
+        why_no_pin=WHY_NO_PIN,
+        counts_against_a_patch=False,
+        severity="warning",
+    ),
+    Code(
+        "half-weights",
+        SETUP,
+        "precision",
+        "load and keep the weights in float32, as with from_pretrained(..., dtype=torch.float32), and let "
+        "autocast lower the ops",
+        "Mixed precision was asked for, but the trained weights themselves are half.",
+        information="{verdict}: {skips}; the trained weights are half, and nothing asked for mixed precision.",
+        why_no_pin=KEEP_WEIGHTS,
+        counts_against_a_patch=False,
+        harms_forward=False,
+        severity="warning",
+    ),
+    Code(
+        "rounded-buffer",
+        SETUP,
+        "precision",
+        "compute the buffer again in float32 after the cast, or cast only the parameters",
+        "A cast of the model also cast a float32 buffer, whose values half precision cannot hold.",
+        why_no_pin="No pin helps: the buffer itself is stored in half precision.",
+        counts_against_a_patch=False,
+        harms_forward=False,
+        severity="warning",
     ),
     _misuse(
         "misuse-bce",
