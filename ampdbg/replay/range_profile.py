@@ -53,7 +53,7 @@ def _checks(run: Run, snapshot: Snapshot, measured: Replay, sites: Sequence[Site
         with run.pinned(pins):
             check = replace(_checked(run, snapshot, manner), pins=pins)
         yield check
-        if is_finite(check) or check.error:
+        if is_finite(check):
             return
 
 

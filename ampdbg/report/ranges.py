@@ -21,7 +21,7 @@ from ampdbg.diagnosis.ranges import (
     window,
 )
 from ampdbg.formats import FLOAT16, Exponents
-from ampdbg.quantities import counted, duration, listed, number, scale, share
+from ampdbg.quantities import counted, duration, listed, multiple, number, scale
 from ampdbg.record.codes import catalogued
 from ampdbg.record.findings import Finding, place_of
 from ampdbg.record.pins import in_words
@@ -172,16 +172,14 @@ def _sentence(record: Record) -> str:
         return _of_half(record)
     first, starts = check_in(record, FLOAT16.name), sum(map(_starts, record.sites))
     fails = what_fails(first) if first else ""
-    pinned = f"{listed(map(in_words, ready.pins)) or 'nothing'} pinned"
-    but = (
-        f", without which {fails}" if ready.pins else f", though FP16 overflows at {counted(starts, 'place')}" if starts else ""
-    )
+    harmless = f", though FP16 overflows at {counted(starts, 'place')}" if starts else ""
+    but = f", without which {fails}" if ready.pins else harmless
     return READY[ready.trains].format(
         step=_step(record),
         half=_of_half(record),
         fails=fails,
-        pinned=pinned + but,
-        largest=f"{number(ready.largest)}, is {share(ready.largest, FLOAT16.largest)} of 65,504",
+        pinned=f"{listed(map(in_words, ready.pins)) or 'nothing'} pinned{but}",
+        largest=f"{number(ready.largest)}, is {multiple(ready.largest, FLOAT16.largest)} 65,504",
         scales=_scales(window(in_half(record))),
     )
 
