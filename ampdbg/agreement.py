@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TypeGuard
 
+from ampdbg.formats import FLOAT16, FORMATS
 from ampdbg.record.run import Investigation, Replay
 
 AGREEMENT = 0.05
@@ -15,6 +16,13 @@ GRADIENT_AGREEMENT = 0.25
 
 NOISE_FLOORS = 4.0
 """What rounding weights and inputs to half changes, so many times over, is still noise."""
+
+GRADIENT_DOUBT = 0.1
+"""Gradients further from FP32's than this share of their norm, and far beyond the noise floor, are worth a warning."""
+
+BEYOND_NOISE = 16.0
+"""What is so many times the noise floor from FP32 is no rounding of weights and inputs that the layers have added up:
+over 60 healthy models, of half and full weights, reach 3 times."""
 
 FP32_ROUNDING = 1e-6
 """Losses of two runs that are no further apart, relatively, differ by FP32's own rounding."""
@@ -47,6 +55,14 @@ def losses_agree(low: Replay, fp32: Replay, floor: Replay | None) -> bool:
     return abs(low.loss - fp32.loss) <= max(AGREEMENT * abs(fp32.loss), NOISE_FLOORS * noise)
 
 
+def is_beyond_noise(low: Replay, floor: Replay | None) -> bool:
+    """Whether gradients that agree with FP32's are still further from them than rounding leads; not where the floor is
+    less than half rounds by, as where weights and inputs are half already: it shows nothing then."""
+    noise, distance = (floor.gradient_distance or 0.0) if floor else 0.0, low.gradient_distance or 0.0
+    is_known = noise >= 2.0 ** -(FORMATS.get(low.dtype, FLOAT16).precision + 2)
+    return is_known and distance > max(GRADIENT_DOUBT, BEYOND_NOISE * noise)
+
+
 def keeps_its_gradients(low: Replay) -> bool:
     """Whether no share of the gradient that counts was flushed to zero."""
     return not low.lost and (low.lost_energy is None or low.lost_energy <= LOST_ENERGY)
@@ -66,4 +82,6 @@ def agrees_with_fp32(made: Investigation) -> bool:
     """Whether replays of a step that looks healthy show that it is: that it computes the same again, and FP32 too."""
     if made.why != "end" or not (is_finite(made.low) and is_finite(made.fp32) and is_same_run(made)):
         return False
-    return keeps_its_gradients(made.low) and agrees(made.low, made.fp32, noise_floor(made))
+    floor = noise_floor(made)
+    is_near = agrees(made.low, made.fp32, floor) and not is_beyond_noise(made.low, floor)
+    return keeps_its_gradients(made.low) and is_near

@@ -13,6 +13,7 @@ from ampdbg.agreement import (
     AGREEMENT,
     LOST_ENERGY,
     agrees,
+    is_beyond_noise,
     is_finite,
     is_same_run,
     losses_agree,
@@ -68,6 +69,17 @@ class HiddenFault(Evidence):
         return floor is not None and not agrees(self.low, self.fp32, floor)
 
     @cached_property
+    def is_off(self) -> bool:
+        """Loss and gradients agree with FP32's, and rounding weights and batch does not lead so far."""
+        return not self.is_far and is_beyond_noise(self.low, noise_floor(self.made))
+
+    @property
+    def beyond_noise(self) -> str:
+        """How far the gradients are from FP32's, in words."""
+        distance, noise = (one.gradient_distance or math.inf for one in (self.low, self.made.floor or self.low))
+        return f"{distance:.1%} from FP32's, {distance / noise:.0f} times what rounding weights and batch makes"
+
+    @cached_property
     def hidden(self) -> Suspect | None:
         """The op that overflows, though all it leads to is finite."""
         return overflow_in(self.made)
@@ -78,6 +90,11 @@ class HiddenFault(Evidence):
         agree = self.low.gradient_distance is not None and self.low.gradient_distance <= AGREEMENT
         is_harmless = self.hidden is not None and self.hidden.producer.phase == "backward" and agree and not self.is_far
         return self.hidden if is_harmless else erased_in(self.made) if self.hidden is None else None
+
+    @property
+    def is_hidden_well(self) -> bool:
+        """An op overflows, and the step agrees with FP32 as a whole."""
+        return self.hidden is not None and self.erased is None and not self.is_far
 
     @property
     def is_flushed(self) -> bool:
@@ -99,7 +116,7 @@ class HiddenFault(Evidence):
     @property
     def gone(self) -> str:
         """The parameters that lose most of their gradient, in words."""
-        return f", and the gradient of {listed(self.low.lost, 3)} is lost" if self.low.lost else ""
+        return f", and the gradient of {listed(self.low.lost, 3)} is lost"
 
     @property
     def repair(self) -> str:
@@ -154,9 +171,15 @@ HIDDEN: tuple[Decision[HiddenFault], ...] = (
     ),
     Decision(
         SILENT,
-        "the same, and loss and gradients still agree with FP32's: a warning",
-        lambda fault: fault.hidden is not None and fault.erased is None and not fault.is_far,
+        "the same of a step that agrees with FP32 as a whole, where parameters lose most of their gradient",
+        lambda fault: fault.is_hidden_well and bool(fault.low.lost),
         "{suspect.reaches}, and a later op turns the inf into a finite value; the loss still agrees with FP32's{gone}",
+    ),
+    Decision(
+        SILENT,
+        "the same where no parameter does: a warning",
+        lambda fault: fault.is_hidden_well and not fault.low.lost,
+        "{suspect.reaches}, and a later op turns the inf into a finite value; the loss still agrees with FP32's",
         severity="warning",
     ),
     Decision(
@@ -181,6 +204,14 @@ HIDDEN: tuple[Decision[HiddenFault], ...] = (
         "changes, and nothing overflows",
         lambda fault: fault.is_far and fault.hidden is None and not fault.is_flushed and not fault.chooses_otherwise,
         "the step differs from FP32 by more than rounding explains: {both_losses}{first_far}",
+    ),
+    Decision(
+        FAR_FROM_FP32,
+        "loss and gradients agree so far, and gradients are over 10 % from FP32's and over 16 times further than "
+        "rounding weights and batch makes them: a warning",
+        lambda fault: fault.is_off and fault.hidden is None and not fault.is_flushed and not fault.chooses_otherwise,
+        "the gradients are {beyond_noise}, though the loss agrees{first_far}",
+        severity="warning",
     ),
 )
 

@@ -17,7 +17,7 @@ FEW_LOSSES = 5
 LEAPT = 1000.0
 """Losses so many times the first one have left it for good, though one loss says nothing of how far they range."""
 
-RISEN = 100.0
+RISEN = 10.0
 """A run that is healthy otherwise gets a note where its losses stay so many times above all before them."""
 
 RISEN_NOTE = (

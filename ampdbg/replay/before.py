@@ -29,16 +29,16 @@ SAMPLE = 1024
 
 NOTHING = Held({})
 
-Mark = tuple[int, int]
+Stamp = tuple[int, int]
 """How often a tensor had been written, and where it lay in memory; an optimizer's may be moved by who trains them."""
 
 
 class _Kept(NamedTuple):
-    """What a module held before one call, with the mark of each of its buffers and parameters, and in a call that is
+    """What a module held before one call, with the stamp of each of its buffers and parameters, and in a call that is
     looked at a ``sample`` of each frozen one."""
 
     held: Held
-    marks: Mapping[str, Mark]
+    stamps: Mapping[str, Stamp]
     sample: Mapping[str, torch.Tensor]
 
 
@@ -66,13 +66,13 @@ class _Root:
             own = {**dict(module.named_buffers()), **dict(module.named_parameters())}
             self.tensors = weakref.WeakValueDictionary(own)
         self.kept = {call: kept for call, kept in self.kept.items() if call in noted}
-        self.kept[number] = _Kept(self._held(module), _marks(self.tensors), self._sample())
+        self.kept[number] = _Kept(self._held(module), _stamps(self.tensors), self._sample())
 
     def _sample(self) -> Mapping[str, torch.Tensor]:
-        """Part of what the frozen parameters are, in a call that is looked at: ``.data`` hides writes from marks."""
+        """Part of what the frozen parameters are, in a call that is looked at: ``.data`` hides writes from versions."""
         with torch.no_grad(), _disable_current_modes():
-            frozen = {name: one for name, one in self.tensors.items() if self.is_looked_at and _is_frozen(one)}
-            return {name: _part(one) for name, one in frozen.items()}
+            looked_at = self.tensors if self.is_looked_at else {}
+            return {name: _part(one) for name, one in looked_at.items() if _is_frozen(one)}
 
     def _held(self, module: torch.nn.Module) -> Held:
         if not self.is_looked_at and not self.changes:
@@ -103,10 +103,10 @@ class _Root:
 
     def _written(self, kept: _Kept) -> list[str]:
         """The buffers and parameters that were written since."""
-        now, sample = _marks(self.tensors), self._sample()
-        moved = {name for name, mark in kept.marks.items() if name in now and now[name] != mark}
+        now, sample = _stamps(self.tensors), self._sample()
+        moved = {name for name, stamp in kept.stamps.items() if name in now and now[name] != stamp}
         others = {name for name, part in kept.sample.items() if name in sample and not torch.equal(sample[name], part)}
-        return [name for name in kept.marks if name in moved | others]
+        return [name for name in kept.stamps if name in moved | others]
 
     def unknown(self, kept: _Kept) -> Iterator[str]:
         """The buffers and parameters that were written since and are not held; they are from the next call on."""
@@ -116,7 +116,7 @@ class _Root:
                 yield f"{'parameter' if isinstance(self.tensors[name], torch.nn.Parameter) else 'buffer'} {name}"
 
 
-def _marks(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, Mark]:
+def _stamps(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, Stamp]:
     return {name: (times_written(one), one.data_ptr() if _is_frozen(one) else 0) for name, one in tensors.items()}
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ampdbg.agreement import AGREEMENT, NOISE_FLOORS, agrees, is_finite, keeps_its_gradients
-from ampdbg.formats import FLOAT16
+from ampdbg.agreement import AGREEMENT, BEYOND_NOISE, NOISE_FLOORS, agrees, is_finite, keeps_its_gradients
+from ampdbg.formats import FLOAT16, FORMATS
 from ampdbg.ops import CASTS, WRITTEN_OUT, base_name
 from ampdbg.probes.op_trace import OpKey, OpSeen, OpTrace
 from ampdbg.probes.producer_trace import Circumstances, ProducerTrace, SampleTrace
@@ -38,6 +38,9 @@ NEARLY_LOWEST = 0.9 * FLOAT16.largest
 ROUNDINGS = 4
 """So many ways of rounding weights and inputs show how far rounding can lead: where FP32 has a choice to make between
 near values, such as neighbours, one way may change nothing and another all."""
+
+FEW_VALUES, SEVERAL = 16, 4.0
+"""Of a sample of fewer values nothing is known of the noise, and what is nearer than so many roundings is no error."""
 
 NOWHERE, UNMET = (0.0, False), (0.0, True)
 """What is known of an op that FP32 does not come by: that it is nowhere finite, or nowhere infinite."""
@@ -216,17 +219,24 @@ def _holds_something(gradient: torch.Tensor) -> bool:
 
 
 def first_far_op(low: Replayed, fp32: Replayed, floor: Replayed) -> Producer | None:
-    """The first op whose result is far from FP32's, and further than rounded weights alone make it.
+    """The first op whose result is far from FP32's, and further than rounded weights alone make it; or where the error
+    begins that a later op enlarges, as in a long sum: so many times further that no layers add up to it.
 
     Gradients are held against each other at a loss scale of 1.
     """
     if low.trace is None or fp32.trace is None or floor.trace is None:
         return None
+    several_roundings = SEVERAL * 2.0 ** -FORMATS.get(low.replay.dtype, FLOAT16).precision
     reference = dict(_samples(fp32.trace, 1.0))
     noise = {key: _relative(sample, reference.get(key)) for key, sample in _samples(floor.trace, 1.0)}
     for (key, sample), (seen, _) in zip(_samples(low.trace, low.replay.scale), _sampled(low.trace), strict=True):
-        distance = _relative(sample, reference.get(key))
-        if distance is not None and distance > max(AGREEMENT, NOISE_FLOORS * (noise.get(key) or 0.0)):
+        distance, by_rounding = _relative(sample, reference.get(key)), noise.get(key)
+        if distance is None:
+            continue
+        is_far = distance > max(AGREEMENT, NOISE_FLOORS * (by_rounding or 0.0))
+        is_many = by_rounding is not None and sample.numel() >= FEW_VALUES  # of one value the noise may be none by luck
+        begins = is_many and distance > max(several_roundings, BEYOND_NOISE * (by_rounding or 0.0))
+        if is_far or begins:
             return replace(_producer(seen, None, Circumstances()), distance=distance)
     return None
 

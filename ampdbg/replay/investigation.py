@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from ampdbg.agreement import AGREEMENT, agrees, is_finite, is_same_run
+from ampdbg.agreement import AGREEMENT, GRADIENT_DOUBT, agrees, is_beyond_noise, is_finite, is_same_run
 from ampdbg.diagnosis.cause import SKIPS_IN_A_ROW
 from ampdbg.diagnosis.losses import may_have_risen
 from ampdbg.diagnosis.producers import culprit, overflow_in
@@ -116,8 +116,11 @@ class _Replays:
         replay, floor = held_against(low, fp32, noise, self._at_scale)
         if (replay.gradient_distance or 0.0) > AGREEMENT:
             replay = self._with_erased(low, replay)
+        if (replay.gradient_distance or 0.0) > GRADIENT_DOUBT:
+            floor = floor or noise.floor.replay
         made = Investigation(self._snapshot.step, "end", replay, producers_of(fp32, fp32), floor=floor)
-        if floor is None or agrees(replay, fp32.replay, floor) or overflow_in(made):  # which is why it is far
+        is_near = agrees(replay, fp32.replay, floor) and not is_beyond_noise(replay, floor)
+        if floor is None or is_near or overflow_in(made):  # which is why it is far
             return made
         low, fp32 = self._low(traced=SampleTrace), self._fp32(traced=SampleTrace)
         far = first_far_op(low, fp32, self._replay(ROUNDED, noise.manner, traced=SampleTrace))

@@ -24,6 +24,6 @@ class Model(nn.Module):
         self.body.bias.data[0] = -100.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rounded = (self.coarse(x) + 300.0) - 300.0  # to quarters
+        rounded = (self.coarse(x) + 200.0) - 200.0  # to eighths
         root = torch.sqrt(F.relu(self.body(x)) + 1e-8)
         return self.head(root) + (rounded * rounded).sum(-1, keepdim=True) * 0.3
