@@ -322,7 +322,7 @@ def _legend(shown: Sequence[Site]) -> tuple[view.StyledLine, ...]:
 def _site_row(site: Site, with_text: bool, is_brief: bool) -> tuple[view.Cell, ...]:
     mark, at = _mark(site), site.source
     call = f" (call {site.call})" if site.calls > 1 and site.call > 0 else ""
-    place = place_of(replace(at, file=PureWindowsPath(at.file).name) if is_brief and at else at)
+    place = PureWindowsPath(place_of(at)).name if is_brief else place_of(at)
     where = line(" · ".join(filter(None, (f"{view.module(site.module)}{call}", op_name(site.op), place))))
     text = (line(at.text.strip(), tone="faint", is_code=True),) if with_text and at and at.text else ()
     return (
