@@ -31,12 +31,13 @@ from ampdbg.record.file import latest_record, of_rank, read_record
 from ampdbg.record.listings import with_listings
 from ampdbg.record.log import RunLog, is_log, read_log
 from ampdbg.record.pins import EVERYTHING, Form, Strategy
-from ampdbg.record.run import Record
+from ampdbg.record.run import Record, ScriptRun
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ampdbg.proof.suggestion import Suggestion
+    from ampdbg.script.launch import Start
 
 CaptureCommand = Literal["replay", "ranges", "bisect", "suggest-fp32"]
 
@@ -286,10 +287,15 @@ def suggest_fp32(
     Raises:
         PatchError: the files cannot be written; none was. ``record`` of the error is the record.
     """
-    given = _given(latest_record() if config is None else config, changes)
+    taken = latest_record() if config is None else config
+    given = taken if isinstance(taken, Given) else read_given(taken, takes_weights=True, **changes)
     searching: dict[str, Any] = {"form": form, "verify": verify, "strategy": strategy, "max_trials": max_trials}
     if given.capture is not None:
         found = _with_capture(given, observer, "suggest-fp32", **searching)
+    elif given.record is not None and given.record.script is not None:
+        from ampdbg.proof.suggestion import Suggestion
+
+        found = Suggestion(replace(given.record, command="suggest-fp32"))
     else:
         observer.start(given.config.train.steps)
         from ampdbg.diagnosis.diagnose import diagnose
@@ -297,6 +303,11 @@ def suggest_fp32(
 
         with _diagnosed("suggest-fp32", diagnose):
             found = suggest(given.config, known=given.record, observer=observer, **searching)
+    if found.record.script is not None and found.record.search is None and found.record.verdict == "precision":
+        from ampdbg.proof.half_weights import suggest_for_half_weights
+
+        start = _start(given, found.record.script, emulate=found.record.environment.emulated)
+        found = suggest_for_half_weights(found.record, start, form, verify=verify, observer=observer)
     record = with_listings(found.record)  # before the files are written
     if apply:
         from ampdbg.patch.file_edits import write_edits
@@ -307,6 +318,17 @@ def suggest_fp32(
             error.record = record
             raise
     return record
+
+
+def _start(given: Given, script: ScriptRun, *, emulate: bool) -> Start:
+    """How the script of a record or a capture is started again."""
+    from ampdbg.script.capture import Capture, start_in_this_folder
+    from ampdbg.script.launch import Start
+
+    if given.capture is not None:
+        return Capture(given.capture, given.script).start
+    known = Start(script.name, script.arguments, script.is_module, emulate=emulate, processes=script.processes)
+    return start_in_this_folder(Path(given.name), given.script, known)
 
 
 def _given(config: str | Path | Given | None, changes: Changes, module: str | Path | None = None) -> Given:

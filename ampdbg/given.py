@@ -94,13 +94,16 @@ def read_given(
     config: str | Path | None,
     module: str | Path | None = None,
     script: str = "",
+    *,
+    takes_weights: bool = False,
     **changes: Unpack[Changes],
 ) -> Given:
     """Reads the one of ``config`` and ``module`` that is there.
 
     A ``config`` may be a record (``.json``), whose config is taken: its paths count from where the record was made,
     which is to be the current folder. It may be a capture (``.safetensors``), or the record of a script that has one:
-    then ``script``, a command line as a shell takes it, replaces the captured one.
+    then ``script``, a command line as a shell takes it, replaces the captured one. With ``takes_weights`` it may be one
+    of a script without captures, whose weights are half.
 
     Raises:
         ConfigError: there are both or none, or there are mistakes in it; the message lists them all.
@@ -119,9 +122,11 @@ def read_given(
     record = read_record(path) if path.suffix == ".json" else None
     captures = record.script.captures if record is not None and record.script is not None else ()
     if path.suffix == CAPTURE_SUFFIX or captures:
-        return _of_capture(_quoted(path), Path(captures[0]) if captures else path, script, changes)
+        return _of_script(_quoted(path), Path(captures[0]) if captures else path, script, changes)
     if record is not None and record.script is not None:
-        raise ConfigError(_no_capture(_quoted(path), record, record.script))
+        if not (takes_weights and record.updates):
+            raise ConfigError(_no_capture(_quoted(path), record, record.script))
+        return _of_script(_quoted(path), None, script, changes, record)
     if script:
         raise ConfigError(f"got --script with {path}; it goes with a capture, which ampdbg run writes")
     return Given(_quoted(path), changes, _config(path, record, overrides), record)
@@ -141,11 +146,11 @@ def _path_of(config: str | Path | None) -> Path:
     return path
 
 
-def _of_capture(name: str, capture: Path, script: str, changes: Changes) -> Given:
+def _of_script(name: str, capture: Path | None, script: str, changes: Changes, record: Record | None = None) -> Given:
     given = [f"--{key}" for key in _named(**changes)] + ["--set"] * bool(changes.get("overrides"))
     if given:
         raise ConfigError(f"got {' and '.join(given)} with a capture; it is one step as it was, and takes none of them")
-    if not capture.is_file():
+    if capture is not None and not capture.is_file():
         raise ConfigError(f"{capture}: there is no such capture")
     try:
         started = tuple(shlex.split(script))
@@ -153,7 +158,7 @@ def _of_capture(name: str, capture: Path, script: str, changes: Changes) -> Give
         raise ConfigError(f"--script {shlex.quote(script)}: {str(error).lower()}") from None
     from ampdbg.config.schema import Precision, config_of_script
 
-    return Given(name, changes, config_of_script(Precision()), capture=capture, script=started)
+    return Given(name, changes, config_of_script(Precision()), record, capture, started)
 
 
 def _no_capture(name: str, record: Record, script: ScriptRun) -> str:

@@ -27,11 +27,12 @@ from ampdbg.record.file import of_rank
 from ampdbg.record.run import Record
 from ampdbg.report.formats import written
 from ampdbg.report.view import Typed
+from ampdbg.source.ownership import loaded_files
 
 from . import options
 from .output import failure_of_page, look_of, save, say, typed_as
 from .scan import FailOn, exit_code
-from .source_findings import loaded_files, say_source_findings
+from .source_findings import say_source_findings
 
 
 def command(

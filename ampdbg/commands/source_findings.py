@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,14 +16,6 @@ if TYPE_CHECKING:
 
 MOST_FILES = 100
 MOST_LINES = 5
-
-
-def loaded_files() -> list[str]:
-    """The user's own files among the modules that are loaded, the script among them."""
-    from ampdbg.source.ownership import is_users_file
-
-    files = (getattr(module, "__file__", None) for module in tuple(sys.modules.values()))
-    return [file for file in dict.fromkeys(files) if isinstance(file, str) and is_users_file(file)]
 
 
 def say_source_findings(record: Record, files: Iterable[str | Path], *, is_quiet: bool = False) -> None:

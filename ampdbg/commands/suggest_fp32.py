@@ -57,7 +57,7 @@ def command(
 
         check_writable(output)
     with results_only() as stdout:
-        given = read_given(_given_or_latest(config), None, script, **run.changes)
+        given = read_given(_given_or_latest(config), None, script, takes_weights=True, **run.changes)
         if apply and not force and not run.quiet:
             _warn_of_uncommitted(given)
         with progress.shown(run.quiet, max_trials) as observer:

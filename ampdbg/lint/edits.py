@@ -60,6 +60,26 @@ def dedented(document: Document, statements: Sequence[ast.stmt], by: str) -> lis
     ]
 
 
+def indented(document: Document, statements: Sequence[ast.stmt], head: str, by: str) -> list[Edit]:
+    """Neighbouring statements moved in by ``by``, below a line ``head``."""
+    span = document.lines(statements[0]).start, document.lines(statements[-1]).end
+    return [above(document, statements[0], head), *(Edit(at, at, by) for at in _line_starts(document, *span))]
+
+
+def with_keyword(document: Document, call: ast.Call, name: str, value: str) -> Edit:
+    """A call with this keyword argument; of a pair that is there the first stays."""
+    known = next((one.value for one in call.keywords if one.arg == name), None)
+    if isinstance(known, ast.Tuple):
+        return replaced(document, known.elts[-1], str(ast.literal_eval(value)[-1]))
+    if known is not None:
+        return replaced(document, known, value)
+    end = document.span(call).end - 1
+    before = document.text[:end].rstrip()
+    comma = "" if before.endswith("(") else ", "
+    own = document.text[len(before.rstrip(",")) : len(before)]  # a comma behind the last argument
+    return Edit(len(before) - len(own), len(before), f"{comma}{name}={value}{own}")
+
+
 def _line_starts(document: Document, start: int, end: int) -> list[int]:
     """Where the lines of a piece of text begin, the blank ones left out."""
     return [start + found.start() for found in re.finditer(r"(?m)^(?=[^\r\n])[^\r\n]*\S", document.text[start:end])]

@@ -21,7 +21,7 @@ def fixed(text: str, hits_of: Callable[[Document], Sequence[RuleHit]]) -> str:
     """
     for _ in range(MOST_ROUNDS):
         document = Document(text)
-        after = _applied(document, _together(hits_of(document)))
+        after = applied(document, _together(hits_of(document)))
         if after == text:
             return text
         try:
@@ -75,7 +75,8 @@ def _overlap(one: Fix, other: Fix) -> bool:
     )
 
 
-def _applied(document: Document, fixes: Sequence[Fix]) -> str:
+def applied(document: Document, fixes: Sequence[Fix]) -> str:
+    """The text with the edits of the fixes, and the imports that they need."""
     edits = dict.fromkeys(edit for fix in fixes for edit in fix.edits)
     text = _edited(document.text, list(edits))
     needed = {name for fix in fixes for name in fix.imports}

@@ -23,7 +23,7 @@ from torch.nn.modules.module import (
 
 from ampdbg.probes.models import Together, is_global_of_script
 from ampdbg.record.pins import OWN, RootModel, is_line, root_of, within
-from ampdbg.source.ownership import by_code, is_ampdbgs, is_users_file
+from ampdbg.source.ownership import is_ampdbgs, is_users
 
 FORWARD = "_call_impl"
 """torch's name of what calls a forward: what is put into a model there is no part of its making."""
@@ -169,15 +169,10 @@ def _callers(frame: FrameType | None) -> tuple[_Caller, ...]:
     while frame is not None and not is_ampdbgs(frame):
         if frame.f_code.co_name == FORWARD:
             return ()
-        if _is_users(frame):
+        if is_users(frame):
             found.append(_caller(frame))
         frame = frame.f_back
     return tuple(found)
-
-
-@by_code
-def _is_users(frame: FrameType) -> bool:
-    return is_users_file(frame.f_code.co_filename)
 
 
 def _caller(frame: FrameType) -> _Caller:

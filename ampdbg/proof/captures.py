@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -141,6 +142,13 @@ def _bisected(taken: RestoredStep, job: CaptureJob, observer: Observer) -> Sugge
     made = taken.investigated(observer)
     kept: Kept = {(made.step, made.why): taken.failing(made)}
     record = taken.diagnosed(made, "bisect")
+    if record.half_weights and record.verdict == "precision":
+        if job.command == "bisect":
+            stored, again = record.half_weights[0], f"ampdbg suggest-fp32 {shlex.quote(str(job.path))}"
+            raise CaptureError(
+                f"{job.path}: its weights are stored in {stored}, and no pin changes that; type: {again}"
+            )
+        return Suggestion(replace(record, command=job.command))
     ended = search(taken.run, record, kept, job.strategy, job.max_trials, observer)
     if job.command == "bisect":
         return Suggestion(ended.record)

@@ -265,3 +265,9 @@ class Proof:
     def failure(self) -> str:
         """The first step that did not come out as it must, in words; "" where all did."""
         return next((f"{step.name}: {step.detail}" for step in self.steps if not step.passed), "")
+
+    @property
+    def unproven(self) -> str:
+        """Why nothing shows that the patch is needed, where it was run and no more; else ""."""
+        left_out = [step.detail for step in self.steps if not step.ran]
+        return next(iter(left_out), "") * (len(self.steps) - len(left_out) < 2)

@@ -659,6 +659,11 @@ class Record:
         return tuple(finding for finding in self.findings if finding.severity != "info")
 
     @property
+    def half_weights(self) -> tuple[str, ...]:
+        """The half dtypes that weights which an optimizer trains are stored in."""
+        return tuple(sorted({name for kind in self.dtypes for name in kind.stored} & {"float16", "bfloat16"}))
+
+    @property
     def steps_run(self) -> int:
         """How many steps have ended of the optimizer that has stepped the most, as often as the loop has gone round: of
         a long run ``steps`` leaves some out, but never the last."""

@@ -29,17 +29,17 @@ SAMPLE = 1024
 
 NOTHING = Held({})
 
-Stamp = tuple[int, int]
-"""How often a tensor had been written, and where it lay in memory; an optimizer's may be moved by who trains them."""
+FrozenSample = tuple[int, torch.Tensor]
+"""Where a parameter lies in memory, and some of its entries: ``.data`` hides from its version that it was written."""
 
 
 class _Kept(NamedTuple):
-    """What a module held before one call, with the stamp of each of its buffers and parameters, and in a call that is
-    looked at a ``sample`` of each frozen one."""
+    """What a module held before one call, and how often each of its buffers and parameters had been written; in a call
+    that is looked at a ``sample`` of each frozen parameter too."""
 
     held: Held
-    stamps: Mapping[str, Stamp]
-    sample: Mapping[str, torch.Tensor]
+    written: Mapping[str, int]
+    samples: Mapping[str, FrozenSample]
 
 
 @dataclass
@@ -66,13 +66,9 @@ class _Root:
             own = {**dict(module.named_buffers()), **dict(module.named_parameters())}
             self.tensors = weakref.WeakValueDictionary(own)
         self.kept = {call: kept for call, kept in self.kept.items() if call in noted}
-        self.kept[number] = _Kept(self._held(module), _stamps(self.tensors), self._sample())
-
-    def _sample(self) -> Mapping[str, torch.Tensor]:
-        """Part of what the frozen parameters are, in a call that is looked at: ``.data`` hides writes from versions."""
-        with torch.no_grad(), _disable_current_modes():
-            looked_at = self.tensors if self.is_looked_at else {}
-            return {name: _part(one) for name, one in looked_at.items() if _is_frozen(one)}
+        written = {name: times_written(one) for name, one in self.tensors.items()}
+        frozen = {name: one for name, one in self.tensors.items() if self.is_looked_at and _is_frozen(one)}
+        self.kept[number] = _Kept(self._held(module), written, _samples(frozen))
 
     def _held(self, module: torch.nn.Module) -> Held:
         if not self.is_looked_at and not self.changes:
@@ -103,10 +99,13 @@ class _Root:
 
     def _written(self, kept: _Kept) -> list[str]:
         """The buffers and parameters that were written since."""
-        now, sample = _stamps(self.tensors), self._sample()
-        moved = {name for name, stamp in kept.stamps.items() if name in now and now[name] != stamp}
-        others = {name for name, part in kept.sample.items() if name in sample and not torch.equal(sample[name], part)}
-        return [name for name in kept.stamps if name in moved | others]
+        samples = _samples({name: self.tensors[name] for name in kept.samples.keys() & self.tensors.keys()})
+        others = {name for name, sample in samples.items() if not _are_same(sample, kept.samples[name])}
+        return [
+            name
+            for name, times in kept.written.items()
+            if name in self.tensors and (name in others or times_written(self.tensors[name]) != times)
+        ]
 
     def unknown(self, kept: _Kept) -> Iterator[str]:
         """The buffers and parameters that were written since and are not held; they are from the next call on."""
@@ -116,19 +115,20 @@ class _Root:
                 yield f"{'parameter' if isinstance(self.tensors[name], torch.nn.Parameter) else 'buffer'} {name}"
 
 
-def _stamps(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, Stamp]:
-    return {name: (times_written(one), one.data_ptr() if _is_frozen(one) else 0) for name, one in tensors.items()}
-
-
 def _is_frozen(tensor: torch.Tensor) -> bool:
     """Whether it is a parameter that no optimizer trains, and has memory that can be read."""
     is_kept_still = type(tensor) is torch.nn.Parameter and not tensor.requires_grad
     return is_kept_still and tensor.layout is torch.strided and not tensor.is_meta and not is_emptied(tensor)
 
 
-def _part(tensor: torch.Tensor) -> torch.Tensor:
-    values = tensor.reshape(-1)
-    return values[:: max(1, values.numel() // SAMPLE)].clone()
+def _samples(frozen: Mapping[str, torch.Tensor]) -> Mapping[str, FrozenSample]:
+    with torch.no_grad(), _disable_current_modes():
+        flat = {name: one.reshape(-1) for name, one in frozen.items()}
+        return {name: (one.data_ptr(), one[:: max(1, len(one) // SAMPLE)].clone()) for name, one in flat.items()}
+
+
+def _are_same(one: FrozenSample, other: FrozenSample) -> bool:
+    return one[0] == other[0] and torch.equal(one[1], other[1])
 
 
 class Before:

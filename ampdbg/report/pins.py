@@ -197,6 +197,8 @@ def proof_in_brief(proof: Proof) -> tuple[StyledLine, ...]:
 
 
 def _proof_line(proof: Proof) -> StyledLine:
+    if proof.unproven:
+        return line(Words("- ", "faint"), f"not proven: {proof.unproven}")
     ran = [step for step in proof.steps if step.ran]
     failed = [step for step in ran if not step.passed]
     if failed:

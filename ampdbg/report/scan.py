@@ -579,6 +579,9 @@ def after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
         is_of_capture = record.command == "replay" and "--script" in typed.config
         taken = typed.config if is_of_capture else _capture_to_type(of_root, record, typed.folder)
         return view.NextCommand(what, f"ampdbg suggest-fp32 {taken}")
+    if record.verdict == "precision" and record.updates and typed.record_path:
+        what = "the edit that cures it, proven by a short run"
+        return view.NextCommand(what, f"ampdbg suggest-fp32 {typed.record_path}")
     if captures and record.command == "run" and not record.investigations:
         what = "the step that was captured, run again in FP32 too"
         return view.NextCommand(what, f"ampdbg replay {_capture_to_type(captures[0], record, typed.folder)}")

@@ -12,11 +12,11 @@ from pathlib import Path
 from ampdbg.escapes import printable
 from ampdbg.levels import format_of_config
 from ampdbg.ops import CASTS, base_name
-from ampdbg.quantities import counted, listed
+from ampdbg.quantities import counted, listed, share
 from ampdbg.record.file import to_json
 from ampdbg.record.findings import place_of
-from ampdbg.record.pins import Form, Handover, call_of_pins, in_words
-from ampdbg.record.run import Record
+from ampdbg.record.pins import Form, Handover, Proof, call_of_pins, in_words
+from ampdbg.record.run import Record, Updates
 
 from . import bisection
 from .pins import (
@@ -56,9 +56,11 @@ MANY = 6
 def page(record: Record, typed: Typed) -> Page:
     """What ``ampdbg suggest-fp32`` says beside the patch itself; without pins, how the search ended."""
     handed = record.handover
+    if handed is None and record.updates is not None and not record.faults:
+        return replace(bisection.page(record, typed), headline=_harmless(record, record.updates))
     if handed is None:  # as in records of before
         return bisection.page(record, typed)
-    if record.search is None or record.interrupted or not (record.pins or handed.files):
+    if record.interrupted or not (record.pins or handed.files):
         ended = bisection.page(record, typed)
         # A remedy that a finding shows already is not said twice.
         notes = tuple(note for note in handed.notes if not any(f.remedy and f.remedy in note for f in record.findings))
@@ -94,7 +96,7 @@ def _story(record: Record, handed: Handover) -> Iterator[Section]:
         yield Paragraph(tuple(map(line, handed.refused[:MOST_IN_BRIEF])), "Why ampdbg edits no code")
     if record.verification is not None:
         yield Paragraph(proof_in_brief(record.verification), "The proof")
-    yield from _remedies((*handed.notes, *_together(record))[:MOST_IN_BRIEF])
+    yield from _remedies((*handed.notes, *_together(record))[:MOST_IN_BRIEF], _about_notes(record))
 
 
 def _sections(record: Record, handed: Handover) -> Iterator[Section]:
@@ -114,7 +116,7 @@ def _sections(record: Record, handed: Handover) -> Iterator[Section]:
     if handed.pins_nothing:
         names = [in_words(name) for name in handed.names]
         instead = (f"FP32 for {listed(names)} cures it too: --format yaml prints the pins.",) if names else ()
-        yield from _remedies(instead)
+        yield from _remedies((*instead, *handed.notes * (record.search is None)), _about_notes(record))
         return
     if record.search is not None and record.search.cost is not None:
         low, of_patch = format_of_config(record.config), handed.files and handed.form in ("diff", "json")
@@ -145,14 +147,20 @@ def _is_by_name(record: Record, handed: Handover) -> bool:
     return handed.form in ("module", "yaml") and content(record) is not None
 
 
-def _remedies(notes: tuple[str, ...]) -> Iterator[Section]:
+def _about_notes(record: Record) -> str:
+    return ("Other remedies", "In memory")[record.search is None]
+
+
+def _remedies(notes: tuple[str, ...], title: str = "Other remedies") -> Iterator[Section]:
     if notes:
-        yield Paragraph(tuple(map(line, notes)), "Other remedies")
+        yield Paragraph(tuple(map(line, notes)), title)
 
 
 def headline(record: Record, handed: Handover) -> Headline:
     """What came of it, in a sentence."""
     proof, count = record.verification, len(record.pins)
+    if record.search is None:
+        return _of_half_weights(record, proof)
     if handed.pins_nothing:
         what = "No module needs FP32: the patch keeps a constant within the range of half precision"
         if proof is None:
@@ -172,6 +180,21 @@ def headline(record: Record, handed: Handover) -> Headline:
     return Headline("good", f"{what}; the patch for {them} is proven on {_where(record)}.")
 
 
+def _of_half_weights(record: Record, proof: Proof | None) -> Headline:
+    what = f"The weights are stored in {' and '.join(record.half_weights)}, and lose of their updates"
+    if proof is None or proof.unproven:
+        return Headline("warning", f"{what}; the patch is not proven.")
+    if proof.passed:
+        return Headline("good", f"{what}; the patch is proven by a short run of the script before and after.")
+    return Headline("bad", f"{what}, but the patch failed its proof: {proof.failure}. ampdbg does not suggest it.")
+
+
+def _harmless(record: Record, seen: Updates) -> Headline:
+    lost = f"{share(seen.lost or 0.0)} of the way of float32 weights is lost in {counted(seen.steps, 'sampled step')}"
+    stored = " and ".join(record.half_weights)
+    return Headline("good", f"The {stored} weights do no harm here: {lost}. There is nothing to edit.")
+
+
 def _where(record: Record) -> str:
     """What the patch was proven on: of a step that ended before its loss, nothing shows what becomes of that."""
     are_modules = any(made.reach == "modules" for made in record.investigations)
@@ -186,7 +209,7 @@ def next_command(record: Record, handover: Handover, typed: Typed) -> NextComman
     if proof is not None and not proof.passed:
         if handover.form == "diff" and handover.names and handover.refused:  # the set may do, with all of its edits
             return NextCommand("have the same modules pinned by name", f"{again} --format module")
-        if _is_past_search(record) and record.findings:
+        if (_is_past_search(record) or record.search is None) and record.findings:
             return NextCommand("what it means, and what cures it", f"ampdbg explain {record.findings[0].code}")
         return NextCommand("search again, blind to what overflows", f"ampdbg bisect {typed.config} --strategy ddmin")
     if content(record) is None:
@@ -262,8 +285,17 @@ def warning_of_piping(handover: Handover | None) -> str | None:
 
 def diff(record: Record, handover: Handover) -> bytes:
     """A unified diff with the proof as comments above it, as ``git apply`` and ``patch -p1`` take the whole of it."""
-    comments = _commented([*_kept_in_fp32(record, handover), *_units(handover), *_proof(record)])
+    comments = _commented(
+        [*_kept_in_fp32(record, handover), *_units(handover), *_proof(record), *_taken(record, handover)]
+    )
     return comments.encode() + b"".join(file.diff.encode(file.encoding) for file in handover.files)
+
+
+def _taken(record: Record, handover: Handover) -> Iterator[str]:
+    """What float32 weights take, and what else there is."""
+    if record.search is None:
+        yield f"{_about_notes(record)}:"
+        yield from (f"  - {note}" for note in handover.notes)
 
 
 def module(record: Record, handover: Handover) -> bytes:
@@ -299,6 +331,9 @@ def _commented(lines: Sequence[str]) -> str:
 
 def _kept_in_fp32(record: Record, handover: Handover) -> Iterator[str]:
     """The pins that the patch stands for: what is only tied to one of them it may leave as it is."""
+    if record.search is None:
+        yield f"The script's {' and '.join(record.half_weights)} weights lose of their updates; this patch cures that:"
+        return
     if handover.pins_nothing:
         yield "Keeps constants within the range of half precision; no module needs FP32:"
         return
@@ -319,6 +354,9 @@ def _proof(record: Record) -> Iterator[str]:
     proof, ran = record.verification, record.environment
     if proof is None:
         yield "Not proven: --no-verify was given, and nothing was run with this patch."
+        return
+    if proof.unproven:
+        yield f"Not proven: {proof.unproven}."
         return
     emulated = ", CUDA's autocast emulated" if ran.emulated else ""
     device = ran.device if ran.device == "cpu" else f"{ran.device}: {ran.device_name}"

@@ -156,19 +156,13 @@ class Capture:
         script: a command line that is started in the place of the captured one, with its options.
 
     Raises:
-        CaptureError: as :func:`read_head`; or it is to start what does not stand in this folder. A capture may come
-            from anybody, and what it starts is code.
+        CaptureError: as :func:`read_head` and :func:`start_in_this_folder`.
     """
 
     def __init__(self, path: Path, script: Sequence[str] = ()) -> None:
         self.path = path
         self.head = read_head(path)
-        self.start = _start_of(script) if script else self.head.start
-        if not script and not _is_here(self.start):
-            raise CaptureError(
-                f"{path}: it is of {self.start.typed}, which does not stand in this folder; go to the folder of the "
-                f"script, or say what to start: --script {shlex.quote(self.start.typed)}"
-            )
+        self.start = start_in_this_folder(path, script, self.head.start)
         self._opened = safe_open(path, framework="pt")
 
     @functools.cached_property
@@ -286,10 +280,22 @@ def _with_dtypes(given: tuple[Any, Any], now: tuple[Any, Any]) -> tuple[Any, Any
     return args, {**others, **dtypes}
 
 
-def _start_of(script: Sequence[str]) -> Start:
-    is_module = script[0] == "-m" and len(script) > 1
-    name, *arguments = script[1:] if is_module else script
-    return Start(name, tuple(arguments), is_module)
+def start_in_this_folder(path: Path, script: Sequence[str], known: Start) -> Start:
+    """How the script of a capture or a record is started again, by the command line ``script`` where it has one.
+
+    Raises:
+        CaptureError: it does not stand in this folder. The file may come from anybody, and what it starts is code.
+    """
+    if script:
+        is_module = script[0] == "-m" and len(script) > 1
+        name, *arguments = script[1:] if is_module else script
+        return replace(known, name=name, arguments=tuple(arguments), is_module=is_module)
+    if not _is_here(known):
+        raise CaptureError(
+            f"{path}: it is of {known.typed}, which does not stand in this folder; go to the folder of the "
+            f"script, or say what to start: --script {shlex.quote(known.typed)}"
+        )
+    return known
 
 
 def _is_here(start: Start) -> bool:

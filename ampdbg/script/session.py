@@ -90,8 +90,8 @@ class Session:
 
     def _lost_upcasts(self, record: Record) -> Iterator[Misuse]:
         """The casts in the script that leave the half weights which its optimizers have stepped as they are."""
-        start, stored = self._captures.start, {name for kind in record.dtypes for name in kind.stored}
-        if not start.is_module and stored - {"float32", "float64"}:
+        start = self._captures.start
+        if not start.is_module and record.half_weights:
             # Here, as they take a tenth of a second, and hardly any script needs them.
             from ampdbg.lint.engine import lint_file
             from ampdbg.lint.rules.lost_upcast import CODE

@@ -103,6 +103,18 @@ def is_users_file(file: str) -> bool:
     return path.suffix == ".py" and path.exists() and not _is_installed(path.resolve())
 
 
+@by_code
+def is_users(frame: FrameType) -> bool:
+    """Whether the code stands in such a file."""
+    return is_users_file(frame.f_code.co_filename)
+
+
+def loaded_files() -> list[str]:
+    """The user's own files among the modules that are loaded, the script among them."""
+    files = (getattr(module, "__file__", None) for module in tuple(sys.modules.values()))
+    return [file for file in dict.fromkeys(files) if isinstance(file, str) and is_users_file(file)]
+
+
 def lies_in_library(file: str | Path) -> bool:
     """Whether the path leads through a folder of installed packages, on this machine or on another."""
     return not LIBRARY_FOLDERS.isdisjoint(Path(file).parts)

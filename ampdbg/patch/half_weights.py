@@ -1,0 +1,174 @@
+"""Half weights as edits of the user's code: stored in float32 under autocast, norms alone, or a lower beta2."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+
+from ampdbg.lint.document import Document
+from ampdbg.lint.edits import below, indent_unit, indented, is_movable, replaced, with_keyword
+from ampdbg.lint.expressions import method
+from ampdbg.lint.fixes import applied
+from ampdbg.lint.rule import Edit, Fix
+from ampdbg.patch.file_edits import FileEdit
+from ampdbg.probes.half_weights import CastLine, LoopLines, document_of, statement_at
+from ampdbg.source.source_file import read_source
+
+ARGUMENTS = r"transformers\..*TrainingArguments|trl\.(\w+\.)*(SFT|DPO|GRPO|KTO|ORPO|Reward)Config"
+
+Rows = Sequence[tuple[str, str, str]]
+"""What a call takes: a pattern of the qualified name of what is called, a keyword and its value."""
+
+AUTOCAST: Rows = (
+    (r"accelerate\..*Accelerator", "mixed_precision", '"bf16"'),
+    (ARGUMENTS, "bf16", "True"),
+    (r"(pytorch_)?lightning\..*(Trainer|Fabric)", "precision", '"bf16-mixed"'),
+)
+BETA2: Rows = ((r"torch\.optim\..*Adam\w*", "betas", "(0.9, 0.95)"), (ARGUMENTS, "adam_beta2", "0.95"))
+
+LOADERS = ("from_pretrained", "from_config")
+"""Methods that make a model in the dtype of a checkpoint, where the call names no other."""
+
+IN_BFLOAT16 = 'with torch.autocast("{}", dtype=torch.bfloat16):'
+
+NORMS = (
+    "for module in {}.modules():",
+    '    if "norm" in type(module).__name__.lower():',
+    "        module.float()",
+)
+
+
+@dataclass(frozen=True)
+class HalfLines:
+    """Where a script makes its weights half and trains them, of its ``files``; the ``device`` by torch's type."""
+
+    casts: tuple[CastLine, ...] = ()
+    loop: LoopLines | None = None
+    is_lowered: bool = False
+    files: tuple[str, ...] = ()
+    device: str = "cpu"
+
+
+@dataclass
+class WeightEdits:
+    """The edits of all files so far: what each is, and which lines were left alone, with why."""
+
+    lines: HalfLines
+    titles: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    _edits: dict[str, dict[Edit, None]] = field(default_factory=dict)
+
+    def add(self, file: str, line: int, title: str, edits: Iterable[Edit], why_none: str = "") -> None:
+        """Adds the edits of a line, or why there are none."""
+        known, place = list(edits), f"line {line} of {Path(file).name}"
+        self._edits.setdefault(file, {}).update(dict.fromkeys(known))
+        self.titles += [f"{place}: {title}"] * bool(known)
+        self.refused += [f"by hand: {place}: {why_none}"] * (not known)
+
+    def add_keywords(self, rows: Rows) -> bool:
+        """Adds what calls of libraries take, in all files; returns whether there is such a call."""
+        calls = [(file, call) for file in self.lines.files for call in document_of(file).calls]
+        is_any = False
+        for (file, call), (of, name, value) in product(calls, rows):
+            if re.fullmatch(of, document_of(file).call_origin(call)):
+                edit, is_any = with_keyword(document_of(file), call, name, value), True
+                self.add(file, call.lineno, f"{name}={value}", [edit])
+        return is_any
+
+    def made(self) -> tuple[FileEdit, ...]:
+        """The files with the edits in them."""
+        found = []
+        for file, edits in ((file, tuple(edits)) for file, edits in self._edits.items() if edits):
+            needed = ("torch",) * any("torch." in edit.new for edit in edits)
+            before, after = Path(file).read_bytes(), applied(document_of(file), [Fix(edits, needed)])
+            found.append(FileEdit(Path(file), before, after.encode(read_source(before).encoding)))
+        return tuple(found)
+
+
+def weights_in_float32(edits: WeightEdits) -> None:
+    """No line makes the weights half any more, and the model runs under autocast in bfloat16."""
+    for cast in edits.lines.casts:
+        document = document_of(cast.file)
+        statement = statement_at(document, cast.line)
+        why = "the weights become half there, in a way that ampdbg does not edit; make them float32"
+        edits.add(cast.file, cast.line, "weights in float32", _uncast(document, statement, cast.dtypes), why)
+    _under_autocast(edits)
+
+
+def norms_in_float32(edits: WeightEdits) -> None:
+    """The weights stay half but for those of norms, and the model runs under autocast in bfloat16."""
+    for cast in edits.lines.casts:
+        document = document_of(cast.file)
+        statement = statement_at(document, cast.line)
+        names = _model_named_by(document, statement)
+        added = (below(document, statement, *(line.format(name) for line in NORMS)) for name in names)
+        why = "the line gives the model no name by which its norms can be made float32"
+        edits.add(cast.file, cast.line, "norms in float32", added, why)
+    _under_autocast(edits)
+
+
+def beta2_lowered(edits: WeightEdits) -> None:
+    """Adam's second moment decays by what half holds."""
+    edits.add_keywords(BETA2)
+
+
+def _uncast(document: Document, statement: ast.stmt, dtypes: frozenset[str]) -> Iterator[Edit]:
+    expressions = [node for node in ast.walk(statement) if isinstance(node, ast.expr)]
+    for node in (one for one in expressions if document.statement(one) is statement):
+        owner = method(node, "bfloat16", "half")
+        if owner is not None:
+            is_all = isinstance(document.parents[node], ast.Expr)
+            yield replaced(document, node, document.source(owner) + ".float()" * is_all)
+        elif document.source(node) in dtypes:
+            yield replaced(document, node, '"float32"' if isinstance(node, ast.Constant) else "torch.float32")
+        elif isinstance(node, ast.Call) and method(node, *LOADERS) is not None:
+            names = {keyword.arg for keyword in node.keywords} & {"dtype", "torch_dtype"}
+            yield from [] if names else [with_keyword(document, node, "dtype", "torch.float32")]
+
+
+def _model_named_by(document: Document, statement: ast.stmt) -> list[str]:
+    """What the model is called that the statement makes half: ``model = Net().half()``, ``model.half()``."""
+    match statement:
+        case ast.Assign([ast.Name() | ast.Attribute() as target]):
+            return [document.source(target)]
+        case ast.Expr(ast.Call(ast.Attribute(ast.Name() | ast.Attribute() as owner))):
+            return [document.source(owner)]
+    return []
+
+
+def _under_autocast(edits: WeightEdits) -> None:
+    """The training loop's forward pass and loss under autocast, as a library's loop takes it or around the lines."""
+    loop, device = edits.lines.loop, edits.lines.device
+    if edits.lines.is_lowered or edits.add_keywords(AUTOCAST) or loop is None:
+        return
+    document = document_of(loop.file)
+    statements = _between(document, loop)
+    around = None if not statements else document.parents.get(statements[0])
+    by = indent_unit(document, statements[0], around) if isinstance(around, ast.stmt) else "    "
+    made = indented(document, statements, IN_BFLOAT16.format(device), by) if statements else []
+    why = (
+        "the model's call and the backward pass are no statements of one block; run what comes before the backward "
+        f"pass in `{IN_BFLOAT16.format(device)}`"
+    )
+    edits.add(loop.file, loop.first, f"forward pass and loss under autocast, on {device} in bfloat16", made, why)
+
+
+def _between(document: Document, loop: LoopLines) -> Sequence[ast.stmt]:
+    """The statements from the first call of the model up to the backward pass, in the innermost block with both."""
+    first, last = (statement_at(document, line) for line in (loop.first, loop.backward))
+    for begin, end in product(_statements_around(document, first), _statements_around(document, last)):
+        block = document.block(begin)
+        if block is document.block(end):
+            found = list(block[block.index(begin) : block.index(end)])
+            while len(found) > 1 and method(getattr(found[-1], "value", found[-1]), "zero_grad"):
+                found.pop()
+            return found if is_movable(document, found) else ()
+    return ()
+
+
+def _statements_around(document: Document, inner: ast.stmt) -> list[ast.stmt]:
+    return [one for one in (inner, *document.around(inner)) if isinstance(one, ast.stmt)]

@@ -1,0 +1,170 @@
+"""Where a script makes its weights half, and where it calls the model that has them: the lines of the user's code."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from itertools import takewhile
+from operator import attrgetter
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook, register_module_parameter_registration_hook
+
+from ampdbg.lint.document import Document
+from ampdbg.probes.seams import attached, replaced
+from ampdbg.probes.tensors import HALVES
+from ampdbg.source.ownership import is_users
+from ampdbg.source.source_file import read_source
+
+NAMES = {"float16": torch.float16, "half": torch.float16, "bfloat16": torch.bfloat16, "auto": torch.bfloat16}
+"""The half dtypes as libraries take them by name; ``auto`` is that of a checkpoint, which is half where it made one."""
+
+
+class CastLine(NamedTuple):
+    """A line of the user's code, from 1, that makes weights half; ``dtypes`` are the expressions on it that say so."""
+
+    file: str
+    line: int
+    dtypes: frozenset[str]
+
+
+class LoopLines(NamedTuple):
+    """The lines of one function from the ``first`` call of a model to what goes ``backward`` from there."""
+
+    file: str
+    first: int
+    backward: int
+
+
+class HalfWeights:
+    """Notes, while it is entered, which line of the user's code makes each parameter half, and the lines between the
+    first calls of modules that train and their backward pass."""
+
+    def __init__(self) -> None:
+        self._casts: dict[int, CastLine | None] = {}
+        self._default: CastLine | None = None
+        self._calls: list[dict[int, int]] = []  # the line of each frame, by id
+        self._entered = ExitStack()
+        self.loop: LoopLines | None = None
+        self.is_lowered = False
+        """Whether the model is called under autocast anyway."""
+
+    def __enter__(self) -> HalfWeights:
+        with ExitStack() as stack:
+            stack.callback(register_module_parameter_registration_hook(self._registered).remove)
+            stack.callback(register_module_forward_pre_hook(self._called).remove)
+            stack.enter_context(replaced(nn.Module, "_apply", self._applying))
+            stack.enter_context(replaced(torch, "set_default_dtype", self._setting))
+            stack.enter_context(attached(self._around))
+            self._entered = stack.pop_all()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._entered.close()
+
+    def casts(self, half: Iterable[nn.Parameter]) -> tuple[CastLine, ...]:
+        """The lines that have made these parameters half; of one of which none is known, all that have made any."""
+        known = [self._casts.get(id(one)) for one in half]
+        found = dict.fromkeys([*self._casts.values()] if None in known else known)
+        return tuple(one for one in found if one is not None)
+
+    def _registered(self, module: nn.Module, name: str, parameter: Any) -> None:
+        if getattr(parameter, "dtype", None) in HALVES:
+            self._casts[id(parameter)] = self._default or _cast_line()
+
+    def _applying(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def apply(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            before = _half_of(module)
+            made = original(module, *args, **kwargs)
+            self._casts |= dict.fromkeys(_half_of(module) - before, _cast_line())
+            return made
+
+        return apply
+
+    def _setting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def set_default_dtype(dtype: Any) -> None:
+            original(dtype)
+            self._default = _cast_line() if dtype in HALVES else None
+
+        return set_default_dtype
+
+    def _called(self, module: nn.Module, args: Any) -> None:
+        is_outermost = sum(frame.f_code.co_name == "_call_impl" for frame in _frames()) == 1
+        if self.loop is None and torch.is_grad_enabled() and is_outermost:
+            self._calls.append({id(frame): frame.f_lineno for frame in filter(is_users, _frames())})
+            self.is_lowered |= torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+
+    def _around(self, seam: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if seam == "engine" and self.loop is None:
+            for frame in filter(is_users, _frames()):
+                if lines := [call[id(frame)] for call in self._calls if id(frame) in call]:
+                    self.loop = LoopLines(frame.f_code.co_filename, min(lines), frame.f_lineno)
+                    break
+        return original(*args, **kwargs)
+
+
+def _half_of(module: nn.Module) -> set[int]:
+    return {id(one) for one in module.parameters() if one.dtype in HALVES}
+
+
+def _frames() -> Iterator[FrameType]:
+    """The frames under way, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _cast_line() -> CastLine | None:
+    """The innermost line of the user's code; where that names a half dtype, the outermost of those that hand it on."""
+    users = filter(is_users, _frames())
+    lines = [CastLine(frame.f_code.co_filename, frame.f_lineno, _dtypes_on(frame)) for frame in users]
+    return next(iter([*takewhile(attrgetter("dtypes"), lines)][-1:] + lines), None)
+
+
+def _dtypes_on(frame: FrameType) -> frozenset[str]:
+    """The names, attributes and texts in the statement under way that stand for a half dtype."""
+    with contextlib.suppress(Exception):  # the text is gone, or an attribute of the user's raises
+        document = document_of(frame.f_code.co_filename)
+        texts = (one.value for one in document.find(ast.keyword) if str(one.arg).endswith("dtype"))
+        nodes = [*document.loads(), *(one for one in texts if isinstance(one, ast.Constant))]
+        statement = statement_at(document, frame.f_lineno)
+        on_it = [node for node in nodes if document.statement(node) is statement]
+        return frozenset(document.source(node) for node in on_it if any(_value(node, frame) is one for one in HALVES))
+    return frozenset()
+
+
+def document_of(file: str) -> Document:
+    """A file as it is."""
+    return _parsed(Path(file).read_bytes())
+
+
+@functools.lru_cache(maxsize=32)
+def _parsed(source: bytes) -> Document:
+    return Document(read_source(source).text)
+
+
+def statement_at(document: Document, line: int) -> ast.stmt:
+    """The innermost statement on a line that has run."""
+    statements = (node for node in ast.walk(document.tree) if isinstance(node, ast.stmt))
+    return [one for one in statements if one.lineno <= line <= (one.end_lineno or line)][-1]
+
+
+def _value(node: ast.AST, frame: FrameType) -> Any:
+    """What a plain name, an attribute of one or a text stands for; a text for a dtype."""
+    match node:
+        case ast.Constant(str(text)):
+            return NAMES.get(text)
+        case ast.Name(name):
+            return frame.f_locals.get(name, frame.f_globals.get(name))
+        case ast.Attribute(of, name):
+            return getattr(_value(of, frame), name, None)
+    return None

@@ -1,0 +1,266 @@
+"""A script whose weights are half: the edit that cures what that loses, and a short run of it before and after."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shlex
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+from unittest.mock import patch
+
+from ampdbg.diagnosis.diagnose import diagnose
+from ampdbg.diagnosis.updates import ACCUMULATION, FROZEN, MOST_OF_THE_UPDATE, SMALL_UPDATES, STUCK
+from ampdbg.errors import ConfigError, ScriptError, named_error
+from ampdbg.observer import Observer
+from ampdbg.patch.file_edits import base_folder, file_diff
+from ampdbg.patch.half_weights import HalfLines, WeightEdits, beta2_lowered, norms_in_float32, weights_in_float32
+from ampdbg.precision.emulation import is_emulating
+from ampdbg.probes import update_ledger
+from ampdbg.probes.half_weights import HalfWeights
+from ampdbg.probes.tensors import HALVES
+from ampdbg.probes.update_ledger import OTHERS, kind_of
+from ampdbg.probes.watch import Watch
+from ampdbg.proof.jobs import overlaid
+from ampdbg.proof.processes import Deliver, end_group, fresh_process
+from ampdbg.proof.suggestion import Suggestion
+from ampdbg.quantities import byte_size, counted, listed, number
+from ampdbg.record.codes import CODES
+from ampdbg.record.pins import Form, Handover, PatchUnit, Proof, ProofStep
+from ampdbg.record.run import Record, Updates
+from ampdbg.script.gpu import emulated_gpu
+from ampdbg.script.guard import FileGuard
+from ampdbg.script.launch import Script, ScriptEnd, Start, run_script
+from ampdbg.script.ranks import alone
+from ampdbg.script.restart import REFUSED
+from ampdbg.source.ownership import loaded_files
+
+STEPS, LEAST, LONGEST = 60, 20, 120.0
+"""A window has so many steps; one that takes so many seconds ends with fewer, but for the least."""
+
+
+@dataclass(frozen=True)
+class SeenWindow:
+    """What was seen of a window; ``failure`` is why it ended early. The elements of trained half parameters are counted
+    by kind, and so is how many ``states`` the optimizer has of each."""
+
+    record: Record
+    lines: HalfLines = field(default_factory=HalfLines)
+    elements: Mapping[str, int] = field(default_factory=dict)
+    states: int = 0
+    failure: str = ""
+
+
+def train_a_window(
+    start: Start, patched: Mapping[Path, bytes], most: int, observer: Observer, deliver: Deliver, folder: Path
+) -> None:
+    """Trains so many steps of a script, with patched files, in this process, which ends in the middle of it."""
+    began, seen = time.monotonic(), list[SeenWindow]()
+    watch, notes = Watch(None, ()), HalfWeights()
+
+    def end(failure: str = "") -> None:
+        try:
+            files.remove_new()
+            record = replace(watch.record(), command="run")
+            deliver(replace(seen[0] if seen else SeenWindow(record), record=record, failure=failure))
+        finally:
+            end_group(os.getpid())
+            os._exit(0)
+
+    def refuse(event: str, path: str) -> ScriptError:
+        end(REFUSED.format(start.name, event, path, shlex.quote(f"{start.typed} --output elsewhere")))
+        raise AssertionError("the process has ended")
+
+    def step_ended(is_bad: bool) -> None:
+        seen.append(seen[0] if seen else _seen(watch, notes))  # while the script holds its model
+        if len(seen) >= most or (len(seen) >= LEAST and time.monotonic() - began > LONGEST):
+            end()
+
+    def script_ended(ended: ScriptEnd) -> None:
+        end("" if ended.error is None else f"{start.name} raised {named_error(ended.error)}")
+
+    files, watch.ended = FileGuard(folder, refuse), step_ended
+    text = {os.path.realpath(path): text for path, text in patched.items()}.get(os.path.realpath(start.name))
+    with ExitStack() as stack:
+        stack.enter_context(files.on())
+        stack.enter_context(alone(has_launcher=start.is_of_group))
+        stack.enter_context(emulated_gpu() if start.emulate else contextlib.nullcontext())
+        stack.enter_context(overlaid(patched))
+        stack.enter_context(patch.object(update_ledger, "SHARE", math.inf))  # this process's time is nobody's
+        stack.enter_context(watch)
+        stack.enter_context(notes)
+        run_script(Script(start.name, start.arguments, start.is_module, text=text), script_ended)
+
+
+def _seen(watch: Watch, notes: HalfWeights) -> SeenWindow:
+    groups = [(optimizer, group["params"]) for optimizer in watch.optimizers for group in optimizer.param_groups]
+    half = {one: optimizer.state[one] for optimizer, group in groups for one in group if one.dtype in HALVES}
+    kinds = {
+        one: kind_of(type(module).__name__, f"{path}.{name}")
+        for path, module in watch.models.named_modules()
+        for name, one in module.named_parameters(recurse=False)
+    }
+    elements: Counter[str] = Counter()
+    for one in half:
+        elements[kinds.get(one, OTHERS)] += one.numel()
+    states = [sum(getattr(held, "shape", None) == one.shape for held in of.values()) for one, of in half.items()]
+    device = "cuda" if is_emulating() else watch.optimizers.device.type
+    lines = HalfLines(notes.casts(half), notes.loop, notes.is_lowered, tuple(loaded_files()), device)
+    return SeenWindow(watch.record(), lines, dict(elements), max(states, default=0))
+
+
+def _trained(start: Start, patched: Mapping[Path, bytes], most: int, observer: Observer, what: str) -> SeenWindow:
+    observer.stage(f"{counted(most, 'step')} of {start.name} {what}")
+    with fresh_process("output") as process:
+        process.begin(train_a_window, start, patched, most)
+        process.pass_on(observer)
+        process.child.wait()
+        seen: SeenWindow | None = process.result()
+    if seen is None:
+        raise ScriptError(f"{start.name}: its process ended before it was done")
+    return replace(seen, record=diagnose(seen.record))
+
+
+class Remedy(NamedTuple):
+    """A way to cure half weights: whether it ``fits`` the codes that were found and the kinds of parameter that lose
+    most of their way, how it is made, and of which kinds it makes them float32, ``widens``."""
+
+    title: str
+    fits: Callable[[frozenset[str], frozenset[str]], bool]
+    edit: Callable[[WeightEdits], None]
+    widens: Callable[[str], bool]
+
+
+NORMS = frozenset({"norms"})
+
+REMEDIES = (
+    Remedy(
+        "norms in float32",
+        lambda codes, kinds: codes == {FROZEN} and kinds == NORMS,
+        norms_in_float32,
+        NORMS.__contains__,
+    ),
+    Remedy("beta2 = 0.95", lambda codes, kinds: codes == {STUCK}, beta2_lowered, lambda kind: False),
+    Remedy("weights in float32 under autocast", lambda codes, kinds: True, weights_in_float32, bool),
+)
+"""The cheapest first; the first that passes its proof is suggested."""
+
+ALTERNATIVES = (
+    ("torchao's AdamW8bit(..., bf16_stochastic_round=True)", -2),
+    ("torchao's AdamW4bit(..., bf16_stochastic_round=True)", -3),
+    ("torchao's AdamWFp8(..., bf16_stochastic_round=True)", -2),
+    ('HF Trainer\'s optim="adamw_torch_8bit", optim_args="bf16_stochastic_round=True"', -2),
+    ("torch-optimi's AdamW, which keeps what rounding loses (Kahan)", 2),
+)
+"""Optimizers for bfloat16 weights, and by how many bytes a parameter they differ from torch's AdamW."""
+
+
+def _lost(seen: Updates) -> str:
+    kinds = [f"{one.lost:.0%} ({one.kind})" for one in seen.kinds if one.lost is not None]
+    return f"{listed(kinds)} of the way lost" if kinds else "nothing lost"
+
+
+MEASURES: Mapping[str, Callable[[Updates], str]] = defaultdict(lambda: lambda seen: "found") | {
+    FROZEN: lambda seen: f"{counted(len(seen.frozen), 'parameter')} frozen, {_lost(seen)}",
+    SMALL_UPDATES: _lost,
+    STUCK: lambda seen: f"second moments {max((one.times for one in seen.stuck), default=1.0):.3g} times apart",
+    ACCUMULATION: lambda seen: f"sums {seen.lost_accumulation or 0.0:.0%} apart",
+}
+"""What the ledger measures of each code against float32 masters."""
+
+
+NOTHING = "none lost, as the weights are float32 themselves"
+
+
+def suggest_for_half_weights(
+    known: Record, start: Start, form: Form, *, verify: bool, observer: Observer
+) -> Suggestion:
+    """The edit that cures what half weights lose in a script, proven by its first steps before and after.
+
+    Args:
+        known: the record of a run of the script.
+        start: how the script is started.
+        form: how the edit is handed over: as a diff or as JSON.
+        verify: run it with the edit.
+
+    Raises:
+        ConfigError: it is to be handed over as pins.
+        ScriptError: the script cannot be started again, or none of its lines makes the weights half.
+    """
+    if form in ("module", "yaml"):
+        raise ConfigError(f"got --format {form}; no pin cures half weights; allowed: --format diff, --format json")
+    codes = frozenset(finding.code for finding in known.faults if CODES[finding.code].verdict == "precision")
+    ledger = known.updates or Updates(0)
+    kinds = frozenset(one.kind for one in ledger.kinds if (one.lost or 0.0) > MOST_OF_THE_UPDATE)
+    most = max([STEPS, *(one.steps for one in ledger.stuck)])
+    before = _trained(start, {}, most, observer, "as they are")
+    if not before.lines.casts:
+        why = before.failure or "none of its own lines makes them so"
+        raise ScriptError(f"{start.name}: no edit is known for its {' and '.join(known.half_weights)} weights: {why}")
+    fitting = [one for one in REMEDIES if one.fits(codes, kinds)]
+    made = Suggestion(known)
+    for remedy in fitting:
+        edits = WeightEdits(before.lines)
+        remedy.edit(edits)
+        files = edits.made()
+        if not files:
+            continue
+        steps = [ProofStep("the patched script", True, before.failure, ran=False)] if before.failure else []
+        if verify and not steps:
+            patched = {one.path: one.after for one in files}
+            steps += _shown(codes, before, _trained(start, patched, most, observer, f"with {remedy.title}"))
+        is_proven = all(step.passed for step in steps)
+        folder, is_git = base_folder(files, Path.cwd())
+        handed = Handover(
+            form,
+            folder=str(folder),
+            is_git=is_git,
+            files=tuple(file_diff(one, folder) for one in files),
+            units=tuple(PatchUnit(title, ()) for title in (*edits.titles, *edits.refused)),
+            notes=(*(_cost(one, before) for one in fitting), *_alternatives(codes, before)),
+        )
+        proof = Proof(is_proven, tuple(steps)) if steps else None
+        shown = replace(known, command="suggest-fp32", handover=handed, verification=proof)
+        made = Suggestion(shown, files if is_proven else ())
+        if is_proven:
+            break
+    return made
+
+
+def _shown(codes: frozenset[str], before: SeenWindow, after: SeenWindow) -> Iterator[ProofStep]:
+    """What the two windows say of the edit."""
+    old, new = before.record, after.record
+    was, now = ({finding.code for finding in one.faults} for one in (old, new))
+    found = (f"{one.code}: {one.message}" for one in new.faults if one.code not in was)
+    steps, is_short = counted(new.steps_run, "step"), new.steps_run < min(old.steps_run, LEAST)
+    wrong = after.failure or next(found, f"it ends after {steps}" * is_short)
+    losses = " before, ".join(number(one.steps[-1].loss) for one in (old, new) if one.steps)
+    seen = f"{steps} in a fresh process; the last loss is {losses} with the patch"
+    yield ProofStep("the patched script", not wrong, wrong or seen)
+    if not codes & was:
+        first = counted(old.steps_run, "step")
+        yield ProofStep("before and after", True, f"the first {first} show no {listed(sorted(codes))}", ran=False)
+    is_measured = new.updates is not None or not new.half_weights
+    for code in sorted(codes & was):
+        lost = [MEASURES[code](one.updates or Updates(0)) if one.half_weights else NOTHING for one in (old, new)]
+        yield ProofStep(code, is_measured and code not in now, f"{lost[0]} before; {lost[1]} with the patch")
+
+
+def _cost(remedy: Remedy, seen: SeenWindow) -> str:
+    """What it takes in memory: in float32 weight, gradient and states have two bytes more for each element."""
+    count = sum(size for kind, size in seen.elements.items() if remedy.widens(kind))
+    return f"{remedy.title}: {byte_size((4 + 2 * seen.states) * count)} more"
+
+
+def _alternatives(codes: frozenset[str], seen: SeenWindow) -> Iterator[str]:
+    """The optimizers with which bfloat16 weights lose nothing of their updates."""
+    may_stay = codes <= {FROZEN, SMALL_UPDATES} and seen.record.half_weights == ("bfloat16",)
+    for what, each in ALTERNATIVES if may_stay else ():
+        size = byte_size(abs(each) * sum(seen.elements.values()))
+        yield f"not proven here: bfloat16 weights with {what}: {size} {'more' if each > 0 else 'less'}"

@@ -1,0 +1,177 @@
+"""Half weights as edits: where a script writes that its weights are half, and what a person would write instead."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ampdbg.patch.half_weights import HalfLines, WeightEdits, beta2_lowered, norms_in_float32, weights_in_float32
+from ampdbg.probes.half_weights import HalfWeights
+
+HEAD = "import torch\nfrom torch import nn\n\n"
+LOOP = """optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(2):
+    loss = model(torch.ones(2, 4).to(next(model.parameters()).dtype)).sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+IN_AUTOCAST = LOOP.replace(
+    "    loss = model",
+    '    with torch.autocast("cpu", dtype=torch.bfloat16):\n        loss = model',
+)
+
+NET = """class Net(nn.Sequential):
+    def __init__(self, dtype):
+        super().__init__(nn.Linear(4, 4, dtype=dtype))
+
+"""
+
+LIBRARY = """
+import torch
+from torch import nn
+
+class Auto:
+    @classmethod
+    def from_pretrained(cls, name, dtype="auto"):
+        return nn.Linear(4, 4, dtype=torch.bfloat16 if dtype in ("auto", "bfloat16") else dtype)
+
+class Accelerator:
+    def __init__(self, cpu=False, mixed_precision=None):
+        pass
+
+    def backward(self, loss):
+        loss.backward()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for a script; a library ``accelerate`` of a few lines is installed beside it."""
+    installed = tmp_path / "site-packages"
+    installed.mkdir()
+    (installed / "accelerate.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(str(installed))
+    monkeypatch.delitem(sys.modules, "accelerate", raising=False)
+    return tmp_path
+
+
+def edits_of(folder: Path, text: str) -> WeightEdits:
+    """What there is to edit in a script of this text, which has run."""
+    file = folder / "train.py"
+    file.write_text(text, encoding="utf-8")
+    try:
+        with HalfWeights() as notes:
+            names = runpy.run_path(str(file))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    lines = HalfLines(notes.casts(names["model"].parameters()), notes.loop, notes.is_lowered, (str(file),))
+    return WeightEdits(lines)
+
+
+def edited(edits: WeightEdits) -> str:
+    """The text of the script with the edits."""
+    (edit,) = edits.made()
+    return edit.after.decode()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("model = nn.Linear(4, 4).bfloat16()\n", "model = nn.Linear(4, 4)\n"),
+        ("model = nn.Linear(4, 4).to('cpu').half()\n", "model = nn.Linear(4, 4).to('cpu')\n"),
+        ("model = nn.Linear(4, 4)\nmodel.bfloat16()\n", "model = nn.Linear(4, 4)\nmodel.float()\n"),
+        (
+            "model = nn.Linear(4, 4).to('cpu', torch.bfloat16)\n",
+            "model = nn.Linear(4, 4).to('cpu', torch.float32)\n",
+        ),
+        (
+            "dtype = torch.bfloat16\nmodel = nn.Linear(4, 4, dtype=dtype)\n",
+            "dtype = torch.bfloat16\nmodel = nn.Linear(4, 4, dtype=torch.float32)\n",
+        ),
+        (
+            "torch.set_default_dtype(torch.bfloat16)\nmodel = nn.Linear(4, 4)\n",
+            "torch.set_default_dtype(torch.float32)\nmodel = nn.Linear(4, 4)\n",
+        ),
+        (
+            NET + "model = Net(\n    torch.bfloat16\n)\n",
+            NET + "model = Net(\n    torch.float32\n)\n",
+        ),
+        (
+            "from accelerate import Auto\nmodel = Auto.from_pretrained('tiny')\n",
+            "from accelerate import Auto\nmodel = Auto.from_pretrained('tiny', dtype=torch.float32)\n",
+        ),
+        (
+            "from accelerate import Auto\nmodel = Auto.from_pretrained('auto', dtype='bfloat16')\n",
+            "from accelerate import Auto\nmodel = Auto.from_pretrained('auto', dtype=\"float32\")\n",
+        ),
+    ],
+    ids=["method", "chain", "statement", "to", "name", "default", "argument", "checkpoint", "text"],
+)
+def test_the_line_that_makes_the_weights_half_makes_them_float32_and_the_loop_runs_under_autocast(
+    folder: Path, before: str, after: str
+) -> None:
+    edits = edits_of(folder, HEAD + before + LOOP)
+    weights_in_float32(edits)
+    assert edited(edits) == HEAD + after + IN_AUTOCAST
+    assert edits.refused == []
+
+
+def test_a_frozen_model_keeps_its_half_weights(folder: Path) -> None:
+    teacher = "teacher = nn.Linear(4, 4).bfloat16()\n"
+    edits = edits_of(folder, HEAD + teacher + "model = nn.Linear(4, 4).bfloat16()\n" + LOOP)
+    weights_in_float32(edits)
+    assert edited(edits) == HEAD + teacher + "model = nn.Linear(4, 4)\n" + IN_AUTOCAST
+
+
+def test_a_loop_that_runs_under_autocast_is_left_as_it_is(folder: Path) -> None:
+    edits = edits_of(folder, HEAD + "model = nn.Linear(4, 4).bfloat16()\n" + IN_AUTOCAST)
+    weights_in_float32(edits)
+    assert edited(edits) == HEAD + "model = nn.Linear(4, 4)\n" + IN_AUTOCAST
+
+
+def test_accelerate_is_asked_for_autocast(folder: Path) -> None:
+    made = "from accelerate import Accelerator\naccelerator = Accelerator(cpu=True)\n"
+    loop = LOOP.replace("loss.backward()", "accelerator.backward(loss)")
+    edits = edits_of(folder, HEAD + made + "model = nn.Linear(4, 4).bfloat16()\n" + loop)
+    weights_in_float32(edits)
+    asked = made.replace("cpu=True", 'cpu=True, mixed_precision="bf16"')
+    assert edited(edits) == HEAD + asked + "model = nn.Linear(4, 4)\n" + loop
+
+
+def test_a_forward_and_a_backward_pass_in_one_statement_are_left_to_the_reader(folder: Path) -> None:
+    loop = (
+        LOOP.replace("    loss = ", "    ").replace(".sum()", ".sum().backward()").replace("    loss.backward()\n", "")
+    )
+    edits = edits_of(folder, HEAD + "model = nn.Linear(4, 4).bfloat16()\n" + loop)
+    weights_in_float32(edits)
+    assert edited(edits) == HEAD + "model = nn.Linear(4, 4)\n" + loop
+    assert [one.partition(";")[2] for one in edits.refused] == [
+        ' run what comes before the backward pass in `with torch.autocast("cpu", dtype=torch.bfloat16):`'
+    ]
+
+
+def test_norms_alone_are_made_float32_behind_the_cast(folder: Path) -> None:
+    made = "model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).bfloat16()\n"
+    edits = edits_of(folder, HEAD + made + LOOP)
+    norms_in_float32(edits)
+    norms = 'for module in model.modules():\n    if "norm" in type(module).__name__.lower():\n        module.float()\n'
+    assert edited(edits) == HEAD + made + norms + IN_AUTOCAST
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("lr=0.1", "lr=0.1, betas=(0.9, 0.95)"),
+        ("lr=0.1,\n", "lr=0.1, betas=(0.9, 0.95),\n"),
+        ("betas=(0.8, 0.999)", "betas=(0.8, 0.95)"),
+    ],
+)
+def test_beta2_is_lowered_where_the_optimizer_is_made(folder: Path, before: str, after: str) -> None:
+    loop = LOOP.replace("SGD(model.parameters(), 0.1)", f"AdamW(model.parameters(), {before})")
+    text = HEAD + "model = nn.Linear(4, 4).bfloat16()\n" + loop
+    edits = edits_of(folder, text)
+    beta2_lowered(edits)
+    assert edited(edits) == text.replace(before, after)

@@ -1,0 +1,209 @@
+"""``ampdbg suggest-fp32`` on a script whose weights are half: the edit, and what a short run shows before and after."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ampdbg.record.file import read_record
+from ampdbg.record.run import Record
+from tests.commands.program import Result, start, start_python
+
+NET = """
+import os, torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 4)).to(torch.bfloat16)
+optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+for step in range(30):
+    x = torch.randn(16, 32)
+    y = model(x.to(next(model.parameters()).dtype))
+    loss = (y.float() - x[:, :4]).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    LAST
+"""
+LOSING = NET.replace("LR", "1e-5").replace("LAST", "open('log.txt', 'a').write('.')")
+
+LLAMA = """
+config = LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=1, max_position_embeddings=32,
+)
+"""
+TOKENS = "torch.randint(0, 64, (80, 8), generator=torch.Generator().manual_seed(0)).sort().values"
+
+TRAINER = f"""
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+model = AutoModelForCausalLM.from_pretrained("tiny")
+data = [{{"input_ids": one, "labels": one}} for one in {TOKENS}]
+arguments = TrainingArguments(
+    output_dir="out", per_device_train_batch_size=4, max_steps=20, learning_rate=1e-5, report_to=[],
+    save_steps=8, use_cpu=True, disable_tqdm=True,
+)
+Trainer(model=model, args=arguments, train_dataset=data).train()
+"""
+ACCELERATE = f"""
+import torch
+from accelerate import Accelerator
+from transformers import LlamaConfig, LlamaForCausalLM
+
+def main():
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    {LLAMA.strip()}
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    loader = torch.utils.data.DataLoader({TOKENS}, batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        loss = model(input_ids=batch, labels=batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+main()
+"""
+
+
+def suggested(folder: Path, text: str, *options: str) -> tuple[Result, Record, Result]:
+    """What a run of a script of this text ends with; the record of the suggestion for it, and what that ends with."""
+    (folder / "train.py").write_text(text, encoding="utf-8")
+    ran = start(folder, "run", "--record=r.json", "train.py")
+    found = start(folder, "suggest-fp32", "r.json", "--record=s.json", *options)
+    assert (folder / "s.json").exists(), found.stderr
+    return ran, read_record(folder / "s.json"), found
+
+
+def details(record: Record) -> dict[str, str]:
+    """What each step of the proof has seen."""
+    assert record.verification is not None
+    return {step.name: step.detail for step in record.verification.steps}
+
+
+def units(record: Record) -> list[str]:
+    """The edits of the patch, in words."""
+    assert record.handover is not None
+    return [unit.title for unit in record.handover.units]
+
+
+def test_the_edit_of_lost_updates_is_proven_by_a_run_before_and_after(tmp_path: Path) -> None:
+    ran, record, found = suggested(tmp_path, LOSING)
+    log = (tmp_path / "log.txt").read_text()
+    assert log == "." * 30, "a run of the proof has written into a file that was there"
+    assert "ampdbg suggest-fp32 r.json" in ran.stderr
+    assert record.verification is not None
+    assert record.verification.passed
+    lost = details(record)["frozen-weights"]
+    assert "97% (linears)" in lost.partition(" before; ")[0]
+    assert lost.endswith("none lost, as the weights are float32 themselves with the patch")
+    assert units(record) == [
+        "line 6 of train.py: weights in float32",
+        "line 10 of train.py: forward pass and loss under autocast, on cpu in bfloat16",
+    ]
+    # 32 * 64 + 64 + 128 + 64 * 4 + 4 elements: weight, gradient and two states, two bytes more for each.
+    assert record.handover is not None
+    assert record.handover.notes[0] == "weights in float32 under autocast: 20 kB more"
+    assert any("AdamW4bit" in note and note.endswith("7.5 kB less") for note in record.handover.notes)
+    refused = start(tmp_path, "suggest-fp32", "r.json", "--format=yaml")
+    assert refused.code == 2
+    assert "no pin cures half weights; allowed: --format diff, --format json" in " ".join(refused.stderr.split())
+    applied = subprocess.run(["patch", "-p1"], cwd=tmp_path, input=found.stdout.encode(), check=False)
+    assert applied.returncode == 0
+    again = start(tmp_path, "run", "--record=again.json", "train.py")
+    assert (again.code, read_record(tmp_path / "again.json").findings) == (0, ())
+
+
+@pytest.mark.slow
+def test_half_weights_that_lose_nothing_are_left_as_they_are(tmp_path: Path) -> None:
+    ran, record, found = suggested(tmp_path, NET.replace("LR", "0.05").replace("LAST", ""))
+    assert (ran.code, found.code, record.handover, found.stdout) == (0, 0, None, "")
+    assert "The bfloat16 weights do no harm here" in " ".join(found.stderr.split())
+
+
+@pytest.mark.slow
+def test_what_cannot_be_run_again_is_handed_over_unproven_and_says_why(tmp_path: Path) -> None:
+    (tmp_path / "kept.txt").touch()
+    removes = NET.replace("LR", "1e-5").replace("LAST", "os.rename('kept.txt', 'moved.txt') if step == 8 else None")
+    (tmp_path / "moved.txt").touch()
+    (tmp_path / "train.py").write_text(removes)
+    start(tmp_path, "run", "--record=r.json", "train.py")
+    (tmp_path / "kept.txt").mkdir()  # now it is a folder, which no replay moves over a file
+    found = start(tmp_path, "suggest-fp32", "r.json", "--record=s.json")
+    record = read_record(tmp_path / "s.json")
+    assert found.code == 0
+    assert units(record)
+    assert "# Not proven: train.py calls os.rename on " in found.stdout
+    assert "Proven by" not in found.stdout
+    assert "the patch is not proven" in " ".join(found.stderr.split())
+
+
+@pytest.mark.slow
+def test_norms_alone_are_kept_in_float32_where_nothing_else_stands_still(tmp_path: Path) -> None:
+    _, record, _ = suggested(tmp_path, LOSING.replace("1e-5", "3e-4"))
+    assert units(record)[0] == "line 6 of train.py: norms in float32"
+    assert record.handover is not None
+    assert record.handover.notes[0] == "norms in float32: 1.0 kB more"
+    assert details(record)["frozen-weights"].partition(" before; ")[2].startswith("0 parameters frozen")
+
+
+@pytest.mark.slow
+def test_a_second_moment_that_sticks_gets_another_beta2(tmp_path: Path) -> None:
+    sticking = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Linear(64, 32, bias=False).to(torch.bfloat16)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.0)
+for step in range(2500):
+    sign = torch.randn(64, 32).sign() * (1.0 if step < 50 else 0.01)
+    loss = (model(torch.eye(64).bfloat16()) * sign).sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+    _, record, _ = suggested(tmp_path, sticking)
+    assert units(record) == ["line 7 of train.py: betas=(0.9, 0.95)"]
+    assert details(record)["stuck-moment"].endswith("second moments 1 times apart with the patch")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "asked"),
+    [(TRAINER, "line 7 of train.py: bf16=True"), (ACCELERATE, 'line 8 of train.py: mixed_precision="bf16"')],
+    ids=["trainer", "accelerate"],
+)
+def test_a_small_llama_in_an_unchanged_script_of_a_library_is_cured(tmp_path: Path, text: str, asked: str) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    checkpoint = f"import torch\nfrom transformers import LlamaConfig, LlamaForCausalLM\n{LLAMA}"
+    start_python(tmp_path, f"{checkpoint}LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained('tiny')")
+    ran, record, _ = suggested(tmp_path, text)
+    assert ran.code == 1
+    assert asked in units(record)
+    assert record.verification is not None
+    assert record.verification.passed
+    assert (
+        "none lost" in details(record)["frozen-weights"] or "0 parameters frozen" in details(record)["frozen-weights"]
+    )
+
+
+@pytest.mark.slow
+def test_a_capture_of_half_weights_gets_the_edit_and_no_search_for_pins(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LOSING)
+    ran = start(tmp_path, "run", "--record=r.json", "--capture-step=5", "train.py")
+    record = read_record(tmp_path / "r.json")
+    assert record.script is not None
+    (capture,) = record.script.captures
+    searched = start(tmp_path, "bisect", capture)
+    assert searched.code == 2
+    assert "its weights are stored in bfloat16, and no pin changes that; type: ampdbg suggest-fp32" in searched.stderr
+    found = start(tmp_path, "suggest-fp32", capture, "--record=s.json")
+    assert found.code == 0, found.stderr
+    assert units(read_record(tmp_path / "s.json"))[0] == "line 6 of train.py: weights in float32"
+    assert ran.code == 1
