@@ -217,10 +217,10 @@ def _fitting(record: Record, _: object) -> str:
     return f"{_measured(record)}, and {_scales(whole)}{_own_scale(record, whole)}{_unmeasured(record)}."
 
 
-Rows = tuple[tuple[Callable[[Record], Any], Callable[[Record, Any], str]], ...]
+Sentences = tuple[tuple[Callable[[Record], Any], Callable[[Record, Any], str]], ...]
 """What a record must have for a sentence, and the sentence of the record and that."""
 
-OF_HALF: Rows = (
+OF_HALF: Sentences = (
     (refuted_by, _refuted),
     (_starting, _overflowing),
     (
@@ -229,7 +229,7 @@ OF_HALF: Rows = (
     ),
     (lambda record: True, _fitting),
 )
-SENTENCES: Rows = (
+SENTENCES: Sentences = (
     (stopped, lambda record, early: f"{early}, before the ranges were measured."),
     (
         lambda record: record.autocast_error,
@@ -240,7 +240,7 @@ SENTENCES: Rows = (
 )
 
 
-def _first_of(rows: Rows, record: Record) -> str:
+def _first_of(rows: Sentences, record: Record) -> str:
     return next(said(record, found) for holds, said in rows if (found := holds(record)))
 
 
