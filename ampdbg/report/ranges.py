@@ -152,7 +152,7 @@ def _tone(record: Record) -> view.Tone:
 
 
 def _ready(record: Record, ready: Readiness) -> str:
-    """What is said of a step that does not run in FP16."""
+    """What is said of a step that runs in bfloat16."""
     first, starts = check_in(record, FLOAT16.name), _starting(record)
     fails = what_fails(first) if first else ""
     harmless = f", though FP16 overflows at {counted(starts, 'place')}" if starts else ""
