@@ -46,6 +46,11 @@ def share(part: float, whole: float = 1.0) -> str:
     return f"{min(percent, 99.9) if part < whole else percent:.1f}%"
 
 
+def multiple(part: float, whole: float) -> str:
+    """``12.5% of``; ``2.1 times`` where it is more than the whole."""
+    return f"{share(part, whole)} of" if part <= whole else f"{number(float(f'{part / whole:.2g}'))} times"
+
+
 def percent(part: float) -> str:
     """A percentage with two digits, however small it is; ``-`` of what is not finite."""
     return f"{number(float(f'{100 * part:.2g}'))}%" if math.isfinite(part) else "-"

@@ -39,6 +39,11 @@ def test_a_share_is_never_rounded_to_nothing_or_all(part: int, whole: int, text:
     assert quantities.share(part, whole) == text
 
 
+@pytest.mark.parametrize(("part", "text"), [(0, "0% of"), (50, "50.0% of"), (100, "100% of"), (217, "2.2 times")])
+def test_what_is_more_than_the_whole_is_so_many_times_it(part: int, text: str) -> None:
+    assert quantities.multiple(part, 100) == text
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [

@@ -13,7 +13,7 @@ from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.cause import NO_USABLE_SCALE
 from ampdbg.diagnosis.misuse import autocast_errors
 from ampdbg.diagnosis.producers import OVERFLOWS, UNKNOWN, limit_of, op_name
-from ampdbg.formats import FLOAT16
+from ampdbg.formats import BFLOAT16, FLOAT16
 from ampdbg.quantities import counted, number
 from ampdbg.record.codes import finding_of
 from ampdbg.record.findings import Finding, Phase
@@ -155,10 +155,10 @@ def diagnose_ranges(record: Record) -> Record:
 
 
 def _readiness(record: Record) -> Readiness | None:
-    """Nothing of a step that runs in FP16, or that was not tried in it. It is open where that raised or made gradients
-    alone infinite, and where what was measured leaves no loss scale or is not all."""
+    """Nothing of a step that does not run in bfloat16, or was not tried in FP16. It is open where that raised or made
+    gradients alone infinite, and where what was measured leaves no loss scale or is not all."""
     tried = [check for check in record.checks if check.dtype == FLOAT16.name]
-    if not tried or all(site.dtype == FLOAT16.name for site in record.sites):
+    if not tried or all(site.dtype != BFLOAT16.name for site in record.sites):
         return None
     first, last = tried[0], tried[-1]
     is_cured = is_finite(last) and bool(unpinned(record.sites, last.pins))

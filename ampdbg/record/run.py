@@ -547,7 +547,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Readiness:
-    """Whether a step that does not run in FP16 would train in it, by a range profile; None where that is open.
+    """Whether a step that runs in bfloat16 would train in FP16, by a range profile; None where that is open.
 
     ``largest`` is the largest magnitude that an op of the forward pass makes, ``floor`` and ``ceiling`` bound the loss
     scales that work. ``pins`` have to run in FP32, as the config takes them: without them a replay in FP16 fails, with
@@ -657,9 +657,9 @@ class Record:
     one.
     ``config_folder`` is what the config's paths are relative to, itself relative to where the run was started.
     ``planned_steps`` is how many were asked for; ``groups`` names every parameter group in order.
-    ``checks`` test a range profile: its step in bfloat16, in which it was measured; then in FP16 at
-    a loss scale that it allows, or in FP32 where it is not finite in bfloat16. A step that does not run in FP16 is
-    tried in it with ever more pins, up to a set that cures it, and has ``readiness``.
+    ``checks`` test a range profile: its step in bfloat16, in which it was measured; then in FP16 at a loss scale that
+    it allows, or in FP32 where it is not finite in bfloat16. A step that runs in bfloat16 is tried in FP16 with ever
+    more pins, up to a set that cures it, and has ``readiness``.
     ``asked`` has by whose word which precision was asked for, as ``config.dtype``: bfloat16.
     ``listings`` are the files that sites and findings name, or of long ones the lines around those.
     """

@@ -10,7 +10,7 @@ import torch
 
 from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.ranges import is_mask, overflows_at_any_scale, scale_to_try, unpinned
-from ampdbg.formats import FLOAT16
+from ampdbg.formats import BFLOAT16
 from ampdbg.probes.shadow_trace import sites_of
 from ampdbg.record.pins import OWN
 from ampdbg.record.run import Replay, Site, Unseen
@@ -41,19 +41,19 @@ def profile_of(run: Run, snapshot: Snapshot) -> RangeProfile:
 
 def _checks(run: Run, snapshot: Snapshot, measured: Replay, sites: Sequence[Site]) -> Iterator[Replay]:
     """FP32 where the shadow is not finite: whose limits it has. Else FP16, unless an overflow is proposed already; of a
-    step that does not run in FP16 with ever more pins, up to a set at which it is finite."""
+    step that runs in bfloat16 with ever more pins, up to a set at which it is finite."""
     if not is_finite(measured):
         yield _checked(run, snapshot, FP32)
         return
-    is_half = run.mode.format is FLOAT16
-    if is_half and overflows_at_any_scale(sites):
+    is_wide = run.mode.format is BFLOAT16
+    if overflows_at_any_scale(sites) and not is_wide:
         return
-    for pins in [()] if is_half else dict.fromkeys(_pins_to_try(run.workload.model, sites)):
-        manner = Manner("float16", scale_to_try(unpinned(sites, pins)), is_lifted=not is_half)
+    for pins in dict.fromkeys(_pins_to_try(run.workload.model, sites)) if is_wide else [()]:
+        manner = Manner("float16", scale_to_try(unpinned(sites, pins)), is_lifted=is_wide)
         with run.pinned(pins):
             check = replace(_checked(run, snapshot, manner), pins=pins)
         yield check
-        if is_finite(check) or check.error:
+        if is_finite(check):
             return
 
 

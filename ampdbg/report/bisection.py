@@ -58,15 +58,13 @@ class EndedSearch:
     @property
     def some(self) -> str:
         """How many of the modules are in the set."""
-
         return f"{len(self.names)} of {counted(self.search.modules, 'module')}"
 
     @property
     def step(self) -> str:
         """The failing step, within a sentence."""
-        findings = self.record.findings
-        step = self.search.step if self.search.step is not None else findings[0].step if findings else None
-        return "the failing step" if step is None else f"step {step}"
+        steps = (self.search.step, *(finding.step for finding in self.record.findings[:1]))
+        return next((f"step {step}" for step in steps if step is not None), "the failing step")
 
     @property
     def holds(self) -> bool:
@@ -198,42 +196,44 @@ def _loss_table(ended: EndedSearch) -> view.Table:
 
 def headline(ended: EndedSearch) -> view.Headline:
     """How the search ended, in a sentence or two."""
-    ending = ENDINGS[ended.search.outcome]
-    if ended.record.interrupted:
-        trials = counted(len(ended.record.trials), "trial")
-        return view.Headline("warning", f"Interrupted after {trials}. {ending.sentence(ended)}")
-    if ended.search.outcome == "found" and not ended.holds:
-        return view.Headline("doubtful", ending.sentence(ended))
-    return view.Headline(ending.tone, ending.sentence(ended))
+    ending, is_found = ENDINGS[ended.search.outcome], ended.search.outcome == "found"
+    sentence, trials = ending.sentence(ended), counted(len(ended.record.trials), "trial")
+    return view.first(
+        (ended.record.interrupted, view.Headline("warning", f"Interrupted after {trials}. {sentence}")),
+        (is_found and not ended.holds, view.Headline("doubtful", sentence)),
+        (True, view.Headline(ending.tone, sentence)),
+    )
 
 
 def _found(ended: EndedSearch) -> str:
-    count, step = len(ended.names), ended.step.capitalize()
-    if not count:
-        return f"{step} fails intermittently and did not fail in any trial, so no module can be blamed."
-    if not ended.holds:
-        return f"{ended.some} in FP32 made the failing step healthy once, but not in a second replay."
-    if not ended.search.minimal:
-        return f"With {ended.some} in FP32, {_healthy(ended.search)}."
-    need, them = ("needs", "it") if count == 1 else ("need", "them")
-    return f"{ended.some} {need} FP32{_own_lines(ended)}. With {them} pinned, {_healthy(ended.search)}."
+    step, healthy = ended.step.capitalize(), _healthy(ended.search)
+    need, them = ("needs", "it") if len(ended.names) == 1 else ("need", "them")
+    return view.first(
+        (
+            not ended.names,
+            f"{step} fails intermittently and did not fail in any trial, so no module can be blamed.",
+        ),
+        (not ended.holds, f"{ended.some} in FP32 made the failing step healthy once, but not in a second replay."),
+        (not ended.search.minimal, f"With {ended.some} in FP32, {healthy}."),
+        (True, f"{ended.some} {need} FP32{_own_lines(ended)}. With {them} pinned, {healthy}."),
+    )
 
 
 def _own_lines(ended: EndedSearch) -> str:
     own = sum(pin.own for pin in ended.record.pins)
-    if not own:
-        return ""
     whose = "its own lines only" if own == 1 else "their own lines only"
-    return f", {own} of them in {whose}" if own < len(ended.names) else f", in {whose}"
+    rows = ((not own, ""), (own < len(ended.names), f", {own} of them in {whose}"), (True, f", in {whose}"))
+    return view.first(*rows)
 
 
 def _healthy(search: Search) -> str:
     batches = counted(search.further, "further batch")
-    if not search.further:
-        return "the failing step is healthy"
-    if not search.further_healthy:
-        return f"the failing step is healthy, but {'none of ' if search.further > 1 else 'not '}{batches}"
-    return f"the failing step and {search.further_healthy} of {batches} are healthy"
+    return view.first(
+        (not search.further, "the failing step is healthy"),
+        (search.further_healthy, f"the failing step and {search.further_healthy} of {batches} are healthy"),
+        (search.further == 1, f"the failing step is healthy, but not {batches}"),
+        (True, f"the failing step is healthy, but none of {batches}"),
+    )
 
 
 def _nothing_to_pin(ended: EndedSearch) -> str:
@@ -267,38 +267,37 @@ def _not_reproduced(ended: EndedSearch) -> str:
 
 
 def _out_of_trials(ended: EndedSearch) -> str:
-    end = "" if ended.record.interrupted else f"After {counted(len(ended.record.trials), 'trial')}, the most allowed: "
-    if not ended.record.pins:
-        sentence = "ampdbg found no healthy set yet."
-    else:
-        sentence = f"With {ended.some} in FP32 the failing step is healthy; a smaller set may suffice."
-    return end + (sentence if not end else sentence[:1].lower() + sentence[1:])
+    healthy = f"with {ended.some} in FP32 the failing step is healthy; a smaller set may suffice."
+    sentence = healthy if ended.record.pins else "ampdbg found no healthy set yet."
+    if ended.record.interrupted:
+        return sentence[:1].upper() + sentence[1:]
+    return f"After {counted(len(ended.record.trials), 'trial')}, the most allowed: {sentence}"
 
 
 def next_command(ended: EndedSearch) -> view.NextCommand | None:
     """What to type next; None where no command helps."""
     record, typed, ending = ended.record, ended.typed, ENDINGS[ended.search.outcome]
-    if record.interrupted:
-        return view.NextCommand("search again", ended.again)
     # Lines outside of the modules have no names, and no trial pinned them.
-    if ending.has_patch and record.pins and (ended.holds or not ended.names):
-        return _patch(ended)
-    if ending.has_longer_run and record.script is None:
-        return view.NextCommand(ending.why, with_option(ended.again, "--steps", 10 * max(record.planned_steps, 1)))
-    if ending.why and not ending.has_longer_run:
-        return view.NextCommand(ending.why, ended.again)
-    if not record.trials or ending.tone == "good" or not typed.record_path:
-        return None
-    return view.NextCommand("read why each trial failed", f"ampdbg report {typed.record_path} --format json")
+    is_set = ending.has_patch and record.pins and (ended.holds or not ended.names)
+    longer = with_option(ended.again, "--steps", 10 * max(record.planned_steps, 1))
+    trials = f"ampdbg report {typed.record_path} --format json"
+    return view.first(
+        (record.interrupted, view.NextCommand("search again", ended.again)),
+        (is_set, _patch(ended)),
+        (ending.has_longer_run and record.script is None, view.NextCommand(ending.why, longer)),
+        (ending.why and not ending.has_longer_run, view.NextCommand(ending.why, ended.again)),
+        (not record.trials or ending.tone == "good" or not typed.record_path, None),
+        (True, view.NextCommand("read why each trial failed", trials)),
+    )
 
 
 def _patch(ended: EndedSearch) -> view.NextCommand | None:
     """From the record, or where none was written from the config; a module file is not taken."""
     given = ended.typed.record_path or ended.typed.config
-    if given.startswith("--module"):
-        return None
-    what = "make the patch that pins it" if len(ended.record.pins) == 1 else "make the patch that pins them"
-    return view.NextCommand(f"{what}, proven on the failing step", f"ampdbg suggest-fp32 {given}")
+    them = "it" if len(ended.record.pins) == 1 else "them"
+    command = f"ampdbg suggest-fp32 {given}"
+    made = view.NextCommand(f"make the patch that pins {them}, proven on the failing step", command)
+    return None if given.startswith("--module") else made
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePath
-from typing import TypeGuard
 
 from ampdbg.diagnosis.producers import NEAR, limit_of, op_name
 from ampdbg.formats import FloatFormat
@@ -48,10 +47,10 @@ def pin_table(record: Record) -> Table:
     lines: set[object] = set()
     for pin in record.pins[:MAX_PINS]:
         # An op on a line goes wrong in many instances of a class alike.
-        first = (pin.reason, pin.sites[0].phase, pin.sites[0].op, pin.sites[0].source) if pin.sites else None
-        why = _same_line(pin, record) if first in lines else _why(pin, record)
+        places = {(pin.reason, site.phase, site.op, site.source) for site in pin.sites[:1]}
+        why = _same_line(pin, record) if places & lines else _why(pin, record)
         rows.append((_pin(pin), why, *_costs(pin.cost)))
-        lines |= {first} - {None}
+        lines |= places
     return Table(_title(record), PIN_COLUMNS, tuple(rows), below=more(len(record.pins) - MAX_PINS))
 
 
@@ -60,12 +59,12 @@ def pin_lines(record: Record) -> Paragraph:
     lines: list[StyledLine] = []
     low = format_of_config(record.config)
     for pin in record.pins[:MOST_IN_BRIEF]:
-        site = pin.sites[0] if pin.sites else None
-        code = _what_goes_wrong(pin, record)
-        line_of = site.source if site is not None else None
-        place = f"{PurePath(line_of.file).name}:{line_of.line}" if line_of is not None else ""
-        value = f"{number(site.value)} in FP32" if site is not None and _explains(site.value, low) else ""
-        why = " · ".join(filter(None, (op_name(site.op) if site else "", place, value, code)))
+        said = [
+            part
+            for site in pin.sites[:1]
+            for part in (op_name(site.op), PurePath(place_of(site.source)).name, *_against_half(site, low)[:1])
+        ]
+        why = " · ".join(filter(None, (*said, _what_goes_wrong(pin, record))))
         lines.append(line(_pin(pin)[0].words[0], f"  {why}" if why else ""))
     return Paragraph((*lines, *more(len(record.pins) - MOST_IN_BRIEF)), _title(record))
 
@@ -97,13 +96,13 @@ def _pin(pin: Pin) -> tuple[StyledLine, ...]:
 def _why(pin: Pin, record: Record) -> tuple[StyledLine, ...]:
     if not pin.sites and pin.tied:
         return (line(f"tied to {listed(pin.tied)}, and pinned with it", tone="faint"),)
-    lines = [] if pin.sites else [line("no op of its own fails", tone="faint")]
-    if pin.sites and (code := _what_goes_wrong(pin, record)):
-        lines.append(line(code, tone="bad"))
-    if pin.sites:
-        lines += _site(pin.sites[0], pin, format_of_config(record.config))
-    if len(pin.sites) > 1:
-        lines.append(line(f"and {counted(len(pin.sites) - 1, 'more op')}: {_ops(pin.sites[1:])}", tone="faint"))
+    if not pin.sites:
+        return (line("no op of its own fails", tone="faint"), *_without(pin.without))
+    site, *others = pin.sites
+    lines = [line(code, tone="bad") for code in filter(None, [_what_goes_wrong(pin, record)])]
+    lines += _site(site, pin, format_of_config(record.config))
+    if others:
+        lines.append(line(f"and {counted(len(others), 'more op')}: {_ops(others)}", tone="faint"))
     return (*lines, *_without(pin.without))
 
 
@@ -112,9 +111,8 @@ def _without(what: str) -> tuple[StyledLine, ...]:
 
 
 def _same_line(pin: Pin, record: Record) -> tuple[StyledLine, ...]:
-    value, low = pin.sites[0].value, format_of_config(record.config)
-    beside = f": {_against_half(value, low)}" if _explains(value, low) else ""
-    return (line(f"the same line{beside}"), *_without(pin.without.partition(": ")[0]))
+    beside = ", ".join(_against_half(pin.sites[0], format_of_config(record.config)))
+    return (line(": ".join(filter(None, ("the same line", beside)))), *_without(pin.without.partition(": ")[0]))
 
 
 def _site(site: PinSite, pin: Pin, low: FloatFormat) -> Iterator[StyledLine]:
@@ -124,8 +122,8 @@ def _site(site: PinSite, pin: Pin, low: FloatFormat) -> Iterator[StyledLine]:
     yield line(" · ".join(filter(None, (backward, inner, call, op_name(site.op), place_of(site.source)))))
     if site.source is not None and site.source.text.strip():
         yield line(site.source.text.strip(), tone="strong", is_code=True)
-    if _explains(site.value, low):
-        yield line(_against_half(site.value, low))
+    if beside := _against_half(site, low):
+        yield line(", ".join(beside))
 
 
 def _ops(sites: Sequence[PinSite]) -> str:
@@ -133,22 +131,18 @@ def _ops(sites: Sequence[PinSite]) -> str:
     return listed(list(dict.fromkeys(ops)))
 
 
-def _explains(value: float | None, low: FloatFormat) -> TypeGuard[float]:
-    """A value in FP32 explains why the op fails; that of a division by a value which half rounds to zero does not."""
-    if value is None:
-        return False
-    size = abs(value)
-    return size >= NEAR * low.overflow_threshold or 0.0 < size < low.smallest_subnormal
+def _against_half(site: PinSite, low: FloatFormat) -> tuple[str, ...]:
+    """A value in FP32, and the limit of the run's format that it breaks, if it does.
 
-
-def _against_half(value: float, low: FloatFormat) -> str:
-    """A value in FP32 beside the limit of the run's format that it breaks, if it does."""
-    size = abs(value)
-    if size >= low.overflow_threshold:
-        return f"{number(value)} in FP32, above {limit_of(low)}"
-    if 0.0 < size < low.smallest_subnormal:
-        return f"{number(value)} in FP32, below {low.short}'s {number(low.smallest_subnormal)}"
-    return f"{number(value)} in FP32"
+    Nothing where it is not why the op fails: that of a division by what half rounds to zero says nothing.
+    """
+    size, said = abs(site.value or 0.0), f"{number(site.value)} in FP32"
+    return view.first(
+        (size >= low.overflow_threshold, (said, f"above {limit_of(low)}")),
+        (0.0 < size < low.smallest_subnormal, (said, f"below {low.short}'s {number(low.smallest_subnormal)}")),
+        (size >= NEAR * low.overflow_threshold, (said,)),
+        (True, ()),
+    )
 
 
 def _costs(cost: PinCost | None) -> tuple[str, str]:
@@ -226,11 +220,12 @@ def proof_table(proof: Proof) -> Table:
 
 
 def _sign_of(step: ProofStep) -> Words:
-    if not step.ran:
-        return Words("-", "faint")
-    if step.warns:
-        return Words("!", "doubtful")
-    return Words("✓", "good") if step.passed else Words("✗", "bad")
+    return view.first(
+        (not step.ran, Words("-", "faint")),
+        (step.warns, Words("!", "doubtful")),
+        (step.passed, Words("✓", "good")),
+        (True, Words("✗", "bad")),
+    )
 
 
 FIRST_TRIALS, LAST_TRIALS = 10, 8

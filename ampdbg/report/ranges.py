@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import PureWindowsPath
+from typing import Any
 
 from ampdbg.diagnosis.producers import op_name
 from ampdbg.diagnosis.ranges import (
@@ -21,7 +22,7 @@ from ampdbg.diagnosis.ranges import (
     window,
 )
 from ampdbg.formats import FLOAT16, Exponents
-from ampdbg.quantities import counted, duration, listed, number, scale, share
+from ampdbg.quantities import counted, duration, listed, multiple, number, scale
 from ampdbg.record.codes import catalogued
 from ampdbg.record.findings import Finding, place_of
 from ampdbg.record.pins import in_words
@@ -52,6 +53,8 @@ SITE_COLUMNS = (
     view.Column("where"),
 )
 
+BRIEF_COLUMNS = (*SITE_COLUMNS[:4], SITE_COLUMNS[5])
+
 WINDOW_COLUMNS = (
     view.Column("module", most=24),
     view.Column("from", "number"),
@@ -64,7 +67,7 @@ def page(record: Record, typed: view.Typed) -> view.Page:
     """What ``ampdbg ranges`` says of its step."""
     facts = (_step(record), counted(len(record.sites), "site"), *_tried(record), duration(record.elapsed))
     return view.Page(
-        view.Headline(_tone(record), _sentence(record)),
+        view.Headline(_tone(record), _first_of(SENTENCES, record)),
         tuple(_sections(record, typed)),
         (" · ".join(facts), *ran_on(record)),
         typed.record_path,
@@ -75,26 +78,22 @@ def page(record: Record, typed: view.Typed) -> view.Page:
 
 def _story(record: Record, typed: view.Typed) -> Iterator[view.Section]:
     yield from raised(record)
-    others = tuple(finding for finding in record.findings if not catalogued(finding.code).in_range_table)
+    others = _others(record)
     is_led_by_table = any(site.overflow == "starts" for site in record.sites)
     if others and not is_led_by_table:
         yield view.Findings(others, is_brief=True)
     if not record.sites or record.error:
         return
-    yield _brief_site_table(record, typed, BESIDE_FINDINGS if others else BRIEF_SITES)
-    if others and is_led_by_table:
+    yield _site_table(record.sites, typed, BESIDE_FINDINGS if others else BRIEF_SITES, is_brief=True)
+    if not others:  # a finding says what bounds the windows
+        yield from (replace(table, below=()) for table in _window_table(record, typed.top or BRIEF_MODULES))
+    elif is_led_by_table:
         yield view.Paragraph(tuple(_finding_line(finding) for finding in others))
-    windows = sorted(module_windows(in_half(record)), key=_width)
-    if windows and not others:  # a finding says what bounds them
-        yield replace(_window_table(record, windows, typed.top or BRIEF_MODULES), below=())
 
 
-def _brief_site_table(record: Record, typed: view.Typed, top: int) -> view.Table:
-    """The tightest sites in a line each, without their exponents."""
-    full = _site_table(record.sites, replace(typed, top=typed.top or top))
-    shown = [at for at, column in enumerate(SITE_COLUMNS) if column.kind != "histogram"]
-    rows = tuple(tuple(_first_line(row[at]) for at in shown) for row in full.rows)
-    return replace(full, columns=tuple(SITE_COLUMNS[at] for at in shown), rows=rows, below=full.below[-1:])
+def _others(record: Record) -> tuple[Finding, ...]:
+    """The findings that the table of sites does not show."""
+    return tuple(finding for finding in record.findings if not catalogued(finding.code).in_range_table)
 
 
 def _finding_line(finding: Finding) -> view.StyledLine:
@@ -102,52 +101,42 @@ def _finding_line(finding: Finding) -> view.StyledLine:
     return line(code, f" · {finding.message}")
 
 
-def _first_line(cell: view.Cell) -> view.Cell:
-    """A cell without the code below its place, and the place by the name of its file."""
-    if not isinstance(cell, tuple):
-        return cell
-    said = "".join(words.text for words in cell[0].words)
-    return line(re.sub(r"[^\s]*[/\\](?=[^/\\\s]+:\d+$)", "", said))
-
-
 def _sections(record: Record, typed: view.Typed) -> Iterator[view.Section]:
     yield from raised(record)
-    others = tuple(finding for finding in record.findings if not catalogued(finding.code).in_range_table)
-    if others:
+    if others := _others(record):
         yield view.Findings(others)
     if record.sites:
-        yield _site_table(record.sites, typed)
-        windows = sorted(module_windows(in_half(record)), key=_width)
-        if windows and refuted_by(record) is None:
-            yield _window_table(record, windows, typed.top or SHOWN)
+        yield _site_table(record.sites, typed, SHOWN)
+    if refuted_by(record) is None:
+        yield from _window_table(record, typed.top or SHOWN)
+
+
+IN_FP16 = ("--set", "precision.dtype=float16")
 
 
 def _next_command(record: Record, typed: view.Typed) -> view.NextCommand | None:
-    if record.error:
-        return view.NextCommand("rerun once this is repaired", f"ampdbg ranges {typed.config}")
-    if record.readiness is not None:
-        return _in_fp16(record.readiness, typed) if record.script is None else None
-    is_open = bool(record.findings or record.unseen.unmeasured)
-    if refuted_by(record) is not None:
-        command = "scan" if record.script is None else "replay"
-        return view.NextCommand("see where it starts", f"ampdbg {command} {typed.config}")
-    if is_open and record.script is not None:
-        return view.NextCommand("confirm it in FP16", f"ampdbg replay {typed.config}")
-    if is_open:
-        return view.NextCommand("confirm it with a run in FP16", f"ampdbg scan {typed.config}")
-    if record.sites and record.script is None:
-        later = with_option(f"ampdbg ranges {typed.config}", "--steps", record.planned_steps + 50)
-        return view.NextCommand("measure again after some training", later)
-    return None
-
-
-def _in_fp16(ready: Readiness, typed: view.Typed) -> view.NextCommand:
-    """The run in FP16 that is to show what one step of another run has shown."""
-    why, command = "confirm it with a run in FP16", "scan"
-    if ready.pins or ready.trains is False:
-        why, command = "find the smallest set of pins, and prove it", "suggest-fp32"
-    typed_so = with_option(f"ampdbg {command} {typed.config}", "--set", "precision.dtype=float16")
-    return view.NextCommand(why, typed_so)
+    is_config, ready = record.script is None, record.readiness
+    if ready is not None and not is_config:
+        return None  # a capture is replayed in the format that it has
+    again = f"ampdbg {'scan' if is_config else 'replay'} {typed.config}"
+    longer = ("--steps", record.planned_steps + 50)
+    rows: tuple[tuple[object, str, str], ...] = (
+        (record.error, "rerun once this is repaired", f"ampdbg ranges {typed.config}"),
+        (
+            ready is not None and (ready.pins or ready.trains is False),
+            "find the smallest set of pins, and prove it",
+            with_option(f"ampdbg suggest-fp32 {typed.config}", *IN_FP16),
+        ),
+        (ready, "confirm it with a run in FP16", with_option(again, *IN_FP16)),
+        (refuted_by(record), "see where it starts", again),
+        (record.findings or record.unseen.unmeasured, "confirm it with a run in FP16", again),
+        (
+            record.sites and is_config,
+            "measure again after some training",
+            with_option(f"ampdbg ranges {typed.config}", *longer),
+        ),
+    )
+    return next((view.NextCommand(why, command) for holds, why, command in rows if holds), None)
 
 
 def _step(record: Record) -> str:
@@ -157,30 +146,23 @@ def _step(record: Record) -> str:
 def _tone(record: Record) -> view.Tone:
     """An overflow that no FP16 run has shown yet is a warning, and no open question."""
     is_measured = refuted_by(record) is None and record.autocast_error is None
-    overflows = is_measured and (any(map(_starts, record.sites)) or bool(record.findings))
+    overflows = is_measured and bool(_starting(record) or record.findings)
     is_warning = stopped(record) or (overflows and record.verdict == "inconclusive")
     return "warning" if is_warning else TONES[record.verdict]
 
 
-def _sentence(record: Record) -> str:
-    if early := stopped(record):
-        return f"{early}, before the ranges were measured."
-    if record.autocast_error is not None:
-        return "Autocast made the step raise an error, so its ranges could not be measured."
-    ready = record.readiness
-    if ready is None:
-        return _of_half(record)
-    first, starts = check_in(record, FLOAT16.name), sum(map(_starts, record.sites))
+def _ready(record: Record, ready: Readiness) -> str:
+    """What is said of a step that runs in bfloat16."""
+    first, starts = check_in(record, FLOAT16.name), _starting(record)
     fails = what_fails(first) if first else ""
-    pinned = f"{listed(map(in_words, ready.pins)) or 'nothing'} pinned"
-    places = f", though FP16 overflows at {counted(starts, 'place')}" if starts else ""
-    but = f", without which {fails}" if ready.pins else places
+    harmless = f", though FP16 overflows at {counted(starts, 'place')}" if starts else ""
+    but = f", without which {fails}" if ready.pins else harmless
     return READY[ready.trains].format(
         step=_step(record),
-        half=_of_half(record),
+        half=_first_of(OF_HALF, record),
         fails=fails,
-        pinned=pinned + but,
-        largest=f"{number(ready.largest)}, is {share(ready.largest, FLOAT16.largest)} of 65,504",
+        pinned=f"{listed(map(in_words, ready.pins)) or 'nothing'} pinned{but}",
+        largest=f"{number(ready.largest)}, is {multiple(ready.largest, FLOAT16.largest)} 65,504",
         scales=_scales(window(in_half(record))),
     )
 
@@ -191,7 +173,7 @@ READY: Mapping[bool | None, str] = {
     "and ampdbg found no pin that helps.",
     None: "It is open whether this would train in FP16. {half}",
 }
-"""What is said of a step that does not run in FP16, by whether it would train in it."""
+"""By whether it would train in it."""
 
 
 def _tried(record: Record) -> Iterator[str]:
@@ -201,33 +183,26 @@ def _tried(record: Record) -> Iterator[str]:
         yield f"measured in bfloat16, then run in FP16 at a loss scale of {listed(scales)}, without the optimizer"
 
 
-def _of_half(record: Record) -> str:
-    """What is said of a step that runs in FP16."""
-    bad, starts = refuted_by(record), sum(map(_starts, record.sites))
-    if bad is not None:
-        return _refuted(record, bad)
-    if starts:
-        return f"{counted(starts, 'place')} would overflow in FP16{_hidden(starts)}."
-    if record.findings:
-        return "The forward pass fits FP16, but no single loss scale fits its gradients."
-    whole = window(record.sites)
-    return f"{_measured(record)}, and {_scales(whole)}{_own_scale(record, whole)}{_unmeasured(record)}."
+def _starting(record: Record) -> int:
+    """At how many sites an overflow of the forward pass starts."""
+    return sum(site.phase == "forward" and site.overflow == "starts" for site in record.sites)
 
 
-def _starts(site: Site) -> bool:
-    """An overflow of the forward pass starts there."""
-    return site.phase == "forward" and site.overflow == "starts"
+def _overflowing(record: Record, starts: int) -> str:
+    others = "one" if starts == 2 else starts - 1
+    hidden = f"; an FP16 run would show the first and hide the other {others}" if starts > 1 else ""
+    return f"{counted(starts, 'place')} would overflow in FP16{hidden}."
 
 
 def _refuted(record: Record, bad: Replay) -> str:
     """What is said of a step that is not finite where the ranges alone would have had it fit."""
-    if bad.dtype == "float16":
-        at_any = bool(bad.error) or not math.isfinite(bad.loss)
-        scale_tried = "" if at_any else f", at a loss scale of {_scale(bad.scale)} that the ranges allow"
-        no_scale_helps = ", and no loss scale helps" if at_any and not bad.error else ""
-        return f"{_measured(record)}; but in FP16 {what_fails(bad)}{scale_tried}{no_scale_helps}."
-    where = _step(record).capitalize()
-    fails = fails_in_fp32(record)
+    where, fails = _step(record).capitalize(), fails_in_fp32(record)
+    if bad.dtype == FLOAT16.name:
+        scale_tried = f", at a loss scale of {_scale(bad.scale)} that the ranges allow"
+        at_any = "" if bad.error else ", and no loss scale helps"
+        return (
+            f"{_measured(record)}; but in FP16 {what_fails(bad)}{scale_tried if math.isfinite(bad.loss) else at_any}."
+        )
     if fails:
         fp32 = check_in(record, "float32") or bad
         return f"{where} is not finite in FP32 either: {what_fails(fp32)}. Neither a pin nor a loss scale helps."
@@ -236,6 +211,38 @@ def _refuted(record: Record, bad: Replay) -> str:
         f"{where} is not finite in bfloat16, in which ampdbg measures ranges{fp32_is}: {what_fails(bad)}. So "
         "nothing is known about FP16."
     )
+
+
+def _fitting(record: Record, _: object) -> str:
+    whole = window(record.sites)
+    return f"{_measured(record)}, and {_scales(whole)}{_own_scale(record, whole)}{_unmeasured(record)}."
+
+
+Sentences = tuple[tuple[Callable[[Record], Any], Callable[[Record, Any], str]], ...]
+"""What a record must have for a sentence, and the sentence of the record and that."""
+
+OF_HALF: Sentences = (
+    (refuted_by, _refuted),
+    (_starting, _overflowing),
+    (
+        lambda record: record.findings,
+        lambda record, _: "The forward pass fits FP16, but no single loss scale fits its gradients.",
+    ),
+    (lambda record: True, _fitting),
+)
+SENTENCES: Sentences = (
+    (stopped, lambda record, early: f"{early}, before the ranges were measured."),
+    (
+        lambda record: record.autocast_error,
+        lambda record, _: "Autocast made the step raise an error, so its ranges could not be measured.",
+    ),
+    (lambda record: record.readiness, _ready),
+    *OF_HALF,
+)
+
+
+def _first_of(rows: Sentences, record: Record) -> str:
+    return next(said(record, found) for holds, said in rows if (found := holds(record)))
 
 
 def _measured(record: Record) -> str:
@@ -255,12 +262,6 @@ def _unmeasured(record: Record) -> str:
     half = check_in(record, "float16")
     tried = "" if half is None else f"; a replay with them is finite in FP16 at a loss scale of {_scale(half.scale)}"
     return f" for what was measured. Not measured: {listed(record.unseen.unmeasured)}{tried}"
-
-
-def _hidden(starts: int) -> str:
-    if starts == 1:
-        return ""
-    return f"; an FP16 run would show the first and hide the other {starts - 1 if starts > 2 else 'one'}"
 
 
 def _spare(sites: Sequence[Site]) -> str:
@@ -289,18 +290,20 @@ def _own_scale(record: Record, whole: Window) -> str:
     return f"; the step's own scale, {_scale(own)}, is {'below' if own < whole.floor else 'above'} them"
 
 
-def _site_table(sites: Sequence[Site], typed: view.Typed) -> view.Table:
+def _site_table(sites: Sequence[Site], typed: view.Typed, top: int, *, is_brief: bool = False) -> view.Table:
+    """The tightest sites; in brief in a line each, without their exponents."""
     # What is carried on, the masks of thirty layers say, is not to take the room of what starts.
-    places = sorted(sites, key=lambda site: (site.overflow != "starts", is_mask(site), _headroom(site), site.order))
-    tightest = places[: typed.top or SHOWN]
+    places = sorted(sites, key=lambda site: (site.overflow != "starts", is_mask(site), site.headroom_bits, site.order))
+    tightest = places[: typed.top or top]
     is_ordered = typed.order == "execution"
     shown = sorted(tightest, key=lambda site: site.order) if is_ordered else tightest
-    with_text = {site.order for site in tightest[:SHOWN_LINES]}
+    with_text = {site.order for site in tightest[: 0 if is_brief else SHOWN_LINES]}
+    below = (*more(len(sites) - len(shown), "site"), *_legend(shown))
     return view.Table(
         f"Tightest against FP16's limit{', in order of execution' * is_ordered} (bits: doublings left to 65,504)",
-        SITE_COLUMNS,
-        tuple(_site_row(site, site.order in with_text) for site in shown),
-        below=(*more(len(sites) - len(shown), "site"), *_legend(shown)),
+        BRIEF_COLUMNS if is_brief else SITE_COLUMNS,
+        tuple(_site_row(site, site.order in with_text, is_brief) for site in shown),
+        below=below[-1:] if is_brief else below,
     )
 
 
@@ -317,19 +320,19 @@ def _legend(shown: Sequence[Site]) -> tuple[view.StyledLine, ...]:
     return (line(" · ".join(legend), tone="faint"),) if legend else ()
 
 
-def _headroom(site: Site) -> float:
-    return -math.inf if math.isnan(site.headroom_bits) else site.headroom_bits
-
-
-def _site_row(site: Site, with_text: bool) -> tuple[view.Cell, ...]:
-    mark = _mark(site)
+def _site_row(site: Site, with_text: bool, is_brief: bool) -> tuple[view.Cell, ...]:
+    mark, at = _mark(site), site.source
+    call = f" (call {site.call})" if site.calls > 1 and site.call > 0 else ""
+    place = PureWindowsPath(place_of(at)).name if is_brief else place_of(at)
+    where = line(" · ".join(filter(None, (f"{view.module(site.module)}{call}", op_name(site.op), place))))
+    text = (line(at.text.strip(), tone="faint", is_code=True),) if with_text and at and at.text else ()
     return (
         line(mark),
         line(f"{site.headroom_bits:.1f}", tone=mark.tone),
         number(site.abs_max),
         "fwd" if site.phase == "forward" else "bwd",
-        Exponents(site.lowest_exponent, site.exponents),
-        _where(site, with_text),
+        *(() if is_brief else (Exponents(site.lowest_exponent, site.exponents),)),
+        where if is_brief else (where, *text),
     )
 
 
@@ -339,29 +342,23 @@ def _mark(site: Site) -> view.Words:
     return view.Words("!", "doubtful") if site.headroom_bits < NEAR_BITS else view.Words("")
 
 
-def _where(site: Site, with_text: bool) -> tuple[view.StyledLine, ...]:
-    call = f" (call {site.call})" if site.calls > 1 and site.call > 0 else ""
-    parts = (f"{view.module(site.module)}{call}", op_name(site.op), place_of(site.source))
-    where = line(" · ".join(filter(None, parts)))
-    if with_text and site.source is not None and site.source.text:
-        return where, line(site.source.text.strip(), tone="faint", is_code=True)
-    return (where,)
-
-
-def _window_table(record: Record, modules: Sequence[Window], top: int) -> view.Table:
-    whole = window(in_half(record))
+def _window_table(record: Record, top: int) -> Iterator[view.Table]:
+    """The narrowest windows; nothing where no gradient was in half."""
+    whole, modules = window(in_half(record)), sorted(module_windows(in_half(record)), key=_width)
+    if not modules:
+        return
     rows = [(line("the whole model", tone="strong"), *_ends(whole), _bounds(whole, with_module=True))]
     rows += [(line(view.module(one.module)), *_ends(one), _bounds(one)) for one in modules[:top]]
     below = more(len(modules) - top, "module")
     if not whole.is_open:
         below += (line("No scale works for the whole model: the two sites that limit it need different ones."),)
-    return view.Table(_window_title(record), WINDOW_COLUMNS, tuple(rows), below=below)
+    yield view.Table(_window_title(record), WINDOW_COLUMNS, tuple(rows), below=below)
 
 
 def _window_title(record: Record) -> str:
     if record.readiness is not None and record.readiness.pins:
         return "Loss scales that work with these pins"
-    if any(map(_starts, record.sites)):
+    if _starting(record):
         return "Loss scales that would work if the forward pass did not overflow"
     return "Loss scales that work, as far as measured" if record.unseen.unmeasured else "Loss scales that work"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from ampdbg.formats import Exponents
 from ampdbg.quantities import counted
@@ -226,6 +226,14 @@ def more(count: int, noun: str = "") -> tuple[StyledLine, ...]:
     """The line below a table that leaves ``count`` rows to the record."""
     rest = counted(count, f"more {noun}") if noun else f"{count:,} more"
     return (line(f"… and {rest} (all in the record)", tone="faint"),) if count > 0 else ()
+
+
+Value = TypeVar("Value")
+
+
+def first(*rows: tuple[object, Value]) -> Value:
+    """What stands beside the first of conditions that holds."""
+    return next(value for holds, value in rows if holds)
 
 
 def with_option(command: str, option: str, value: object) -> str:
