@@ -51,8 +51,8 @@ FIELD = re.compile(r"\{[^{}]*\}")
 
 def shown_strings(tree: ast.AST) -> Iterator[str]:
     """The strings of a module that have words, without docstrings and code; the help of a command is one."""
-    documented = [node for node in ast.walk(tree) if isinstance(getattr(node, "body", None), list)]
-    aside = {id(part.value) for node in documented for part in node.body if isinstance(part, ast.Expr)}
+    bodies = (body for node in ast.walk(tree) if isinstance(body := getattr(node, "body", None), list))
+    aside = {id(part.value) for body in bodies for part in body if isinstance(part, ast.Expr)}
     inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name in ("command", "_program"):
