@@ -57,15 +57,20 @@ class Models:
         trained = set(places)
         known = {id(parameter) for _, parameter in self.named_parameters()}
         if not trained <= known:
-            own = {id(root) for root in self._alive()}
+            own = {id(root) for root in self.roots}
             found = [root for root in outermost_owners(trained) if id(root) not in own]
             found.sort(key=lambda root: min(places.get(id(one), len(places)) for one in root.parameters()))
             self._held += [weakref.ref(root) for root in _that_run(found, trained, self.called())]
 
     def adopt(self, called: Iterable[nn.Module]) -> None:
         """Takes these for its models, where none is known."""
-        if not self._alive():
+        if not self.roots:
             self._held += [weakref.ref(root) for root in dict.fromkeys(called)]
+
+    @property
+    def roots(self) -> list[nn.Module]:
+        """The outermost modules that are alive, wrappers and all."""
+        return [root for held in self._held if (root := held()) is not None]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of all models, by qualified name."""
@@ -91,11 +96,8 @@ class Models:
         for prefix, root in self._named():
             yield from root.named_modules(prefix=prefix)
 
-    def _alive(self) -> list[nn.Module]:
-        return [root for held in self._held if (root := held()) is not None]
-
     def _named(self) -> Iterator[tuple[str, nn.Module]]:
-        roots = self._alive()
+        roots = self.roots
         if len(roots) == 1:
             yield "", unwrapped(roots[0])
             return

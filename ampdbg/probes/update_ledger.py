@@ -22,9 +22,10 @@ from torch.optim import Optimizer
 
 from ampdbg.errors import named_error
 from ampdbg.probes.averages import Averages
+from ampdbg.probes.dtype_contract import OTHERS, names_and_kinds
 from ampdbg.probes.models import Models
 from ampdbg.probes.tensors import HALVES, stored
-from ampdbg.record.run import FrozenParameter, KindDtypes, KindUpdates, StuckMoment, Updates
+from ampdbg.record.run import FrozenParameter, KindUpdates, StuckMoment, Updates
 
 WINDOW = 10
 """Steps."""
@@ -62,16 +63,6 @@ TRACE = 4.0
 
 NOT_BY_ENTRY = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
 """Optimizers of torch's in which the update of an entry depends on others too: part of a parameter is not enough."""
-
-OTHERS = "other weights"
-KINDS = (
-    ("norm", "norms"),
-    ("embed", "embeddings"),
-    ("bias", "biases"),
-    ("conv", "convolutions"),
-    ("linear", "linears"),
-)
-"""The kinds of parameter, by a part of the module's class or of the parameter's name; the first that fits."""
 
 SECOND = "exp_avg_sq"
 """Adam's name for the second moment, and that of its like."""
@@ -376,7 +367,6 @@ class Book:
         self.window: UpdateWindow | None = None
         self.first: list[SampledSums] = []
         self.moments: dict[tuple[int, ...], Moments] = {}
-        self.dtypes: tuple[KindDtypes, ...] = ()
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         is_half = any(parameter.dtype in HALVES for parameter in parameters)
         self.why_not = _why_not(optimizer) if is_half else ""
@@ -456,12 +446,9 @@ class UpdateLedger:
     def after(self, optimizer: Optimizer, step: int) -> None:
         """To be called right behind it, while the gradients are still there; ``step`` is its number."""
         book = self._books.get(id(optimizer))
-        if book is None:
-            return
-        if not book.dtypes:
-            book.dtypes = _dtypes(optimizer, self._kinds())
-        book.added, book.passes = self.passes - book.passes, self.passes
-        if book.window is not None:
+        if book is not None:
+            book.added, book.passes = self.passes - book.passes, self.passes
+        if book is not None and book.window is not None:
             self._timed(book, self._after, step)
         self.averages.stepped(optimizer)
 
@@ -492,7 +479,7 @@ class UpdateLedger:
         if book.window is not None and not book.window.has_gradients:
             book.window = None
         if book.window is None and self._may_begin(book, optimizer):
-            rows = tuple(_rows(optimizer, self._kinds()))
+            rows = tuple(_rows(optimizer, names_and_kinds(self._models)))
             book.window, book.cost = UpdateWindow(optimizer, rows) if rows else None, 0.0
         if book.window is not None:
             book.window.before()
@@ -521,19 +508,6 @@ class UpdateLedger:
             self._unread += ended if book.windows > 1 else []
             self._steps -= WINDOW * (book.windows == 2)  # those of the first one count no more
 
-    def _kinds(self) -> dict[int, tuple[str, str]]:
-        """The name and the kind of each parameter, by ``id``."""
-        return {
-            id(parameter): (f"{path}.{name}".lstrip("."), kind_of(type(module).__name__, f"{path}.{name}"))
-            for path, module in self._models.named_modules()
-            for name, parameter in module.named_parameters(recurse=False)
-        }
-
-    @property
-    def dtypes(self) -> tuple[KindDtypes, ...]:
-        """What is stored in which dtype, by kind of parameter, for each optimizer."""
-        return tuple(of_kind for book in self._books.values() for of_kind in book.dtypes)
-
     @property
     def notes(self) -> tuple[str, ...]:
         """Whose updates are not sampled, and why."""
@@ -552,7 +526,7 @@ class UpdateLedger:
         whole = {name: one.together_with(early.get(name)) for name, one in later.items()}
         whole = {name: one for name, one in whole.items() if math.isfinite(sum(one.sums)) and not one.sums.foreign}
         known = [later[name] for name in whole]
-        averages = self.averages.seen(self._kinds())
+        averages = self.averages.seen(names_and_kinds(self._models))
         if not (known or averages or self._spoilt):
             return None
         total, descent = (Sums.of((Sums(), *(one.whole for one in those))) for those in (known, whole.values()))
@@ -631,39 +605,6 @@ def _vanishing_eps(rows: Iterable[SampledRow]) -> float | None:
     """The optimizer's eps, where float16 rounds it to zero."""
     constants = (float(row.group["eps"]) for row in rows if isinstance(row.group.get("eps"), (int, float)))
     return next((eps for eps in constants if eps and not torch.tensor(eps, dtype=torch.float16).item()), None)
-
-
-def kind_of(module: str, name: str) -> str:
-    """The kind of a parameter as people read them, by its name and the class of its module."""
-    found = f"{module} {'.'.join(name.split('.')[-2:])}".lower()
-    return next((kind for part, kind in KINDS if part in found), OTHERS)
-
-
-def _dtypes(optimizer: Optimizer, names: Mapping[int, tuple[str, str]]) -> tuple[KindDtypes, ...]:
-    """What an optimizer that has stepped holds, by kind of parameter."""
-    by_kind: dict[str, list[Any]] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            by_kind.setdefault(names.get(id(parameter), ("", OTHERS))[1], []).append(parameter)
-    return tuple(
-        KindDtypes(
-            kind=kind,
-            parameters=len(of_it),
-            stored=_names_of_dtypes(of_it),
-            gradients=_names_of_dtypes(one.grad for one in of_it),
-            states=_names_of_dtypes(
-                value
-                for one in of_it
-                for value in optimizer.state.get(one, {}).values()
-                if isinstance(value, torch.Tensor) and value.ndim
-            ),
-        )
-        for kind, of_it in by_kind.items()
-    )
-
-
-def _names_of_dtypes(tensors: Iterable[torch.Tensor | None]) -> tuple[str, ...]:
-    return tuple(sorted({str(one.dtype).removeprefix("torch.") for one in tensors if one is not None}))
 
 
 def _rows(optimizer: Optimizer, names: Mapping[int, tuple[str, str]]) -> Iterator[SampledRow]:

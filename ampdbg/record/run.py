@@ -439,14 +439,41 @@ class KindUpdates:
 
 @dataclass(frozen=True)
 class KindDtypes:
-    """In which dtypes the parameters of one kind that optimizers train are stored, have their gradients, which are also
-    what those are added up in, and their optimizer states of their own shape."""
+    """The dtypes of the parameters of one kind that an ``optimizer``, named by its class and module, trains.
+
+    They are ``stored`` so, the first op ``computed`` with them gives that, their ``gradients`` come so from a backward
+    pass, are ``accumulated`` in that and ``reduced`` in that over processes. ``states`` are the optimizer's, of their
+    own shape, ``masters`` copies of them that it steps in their place, ``averages`` those of averaged models. Several
+    where parameters differ; none where there is nothing, or that is not known.
+    """
 
     kind: str
     parameters: Count
     stored: tuple[str, ...]
     gradients: tuple[str, ...] = ()
     states: tuple[str, ...] = ()
+    computed: tuple[str, ...] = ()
+    accumulated: tuple[str, ...] = ()
+    masters: tuple[str, ...] = ()
+    reduced: tuple[str, ...] = ()
+    averages: tuple[str, ...] = ()
+    optimizer: str = ""
+
+
+@dataclass(frozen=True)
+class CastBuffer:
+    """A float32 buffer that was cast to half with its model, in the line ``source``.
+
+    The cast changed a value by ``off`` at most. The loop ``is_written`` into it since, as into an average that takes a
+    share of ``momentum`` from each batch.
+    """
+
+    name: str
+    dtype: str
+    off: float
+    is_written: bool = False
+    momentum: float | None = None
+    source: Source | None = None
 
 
 @dataclass(frozen=True)
@@ -633,6 +660,7 @@ class Record:
     ``checks`` are what a range profile is held against: its step in bfloat16, in which it was measured; then in FP16 at
     a loss scale that it allows, or in FP32 where it is not finite in bfloat16. A step that does not run in FP16 is
     tried in it with ever more pins, up to a set that cures it, and has ``readiness``.
+    ``asked`` has by whose word which precision was asked for, as ``config.dtype``: bfloat16.
     ``listings`` are the files that sites and findings name, or of long ones the lines around those.
     """
 
@@ -657,6 +685,8 @@ class Record:
     investigations: tuple[Investigation, ...] = ()
     misuses: tuple[Misuse, ...] = ()
     dtypes: tuple[KindDtypes, ...] = ()
+    asked: Mapping[str, str] = field(default_factory=dict)
+    cast_buffers: tuple[CastBuffer, ...] = ()
     updates: Updates | None = None
     trends: tuple[Trend, ...] = ()
     script: ScriptRun | None = None

@@ -174,7 +174,11 @@ def _sentence(record: Record) -> str:
     fails = what_fails(first) if first else ""
     pinned = f"{listed(map(in_words, ready.pins)) or 'nothing'} pinned"
     but = (
-        f", without which {fails}" if ready.pins else f", though FP16 overflows at {counted(starts, 'place')}" if starts else ""
+        f", without which {fails}"
+        if ready.pins
+        else f", though FP16 overflows at {counted(starts, 'place')}"
+        if starts
+        else ""
     )
     return READY[ready.trains].format(
         step=_step(record),

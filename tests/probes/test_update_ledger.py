@@ -14,7 +14,7 @@ from ampdbg.commands.output import PLAIN
 from ampdbg.config.schema import Config
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.probes import update_ledger
-from ampdbg.probes.update_ledger import kind_of
+from ampdbg.probes.dtype_contract import kind_of
 from ampdbg.probes.watch import Watch, watch
 from ampdbg.record.file import from_json, to_json
 from ampdbg.record.run import Record
@@ -746,8 +746,10 @@ def test_the_page_has_a_row_for_each_kind_of_half_weight() -> None:
     record, _ = trained(steps=10)
     page = text_of(record, Typed("", ""), PLAIN, "markdown")
     assert "Half weights, in 10 sampled steps" in page
-    assert "| kind | stored | gradients | states | lost | of decay | still below lr |" in page
-    assert "| norms | bfloat16 | bfloat16 | bfloat16 | 100% | 100% |" in page
+    assert "| kind | lost | of gradient | of decay | still a step | still below lr |" in page
+    assert "| norms | 100% | 100% | 100% | 100% |" in page
+    html = text_of(record, Typed("", ""), PLAIN, "html")
+    assert html.count('<rect class="lost" width="100" height="10"/>') == page.count("| 100% ") == 6
     assert from_json(to_json(record)) == record
 
 
