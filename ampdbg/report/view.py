@@ -43,7 +43,7 @@ Cell = str | StyledLine | tuple[StyledLine, ...] | Exponents
 class Column:
     """A column of a table: ``names`` are wrapped where there is no room, at ``most`` characters if that is given.
 
-    Numbers and shares stand to the right, signs to the left; a share is a percentage, and a bar where that can be drawn.
+    Numbers and shares stand to the right, signs to the left; a share is a percentage, and a bar where one can be drawn.
     ``is_spare`` columns are left out where there is no room.
     """
 
