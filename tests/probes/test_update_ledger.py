@@ -764,8 +764,10 @@ def test_the_page_has_a_row_for_each_kind_of_half_weight() -> None:
     record, _ = trained(steps=10)
     page = text_of(record, Typed("", ""), PLAIN, "markdown")
     assert "Half weights, in 10 sampled steps" in page
-    assert "| kind | lost | of decay | still below lr |" in page
-    assert "| norms | 100% | 100% |" in page
+    assert "| kind | lost | of gradient | of decay | still a step | still below lr |" in page
+    assert "| norms | 100% | 100% | 100% | 100% |" in page
+    html = text_of(record, Typed("", ""), PLAIN, "html")
+    assert html.count('<rect class="lost" width="100" height="10"/>') == page.count("| 100% ") == 6
     assert from_json(to_json(record)) == record
 
 
