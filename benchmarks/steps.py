@@ -242,7 +242,14 @@ class Trainer:
             raise RuntimeError(f"the watcher has seen {len(self.watcher.steps)} of at least {WARM_UP} steps")
 
 
+def bfloat16_weights(task: Task, watching: Watching = by_nobody) -> Trainer:
+    """Trains weights that are stored in bfloat16; a watcher holds samples of their updates against float32 masters."""
+    return Trainer(replace(task, model=task.model.to(torch.bfloat16)), nullcontext, half=False, watching=watching)
+
+
 WAYS: dict[str, Callable[[Task], Trainer]] = {
+    "bfloat16": bfloat16_weights,
+    "watched bfloat16": lambda task: bfloat16_weights(task, by_name),
     "FP32": lambda task: Trainer(task, nullcontext, half=False),
     "emulated FP16": lambda task: Trainer(task, cuda_on_cpu, half=True),
     "native FP16": lambda task: Trainer(task, nullcontext, half=True),
@@ -275,6 +282,7 @@ COMPARISONS = (
     Comparison(gpt, "watched FP16", "emulated FP16", "<= 1.03"),
     Comparison(gpt, "ampdbg run", "emulated FP16", "<= 1.01"),
     Comparison(gpt, "native FP16", "emulated FP16", ">= 8", slow=True),
+    Comparison(gpt, "watched bfloat16", "bfloat16", "<= 1.05"),
     Comparison(convnet, "emulated FP16", "FP32", "<= 1.5"),
     Comparison(convnet, "watched FP16", "emulated FP16", "<= 1.03"),
     Comparison(convnet, "ampdbg run", "emulated FP16", "<= 1.03"),

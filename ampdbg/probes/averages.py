@@ -36,7 +36,7 @@ TRIES = 10
 """So many steps in a row are looked at, for some averages are kept every few steps; then none before there were twice
 as many."""
 
-LOOKS_AGAIN = 10.0
+LOOKS_AGAIN = 30.0
 """Seconds until all objects are looked through again, where no tensor can be an average; then twice as many."""
 
 NEAR = 2.0**-6
@@ -214,8 +214,8 @@ class Averages:
         """To be called behind each step of an optimizer; what comes then may be traced, up to :meth:`end`."""
         self.end()
         self._steps += 1
-        is_free = self._trace is None and not (_get_current_dispatch_mode_stack() or only_follows())
-        if is_free and self._steps >= self._next:
+        is_due = self._steps >= self._next and (self._may_be or time.monotonic() >= self._looks_at)
+        if is_due and self._trace is None and not (_get_current_dispatch_mode_stack() or only_follows()):
             self._guarded(self._begin, optimizer)
 
     def _begin(self, optimizer: Optimizer) -> None:
@@ -232,9 +232,9 @@ class Averages:
 
     def _may_be_any(self, trace: AverageTrace) -> bool:
         """Whether there are tensors that can be averages."""
-        elapsed = time.monotonic() - self._began
-        if not self._may_be and elapsed >= self._looks_at:
-            self._looks_at = max(LOOKS_AGAIN, 2.0 * elapsed)
+        if not self._may_be:
+            now = time.monotonic()
+            self._looks_at = max(now + LOOKS_AGAIN, 2.0 * now - self._began)
             halves = (one for one in alive_in_process(torch.Tensor) if one.dtype in HALVES)
             self._may_be = any(map(trace.may_begin, map(stored, halves)))
         return self._may_be

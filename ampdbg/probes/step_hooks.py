@@ -14,8 +14,9 @@ from typing import Any
 
 from torch.optim import optimizer as torchs
 
-StepHook = Callable[[Any, Any, Any], None]
-"""Called with the optimizer, and the positional and the keyword arguments of its step."""
+StepHook = Callable[[Any, Any, Any], Any]
+"""Called with the optimizer, and the positional and the keyword arguments of its step; before one it may return others
+for them, as torch's own hooks do."""
 
 _changing = threading.Lock()
 

@@ -446,10 +446,9 @@ class UpdateLedger:
     def after(self, optimizer: Optimizer, step: int) -> None:
         """To be called right behind it, while the gradients are still there; ``step`` is its number."""
         book = self._books.get(id(optimizer))
-        if book is None:
-            return
-        book.added, book.passes = self.passes - book.passes, self.passes
-        if book.window is not None:
+        if book is not None:
+            book.added, book.passes = self.passes - book.passes, self.passes
+        if book is not None and book.window is not None:
             self._timed(book, self._after, step)
         self.averages.stepped(optimizer)
 

@@ -9,6 +9,7 @@ norm are read before each step, together.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import weakref
@@ -455,11 +456,32 @@ def _around(alive: weakref.ref[Watch], seam: Seam, original: Original, *args: An
         inside.pop()
 
 
-def _hooked(alive: weakref.ref[Watch], note: Original, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Stands before or behind every step of an optimizer."""
+def _hooked(alive: weakref.ref[Watch], note: Original, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    """Stands before or behind every step of an optimizer. Returns what the step is given, where a closure of it is to
+    be followed by what comes before a step: it makes the gradients."""
     watch = alive()
     if watch is not None and not watch.is_paused and not only_follows():
-        watch.guard.hooked(note, watch, optimizer, any(map(callable, (*args[1:], *kwargs.values()))))
+        closures = [one for one in (*args[1:], *kwargs.values()) if callable(one)]
+        watch.guard.hooked(note, watch, optimizer, bool(closures))
+        if closures and note is Watch._before_step:
+            follow = partial(_followed, alive, optimizer)
+            return tuple(map(follow, args)), {name: follow(value) for name, value in kwargs.items()}
+    return None
+
+
+def _followed(alive: weakref.ref[Watch], optimizer: Optimizer, closure: Any) -> Any:
+    """A closure behind which the gradients of a step are there; anything else as it is."""
+    if not callable(closure) or closure is optimizer:
+        return closure
+
+    @functools.wraps(closure)
+    def followed(*args: Any, **kwargs: Any) -> Any:
+        result, watch = closure(*args, **kwargs), alive()
+        if watch is not None and not watch.is_paused and optimizer in watch.optimizers:
+            watch.guard.hooked(watch.ledger.before, optimizer)
+        return result
+
+    return followed
 
 
 _OF_ENABLED = ("step", "update", "get_scale")

@@ -25,18 +25,17 @@ from ampdbg.record.run import (
     NOT_CAPTURED,
     GroupOverflow,
     Investigation,
-    KindUpdates,
     ParameterCounts,
     Record,
     Replay,
     Step,
     TensorCounts,
-    Updates,
 )
 from ampdbg.report.explanation import explanation
 
 from . import view
 from .dtype_contract import contract, has_half_weights, short_of, weights_in_brief
+from .update_ledger import ledger
 from .view import line, more, ran_on, with_option
 
 MAX_TENSORS = 8
@@ -89,7 +88,7 @@ def _sections(record: Record) -> Iterator[view.Section]:
     if has_half_weights(record):
         yield contract(record)
     if record.updates is not None:
-        yield _weights_table(record.updates)
+        yield ledger(record.updates)
     yield from sound_step(record)
 
 
@@ -320,23 +319,6 @@ def group_table(record: Record) -> view.Table | None:
         _narrowest(found),
         (*more(len(found.hits) - MAX_GROUPS, "group"), *_everywhere(found)),
     )
-
-
-WEIGHT_COLUMNS = (
-    view.Column("kind"),
-    *(view.Column(heading, "number") for heading in ("lost", "of decay", "still below lr")),
-)
-
-
-def _weights_table(updates: Updates) -> view.Table:
-    """What half weights of each kind lose of their updates."""
-    rows = tuple((one.kind, *_lost(one)) for one in updates.kinds)
-    return view.Table(f"Half weights, in {counted(updates.steps, 'sampled step')}", WEIGHT_COLUMNS, rows)
-
-
-def _lost(kind: KindUpdates) -> tuple[str, ...]:
-    rate = "" if kind.freezes_below is None else number(kind.freezes_below)
-    return *("" if lost is None else share(lost) for lost in (kind.lost, kind.lost_decay)), rate
 
 
 AMONG = ", among the {:,} recorded steps"

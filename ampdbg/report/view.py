@@ -43,13 +43,18 @@ Cell = str | StyledLine | tuple[StyledLine, ...] | Exponents
 class Column:
     """A column of a table: ``names`` are wrapped where there is no room, at ``most`` characters if that is given.
 
-    Numbers stand to the right, signs to the left. ``is_spare`` columns are left out where there is no room.
+    Numbers and shares stand to the right, signs to the left; a share is a percentage, and a bar where one can be drawn.
+    ``is_spare`` columns are left out where there is no room.
     """
 
     heading: str = ""
-    kind: Literal["names", "number", "sign", "histogram"] = "names"
+    kind: Literal["names", "number", "share", "sign", "histogram"] = "names"
     most: int | None = None
     is_spare: bool = False
+
+
+RIGHT = ("number", "share")
+"""The kinds of column that stand to the right."""
 
 
 @dataclass(frozen=True)

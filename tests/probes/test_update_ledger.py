@@ -96,12 +96,30 @@ def test_gains_of_ones_that_stand_still_in_bfloat16_are_named_and_those_in_float
     record, net = trained()
     assert int((net.norm.weight != 1).sum()) == 0
     assert (codes(record), record.verdict) == ([("frozen-weights", "error")], "precision")
-    assert "of norm.weight 0 of 64 values, which costs 0.2" in record.findings[0].message
+    assert "of norm.weight 0 of 64 values, which costs 0." in record.findings[0].message
     assert record.findings[0].parameter == "norm.weight"
 
     twin, net = trained(torch.float32)
     assert int((net.norm.weight != 1).sum()) == 64
     assert (codes(twin), twin.updates, twin.unseen.notes) == ([], None, ())
+
+
+def test_a_step_with_a_closure_is_sampled_like_one_without(always: None) -> None:
+    (expected, twin), (net, steps) = trained(steps=20), (Net().to(HALF), list[int]())
+    optimizer = adamw(net)
+    with watch(net, optimizer) as watched:
+        for loss in losses(net, HALF, 20):
+
+            def closure(loss: torch.Tensor = loss) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss.backward()
+                steps.append(len(steps))
+                return loss
+
+            optimizer.step(closure)
+    assert watched.record().updates == expected.updates
+    assert all(map(torch.equal, net.parameters(), twin.parameters()))
+    assert steps == [*range(20)]
 
 
 def test_gains_that_move_at_a_larger_rate_are_healthy() -> None:
@@ -745,8 +763,10 @@ def test_the_page_has_a_row_for_each_kind_of_half_weight() -> None:
     record, _ = trained(steps=10)
     page = text_of(record, Typed("", ""), PLAIN, "markdown")
     assert "Half weights, in 10 sampled steps" in page
-    assert "| kind | lost | of decay | still below lr |" in page
-    assert "| norms | 100% | 100% |" in page
+    assert "| kind | lost | of gradient | of decay | still a step | still below lr |" in page
+    assert "| norms | 100% | 100% | 100% | 100% |" in page
+    html = text_of(record, Typed("", ""), PLAIN, "html")
+    assert html.count('<rect class="lost" width="100" height="10"/>') == page.count("| 100% ") == 6
     assert from_json(to_json(record)) == record
 
 

@@ -169,7 +169,7 @@ def _words(words: view.Words) -> str:
 
 def _table(columns: Sequence[view.Column], rows: Sequence[Sequence[view.Cell]]) -> str:
     heads = ["2^-24 … 2^15" if column.kind == "histogram" else escaped(column.heading) for column in columns]
-    rule = ["---:" if column.kind == "number" else "---" for column in columns]
+    rule = ["---:" if column.kind in view.RIGHT else "---" for column in columns]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, rule, *([*map(_cell, row)] for row in rows)))
 
 

@@ -184,7 +184,7 @@ def _grid(columns: Sequence[view.Column], rows: Sequence[Sequence[view.Cell]], w
             grid.add_column(column.heading, overflow="fold", max_width=most)
         else:
             heading = "2^-24" + "2^15".rjust(BAR_WIDTH - 6) if column.kind == "histogram" else column.heading
-            grid.add_column(heading, justify="right" if column.kind == "number" else "left", no_wrap=True)
+            grid.add_column(heading, justify="right" if column.kind in view.RIGHT else "left", no_wrap=True)
     for row in rows:
         grid.add_row(*map(_cell, row))
     return grid
