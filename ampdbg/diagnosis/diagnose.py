@@ -12,6 +12,7 @@ from typing import Any
 
 from ampdbg.diagnosis.cause import CAUSES, LOST, nonfinite_loss
 from ampdbg.diagnosis.decisions import Decision, first
+from ampdbg.diagnosis.dtype_contract import CASTS, CONTRACT, cast_buffers, contradictions
 from ampdbg.diagnosis.hidden_faults import HIDDEN, hidden_faults
 from ampdbg.diagnosis.losses import risen
 from ampdbg.diagnosis.misuse import autocast_errors, doubtful_misuses, misuses
@@ -67,6 +68,8 @@ ORDER_OF_DECISION = (
     Family("Gradients that half adds up", lost_sums, SUMS),
     Family("A healthy step, by its replays", hidden_faults, HIDDEN),
     Family("Updates that half weights lose", small_updates, SMALL),
+    Family("Buffers that were cast with the model", cast_buffers, CASTS),
+    Family("What was asked for", contradictions, CONTRACT),
     Family("Calls that do little harm", doubtful_misuses),
     Family("What grows towards a limit", ahead),
 )

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from ampdbg.diagnosis.decisions import Decision, holding
-from ampdbg.quantities import counted, listed, number
+from ampdbg.formats import FORMATS
+from ampdbg.quantities import counted, listed, number, percent, share
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
-from ampdbg.record.run import FrozenParameter, Record, StuckMoment, Updates
+from ampdbg.record.run import FrozenParameter, KeptAverage, Record, StuckMoment, Updates
 
 SMALL_UPDATES, FROZEN = "optimizer-underflow", "frozen-weights"
-STUCK, ACCUMULATION = "stuck-moment", "lost-accumulation"
-
-FALLS = 0.9
-"""A loss whose mean falls below this share of what it was at first is said to fall."""
+STUCK, ACCUMULATION, AVERAGE = "stuck-moment", "lost-accumulation", "frozen-average"
 
 MOST_OF_THE_UPDATE = 0.5
 """Where a larger share of the way is lost, training stands still."""
+
+STANDS_STILL = 0.9
+"""An average that loses a larger share of its way than this stands still."""
 
 A_PART = 0.1
 """A weight decay that makes a smaller share of the updates' energy is not missed within some steps."""
@@ -77,6 +77,27 @@ class HalfUpdates:
         """The second moment that is furthest from float32's."""
         return max(self.seen.stuck, key=lambda one: one.times)
 
+    @cached_property
+    def averages(self) -> list[KeptAverage]:
+        """Those that stand still, the one first that was to go through the most steps."""
+        still = (one for one in self.seen.averages if one.lost > STANDS_STILL)
+        return sorted(still, key=lambda one: -one.steps)
+
+    @property
+    def averaged(self) -> list[str]:
+        """The parameters whose averages stand still."""
+        return [one.name for one in self.averages]
+
+    @property
+    def standing(self) -> int:
+        """How many they are."""
+        return len(self.averages)
+
+    @property
+    def slowest(self) -> KeptAverage:
+        """The one of them that adds least in a step."""
+        return max(self.averages, key=lambda one: one.decay)
+
     @property
     def numbers(self) -> Mapping[str, Any]:
         """Each finding has its own."""
@@ -86,8 +107,8 @@ class HalfUpdates:
         """The step and the parameter; what stands still does so from the first step on."""
         steps, is_spoilt = self.record.steps, row in SPOILING
         step = {STUCK: steps[-1:]}.get(row.code, steps[:1])
-        of = {STUCK: [self.worst.parameter] if self.stuck else [], FROZEN: self.names}.get(row.code, [])
-        parameter = next(iter(self.seen.spoilt if is_spoilt else of), "")
+        of = {STUCK: [self.worst.parameter] if self.stuck else [], FROZEN: self.names, AVERAGE: self.averaged}
+        parameter = next(iter(self.seen.spoilt if is_spoilt else of.get(row.code, [])), "")
         at = self.seen.spoilt_step if is_spoilt else step[0].step
         return {"step": at, "phase": "optimizer", "parameter": parameter}
 
@@ -115,6 +136,23 @@ class HalfUpdates:
         return listed([f"of {one.name} {one.moved} of {counted(one.entries, 'value')}" for one in self._stillest], 3)
 
     @property
+    def still_averages(self) -> str:
+        """How many values of averages have moved, of those that are to."""
+        known = (f"of that of {one.name} {one.moved} of {counted(one.entries, 'value')}" for one in self.averages)
+        return listed(known, 3)
+
+    @property
+    def added(self) -> str:
+        """What share of the difference a step adds to the slowest average."""
+        return percent(1.0 - self.slowest.decay)
+
+    @property
+    def apart_by(self) -> str:
+        """How far from its weight an average may be, for its size, while no step moves it: half a unit in the last
+        place is 2**-(precision + 1) of a value or more."""
+        return share(2.0 ** -(FORMATS[self.slowest.dtype].precision + 1) / (1.0 - self.slowest.decay))
+
+    @property
     def shares(self) -> str:
         """How much of the way is lost, of the kinds that lose most of theirs and of all."""
         parts = {"gradient's part": self.seen.lost_gradient, "weight decay": self.seen.lost_decay}
@@ -136,12 +174,9 @@ class HalfUpdates:
         return f"; most values stand still at learning rates below {listed(known)}" if known else ""
 
     @property
-    def falls(self) -> str:
-        """What speaks for a run that goes on learning with the weights that do move."""
-        losses = [step.loss for step in self.record.steps]
-        tenth = len(losses) // 10 or 1
-        first, last = statistics.fmean(losses[:tenth]), statistics.fmean(losses[-tenth:])
-        return f"; the loss falls from {number(first)} to {number(last)} all the same" if last < FALLS * first else ""
+    def cost(self) -> str:
+        """What it costs that parameters stand still."""
+        return percent(self.seen.cost)
 
     @property
     def named_stuck(self) -> str:
@@ -153,7 +188,7 @@ class HalfUpdates:
         """How far the worst of them are from float32's, and the updates."""
         sizes, times = ("small", "large"), self.worst.times
         moments, updates = sizes[self.worst.is_too_large], sizes[not self.worst.is_too_large]
-        return f"{times:.3g} times too {moments}, and the updates {times**0.5:.2g} times too {updates}"
+        return f"at least {times:.3g} times too {moments}, and the updates {times**0.5:.2g} times too {updates}"
 
     @property
     def taken_off(self) -> float:
@@ -184,7 +219,8 @@ SMALL: tuple[Decision[HalfUpdates], ...] = (
         FROZEN,
         "half weights lose over 90 % of the way that float32 masters go, and that counts in the fall of the loss",
         lambda it: bool(it.seen.frozen),
-        "{count:half parameter} hardly moved in {seen.steps:sampled step}: {still}; {shares}{falls}{forecast}",
+        "{count:half parameter} hardly moved in {seen.steps:sampled step}: {still}, which costs {cost} of "
+        "the fall of the loss to first order; {shares}{forecast}",
         {"parameters": "names", **LOST},
     ),
     Decision(
@@ -195,6 +231,15 @@ SMALL: tuple[Decision[HalfUpdates], ...] = (
         "weights{forecast}",
         LOST,
         severity="warning",
+    ),
+    Decision(
+        AVERAGE,
+        "an average of parameters that the script keeps in half loses over 90 % of the way that it goes in float32",
+        lambda it: bool(it.averages),
+        "{standing:half average} hardly moved in {slowest.steps:step}: {still_averages}; at a decay of "
+        "{slowest.decay:g} a step adds {added} of the difference, which rounds back where average and weight are less "
+        "than {apart_by} apart",
+        {"parameters": "averaged", "decay": "slowest.decay", "steps": "slowest.steps"},
     ),
     Decision(
         STUCK,

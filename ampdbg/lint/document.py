@@ -303,11 +303,12 @@ class Document:
         first = min([node, *getattr(node, "decorator_list", ())], key=_place)
         return Span(self._starts[first.lineno - 1], self._starts[node.end_lineno])  # type: ignore[attr-defined]
 
-    def has_own_lines(self, node: ast.stmt) -> bool:
-        """Whether nothing but a comment stands beside a statement on its lines."""
-        whole, own = self.lines(node), self.span(node)
-        behind = self.text[own.end : whole.end].strip()
-        return not self.text[whole.start : own.start].strip() and (not behind or behind.startswith("#"))
+    def has_own_lines(self, first: ast.stmt, last: ast.stmt | None = None) -> bool:
+        """Nothing but a comment stands beside a statement, or neighbours from ``first`` to ``last``, on their lines."""
+        end = last or first
+        behind = self.text[self.span(end).end : self.lines(end).end].strip()
+        before = self.text[self.lines(first).start : self.span(first).start]
+        return not before.strip() and (not behind or behind.startswith("#"))
 
     def indent(self, node: ast.stmt) -> str:
         """What stands before a statement that begins its line."""

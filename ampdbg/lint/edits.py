@@ -39,9 +39,9 @@ def removed(document: Document, statement: ast.stmt) -> Edit:
 
 
 def is_movable(document: Document, statements: Sequence[ast.stmt]) -> bool:
-    """Whether statements can be moved in or out: each on its own lines, no text in them that goes over lines."""
+    """Whether neighbouring statements can be moved in or out: on their own lines, without text that goes over lines."""
     strings = (node for one in statements for node in ast.walk(one) if isinstance(node, (ast.Constant, ast.JoinedStr)))
-    return all(map(document.has_own_lines, statements)) and not any(
+    return document.has_own_lines(statements[0], statements[-1]) and not any(
         node.lineno != node.end_lineno and ("'''" in document.source(node) or '"""' in document.source(node))
         for node in strings
     )

@@ -13,7 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from importlib import metadata, util
@@ -203,8 +203,6 @@ def _nvcc() -> tuple[str, str]:
 SCALED = "fp16 is autocast with a GradScaler"
 DROPPED = "fp16 is dropped without a word, and trains in FP32"
 TO_BFLOAT16 = "16-mixed becomes bf16-mixed, with a warning"
-TRAINS_IN: Mapping[str, str] = {DROPPED: "float32", TO_BFLOAT16: "bfloat16"}
-"""The dtype of the ops of such a run."""
 
 LIGHTNING = ("AMP with fp16 is not supported on", TO_BFLOAT16, SCALED)
 TO_ACCELERATE = "its Trainer leaves fp16 to accelerate"
@@ -239,13 +237,3 @@ def _frameworks() -> Iterator[tuple[str, tuple[str, str, str]]]:
             texts = [file.read_text("utf-8", "replace") for file in files if file.is_file()]
             on_cpu, on_gpu = does if any(re.search(passage, text) for text in texts) else ("", "")
             yield name, (version, on_cpu, on_gpu)
-
-
-def dropped_fp16(modules: Collection[str], trained_in: str) -> Iterator[str]:
-    """What becomes of fp16 on a CPU by frameworks among these modules, where a run was in the dtype that comes of it.
-
-    A run in that dtype may also have been asked for: this says what the framework does, not what the script wanted.
-    """
-    for name, (version, on_cpu, on_gpu) in _frameworks():
-        if name in modules and on_cpu != on_gpu and TRAINS_IN.get(on_cpu) == trained_in:
-            yield f"{name} {version} on a CPU: {on_cpu}; a script that asks it for fp16 learns nothing of FP16 here"

@@ -158,15 +158,17 @@ def _under_autocast(edits: WeightEdits) -> None:
 
 
 def _between(document: Document, loop: LoopLines) -> Sequence[ast.stmt]:
-    """The statements from the first call of the model up to the backward pass, in the innermost block with both."""
+    """The statements on the lines from the first call of the model up to the backward pass, in the innermost block with
+    both; a ``zero_grad`` at the end is none of them."""
     first, last = (statement_at(document, line) for line in (loop.first, loop.backward))
     for begin, end in product(_statements_around(document, first), _statements_around(document, last)):
         block = document.block(begin)
         if block is document.block(end):
-            found = list(block[block.index(begin) : block.index(end)])
+            lines = range(begin.lineno, end.lineno)
+            found = [one for one in block if (one.end_lineno or 0) >= lines.start and one.lineno < lines.stop]
             while len(found) > 1 and method(getattr(found[-1], "value", found[-1]), "zero_grad"):
                 found.pop()
-            return found if is_movable(document, found) else ()
+            return found if found and is_movable(document, found) else ()
     return ()
 
 

@@ -19,7 +19,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from ampdbg.call_order import Call, CallKind, CallOrder, Hit
 from ampdbg.errors import text_of
-from ampdbg.probes.loss_graph import is_one, is_plain, is_scaled_by_hand, is_scaling, lowered_to, scaler_of
+from ampdbg.probes.loss_graph import forward_dtypes, is_one, is_plain, is_scaled_by_hand, is_scaling, scaler_of
 from ampdbg.probes.source_lines import innermost_line, source_of
 from ampdbg.probes.tensors import hold_values
 from ampdbg.probes.torch_errors import misuse_of_error, misuse_of_refusal
@@ -47,6 +47,8 @@ class Calls:
         self._step = step
         self.lowered: set[str] = set()
         """The 16-bit dtypes in the graphs of the losses so far; ``compiled`` where a graph shows none of its own."""
+        self.computed: dict[int, torch.dtype] = {}
+        """By the ``id`` of a parameter, in which dtype those graphs compute with it."""
         self.graphs = 0
         """So many losses' graphs were looked into for them."""
         self.scalers: dict[int, str] = {}
@@ -259,8 +261,9 @@ class Calls:
         times = self._times.get("backward", 0) + 1
         if times & (times - 1):
             return ()
-        found = lowered_to(roots)
+        found, computed = forward_dtypes(roots)
         self.graphs, self.lowered = self.graphs + 1, self.lowered | set(found)
+        self.computed.update(computed)
         return found
 
     def number_of(self, actor: Any) -> int:

@@ -5,8 +5,9 @@ Nodes are looked at, and no tensor is kept; where a scalar is read, a GPU syncs.
 
 from __future__ import annotations
 
+import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -28,6 +29,11 @@ FAR = 4000
 
 SCALED_BY_HAND = 8.0
 """A loss that is multiplied by at least this has a loss scale of the loop's own."""
+
+MOVES = re.compile(
+    "(ToCopy|T|Transpose|Permute|View|UnsafeView|Expand|Unsqueeze|Squeeze|Slice|Select|Split|Clone|Alias)Backward"
+)
+"""The nodes of casts and views."""
 
 _SCALER = "ampdbg.scaler"
 
@@ -53,19 +59,36 @@ def scaler_of(roots: Sequence[Any]) -> Any:
     return None
 
 
-def lowered_to(roots: Sequence[Any]) -> tuple[str, ...]:
-    """The 16-bit dtypes of the forward pass behind these losses; what parameters are stored in does not count.
+def forward_dtypes(roots: Sequence[Any]) -> tuple[tuple[str, ...], dict[int, torch.dtype]]:
+    """The 16-bit dtypes of the forward pass behind these losses; what parameters are stored in does not count. And in
+    which dtype each parameter, by ``id``, is computed with: that of what the first op makes of it.
 
     ``compiled`` stands for those inside a compiled function, which its one node does not show.
     """
     found: set[torch.dtype] = set()
-    is_compiled = False
+    takers: dict[Any, Any] = {}
+    leaves, is_compiled = [], False
     for node in islice(_nodes(roots), FAR):
-        is_compiled |= node.name().startswith("CompiledFunction")
-        if not node.name().endswith("AccumulateGrad"):
+        name = node.name()
+        is_compiled |= name.startswith("CompiledFunction")
+        if name.endswith("AccumulateGrad"):
+            leaves.append(node)
+        else:
             found.update(entry.dtype for entry in node._input_metadata if entry is not None)
+            for other, _ in node.next_functions:
+                takers.setdefault(other, node)
     names = tuple(str(dtype).rpartition(".")[2] for dtype in HALVES if dtype in found)
-    return (*names, "compiled") if is_compiled else names
+    computed = {id(leaf.variable): dtype for leaf in leaves if (dtype := _computed_with(leaf, takers)) is not None}
+    return ((*names, "compiled") if is_compiled else names), computed
+
+
+def _computed_with(leaf: Any, takers: Mapping[Any, Any]) -> torch.dtype | None:
+    """The dtype of what the first op makes of a parameter that is no cast and no view of it."""
+    node = takers.get(leaf)
+    while node is not None and MOVES.match(node.name()):
+        node = takers.get(node)
+    entries = [] if node is None or node.name().startswith("CompiledFunction") else node._input_metadata
+    return next((entry.dtype for entry in entries if entry is not None), None)
 
 
 def is_scaled_by_hand(roots: Sequence[Any]) -> bool:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, groupby, starmap
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 from weakref import ReferenceType
 
 import torch
@@ -22,6 +22,8 @@ keeps it there always readies it for a backward pass of its own, and refuses oth
 
 NO_MODULES: Mapping[type, tuple[()]] = dict.fromkeys((tuple, dict, list, set, FunctionType, ReferenceType), ())
 """Most objects are of these types."""
+
+_Kind = TypeVar("_Kind")
 
 
 class Together(nn.Module):
@@ -55,15 +57,20 @@ class Models:
         trained = set(places)
         known = {id(parameter) for _, parameter in self.named_parameters()}
         if not trained <= known:
-            own = {id(root) for root in self._alive()}
+            own = {id(root) for root in self.roots}
             found = [root for root in outermost_owners(trained) if id(root) not in own]
             found.sort(key=lambda root: min(places.get(id(one), len(places)) for one in root.parameters()))
             self._held += [weakref.ref(root) for root in _that_run(found, trained, self.called())]
 
     def adopt(self, called: Iterable[nn.Module]) -> None:
         """Takes these for its models, where none is known."""
-        if not self._alive():
+        if not self.roots:
             self._held += [weakref.ref(root) for root in dict.fromkeys(called)]
+
+    @property
+    def roots(self) -> list[nn.Module]:
+        """The outermost modules that are alive, wrappers and all."""
+        return [root for held in self._held if (root := held()) is not None]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of all models, by qualified name."""
@@ -89,11 +96,8 @@ class Models:
         for prefix, root in self._named():
             yield from root.named_modules(prefix=prefix)
 
-    def _alive(self) -> list[nn.Module]:
-        return [root for held in self._held if (root := held()) is not None]
-
     def _named(self) -> Iterator[tuple[str, nn.Module]]:
-        roots = self._alive()
+        roots = self.roots
         if len(roots) == 1:
             yield "", unwrapped(roots[0])
             return
@@ -120,14 +124,14 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 def outermost_owners(parameters: set[int]) -> list[nn.Module]:
     """The modules that own any of the parameters, given by ``id``, and stand in no other module."""
-    modules = _alive_in_process()
+    modules = alive_in_process(nn.Module)
     inner = {id(child) for module in modules for child in _children(module)}
     roots = [module for module in modules if id(module) not in inner]
     return [root for root in roots if any(id(parameter) in parameters for parameter in root.parameters())]
 
 
-def _alive_in_process() -> list[nn.Module]:
-    """All modules that there are.
+def alive_in_process(kind: type[_Kind]) -> list[_Kind]:
+    """All objects of a kind that there are, such as modules.
 
     A tuple that another thread makes of a generator is among Python's objects before it is whole, and to make it fails
     while anybody else holds it. So one call of C code leaves tuples out, in which no other thread and no garbage
@@ -136,7 +140,7 @@ def _alive_in_process() -> list[nn.Module]:
     with uncollected():
         by_type = groupby(chain.from_iterable(map(gc.get_objects, (None,))), type)
         found: list[Any] = list(chain.from_iterable(starmap(NO_MODULES.get, by_type)))  # type: ignore[arg-type]
-    return [one for one in found if issubclass(type(one), nn.Module)]
+    return [one for one in found if issubclass(type(one), kind)]
 
 
 def _that_run(roots: list[nn.Module], trained: set[int], called: Iterable[nn.Module]) -> list[nn.Module]:

@@ -1,7 +1,7 @@
 """torch's functions that a training loop calls, replaced once while any watcher is attached.
 
 The methods of GradScaler, ``backward`` and ``autograd.grad``, clipping, learning-rate schedulers, new optimizers,
-and the export of a model.
+casts of a model, its averages and its export.
 Watchers may come and go in any order: the last one that leaves restores torch. A warning that torch gives its caller
 is shown for the user's line meanwhile, and not for the one of ours that stands between.
 """
@@ -22,11 +22,15 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.fx import _symbolic_trace
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
 
 from ampdbg.probes.unfollowed import leave_ours_alone
 from ampdbg.source.ownership import AMPDBG, is_ampdbgs
 
-Seam = Literal["scale", "unscale_", "step", "update", "get_scale", "engine", "clip", "schedule", "optimizer", "export"]
+Seam = Literal[
+    "scale", "unscale_", "step", "update", "get_scale",
+    "engine", "clip", "schedule", "optimizer", "cast", "average", "export",
+]  # fmt: skip
 
 Function = Callable[..., Any]
 """One of torch's, or what stands in its place."""
@@ -77,6 +81,8 @@ def _seams() -> Iterator[tuple[Any, str, Seam]]:
     yield from ((torch.nn.utils, name, "clip") for name in ("clip_grad_norm_", "clip_grad_value_"))
     yield from ((owner, "step", "schedule") for owner in classes_with_own(LRScheduler, "step"))
     yield torch.optim.Optimizer, "__init__", "optimizer"
+    yield torch.nn.Module, "_apply", "cast"
+    yield AveragedModel, "update_parameters", "average"
     yield torch.export, "export", "export"
 
 

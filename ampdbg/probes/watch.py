@@ -28,6 +28,7 @@ from ampdbg.environment import environment_of
 from ampdbg.errors import AmpdbgError
 from ampdbg.precision.emulation import is_emulating
 from ampdbg.probes.calls import Calls
+from ampdbg.probes.dtype_contract import DtypeContract
 from ampdbg.probes.gradients import Measures
 from ampdbg.probes.guard import Guard
 from ampdbg.probes.loss_graph import mark_scaled, scaler_of
@@ -65,6 +66,7 @@ class Watch:
         self.log = StepLog(self.models, None if on_step is None else self.guard.told(on_step))
         self.calls = Calls(self.log.closed)
         self.ledger = UpdateLedger(self.models)
+        self.contract = DtypeContract(self.models, self.calls.computed)
         for optimizer in optimizers:
             self.calls.add_optimizer(optimizer)
         self._loop = Loop(set())
@@ -176,8 +178,8 @@ class Watch:
         device, in_fp32 = self.optimizers.device, self.is_in_fp32
         emulated = is_emulating() and device.type == "cpu"
         policy = "none" if in_fp32 else "cuda" if device.type == "cuda" or emulated else "native"
-        # A loop with a scaler is meant to run in half precision.
-        not_half = (Misuse("not-half", 0),) if in_fp32 and self.calls.scalers else ()
+        seen = self.contract.seen
+        seen["asked"] |= {"GradScaler": "on"} if self.calls.scalers else {}
         return Record(
             command="watch",
             created=self._created,
@@ -188,8 +190,8 @@ class Watch:
             left_out=self.log.left_out,
             scales_gradients=self.calls.scales_gradients,
             unseen=Unseen(notes=self.notes, since=self.log.closed() if self.failure else None),
-            misuses=(*self.misuses, *not_half),
-            dtypes=self.ledger.dtypes,
+            misuses=self.misuses,
+            **seen,
             updates=self.ledger.seen,
             groups=self.groups,
             interrupted=self._interrupted,
@@ -367,6 +369,8 @@ class Watch:
 
     def _after_step(self, optimizer: Optimizer, _: bool) -> None:
         self.ledger.after(optimizer, self.log.closed())
+        if optimizer in self.optimizers:
+            self.contract.after(optimizer)
         if optimizer not in self.optimizers or self._loop.is_inside("step"):
             return
         step = self._loop.now
@@ -471,4 +475,6 @@ _AROUND: Mapping[Seam, Original] = {
     "clip": Watch._clip,
     "schedule": Watch._schedule,
     "optimizer": Watch._made,
+    "cast": lambda watch, *args, **kwargs: watch.contract.cast(*args, **kwargs),
+    "average": lambda watch, *args, **kwargs: watch.contract.averaged(*args, **kwargs),
 }

@@ -23,9 +23,9 @@ from ampdbg.patch.file_edits import base_folder, file_diff
 from ampdbg.patch.half_weights import HalfLines, WeightEdits, beta2_lowered, norms_in_float32, weights_in_float32
 from ampdbg.precision.emulation import is_emulating
 from ampdbg.probes import update_ledger
+from ampdbg.probes.dtype_contract import OTHERS, kind_of
 from ampdbg.probes.half_weights import HalfWeights
 from ampdbg.probes.tensors import HALVES
-from ampdbg.probes.update_ledger import OTHERS, kind_of
 from ampdbg.probes.watch import Watch
 from ampdbg.proof.jobs import overlaid
 from ampdbg.proof.processes import Deliver, end_group, fresh_process

@@ -291,6 +291,16 @@ _ALL = (
         counts_against_a_patch=False,
     ),
     Code(
+        "frozen-average",
+        GRADIENTS,
+        "precision",
+        "keep the average in float32, also of half weights: copy.deepcopy(model).float(), or .float() on each of its "
+        "tensors before the first step; and cast it to half where it is used",
+        "An average of the weights (EMA, SWA) is kept in half precision and stands still.",
+        why_no_pin=KEEP_WEIGHTS,
+        counts_against_a_patch=False,
+    ),
+    Code(
         "lost-accumulation",
         GRADIENTS,
         "precision",
@@ -527,17 +537,41 @@ _ALL = (
         "warning",
         is_of_a_region=True,
     ),
-    _misuse(
+    Code(
         "not-half",
         SETUP,
-        "forward",
-        "no op ran in FP16 or bfloat16: autocast had no effect on the device of the weights, nor GradScaler a use",
+        "inconclusive",
         "run it on a GPU, weights and all, or with ampdbg run --emulate on this machine: these steps say nothing "
         "about FP16; where it was run so, the script has switched autocast off itself, as one that asks tensors for"
         " their device",
-        "warning",
-        verdict="inconclusive",
-        headline="The code has autocast and GradScaler, and every step ran in FP32.",
+        "Half precision was asked for, and every step ran in FP32.",
+        why_no_pin=WHY_NO_PIN,
+        counts_against_a_patch=False,
+        severity="warning",
+    ),
+    Code(
+        "half-weights",
+        SETUP,
+        "precision",
+        "load and keep the weights in float32, as by from_pretrained(..., dtype=torch.float32), and let autocast lower "
+        "the ops",
+        "Mixed precision was asked for, and the weights that train are in half themselves.",
+        information="{verdict}: {skips}; the weights that train are in half, and nothing was said of mixed precision.",
+        why_no_pin=KEEP_WEIGHTS,
+        counts_against_a_patch=False,
+        harms_forward=False,
+        severity="warning",
+    ),
+    Code(
+        "rounded-buffer",
+        SETUP,
+        "precision",
+        "compute the buffer anew in float32 behind the cast, or cast the parameters alone",
+        "A buffer that the model makes in float32 was cast with it, and half rounds away what it is for.",
+        why_no_pin="No pin helps: the buffer itself is stored in half precision.",
+        counts_against_a_patch=False,
+        harms_forward=False,
+        severity="warning",
     ),
     _misuse(
         "misuse-bce",

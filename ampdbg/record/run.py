@@ -402,6 +402,22 @@ class StuckMoment:
 
 
 @dataclass(frozen=True)
+class KeptAverage:
+    """An average of a parameter that the script keeps in half, with ``decay`` of it left by a step: of the ``entries``
+    that float32's would have moved in windows of ``steps`` steps in all ``moved`` have moved. ``lost`` is the share of
+    that way which those make that have not."""
+
+    name: str
+    kind: str
+    dtype: str
+    decay: float
+    steps: Count
+    entries: Count
+    moved: Count
+    lost: float
+
+
+@dataclass(frozen=True)
 class KindUpdates:
     """The updates of the half parameters of one kind, such as norms.
 
@@ -423,14 +439,41 @@ class KindUpdates:
 
 @dataclass(frozen=True)
 class KindDtypes:
-    """In which dtypes the parameters of one kind that optimizers train are stored, have their gradients, which are also
-    what those are added up in, and their optimizer states of their own shape."""
+    """The dtypes of the parameters of one kind that an ``optimizer``, named by its class and module, trains.
+
+    They are ``stored`` so, the first op ``computed`` with them gives that, their ``gradients`` come so from a backward
+    pass, are ``accumulated`` in that and ``reduced`` in that over processes. ``states`` are the optimizer's, of their
+    own shape, ``masters`` copies of them that it steps in their place, ``averages`` those of averaged models. Several
+    where parameters differ; none where there is nothing, or that is not known.
+    """
 
     kind: str
     parameters: Count
     stored: tuple[str, ...]
     gradients: tuple[str, ...] = ()
     states: tuple[str, ...] = ()
+    computed: tuple[str, ...] = ()
+    accumulated: tuple[str, ...] = ()
+    masters: tuple[str, ...] = ()
+    reduced: tuple[str, ...] = ()
+    averages: tuple[str, ...] = ()
+    optimizer: str = ""
+
+
+@dataclass(frozen=True)
+class CastBuffer:
+    """A float32 buffer that was cast to half with its model, in the line ``source``.
+
+    The cast changed a value by ``off`` at most. The loop ``is_written`` into it since, as into an average that takes a
+    share of ``momentum`` from each batch.
+    """
+
+    name: str
+    dtype: str
+    off: float
+    is_written: bool = False
+    momentum: float | None = None
+    source: Source | None = None
 
 
 @dataclass(frozen=True)
@@ -440,8 +483,9 @@ class Updates:
     They are held against float32 masters with float32 states, which the same optimizer steps on the same gradients.
     ``lost`` and its like are as of :class:`KindUpdates`, of all parameters together; ``decay`` is what part of the way
     is that of the weight decay, by sums of squares. Of steps that add up the gradients of ``passes`` backward passes,
-    ``lost_accumulation`` is how far the sum in half is from that in float32, relative to that. ``stuck`` are second
-    moments far from float32's.
+    ``lost_accumulation`` is how far the sum in half is from that in float32, relative to that. ``frozen`` are the
+    parameters that stand still, ``cost`` the share of what the loss falls by, to first order, that those do not add.
+    ``stuck`` are second moments far from float32's, ``averages`` those that the script keeps in half.
     ``spoilt`` names those that the update of ``spoilt_step`` made infinite or NaN although every gradient and
     float32's update are finite. ``vanishing_eps`` is the optimizer's eps, where it is 0 in float16.
     """
@@ -455,7 +499,9 @@ class Updates:
     lost_accumulation: float | None = None
     passes: Count = 0
     frozen: tuple[FrozenParameter, ...] = ()
+    cost: float = 0.0
     stuck: tuple[StuckMoment, ...] = ()
+    averages: tuple[KeptAverage, ...] = ()
     vanishing_eps: float | None = None
     spoilt_step: Count | None = None
     spoilt: tuple[str, ...] = ()
@@ -614,6 +660,7 @@ class Record:
     ``checks`` are what a range profile is held against: its step in bfloat16, in which it was measured; then in FP16 at
     a loss scale that it allows, or in FP32 where it is not finite in bfloat16. A step that runs in
     bfloat16 is tried in FP16 with ever more pins, up to a set that cures it, and has ``readiness``.
+    ``asked`` has by whose word which precision was asked for, as ``config.dtype``: bfloat16.
     ``listings`` are the files that sites and findings name, or of long ones the lines around those.
     """
 
@@ -638,6 +685,8 @@ class Record:
     investigations: tuple[Investigation, ...] = ()
     misuses: tuple[Misuse, ...] = ()
     dtypes: tuple[KindDtypes, ...] = ()
+    asked: Mapping[str, str] = field(default_factory=dict)
+    cast_buffers: tuple[CastBuffer, ...] = ()
     updates: Updates | None = None
     trends: tuple[Trend, ...] = ()
     script: ScriptRun | None = None

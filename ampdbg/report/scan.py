@@ -14,7 +14,7 @@ from ampdbg.agreement import AGREEMENT, agrees_with_fp32, is_finite
 from ampdbg.diagnosis.cause import KEPT_SCALE, WEIGHTS_GREW
 from ampdbg.diagnosis.producers import UNKNOWN
 from ampdbg.diagnosis.scale import UNEXPLAINED, ScaleCourse
-from ampdbg.formats import FLOAT32, FORMATS
+from ampdbg.formats import FLOAT32
 from ampdbg.levels import format_of_config
 from ampdbg.obstacles import obstacle_in
 from ampdbg.quantities import counted, duration, listed, number, scale, share
@@ -36,6 +36,7 @@ from ampdbg.record.run import (
 from ampdbg.report.explanation import explanation
 
 from . import view
+from .dtype_contract import contract, has_half_weights, short_of, weights_in_brief
 from .view import line, more, ran_on, with_option
 
 MAX_TENSORS = 8
@@ -59,7 +60,7 @@ def page(record: Record, typed: view.Typed) -> view.Page:
     return view.Page(
         headline(record),
         tuple(_sections(record)),
-        (" · ".join(_facts(record)), *ran_on(record), *captures_of(record, typed)),
+        (" · ".join(_facts(record)), *weights_in_brief(record, typed), *ran_on(record), *captures_of(record, typed)),
         typed.record_path,
         next_command(record, typed),
         story=tuple(_story(record)),
@@ -85,8 +86,10 @@ def _sections(record: Record) -> Iterator[view.Section]:
     tensors = _tensor_table(record)
     if tensors.rows:
         yield tensors
+    if has_half_weights(record):
+        yield contract(record)
     if record.updates is not None:
-        yield _weights_table(record, record.updates)
+        yield _weights_table(record.updates)
     yield from sound_step(record)
 
 
@@ -320,30 +323,20 @@ def group_table(record: Record) -> view.Table | None:
 
 
 WEIGHT_COLUMNS = (
-    *(view.Column(heading) for heading in ("kind", "stored", "gradients", "states")),
+    view.Column("kind"),
     *(view.Column(heading, "number") for heading in ("lost", "of decay", "still below lr")),
 )
 
 
-def _weights_table(record: Record, updates: Updates) -> view.Table:
-    """What is stored in which dtype, by kind of parameter, and what that loses of its updates."""
-    by_kind = {one.kind: one for one in updates.kinds}
-    rows = [
-        (one.kind, *("/".join(map(short_of, names)) for names in (one.stored, one.gradients, one.states)), *_lost(kind))
-        for one in record.dtypes
-        if (kind := by_kind.get(one.kind)) is not None
-    ]
-    return view.Table(f"Half weights, in {counted(updates.steps, 'sampled step')}", WEIGHT_COLUMNS, tuple(rows))
+def _weights_table(updates: Updates) -> view.Table:
+    """What half weights of each kind lose of their updates."""
+    rows = tuple((one.kind, *_lost(one)) for one in updates.kinds)
+    return view.Table(f"Half weights, in {counted(updates.steps, 'sampled step')}", WEIGHT_COLUMNS, rows)
 
 
 def _lost(kind: KindUpdates) -> tuple[str, ...]:
     rate = "" if kind.freezes_below is None else number(kind.freezes_below)
     return *("" if lost is None else share(lost) for lost in (kind.lost, kind.lost_decay)), rate
-
-
-def short_of(dtype: str) -> str:
-    """A dtype as it is called in short, where it has a short name."""
-    return FORMATS[dtype].short if dtype in FORMATS else dtype
 
 
 AMONG = ", among the {:,} steps that are recorded"

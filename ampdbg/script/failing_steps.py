@@ -201,6 +201,7 @@ class FailingSteps:
         watcher.ended = self.step_ended
         watcher.log.poisoned = lambda: set(self.recorder.before.poisoned(watcher.models.named_buffers()))
         watcher.models.called = lambda: self.recorder.called
+        watcher.contract.lowers_to = self.recorder.lowers_to
         self._watcher, self._observer, self._investigates = watcher, observer, investigates
         self._policy = Policy()
         self._notes: list[str] = []

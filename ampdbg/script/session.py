@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
 from ampdbg.errors import named_error
-from ampdbg.machine.facts import dropped_fp16
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.probes.torch_errors import autocast_error
 from ampdbg.probes.trend import TrendSamples
@@ -82,8 +80,7 @@ class Session:
         its end."""
         record = _record(self.watcher, self._failing, ending)
         note = self._processes.note(emulates=self._captures.start.emulate)
-        frameworks = self._frameworks() if ending is not None else ()
-        notes = (*record.unseen.notes, *[note] * bool(note), *frameworks, *self._samples.notes())
+        notes = (*record.unseen.notes, *[note] * bool(note), *self._samples.notes())
         unseen = replace(record.unseen, notes=notes)
         misuses = (*record.misuses, *(self._lost_upcasts(record) if ending is not None else ()))
         return replace(record, unseen=unseen, misuses=misuses, trends=self._samples.seen())
@@ -101,12 +98,6 @@ class Session:
             path = os.path.join(start.folder, start.name)
             for found in lint_file(SourcePath(path, ""), Settings(select=(CODE,))).findings:
                 yield Misuse(found.code, 0, source=Source(start.name, found.line, "", found.text))
-
-    def _frameworks(self) -> Iterator[str]:
-        """What the frameworks that the script has imported make of fp16 on this machine, where it trains on a CPU."""
-        calls = self.watcher.calls
-        if calls.graphs and self.watcher.optimizers.device.type == "cpu" and not self._captures.start.emulate:
-            yield from dropped_fp16(sys.modules, "/".join(sorted(calls.lowered)) or "float32")
 
     def _step_ended(self, is_bad: bool) -> None:
         self._samples.step_ended()

@@ -88,7 +88,7 @@ def train_prepared(
         ending,
         unseen=replace(unseen, notes=(*unseen.notes, *run.workload.notes, *notes, *watcher.notes, *investigator.notes)),
         investigations=tuple(investigator.found),
-        dtypes=watcher.ledger.dtypes,
+        **watcher.contract.seen,
         updates=watcher.ledger.seen,
     )
 

@@ -153,6 +153,16 @@ def test_a_forward_and_a_backward_pass_in_one_statement_are_left_to_the_reader(f
     ]
 
 
+def test_several_statements_on_a_line_stay_together(folder: Path) -> None:
+    several = "    optimizer.zero_grad(); loss.backward(); optimizer.step()\n"
+    batch = "    x = torch.ones(2, 4).to(next(model.parameters()).dtype); loss = model(x).sum()\n"
+    text = HEAD + "model = nn.Linear(4, 4).bfloat16()\n" + LOOP.splitlines(keepends=True)[0] + "for _ in range(2):\n"
+    edits = edits_of(folder, text + batch + several)
+    weights_in_float32(edits)
+    autocast = '    with torch.autocast("cpu", dtype=torch.bfloat16):\n    '
+    assert edited(edits) == text.replace(".bfloat16()", "") + autocast + batch + several
+
+
 def test_norms_alone_are_made_float32_behind_the_cast(folder: Path) -> None:
     made = "model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).bfloat16()\n"
     edits = edits_of(folder, HEAD + made + LOOP)

@@ -1,0 +1,157 @@
+"""Findings where what a run does in which dtype contradicts what was asked for, or what its code has made float32."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ampdbg.diagnosis.decisions import KEPT, Decision, holding
+from ampdbg.formats import FLOAT32, FORMATS
+from ampdbg.quantities import listed
+from ampdbg.record.findings import Finding
+from ampdbg.record.run import CastBuffer, Record
+
+NOT_HALF, HALF_WEIGHTS, ROUNDED = "not-half", "half-weights", "rounded-buffer"
+
+MIXED = re.compile(r"(bf16|fp16|.*-mixed|param_dtype=b?float16)$")
+"""What asks for half ops on float32 weights."""
+
+HALF = re.compile(f"on$|{MIXED.pattern}")
+"""What asks for half ops, a scaler that is on among it."""
+
+FULL = re.compile(r"(no|32|32-true|float32)$")
+"""What asks for FP32, though some frameworks take it for granted where nothing is said."""
+
+TORCHS = "torch.optim."
+"""Optimizers of others may round by chance, or keep what rounding takes."""
+
+AFAR, ANGLE, SHORT = 1000, 0.1, 0.01
+"""An angle that is further off at this position, in rad, is another one; so is an average that stops so far from what
+it follows, relative to that."""
+
+ROUTERS = ("expert", "e")
+"""How the biases of routers are called: ``expert_bias``, ``e_score_correction_bias``."""
+
+
+@dataclass(frozen=True)
+class ContractOfRun:
+    """Who asks for half ops, for those on float32 weights (``mixed``) and for FP32, and what happened: nothing that was
+    looked at ran in half, or weights of these ``kinds`` train in the half ``dtype`` and there is no master anywhere."""
+
+    is_in_fp32: bool
+    half: Sequence[str]
+    mixed: Sequence[str]
+    full: Sequence[str]
+    dtype: str
+    kinds: Sequence[str]
+    numbers: Mapping[str, Any]
+
+    def place(self, row: Decision[Any]) -> Mapping[str, Any]:
+        """From the first step on."""
+        return {"step": 0, "phase": "forward"}
+
+
+@dataclass(frozen=True)
+class CastTogether:
+    """Buffers of one ``kind``, by how their names begin, that were float32 and were cast to half ``dtype`` with their
+    model. The cast takes the angle of a position far away off by ``radians``, where they are the frequencies of angles.
+    An average stops as far from what it follows as ``short``, relative to that: there its step is half a unit in the
+    last place. The loop ``is_written`` into them since."""
+
+    kind: str
+    first: CastBuffer
+    names: Sequence[str]
+    dtype: str
+    radians: float
+    short: float
+    is_written: bool
+    numbers: Mapping[str, Any]
+
+    def place(self, row: Decision[Any]) -> Mapping[str, Any]:
+        """The line of the cast, before all steps."""
+        return {"step": 0, "phase": "forward", "source": self.first.source}
+
+
+CONTRACT: tuple[Decision[ContractOfRun], ...] = (
+    Decision(
+        NOT_HALF,
+        "a GradScaler or a framework is to lower ops, and none that was looked at ran in half",
+        lambda it: it.is_in_fp32 and bool(it.half),
+        "no op ran in FP16 or bfloat16, which is asked for ({half}): autocast had no effect on the device of the "
+        "weights, or there was none",
+        {"asked": "half"},
+    ),
+    Decision(
+        HALF_WEIGHTS,
+        "a framework was asked for mixed precision, and half weights train without float32 masters",
+        lambda it: bool(it.kinds and it.mixed),
+        "{mixed} asks for half ops on float32 weights, and what trains is stored in {dtype} ({kinds}), without float32 "
+        "masters",
+        {"asked": "mixed", "kinds": "kinds"},
+    ),
+    Decision(
+        HALF_WEIGHTS,
+        "a framework or the model's config says FP32 and nothing else, and half weights train without float32 masters",
+        lambda it: bool(it.kinds and it.full and not it.mixed),
+        "{full} stands for FP32, and what trains is stored in {dtype} ({kinds}), without float32 masters",
+        {"asked": "full", "kinds": "kinds"},
+        severity="info",
+    ),
+)
+
+CASTS: tuple[Decision[CastTogether], ...] = (
+    Decision(
+        ROUNDED,
+        "a cast of the model rounds its rotary frequencies, by over 0.1 rad at position 1,000",
+        lambda it: it.kind == "inv" and it.radians > ANGLE,
+        "the cast of the model has rounded {names} to {dtype}: at position 1,000 angles are up to {radians} rad off",
+    ),
+    Decision(
+        ROUNDED,
+        "a cast of the model makes half running averages, which stop over 1 % short of what they follow",
+        lambda it: it.kind == "running" and it.is_written and it.short > SHORT,
+        "the cast of the model has made {names} {dtype}: these averages stop up to {short:.1%} from what they follow",
+    ),
+    Decision(
+        ROUNDED,
+        "a cast of the model makes a half bias of a router, to which the loop adds small steps",
+        lambda it: it.kind in ROUTERS and it.is_written,
+        "the cast of the model has made {names} {dtype}, and the loop adds to it: a step below half a unit in the last "
+        "place is lost",
+    ),
+)
+
+
+def contradictions(record: Record) -> Iterator[Finding]:
+    """``not-half`` and ``half-weights``: what was asked for, and did not happen."""
+    half, mixed, full = (
+        [f"{who} {what!r}" for who, what in record.asked.items() if words.match(what)] for words in (HALF, MIXED, FULL)
+    )
+    are_torchs = all(one.optimizer.startswith(TORCHS) and not one.masters for one in record.dtypes)
+    lowered = [(one.kind, {*one.stored} & FORMATS.keys() - {FLOAT32.name}) for one in record.dtypes if are_torchs]
+    kinds = list(dict.fromkeys(kind for kind, names in lowered if names))
+    dtype = listed(sorted({FORMATS[name].short for _, names in lowered for name in names}))
+    run = ContractOfRun(record.environment.policy == "none", half, mixed, full, dtype, kinds, {})
+    return (row.finding(run) for row in holding(CONTRACT, run))
+
+
+def cast_buffers(record: Record) -> Iterator[Finding]:
+    """``rounded-buffer``: float32 buffers that were cast with their model, where that harms."""
+    kinds: dict[str, list[CastBuffer]] = {}
+    for one in record.cast_buffers:
+        kinds.setdefault(one.name.rpartition(".")[2].partition("_")[0], []).append(one)
+    for kind, buffers in kinds.items():
+        names = [one.name for one in buffers]
+        together = CastTogether(
+            kind=kind,
+            first=buffers[0],
+            names=names,
+            dtype=FORMATS[buffers[0].dtype].short,
+            radians=AFAR * max(one.off for one in buffers),
+            short=max(2.0 ** -FORMATS[one.dtype].precision / (one.momentum or 1.0) for one in buffers),
+            is_written=any(one.is_written for one in buffers),
+            numbers={"buffers": names[:KEPT]},
+        )
+        yield from (row.finding(together) for row in holding(CASTS, together))

@@ -1,0 +1,296 @@
+"""Averages of trained weights that a script keeps in half, as EMA and SWA do: what they are made of, and whether they
+move.
+
+Now and then, between a step and the next call of a module, what a script does with half tensors of the parameters'
+shapes is done beside it in float64, once from zeros and once from ones. Where that makes c and c + d, the script keeps
+d of what was there; and where c is 1 - d times a trained parameter, what it makes is an average of that. Nothing of the
+script's is written.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from ampdbg.ops import CASTS, base_name
+from ampdbg.probes.models import alive_in_process
+from ampdbg.probes.op_trace import storage_of, traits_of, written_by
+from ampdbg.probes.seams import is_captured, only_follows, replaced
+from ampdbg.probes.tensors import HALVES, stored, tensors_in
+from ampdbg.record.run import KeptAverage
+
+FIRST = 2
+"""The step behind which averages are looked for first: some are made in the first one."""
+
+TRIES = 10
+"""So many steps in a row are looked at, for some averages are kept every few steps; then none before there were twice
+as many."""
+
+LOOKS_AGAIN = 10.0
+"""Seconds until all objects are looked through again, where no tensor can be an average; then twice as many."""
+
+NEAR = 2.0**-6
+"""What half rounds of a parameter on the way to its average is a smaller share."""
+
+WHOLE, SAMPLE = 4096, 1024
+"""Tensors of at most so many entries are looked at whole; of others about so many."""
+
+MemoryPlace = tuple[int, int, int]
+"""Where the values of a tensor are, and how many: views of all of it have the same."""
+
+
+class WrittenValues(NamedTuple):
+    """What a script has given a tensor: ``twin``, what it makes of zeros and of ones, (2, n), and ``values``, the n
+    that were really made."""
+
+    twin: torch.Tensor
+    values: torch.Tensor
+    dtype: torch.dtype
+    shape: torch.Size
+
+
+class AverageTrace(TorchDispatchMode):
+    """What a stretch of a script gives half tensors of these ``shapes``, and what is made of them, by place.
+
+    Those at the addresses ``but`` are left out.
+    """
+
+    def __init__(self, shapes: set[torch.Size], but: set[int]) -> None:
+        super().__init__()
+        self._shapes, self._but, self.is_over = shapes, but, False
+        self.given: dict[MemoryPlace, WrittenValues] = {}
+        self._new: set[MemoryPlace] = set()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an op, and before it what that makes of the twins."""
+        kwargs, traits, twins = kwargs or {}, traits_of(op), list[torch.Tensor]()
+        if self.is_over or traits.is_view or is_captured():
+            return op(*args, **kwargs)
+        with suppress(Exception):  # an op may raise anything on vectors in the place of what it was given
+            twins = self._twins(op, args, kwargs)
+        result = op(*args, **kwargs)
+        try:
+            self._keep(tensors_in([written_by(traits, args, kwargs), result]), twins)
+        except Exception:  # noqa: BLE001 - whatever tensors a script has, it is to go on
+            self.is_over = True
+            self.given.clear()
+        return result
+
+    def may_begin(self, tensor: torch.Tensor) -> bool:
+        """Whether this is a half tensor of one of the shapes."""
+        is_of_shape = tensor.dtype in HALVES and tensor.shape in self._shapes
+        return is_of_shape and storage_of(tensor) not in {0, *self._but}
+
+    def _is_followed(self, tensor: torch.Tensor) -> bool:
+        """Whether it has a twin, or was there before the stretch and is to have one."""
+        place = place_of(tensor)
+        return place in self.given or (place not in self._new and self.may_begin(tensor))
+
+    def _twins(self, op: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        """Those of what the op writes, and then of what it returns."""
+        if not any(map(self._is_followed, map(stored, tensors_in([args, *kwargs.values()])))):
+            return []
+        args, kwargs = _pytree.tree_map_only(torch.Tensor, self._twin, (args, kwargs))
+        if base_name(str(op)) in CASTS:
+            return [tensors_in(args)[-1].to(kwargs.get("device", args[0].device))] * 2
+        result = op(*args, **kwargs)
+        return tensors_in([written_by(traits_of(op), args, kwargs), result])
+
+    def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = stored(tensor)
+        if place_of(tensor) in self.given:
+            return self.given[place_of(tensor)].twin
+        if self._is_followed(tensor):
+            values = sampled(tensor)
+            return torch.stack([torch.zeros_like(values), torch.ones_like(values)])
+        if not tensor.is_floating_point():
+            return tensor
+        return sampled(tensor).repeat(2, 1) if tensor.numel() > 1 else tensor.detach().double().reshape(())
+
+    def _keep(self, made: Sequence[torch.Tensor], twins: Sequence[torch.Tensor]) -> None:
+        made = list(map(stored, made))
+        for place in map(place_of, made):  # where others may have been, too
+            self.given.pop(place, None)
+            self._new.add(place)
+        for tensor, twin in zip(made, twins, strict=False):
+            self.given[place_of(tensor)] = WrittenValues(twin, sampled(tensor), tensor.dtype, tensor.shape)
+
+
+def place_of(tensor: torch.Tensor) -> MemoryPlace:
+    """The place of a tensor; its first number is 0 where it has none of its own."""
+    storage = storage_of(tensor)
+    return storage, int(tensor.storage_offset()) if storage else 0, tensor.numel()
+
+
+def sampled(tensor: torch.Tensor) -> torch.Tensor:
+    """Some values of a tensor, always the same, in float64."""
+    size = tensor.numel()
+    return tensor.detach().flatten()[:: 1 if size <= WHOLE else size // SAMPLE | 1].double()
+
+
+class FoundAverage(NamedTuple):
+    """An average as it is behind a step: that of the parameter ``of``, to whose ``aim`` a step adds 1 - ``decay`` of
+    the way."""
+
+    of: int
+    decay: float
+    aim: torch.Tensor
+    given: WrittenValues
+
+
+def found_in(trace: AverageTrace, trained: Mapping[int, torch.Tensor]) -> Iterator[FoundAverage]:
+    """The averages that a stretch has written: each is the first of what may be one of the same parameter."""
+    free = dict(trained)
+    for given in trace.given.values():
+        rest, whole = given.twin
+        decays = whole - rest
+        low, high = torch.stack(torch.aminmax(decays)).tolist() if decays.numel() else (1.0, 0.0)
+        if given.dtype not in HALVES or not 0.0 < low <= high < 1.0 or high - low > 1e-6:
+            continue
+        aim = rest / (1.0 - low)
+        of = next((key for key, one in free.items() if one.shape == given.shape and _is_near(aim, sampled(one))), None)
+        if of is not None:
+            del free[of]
+            yield FoundAverage(of, low, aim, given)
+
+
+def _is_near(aim: torch.Tensor, values: torch.Tensor) -> bool:
+    values = values.to(aim.device)
+    return bool((aim - values).abs().amax() <= NEAR * values.abs().amax())
+
+
+@dataclass
+class FollowedAverage:
+    """What is known of the average of a parameter, over windows that begin where it was ``last`` found."""
+
+    last: FoundAverage
+    step: int
+    steps: int = 0
+    wanted: float = 0.0
+    still: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.is_to_move = torch.zeros_like(self.last.given.values, dtype=torch.bool)
+        self.has_moved = self.is_to_move.clone()
+
+    def add(self, now: FoundAverage, step: int) -> None:
+        """Ends a window: how far an average in float32 goes in it, as half can hold that, and where half's stays."""
+        begun, kept = self.last.given.values, now.decay ** (step - self.step)
+        aim = (self.last.aim + now.aim) / 2.0
+        way = (kept * begun + (1.0 - kept) * aim).to(now.given.dtype).double() - begun
+        is_to_move, has_moved = way != 0, now.given.values != begun
+        self.is_to_move |= is_to_move
+        self.has_moved |= is_to_move & has_moved
+        squares = way.square()
+        wanted, still = torch.stack([squares.sum(), squares[~has_moved].sum()]).tolist()
+        self.wanted, self.still = self.wanted + wanted, self.still + still
+        self.steps, self.last, self.step = self.steps + step - self.step, now, step
+
+
+class Averages:
+    """The averages of a loop that are kept in half; nothing is traced where no tensor can be one."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, FollowedAverage] = {}
+        self._trained: dict[int, torch.Tensor] = {}
+        self._stretch = ExitStack()
+        self._thread = 0
+        self._trace: AverageTrace | None = None
+        self._steps = self._tries = 0
+        self._next: float = FIRST
+        self._may_be, self._began, self._looks_at = False, time.monotonic(), 0.0
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """To be called behind each step of an optimizer; what comes then may be traced, up to :meth:`end`."""
+        self.end()
+        self._steps += 1
+        is_free = self._trace is None and not (_get_current_dispatch_mode_stack() or only_follows())
+        if is_free and self._steps >= self._next:
+            self._guarded(self._begin, optimizer)
+
+    def _begin(self, optimizer: Optimizer) -> None:
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        states = [value for of_one in optimizer.state.values() for value in of_one.values()]
+        self._trained = {id(one): stored(one.detach()) for one in parameters}
+        own = map(stored, tensors_in([states, [one.grad for one in parameters]]))
+        shapes = {one.shape for one in self._trained.values()}
+        trace = AverageTrace(shapes, set(map(storage_of, (*self._trained.values(), *own))))
+        if self._may_be_any(trace):
+            self._thread, self._trace = threading.get_ident(), trace
+            trace.__enter__()
+            self._stretch.enter_context(replaced(torch.nn.Module, "__call__", self._ending))
+
+    def _may_be_any(self, trace: AverageTrace) -> bool:
+        """Whether there are tensors that can be averages."""
+        elapsed = time.monotonic() - self._began
+        if not self._may_be and elapsed >= self._looks_at:
+            self._looks_at = max(LOOKS_AGAIN, 2.0 * elapsed)
+            halves = (one for one in alive_in_process(torch.Tensor) if one.dtype in HALVES)
+            self._may_be = any(map(trace.may_begin, map(stored, halves)))
+        return self._may_be
+
+    def _ending(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.end()
+            return original(*args, **kwargs)
+
+        return call
+
+    def end(self) -> None:
+        """To be called before what is no part of keeping averages. Where the script is in a mode of its own that it has
+        entered since, nothing more is traced, and the trace is left later."""
+        trace = self._trace
+        if trace is None or self._thread != threading.get_ident():
+            return
+        trace.is_over = True
+        if _get_current_dispatch_mode_stack()[-1:] == [trace]:
+            trace.__exit__(None, None, None)
+            self._trace = None
+            self._stretch.close()
+            self._guarded(self._note, trace)
+            self._trained = {}
+
+    def _guarded(self, part: Callable[[Any], None], given: Any) -> None:
+        """Does its part within a call of the script's, which is to go on: no average is looked for behind an error."""
+        try:
+            with torch.no_grad():
+                part(given)
+        except Exception:  # noqa: BLE001 - whatever tensors a script has
+            self._next = math.inf
+
+    def _note(self, trace: AverageTrace) -> None:
+        found = list(found_in(trace, self._trained))
+        self._tries += 1
+        if found or self._tries == TRIES:
+            self._next, self._tries = 2 * self._steps, 0
+        for one in found:
+            if one.of in self._kept:
+                self._kept[one.of].add(one, self._steps)
+            else:
+                self._kept[one.of] = FollowedAverage(one, self._steps)
+
+    def seen(self, names: Mapping[int, tuple[str, str]]) -> tuple[KeptAverage, ...]:
+        """What is known of each, by the ``names`` and kinds of the parameters."""
+        return tuple(
+            KeptAverage(
+                *names.get(of, ("a parameter", "other weights")),
+                str(one.last.given.dtype).removeprefix("torch."),
+                decay=round(one.last.decay, 6),
+                steps=one.steps,
+                entries=int(one.is_to_move.sum()),
+                moved=int(one.has_moved.sum()),
+                lost=round(one.still / one.wanted, 4),
+            )
+            for of, one in self._kept.items()
+            if one.wanted
+        )

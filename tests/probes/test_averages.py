@@ -1,0 +1,286 @@
+"""Averages that a script keeps in half, however it writes them, beside those that move; no trace is left behind."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from ampdbg.diagnosis.diagnose import diagnose
+from ampdbg.probes.averages import AverageTrace, found_in
+from ampdbg.probes.watch import watch
+from ampdbg.record.file import from_json, to_json
+from ampdbg.record.run import Record
+from tests.script.test_run import ran
+from tests.siblings import slow_but_for
+
+HALF = torch.bfloat16
+CALL = nn.Module.__call__
+
+Keep = Callable[[], None]
+"""What a script does behind each step."""
+
+
+def pairs(average: nn.Module, net: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return list(zip(average.parameters(), net.parameters(), strict=True))
+
+
+def by_two_ops(net: nn.Module, dtype: torch.dtype, decay: float) -> Keep:
+    """As most do who write it themselves."""
+    average = copy.deepcopy(net).to(dtype)
+
+    def keep() -> None:
+        for kept, weight in pairs(average, net):
+            kept.data.mul_(decay).add_(weight.data, alpha=1.0 - decay)
+
+    return keep
+
+
+def by_lerp(net: nn.Module, dtype: torch.dtype, decay: float) -> Keep:
+    """As timm's ModelEmaV3 on one tensor after the other."""
+    average = copy.deepcopy(net).to(dtype).requires_grad_(False)
+
+    def keep() -> None:
+        for kept, weight in pairs(average, net):
+            kept.lerp_(weight.detach().to(kept), 1.0 - decay)
+
+    return keep
+
+
+def by_lists(net: nn.Module, dtype: torch.dtype, decay: float) -> Keep:
+    average = [weight.detach().clone().to(dtype) for weight in net.parameters()]
+
+    def keep() -> None:
+        torch._foreach_lerp_(average, [weight.detach().to(dtype) for weight in net.parameters()], 1.0 - decay)
+
+    return keep
+
+
+def by_the_state(net: nn.Module, dtype: torch.dtype, decay: float) -> Keep:
+    """As timm's ModelEma: the whole is computed, and copied."""
+    average = copy.deepcopy(net).to(dtype)
+
+    def keep() -> None:
+        for kept, weight in zip(average.state_dict().values(), net.state_dict().values(), strict=True):
+            kept.copy_(decay * kept + (1.0 - decay) * weight)
+
+    return keep
+
+
+def by_shadows(net: nn.Module, dtype: torch.dtype, decay: float) -> Keep:
+    """As diffusers' EMAModel: a list of parameters."""
+    shadows = [weight.detach().clone().to(dtype) for weight in net.parameters()]
+
+    def keep() -> None:
+        for kept, weight in zip(shadows, net.parameters(), strict=True):
+            kept.sub_((1.0 - decay) * (kept - weight.detach()))
+
+    return keep
+
+
+def by_name(net: nn.Module, dtype: torch.dtype, decay: float) -> Keep:
+    """New tensors in each step."""
+    shadows = {name: weight.detach().clone().to(dtype) for name, weight in net.named_parameters()}
+
+    def keep() -> None:
+        for name, weight in net.named_parameters():
+            shadows[name] = (decay * shadows[name] + (1.0 - decay) * weight.detach()).to(dtype)
+
+    return keep
+
+
+def by_averaged_model(net: nn.Module, dtype: torch.dtype, decay: float) -> Keep:
+    average = AveragedModel(copy.deepcopy(net).to(dtype), avg_fn=get_ema_avg_fn(decay))
+    return lambda: average.update_parameters(net)
+
+
+def every_third_step(net: nn.Module, dtype: torch.dtype, decay: float) -> Keep:
+    keep, steps = by_lerp(net, dtype, decay), iter(range(1000))
+    return lambda: None if next(steps) % 3 else keep()
+
+
+def copied(net: nn.Module, dtype: torch.dtype, decay: float) -> Keep:
+    """A target network that is copied whole, or half weights of float32 masters."""
+    target = copy.deepcopy(net).to(dtype)
+
+    def keep() -> None:
+        for kept, weight in pairs(target, net):
+            kept.data.copy_(weight.data)
+
+    return keep
+
+
+WAYS = [by_two_ops, by_lerp, by_lists, by_the_state, by_shadows, by_name, by_averaged_model, every_third_step]
+
+
+class Net(nn.Sequential):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32))
+
+
+def trained(made: Callable[[nn.Module], Keep], dtype: torch.dtype = torch.float32, steps: int = 150) -> Record:
+    net = Net().to(dtype)
+    optimizer, keep = torch.optim.AdamW(net.parameters(), lr=1e-3), made(net)
+    goal = torch.randn(32, 32)
+    with watch(net, optimizer) as watched:
+        for _ in range(steps):
+            x = torch.randn(16, 32)
+            optimizer.zero_grad()
+            (net(x.to(dtype)).float() - x @ goal).square().mean().backward()
+            optimizer.step()
+            keep()
+    assert (_get_current_dispatch_mode_stack(), nn.Module.__call__, watched.failure) == ([], CALL, "")
+    return diagnose(watched.record())
+
+
+def codes(record: Record) -> list[tuple[str, str]]:
+    return [(found.code, found.severity) for found in record.findings]
+
+
+@pytest.mark.parametrize("way", slow_but_for([by_two_ops, by_lists, by_name, every_third_step], WAYS))
+def test_an_average_in_bfloat16_stands_still_and_one_that_moves_or_is_in_float32_is_healthy(way: Any) -> None:
+    record = trained(lambda net: way(net, HALF, 0.999))
+    assert (codes(record), record.verdict) == ([("frozen-average", "error")], "precision")
+    assert record.updates is not None
+    averages = {one.name: (one.decay, one.dtype) for one in record.updates.averages}
+    assert averages.keys() >= {"0.weight", "0.bias", "2.weight"}
+    assert set(averages.values()) == {(0.999, "bfloat16")}
+    assert "at a decay of 0.999 a step adds 0.1% of the difference" in record.findings[0].message
+    assert from_json(to_json(record)) == record
+
+    moving = trained(lambda net: way(net, HALF, 0.9))
+    assert codes(moving) == []
+    assert moving.updates is not None
+    assert max(one.lost for one in moving.updates.averages) < 0.3
+
+    in_float32 = trained(lambda net: way(net, torch.float32, 0.999))
+    assert (codes(in_float32), in_float32.updates) == ([], None)
+
+
+def test_an_average_of_half_weights_is_one_too_and_says_nothing_of_weights_that_do_not_move() -> None:
+    record = trained(lambda net: by_two_ops(net, HALF, 0.999), dtype=HALF)
+    assert codes(record) == [("frozen-weights", "error"), ("frozen-average", "error")]
+    assert record.findings[0].evidence["parameters"] == ["1.weight"]
+    named = record.findings[1].evidence["parameters"]
+    assert isinstance(named, list)
+    assert {"0.bias"} <= set(named) <= {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
+def test_copies_that_are_overwritten_whole_are_no_averages() -> None:
+    record = trained(lambda net: copied(net, HALF, 0.999))
+    assert (codes(record), record.updates) == ([], None)
+
+
+def test_half_weights_that_a_script_clamps_are_no_averages() -> None:
+    def clamped(net: nn.Module) -> Keep:
+        frozen = copy.deepcopy(net).to(HALF)
+
+        def keep() -> None:
+            for one in frozen.parameters():
+                one.data.clamp_(-1.0, 1.0)
+
+        return keep
+
+    record = trained(clamped)
+    assert (codes(record), record.updates) == ([], None)
+
+
+def test_what_stretches_are_traced_ends_with_the_same_bits() -> None:
+    def ended(is_watched: bool) -> list[torch.Tensor]:
+        net = Net()
+        optimizer, average = torch.optim.AdamW(net.parameters(), lr=1e-2), copy.deepcopy(net).to(HALF)
+        with watch(net, optimizer) if is_watched else torch.enable_grad():
+            for _ in range(20):
+                optimizer.zero_grad()
+                net(torch.ones(4, 32)).square().mean().backward()
+                optimizer.step()
+                for kept, weight in pairs(average, net):
+                    kept.data.mul_(0.9).add_(weight.data * torch.rand(()), alpha=0.1)
+        return [one.detach() for one in (*net.parameters(), *average.parameters(), torch.rand(3))]
+
+    assert all(map(torch.equal, ended(is_watched=False), ended(is_watched=True)))
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return op(*args, **(kwargs or {}))
+
+
+def test_a_mode_that_the_script_is_in_stays_the_last_one() -> None:
+    net = Net()
+    optimizer, mode = torch.optim.AdamW(net.parameters(), lr=1e-3), Mode()
+    keep = by_two_ops(net, HALF, 0.999)
+    with watch(net, optimizer):
+        for step in range(20):
+            optimizer.zero_grad()
+            net(torch.ones(4, 32)).square().mean().backward()
+            optimizer.step()
+            keep()
+            if step == 3:  # behind the fourth step a stretch is traced
+                assert len(_get_current_dispatch_mode_stack()) == 1
+                mode.__enter__()
+            if step == 5:
+                assert _get_current_dispatch_mode_stack()[-1] is mode
+                mode.__exit__(None, None, None)
+    assert (_get_current_dispatch_mode_stack(), nn.Module.__call__) == ([], CALL)
+
+
+def test_a_script_that_raises_in_a_stretch_leaves_no_mode_behind() -> None:
+    net = Net()
+    optimizer, keep = torch.optim.AdamW(net.parameters(), lr=1e-3), by_two_ops(net, HALF, 0.999)
+    with pytest.raises(KeyError), watch(net, optimizer):  # noqa: PT012 - all of it is the script's
+        for step in range(3):
+            net(torch.ones(4, 32)).square().mean().backward()
+            optimizer.step()
+            keep()
+            if step == 1:
+                assert len(_get_current_dispatch_mode_stack()) == 1
+                raise KeyError
+    assert (_get_current_dispatch_mode_stack(), nn.Module.__call__) == ([], CALL)
+
+
+def test_an_op_that_cannot_be_done_entry_by_entry_leaves_the_others_known() -> None:
+    weight, average, other = (torch.full((8, 8), value).to(HALF) for value in (3.0, 1.0, 2.0))
+    with AverageTrace({weight.shape}, {weight.untyped_storage().data_ptr()}) as trace:
+        average.lerp_(weight, 0.25)
+        other.copy_(other @ other)
+        other.mul_(0.5)
+    found = list(found_in(trace, {7: weight}))
+    assert [(one.of, one.decay, one.aim.unique().tolist()) for one in found] == [(7, 0.75, [3.0])]
+
+
+SCRIPT = """
+import torch
+from torch import nn
+
+net = nn.Linear(64, 64, bias=False)
+net.weight.data.fill_(1.5)
+average = nn.Linear(64, 64, bias=False).to(torch.{dtype})
+average.weight.data.fill_(1.0)
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-9)
+for _ in range(5000):
+    net(torch.randn(2, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        for kept, weight in zip(average.parameters(), net.parameters()):
+            kept.mul_(1 - 1e-3).add_(weight, alpha=1e-3)
+print(float(average.weight.float().mean()))
+"""
+
+
+@pytest.mark.slow
+def test_run_says_that_ones_averaged_with_one_and_a_half_stay_ones(tmp_path: Path) -> None:
+    record, page, code = ran(tmp_path, SCRIPT.format(dtype="bfloat16"), options=())
+    assert (codes(record), code) == ([("frozen-average", "error")], 1)
+    assert "of that of weight 0 of 4,096 values" in page
+    assert record.findings[0].parameter == "weight"
+
+    twin, _, code = ran(tmp_path, SCRIPT.format(dtype="float32"), options=())
+    assert (codes(twin), code, twin.updates) == ([], 0, None)

@@ -1,0 +1,499 @@
+"""What a run stores, computes, sums and steps in which dtype, against what was asked for; healthy twins are silent."""
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import device_mesh
+from torch.optim.swa_utils import AveragedModel
+
+from ampdbg.commands.output import PLAIN
+from ampdbg.diagnosis.diagnose import diagnose
+from ampdbg.probes.watch import Watch, watch
+from ampdbg.record.file import from_json, to_json
+from ampdbg.record.run import KindDtypes, Record
+from ampdbg.report.formats import written as text_of
+from ampdbg.report.view import Typed
+from tests.script.test_run import ran
+
+HALF = torch.bfloat16
+BF16, FP32 = ("bfloat16",), ("float32",)
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.norm, self.outer = nn.Linear(width, width), nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.outer(self.norm(self.inner(x.to(self.inner.weight.dtype))))
+        return out
+
+
+Made = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def adamw(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=1e-2)
+
+
+def steps(net: nn.Module, optimizer: torch.optim.Optimizer, *, lowers: bool = False, count: int = 3) -> Iterator[int]:
+    for step in range(count):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=HALF, enabled=lowers):
+            out = net(torch.randn(4, 8))
+        out.float().square().mean().backward()
+        optimizer.step()
+        yield step
+
+
+def trained(net: nn.Module, make: Made = adamw, **options: Any) -> Record:
+    optimizer = make(net)
+    with watch(net, optimizer) as watched:
+        for _ in steps(net, optimizer, **options):
+            pass
+    return diagnose(watched.record())
+
+
+def by_kind(record: Record) -> dict[str, KindDtypes]:
+    return {one.kind: one for one in record.dtypes}
+
+
+def codes(record: Record) -> list[tuple[str, str]]:
+    return [(found.code, found.severity) for found in record.findings]
+
+
+def of_contract(record: Record) -> list[tuple[str, str]]:
+    return [found for found in codes(record) if found[0] in ("half-weights", "rounded-buffer", "not-half")]
+
+
+# The table
+
+
+def test_float32_weights_under_autocast_are_computed_with_in_half() -> None:
+    record = trained(Net(), lowers=True)
+    linears = by_kind(record)["linears"]
+    assert (linears.stored, linears.computed, linears.gradients, linears.states) == (FP32, BF16, FP32, FP32)
+    assert (linears.accumulated, linears.masters, linears.reduced, linears.averages) == (FP32, (), (), ())
+    assert (codes(record), record.cast_buffers) == ([], ())
+    assert from_json(to_json(record)) == record
+
+
+def test_half_weights_that_the_code_casts_up_are_computed_with_in_float32() -> None:
+    class Wide(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = nn.functional.linear(x, self.inner.weight.float(), self.inner.bias.float())
+            out: torch.Tensor = self.outer(self.norm(hidden.to(HALF)))
+            return out
+
+    kinds = by_kind(trained(Wide().to(HALF)))
+    assert kinds["linears"].computed == ("bfloat16", "float32")
+    assert kinds["norms"].computed == BF16
+
+
+class WithState(torch.optim.SGD):
+    """Keeps a float32 master of each parameter among its states, as TransformerEngine's FusedAdam does."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["master_param"] = parameter.detach().float()
+                self.state[parameter]["momentum"] = torch.zeros_like(parameter)
+        return super().step(closure)
+
+
+class WithAttribute(torch.optim.SGD):
+    """Keeps them in lists of its own, as apex's FusedAdam does."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr)
+        self.param_groups_master = [{"params": [one.detach().float() for one in self.param_groups[0]["params"]]}]
+
+
+@pytest.mark.parametrize("kind", [WithState, WithAttribute])
+def test_a_master_is_found_among_the_states_and_the_attributes_of_an_optimizer(kind: Any) -> None:
+    record = trained(Net().to(HALF), lambda net: kind(net.parameters(), lr=1e-2))
+    linears = by_kind(record)["linears"]
+    assert (linears.stored, linears.masters) == (BF16, FP32)
+    assert linears.states == (BF16 if kind is WithState else ())
+
+
+def test_float32_copies_that_the_optimizer_steps_are_the_masters_of_the_models_weights() -> None:
+    net = Net().to(HALF)
+    masters = [parameter.detach().float().requires_grad_() for parameter in net.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=1e-2)
+    with watch(net, optimizer) as watched:
+        net(torch.randn(4, 8)).float().square().mean().backward()
+        for master, parameter in zip(masters, net.parameters(), strict=True):
+            assert parameter.grad is not None
+            master.grad = parameter.grad.float()
+        optimizer.step()
+    kinds = by_kind(diagnose(watched.record()))
+    assert {(one.stored, one.masters, one.states) for one in kinds.values()} == {(BF16, FP32, FP32)}
+
+
+def test_an_averaged_model_is_a_column_of_its_own() -> None:
+    net = Net()
+    optimizer, averaged = adamw(net), AveragedModel(Net().to(HALF))
+    with watch(net, optimizer) as watched:
+        for _ in steps(net, optimizer):
+            averaged.update_parameters(net)
+    assert {one.averages for one in watched.record().dtypes} == {BF16}
+    assert {one.averages for one in trained(Net()).dtypes} == {()}
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("compresses", [False, True])
+def test_gradients_are_reduced_in_their_own_dtype_but_for_a_hook_that_compresses(*, compresses: bool) -> None:
+    def bf16_compress_hook() -> None:
+        """torch's own of this name wants a GPU."""
+
+    net = nn.parallel.DistributedDataParallel(Net())
+    if compresses:
+        net._comm_hooks.append((bf16_compress_hook, None))
+    assert by_kind(trained(net))["linears"].reduced == (BF16 if compresses else FP32)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("stored", [torch.float32, HALF])
+def test_the_policy_of_fsdp_says_what_is_computed_and_reduced_in(stored: torch.dtype) -> None:
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    if not hasattr(fsdp, "fully_shard"):
+        pytest.skip("this torch has it elsewhere")
+    mesh, net = device_mesh.init_device_mesh("cpu", (1,)), Net().to(stored)
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=HALF, reduce_dtype=torch.float32)
+    fsdp.fully_shard(net.inner, mesh=mesh, mp_policy=policy)
+    fsdp.fully_shard(net, mesh=mesh, mp_policy=policy)
+    record = trained(net)
+    linears = by_kind(record)["linears"]
+    assert (linears.stored, linears.computed, linears.gradients) == ((str(stored)[6:],), BF16, BF16)
+    assert (linears.accumulated, linears.reduced) == ((str(stored)[6:],), FP32)
+    assert record.asked == {"MixedPrecisionPolicy": "param_dtype=bfloat16"}
+    assert ("half-weights" in [code for code, _ in codes(record)]) is (stored is HALF)
+
+
+# What was asked for
+
+
+def asked_of_accelerate(net: nn.Module, precision: str) -> None:
+    state = pytest.importorskip("accelerate.state").AcceleratorState
+    state._reset_state(reset_partial_state=True)
+    pytest.importorskip("accelerate").Accelerator(mixed_precision=precision, cpu=True).prepare(net)
+
+
+@pytest.mark.parametrize(
+    ("stored", "precision", "found"),
+    [
+        (HALF, "bf16", [("half-weights", "warning")]),
+        (HALF, "no", [("half-weights", "info")]),
+        (torch.float32, "bf16", []),
+        (torch.float32, "no", []),
+    ],
+)
+def test_mixed_precision_on_half_weights_is_no_mixed_precision(
+    stored: torch.dtype, precision: str, found: list[tuple[str, str]]
+) -> None:
+    net = Net().to(stored)
+    asked_of_accelerate(net, precision)
+    record = trained(net, lambda net: torch.optim.SGD(net.parameters(), lr=0.5))
+    assert record.asked == {"Accelerate's mixed_precision": precision}
+    assert of_contract(record) == found
+    if precision == "bf16" and found:
+        said = record.findings[[code for code, _ in codes(record)].index("half-weights")].message
+        assert said == (
+            "Accelerate's mixed_precision 'bf16' asks for half ops on float32 weights, and what trains is stored in "
+            "bfloat16 (linears, biases and norms), without float32 masters"
+        )
+
+
+def test_masters_or_an_optimizer_of_somebody_elses_make_half_weights_what_was_asked_for() -> None:
+    class Kahan(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    for make in (lambda net: WithState(net.parameters(), lr=0.5), lambda net: Kahan(net.parameters(), lr=0.5)):
+        net = Net().to(HALF)
+        asked_of_accelerate(net, "bf16")
+        assert of_contract(trained(net, make)) == []
+
+
+@pytest.mark.parametrize(
+    ("precision", "found"), [("bf16-mixed", [("half-weights", "warning")]), ("32-true", [("half-weights", "info")])]
+)
+def test_lightning_asks_through_its_module(precision: str, found: list[tuple[str, str]]) -> None:
+    net = Net().to(HALF)
+    object.__setattr__(net, "_trainer", SimpleNamespace(precision=precision))
+    record = trained(net, lambda net: torch.optim.SGD(net.parameters(), lr=0.5))
+    assert (of_contract(record), record.asked) == (found, {"Lightning's precision": precision})
+    object.__setattr__(net, "_trainer", SimpleNamespace(precision="bf16-true"))
+    assert of_contract(trained(net, lambda net: torch.optim.SGD(net.parameters(), lr=0.5))) == []
+
+
+def test_half_that_a_framework_drops_without_a_word_is_said_to_have_run_in_fp32() -> None:
+    net = Net()
+    asked_of_accelerate(net, "fp16")
+    record = trained(net)
+    assert (codes(record), record.verdict) == ([("not-half", "warning")], "inconclusive")
+    assert "asked for (Accelerate's mixed_precision 'fp16')" in record.findings[0].message
+    assert codes(trained(net, lowers=True)) == []
+
+
+# Buffers that are cast with their model
+
+
+class Rotary(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", 1e4 ** -(torch.arange(0, 64, 2) / 64), persistent=False)
+
+
+def cast(net: nn.Module) -> None:
+    net.to(HALF)
+
+
+def cast_parameters_alone(net: nn.Module) -> None:
+    for parameter in net.parameters():
+        parameter.data = parameter.data.to(HALF)
+
+
+def made_anew(net: nn.Module) -> None:
+    net.half().to(HALF)
+    net.inv_freq = 1e4 ** -(torch.arange(0, 64, 2) / 64)
+
+
+def trained_behind(change: Callable[[nn.Module], object], net: nn.Module, each: Callable[[], object] = int) -> Record:
+    """A record of a loop whose model is cast while it is watched."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    with watch(net, optimizer) as watched:
+        change(net)
+        for _ in steps(net, optimizer):
+            each()
+    return diagnose(watched.record())
+
+
+def test_rotary_frequencies_that_are_cast_with_the_model_turn_its_angles() -> None:
+    record = trained_behind(cast, Rotary())
+    assert of_contract(record) == [("rounded-buffer", "warning")]
+    found = record.findings[[code for code, _ in codes(record)].index("rounded-buffer")]
+    assert found.source is not None
+    assert found.source.text == "net.to(HALF)"
+    frequencies = 1e4 ** -(torch.arange(0, 64, 2) / 64)
+    off = 1000 * float((frequencies.to(HALF).float() - frequencies).abs().max())
+    assert f"has rounded inv_freq to bfloat16: at position 1,000 angles are up to {off:.4g} rad off" in found.message
+
+
+@pytest.mark.parametrize("change", [cast_parameters_alone, made_anew])
+def test_frequencies_that_stay_in_float32_or_are_made_anew_are_healthy(change: Callable[[nn.Module], None]) -> None:
+    assert of_contract(trained_behind(change, Rotary())) == []
+
+
+@pytest.mark.parametrize(("dtype", "found"), [(HALF, [("rounded-buffer", "warning")]), (torch.float16, [])])
+def test_running_averages_stop_short_in_bfloat16_and_hardly_in_float16(
+    dtype: torch.dtype, found: list[tuple[str, str]]
+) -> None:
+    net = Net()
+    net.norm = nn.BatchNorm1d(8)  # type: ignore[assignment]
+    assert of_contract(trained_behind(lambda net: net.to(dtype), net)) == found
+    net.eval().float()
+    assert of_contract(trained_behind(lambda net: net.to(dtype), net)) == []
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_the_bias_of_a_router_loses_steps_where_the_loop_adds_to_it(*, is_written: bool) -> None:
+    net = Net()
+    net.register_buffer("expert_bias", torch.zeros(4))
+    record = trained_behind(cast, net, lambda: is_written and net.get_buffer("expert_bias").add_(1e-3))
+    assert of_contract(record) == [("rounded-buffer", "warning")] * is_written
+
+
+def test_a_cast_of_buffers_without_values_and_of_a_scripted_module_is_as_without_a_watch() -> None:
+    class Scripted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("inv_freq", torch.full((3,), 0.3))
+            self.register_buffer("expert_bias", torch.zeros(0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    net, scripted, lazy = Net(), torch.jit.script(Scripted()), nn.LazyBatchNorm1d()
+    with watch(net, adamw(net)) as watched:
+        for module in (scripted, lazy, nn.LSTM(2, 2), nn.BatchNorm1d(3, device="meta")):
+            module.to(HALF)
+    cast = scripted.inv_freq.dtype, lazy.get_buffer("running_mean").dtype
+    assert (*cast, watched.failure) == (HALF, HALF, "")
+
+
+def test_casts_are_noted_no_more_once_the_watch_has_ended_even_with_an_error() -> None:
+    original, net = nn.Module._apply, Rotary()
+    with pytest.raises(ZeroDivisionError), watch(net, adamw(net)):
+        raise ZeroDivisionError
+    assert nn.Module._apply is original
+    assert "update_parameters" in vars(AveragedModel)
+    assert AveragedModel.update_parameters.__module__ == "torch.optim.swa_utils"
+
+
+def test_no_model_is_kept_alive() -> None:
+    watched = Watch(None, ()).start()
+    with contextlib.closing(SimpleNamespace(close=watched.stop)):
+        net = Rotary()
+        optimizer = adamw(net)
+        net.to(HALF)
+        for _ in steps(net, optimizer):
+            pass
+        alive = weakref.ref(net)
+        assert [one.name for one in watched.record().cast_buffers] == ["inv_freq"]
+        del net, optimizer
+        gc.collect()
+        assert alive() is None
+
+
+SCRIPT = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.register_buffer("inv_freq", 1e4 ** -(torch.arange(0, 16, 2) / 16))
+
+    def forward(self, x):
+        angles = torch.arange(x.shape[-2])[:, None].float() * self.inv_freq.float()
+        return self.layer(x) * torch.cat([angles.cos(), angles.sin()], -1).to(x.dtype)
+
+def main():
+    torch.manual_seed(0)
+    net = Net()
+    {cast}
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    for _ in range(5):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled={lowers}):
+            loss = net(torch.randn(8, 16, dtype=net.layer.weight.dtype)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+main()
+"""
+
+
+def test_run_names_the_line_that_cast_a_buffer_and_shows_the_contract_in_a_line(tmp_path: Path) -> None:
+    record, page, code = ran(tmp_path, SCRIPT.format(cast="net.bfloat16()", lowers=False), options=())
+    assert (of_contract(record), code) == ([("rounded-buffer", "warning")], 1)
+    assert "net.bfloat16()" in page
+    assert "Weights: stored, computed, gradients and states" not in page  # SGD keeps none
+    assert "Weights: stored, computed and gradients bfloat16; no FP32 masters" in page
+
+
+def test_run_says_of_float32_weights_under_autocast_one_line_where_all_is_asked_for(tmp_path: Path) -> None:
+    record, page, code = ran(tmp_path, SCRIPT.format(cast="", lowers=True), options=())
+    assert (codes(record), code, record.asked) == ([], 0, {"autocast": "bfloat16"})
+    assert "Weights:" not in page
+    full = text_of(record, Typed("", "", verbose=True), PLAIN, "text")
+    assert "\nWeights: stored and gradients FP32; computed bfloat16\n" in full
+    assert len(full.splitlines()) == len(text_of(record, Typed("", ""), PLAIN, "text").splitlines()) + 1
+
+
+def test_a_page_has_a_table_where_weights_are_in_half() -> None:
+    net = Net().to(HALF)
+    net.norm.float()
+    net.norm.register_forward_pre_hook(lambda module, given: (given[0].float(),))
+    net.norm.register_forward_hook(lambda module, given, out: out.to(HALF))
+    record = trained(net)
+    page = text_of(record, Typed("", ""), PLAIN, "markdown")
+    assert "Weights: stored, computed, gradients and states FP32/bfloat16; no FP32 masters" in page
+    assert "| kind | stored | computed | gradients | states |" in page
+    assert "| linears | bfloat16 | bfloat16 | bfloat16 | bfloat16 |" in page
+    assert "| norms | FP32 | FP32 | FP32 | FP32 |" in page
+    assert ">computed</th>" in text_of(record, Typed("", ""), PLAIN, "html")
+
+
+MASTERS = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)).bfloat16()
+masters = [p.detach().float().requires_grad_() for p in net.parameters()]
+optimizer = torch.optim.AdamW(masters, lr=1e-3)
+for _ in range(5):
+    net(torch.randn(4, 8).bfloat16()).float().square().mean().backward()
+    for master, p in zip(masters, net.parameters()):
+        master.grad, p.grad = p.grad.float(), None
+    optimizer.step()
+    with torch.no_grad():
+        for master, p in zip(masters, net.parameters()):
+            p.copy_(master)
+"""
+
+
+@pytest.mark.slow
+def test_run_finds_the_weights_whose_masters_an_optimizer_steps(tmp_path: Path) -> None:
+    record, page, code = ran(tmp_path, MASTERS, options=())
+    assert {one.kind: (one.stored, one.masters) for one in record.dtypes} == dict.fromkeys(
+        ("linears", "biases", "norms"), (BF16, FP32)
+    )
+    assert (codes(record), code) == ([], 0)
+    assert "Weights: stored and computed bfloat16; states and masters FP32" in page
+
+
+LIGHTNING = """
+import torch, lightning as L
+from torch import nn
+
+class M(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(8, 8).to(torch.{dtype})
+
+    def training_step(self, batch, i):
+        return self.net(batch[0]).float().square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(64, 8)), batch_size=4)
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
+L.Trainer(max_epochs=1, precision="bf16-mixed", accelerator="cpu", devices=1, **quiet).fit(M(), data)
+"""
+
+FABRIC = """
+import torch
+from torch import nn
+from lightning.fabric import Fabric
+
+fabric = Fabric(precision="bf16-mixed", devices=1, accelerator="cpu")
+net = nn.Linear(8, 8).to(torch.{dtype})
+net, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+for _ in range(5):
+    fabric.backward(net(torch.randn(4, 8)).float().square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("text", "who"), [(LIGHTNING, "Lightning's precision"), (FABRIC, "Fabric's precision")])
+@pytest.mark.parametrize(("dtype", "found"), [("bfloat16", [("half-weights", "warning")]), ("float32", [])])
+def test_run_knows_what_lightning_and_fabric_were_asked_for(
+    text: str, who: str, dtype: str, found: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    pytest.importorskip("lightning")
+    record, _, code = ran(tmp_path, text.format(dtype=dtype), options=())
+    assert (of_contract(record), code, record.asked[who]) == (found, len(found), "bf16-mixed")
