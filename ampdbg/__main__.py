@@ -23,7 +23,7 @@ def main() -> None:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """Until a command begins there is nothing to keep, and a traceback of its imports would tell nobody anything."""
+    """Until a command begins there is nothing to keep, and a traceback of its imports would help nobody."""
     os._exit(128 + number)  # 130, as shells have it
 
 

@@ -35,12 +35,12 @@ SAME_RUN = 1e-2
 
 
 def is_finite(replay: Replay | None) -> TypeGuard[Replay]:
-    """Whether there is such a replay, it ran, and its loss and every gradient are finite."""
+    """There is such a replay, it ran, and its loss and every gradient are finite."""
     return replay is not None and not replay.error and math.isfinite(replay.loss) and not replay.gradients
 
 
 def agrees(low: Replay, fp32: Replay, floor: Replay | None) -> bool:
-    """Whether loss and gradients are as near to FP32's as can be asked for.
+    """Loss and gradients are as near to FP32's as can be expected.
 
     ``floor`` is FP32 on weights and inputs rounded to half; None where it was not needed or did not run.
     """
@@ -50,7 +50,7 @@ def agrees(low: Replay, fp32: Replay, floor: Replay | None) -> bool:
 
 
 def losses_agree(low: Replay, fp32: Replay, floor: Replay | None) -> bool:
-    """Whether the loss is within the noise of FP32's."""
+    """The loss is within the noise of FP32's."""
     noise = abs(floor.loss - fp32.loss) if floor else 0.0
     return abs(low.loss - fp32.loss) <= max(AGREEMENT * abs(fp32.loss), NOISE_FLOORS * noise)
 
@@ -64,12 +64,12 @@ def is_beyond_noise(low: Replay, floor: Replay | None) -> bool:
 
 
 def keeps_its_gradients(low: Replay) -> bool:
-    """Whether no share of the gradient that counts was flushed to zero."""
+    """No share of the gradient that counts was flushed to zero."""
     return not low.lost and (low.lost_energy is None or low.lost_energy <= LOST_ENERGY)
 
 
 def is_same_run(made: Investigation) -> bool:
-    """Whether the replay as it was came to the loss that the step itself had."""
+    """The unchanged replay has the loss that the step itself had."""
     return math.isclose(made.loss, made.low.loss, rel_tol=SAME_RUN, abs_tol=1e-6)
 
 
@@ -79,7 +79,7 @@ def noise_floor(made: Investigation) -> Replay | None:
 
 
 def agrees_with_fp32(made: Investigation) -> bool:
-    """Whether replays of a step that looks healthy show that it is: that it computes the same again, and FP32 too."""
+    """Replays show that a step which looks healthy is: it computes the same again, and FP32 too."""
     if made.why != "end" or not (is_finite(made.low) and is_finite(made.fp32) and is_same_run(made)):
         return False
     floor = noise_floor(made)

@@ -1,8 +1,8 @@
 """The commands as functions: a config in, a diagnosed Record out. None of them writes or prints anything.
 
-Each takes the path of a YAML config, or of a record, whose config is run again from where the record was made. The
+Each takes the path of a YAML config, or of a record, whose config is rerun from where the record was made. The
 keywords ``steps``, ``device``, ``policy`` and ``seed`` replace the config's own, ``overrides`` any of its keys
-("dotted.key=YAML value"). ``observer`` sees the run as it goes on.
+("dotted.key=YAML value"). ``observer`` sees the run as it goes.
 
 All of them raise:
     ConfigError: the config is missing or holds mistakes.
@@ -47,9 +47,9 @@ _one_run = threading.RLock()
 def scan(
     config: str | Path | Given, *, replays: int = 2, observer: Observer = UNOBSERVED, **changes: Unpack[Changes]
 ) -> Record:
-    """Trains the workload, watches every step and says what went wrong.
+    """Trains the workload, watches every step and explains what fails.
 
-    At most ``replays`` unhealthy steps of each kind are replayed. An interrupt ends the run early: the record holds
+    It replays at most ``replays`` failing steps of each kind. An interrupt ends the run early: the record holds
     the steps before it, with ``interrupted`` set.
     """
     checked = _given(config, changes).run_by("scan")
@@ -74,18 +74,18 @@ def run(
 ) -> Record:
     """Runs an unchanged training script and watches every optimizer and loss scaler that it makes.
 
-    The script ends as it would without: the record's ``script`` has its exit code, and what it raises is shown as
-    Python shows it.
+    The script ends as it would without ampdbg. The record's ``script`` has its exit code, and what it raises is shown
+    as Python shows it.
 
     Args:
         script: a Python file, or with ``is_module`` the dotted name of a module.
         arguments: the script's own.
         is_module: as ``python -m``.
-        emulate: a script that asks for a GPU on a machine without one finds one, and CUDA's FP16 is emulated.
-        settings: what is kept beside the record, without them nothing: captures of its failing steps, and the log,
-            which :func:`read` makes a record of, also where the run was killed.
+        emulate: on a machine without a GPU, the script finds an emulated one with CUDA's FP16.
+        settings: what to keep beside the record: captures of failing steps, and the log, from which :func:`read`
+            makes a record even where the run was killed. None keeps nothing.
         ended: called with the record where SIGTERM or SIGHUP ends the script, a moment before the process does.
-        observer: its ``replay`` is called once for each step that is run again, while the script waits.
+        observer: its ``replay`` is called once for each replayed step, while the script waits.
         ends_process: this process has nothing to do afterwards: the script's threads end before it, as at Python's end.
 
     Raises:
@@ -121,16 +121,16 @@ def run(
 
 
 def capture() -> bool:
-    """Asks, within a script that ``ampdbg run`` has started, for a capture of its next whole step.
+    """Captures the next whole step of a script that ``ampdbg run`` has started.
 
-    Returns whether there is somebody who captures it; without ``ampdbg run`` it does nothing.
+    Returns True where something captures it. Without ``ampdbg run`` it does nothing.
     """
     captures = sys.modules.get("ampdbg.script.capture")  # nobody captures where it was never imported
     return captures is not None and bool(captures.ask_for_capture())
 
 
 def read(path: str | Path) -> Record:
-    """The record in a file; or that of a run whose log it is, diagnosed as at the end of the run.
+    """The record in a file, or the record that a log makes, diagnosed as at the end of its run.
 
     Raises:
         RecordError: it is neither, or damaged.
@@ -144,9 +144,9 @@ def read(path: str | Path) -> Record:
 
 
 def run_unwatched(script: str | Path, arguments: Sequence[str] = (), *, is_module: bool = False, emulate: bool) -> int:
-    """Runs a script as :func:`run`, and only emulates: what to compare a watched run with. Returns its exit code.
+    """Runs a script as :func:`run`, but only emulates, to compare a watched run with. Returns its exit code.
 
-    The process is to end with it.
+    The process must end right after it.
     """
     from ampdbg.script.launch import Script
 
@@ -158,13 +158,13 @@ def run_unwatched(script: str | Path, arguments: Sequence[str] = (), *, is_modul
 
 
 def replay(capture: str | Path | Given, *, script: str = "", observer: Observer = UNOBSERVED) -> Record:
-    """Runs a captured step again in the script that it is of, and says what went wrong and how often it does.
+    """Replays a captured step in its own script, and explains what fails and how often.
 
-    The script is started again in a process of its own, and ended in the middle of its second step or a later one.
+    The script restarts in a separate process, which ends in the middle of its second step or a later one.
 
     Args:
-        capture: what :func:`run` has written.
-        script: a command line that is started in the place of the captured one.
+        capture: a file that :func:`run` has written.
+        script: a command line to start instead of the captured one.
 
     Raises:
         CaptureError: the capture or its script cannot be used.
@@ -181,10 +181,10 @@ def _with_capture(given: Given, observer: Observer, command: CaptureCommand, **o
 
 
 def ranges(config: str | Path | Given, *, observer: Observer = UNOBSERVED, **changes: Unpack[Changes]) -> Record:
-    """Measures the ranges of step number ``steps``, by default the first, which is 1.
+    """Measures the ranges of one step, by default the first; ``steps`` names another one, counted from 1.
 
-    The steps before it are trained as configured. The step itself runs in bfloat16, so that no overflow
-    hides another one; the weights stay as they were.
+    The steps before it train as configured. The step itself runs in bfloat16, so that no overflow
+    hides another; the weights do not change.
     """
     given = _given(config, changes)
     if given.capture is not None:
@@ -211,16 +211,16 @@ def bisect(
 ) -> Record:
     """Finds the smallest set of modules that makes the failing step healthy.
 
-    Trains as :func:`scan` does until a step fails, and runs that step again with sets of modules in FP32. The
-    record has the set in ``pins``, every experiment in ``trials``, and how it ended in ``search``. An interrupt
+    Trains as :func:`scan` does until a step fails, and replays that step with sets of modules in FP32. The
+    record has the set in ``pins``, every trial in ``trials``, and the outcome in ``search``. An interrupt
     ends it early, with the best set so far and ``interrupted`` set.
 
     Args:
         config: a config, a record, or the capture of a script's failing step.
         module: instead of a config, a Python file with ``build_model()``, or one ``nn.Module`` class that takes no
             arguments, and ``build_data()``; ``loss`` and ``training_step`` are used where it defines them.
-        strategy: ``guided`` by what overflows in a wider format, ``ddmin`` blind over the module tree.
-        max_trials: no more experiments than that.
+        strategy: ``guided`` starts from what overflows, ``ddmin`` searches the module tree without that.
+        max_trials: the most trials to run.
     """
     given = _given(config, changes, module)
     if given.capture is not None:
@@ -241,10 +241,10 @@ def cost(
     observer: Observer = UNOBSERVED,
     **changes: Unpack[Changes],
 ) -> Record:
-    """Trains at each level of precision in turn, and says of each whether it trains and what a step takes.
+    """Trains at each level of precision in turn, and compares how they train and what a step costs.
 
-    The record has it in ``costs``. The levels are FP32, O1, O1 with the config's pins and those that a given record
-    has found, O2, O3, and autocast in bfloat16.
+    The record holds the comparison in ``costs``. The levels are FP32, O1, O1 with the pins of the config and of a
+    given record, O2, O3, and autocast in bfloat16.
 
     Args:
         config: a config or a record.

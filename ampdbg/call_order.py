@@ -130,7 +130,7 @@ class CallOrder:
         return tuple(RULES[call.kind](self, call))
 
     def carries_scale(self, optimizer: int) -> int:
-        """Whether the gradients of an optimizer are known to carry a loss scale: which scaler's, or 0."""
+        """Which scaler's loss scale the gradients of an optimizer are known to carry, or 0."""
         held = self.gradients[optimizer]
         return held.scaled.actor if held.scaled and not held.by_hand else 0
 
@@ -149,7 +149,7 @@ class CallOrder:
         return "misuse-unscale-twice" if same else "misuse-no-update"
 
     def bare_instead(self, call: Call) -> Call | None:
-        """The optimizer's own step in the place of the scaler's, behind which the scaler refuses a call."""
+        """The optimizer's own step instead of the scaler's, behind which the scaler refuses a call."""
         return next((bare for index in call.optimizers if (bare := self.progress[index].bare) is not None), None)
 
     def code_of_late_unscale(self, call: Call) -> str:

@@ -1,4 +1,4 @@
-"""Callbacks for Lightning and for the Trainer of transformers: their loops watched, with captures and a report.
+"""Callbacks that watch the loops of Lightning and of transformers' Trainer, with captures and a report.
 
 Neither library is imported before its callback is asked for.
 """
@@ -49,7 +49,7 @@ class Watched:
 
 
 def lightning_callback(captures: str | Path | None = CAPTURES) -> Any:
-    """A callback for ``lightning.Trainer(callbacks=[...])``; ``captures`` is where bad steps go, None for nowhere."""
+    """A callback for ``lightning.Trainer(callbacks=[...])``; ``captures`` is where failing steps go, or None."""
     has_new_name = importlib.util.find_spec("lightning") is not None
     base: Any = importlib.import_module("lightning" if has_new_name else "pytorch_lightning").Callback
 
@@ -74,7 +74,7 @@ def lightning_callback(captures: str | Path | None = CAPTURES) -> Any:
 
 
 def transformers_callback(captures: str | Path | None = CAPTURES) -> Any:
-    """A callback for ``transformers.Trainer(callbacks=[...])``; ``captures`` as of :func:`lightning_callback`."""
+    """A callback for ``transformers.Trainer(callbacks=[...])``; ``captures`` as in :func:`lightning_callback`."""
     base: Any = importlib.import_module("transformers").TrainerCallback
 
     class TrainerWatch(base):  # type: ignore[misc]

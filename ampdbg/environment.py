@@ -21,7 +21,7 @@ from ampdbg.quantities import counted
 from ampdbg.record.run import Environment
 
 FUSED_ATTENTION_NOTE = (
-    "scaled_dot_product_attention is taken to run as a fused kernel, which keeps its scores in float32"
+    "ampdbg assumes that scaled_dot_product_attention runs as a fused kernel, which keeps its scores in float32"
 )
 
 
@@ -46,7 +46,7 @@ def choose_device(asked: str) -> torch.device:
 
 
 def is_emulated(config: Config, device: torch.device) -> bool:
-    """Whether CUDA's autocast must be emulated: its policy is asked for and the device is none of CUDA's."""
+    """CUDA's autocast has to be emulated: its policy is asked for and the device is none of CUDA's."""
     return config.precision.policy == "cuda" and device.type == "cpu"
 
 

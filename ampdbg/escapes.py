@@ -16,7 +16,7 @@ T = TypeVar("T")
 INSTALLED = re.compile(
     r"(?<![\w.\-/\\])(?:[A-Za-z]:)?[/\\](?:[^\s/\\:'\"]+[/\\])*(?:site|dist)-packages[/\\](?=[^\s/\\])"
 )
-"""What stands before the name of a package in the path of a file of its."""
+"""What comes before the name of a package in the path of a file of its."""
 
 
 def printable(text: str, but: str = "") -> str:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from ampdbg.config.schema import Config
 
 EITHER = "give either a config or a module file: CONFIG, or --module FILE.py"
-NO_FOLDER = "a record's paths count from where it was made; run this there, or give the config itself"
-NO_CONFIG = "a watched loop has no config to run again; give a config"
+NO_FOLDER = "a record's paths are relative to the folder where it was made; run this there, or give the config itself"
+NO_CONFIG = "a watched loop has no config; give one"
 
 
 class Changes(TypedDict, total=False):
@@ -56,7 +56,7 @@ class Given:
     """What there is to run.
 
     ``name`` is what was typed, quoted for a shell. ``config`` has the changes in it, ``record`` is where it was taken
-    from, if it was. Of a ``capture`` the config says nothing; ``script`` is what is started in the place of the
+    from, if it was. Of a ``capture`` the config says nothing; ``script`` is what is started instead of the
     captured command line.
     """
 
@@ -84,7 +84,7 @@ class Given:
         if self.capture is None:
             return self.config
         if self.name == _quoted(self.capture):
-            what, show = "a capture, which is one step of a script", f"run the step again: ampdbg replay {self.name}"
+            what, show = "a capture, which is one step of a script", f"replay the step: ampdbg replay {self.name}"
         else:
             what, show = "the record of a script", f"show it: ampdbg report {self.name}"
         raise ConfigError(f"{self.name}: it is {what}, and ampdbg {command} runs a config; to {show}")
@@ -149,7 +149,9 @@ def _path_of(config: str | Path | None) -> Path:
 def _of_script(name: str, capture: Path | None, script: str, changes: Changes, record: Record | None = None) -> Given:
     given = [f"--{key}" for key in _named(**changes)] + ["--set"] * bool(changes.get("overrides"))
     if given:
-        raise ConfigError(f"got {' and '.join(given)} with a capture; it is one step as it was, and takes none of them")
+        raise ConfigError(
+            f"got {' and '.join(given)} with a capture, which is one recorded step and takes none of them"
+        )
     if capture is not None and not capture.is_file():
         raise ConfigError(f"{capture}: there is no such capture")
     try:
@@ -163,8 +165,8 @@ def _of_script(name: str, capture: Path | None, script: str, changes: Changes, r
 
 def _no_capture(name: str, record: Record, script: ScriptRun) -> str:
     return (
-        f"{name}: it is the record of a script of which no step was captured, and there is nothing to run again; "
-        f"to show it: ampdbg report {name}; to run the script again: {script.again(record.environment)}"
+        f"{name}: the record of a script without a captured step, so there is nothing to replay; to show it: "
+        f"ampdbg report {name}; to rerun the script: {script.again(record.environment)}"
     )
 
 

@@ -72,5 +72,5 @@ def format_of_config(config: Mapping[str, Any]) -> FloatFormat:
 
 
 def has_static_scale(config: Mapping[str, Any]) -> bool:
-    """Whether the config that a record keeps gives the loss scale as a number, which nothing changes."""
+    """The config in a record gives the loss scale as a number, which nothing changes."""
     return isinstance(precision_of(config).get("loss_scale"), (int, float))

@@ -1,4 +1,4 @@
-"""What a run, a search or a proof reports while it goes on."""
+"""What a run, a search or a proof reports on its way."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ampdbg.record.run import Step
 
 
 class Observer:
-    """Sees a run as it goes on, and does nothing. What a method raises ends the run, a KeyboardInterrupt too."""
+    """Sees a run on its way, and does nothing. What a method raises ends the run, a KeyboardInterrupt too."""
 
     def start(self, planned: int) -> None:
         """So many steps are planned; model and data are about to be loaded."""
@@ -31,7 +31,7 @@ class Observer:
         """An experiment has ended."""
 
     def warned(self, text: str) -> None:
-        """Something beside the run has failed, and the run goes on."""
+        """Something beside the run has failed, and the run continues."""
 
     def stage(self, doing: str) -> None:
         """A part of planning or proving a patch is about to run."""

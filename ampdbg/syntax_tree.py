@@ -14,7 +14,7 @@ UNPARSABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
 def syntax_tree(source: str | bytes, *, mode: str = "exec") -> ast.AST:
     """As ``ast.parse``, which fails at random before Python 3.13 while another thread parses.
 
-    Both count their depth in one place (https://github.com/python/cpython/issues/106905). A new try begins it anew.
+    Both count their depth in one place (https://github.com/python/cpython/issues/106905). A new try restarts it.
 
     Raises:
         SyntaxError, ValueError, MemoryError: as ``ast.parse``.

@@ -272,7 +272,7 @@ def run(case: Case, folder: Path, clones: Path | None) -> Iterator[str]:
     found.seconds = time.monotonic() - begin
     differences = list(compare(case, found))
     mark = "FAIL" if differences else "PASS"
-    print(f"{mark} {case.name:<28} expected {expected(case)}; found {told(found)}", flush=True)
+    print(f"{mark} {case.name:<28} expected {expected(case)}; found {in_words(found)}", flush=True)
     for difference in differences:
         print(f"     {difference}", flush=True)
     yield from differences
@@ -399,7 +399,7 @@ def expected(case: Case) -> str:
     return f"{fault.code} at {fault.file}" + (f" pins {','.join(fault.pins)}" if fault.pins is not None else "")
 
 
-def told(found: Found) -> str:
+def in_words(found: Found) -> str:
     """What was found, in words."""
     at = f" {found.code} at {found.file}:{found.line}" if found.code else ""
     pins = f" pins {','.join(found.pins)}" if found.pins else ""

@@ -41,7 +41,7 @@ def main() -> int:
         print(f"ampdbg set-up: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("ampdbg set-up: interrupted; the next make goes on from here", file=sys.stderr)
+        print("ampdbg set-up: interrupted; the next make continues from here", file=sys.stderr)
         return 130
     return 0
 

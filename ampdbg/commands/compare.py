@@ -31,7 +31,7 @@ def _number(value: float) -> float:
     return value
 
 
-RECORD = "A record file, as every run writes one into .ampdbg/."
+RECORD = "A record file; every run writes one into .ampdbg/."
 
 
 def command(
@@ -44,19 +44,19 @@ def command(
             metavar="BITS",
             min=0.0,
             callback=_number,
-            help="Headroom and loss scales may lose so many bits.",
+            help="Tolerate a loss of this many bits of headroom, or of usable loss scales.",
         ),
     ] = 1.0,
     format_: Annotated[
-        ComparisonFormat, typer.Option("--format", help="What to print it as; sarif has what is new.")
+        ComparisonFormat, typer.Option("--format", help="Output format; sarif lists only what is new.")
     ] = "text",
     verbose: options.Verbose = False,
     debug: options.Debug = False,
 ) -> int:
     """Compare two records: what got worse.
 
-    Findings, what overflows, headroom and the loss scales that work, in THEN and in NOW, two records of one command.
-    The exit code is 1 where NOW is worse: a finding or an overflow more, or more bits lost than --within allows.
+    Compares findings, overflows, headroom and the loss scales that work. THEN and NOW are two records of the same
+    command. The exit code is 1 where NOW is worse: a new finding or overflow, or more lost bits than --within allows.
     """
     from ampdbg.diagnosis.comparison import Comparison  # 30 ms that `ampdbg --help` need not wait for
 
@@ -71,7 +71,8 @@ def _check(compared: Comparison, then: Path, now: Path) -> None:
     ran = [record.command for record in (compared.then, compared.now)]
     if ran[0] != ran[1]:
         raise RecordError(
-            f"{then} is of ampdbg {ran[0]} and {now} of ampdbg {ran[1]}; compare takes two records of one command"
+            f"{then} comes from ampdbg {ran[0]} and {now} from ampdbg {ran[1]}; compare takes two records of the "
+            "same command"
         )
 
 

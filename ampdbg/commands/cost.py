@@ -34,7 +34,7 @@ def command(
             "--memory",
             metavar="SIZE",
             callback=_checked_size,
-            help="Also how large a batch fits into so much memory (16GiB), by doubling.",
+            help="Also find the largest batch that fits into this much memory, such as 16GiB.",
         ),
     ] = None,
     *,
@@ -42,8 +42,8 @@ def command(
 ) -> int:
     """Compare what each precision level takes.
 
-    Trains CONFIG in FP32, at O1, at O1 with pins (the config's, and those that a record has found), at O2, at O3 and in
-    bfloat16: which of them train as FP32 does, the memory of a step, its FLOPs by dtype, and on a GPU its time.
+    Trains CONFIG in FP32, O1, O1 with pins, O2, O3 and bfloat16. Shows which of them train as FP32 does, and the
+    memory and FLOPs of a step. On a GPU it shows the time of a step too.
     """
     with results_only() as stdout:
         given = read_given(options.config_or_default(config), **run.changes)

@@ -19,8 +19,8 @@ def command(
 ) -> int:
     """Show what this machine can do for mixed precision.
 
-    GPU, driver, torch, frameworks, and what ampdbg emulates. torch is asked in a process of its own: it may be
-    missing or broken. The exit code is 2 where ampdbg cannot run.
+    Checks the GPU, the driver, torch and frameworks, and shows what ampdbg emulates. It works without torch, or with
+    a broken one. The exit code is 2 where ampdbg cannot run.
     """
     # Here, as `ampdbg --help` is not to wait for them.
     import json

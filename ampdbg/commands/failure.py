@@ -56,7 +56,7 @@ def guarded(command: Callable[..., int], *, takes_signals: bool = True) -> Calla
 
 def _interrupted() -> int:
     path = WRITTEN.get()
-    what = f"what was found: ampdbg report {shlex.quote(str(path))}" if path else "nothing was recorded"
+    what = f"the findings so far: ampdbg report {shlex.quote(str(path))}" if path else "nothing was recorded"
     say(f"interrupted: {what}")
     return EXIT_INTERRUPTED
 
@@ -86,13 +86,13 @@ def _keep(error: AmpdbgError, options: Mapping[str, Any]) -> None:
     if saved.path is not None:
         steps = error.record.steps_run
         before = "the step before it" if steps == 1 else f"the {steps} steps before it"
-        what = before if error.record.handover is None else "what was found"
+        what = before if error.record.handover is None else "the findings so far"
         say(f"{what}: ampdbg report {shlex.quote(str(saved.path))}")
 
 
 def _confess(error: Exception, debug: bool) -> int:
     if debug:
         say(traceback.format_exc().rstrip())
-    hint = "" if debug else "; run it again with --debug to see where, and please report it"
+    hint = "" if debug else "; rerun with --debug to see where, and please report it"
     say(printable(f"error: ampdbg itself failed with {type(error).__name__}: {error}{hint}", but="\n"))
     return EXIT_COULD_NOT_RUN

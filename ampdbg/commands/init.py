@@ -17,13 +17,15 @@ from .output import write_result
 
 
 def command(
-    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Where to, by default here.")] = Path(),
+    folder: Annotated[
+        Path, typer.Argument(metavar="[FOLDER]", help="The folder to write into; by default this one.")
+    ] = Path(),
     debug: options.Debug = False,
 ) -> int:
     """Write a config and a workload to start from.
 
-    ampdbg.yaml, with a comment for each key, and workload.py, a small model with its data. They run as they are:
-    ampdbg init && ampdbg scan
+    Writes ampdbg.yaml, with a comment for each key, and workload.py, a small model with its data. They run
+    unchanged: ampdbg init && ampdbg scan
     """
     from ampdbg.config.starter import write_starter  # `ampdbg --help` need not wait for it
 

@@ -74,7 +74,7 @@ def interrupts_held() -> Iterator[None]:
 
 
 def raise_if_interrupted() -> None:
-    """To be called where a run goes on: raises the KeyboardInterrupt that somebody has swallowed."""
+    """To be called between the parts of a run: raises the KeyboardInterrupt that somebody has swallowed."""
     if INTERRUPTED.get([]):
         raise KeyboardInterrupt
 
@@ -92,5 +92,5 @@ def _set(handlers: Handlers) -> None:
 
 
 def _is_importing(name: str) -> bool:
-    """Whether the import of a package is under way: what torch's C++ sets up there ends the process on an exception."""
+    """A package is being imported: an exception there would leave torch's C++ half set up, which ends the process."""
     return bool(getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False))

@@ -20,31 +20,31 @@ if TYPE_CHECKING:
     from ampdbg.lint.engine import Linted, LintedFile
 
 Codes = Annotated[
-    list[str] | None, typer.Option("--select", metavar="CODE", help="Only these codes, or those that begin so.")
+    list[str] | None, typer.Option("--select", metavar="CODE", help="Only these codes or prefixes. Repeatable.")
 ]
 
 
 def command(
     paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="Python files, notebooks and folders.")],
-    fix: Annotated[bool, typer.Option("--fix", help="Write the fixes that are certain into the files.")] = False,
+    fix: Annotated[bool, typer.Option("--fix", help="Write the certain fixes into the files.")] = False,
     diff: Annotated[bool, typer.Option("--diff", help="Print what --fix would change; write nothing.")] = False,
     select: Codes = None,
     ignore: Annotated[
-        list[str] | None, typer.Option("--ignore", metavar="CODE", help="None of these codes. Both are repeatable.")
+        list[str] | None, typer.Option("--ignore", metavar="CODE", help="Not these codes or prefixes. Repeatable.")
     ] = None,
     format_: Annotated[
-        Literal["text", "json", "github", "sarif"], typer.Option("--format", help="How to print the findings.")
+        Literal["text", "json", "github", "sarif"], typer.Option("--format", help="Output format.")
     ] = "text",
     debug: options.Debug = False,
 ) -> int:
     """Find AMP misuse and apex in source code, without running it.
 
-    A line that ends with "# ampdbg: ignore[CODE]" is left alone. pyproject.toml may hold select, ignore and exclude in
-    [tool.ampdbg.lint]. The exit code is 1 where an error or a warning is found, 2 where a file could not be looked at
-    and nothing was found.
+    Ignores lines that end with "# ampdbg: ignore[CODE]". pyproject.toml may set select, ignore and exclude in
+    [tool.ampdbg.lint]. The exit code is 1 for an error or a warning. It is 2 where nothing was found and a
+    file could not be read.
     """
     if fix and diff:
-        raise ConfigError("got --fix and --diff; --diff shows what --fix would write, so give one of them")
+        raise ConfigError("got --fix and --diff; give only one: --diff shows what --fix would write")
     # Here, as `ampdbg --help` is not to wait for the rules.
     from ampdbg.lint import engine
     from ampdbg.lint.settings import read_settings

@@ -72,7 +72,7 @@ def check_place(option: str, path: Path, content: Content, **others: Path | None
 
 
 def _is_free(path: Path, content: Content) -> bool:
-    """Whether nothing is there but what an option that writes such ``content`` has written."""
+    """Nothing is there, or only what an option with this ``content`` has written before."""
     if not os.path.isfile(path):
         return True
     if content == "log":
@@ -99,11 +99,11 @@ def check_page(path: Path | None, **others: Path | None) -> None:
         check_place("--html", path, "html", **others)
 
 
-CONFIG_OR_RECORD = "The YAML config of the run, or a record, whose config is run again; by default ampdbg.yaml."
+CONFIG_OR_RECORD = "A YAML config, or a record whose config to use; by default ampdbg.yaml."
 DEFAULT_CONFIG = Path("ampdbg.yaml")
 """What ``ampdbg init`` writes."""
 
-STEP = "The YAML config of the run, a record, or the capture of a script's failing step"
+STEP = "A YAML config, a record, or the capture of a script's failing step"
 OptionalConfig = Annotated[Path | None, typer.Argument(metavar="CONFIG", help=CONFIG_OR_RECORD, show_default=False)]
 StepOrConfig = Annotated[
     Path | None, typer.Argument(metavar="CONFIG", help=f"{STEP}; by default ampdbg.yaml.", show_default=False)
@@ -114,11 +114,13 @@ ScriptToStart = Annotated[
         "--script",
         metavar="'SCRIPT ARGS...'",
         show_default=False,
-        help="With a capture: start this, not the captured command line; a script that makes two such steps will do.",
+        help="With a capture: start this command instead of the captured one.",
     ),
 ]
-SearchingChoice = Annotated[Strategy, typer.Option("--strategy", help="guided: by what overflows; ddmin: blind.")]
-MaxTrials = Annotated[int | None, typer.Option("--max-trials", metavar="N", min=1, help="Make at most N experiments.")]
+SearchingChoice = Annotated[
+    Strategy, typer.Option("--strategy", help="guided: start from the ops that overflow; ddmin: ignore them.")
+]
+MaxTrials = Annotated[int | None, typer.Option("--max-trials", metavar="N", min=1, help="Run at most N trials.")]
 RecordFile = Annotated[
     Path | None,
     typer.Option(
@@ -131,10 +133,12 @@ RecordFile = Annotated[
 ]
 HtmlFile = Annotated[
     Path | None,
-    typer.Option("--html", metavar="FILE", dir_okay=False, help="Write the report as one HTML page here, too."),
+    typer.Option("--html", metavar="FILE", dir_okay=False, help="Also write the report as one HTML page here."),
 ]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show all that was found out, not the story alone.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Show everything that was found, not only the main finding.")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")]
 
 
 def default_config(config: Path | None) -> Path | None:
@@ -151,8 +155,8 @@ def config_or_default(config: Path | None) -> Path:
     found = default_config(config)
     if found is None:
         raise ConfigError(
-            "Missing argument 'CONFIG', and no ampdbg.yaml is here; ampdbg init writes one to start from, and "
-            "ampdbg run SCRIPT needs none"
+            "Missing argument 'CONFIG', and this folder has no ampdbg.yaml; ampdbg init writes one, and ampdbg "
+            "run SCRIPT needs none"
         )
     return found
 
@@ -175,7 +179,7 @@ class RunOptions:
     record: RecordFile = None
     html: HtmlFile = None
     json: Annotated[bool, typer.Option("--json", help="Print the record as JSON instead of the report.")] = False
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress and no hints on stderr.")] = False
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print no progress and no hints on stderr.")] = False
     verbose: Verbose = False
     debug: Debug = False
 
@@ -198,7 +202,7 @@ OF_A_CONFIG = ("steps", "device", "policy", "seed", "settings")
 def with_run_options(command: Callable[..., int], but: Collection[str] = ()) -> Callable[..., int]:
     """Gives a command the options of a run, which it takes as one argument ``run``; Typer reads them off a signature.
 
-    An option of the command's own stands in the place of the one of the same name; those in ``but`` are left out.
+    An option of the command's own replaces the one of the same name; those in ``but`` are left out.
     """
     own = inspect.signature(command, eval_str=True)
     every = inspect.signature(RunOptions, eval_str=True).parameters

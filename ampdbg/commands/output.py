@@ -55,7 +55,7 @@ def _is_terminal(stream: TextIO | None) -> bool:
 
 
 def is_rich_terminal(stream: TextIO | None) -> bool:
-    """Whether colours and animation are wanted there: NO_COLOR, TERM=dumb, pipes and old Windows consoles say no."""
+    """Colours and animation are wanted there; NO_COLOR, TERM=dumb, pipes and old Windows consoles want none."""
     if os.environ.get("NO_COLOR") or not _is_terminal(stream):
         return False
     from rich.console import Console
@@ -147,7 +147,7 @@ def results_only() -> Iterator[TextIO]:
     try:
         yield result
     finally:
-        with contextlib.suppress(OSError):  # what could not be written has been told
+        with contextlib.suppress(OSError):  # the failed write was reported
             result.close()
 
 

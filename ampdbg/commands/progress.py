@@ -167,7 +167,7 @@ def _bar() -> Iterator[Progress]:
 
 
 def has_a_line(trial: int) -> bool:
-    """Whether the trial of this number, counted from 1, has a line of its own."""
+    """The trial of this number, counted from 1, gets its own line."""
     every = 1 if trial <= EVERY_LINE else 10 if trial <= 100 else 100 if trial <= 1000 else 1000
     return trial % every == 0
 

@@ -20,9 +20,9 @@ from .scan import exit_code
 def command(
     config: options.StepOrConfig = None,
     steps: Annotated[
-        int, typer.Option("--steps", metavar="N", min=1, help="Measure the N-th step, trained up to it.")
+        int, typer.Option("--steps", metavar="N", min=1, help="Train up to the N-th step, and measure that one.")
     ] = 1,
-    order: Annotated[Order, typer.Option("--order", help="How the sites are listed.")] = "tightest",
+    order: Annotated[Order, typer.Option("--order", help="The order of the listed sites.")] = "tightest",
     top: Annotated[
         int | None, typer.Option("--top", metavar="N", min=1, help="How many sites and modules to list.")
     ] = None,

@@ -1,4 +1,4 @@
-"""``ampdbg replay``: a captured step, run again in the script that it is of."""
+"""``ampdbg replay``: a captured step, replayed in the script that it is of."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from .scan import exit_code
 
 @functools.partial(options.with_run_options, but=options.OF_A_CONFIG)
 def command(
-    config: Annotated[Path, typer.Argument(metavar="CAPTURE", help="What ampdbg run has written.")],
+    config: Annotated[Path, typer.Argument(metavar="CAPTURE", help="A capture that ampdbg run has written.")],
     script: options.ScriptToStart = "",
     *,
     run: options.RunOptions,
 ) -> int:
-    """Run a captured step again, and explain it.
+    """Replay a captured step, and explain it.
 
-    Starts the script of CAPTURE again, puts the captured step into its model, and ends it there. What the script does
-    up to its first step like the captured one, such as to make its folder or to begin its log, it does again.
+    Restarts the script of CAPTURE up to its first step like the captured one. There it restores the captured step,
+    replays it, and ends the script. Existing files are never changed.
     """
     with results_only() as stdout:
         given = read_given(config, None, script)
         if given.capture is None:
-            raise ConfigError(f"{config}: no capture; ampdbg run writes them to .ampdbg/captures")
+            raise ConfigError(f"{config}: not a capture; ampdbg run writes captures to .ampdbg/captures")
         with progress.shown(run.quiet) as observer:
             replayed = api.replay(given, observer=observer)
         show(replayed, given, stdout, run=run)

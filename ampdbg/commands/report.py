@@ -31,7 +31,7 @@ CONTENTS: dict[str, options.Content] = {
 
 def _known(name: str) -> str:
     if name not in FORMATS:
-        raise typer.BadParameter(f"got {name!r}; allowed are {', '.join(FORMATS)}")
+        raise typer.BadParameter(f"got {name!r}; allowed: {', '.join(FORMATS)}")
     return name
 
 
@@ -59,16 +59,16 @@ def command(
             metavar="|".join(FORMATS),
             callback=_known,
             autocompletion=_formats,
-            help="What to render it as.",
+            help="Output format.",
         ),
     ] = "text",
     output: Annotated[
-        Path | None, typer.Option("--output", metavar="FILE", dir_okay=False, help="Write it here, not to stdout.")
+        Path | None, typer.Option("--output", metavar="FILE", dir_okay=False, help="Write here instead of to stdout.")
     ] = None,
     verbose: options.Verbose = False,
     debug: options.Debug = False,
 ) -> int:
-    """Render a record again."""
+    """Show a record again, in any format."""
     path = record or latest_record()
     if output is not None:
         options.check_place("--output", output, CONTENTS[format], record=path, latest_record=LATEST)

@@ -39,62 +39,66 @@ def command(
     context: typer.Context,
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file; with -m a module.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGS]...", help="All that follows is the script's own.")
+        list[str] | None, typer.Argument(metavar="[ARGS]...", help="Passed to the script as they are.")
     ] = None,
-    is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as of python -m.")] = False,
+    is_module: Annotated[bool, typer.Option("-m", help="Run SCRIPT as a module, like python -m.")] = False,
     emulate: Annotated[
-        bool, typer.Option("--emulate", help="On a machine without a GPU: the script finds one, with CUDA's FP16.")
+        bool, typer.Option("--emulate", help="Emulate a GPU with CUDA's FP16, on a machine without one.")
     ] = False,
     watch: Annotated[
-        bool, typer.Option("--watch/--no-watch", help="--no-watch only emulates: what to compare a watched run with.")
+        bool, typer.Option("--watch/--no-watch", help="--no-watch only emulates, to compare with a watched run.")
     ] = True,
     captures: Annotated[
-        Path, typer.Option("--captures", metavar="DIR", file_okay=False, help="Where steps that go wrong are written.")
+        Path,
+        typer.Option("--captures", metavar="DIR", file_okay=False, help="The folder for captures of failing steps."),
     ] = RunSettings.folder,
     max_captures: Annotated[
-        int, typer.Option("--max-captures", metavar="N", min=0, help="Write at most N of them.")
+        int, typer.Option("--max-captures", metavar="N", min=0, help="Write at most N captures.")
     ] = RunSettings.most,
     max_capture_size: Annotated[
-        str, typer.Option("--max-capture-size", metavar="SIZE", help="Write none that is larger, such as 800MB.")
+        str, typer.Option("--max-capture-size", metavar="SIZE", help="Skip captures larger than this, such as 800MB.")
     ] = f"{RunSettings.largest // 2**30}GiB",
     capture_step: Annotated[
         int,
-        typer.Option("--capture-step", metavar="N", min=0, help="Write step N too, whatever it does; 0 for none."),
+        typer.Option("--capture-step", metavar="N", min=0, help="Also capture step N, failing or not; 0 for none."),
     ] = RunSettings.wanted,
     investigate: Annotated[
         bool,
         typer.Option(
             "--investigate/--no-investigate",
-            help="Replay failing steps at once, and a healthy one; skips that may settle for at most 10 % of the run.",
+            help="Replay failing steps, and compare one healthy step with FP32.",
         ),
     ] = True,
     log: Annotated[
         Path | None,
-        typer.Option("--log", metavar="FILE", dir_okay=False, help="A line for each step; by default in .ampdbg/."),
+        typer.Option(
+            "--log", metavar="FILE", dir_okay=False, help="The log, one line per step; by default in .ampdbg/."
+        ),
     ] = None,
     trend: Annotated[
         int,
-        typer.Option("--trend", metavar="N", min=0, help="At one step of N: what grows towards FP16's limit."),
+        typer.Option(
+            "--trend", metavar="N", min=0, help="Sample every N-th step for values that grow towards FP16's limit."
+        ),
     ] = 0,
     fail_on: Annotated[
         FailOn | None,
         typer.Option(
             "--fail-on",
-            help="The least severity that makes the exit code 1, where it would be 0; by default warning, and of "
-            "several processes none, for their launcher would end the others.",
+            help="The least severity that turns an exit code of 0 into 1. Default: warning; never under torchrun.",
             show_default=False,
         ),
     ] = None,
     record: options.RecordFile = None,
     html: options.HtmlFile = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No report on stderr; only the record.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print no report; only write the record.")] = False,
     verbose: options.Verbose = False,
     debug: options.Debug = False,
 ) -> int:
-    """Run a training script as it is, and watch it.
+    """Run a training script unchanged, and watch it.
 
-    Options stand before SCRIPT. Its output and its exit code are its own; the report goes to stderr, and only where
-    it ends with 0 and something was found is the code 1.
+    Options of ampdbg come before SCRIPT. The script keeps its output and its exit code, and the report goes to stderr.
+    An exit code of 0 becomes 1 where ampdbg found something.
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -106,7 +110,7 @@ def command(
     started, stderr = Path.cwd(), sys.stderr
     misplaced, own = _parted(arguments or (), context)
 
-    def tell(seen: Record) -> None:
+    def show(seen: Record) -> None:
         rank = _rank(seen)
         failed = misplaced if seen.script is not None and seen.script.exit_code else []
         command_typed = shlex.join([script, *(own if failed else arguments or ())])
@@ -116,7 +120,7 @@ def command(
                 typed = replace(typed_as(command_typed, saved.path), verbose=verbose)
                 no_page = failure_of_page(seen, typed, _of_rank(html, rank))
             if not quiet:
-                _tell_of(seen, typed)
+                _show_report(seen, typed)
                 _say_misplaced(failed, command_typed, is_module=is_module)
             if saved.failure is not None:
                 say(f"warning: no record was written: {saved.failure}; choose another place with --record FILE")
@@ -141,13 +145,13 @@ def command(
                 trend,
                 capture_step,
             ),
-            ended=tell,
+            ended=show,
             observer=observer,
             ends_process=True,
         )
     except SystemExit as ended:  # in a child that the script has forked
         return cast(int, ended.code)
-    tell(seen)
+    show(seen)
     with redirect_stderr(stderr), _working_in(started):
         files = loaded_files() if is_module else [script, *loaded_files()]
         # Where the machine lacks something, the run that the report asks for shows more than the source does.
@@ -166,7 +170,10 @@ def _say_misplaced(options: list[str], script: str, *, is_module: bool) -> None:
     """Of a script that has failed: which of its options ampdbg would have understood before its name."""
     if options:
         given, before = shlex.join(options), "-m " if is_module else ""
-        say(f"{given} stood behind the script, and went to it. For ampdbg: ampdbg run {given} {before}{script}")
+        say(
+            f"{given} follows the script, so the script got it. To give it to ampdbg: ampdbg run {given} "
+            f"{before}{script}"
+        )
 
 
 def _parted(arguments: Sequence[str], context: typer.Context) -> tuple[list[str], list[str]]:
@@ -214,15 +221,15 @@ def _check_places(record: Path | None, html: Path | None, log: Path | None, *, s
         options.check_place("--log", log, "log", record=record, page=html, script=script)
 
 
-def _tell_of(seen: Record, typed: Typed) -> None:
-    """The report; of several processes it is the first one's, and each other tells what it has found in a line."""
+def _show_report(seen: Record, typed: Typed) -> None:
+    """The report; of several processes only the first prints it, and each other prints a line per finding."""
     if _rank(seen) == 0:
         say(written(seen, typed, look_of(sys.stderr), "text").rstrip("\n"))
     elif seen.findings:
         found = seen.findings[0]
         where = f" in {printable(found.module)}" if found.module else ""
         report = f": ampdbg report {typed.record_path}" if typed.record_path else ""
-        say(f"rank {_rank(seen)} has found {found.code}{where} at step {found.step}{report}")
+        say(f"rank {_rank(seen)} found {found.code}{where} at step {found.step}{report}")
 
 
 def _bytes(size: str) -> int:
@@ -246,12 +253,12 @@ class _Said(Observer):
         if step != self._said and not self._is_quiet:
             self._said = step
             with redirect_stderr(self._stderr):
-                say(f"step {step} is not finite; the script waits while it is run again, in FP32 too")
+                say(f"step {step} is not finite; the script waits while ampdbg replays it, also in FP32")
 
     def ended_in(self, step: int) -> None:
         if not self._is_quiet:
             with redirect_stderr(self._stderr):
-                say(f"the script has ended in step {step}, which is run again now, in FP32 too")
+                say(f"the script ended in step {step}; ampdbg replays that step now, also in FP32")
 
 
 @contextlib.contextmanager

@@ -25,9 +25,7 @@ def command(
     config: options.OptionalConfig = None,
     replays: Annotated[
         int,
-        typer.Option(
-            "--replays", metavar="N", min=0, help="Replay at most N unhealthy steps of each kind; 0 for none."
-        ),
+        typer.Option("--replays", metavar="N", min=0, help="Replay at most N failing steps of each kind; 0 for none."),
     ] = 2,
     fail_on: Annotated[
         FailOn, typer.Option("--fail-on", help="The least severity that makes the exit code 1.")
@@ -35,9 +33,9 @@ def command(
     *,
     run: options.RunOptions,
 ) -> int:
-    """Train a few steps, explain what went wrong.
+    """Train a few steps, and explain what fails.
 
-    Runs the workload of CONFIG under autocast and GradScaler and watches every step.
+    Trains the workload of CONFIG under autocast and GradScaler, and watches every step.
     """
     with results_only() as stdout:
         given = read_given(options.config_or_default(config), **run.changes)

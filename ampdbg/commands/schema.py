@@ -14,7 +14,7 @@ from .output import write_result
 def command(debug: options.Debug = False) -> int:
     """Print the config's JSON schema.
 
-    For editors: ampdbg schema > ampdbg.schema.json, and as the first line of the config
+    For editors: ampdbg schema > ampdbg.schema.json, with this first line in the config:
     # yaml-language-server: $schema=ampdbg.schema.json
     """
     from ampdbg.config.schema import json_schema  # pydantic, which `ampdbg --help` need not wait for

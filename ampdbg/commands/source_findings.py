@@ -25,7 +25,7 @@ def say_source_findings(record: Record, files: Iterable[str | Path], *, is_quiet
     except Exception:  # noqa: BLE001 - what is said in addition must not cost the run its result
         return
     if found:
-        say("in the source, beside what the run has shown:")
+        say("ampdbg lint also found in the source:")
         for finding in found[:MOST_LINES]:
             say(f"  {os.path.relpath(finding.path)}:{finding.line}: {finding.code}: {finding.message}")
         more = f" ({len(found) - MOST_LINES} more)" if len(found) > MOST_LINES else ""

@@ -29,12 +29,12 @@ def command(
         typer.Argument(metavar="CONFIG", help=f"{options.STEP}; by default the latest record.", show_default=False),
     ] = None,
     format_: Annotated[
-        Form, typer.Option("--format", help="diff; module: a file of its own; yaml: the pins; json.")
+        Form, typer.Option("--format", help="diff: a patch; module: a separate file; yaml: the pins; json.")
     ] = "diff",
     apply: Annotated[bool, typer.Option("--apply", help="Write the files instead of printing the patch.")] = False,
     force: Annotated[bool, typer.Option("--force", help="With --apply: also files with uncommitted changes.")] = False,
     output: Annotated[
-        Path | None, typer.Option("--output", metavar="FILE", dir_okay=False, help="Write the text here.")
+        Path | None, typer.Option("--output", metavar="FILE", dir_okay=False, help="Write here instead of to stdout.")
     ] = None,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not prove the patch.")] = False,
     strategy: options.SearchingChoice = "guided",
@@ -46,7 +46,7 @@ def command(
 ) -> int:
     """Print the patch that cures it, proven.
 
-    Finds what must run in FP32, edits the code so that it does, and proves the patch on the failing step.
+    Finds what must run in FP32, writes the patch, and proves it on the failing step.
 
     Try: ampdbg suggest-fp32 CONFIG | git apply
     """
@@ -108,11 +108,11 @@ def _given_or_latest(config: Path | None) -> Path:
 def _check(format_: Form, module: Path | None, *, apply: bool) -> None:
     """Refuses what cannot be done before anything is run."""
     if apply and format_ != "diff":
-        raise ConfigError(f"got --apply with --format {format_}; --apply writes the files that a diff is of")
+        raise ConfigError(f"got --apply with --format {format_}; --apply goes with --format diff")
     if module is not None:
         raise ConfigError(
-            f"got --module {module}; bisect takes --module; suggest-fp32 takes the record that it writes: "
-            f"ampdbg bisect --module {shlex.quote(str(module))}"
+            f"got --module {module}; suggest-fp32 takes the record that this writes: ampdbg bisect --module "
+            f"{shlex.quote(str(module))}"
         )
 
 
@@ -123,13 +123,13 @@ def _warn_of_uncommitted(given: Given) -> None:
     for file in given.config.target_files():
         if uncommitted(file):
             say(
-                f"warning: {file} has uncommitted changes: without --force a patch of it is not applied, but saved "
-                "beside the record"
+                f"warning: {file} has uncommitted changes; without --force ampdbg saves its patch beside the "
+                "record instead of applying it"
             )
 
 
 def _written(output: Path, text: bytes, saved: Saved) -> Path:
-    """Writes the text to ``output``; where that fails, the error says where it is all the same."""
+    """Writes the text to ``output``; where that fails, the error says where else it is."""
     try:
         replace_file(output, text)
     except OSError as error:

@@ -57,7 +57,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def config_of(data: Mapping[str, Any], source: str, folder: Path, overrides: Sequence[str] = ()) -> Config:
-    """Checks a config that stands in no YAML file; messages name ``source`` in the place of a line.
+    """Checks a config that is in no YAML file; messages name ``source`` instead of a line.
 
     Args:
         data: the keys and values of a config file; it is left as it is.
@@ -75,7 +75,7 @@ def config_of(data: Mapping[str, Any], source: str, folder: Path, overrides: Seq
 def config_of_record(resolved: Mapping[str, Any], source: str, folder: Path, overrides: Sequence[str] = ()) -> Config:
     """Checks the config of a record again; the arguments are those of :func:`config_of`.
 
-    A key that holds its default is taken as not given: a record does not tell the two apart, and an optimizer
+    A key that holds its default is taken as not given: a record does not distinguish the two, and an optimizer
     that is given would come before the model's own ``configure_optimizers``.
     """
     defaults = ConfigFile.model_construct().model_dump(mode="json")

@@ -124,7 +124,7 @@ class TargetSpec(_Section):
         dict[str, Any],
         Empty,
         NOTHING,
-        Field(title="what it is called with", description="a mapping of argument names to values"),
+        Field(title="the arguments it is called with", description="a mapping of argument names to values"),
     ] = {}
 
 
@@ -136,7 +136,10 @@ class OptimizerSpec(TargetSpec):
     )
     groups: Annotated[
         Literal["parameter", "module", "single"],
-        Field(title="one parameter group for each of these", description="parameter, module or single"),
+        Field(
+            title="what gets a parameter group: each parameter, each module, or the whole model",
+            description="parameter, module or single",
+        ),
     ] = "parameter"
 
 
@@ -152,23 +155,37 @@ class CheckpointFiles(_Section):
 class LossScale(_Section):
     """A dynamic loss scale, with GradScaler's parameters and defaults, and the bounds of Apex's."""
 
-    init: Annotated[Scale, Field(title="the first one")] = 65536.0
+    init: Annotated[Scale, Field(title="the initial scale")] = 65536.0
     growth_factor: Annotated[
-        Number, Field(title="how it grows", gt=1, allow_inf_nan=False, description="a finite number above 1")
+        Number,
+        Field(
+            title="the factor by which the scale grows",
+            gt=1,
+            allow_inf_nan=False,
+            description="a finite number above 1",
+        ),
     ] = 2.0
     backoff_factor: Annotated[
-        Number, Field(title="how it falls", gt=0, lt=1, description="a number between 0 and 1, exclusive")
+        Number,
+        Field(
+            title="the factor by which the scale falls after an overflow",
+            gt=0,
+            lt=1,
+            description="a number between 0 and 1, exclusive",
+        ),
     ] = 0.5
-    growth_interval: Annotated[PositiveInteger, Field(title="it grows after so many steps without a skip")] = 2000
-    min: Annotated[Scale | None, Field(title="the scale falls no lower")] = None
-    max: Annotated[Scale | None, Field(title="the scale grows no higher, in Apex to 2**24")] = None
+    growth_interval: Annotated[PositiveInteger, Field(title="the scale grows after this many steps without a skip")] = (
+        2000
+    )
+    min: Annotated[Scale | None, Field(title="the lowest scale")] = None
+    max: Annotated[Scale | None, Field(title="the highest scale; Apex's is 2**24")] = None
 
     @field_validator("max")
     @classmethod
     def _not_below_min(cls, value: float | None, info: ValidationInfo) -> float | None:
         least = info.data.get("min")
         if value is not None and least is not None and value < least:
-            raise ValueError(f"got {value:g}, and min is {least:g}; allowed: at least that")
+            raise ValueError(f"got {value:g}, below min, which is {least:g}; allowed: at least that")
         return value
 
 
@@ -177,7 +194,7 @@ class Precision(_Section):
 
     dtype: Annotated[
         Literal["float16", "bfloat16", "float32"],
-        Field(title="what autocast lowers to", description="float16, bfloat16 or float32"),
+        Field(title="the dtype that autocast lowers to", description="float16, bfloat16 or float32"),
     ] = "float16"
     level: Annotated[
         str, Field(title="one of Apex's levels", pattern=f"^({'|'.join(LEVELS)})$", description=CHOICES)
@@ -185,7 +202,7 @@ class Precision(_Section):
     policy: Annotated[
         Literal["cuda", "native"],
         Field(
-            title="the lists of ops that autocast goes by: CUDA's on any device, or its own",
+            title="which op lists autocast uses: CUDA's on any device, or the device's own",
             description="cuda or native",
         ),
     ] = "cuda"
@@ -195,8 +212,8 @@ class Precision(_Section):
         NOTHING,
         Field(
             title="what the loss is multiplied by",
-            description="a positive number that float32 can hold (a static scale), or a mapping of "
-            "init, growth_factor, backoff_factor, growth_interval, min, max (a dynamic one)",
+            description="a positive number that float32 can hold (a static scale); or a mapping of init, "
+            "growth_factor, backoff_factor, growth_interval, min, max (a dynamic one)",
         ),
     ] = LossScale()
     pins: Annotated[
@@ -205,8 +222,8 @@ class Precision(_Section):
         BeforeValidator(lambda value: () if value is None else value),
         NOTHING,
         Field(
-            title="what runs in FP32",
-            description="a list of module names, fnmatch patterns allowed; NAME:own for its own lines alone",
+            title="the modules that run in FP32",
+            description="a list of module names, fnmatch patterns allowed; NAME:own pins a module's own lines only",
         ),
     ] = ()
     keep_norms_fp32: Flag = None
@@ -250,15 +267,23 @@ class Train(_Section):
     """How long to train, and where. ``clip_grad_norm`` is applied to unscaled gradients."""
 
     steps: Annotated[PositiveInteger, Field(title="optimizer steps")] = 50
-    accumulate: Annotated[PositiveInteger, Field(title="micro-batches a step")] = 1
+    accumulate: Annotated[PositiveInteger, Field(title="micro-batches per step")] = 1
     clip_grad_norm: Annotated[
         Annotated[Number, Field(gt=0)] | None,
-        Field(title="clips the unscaled gradients", description="a number above 0, or null for no clipping"),
+        Field(
+            title="clip the norm of the unscaled gradients to this",
+            description="a number above 0, or null for no clipping",
+        ),
     ] = None
     seed: Annotated[
         int,
         BeforeValidator(_not_boolean),
-        Field(title="of Python, NumPy and torch", ge=0, lt=2**32, description="a whole number from 0 to 2**32 - 1"),
+        Field(
+            title="the random seed of Python, NumPy and torch",
+            ge=0,
+            lt=2**32,
+            description="a whole number from 0 to 2**32 - 1",
+        ),
     ] = 0
     device: Annotated[
         str, Field(title="where to run", pattern=DEVICE, description="auto, cpu, cuda or cuda:INDEX, up to 127")
@@ -270,12 +295,14 @@ class ConfigFile(_Section):
 
     model: Annotated[
         TargetSpec,
-        Field(title="what is trained", description="an nn.Module class, factory or instance: {target: FILE.py:NAME}"),
+        Field(
+            title="the model to train", description="an nn.Module class, factory or instance: {target: FILE.py:NAME}"
+        ),
     ]
     data: Annotated[
         TargetSpec,
         Field(
-            title="what it is trained on",
+            title="the data to train on",
             description="an iterable of batches, or a factory of one: {target: FILE.py:NAME}",
         ),
     ]
@@ -285,9 +312,9 @@ class ConfigFile(_Section):
     ] = None
     step: Annotated[
         TargetSpec | None,
-        Field(title="step(model, batch), a scalar or {name: loss}, in the place of the model's call and the loss"),
+        Field(title="step(model, batch), a scalar or {name: loss}, instead of the model's call and the loss"),
     ] = None
-    optimizer: Annotated[OptimizerSpec, Empty, NOTHING, Field(title="what updates the weights")] = OptimizerSpec()
+    optimizer: Annotated[OptimizerSpec, Empty, NOTHING, Field(title="the optimizer of the weights")] = OptimizerSpec()
     checkpoint: Annotated[
         Annotated[
             Annotated[CheckpointFiles, Tag("<mapping>")] | Annotated[SavedFile, Tag("<path>")],
@@ -295,12 +322,12 @@ class ConfigFile(_Section):
         ]
         | None,
         Field(
-            title="what to start from; nothing but tensors is unpickled",
+            title="the weights to start from; ampdbg unpickles tensors only",
             description=f"{SAVED}, or a mapping of {', '.join(CheckpointFiles.model_fields)} to such paths",
         ),
     ] = None
     scheduler: Annotated[
-        TargetSpec | None, Field(title="scheduler(optimizer), stepped after each step that was taken")
+        TargetSpec | None, Field(title="scheduler(optimizer), stepped after each step that was not skipped")
     ] = None
     precision: Annotated[
         Precision, Empty, NOTHING, Field(title="which dtype each op gets, and how the loss is scaled")
@@ -313,7 +340,7 @@ class Config(ConfigFile):
 
     ``folder`` is the config's folder, what ``FILE.py`` targets and ``checkpoint`` are relative to. ``start`` is the
     working folder when the config was read. Both are absolute, since the user's code may change the working folder.
-    ``continues_scale`` says whether a loss scale goes on from the checkpoint's, or begins with the config's own.
+    ``continues_scale`` says whether a loss scale continues from the checkpoint's, or begins with the config's own.
     ``places`` says where each key was given: ``"config.yaml:3"`` or ``"--set train.steps=9"``.
     """
 
@@ -352,11 +379,11 @@ class Config(ConfigFile):
 
 
 THE_SCRIPT = "the_script"
-"""In the place of the name of what makes a model, where a script does so itself."""
+"""The target of a model that a script creates itself."""
 
 
 def config_of_script(precision: Precision, clip_grad_norm: float | None = None) -> Config:
-    """In the place of a config, for a step of a script: what the targets would name is made by the script itself."""
+    """The config of a script's step: the script itself makes what the targets would name."""
     script = TargetSpec(target=f"__main__:{THE_SCRIPT}")
     train = Train(clip_grad_norm=clip_grad_norm)
     return Config(model=script, data=script, precision=precision, train=train, folder=Path.cwd(), start=Path.cwd())

@@ -64,7 +64,7 @@ def did_you_mean(given: str, allowed: Iterable[str]) -> str:
 
 
 def why_absent(target: Target, folder: Path) -> str | None:
-    """Why the target cannot be there, as far as can be told without running code; None when it can."""
+    """Why the target cannot be there, as far as shows without running code; None when it can."""
     if target.file:
         return _why_absent_from_file(target, target.path(folder))
     package = target.module.partition(".")[0]
@@ -130,7 +130,7 @@ def _why_absent_from_file(target: Target, path: Path) -> str | None:
 def defined_names(path: Path) -> list[str] | None:
     """The names at the top level of a Python file, definitions before imports.
 
-    None when that cannot be told without running it: it does not parse (importing it will say why), imports
+    None when that does not show without running it: it does not parse (importing it will say why), imports
     ``*``, or writes its namespace by ``globals()`` or ``exec``.
     """
     try:

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 MOST_VALUES = 100_000
-"""So many values a config may hold, with those that its aliases repeat: aliases of aliases may stand for billions."""
+"""So many values a config may hold, with those that its aliases repeat: aliases of aliases may be billions."""
 
 DEEPEST = 100
 """So many lists and mappings may stand in one another."""
@@ -28,7 +28,7 @@ _EXPONENT_FLOAT = re.compile(r"^[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+
 # What PyYAML says, and what the person who typed it needs to hear.
 _EXPLANATIONS = (
     ("character '\\t'", "a tab where YAML wants spaces; indent with spaces"),
-    ("mapping values are not allowed", "a ':' where no key can stand; check the indentation, or quote the value"),
+    ("mapping values are not allowed", "a ':' where no key is possible; check the indentation, or quote the value"),
     ("expected <block end>", "the indentation does not match the lines above"),
     ("could not find expected ':'", "a ':' is missing after a key"),
     ("expected ',' or", "a bracket is not closed, or a comma is missing"),
@@ -137,7 +137,7 @@ def read_yaml(text: str) -> YamlDocument:
 
 
 def _check_size(node: yaml.Node, above: list[yaml.Node], sizes: dict[int, int]) -> int:
-    """How many values a node stands for, those of its aliases and merges each time; kept in ``sizes``.
+    """How many values a node holds, those of its aliases and merges each time; kept in ``sizes``.
 
     Raises:
         YamlError: they are more than ``MOST_VALUES``, or an alias contains itself.
@@ -169,7 +169,6 @@ def _keys(node: yaml.Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, int, i
 
 
 def _written(loader: yaml.SafeLoader, node: yaml.Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
-    """The ``written`` keys of a document."""
     for key, value, here in _children(node, path):
         if key and key.tag in _NO_TEXT:
             made = loader.construct_object(key)

@@ -28,14 +28,14 @@ from ampdbg.training.loop import batches_of_steps, train_prepared, update_weight
 from ampdbg.workload.batches import tensor_leaves
 
 REPLAYS = 1
-"""So many unhealthy steps of each kind are replayed: one tells whether the level trains."""
+"""So many unhealthy steps of each kind are replayed: one shows whether the level trains."""
 
 WARM_UP, TIMED = 3, 10
 """Steps on a GPU; the median of the timed ones is the time of one."""
 
-FUSED = "a GPU's fused kernels may keep less than the CPU's own: of dropout a mask of one byte an element"
+FUSED = "a GPU's fused kernels may keep less than the CPU's: dropout keeps a mask of one byte per element"
 
-SKIPPED = "where the loss scale skipped steps, FP32 was trained without those updates too, to compare the losses"
+SKIPPED = "to compare losses, ampdbg also trained FP32 without the updates that a loss scale skipped"
 
 
 def compare(config: Config, pins: tuple[str, ...], memory: int | None, observer: Observer) -> Record:
@@ -247,7 +247,7 @@ MOST_TIMES = 16
 MOST_DOUBLINGS = 20
 
 IN_PROPORTION = 0.01
-"""Two doublings whose growth agrees within this share are taken to go on so."""
+"""Two doublings whose growth agrees within this share are taken to continue so."""
 
 
 def shared_dimension(batch: Any) -> tuple[int, int] | None:
@@ -284,7 +284,9 @@ def largest_batch(batch: Any, room: int, activations: int, activations_of: Calla
             fitting = (2**n for n in range(MOST_DOUBLINGS + 1) if activations + each * (2**n - 1) <= room)
             return BatchFit(max(fitting), tuple(measured), is_reckoned=True)
         if times == MOST_TIMES:
-            return BatchFit(times, tuple(measured), why="memory does not grow in proportion, and no more was tried")
+            return BatchFit(
+                times, tuple(measured), why="memory does not grow in proportion, so ampdbg tried no larger batch"
+            )
         try:
             larger = enlarged(batch, 2 * times, shared[0])
         except Exception as error:  # noqa: BLE001 - a tensor's class, or a device's allocator

@@ -66,7 +66,7 @@ def use_of_a_pass(workload: Workload, batch: Any, forward: Callable[[], Abstract
         return held
 
     def count(losses: NamedLosses, share: float) -> None:
-        # Between the passes: what belongs to a part of the graph that is gone by now, is gone too; and what a backward
+        # Between the passes: what belongs to a lost part of the graph, is gone too; and what a backward
         # pass casts again, as a checkpoint does, may lie where an activation lay.
         alive = (held.tensor for reference in packed if (held := reference()) is not None)
         for at, size in _memory(alive).items():
@@ -80,7 +80,7 @@ def use_of_a_pass(workload: Workload, batch: Any, forward: Callable[[], Abstract
 
 
 class _Packed:
-    """What autograd holds in the place of a tensor: it goes when autograd lets it go."""
+    """What autograd holds instead of a tensor: it goes when autograd lets it go."""
 
     __slots__ = ("__weakref__", "tensor")
 

@@ -183,7 +183,7 @@ class Evidence:
         """What keeps FP32 from failing."""
         if self.largest is not None:
             return "bring these values down: look for weights, divisors or inputs of that size"
-        grows = "take the largest value off before it grows beyond FP32, as torch.logsumexp and log_softmax do"
+        grows = "subtract the largest value before it grows beyond FP32, as torch.logsumexp and log_softmax do"
         return grows if self.is_beyond_fp32 else "change the formula where it divides or cancels"
 
     # Which op goes wrong in half alone
@@ -247,7 +247,7 @@ class Evidence:
         if self.survivor is None:
             return ""
         is_backward = self.op.producer.phase == "backward"
-        finite = "it is finite" if is_backward else "the gradients are finite, and not FP32's"
+        finite = "it is finite" if is_backward else "the gradients are finite, but differ from FP32's"
         return f"; at a loss scale of {number(self.survivor.scale)} {finite}"
 
     @cached_property
@@ -271,7 +271,7 @@ class Evidence:
     def whose_scale(self) -> str:
         """Whose loss scale it is, in words."""
         if self.floor is not None:
-            return f"the loss scale, which falls no lower than {number(self.floor)},"
+            return f"the loss scale, whose lower limit is {number(self.floor)},"
         whose = "the script's own" if self.is_own_scale else "the static"
         return f"{whose} loss scale {number(self.low.scale)}"
 
@@ -344,7 +344,7 @@ class Evidence:
             return f"the loss is {number(climb[0])}, and steps in FP32 on the same batch lead to {number(climb[-1])}"
         reached = max(finite((self.losses[-1], self.made.fp32.loss if self.made.fp32 else math.nan)))
         rose_from = f"the loss rose from {number(min(self.losses))} to {number(reached)}"
-        return f"{rose_from}, and further steps in FP32 go on rising"
+        return f"{rose_from}, and keeps rising in further steps in FP32"
 
     @cached_property
     def leap(self) -> str:
@@ -363,7 +363,7 @@ class Evidence:
         if not before or made is None or now <= LEAPT * max(before):
             return ""
         comes_back = any(loss <= DIVERGED * max(before) for loss in made.continuation)
-        return "" if comes_back else f", and in FP32 too the loss leaps from {number(before[-1])} to {number(now)}"
+        return "" if comes_back else f", and in FP32 too the loss jumps from {number(before[-1])} to {number(now)}"
 
     @property
     def has_leapt(self) -> bool:
@@ -489,20 +489,20 @@ OPS = (
     ),
     _of_op(
         "mask-constant",
-        "the op overflows on a constant that the code writes, and nothing else can be to blame",
+        "the op overflows on a constant that the code writes, and nothing else explains it",
         lambda op: op.is_constant,
-        "{op.name} writes a constant of magnitude {op.constant} into a {op.format.short} tensor: it becomes infinite "
-        "there, and rows that are masked throughout become NaN",
+        "{op.name} writes a constant of magnitude {op.constant} into a {op.format.short} tensor: there it "
+        "becomes infinite, and fully masked rows become NaN",
     ),
     _of_op(
         "eps-underflow",
-        "the op divides by, or takes the logarithm of, what half rounds to a pole, and FP32 does not",
+        "the op divides by, or takes the logarithm of, a value that half alone rounds to a pole",
         lambda op: op.is_flushed and not op.departs,
         "{op.name} {op.takes_a_pole} and FP32 does not",
     ),
     _of_op(
         "eps-underflow",
-        "the same, of an op whose finite result is at least 16 times FP32's, so that a later op overflows",
+        "the same, for an op whose finite result is at least 16 times FP32's, so that a later op overflows",
         lambda op: op.is_flushed,
         "{op.departed}: it {op.takes} a value that half precision has rounded to almost nothing",
     ),
@@ -510,7 +510,7 @@ OPS = (
         FAR_FROM_FP32,
         "the op is finite and at least 16 times FP32's own value: its operands cancel, and a later op overflows",
         lambda op: op.departs,
-        "{op.departed}: its operands cancel, or have lost their digits before it",
+        "{op.departed}: its operands cancel, or lost their digits before it",
     ),
     _of_op(
         OVERFLOWS["forward"],
@@ -532,9 +532,9 @@ OPS = (
     ),
     _of_op(
         UNKNOWN,
-        "no overflow explains the op that goes wrong in half alone",
+        "no overflow explains the op that fails in half alone",
         lambda _: True,
-        "{op.name} is not finite in {op.format.short}{op.only_in_fp32}: no overflow explains it",
+        "{op.name} is not finite in {op.format.short}{op.only_in_fp32}, and no overflow explains it",
     ),
 )
 """By the numbers of the op."""
@@ -555,22 +555,21 @@ PRECISE: tuple[Decision[Evidence], ...] = (
 UNDECIDED: tuple[Decision[Evidence], ...] = (
     Decision(
         UNKNOWN,
-        "the step raises an error in half and not in FP32, and no op was found where half goes wrong",
+        "the step raises an error in half and not in FP32, and no op is known to fail in half",
         lambda it: it.suspect is None and bool(it.low.error),
-        "the step raises an error in {half} and not in FP32, and no op was found that goes wrong: {low.error}",
+        "the step raises an error in {half} and not in FP32, and ampdbg found no op that fails: {low.error}",
     ),
     Decision(
         UNKNOWN,
-        "the step is finite in FP32, and no op was found where half goes wrong",
+        "the step is finite in FP32, and no op is known to fail in half",
         lambda it: it.suspect is None,
-        "the step is finite in FP32, and no op was found where {half} goes wrong",
+        "the step is finite in FP32, and ampdbg found no op that fails in {half}",
     ),
     Decision(
         UNKNOWN,
-        "only modules were replayed, and the losses before the step do not rule out a learning rate that diverges",
+        "only modules were replayed, and the losses before the step do not rule out a diverging learning rate",
         lambda it: it.is_in_doubt,
-        "{of_op}; a learning rate that diverges may be behind it: the losses before it have risen, or are too few to "
-        "tell",
+        "{of_op}; a diverging learning rate may be the cause: the losses before it rose, or are too few to rule it out",
     ),
 )
 """Of a step that FP32 comes through, where nothing shows what half does to it."""
@@ -581,24 +580,24 @@ OF_HALF: tuple[Decision[Evidence], ...] = (
         OUT_OF_RANGE,
         "the batch holds values beyond FP16's limit, and FP32's loss of the step is over 1000 times all before it",
         lambda it: it.outlier is not None and it.leaf is None,
-        "the batch holds {in_batch}, above FP16's limit of 65,504, and in FP32 the loss leaps {leap_of_loss}: "
+        "the batch holds {in_batch}, above FP16's limit of 65,504, and in FP32 the loss jumps {leap_of_loss}: "
         "{of_half}",
     ),
     Decision(
         DIVERGENCE,
-        "the weights are over twice as large as when the run began, and in FP32 too the loss has left all before it",
+        "the weights are over twice as large as at the start, and FP32's loss is beyond all before it too",
         lambda it: it.has_leapt and CODES[first(PRECISE, it).code].verdict == "precision",
-        "the weights are {made.weights_grew} times as large as when the run began{leap}; with them {of_half}",
+        "the weights are {made.weights_grew} times as large as at the start of the run{leap}; with them {of_half}",
         {WEIGHTS_GREW: "made.weights_grew"},
     ),
     Decision(
         UNKNOWN,
-        "the weights are over 10 times as large as when the run began",
+        "the weights are over 10 times as large as at the start of the run",
         lambda it: it.made.weights_grew > GREW and CODES[first(PRECISE, it).code].verdict == "precision",
-        "{of_half}; the weights are {made.weights_grew} times as large as when the run began, which a learning rate "
-        "that is too large makes",
+        "{of_half}; the weights are {made.weights_grew} times as large as at the start of the run: the learning "
+        "rate may be too large",
         {WEIGHTS_GREW: "made.weights_grew"},
-        "lower the learning rate; where the weights keep their size and it still fails, precision is the cause",
+        "lower the learning rate; if the weights keep their size and the step still fails, precision is the cause",
     ),
     *PRECISE,
 )
@@ -607,14 +606,14 @@ OF_HALF: tuple[Decision[Evidence], ...] = (
 CAUSES: tuple[Decision[Evidence], ...] = (
     Decision(
         UNKNOWN,
-        "all that this process computed is finite, and what it got from another is not",
+        "everything that this process computed is finite, and values from another process are not",
         lambda it: it.made.is_of_others,
-        "step {made.step}: all that this process computed is finite, and what it got from another is not",
-        remedy="look at what the other ranks have found: their records stand beside this one",
+        "step {made.step}: everything that this process computed is finite, and values from another process are not",
+        remedy="read the records of the other ranks, beside this one",
     ),
     Decision(
         UNKNOWN,
-        "no replay of the step as it was fails again",
+        "no replay of the unchanged step fails",
         lambda it: not it.has_failed_again,
         "none of {made.tries} replays reproduced the failure",
         {"reproduced": "made.reproduced", "tries": "made.tries"},
@@ -627,17 +626,16 @@ CAUSES: tuple[Decision[Evidence], ...] = (
     ),
     Decision(
         DIVERGENCE,
-        "further steps in FP32 on the same batch climb by themselves; or FP32 is not finite, and the loss had risen",
+        "the loss keeps rising in FP32 on the same batch; or FP32 is not finite, and the loss had risen",
         lambda it: it.is_divergence,
         "{divergence.climb}",
         {"continuation": "divergence.made.continuation"},
     ),
     Decision(
         DIVERGENCE,
-        "FP32 is not finite, on weights over 10 times as large as when the run began",
+        "FP32 is not finite, on weights over 10 times as large as at the start of the run",
         lambda it: not it.is_fp32_finite and it.made.weights_grew > GREW,
-        "the step is not finite in FP32 either{where}, on weights {made.weights_grew} times as large as when the run "
-        "began",
+        "the step is not finite in FP32 either{where}, on weights {made.weights_grew} times as large as at the start",
         {WEIGHTS_GREW: "made.weights_grew"},
     ),
     Decision(
@@ -662,12 +660,11 @@ CAUSES: tuple[Decision[Evidence], ...] = (
     ),
     Decision(
         CALIBRATION,
-        "a loss scale that nothing lowers (static, the script's own, or with a floor) is too large for gradients that "
-        "a lower one would do for",
+        "no scaler lowers the loss scale (static, the script's own, or with a floor), and a lower one would do",
         lambda it: it.kept_scale is not None and it.usable_scale is not None and it.keeps_scale,
-        "{whose_scale} is too large for this step's gradients: {of_half}",
+        "{whose_scale} is too large for the gradients of this step: {of_half}",
         {KEPT_SCALE: "kept_scale"},
-        "{cure_of_scale}, which finds the right one by itself; no pin is needed",
+        "{cure_of_scale}, which adapts by itself; no pin is needed",
     ),
     *OF_HALF,
 )
@@ -805,14 +802,14 @@ class Lost:
 LOST: tuple[Decision[Lost], ...] = (
     Decision(
         UNKNOWN,
-        "an earlier step has spoilt the weights, and no step before it was replayed",
+        "an earlier step spoilt the weights, and ampdbg replayed no step before it",
         lambda lost: bool(lost.replayed),
-        "{what} at step {origin.step}, nothing withheld it, and with it {spoilt} and others became NaN: later steps "
-        "show no more",
+        "{what} at step {origin.step}, and no scaler skipped it; since then {spoilt} and others are NaN, so "
+        "later steps show nothing more",
     ),
     Decision(
         UNKNOWN,
-        "the loss is not finite, and no replay has shown why",
+        "the loss is not finite, and no replay shows why",
         lambda _: True,
         "the loss is {origin.loss} at step {origin.step:d}, and not finite in {many:d} of {run.steps_run:d} "
         "steps{silently}: the forward pass itself fails",

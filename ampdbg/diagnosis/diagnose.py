@@ -62,7 +62,7 @@ ORDER_OF_DECISION = (
     Family("Errors that autocast causes", autocast_errors),
     Family("A failing step, by its replays", nonfinite_loss, CAUSES),
     Family("Lost losses without replays", lambda _: iter(()), LOST),
-    _of_tensors("Buffers behind a step", bad_buffers, POISONED),
+    _of_tensors("Buffers after a step", bad_buffers, POISONED),
     Family("Skipped steps", skips, SKIPS),
     Family("The loss scale at the end", limits, LIMITS),
     Family("Gradients that half adds up", lost_sums, SUMS),

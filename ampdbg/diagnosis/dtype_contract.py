@@ -77,9 +77,9 @@ class CastTogether:
 CONTRACT: tuple[Decision[ContractOfRun], ...] = (
     Decision(
         NOT_HALF,
-        "a GradScaler or a framework is to lower ops, and none that was looked at ran in half",
+        "a GradScaler or a framework should lower ops, and no examined op ran in half",
         lambda it: it.is_in_fp32 and bool(it.half),
-        "no op ran in FP16 or bfloat16, which is asked for ({half}): autocast had no effect on the device of the "
+        "no op ran in FP16 or bfloat16, although {half} asks for it: autocast had no effect on the device of the "
         "weights, or there was none",
         {"asked": "half"},
     ),
@@ -87,15 +87,15 @@ CONTRACT: tuple[Decision[ContractOfRun], ...] = (
         HALF_WEIGHTS,
         "a framework was asked for mixed precision, and half weights train without float32 masters",
         lambda it: bool(it.kinds and it.mixed),
-        "{mixed} asks for half ops on float32 weights, and what trains is stored in {dtype} ({kinds}), without float32 "
-        "masters",
+        "{mixed} asks for half ops on float32 weights, but the trained weights are stored in {dtype} ({kinds}), "
+        "without float32 masters",
         {"asked": "mixed", "kinds": "kinds"},
     ),
     Decision(
         HALF_WEIGHTS,
         "a framework or the model's config says FP32 and nothing else, and half weights train without float32 masters",
         lambda it: bool(it.kinds and it.full and not it.mixed),
-        "{full} stands for FP32, and what trains is stored in {dtype} ({kinds}), without float32 masters",
+        "{full} means FP32, but the trained weights are stored in {dtype} ({kinds}), without float32 masters",
         {"asked": "full", "kinds": "kinds"},
         severity="info",
     ),
@@ -106,20 +106,20 @@ CASTS: tuple[Decision[CastTogether], ...] = (
         ROUNDED,
         "a cast of the model rounds its rotary frequencies, by over 0.1 rad at position 1,000",
         lambda it: it.kind == "inv" and it.radians > ANGLE,
-        "the cast of the model has rounded {names} to {dtype}: at position 1,000 angles are up to {radians} rad off",
+        "the cast of the model rounded {names} to {dtype}: at position 1,000 angles are up to {radians} rad off",
     ),
     Decision(
         ROUNDED,
         "a cast of the model makes half running averages, which stop over 1 % short of what they follow",
         lambda it: it.kind == "running" and it.is_written and it.short > SHORT,
-        "the cast of the model has made {names} {dtype}: these averages stop up to {short:.1%} from what they follow",
+        "the cast of the model made {names} {dtype}: these averages stop up to {short:.1%} from what they follow",
     ),
     Decision(
         ROUNDED,
         "a cast of the model makes a half bias of a router, to which the loop adds small steps",
         lambda it: it.kind in ROUTERS and it.is_written,
-        "the cast of the model has made {names} {dtype}, and the loop adds to it: a step below half a unit in the last "
-        "place is lost",
+        "the cast of the model made {names} {dtype}, and the loop adds to it: a step below half a unit in the "
+        "last place is lost",
     ),
 )
 

@@ -38,12 +38,10 @@ from ampdbg.record.findings import Finding
 from ampdbg.record.run import Investigation, Record, Replay
 
 STARTS_LOW = (
-    "make the loss larger, or start the scaler at a larger scale, as GradScaler(init_scale=2.0**24): by itself it "
+    "make the loss larger, or start the scaler higher, as with GradScaler(init_scale=2.0**24): by itself it "
     "doubles its scale only every growth_interval steps"
 )
-HELD_DOWN = (
-    "scale the losses apart, a backward pass and a GradScaler for each: at a larger scale other gradients overflow"
-)
+HELD_DOWN = "give each loss its own backward pass and GradScaler: at a larger scale other gradients overflow"
 SILENT, UNDERFLOW = "silent-overflow", "gradient-underflow"
 
 
@@ -77,7 +75,7 @@ class HiddenFault(Evidence):
     def beyond_noise(self) -> str:
         """How far the gradients are from FP32's, in words."""
         distance, noise = (one.gradient_distance or math.inf for one in (self.low, self.made.floor or self.low))
-        return f"{distance:.1%} from FP32's, {distance / noise:.0f} times what rounding weights and batch makes"
+        return f"{distance:.1%} from FP32's, {distance / noise:.0f} times what rounding weights and batch changes"
 
     @cached_property
     def hidden(self) -> Suspect | None:
@@ -165,13 +163,13 @@ class HiddenFault(Evidence):
 HIDDEN: tuple[Decision[HiddenFault], ...] = (
     Decision(
         SILENT,
-        "an op overflows where FP32 is beyond FP16's limit, all it leads to is finite, and the step is far from FP32",
+        "an op overflows FP16's limit, everything after it is finite, and the step is far from FP32",
         lambda fault: fault.hidden is not None and fault.is_far,
         "{suspect.reaches}, and a later op turns the inf into a finite value; {both_losses}",
     ),
     Decision(
         SILENT,
-        "the same of a step that agrees with FP32 as a whole, where parameters lose most of their gradient",
+        "the same in a step that agrees with FP32, while parameters lose most of their gradient",
         lambda fault: fault.is_hidden_well and bool(fault.low.lost),
         "{suspect.reaches}, and a later op turns the inf into a finite value; the loss still agrees with FP32's{gone}",
     ),
@@ -184,9 +182,9 @@ HIDDEN: tuple[Decision[HiddenFault], ...] = (
     ),
     Decision(
         SILENT,
-        "a gradient overflows, and FP32 makes a zero of it too: information",
+        "a gradient overflows, and is zero in FP32 too: information",
         lambda fault: fault.erased is not None,
-        "{suspect.reaches}, and a later op turns the inf into a zero, as it does in FP32",
+        "{suspect.reaches}, and a later op turns the inf into the zero that FP32 has",
         remedy="",
         severity="info",
     ),
@@ -200,15 +198,15 @@ HIDDEN: tuple[Decision[HiddenFault], ...] = (
     ),
     Decision(
         FAR_FROM_FP32,
-        "the loss is over 5 % or gradients over 25 % from FP32's, by over 4 times what rounding weights and batch "
-        "changes, and nothing overflows",
+        "nothing overflows, but the loss is over 5 % or gradients over 25 % from FP32's: over 4 times what "
+        "rounding weights and batch changes",
         lambda fault: fault.is_far and fault.hidden is None and not fault.is_flushed and not fault.chooses_otherwise,
         "the step differs from FP32 by more than rounding explains: {both_losses}{first_far}",
     ),
     Decision(
         FAR_FROM_FP32,
-        "loss and gradients agree so far, and gradients are over 10 % from FP32's and over 16 times further than "
-        "rounding weights and batch makes them: a warning",
+        "the loss agrees, and gradients are over 10 % from FP32's, over 16 times what rounding weights and batch "
+        "changes: a warning",
         lambda fault: fault.is_off and fault.hidden is None and not fault.is_flushed and not fault.chooses_otherwise,
         "the gradients are {beyond_noise}, though the loss agrees{first_far}",
         severity="warning",

@@ -21,8 +21,8 @@ RISEN = 10.0
 """A run that is healthy otherwise gets a note where its losses stay so many times above all before them."""
 
 RISEN_NOTE = (
-    "the loss rose from {} to {} and stays up, with nothing beyond a limit: look at the learning rate, and compare "
-    "with a run in FP32"
+    "the loss rose from {} to {} and stays there, with nothing beyond a limit: check the learning rate, and "
+    "compare with a run in FP32"
 )
 
 RESOLUTION = 1e-6

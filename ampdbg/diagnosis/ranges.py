@@ -206,7 +206,7 @@ def _not_finite(record: Record, bad: Replay) -> Finding:
         phase,
         _of_half(bad, is_forward) if bad.dtype == "float16" else _of_wide(record, bad),
         severity="warning",
-        remedy="replay the step in FP16, FP32 and FP64: that shows the op where it begins",
+        remedy="replay the step in FP16, FP32 and FP64 to find the op where it starts",
         evidence=evidence,
     )
 
@@ -214,18 +214,18 @@ def _not_finite(record: Record, bad: Replay) -> Finding:
 def _of_half(bad: Replay, is_forward: bool) -> str:
     what = f"in FP16 {what_fails(bad)}"
     if bad.error:
-        return f"{what}, and none in bfloat16, in which it is measured: {bad.error}"
+        return f"{what}, and none in bfloat16, in which ampdbg measures: {bad.error}"
     if is_forward:
-        return f"{what}, at any loss scale; in bfloat16, in which it is measured, all is finite"
-    return f"{what}, at a loss scale of {number(bad.scale)}, which what was measured allows"
+        return f"{what}, at any loss scale; in bfloat16, in which ampdbg measures, everything is finite"
+    return f"{what}, at a loss scale of {number(bad.scale)} that the ranges allow"
 
 
 def _of_wide(record: Record, bad: Replay) -> str:
     what, fp32 = what_fails(bad), check_in(record, "float32")
     if fp32 is not None and not fp32.error and not is_finite(fp32):
         return f"{what_fails(fp32)} in FP32 too: precision is not the cause, and no loss scale helps"
-    told = f"FP32 does not tell: {fp32.error}" if fp32 is not None and fp32.error else "in FP32 all is finite"
-    return f"{what} in bfloat16, in which it is measured; {told}"
+    told = f"FP32 shows nothing: {fp32.error}" if fp32 is not None and fp32.error else "in FP32 everything is finite"
+    return f"{what} in bfloat16, in which ampdbg measures; {told}"
 
 
 def _overflows(record: Record) -> Iterator[Finding]:
@@ -244,8 +244,9 @@ def _no_scale(record: Record) -> Iterator[Finding]:
     if whole.is_open or low is None or high is None or whole.ceiling < 1.0:
         return
     why = (
-        f"{op_name(low.op)} overflows above a loss scale of {number(whole.ceiling)}, and {op_name(high.op)} in "
-        f"{high.module or 'the root module'} loses more than 1 % of its gradient's energy below {number(whole.floor)}"
+        f"{op_name(low.op)} overflows above a loss scale of {number(whole.ceiling)}; {op_name(high.op)} in "
+        f"{high.module or 'the root module'} loses more than 1 % of its gradient's energy below "
+        f"{number(whole.floor)}"
     )
     yield _proposed(record, low, NO_USABLE_SCALE, why)
 

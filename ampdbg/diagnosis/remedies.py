@@ -70,11 +70,11 @@ def other_remedies(record: Record) -> tuple[str, ...]:
 def _at_its_line(at: Producer) -> Iterator[str]:
     line, name = at.source.text if at.source else "", base_name(at.op)
     if name in MATRIX_PRODUCTS and scales_after_its_product(line):
-        yield "scale before the product: (q * s) @ k in place of (q @ k) * s"
+        yield "scale before the product: (q * s) @ k instead of (q @ k) * s"
     if name in SUMS:
         yield "add up in FP32: sum(..., dtype=torch.float32)"
     if at.phase == "backward" and takes_a_sum(line):
-        yield "take a mean in place of the sum (it changes the loss by a factor, and so the learning rate that fits)"
+        yield "take a mean instead of the sum (this scales the loss, and with it the learning rate that fits)"
 
 
 def pole_of(at: Producer) -> str:

@@ -472,7 +472,7 @@ class Scaling:
         """One scaler, or a lower scale to begin with, if a lower one worked."""
         begun, worked = self.course.later_scalers[-1][0], [step.scale for step in self.steps if not step.skipped]
         lower = [scale for scale in worked if scale < begun.scale]
-        return f"{CODES[RESTART].remedy}{f', or begin with GradScaler(init_scale={min(lower):g})' if lower else ''}"
+        return f"{CODES[RESTART].remedy}{f', or start with GradScaler(init_scale={min(lower):g})' if lower else ''}"
 
     @property
     def behind(self) -> str:
@@ -491,11 +491,11 @@ class Scaling:
         where = where if settled is None else f"settled at {number(settled)}" + ": this is normal" * (not steps)
         if not steps:
             return where
-        nan = "NaN without any inf need not be the scale's at" if steps[0] == self.steps[0].step else NOT_EXPLAINED
+        nan = "NaN without any inf may not come from the scale, at" if steps[0] == self.steps[0].step else NOT_EXPLAINED
         named = ("steps " if steps[1:] else "step ") + listed(map(str, steps), 3)
         are_few = settled is not None and not self.are_many_unexplained and 2 * len(self.skipped) <= self.course.ran
-        few = ": so few withheld steps do no harm" * are_few
-        return f"{where}; {nan} {named}, and no replay has told whether FP32 fails too{few}"
+        few = ": so few skipped steps do no harm" * are_few
+        return f"{where}; {nan} {named}, and no replay shows whether FP32 fails too{few}"
 
     @property
     def advice(self) -> str:
@@ -537,32 +537,32 @@ ENDS = {"first_scale": "first_scale", "last_scale": "last_scale", "new_lows": "n
 SKIPS: tuple[Decision[Scaling], ...] = (
     Decision(
         RESTART,
-        "new scalers follow one another, and over one step in eight is skipped while those behind the first settle",
+        "new scalers replace one another, and over one step in eight is skipped while a later one settles",
         lambda it: it.skips_are == "raised" and it.restarts,
-        "{scalers} scalers follow one another: {new_scaler}; {cost} of {course.ran} steps were skipped while those "
-        "behind the first settled",
+        "{scalers} scalers replace one another: {new_scaler}; {cost} of {course.ran} steps were skipped while "
+        "later ones settled",
         {"skipped": "cost", "scalers": "scalers"},
         "{repair_of_restarts}",
     ),
     Decision(
         OSCILLATION,
-        "over one step in eight is skipped right after the loss scale has grown, and the scale does not fall",
+        "over one step in eight is skipped right after the loss scale grew, and the scale does not fall",
         lambda it: it.skips_are == "raised" and not it.restarts,
-        "the loss scale grows after {behind} (growth_interval={course.growth_interval:d}), and {cost} of {course.ran} "
-        "steps were skipped right behind that",
+        "the loss scale grows after {behind} (growth_interval={course.growth_interval:d}), and {cost} of "
+        "{course.ran} steps were skipped right after that",
         {"skipped": "cost", "growth_interval": "course.growth_interval"},
     ),
     Decision(
         "gradient-growth",
-        "at least 3 single skips after the scale had settled, and replays of each are finite at most 8 times lower",
+        "at least 3 single skips after the scale settled, each finite in replays at scales up to 8 times lower",
         lambda it: it.skips_are == "following",
-        "gradients grow, and the loss scale follows them from {first_scale} to {last_scale} in {new_lows:d} single "
-        "skips; replays are finite at lower ones and lose no gradient there",
+        "gradients grow, and the loss scale follows them from {first_scale} to {last_scale} in {new_lows:d} "
+        "single skips; at lower scales replays are finite and lose no gradient",
         ENDS,
     ),
     Decision(
         UNKNOWN,
-        "the loss scale keeps falling behind finite losses, and no replay has shown why",
+        "the loss scale keeps falling although losses are finite, and no replay shows why",
         lambda it: it.fails_by_itself and not it.to_blame,
         "gradients are not finite in {many:d} of {course.ran:d} steps, although the loss is; step {narrowest.step:d} "
         "narrows them down to {hit} groups: {groups}",
@@ -578,7 +578,7 @@ SKIPS: tuple[Decision[Scaling], ...] = (
     ),
     Decision(
         CALIBRATION,
-        "every skip is at the start or right after growth, or its step is finite at a lower scale: information",
+        "every skip is at the start, right after growth, or finite at a lower scale: information",
         lambda it: it.skips_are == "settling",
         "the scaler skipped {many:step} while the loss scale {settles}",
         {"skipped": "many", "scale": "course.settled_at", UNEXPLAINED: "unexplained", UNTOLD: "untold"},
@@ -590,9 +590,9 @@ SKIPS: tuple[Decision[Scaling], ...] = (
 LIMITS: tuple[Decision[Scaling], ...] = (
     Decision(
         RUNAWAY,
-        "the loss scale has grown beyond 2**32, and no gradient limits it",
+        "the loss scale grew beyond 2**32, and no gradient limits it",
         lambda it: it.is_limitless,
-        "the loss scale has grown to {last_scale}, and no gradient limits it",
+        "the loss scale grew to {last_scale}, and no gradient limits it",
         {"scale": "last_scale"},
         severity="warning",
     ),

@@ -102,7 +102,7 @@ class BadTensor:
     def repair(self) -> str:
         """Where to look for what wrote bad weights."""
         at = self.step.step
-        return f"look at step {at - 1}, whose update wrote them" if at else CODES[WEIGHTS].remedy
+        return f"check step {at - 1}, whose update wrote them" if at else CODES[WEIGHTS].remedy
 
 
 def bad_batch(record: Record) -> Iterator[BadTensor]:
@@ -164,39 +164,38 @@ def finite_in_fp32(record: Record, step: Step) -> list[Investigation]:
 TENSORS: tuple[Decision[BadTensor], ...] = (
     Decision(
         DATA,
-        "the step fails on a batch with inf or NaN where no healthy step has any, and FP32 does not come through it",
+        "the batch has inf or NaN, no healthy step's has, and the step fails in FP32 too",
         lambda bad: bad.counts.kind == "batch",
         "the batch of step {step.step:d} holds {values} in {place_in_batch}",
     ),
     Decision(
         WEIGHTS,
-        "a parameter or a buffer is inf or NaN before the forward pass; not of a mask that FP32 or a healthy step has",
+        "a parameter or a buffer is inf or NaN before the forward pass, and is no mask that FP32 or a healthy step has",
         lambda bad: not bad.is_left,
         "{counts.kind} {counts.name} holds {values} before the forward pass of step {step.step:d}{more}",
         remedy="{repair}",
     ),
     Decision(
         POISONED,
-        "a buffer is finite before the step and not after it, FP32 leaves it finite, and the loss is lost or an op "
-        "overflows",
+        "a buffer is finite before the step and not after it, but finite in FP32; the loss is lost or an op overflows",
         lambda bad: bad.is_shown,
-        "{left} and stays so: skipping a step does not restore buffers, and evaluation will use this one",
+        "{left} and stays so: a skipped step does not restore buffers, and evaluation will use this one",
         {"finite_in_fp32": "finite_in_fp32"},
     ),
     Decision(
         POISONED,
-        "the statistic of a norm is not finite at the end, or behind a step that was looked at for another reason",
+        "the statistic of a norm is not finite at the end, or after a step examined for another reason",
         lambda bad: bad.is_of_a_norm,
-        "{left}, whose own loss is finite: what overflows or is given inf or NaN in another pass, also in one whose "
-        "loss is not used, may have written it",
-        remedy="look for inf and NaN in what the model is given, and for what overflows, then reset the buffer",
+        "{left}, whose own loss is finite; an overflow, inf or NaN in another pass may have written it, even in "
+        "one whose loss is unused",
+        remedy="check the model's inputs for inf and NaN, and its ops for overflows; then reset the buffer",
     ),
     Decision(
         POISONED,
         "another buffer is not finite, and no loss shows it: information",
         lambda _: True,
-        "{left}, though the loss of that step is finite: the script may write that itself, or an op that leads to no "
-        "loss overflows",
+        "{left}, though the loss of that step is finite: the script may write that itself, or an op overflows "
+        "that leads to no loss",
         remedy="",
         severity="info",
     ),

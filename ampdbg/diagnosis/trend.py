@@ -114,7 +114,7 @@ def _ahead(reached: float, trend: Trend) -> Finding:
         "activation": f"{what_of(trend)} grows steadily, {span}, and would reach FP16's limit of 65,504 {near}",
         "gradient": f"the gradient of {trend.name} grows steadily, {span} without the loss scale, and would overflow "
         f"FP16 at any loss scale {near}",
-        "scale": f"the loss scale falls steadily, {span}, and would be at 1 {near}",
+        "scale": f"the loss scale falls steadily, {span}, and would reach 1 {near}",
     }
     severity: Severity = "warning" if reached - last <= NEAR * (last - first) else "info"
     evidence = {"value": trend.values[-1], "reached_at": round(reached)}

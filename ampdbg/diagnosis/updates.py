@@ -154,7 +154,7 @@ class HalfUpdates:
         apart = listed([f"{value:.0%} of the {what}" for what, value in parts.items() if value is not None])
         kinds = [f"{one.lost:.0%} ({one.kind})" for one in self.seen.kinds if (one.lost or 0.0) > MOST_OF_THE_UPDATE]
         by_kind = f"{listed(kinds)} and of all parameters together " if kinds else ""
-        return f"{by_kind}{self.seen.lost or 0.0:.0%} of the way that float32 weights go is lost ({apart})"
+        return f"{by_kind}{self.seen.lost or 0.0:.0%} of the float32 weights' way is lost ({apart})"
 
     @property
     def what_is_small(self) -> str:
@@ -166,11 +166,11 @@ class HalfUpdates:
         """Below which learning rate the updates of most entries of each kind are lost."""
         kinds = sorted(self.seen.kinds, key=lambda one: -(one.freezes_below or 0.0))
         known = [f"{number(one.freezes_below)} ({one.kind})" for one in kinds if one.freezes_below is not None]
-        return f"; most values stand still at learning rates below {listed(known)}" if known else ""
+        return f"; most values do not move at learning rates below {listed(known)}" if known else ""
 
     @property
     def cost(self) -> str:
-        """What it costs that parameters stand still."""
+        """The part of the fall of the loss that parameters cost which do not move."""
         return percent(self.seen.cost)
 
     @property
@@ -200,10 +200,10 @@ LOST = {"lost": "seen.lost", "lost_gradient": "seen.lost_gradient", "lost_decay"
 SPOILING: tuple[Decision[HalfUpdates], ...] = (
     Decision(
         SMALL_UPDATES,
-        "an update makes half weights inf or NaN where all gradients and the same update in FP32 are finite",
+        "an update makes half weights inf or NaN, while all gradients and the same update in FP32 are finite",
         lambda it: it.is_spoilt,
-        "the update of step {seen.spoilt_step:d} makes {named_spoilt} non-finite although all gradients are finite, "
-        "and so is the same update in FP32{why_spoilt}",
+        "the update of step {seen.spoilt_step:d} makes {named_spoilt} non-finite; all gradients, and the same "
+        "update in FP32, are finite{why_spoilt}",
         {"parameters": "seen.spoilt", "eps": "seen.vanishing_eps"},
         "{repair}",
     ),
@@ -212,15 +212,15 @@ SPOILING: tuple[Decision[HalfUpdates], ...] = (
 SMALL: tuple[Decision[HalfUpdates], ...] = (
     Decision(
         FROZEN,
-        "half weights lose over 90 % of the way that float32 masters go, and that counts in the fall of the loss",
+        "half weights lose over 90 % of the float32 masters' way, and that counts in the loss's fall",
         lambda it: bool(it.seen.frozen),
-        "{count:half parameter} hardly moved in {seen.steps:sampled step}: {still}, which costs {cost} of "
-        "the fall of the loss to first order; {shares}{forecast}",
+        "{count:half parameter} hardly moved in {seen.steps:sampled step}: {still}, which costs {cost} of the "
+        "loss's fall to first order; {shares}{forecast}",
         {"parameters": "names", **LOST},
     ),
     Decision(
         SMALL_UPDATES,
-        "no parameter stands still, and over half of the way of all is lost, that of gradients or of weight decay",
+        "every parameter moves, but over half of the masters' way is lost, by gradients or by weight decay",
         lambda it: it.is_lost,
         "in {seen.steps:sampled step} {shares}: the {what_is_small} mostly below half a unit in the last place of the "
         "weights{forecast}",
@@ -229,7 +229,7 @@ SMALL: tuple[Decision[HalfUpdates], ...] = (
     ),
     Decision(
         AVERAGE,
-        "an average of parameters that the script keeps in half loses over 90 % of the way that it goes in float32",
+        "an average of parameters, kept in half, loses over 90 % of the way that it goes in float32",
         lambda it: bool(it.averages),
         "{standing:half average} hardly moved in {slowest.steps:step}: {still_averages}; at a decay of "
         "{slowest.decay:g} no value moves whose weight is less than {apart_by} away from it",
@@ -237,10 +237,10 @@ SMALL: tuple[Decision[HalfUpdates], ...] = (
     ),
     Decision(
         STUCK,
-        "a second moment in half cannot decay at its beta2, and is over 4 times as large or small as float32's",
+        "a second moment in half cannot decay at its beta2, and differs from float32's by over 4 times",
         lambda it: bool(it.stuck),
-        "the second moments of {named_stuck} stick: with beta2 = {worst.beta:g} a step takes {taken_off:.1%} off, "
-        "which rounds back; after {worst.steps:step} they are {apart}",
+        "the second moments of {named_stuck} are stuck: with beta2 = {worst.beta:g} a step takes {taken_off:.1%} "
+        "off, which rounds back; after {worst.steps:step} they are {apart}",
         {"parameters": "stuck", "times": "worst.times", "beta2": "worst.beta"},
         severity="warning",
     ),
@@ -249,10 +249,10 @@ SMALL: tuple[Decision[HalfUpdates], ...] = (
 SUMS: tuple[Decision[HalfUpdates], ...] = (
     Decision(
         ACCUMULATION,
-        "the sum of 16 gradients or more is over a tenth from what it is in float32",
+        "the sum of 16 gradients or more is over a tenth from float32's",
         lambda it: (it.seen.lost_accumulation or 0.0) > LOST_OF_A_SUM,
-        "the sum of {seen.passes:d} gradients in half is {seen.lost_accumulation:.0%} from what it is in float32: a "
-        "gradient below half a unit in the last place of the sum is not added",
+        "the sum of {seen.passes:d} gradients in half is {seen.lost_accumulation:.0%} from float32's: half does "
+        "not add a gradient below half a unit in the sum's last place",
         {"lost": "seen.lost_accumulation", "passes": "seen.passes"},
         severity="warning",
     ),

@@ -1,7 +1,7 @@
 """The ways through a piece of code: which of its statements run after each other, by what its conditions are.
 
 The same condition has the same value wherever it stands on one way; what changes from one round of a loop to the next
-is asked anew in each.
+is asked again in each.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _branches(statement: ast.If, events_of: EventsOf[EventT], values: Values) ->
 
 
 def _matters(statement: ast.AST, events_of: EventsOf[EventT]) -> bool:
-    """Whether what stands under a condition has events, or leaves the block."""
+    """A branch of the condition has events, or leaves the block."""
     return any(
         isinstance(node, tuple(ENDINGS)) or (isinstance(node, ast.Call) and events_of(node))
         for node in ast.walk(statement)
@@ -157,7 +157,7 @@ def lasting(values: Values, changing: frozenset[str]) -> dict[str, bool]:
 
 
 def is_lasting(condition: str, changing: frozenset[str]) -> bool:
-    """Whether a condition depends on nothing that a loop assigns, and calls nothing that may answer otherwise."""
+    """A condition depends on nothing that a loop assigns, and calls nothing whose answer may change."""
     tree = ast.parse(condition, mode="eval")
     for node in ast.walk(tree):
         if isinstance(node, (ast.Name, ast.Attribute)) and ast.unparse(node) in changing:

@@ -39,7 +39,7 @@ def removed(document: Document, statement: ast.stmt) -> Edit:
 
 
 def is_movable(document: Document, statements: Sequence[ast.stmt]) -> bool:
-    """Whether neighbouring statements can be moved in or out: on their own lines, without text that goes over lines."""
+    """Neighbouring statements can be moved in or out: on their own lines, without text that goes over lines."""
     strings = (node for one in statements for node in ast.walk(one) if isinstance(node, (ast.Constant, ast.JoinedStr)))
     return document.has_own_lines(statements[0], statements[-1]) and not any(
         node.lineno != node.end_lineno and ("'''" in document.source(node) or '"""' in document.source(node))

@@ -87,10 +87,10 @@ def lint(paths: Sequence[str], settings: Settings) -> Linted:
     """
     below = list(files_below(paths, settings.exclude))
     if not below:
-        excluded = f", nor what pyproject.toml excludes ({', '.join(settings.exclude)})" if settings.exclude else ""
+        excluded = f", and what pyproject.toml excludes ({', '.join(settings.exclude)})" if settings.exclude else ""
         raise AmpdbgError(
-            f"{', '.join(paths)}: no Python file and no notebook is there; hidden folders, virtual environments, "
-            f"{', '.join(sorted(NEVER))} are not looked into{excluded}"
+            f"{', '.join(paths)}: no Python file or notebook there; ampdbg lint ignores hidden folders, virtual "
+            f"environments, {', '.join(sorted(NEVER))}{excluded}"
         )
     files = _each(below, partial(lint_file, settings=settings))
     roots = {file.root for file in files if file.uses_half}
@@ -136,13 +136,13 @@ def lint_file(found: SourcePath, settings: Settings) -> LintedFile:
         if not rules:
             return LintedFile(found.path, found.root, uses_half=uses_half)
         source = source_of(found.path, content)
-        told = list(findings_of(found.path, source, rules, settings))
+        shown = list(findings_of(found.path, source, rules, settings))
     except UnreadableSource as error:
         return LintedFile(found.path, found.root, problem=str(error))
     except UNPARSABLE as error:
         return LintedFile(found.path, found.root, problem=_unparsable(error))
-    sure = tuple(finding for finding, only in told if not only)
-    return LintedFile(found.path, found.root, sure, tuple(one for one, only in told if only), uses_half)
+    sure = tuple(finding for finding, only in shown if not only)
+    return LintedFile(found.path, found.root, sure, tuple(one for one, only in shown if only), uses_half)
 
 
 def _unparsable(error: Exception) -> str:
@@ -153,7 +153,7 @@ def _unparsable(error: Exception) -> str:
 
 
 def wanted_rules(content: bytes, settings: Settings) -> tuple[Rule, ...]:
-    """The rules that a file may break, as its bytes tell."""
+    """The rules that a file may break, by its bytes."""
     return tuple(
         rule
         for rule in RULES
@@ -170,16 +170,16 @@ def hits_of(document: Document, rules: Sequence[Rule], settings: Settings) -> li
     """
     facts = Facts(document)
     every = [hit for rule in rules for hit in rule.check(facts)]
-    told = [settings.wants(hit.code) and not is_ignored(document, hit) for hit in every]
+    shown = [settings.wants(hit.code) and not is_ignored(document, hit) for hit in every]
     held_back = {
-        id(hit.fix) for hit, is_told in zip(every, told, strict=True) if not is_told or breaks_f_string(document, hit)
+        id(hit.fix) for hit, is_kept in zip(every, shown, strict=True) if not is_kept or breaks_f_string(document, hit)
     }
-    kept = (hit for hit, is_told in zip(every, told, strict=True) if is_told)
+    kept = (hit for hit, is_kept in zip(every, shown, strict=True) if is_kept)
     return [replace(hit, fix=None) if id(hit.fix) in held_back else hit for hit in kept]
 
 
 def is_ignored(document: Document, hit: RuleHit) -> bool:
-    """Whether a line of the hit says ``# ampdbg: ignore``, or names the code there; of a statement its last one too."""
+    """A line of the hit says ``# ampdbg: ignore``, or names the code there; a statement's last line counts too."""
     statement = document.statement(hit.node)
     lines = {hit.node.lineno, statement.lineno}  # type: ignore[attr-defined]
     if not hasattr(statement, "body"):

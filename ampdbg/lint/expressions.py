@@ -32,7 +32,7 @@ def argument(call: ast.Call, keyword: str, index: int | None = None) -> ast.expr
 
 
 def takes_stars(call: ast.Call) -> bool:
-    """Whether arguments are given that cannot be read."""
+    """Some arguments cannot be read."""
     return any(isinstance(one, ast.Starred) for one in call.args) or any(one.arg is None for one in call.keywords)
 
 

@@ -1,4 +1,4 @@
-"""What a file's objects are, as far as its lines tell: its scalers, optimizers, schedulers and autocast regions."""
+"""What a file's objects are, as far as its lines show: its scalers, optimizers, schedulers and autocast regions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class AutocastUse:
 
     @property
     def is_half(self) -> bool:
-        """Whether it lowers to float16, for all that is known."""
+        """It lowers to float16, as far as is known."""
         return self.dtype == "float16" and self.enabled is not False
 
 
@@ -60,15 +60,14 @@ class Facts:
     # Objects
 
     def is_scaler(self, node: ast.AST | None) -> bool:
-        """Whether an expression is a GradScaler: made as one, or used as one (``s.scale(loss).backward()``)."""
+        """An expression is a GradScaler: made as one, or used as one (``s.scale(loss).backward()``)."""
         return self._is("scaler", node)
 
     def is_optimizer(self, node: ast.AST | None) -> bool:
-        """Whether an expression is an optimizer of torch's kind: made as one, or handed to a scaler or scheduler."""
+        """An expression is an optimizer of torch's kind: made as one, or passed to a scaler or scheduler."""
         return self._is("optimizer", node)
 
     def is_scheduler(self, node: ast.AST | None) -> bool:
-        """Whether an expression is a learning-rate scheduler."""
         return self._is("scheduler", node)
 
     def _is(self, kind: Traced, node: ast.AST | None) -> bool:
@@ -86,7 +85,7 @@ class Facts:
         return bool(made) and all(self._is(kind, value) for value in made)
 
     def _is_handed(self, value: ast.AST, key: tuple[object, str]) -> bool:
-        """Whether a call is handed a variable: ``amp.initialize`` and its like give back what that was."""
+        """A call takes a variable, and returns what it was, as ``amp.initialize`` does."""
         return isinstance(value, ast.Call) and key in map(self.document.key, value.args)
 
     def _is_used(self, kind: Traced, node: ast.AST) -> bool:
@@ -102,7 +101,7 @@ class Facts:
         return {self.document.key(one) for one in scaled if isinstance(one, (ast.Name, ast.Attribute))}
 
     def is_scaled(self, optimizer: ast.expr) -> bool:
-        """Whether a scaler steps or unscales it."""
+        """A scaler steps or unscales it."""
         return self.document.key(optimizer) in self._scaled
 
     @cached_property
@@ -133,18 +132,18 @@ class Facts:
         return list(filter(self.is_scaler, self.document.calls))
 
     def is_surely_on(self, scaler: ast.Call) -> bool:
-        """Whether a scaler is made without ``enabled``, or with True."""
+        """A scaler is made without ``enabled``, or with True."""
         enabled = argument(scaler, "enabled")
         most = 5 if self.document.call_origin(scaler) == "torch.cuda.amp.GradScaler" else 6
         return not takes_stars(scaler) and len(scaler.args) < most and (enabled is None or constant(enabled) is True)
 
     @cached_property
     def mentions_scaler(self) -> bool:
-        """Whether the file holds anything that may scale a loss: where it does, none is missing for sure."""
+        """The file holds something that may scale a loss: a scaler may be there."""
         return re.search(r"(?i)scaler|scale_loss|loss_scale|accelerat|fabric|deepspeed", self.document.text) is not None
 
     def is_clip(self, call: ast.Call) -> bool:
-        """Whether a call clips gradients by a function of torch's; one whose limit is infinite only measures them."""
+        """A call clips gradients by a function of torch's; one with an infinite limit only measures them."""
         if self.document.call_origin(call).replace(HOMES_OF_CLIPS, "torch.nn.utils.") not in CLIPS:
             return False
         return number(argument(call, "max_norm", 1)) != math.inf
@@ -226,7 +225,7 @@ class Facts:
                 yield classes[whole.func.id]
 
     def runs_in_half(self, node: ast.AST) -> bool:
-        """Whether a node surely runs under float16's autocast."""
+        """A node surely runs under float16's autocast."""
         region = self.region(node)
         if region is not None:
             return region.is_half

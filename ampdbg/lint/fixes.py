@@ -33,9 +33,10 @@ def fixed(text: str, hits_of: Callable[[Document], Sequence[RuleHit]]) -> str:
 
 
 def breaks_f_string(document: Document, hit: RuleHit) -> bool:
-    """Whether the fix of a hit would put into an f-string what Pythons before 3.12 do not take there.
+    """The fix of a hit would put something into an f-string that Pythons before 3.12 refuse there.
 
-    That is a quote of its own kind, or a backslash. Of one that goes over lines they do not know what stands where.
+    That is a quote of the string's own kind, or a backslash. In an f-string over several lines they know no node's
+    place.
     """
     if hit.fix is None:
         return False
@@ -95,7 +96,7 @@ def _edited(text: str, edits: Sequence[Edit]) -> str:
 
 
 def _is_imported(document: Document, name: str) -> bool:
-    """Whether the module's own imports bind a name to itself."""
+    """The module's own imports bind a name to itself."""
     imports = (node for node in document.tree.body if isinstance(node, ast.Import))  # type: ignore[attr-defined]
     return any(alias.name.partition(".")[0] == name and not alias.asname for node in imports for alias in node.names)
 

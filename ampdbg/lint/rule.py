@@ -56,7 +56,7 @@ class Rule:
     Those are words, several with a bar between them where one is enough; ``pattern`` is a regular expression, which is
     far slower to look for, and is found in them too.
 
-    ``since`` is the torch from which on it is wrong: a project that asks for an older one is not told.
+    ``since`` is the torch from which on it is wrong: a project that allows an older one gets no finding.
 
     In an example of ``invalid`` the lines that are found end with ``# <-`` and their code; nothing is found in those of
     ``valid``.
@@ -75,7 +75,7 @@ class Rule:
         return [[word.encode() for word in words.split("|")] for words in self.mentions]
 
     def may_find(self, content: bytes) -> bool:
-        """Whether a file may hold something for it, as its bytes tell."""
+        """A file's bytes hold one of the rule's words."""
         is_mentioned = all(any(word in content for word in words) for words in self._mentions)
         return is_mentioned and re.search(self.pattern.encode(), content) is not None
 

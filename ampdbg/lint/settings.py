@@ -42,7 +42,7 @@ class Settings:
     torch: tuple[int, int] | None = None
 
     def wants(self, code: str) -> bool:
-        """Whether a code is to be told."""
+        """The settings select the code."""
         is_selected = not self.select or any(map(code.startswith, self.select))
         return is_selected and not any(map(code.startswith, self.ignore))
 
@@ -74,9 +74,9 @@ def _table(file: Path) -> Settings:
     for key, value in table.items():
         name = f"{file}: [tool.ampdbg.lint] {key}"
         if key not in KEYS:
-            raise ConfigError(f"{name}: no such key; allowed are {', '.join(KEYS)}")
+            raise ConfigError(f"{name}: no such key; allowed: {', '.join(KEYS)}")
         if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-            raise ConfigError(f"{name}: got {value!r}; needed: a list of texts")
+            raise ConfigError(f"{name}: got {value!r}; needed: a list of strings")
         if key != "exclude":
             _check_codes(name, value)
         values[key] = tuple(value)
@@ -93,7 +93,7 @@ def _below(data: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
 def _check_codes(where: str, codes: Sequence[str]) -> None:
     for code in codes:
         if not code or not any(known.startswith(code) for known in CODES):
-            raise ConfigError(f"{where}: {code!r} is no code of a rule; allowed are {', '.join((*PARTS, *CODES))}")
+            raise ConfigError(f"{where}: {code!r} is no code of a rule; allowed: {', '.join((*PARTS, *CODES))}")
 
 
 def _oldest_torch(start: Path) -> tuple[int, int] | None:

@@ -99,7 +99,9 @@ def _below(given: str, exclude: Sequence[str]) -> Iterator[SourcePath]:
         entries = [entry for entry in entries if not _is_excluded(_shown(entry.path), entry.name, exclude)]
         for entry in entries:
             if os.path.isdir(entry.path) and _leads_back(entry, folder):
-                yield SourcePath(_shown(entry.path), root, "a link in a circle, which is not followed")
+                yield SourcePath(
+                    _shown(entry.path), root, "a link that leads to itself, which ampdbg lint does not follow"
+                )
             elif not os.path.isdir(entry.path) and entry.name.endswith(SUFFIXES):
                 yield SourcePath(_shown(entry.path), root)
         below = [entry.path for entry in entries if _is_new(entry.path, entered)]
@@ -124,7 +126,7 @@ def _shown(path: str) -> str:
 
 
 def _leads_back(entry: os.DirEntry[str], folder: str) -> bool:
-    """Whether a link leads to a folder that it is below."""
+    """A link leads to a folder above itself."""
     return entry.is_symlink() and Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(entry.path))
 
 
@@ -162,7 +164,7 @@ def source_of(path: str, content: bytes) -> SourceText:
 
 
 def _notebook(content: bytes) -> SourceText:
-    """The code cells, each under a comment that tells where it begins, so that a fix can be put back into it."""
+    """The code cells, each under a comment with its place, so that a fix can be put back into it."""
     try:
         notebook = content.decode("utf-8")
         cells = [(number, _cell_text(cell)) for number, cell in enumerate(json.loads(notebook)["cells"], start=1)
@@ -188,7 +190,7 @@ def _cell_text(cell: dict[str, object]) -> str:
 
 
 def _plain(cell: str) -> str:
-    """A cell with ``pass`` in the place of each line that is IPython's alone."""
+    """A cell with ``pass`` instead of each line that is IPython's alone."""
     return _MAGIC.sub(lambda line: f"{line[1]}{_STANDS_IN}{line[2].encode().hex()}", cell)
 
 
@@ -208,7 +210,7 @@ def content_of(source: SourceText, text: str) -> bytes:
     end = "\n" if source.notebook.endswith("\n") else ""
     before, *parts = _HEADS.split(text)
     if before or json.dumps(data, indent=1, ensure_ascii=False) + end != source.notebook:
-        raise UnreadableSource("cannot be fixed in its form; open it in Jupyter, save it, and try again")
+        raise UnreadableSource("cannot be fixed in its own format; open it in Jupyter, save it, and try again")
     for number, cell in zip(parts[::2], parts[1::2], strict=True):
         made = _with_magic(cell.removesuffix("\n"))
         old = data["cells"][int(number) - 1]["source"]

@@ -50,7 +50,6 @@ class TrainingLoop:
 
     @property
     def body(self) -> Sequence[ast.stmt]:
-        """Its statements."""
         body: Sequence[ast.stmt] = self.node.body  # type: ignore[attr-defined]
         return body
 
@@ -99,7 +98,7 @@ class TrainingLoop:
                 yield hit
 
     def _is_counted(self, node: ast.AST) -> bool:
-        """Whether the loop steps by the count of its micro-batches."""
+        """The loop steps by the count of its micro-batches."""
         steps = [call.node for call in self.calls if call.kind in STEPS]
         document = self.facts.document
         tests = [
@@ -144,8 +143,8 @@ def _written_by(after: Sequence[LoopCall], places: dict[str, int]) -> tuple[int,
     if len(places) < 2:
         return tuple(places.values())
     until = list(itertools.takewhile(lambda call: call.kind != "backward", after))
-    told = [places[text] for call in until if call.kind in (*STEPS, "unscale") for text in call.about if text in places]
-    return tuple(dict.fromkeys(told))
+    done = (one for call in until if call.kind in (*STEPS, "unscale") for one in call.about if one in places)
+    return tuple(dict.fromkeys(places[text] for text in done))
 
 
 def _with_amp(
@@ -207,7 +206,7 @@ def _smallest(document: Document, unit: ast.AST, calls: Sequence[LoopCall]) -> a
 
 
 def _touches_gradients(unit: ast.AST) -> bool:
-    """Whether code reads or writes ``.grad`` by hand, but for clearing it: it may unscale by hand."""
+    """Code reads or writes ``.grad`` by hand, other than to clear it: it may unscale by hand."""
     cleared = {
         id(target)
         for node in ast.walk(unit)
@@ -263,9 +262,9 @@ def _lists(facts: Facts, calls: Sequence[LoopCall]) -> set[ast.AST]:
 
 
 def _hides(facts: Facts, node: ast.Call, helpers: set[str], lists: set[ast.AST]) -> bool:
-    """Whether a call may do with scaler, optimizer or gradients what cannot be seen here.
+    """A call may do something unseen with scaler, optimizer or gradients.
 
-    One that lists parameters does nothing to their gradients, unless it is handed the scaler too.
+    One that lists parameters does nothing to their gradients, unless it takes the scaler too.
     """
     name = ast.unparse(node.func).rpartition(".")[2]
     if name in helpers:

@@ -179,7 +179,7 @@ def _driver() -> Driver:
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
     rows = [row for row in rows if len(row) == len(fields.split(",")) and re.fullmatch(r"\d[\d.]*", row[0])]
     if not rows and text.strip() and "No devices" not in text:
-        return Driver(problem="what it answers is no list of GPUs")
+        return Driver(problem="its answer is no list of GPUs")
     gpus = tuple(_gpu(name, [*map(int, re.findall(r"\d+", "".join(cap)))]) for _, name, *cap in rows)
     return Driver(rows[0][0] if rows else "", gpus=gpus)
 
@@ -201,7 +201,7 @@ def _nvcc() -> tuple[str, str]:
 
 
 SCALED = "fp16 is autocast with a GradScaler"
-DROPPED = "fp16 is dropped without a word, and trains in FP32"
+DROPPED = "fp16 is dropped silently: it trains in FP32"
 TO_BFLOAT16 = "16-mixed becomes bf16-mixed, with a warning"
 
 LIGHTNING = ("AMP with fp16 is not supported on", TO_BFLOAT16, SCALED)

@@ -29,13 +29,13 @@ UNITS: Mapping[str, tuple[tuple[int, int], str, str, str]] = {
     TENSOR_CORES: (
         (7, 0),
         "yes: FP16 products, added in FP32",
-        "FP16 saves memory here, and hardly any time",
+        "FP16 saves memory here, but hardly any time",
         "stay in FP32 unless memory is short",
     ),
     BFLOAT16: (
         (8, 0),
         "native: FP32's range, so that no loss scale is needed",
-        "torch.cuda.is_bf16_supported() is True all the same, since it counts emulation",
+        "torch.cuda.is_bf16_supported() is still True, because it counts emulation",
         "use FP16 with a GradScaler, or FP32",
     ),
 }
@@ -61,12 +61,12 @@ def _torch(machine: Machine) -> Iterator[Judgment]:
         yield Judgment("torch", "bad", "not installed; ampdbg needs it", "pip install torch")
     elif not torch.imported:
         says = f"{torch.version} cannot be imported: {torch.problem}"
-        yield Judgment("torch", "bad", says, 'python -c "import torch" shows all of it')
+        yield Judgment("torch", "bad", says, 'python -c "import torch" shows the full error')
     else:
         build = f"for CUDA {torch.cuda}" if torch.cuda else f"for ROCm {torch.hip}" if torch.hip else "for the CPU only"
         why = torch.problem or torch.problems.get("device", "no answer")
         on = f"ampdbg runs on {torch.device}" if torch.device else f"asked for its device: {why}"
-        advice = "" if torch.device else "--device cpu asks no driver"
+        advice = "" if torch.device else "--device cpu needs no driver"
         yield Judgment("torch", "good" if torch.device else "bad", f"{torch.imported}, built {build}; {on}", advice)
 
 
@@ -87,14 +87,14 @@ def _gpu(machine: Machine) -> Iterator[Judgment]:
         yield Judgment("GPU", "plain", "Apple's, as torch's device mps; ampdbg does not use it, and runs on the CPU")
     else:
         raised = torch.problems.get("gpus", "")
-        yield Judgment("GPU", "doubtful" if raised else "plain", raised or "none that torch or nvidia-smi knows of")
+        yield Judgment("GPU", "doubtful" if raised else "plain", raised or "torch and nvidia-smi find none")
 
 
 def _why_unseen(machine: Machine) -> tuple[str, str]:
     """What keeps torch from a GPU that nvidia-smi lists, as far as it is known, and what to do."""
     torch = machine.torch
     if not torch.imported:
-        return "torch cannot be asked whether it sees it", ""
+        return "torch could not say whether it sees it", ""
     if not torch.cuda:
         return "this torch is not built for CUDA", "install torch's CUDA build: https://pytorch.org/get-started"
     if machine.visible is not None:
@@ -120,14 +120,14 @@ def _units(machine: Machine) -> Iterator[Judgment]:
 
 
 def judged_unit(unit: str, gpu: Gpu) -> Judgment:
-    """Whether the GPU has it; good where its capability is not known."""
+    """The judgment of the GPU's unit; good where its capability is not known."""
     begins, has, lacks, advice = UNITS[unit]
     if unit is TENSOR_CORES and GTX_16 in gpu.name:
         says = "none in the GTX 16 series, and some of its FP16 kernels give NaN where nothing overflows"
-        return Judgment(unit, "bad", says, "stay in FP32; --device cpu tells its NaN from the model's")
+        return Judgment(unit, "bad", says, "stay in FP32; --device cpu shows whether a NaN is the GPU's or the model's")
     if gpu.capability is None or gpu.capability >= begins:
         return Judgment(unit, "good", has)
-    says = f"none: that begins at {_dotted(begins)}, this is {_dotted(gpu.capability)}; {lacks}"
+    says = f"none: it starts at {_dotted(begins)}, this is {_dotted(gpu.capability)}; {lacks}"
     return Judgment(unit, "doubtful", says, advice)
 
 
@@ -156,7 +156,7 @@ def _major(version: str) -> int:
 
 
 def _serves(kernel: str, capability: tuple[int, int]) -> bool:
-    """Whether ``sm_80``, ``sm_90a`` or ``compute_90`` runs there: binaries in one major version, PTX on all later."""
+    """``sm_80``, ``sm_90a`` or ``compute_90`` runs there: binaries in one major version, PTX on all later."""
     name = re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", kernel)
     built = (int(name[2]), int(name[3])) if name else capability
     return built <= capability and (kernel.startswith("compute") or built[0] == capability[0])
@@ -171,7 +171,7 @@ def _arithmetic(machine: Machine) -> Iterator[Judgment]:
         yield Judgment("TF32", "plain", says, "set it to False to compare with true FP32")
     elif torch.flags:
         yield Judgment(
-            "TF32", "plain", f"torch's default: on in {tf32}; no effect here, it takes compute capability 8.0"
+            "TF32", "plain", f"torch's default: on in {tf32}; no effect here, where it needs compute capability 8.0"
         )
     if SUMS in torch.flags:
         does = "may add parts of an FP16 product in FP16" if torch.flags[SUMS] else "adds FP16 products in FP32"
@@ -193,8 +193,12 @@ def _frameworks(machine: Machine) -> Iterator[Judgment]:
         lacks = (
             ", which is not installed" if does.endswith("accelerate") and "accelerate" not in machine.frameworks else ""
         )
-        says = f"{does}{lacks} (read in the source)" if does else "what fp16 becomes here was not found in the source"
-        advice = "such a run says nothing of FP16" if does in loses else ""
+        says = (
+            f"{does}{lacks} (read in the source)"
+            if does
+            else ("ampdbg did not find in its source what fp16 becomes here")
+        )
+        advice = "such a run says nothing about FP16" if does in loses else ""
         yield Judgment("framework", "doubtful" if advice else "plain", f"{listed(names)}: {says}", advice)
 
 
@@ -206,8 +210,8 @@ def _emulation(machine: Machine) -> Iterator[Judgment]:
         )
     elif torch.imported:
         says = (
-            "CUDA's autocast on the CPU: FP16 operands, products added in FP32, each result and gradient rounded once; "
-            "a GPU adds in another order, so that last bits may differ"
+            "CUDA's autocast on the CPU: FP16 operands, products added in FP32, each result and gradient rounded "
+            "once; a GPU adds in another order, so the last bits may differ"
         )
         yield Judgment("emulation", "good", says)
     if torch.op_lists:

@@ -49,11 +49,7 @@ import torch
 
 AFTER_ONE = "after the model is built and before it is compiled or wrapped"
 AFTER_SEVERAL = "when all of its modules are made, and before it is compiled"
-SEVERAL = """
-The script has several models. It takes, also where DataParallel or its like wraps it:
-
-{}
-"""
+SEVERAL = "\nThe script has several models. Call it with these, wrapped in DataParallel or not:\n\n{}\n"
 
 
 def module_text(names: Sequence[str], roots: Sequence[RootModel] = ()) -> str:
@@ -84,7 +80,7 @@ def edit_factory(source: bytes, maker: str | Making, pins: Sequence[str]) -> Edi
 
     Args:
         source: the file's bytes.
-        maker: what makes the model there: the name of a function, of an ``nn.Module`` class, or of a variable that
+        maker: what creates the model there: the name of a function, of an ``nn.Module`` class, or of a variable that
             holds the model; or the line, counted in ``source``.
         pins: as the ``names`` of :func:`module_text`.
     """
@@ -94,7 +90,7 @@ def edit_factory(source: bytes, maker: str | Making, pins: Sequence[str]) -> Edi
         _check_names(text.module, functions)
         index, module = with_model_kept(text, maker)
         added = [apart(_parsed(body, module.default_indent), 2) for body in functions.values()]
-        # What the helper stands in front of keeps its own comment lines.
+        # The code after the helper keeps its own comment lines.
         body = [*module.body[:index], *added, apart(module.body[index], 2), *module.body[index + 1 :]]
         for package in ("torch", "functools"):
             module = with_imported(module.with_changes(body=body), package)
@@ -109,17 +105,17 @@ def _check_names(module: cst.Module, functions: Collection[str]) -> None:
     """The helper calls torch and functools by these names, and its functions have names of their own.
 
     Raises:
-        EditError: one of the names stands for something else in the file.
+        EditError: one of the names means something else in the file.
     """
     there = {node.name.value for node in module.body if isinstance(node, cst.FunctionDef)}
     if FUNCTION in there:
-        raise EditError(f"it has a function {FUNCTION} already; add the modules to it by hand, or rename it")
+        raise EditError(f"it already has a function {FUNCTION}; add the modules to it by hand, or rename it")
     imports = imports_of(module.body)
     assigned = set().union(*map(names_assigned, module.body)) - imports.keys()
     meant = {"torch": "torch", "functools": "functools"}
     for name in (*meant, *functions):
         if name in assigned or imports.get(name, name) != meant.get(name, name):
-            raise EditError(f"the name {name} stands for something else in this file; rename that first")
+            raise EditError(f"the name {name} means something else in this file; rename that first")
 
 
 def _parsed(text: str, indent: str) -> Statement:
@@ -151,7 +147,9 @@ def with_model_kept(text: SourceFile, maker: str | Making) -> tuple[int, cst.Mod
     if isinstance(maker, Making):
         known, line = maker.known, text.at(maker.line).line
         if maker.is_wrapped:
-            raise EditError("the line wraps the model that it makes; make that on a line of its own first", maker.line)
+            raise EditError(
+                "the line creates the model and wraps it; create the model on its own line first", maker.line
+            )
     else:
         made = _named(text.module, maker)
         if isinstance(made, cst.ClassDef):
@@ -172,8 +170,10 @@ def _named(module: cst.Module, name: str) -> cst.FunctionDef | cst.ClassDef | cs
         if isinstance(node, cst.SimpleStatementLine) and name in assigned_codes(node):
             return node
     if name == THE_SCRIPT:
-        raise EditError("no line of it is to blame alone, and no one place is known where the script makes its model")
-    raise EditError(f"{name} is not defined at the top of this file; it may be imported, or made in a condition")
+        raise EditError(
+            "ampdbg can blame no single line of it, and knows no single place where the script creates its model"
+        )
+    raise EditError(f"{name} is not defined at the top of this file; it may be imported, or defined under a condition")
 
 
 def _return_of(function: cst.FunctionDef) -> cst.SimpleStatementLine:
@@ -183,7 +183,9 @@ def _return_of(function: cst.FunctionDef) -> cst.SimpleStatementLine:
     is_plain = function.asynchronous is None and not any(isinstance(node, cst.Yield) for node in _own_nodes(function))
     if len(returns) != 1 or not is_plain:
         name = function.name.value
-        raise EditError(f"{name} has no one line that returns its model; make the model in a function that has")
+        raise EditError(
+            f"{name} has no single line that returns its model; create the model in a function that has one"
+        )
     return returns[0]
 
 
@@ -198,9 +200,9 @@ def _init_of(node: cst.ClassDef) -> tuple[cst.IndentedBlock, str]:
     method = next((method for method in methods if method.name.value == "__init__"), None)
     first = [*method.params.posonly_params, *method.params.params][:1] if method is not None else []
     if method is None or not first or not isinstance(method.body, cst.IndentedBlock):
-        raise EditError(f"{node.name.value} has no __init__ of its own; make the model in a function")
+        raise EditError(f"{node.name.value} has no __init__ of its own; create the model in a function")
     if any(isinstance(item, cst.Return) for item in _own_nodes(method.body)):
-        raise EditError("its __init__ returns early; call the helper where the model is made")
+        raise EditError("its __init__ returns early; call the helper where the model is created")
     return method.body, first[0].name.value
 
 
@@ -210,7 +212,7 @@ def _with_line_kept(text: SourceFile, line: cst.SimpleStatementLine, known: Sequ
     A line that gives a part to a model with the names ``known`` is followed by the call for that.
     """
     if len(line.body) > 1:
-        raise EditError("several statements are on the line; put what makes the model on one of its own", number)
+        raise EditError("the line holds several statements; create the model on its own line", number)
     small = line.body[0]
     value = small.value if isinstance(small, (cst.Assign, cst.AnnAssign, cst.Return)) else None
     whole = [target for target in targets(small) if not isinstance(target, NOT_ONE) and not any(find(target, cst.Call))]
@@ -221,12 +223,10 @@ def _with_line_kept(text: SourceFile, line: cst.SimpleStatementLine, known: Sequ
         return cst.ensure_type(text.module.deep_replace(small, kept), cst.Module)
     if known and not {*names} & {*known}:
         if text.is_in_loop(line):
-            raise EditError("the model gets its parts in a loop; call the helper behind it by hand", number)
+            raise EditError("a loop adds the model's parts; call the helper after that loop by hand", number)
         names = [name for name in known if name in read] or list(known)
     elif not names or value is None or isinstance(value, NOT_ONE):
-        raise EditError(
-            "no one call makes the model there and gives it a name; write it as one, as in model = Net()", number
-        )
+        raise EditError("no single call there creates the model and names it; write one, such as model = Net()", number)
     behind = cst.FlattenSentinel([line, _call_line(names[0])])
     return cst.ensure_type(text.module.deep_replace(line, behind), cst.Module)  # type: ignore[type-var]
 
@@ -278,7 +278,7 @@ def _own_lines_in_fp32(module, *args, **kwargs):
     autocast = device_type, dtype, True, torch.is_autocast_cache_enabled()
     _autocast_inner_modules(module, autocast)
     args, kwargs = torch.utils._pytree.tree_map(_cast_up, (args, kwargs))
-    # This dtype without a cache tells the inner modules that autocast was left here.
+    # This dtype without a cache shows the inner modules that autocast was left here.
     with torch.autocast(device_type, torch.float32, enabled=False, cache_enabled=False):
         return type(module).forward(module, *args, **kwargs)
 

@@ -26,7 +26,7 @@ MASKS = ("masked_fill", "masked_fill_")
 """Those of them that take nothing but a number."""
 
 CREATES = {"tensor": 0, "scalar_tensor": 0, "full": 1}
-"""Functions that make a tensor of a number, of a dtype that they are told, and which argument the number is."""
+"""Functions that make a tensor of a number, of a dtype in their arguments, and which argument the number is."""
 
 LEAST_VALUES = ("clamp", "clamp_", "clamp_min", "clamp_min_", "clip", "clip_")
 """Methods whose first argument, or ``min``, is the least value that they leave; torch has them as functions too."""
@@ -41,9 +41,9 @@ FLOATS = ("float", "float32")
 """How torch's float32 is called."""
 
 Replacements = Iterator[tuple[cst.BaseExpression, str]]
-"""Constants, and what is to stand in the place of each."""
+"""Constants, and what replaces each."""
 
-NOTHING = "no constant stands there that could be kept within the range of half"
+NOTHING = "the line has no constant that can be kept within the range of half"
 
 
 def edit_constants(source: bytes, lines: Collection[int], half: Collection[str] = ()) -> Edited:
@@ -56,7 +56,7 @@ def edit_constants(source: bytes, lines: Collection[int], half: Collection[str] 
     Args:
         source: the file's bytes.
         lines: a line of each statement, from 1.
-        half: expressions that held half tensors there, as they stand in the source.
+        half: expressions that held half tensors there, as the source spells them.
 
     Returns:
         The new file, or the reason why it is as it was.
@@ -71,7 +71,7 @@ def edit_constants(source: bytes, lines: Collection[int], half: Collection[str] 
             torch, is_missing = torch_in(bindings)
             constants = _Constants(bindings, frozenset(half), torch)
             found = dict(constants.replaced(located.line))
-            # A name may stand for a number or for a tensor: it is edited where no number is written out.
+            # A name may be a number or a tensor: it is edited where no number is written out.
             numbers = {constant: text for constant, text in found.items() if _value(constant) is not None}
             found = numbers or dict(constants.clamped(located.line)) or found
             if not found:
@@ -95,7 +95,9 @@ def _refuse_comparisons(code: cst.CSTNode) -> None:
     for comparison in find(code, cst.Comparison):
         parts = [comparison.left, *(target.comparator for target in comparison.comparisons)]
         if any((value := _value(part)) is not None and FLOAT16.largest < abs(value) < math.inf for part in parts):
-            raise EditError("the code compares with a number that half cannot hold; that would change its meaning")
+            raise EditError(
+                "the code compares with a number that half cannot hold; another number would change its meaning"
+            )
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ class _Constants:
         return f"{self.torch}.finfo"
 
     def replaced(self, statement: cst.CSTNode) -> Replacements:
-        """Each constant that half cannot hold, and what is to stand in its place."""
+        """Each constant that half cannot hold, and what replaces it."""
         cast = {id(node) for owner, _ in self.clamped(statement) for node in walk(owner)}
         for node in walk(statement):
             match node:
@@ -179,7 +181,7 @@ class _Constants:
     def _filled(
         self, constant: cst.BaseExpression | None, owner: cst.BaseExpression, *, is_number: bool = False
     ) -> Replacements:
-        """A number that is written into ``owner``, or what ``is_number`` or may stand for one."""
+        """A number that is written into ``owner``, or what ``is_number`` or may be one."""
         match constant:
             case cst.Call(func=cst.Attribute(attr=cst.Name(value="tensor")), args=[cst.Arg(value=inner)]):
                 constant = inner
@@ -187,7 +189,7 @@ class _Constants:
             yield from self._within(constant, f"{tensor}.dtype", is_number=is_number)
 
     def _within(self, constant: cst.BaseExpression | None, dtype: str, *, is_number: bool = False) -> Replacements:
-        """A number, or what ``is_number`` or may stand for one, within the range of a dtype."""
+        """A number, or what ``is_number`` or may be one, within the range of a dtype."""
         if constant is None:
             return
         value = _value(constant)
@@ -197,7 +199,7 @@ class _Constants:
             yield constant, f"max({spelled(constant)}, {self.finfo}({dtype}).min)"
 
     def _multiplied(self, constant: cst.BaseExpression, other: cst.BaseExpression) -> Replacements:
-        """A mask's number, or a name that may stand for one beside a half tensor."""
+        """A mask's number, or a name that may be one beside a half tensor."""
         tensor = self._tensor_of(other)
         if not tensor:
             return
@@ -249,7 +251,7 @@ class _Constants:
         return next(seen, "") or next(filter(self._may_be_tensor, plain), "")
 
     def _may_be_tensor(self, name: str) -> bool:
-        """Whether a plain name is one of the function's own that is no number and no ``self``."""
+        """A plain name belongs to the function and is neither a number nor ``self``."""
         is_local = name in self.bindings.local and name not in self.bindings.numbers
         return is_local and name not in ("self", "cls") and name not in self.bindings.imports
 

@@ -53,7 +53,7 @@ class LinePin:
         function: its ``co_name``, or its whole qualified name (``Block.forward``), by which it is that one alone; ""
             for whatever stands on the lines, ``<module>`` for the module's own code.
         lines: counted from 1.
-        callee: what is called, as it stands in the source: ``self.attn``, ``self.blocks[0]``, ``block`` in a loop.
+        callee: what is called, as the source spells it: ``self.attn``, ``self.blocks[0]``, ``block`` in a loop.
     """
 
     function: str
@@ -194,7 +194,7 @@ def _located(pin: LinePin, number: int, source: SourceFile) -> Located:
         where = ".".join(located.qualname) or "no function"
         raise EditError(f"the file has changed since the run: the line is in {where}, not in {pin.function}")
     if located.is_off:
-        raise EditError("autocast is off there already; cast its half inputs with .float()")
+        raise EditError("autocast is already off there; cast its half inputs with .float()")
     function = located.function
     if function is not None and any("jit.script" in dotted(each.decorator) for each in function.decorators):
         raise EditError(f"{function.name.value} is scripted, and TorchScript does not support such a block")
@@ -347,7 +347,7 @@ class _Suite:
         found.sort(key=lambda text: (text in casts.unsure, text not in self.bindings.local, not text.isidentifier()))
         if not found:
             is_traced = any(piece.names.half | piece.names.full for piece in pieces)
-            raise EditError("no named tensor is there to take the device from" if is_traced else NOT_TRACED)
+            raise EditError("it has no named tensor whose device could be used" if is_traced else NOT_TRACED)
         return f"{found[0]}.device.type"
 
     def with_off(self, device_type: str, body: Sequence[cst.BaseStatement]) -> cst.With:
@@ -389,7 +389,7 @@ def _end_of_block(pieces: Sequence[Piece], start: int) -> int:
 
 
 def _may_stand_between(piece: Piece) -> bool:
-    """Whether an unpinned line may stand in a block: an assignment to names that calls none of the user's code, writes
+    """An unpinned line may be in a block: an assignment to names that calls none of the user's code, writes
     into no tensor, and computes no product, which autocast would run in half."""
     line = piece.statement
     if piece.pinned is not None or not isinstance(line, cst.SimpleStatementLine) or len(line.body) != 1:
@@ -412,12 +412,12 @@ def torch_in(bindings: Bindings) -> tuple[str, bool]:
     """The name that torch has in a function, and whether the file must import it for that.
 
     Raises:
-        EditError: the name stands for something else there.
+        EditError: the name means something else there.
     """
     if known := _imported_as(("torch",), bindings):
         return known, False
     if "torch" in bindings.taken:
-        raise EditError("the name torch stands for something else here; import torch under its own name first")
+        raise EditError("the name torch means something else here; import torch under its own name first")
     return "torch", True
 
 

@@ -161,10 +161,10 @@ def write_edits(edits: Sequence[FileEdit], *, force: bool = False) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Whether a file can be written there, as far as that can be told without writing it.
+    """Refuses a place where no file can be written, as far as that shows without writing it.
 
     Raises:
-        PatchError: it cannot be.
+        PatchError: no file can be written there.
     """
     folder = path.parent
     if not os.path.isdir(folder):
@@ -174,7 +174,7 @@ def check_writable(path: Path) -> None:
 
 
 def uncommitted(path: Path) -> bool:
-    """Whether git sees uncommitted changes in the file; False without git, or where the file is in no repository."""
+    """git sees uncommitted changes in the file; False without git, or where the file is in no repository."""
     command = ["git", "--literal-pathspecs", "-C", str(path.parent), "status", "--porcelain", "--", path.name]
     try:
         # Without optional locks `git status` does not refresh the index: a check leaves no trace.

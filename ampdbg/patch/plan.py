@@ -44,7 +44,7 @@ FEW = 2
 class Materials:
     """What a plan is made from: the model, its pins, the lines to wrap, and what holds half tensors on them.
 
-    ``makings`` tell where the model is made, where no target of the config does.
+    ``makings`` say where the model is made, where no target of the config does.
     """
 
     config: Config
@@ -155,7 +155,7 @@ def _forward_of(module: str, model: torch.nn.Module) -> SourceFunction | None:
 
 
 def _leaves_children(pin: Pin, materials: Materials) -> bool:
-    """Whether the pin leaves child modules in half: an edit that takes them into FP32 is not what was tried."""
+    """The pin leaves child modules in half: an edit that takes them into FP32 was not tried."""
     return pin.own and any(True for _ in materials.model.get_submodule(pin.module).children())
 
 
@@ -208,12 +208,12 @@ def _in_file(file: str, refused: Iterable[Refused]) -> tuple[Refused, ...]:
 
 
 def _with_helper(file: str, source: bytes, names: Sequence[str], materials: Materials) -> Edited:
-    """The file that makes the model, which may be edited by now, with the helper that pins modules by name."""
+    """The file that makes the model, which may be edited already, with the helper that pins modules by name."""
     if (making := _making(names, materials)) is None:
         return edit_factory(source, parse_target(materials.config.model.target).name, names)
     line = counterpart(making.line, Path(file).read_bytes(), source)
     if not line:
-        reason = "the line that makes the model is edited already; call the helper by hand"
+        reason = "the line that creates the model is edited already; call the helper by hand"
         return Edited(source, (Refused(making.line, reason),), changed=False)
     return edit_factory(source, replace(making, line=line), [within(making.path, name) for name in names])
 
@@ -260,7 +260,7 @@ class Sharing:
 
     @property
     def is_wide(self) -> bool:
-        """Whether the edit takes many more modules into FP32 than the set holds."""
+        """The edit takes many more modules into FP32 than the set holds."""
         return self.running - self.pinned > max(FEW, self.pinned)
 
     def __str__(self) -> str:
@@ -339,7 +339,7 @@ def _best(pin: Pin, materials: Materials, ways: Sequence[PlacementRule]) -> tupl
             break
     if not narrow and not wide:
         what = f"line {pin.source.line}" if pin.source else pin.name or "the root module"
-        return [], refused or [Refused(0, f"no code of yours makes or calls {what}")]
+        return [], refused or [Refused(0, f"none of your code creates or calls {what}")]
     return _shortest(narrow or wide), []
 
 
@@ -372,7 +372,7 @@ def _sharing(place: Placement, materials: Materials) -> Sharing | None:
 
 
 def _is_pinned(name: str, pins: Iterable[Pin]) -> bool:
-    """Whether a module runs in FP32 with these pins, by itself or with one that holds it."""
+    """A module runs in FP32 with these pins, by itself or with one that holds it."""
     of_modules = [pin for pin in pins if pin.source is None]
     return any(
         pin.module == name or (not pin.own and (not pin.module or name.startswith(f"{pin.module}.")))
@@ -492,7 +492,7 @@ def functions_run(kind: type, name: str) -> Iterator[SourceFunction]:
 
 
 def _calls_above(node: FunctionNode, name: str) -> bool:
-    """Whether a method calls that of a class above: ``super().forward(x)``, ``Block.forward(self, x)``."""
+    """A method calls that of a class above: ``super().forward(x)``, ``Block.forward(self, x)``."""
     named = (part for part in ast.walk(node) if isinstance(part, ast.Attribute) and part.attr == name)
     return any(_root(part) != _self_of(node) for part in named)
 
@@ -529,7 +529,7 @@ def function_at(file: str, line: int) -> SourceFunction | None:
 
 
 def node_of(function: SourceFunction) -> FunctionNode | None:
-    """The function as its file has it; None where that is no file, or none that parses, or another by now."""
+    """The function as its file has it; None where that is no file, or none that parses, or another now."""
     name = function.qualname.rpartition(".")[2]
     at_line = (node for other, node in _functions(function.file) if other.line == function.line and node.name == name)
     return next(at_line, None)

@@ -1,4 +1,4 @@
-"""Pinned statements whole in a block with autocast off: calls in front of it, half names cast, the rest as it is."""
+"""Pinned statements whole in a block with autocast off: calls before it, half names cast, the rest as it is."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ampdbg.syntax_tree import syntax_tree
 
 @dataclass(frozen=True)
 class NamesSeen:
-    """What a trace of a file saw: names, attributes and elements (``batch["x"]``), as they stand in the source.
+    """What a trace of a file saw: names, attributes and elements (``batch["x"]``), as the source spells them.
 
     ``half`` are those that held half tensors, by the first line of each statement, and ``full`` those that held other
     tensors there and no half ones.
@@ -79,7 +79,7 @@ class TensorNames:
     bindings: Bindings
 
     def is_tensor(self, node: cst.BaseExpression) -> bool:
-        """Whether arithmetic with it is arithmetic with tensors, as far as is known."""
+        """Arithmetic with it is arithmetic with tensors, as far as is known."""
         if code_of(node) in self.half | self.full:
             return True
         match node:
@@ -96,7 +96,7 @@ class TensorNames:
         return False
 
     def computes(self, node: cst.CSTNode) -> bool:
-        """Whether the node by itself computes with tensors, and neither moves, makes nor casts them."""
+        """The node itself computes with tensors, and neither moves, makes nor casts them."""
         if isinstance(node, cst.BinaryOperation):
             is_product = isinstance(node.operator, cst.MatrixMultiply)
             return is_product or (isinstance(node.operator, OPERATORS) and self.is_tensor(node))
@@ -107,7 +107,7 @@ class TensorNames:
         return not self.bindings.is_plain_module(self.bindings.origin(node.func)) and called_name(node) not in VIEWS
 
     def is_users(self, node: cst.CSTNode) -> bool:
-        """Whether the node calls code of the user's: a child module, a method, a function."""
+        """The node calls code of the user's: a child module, a method, a function."""
         if not isinstance(node, cst.Call):
             return False
         if origin := self.bindings.origin(node.func):
@@ -148,7 +148,7 @@ def called_name(call: cst.Call) -> str:
 
 
 def writes_in_place(call: cst.Call) -> bool:
-    """Whether this is a tensor's method or a function that writes into its argument: ``add_``, ``out=``."""
+    """This is a tensor's method or a function that writes into its argument: ``add_``, ``out=``."""
     name = called_name(call)
     writes = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
     return writes or any(arg.keyword is not None and arg.keyword.value == "out" for arg in call.args)
@@ -229,7 +229,7 @@ def value_of(statement: cst.CSTNode) -> cst.BaseExpression | None:
 
 
 def pieces_of_line(line: cst.SimpleStatementLine, pinned: PinnedLine) -> Sequence[Piece]:
-    """The pieces of a pinned line: its small statements on lines of their own, in front of each the calls in it.
+    """The pieces of a pinned line: its small statements on lines of their own, before each the calls in it.
 
     Raises:
         EditError: none of them can be pinned.
@@ -286,14 +286,14 @@ def _pieces_of_small(small: cst.BaseSmallStatement, pinned: PinnedLine) -> list[
 
 
 NOT_TRACED = (
-    "no replay runs this line itself, so it is not known which of its names hold tensors; put it under "
-    "torch.autocast(enabled=False) yourself, with .float() on what it computes with"
+    "no replay runs this line itself, so ampdbg does not know which of its names hold tensors; put it under "
+    "torch.autocast(enabled=False) yourself, and cast its inputs with .float()"
 )
 NOTHING_COMPUTED = "it only calls modules or functions; pin what it calls"
 
 
 def _hoisted(value: cst.BaseExpression, pinned: PinnedLine) -> list[cst.BaseExpression]:
-    """What gets lines of its own in front of the statement, in the order that it is computed.
+    """What gets lines of its own before the statement, in the order that it is computed.
 
     That is every pinned call and, so that none overtakes another, what is called before it; where the operations of
     the line are pinned, all that it calls, and what such a call is given that computes. What stands inside another
@@ -327,7 +327,7 @@ def _calls(node: cst.CSTNode, pinned: PinnedLine) -> Iterator[cst.BaseExpression
     call = _called(node, pinned)
     if isinstance(node, CONDITIONAL):
         if any(_called(item, pinned) is not None for item in walk(node)):
-            raise EditError("it calls on a condition or in a comprehension; call on a line of its own first")
+            raise EditError("it calls on a condition or in a comprehension; make the call on its own line first")
         return
     for child in _parts_called_with(call or node):
         yield from _calls(child, pinned)
@@ -336,7 +336,7 @@ def _calls(node: cst.CSTNode, pinned: PinnedLine) -> Iterator[cst.BaseExpression
     assert isinstance(node, cst.BaseExpression)
     given = [item for arg in call.args for item in _apart(arg.value, pinned)]
     if pinned.is_pinned(call) and any(map(is_product, given)):
-        raise EditError("the same expression computes a product; put that on a line of its own first")
+        raise EditError("the same expression computes a product; put that on its own line first")
     if pinned.operations and not pinned.is_pinned(call):
         yield from (arg.value for arg in call.args if any(map(pinned.names.computes, _apart(arg.value, pinned))))
     yield node
@@ -375,7 +375,7 @@ def _is_fp32(node: cst.BaseExpression, pinned: PinnedLine) -> bool:
 
 
 def is_product(node: cst.CSTNode) -> bool:
-    """Whether this is what autocast runs in half: nothing to put into FP32 by the way."""
+    """Autocast runs this in half, so it is not to move into FP32 by accident."""
     return isinstance(node, cst.MatrixMultiply) or (isinstance(node, cst.Call) and called_name(node) in PRODUCTS)
 
 
@@ -386,7 +386,7 @@ def _refuse_overtaking(value: cst.BaseExpression, last: cst.CSTNode, hoisted: Co
     for node in earlier:
         draws = isinstance(node, cst.Call) and called_name(node) in RANDOM and id(node) not in hoisted
         if draws and last not in walk(node):
-            raise EditError("it draws random numbers before it calls; put that on a line of its own first")
+            raise EditError("it draws random numbers before it calls; put that on its own line first")
 
 
 def _alone(node: cst.BaseExpression, indent: str) -> cst.BaseExpression:

@@ -130,8 +130,8 @@ def _refuse_names(model: torch.nn.Module) -> None:
     for name, _ in model.named_modules():
         if name.endswith(OWN):
             raise WorkloadError(
-                f"a module is named {name!r}; allowed: a name that does not end in {OWN!r}, which says in a pin that a "
-                "module's own lines alone are meant. Give the module another name"
+                f"a module is named {name!r}; allowed: a name that does not end in {OWN!r}, which in a pin means a "
+                "module's own lines. Rename the module"
             )
 
 

@@ -88,10 +88,10 @@ class Experiment:
         return tuple(site for atom in atoms for site in self._sites.get(atom, ()))
 
     def fails_without(self, atoms: Iterable[str]) -> bool:
-        """Whether no set without one of these atoms can be healthy, as far as is known without a trial.
+        """No set without one of these atoms can be healthy, as far as is known without a trial.
 
         So it is where no overflow may be left, and an op of theirs has a value in FP32 that the format does not hold:
-        what is pinned elsewhere makes that no smaller.
+        pins elsewhere make that no smaller.
         """
         largest = self._run.mode.format.largest
         forward = (site for site in self.sites(atoms) if site.phase == "forward" and self.is_silent)
@@ -197,7 +197,7 @@ def health_of(made: Investigation, *, is_silent: bool) -> Health:
     if lost > LOST_ENERGY:
         return Health(False, f"{lost:.0%} of the gradient's energy is flushed to zero", guilty)
     if is_silent and guilty:
-        return Health(False, f"{guilty[0].name} still overflows and erases itself", guilty)
+        return Health(False, f"{guilty[0].name} still overflows, and the inf erases itself", guilty)
     return Health(True)
 
 

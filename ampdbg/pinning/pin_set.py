@@ -48,7 +48,7 @@ class Setting:
 
     @cached_property
     def trials(self) -> Trials:
-        """Its trials; ``replace`` begins them anew."""
+        """Its trials; ``replace`` restarts them."""
         return Trials(
             self._try,
             self.experiment.tree,
@@ -90,7 +90,7 @@ def record_of_found(setting: Setting, record: Record, search: Search, result: Re
     bad = next((trial.why for trial in again if not trial.healthy), None)
     search = replace(
         search,
-        message="" if bad is None else f"with the set the step failed when it ran again: {bad}",
+        message="" if bad is None else f"with the set, a second replay failed: {bad}",
         minimal=result.minimal and bad is None,
         further=len(further),
         further_healthy=sum(trial.healthy for trial in further),
@@ -205,7 +205,7 @@ def _library_modules_whole(setting: Setting, pins: tuple[str, ...]) -> tuple[str
     # A module that is whole now may hold others of the set.
     larger = setting.experiment.tree.compress(setting.experiment.tree.expand(whole))
     with contextlib.suppress(OutOfTrials):  # what was found stands without it
-        if larger != pins and setting.trials.test(larger, "library modules whole").healthy:
+        if larger != pins and setting.trials.test(larger, "whole library modules").healthy:
             return larger
     return pins
 
@@ -219,7 +219,7 @@ def classes_of(model: torch.nn.Module, pins: Iterable[str], ran: Iterable[str]) 
 
 
 def digests(pins: Iterable[Pin]) -> dict[str, str]:
-    """The SHA-256 of each of the user's files that a line of the pins stands in."""
+    """The SHA-256 of each of the user's files that holds a line of the pins."""
     files = {site.source.file for pin in pins for site in pin.sites if site.source is not None}
     return {file: digest(file) for file in sorted(files) if is_users_file(file)}
 

@@ -303,7 +303,7 @@ def _to(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @cache
 def casts_keep_gradients() -> bool:
-    """Whether torch's own weight cache makes its copies with a gradient even under ``no_grad``.
+    """torch's own weight cache makes its copies with a gradient even under ``no_grad``.
 
     Older ones do not (PyTorch issue 112583, pull request 165068): there a first use under ``no_grad`` cuts
     off the gradients of the uses that follow it, on CUDA too. The first call has to find torch's own kernels.

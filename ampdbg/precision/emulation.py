@@ -47,7 +47,7 @@ def cuda_on_cpu() -> Iterator[None]:
 
 
 def is_emulating() -> bool:
-    """Whether :func:`cuda_on_cpu` is entered now."""
+    """:func:`cuda_on_cpu` is entered now."""
     return bool(_entered)
 
 
@@ -143,7 +143,7 @@ _FACTORIES_BY_EXAMPLE = tuple(name for name in dir(torch) if name.endswith("_lik
 
 
 def _on_cpu(value: Any) -> Any:
-    """The CPU in the place of a GPU, by name or as a device; anything else as it is."""
+    """The CPU instead of a GPU, by name or as a device; anything else as it is."""
     if isinstance(value, str):
         return "cpu" if value.partition(":")[0] == "cuda" else value
     return torch.device("cpu") if isinstance(value, torch.device) and value.type == "cuda" else value

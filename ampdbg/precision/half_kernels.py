@@ -134,7 +134,7 @@ def _is_written(argument: Any) -> bool:
 
 
 def _are_one(output: Any, argument: Any) -> bool:
-    """Whether an op returns the very tensor that it was given: ``Tensor(a!)`` in both places of its schema."""
+    """An op returns the very tensor that it takes: ``Tensor(a!)`` in both places of its schema."""
     return output.alias_info is not None and output.alias_info.before_set == argument.alias_info.before_set
 
 
@@ -147,9 +147,9 @@ def _is_coo(value: Any) -> bool:
 
 
 def _are_half(args: Any, mixed: bool) -> bool:
-    """Whether the operands are half tensors of the CPU, and none of another float dtype unless it may be ``mixed``.
+    """The operands are half tensors of the CPU, and none of another float dtype unless it may be ``mixed``.
 
-    Operands of several float dtypes are left to torch, whose error says what is wrong, as CUDA's does.
+    torch gets operands of several float dtypes: its error says what is wrong, as CUDA's does.
     """
     found = False
     for argument in args:

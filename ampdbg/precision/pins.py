@@ -89,20 +89,20 @@ def _checked(model: object, patterns: object) -> list[str]:
     """The patterns, where the arguments of :func:`pin_fp32` are of the kinds that it takes."""
     allowed = 'allowed: pin_fp32(model, ["blocks.2.attn", ...])'
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"got a {type(model).__name__} in the place of a Module; {allowed}")
+        raise TypeError(f"got a {type(model).__name__} instead of a Module; {allowed}")
     if isinstance(patterns, str):
-        raise TypeError(f"got {patterns!r} in the place of a list of names; {allowed}; try: [{patterns!r}]")
+        raise TypeError(f"got {patterns!r} instead of a list of names; {allowed}; try: [{patterns!r}]")
     if not isinstance(patterns, Iterable):
-        raise TypeError(f"got a {type(patterns).__name__} in the place of a list of names; {allowed}")
+        raise TypeError(f"got a {type(patterns).__name__} instead of a list of names; {allowed}")
     named = list(patterns)
     for name in named:
         if not isinstance(name, str):
-            raise TypeError(f"got a {type(name).__name__} in the place of a name of a module; {allowed}")
+            raise TypeError(f"got a {type(name).__name__} instead of a module's name; {allowed}")
     return named
 
 
 def _is_outermost(name: str, whole: Collection[str]) -> bool:
-    """Whether the module is not the root, and in no other that is pinned whole."""
+    """The module is not the root, and in no other that is pinned whole."""
     around = name.rpartition(".")[0]
     while around and around not in whole:
         around = around.rpartition(".")[0]
@@ -233,7 +233,7 @@ class PinnedForward:
 
 
 def pinned_forward(module: torch.nn.Module) -> PinnedForward:
-    """What stands in front of the module's ``forward``, or will with its first pin."""
+    """What comes before the module's ``forward``, or will with its first pin."""
     forward = vars(module).get("forward")
     return forward if isinstance(forward, PinnedForward) else PinnedForward(module)
 
@@ -271,7 +271,7 @@ class LinesInFP32(threading.local):
         return self._calls[-1].around
 
     def are_innermost(self) -> bool:
-        """Whether no region has been entered since: neither the user's own, nor that of another module."""
+        """No region was entered since: neither the user's own, nor that of another module."""
         return self.are_running and self._calls[-1].depth == _autocast_depth()
 
 
@@ -288,12 +288,12 @@ def _region(device_type: str) -> AutocastState:
 
 
 def _is_recomputing() -> bool:
-    """Whether this is inside a backward pass, where modules run only for a checkpoint; traced code never is."""
+    """This is inside a backward pass, where modules run only for a checkpoint; traced code never is."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _autocast_depth() -> int:
-    """In how many nested autocast regions this is; torch tells only by counting up and down."""
+    """In how many nested autocast regions this is; torch shows it only by counting up and down."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()
 

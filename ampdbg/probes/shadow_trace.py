@@ -50,8 +50,8 @@ _WIDENED: Mapping[Any, str] = {
 """The functions that torch has for float16 and not for bfloat16."""
 
 WIDENED_NOTE = (
-    "{what} of half tensors ran in FP32, as bfloat16 has none: nothing is measured of them, nor of what "
-    "follows up to the next op in half"
+    "{what} of half tensors ran in FP32, because bfloat16 has none: ampdbg measures neither those nor the ops up "
+    "to the next one in half"
 )
 
 OverflowOrigin = Literal["", "carried", "starts"]

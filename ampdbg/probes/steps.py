@@ -35,9 +35,7 @@ MOST_TURNS = 4
 """Of so many optimizers that take turns the steps right before and behind one that tells are kept of each."""
 
 FEW_STEPS = 8
-FLAT = (
-    f"every gradient of the last {FEW_STEPS} steps that were measured is zero: nothing is learnt, whatever the loss is"
-)
+FLAT = f"every gradient of the last {FEW_STEPS} measured steps is zero: the model learns nothing, whatever the loss is"
 """Half precision may have flushed them to zero, or nothing leads from the loss to the weights."""
 
 NORM_EVERY = 8
@@ -113,7 +111,7 @@ class StepLog:
         """What the steps leave out."""
         every, counted = self._listed_steps + self._unlisted_steps, self.left_out.unhealthy
         groups = f"this run lists the groups of {self._listed_steps} of {every:,} non-finite steps"
-        steps = f"{counted:,} of the steps that went wrong are counted, and not recorded"
+        steps = f"{counted:,} of the failing steps are counted, but not recorded"
         known = [step.grad_norm for step in self._steps if step.grad_norm is not None and not step.skipped]
         is_flat = len(known) >= FEW_STEPS and not any(known[-FEW_STEPS:])
         return (*[FLAT] * is_flat, *[groups] * bool(self._unlisted_steps), *[steps] * bool(counted))

@@ -65,8 +65,8 @@ DTYPES_DIFFER = (
 )
 
 DTYPES_MEET = (
-    "under autocast some ops return half and others float32, and this op takes only one dtype: bring its inputs to "
-    "one, as with x.float()"
+    "under autocast some ops return half and others float32, and this op takes only one dtype: cast its inputs "
+    "to one, as with x.float()"
 )
 
 MAKE_IT_WIDE = (

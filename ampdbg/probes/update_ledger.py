@@ -389,7 +389,7 @@ def _why_not(optimizer: Optimizer) -> str:
     """Why an optimizer is not sampled; "" where it is."""
     kind = type(optimizer)
     reasons = (
-        (not kind.step.__module__.startswith("torch.optim."), "it may round by chance or keep float32 copies"),
+        (not kind.step.__module__.startswith("torch.optim."), "it may round stochastically or keep float32 copies"),
         (bool(optimizer._optimizer_step_post_hooks), "it has a hook that may write float32 copies into the weights"),
         (bool(NOT_BY_ENTRY & {one.__name__ for one in kind.__mro__}), "the update of an entry depends on others"),
     )
@@ -509,7 +509,9 @@ class UpdateLedger:
     def notes(self) -> tuple[str, ...]:
         """Whose updates are not sampled, and why."""
         left_out = {book.name: book.why_not for book in self._books.values() if book.why_not}
-        return tuple(f"updates by {name} are not held against float32's: {why}" for name, why in left_out.items())
+        return tuple(
+            f"ampdbg does not compare updates by {name} with float32's: {why}" for name, why in left_out.items()
+        )
 
     @property
     def seen(self) -> Updates | None:

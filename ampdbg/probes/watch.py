@@ -46,8 +46,8 @@ from ampdbg.record.run import Misuse, Record, Step, Unseen
 
 Original = Callable[..., Any]
 
-UNWATCHED = "from step {} on nothing was noted, as ampdbg itself failed: {}; please report it"
-LEFT = "replays may have changed {}, which they leave as is: another thread of the script's may use it"
+UNWATCHED = "from step {} on ampdbg noted nothing, because it failed itself: {}; please report it"
+LEFT = "replays may have changed {}: another thread of the script may use it, so they did not restore it"
 
 
 class Watch:
@@ -161,7 +161,7 @@ class Watch:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the steps leave out, and whether they say anything of half precision."""
-        several = ("loops in several threads were seen: the order of their calls is not judged",)
+        several = ("several threads run loops, so ampdbg does not judge the order of their calls",)
         left = (LEFT.format(listed(sorted(self.left_by_replays))),)
         own = (*self.log.notes, *self.ledger.notes)
         return (*own, *several[: len(self._loop.trained) > 1], *left[: len(self.left_by_replays)])
@@ -434,9 +434,9 @@ def watch(
     allowed = "watch(model, optimizer) or watch(model, [optimizer, ...])"
     for given, kind in [(model, torch.nn.Module), *((optimizer, Optimizer) for optimizer in several)]:
         if not isinstance(given, kind):
-            raise TypeError(f"got a {type(given).__name__} in the place of a {kind.__name__}; allowed: {allowed}")
+            raise TypeError(f"got a {type(given).__name__} instead of a {kind.__name__}; allowed: {allowed}")
     if not several:
-        raise TypeError(f"got no optimizer, which is what makes a step; allowed: {allowed}")
+        raise TypeError(f"got no optimizer, whose steps ampdbg watches; allowed: {allowed}")
     return Watch(model, [innermost(optimizer) for optimizer in several], on_step)
 
 

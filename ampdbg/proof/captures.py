@@ -37,7 +37,7 @@ ENDING = 60.0
 class CaptureJob:
     """What is done with a capture.
 
-    ``script`` is started in the place of the captured command line, if it is not empty. ``strategy`` and
+    ``script`` is started instead of the captured command line, if it is not empty. ``strategy`` and
     ``max_trials`` are those of a search, ``form`` and ``verify`` those of a suggestion.
     """
 
@@ -58,7 +58,7 @@ def done_with(job: CaptureJob, observer: Observer) -> Suggestion:
         KeyboardInterrupt: nothing was found by then.
     """
     capture = Capture(job.path, job.script)
-    observer.stage(f"starting {capture.start.name} again, up to a step like step {capture.head.step}")
+    observer.stage(f"restarting {capture.start.name}, up to a step like step {capture.head.step}")
     with fresh_process() as process:
         process.begin(in_script, replace(job, path=job.path.absolute()), outlives=True)
         try:
@@ -121,7 +121,7 @@ def _outcome(taken: RestoredStep, job: CaptureJob, observer: Observer) -> Sugges
         return CaptureError(str(error))
     except KeyboardInterrupt:
         os._exit(EXIT_INTERRUPTED)
-    except BaseException as error:  # noqa: BLE001 - it would go on through the script
+    except BaseException as error:  # noqa: BLE001 - it would pass through the script
         return CaptureError(f"{job.path}: {named_error(error)}")
 
 

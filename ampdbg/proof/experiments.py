@@ -62,7 +62,7 @@ def seen_in(
 
 
 def seen_anew(failing: Sequence[FailingStep], job: Job, observer: Observer, cured: Cured = lambda tried: None) -> Seen:
-    """The same in a workload that is built anew, of the patched files; those that stand are left alone."""
+    """The same in a workload rebuilt from the patched files; the running ones are left alone."""
 
     def seen() -> Seen:
         with _quiet(), imports_apart(), prepared_with(job.patched, job.config) as run:
@@ -122,7 +122,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _moved(failing: Sequence[FailingStep], workload: Workload) -> Iterator[FailingStep]:
-    """The steps for a model that was built anew."""
+    """The steps for a model that was rebuilt."""
     shapes = [parameter.shape for parameter in workload.model.parameters()]
     for step in failing:
         if [weight.shape for weight in step.snapshot.weights] != shapes:
@@ -220,7 +220,7 @@ def _further(
 ) -> tuple[tuple[Tried, ...], str]:
     """The step on the batches that come after its own, where FP32 is finite on them; and why there were no more."""
     if job.captured is not None:
-        return (), "a capture holds the batch of its own step alone"
+        return (), "a capture holds only the batch of its own step"
     observer.stage("further batches with the patch")
     seen: list[Tried] = []
     try:
@@ -310,7 +310,7 @@ REPLAYED_STEPS = 2
 
 
 def trained_with_the_patch(job: Job, observer: Observer) -> Trained:
-    """Its dynamic loss scale begins no higher than what the failing steps bear, where it would settle: skipped steps
+    """Its dynamic loss scale begins no higher than suits the failing steps, where it would settle: skipped steps
     prove nothing."""
     observer.stage(f"{job.train_steps} steps with the patch")
     precision, borne = job.config.precision, job.borne
@@ -334,10 +334,10 @@ def trained_in_fp32(job: Job, withheld: Collection[int], *, is_rounded: bool = F
 
 
 def disproves(finding: Finding, steps: Sequence[Step]) -> bool:
-    """Whether a finding in the run with the patch disproves the patch; ``steps`` are those of the run.
+    """A finding in the run with the patch disproves the patch; ``steps`` are those of the run.
 
-    A warning does not: its step agrees with FP32. Neither does what the loss scale went through in a run whose last
-    steps were taken: gradients that grow take a few skips, and one of 1e-15 is lost at any scale.
+    A warning does not: its step agrees with FP32. Neither does the loss scale of a run whose last steps were
+    taken: growing gradients take a few skips, and one of 1e-15 is lost at any scale.
     """
     code = CODES[finding.code]
     if finding.severity != "error" or not code.counts_against_a_patch:

@@ -63,7 +63,7 @@ class Patched:
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether the files hold these bytes anyway, and nothing is pinned besides."""
+        """The files hold these bytes already, and nothing else is pinned."""
         return not self.pins and all(path.exists() and path.read_bytes() == now for path, now in self.files.items())
 
     def line_on_disk(self, file: str, line: int) -> int:
@@ -91,7 +91,7 @@ class Job:
     ``scales`` has one entry a failing step, and each step is run ``repeats`` times. The training run has
     ``train_steps`` steps. With ``captured`` the failing step is a script's, and there is no config that could be
     trained by. ``begins_at`` is the loss scale that the training run would begin with, ``borne`` the largest one that
-    the failing steps bear with the patch; torch has so many ``threads``.
+    suits the failing steps with the patch; torch has so many ``threads``.
     """
 
     kind: Literal["patched", "dropped", "reference"]
@@ -148,7 +148,7 @@ class Trained:
 class Seen:
     """What was seen of a job.
 
-    ``failure`` is why it could not be run at all, ``anew`` why all was imported anew for it. ``unused`` names patched
+    ``failure`` is why it could not be run at all, ``anew`` why all was imported again for it. ``unused`` names patched
     files that were never imported, ``eval_failure`` is what the first failing step raised in eval mode. ``uses`` are by
     what ran: "patched", "unpatched" and "float32"; ``trained`` is the training run.
     """
@@ -178,7 +178,7 @@ def in_force(patched: Patched, run: Run, failing: Sequence[FailingStep]) -> Iter
     """A patch in force in a run that stands already, and taken out of it afterwards.
 
     Raises:
-        CannotSwapError: its code cannot be swapped, or the failing steps do not run it when they are run again.
+        CannotSwapError: its code cannot be swapped, or the failing steps do not run it when they are replayed.
         AmpdbgError: a file of pins, or what it is called with, cannot be used.
     """
     with contextlib.ExitStack() as stack:
@@ -237,7 +237,7 @@ def overlaid(files: Mapping[Path, bytes]) -> Iterator[set[Path]]:
         files: the bytes of each file, encoded as the file says, by path.
 
     Yields:
-        The paths, as they were given, of the files that have been imported by now.
+        The paths, as they were given, of the files that are already imported.
     """
     given = {_key(path): path for path in files}
     taken: set[Path] = set()
@@ -251,7 +251,7 @@ def overlaid(files: Mapping[Path, bytes]) -> Iterator[set[Path]]:
             return original(loader, fullname)
         source = files[file]
         code: CodeType = loader.source_to_code(source, path)
-        # inspect, tracebacks and traces take a line from linecache. Without a time it is not held against the disk.
+        # inspect, tracebacks and traces take a line from linecache. Without a time it is not compared with the disk.
         linecache.cache[path] = (len(source), None, io.StringIO(decode_source(source)).readlines(), path)
         shown.add(path)
         taken.add(file)

@@ -198,11 +198,11 @@ class _Told(Observer):
 
     @staticmethod
     def _telling(name: str, stream: IO[str]) -> Callable[..., None]:
-        def tell(*arguments: Any) -> None:
+        def notify(*arguments: Any) -> None:
             stream.write(base64.b64encode(pickle.dumps((name, arguments))).decode() + "\n")  # print may be the script's
             stream.flush()
 
-        return tell
+        return notify
 
 
 def own_stdout() -> IO[str]:

@@ -36,8 +36,8 @@ def prove(
     """Runs the failing steps, further batches and a training run with the patch, and holds them against FP32.
 
     Nothing is written to the files that are patched. The patch is put in force in the ``run``, and taken out of it
-    again; a fresh process imports the patched files and trains with them. What cannot be put in force in a run that
-    stands is imported anew, or its script is started again.
+    again; a fresh process imports the patched files and trains with them. What cannot be put in force in a running
+    model is imported again, or its script restarts.
 
     Args:
         job: the patch, and what is to be shown of it.
@@ -56,7 +56,7 @@ def prove(
     return _Proving(job, run, failing, observer, start).proof(without)
 
 
-NOT_TRAINED = "a script is its own loop; train it with the patch under ampdbg run"
+NOT_TRAINED = "a script has its own loop; train it with the patch under ampdbg run"
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def not_run(name: str, why: str) -> ProofStep:
 
 
 def with_the_patch(seen: Seen, patched: Patched) -> Iterator[ProofStep]:
-    """Whether it comes into force, and makes each failing step healthy."""
+    """The checks that it comes into force, and makes each failing step healthy."""
     what, done = _in_force(patched, seen)
     if seen.failure:
         yield ProofStep(what, False, seen.failure)
@@ -171,7 +171,7 @@ def _in_force(patched: Patched, seen: Seen) -> tuple[str, str]:
     if patched.pins:
         return "these pins", "in force in the running model"
     if seen.anew:
-        return "the patched code", f"imported, and the model built anew, for {seen.anew}"
+        return "the patched code", f"imported, with the model rebuilt, for {seen.anew}"
     done = "in force in the running model"
     return "the patched code", f"{done}, and imported by a fresh process" if seen.trained else done
 
@@ -186,7 +186,7 @@ def unneeded_unit(proof: Proof) -> str:
 
 
 def without_a_unit(title: str, seen: Seen) -> ProofStep:
-    """Whether the failing step fails when a part of the patch is left out: else it is not needed."""
+    """The check that the failing step fails without this part of the patch: else that is not needed."""
     name = WITHOUT + title
     if seen.failure:
         return ProofStep(name, False, f"could not be run: {seen.failure}")
@@ -197,9 +197,9 @@ def without_a_unit(title: str, seen: Seen) -> ProofStep:
 
 
 def same_in_fp32(patched: Seen, reference: Seen, recorded: Sequence[float]) -> ProofStep:
-    """Whether the model computes what it did, as FP32 shows it; ``recorded`` are FP32's losses as the run was made.
+    """The check that the model's function is unchanged in FP32; ``recorded`` are FP32's losses in the recorded run.
 
-    Those were made in another process: what they differ by from this one's is what the code varies by itself.
+    Another process computed those: their distance from this one's is what the code varies by itself.
     """
     name = "the model's function"
     if reference.failure:
@@ -211,8 +211,8 @@ def same_in_fp32(patched: Seen, reference: Seen, recorded: Sequence[float]) -> P
             ("gradients' norm", now.fp32_grad_norm, before.fp32_grad_norm),
         ):
             if not math.isclose(one, other, rel_tol=share):
-                told = f"changed: in FP32 the {what} of step {now.step} is {_number(one)}, {_number(other)} without it"
-                return ProofStep(name, False, told)
+                why = f"changed: in FP32 the {what} of step {now.step} is {_number(one)}, {_number(other)} without it"
+                return ProofStep(name, False, why)
     losses = " and ".join(_number(one.fp32_loss) for one in patched.tried)
     what = what_of(next((one.reach for one in patched.tried if one.reach == "modules"), "whole"))
     return ProofStep(name, True, f"unchanged: in FP32 {what} is {losses} with and without the patch")
@@ -223,7 +223,7 @@ def _allowed(loss: float, recorded: float) -> float:
 
 
 def further_batches(seen: Seen) -> ProofStep:
-    """Whether the patch also holds on batches that it was not made for."""
+    """The check that the patch also holds on batches that it was not made for."""
     healthy = sum(one.healthy for one in seen.further)
     bad = next((one for one in seen.further if not one.healthy), None)
     if not seen.further:
@@ -233,7 +233,7 @@ def further_batches(seen: Seen) -> ProofStep:
 
 
 def in_eval_mode(patched: Seen, reference: Seen) -> ProofStep:
-    """Whether the patched model still runs in eval mode, where code takes branches that no step of training does."""
+    """The check that the patched model runs in eval mode, where code takes branches that training does not."""
     name = "in eval mode"
     if not patched.eval_failure:
         return ProofStep(name, True, "the failing step's batch runs through")
@@ -249,27 +249,27 @@ def why_nothing_was_trained(precision: Precision, trained: Trained, tried: Seque
     key = "precision.loss_scale.init" if isinstance(precision.loss_scale, LossScale) else "precision.loss_scale"
     lower = min(*(one.scale for one in tried), trained.scale / 4)
     return (
-        f"every step was skipped, and nothing was trained: the loss scale of {trained.scale:g} is too large for the "
-        f"gradients: --set {key}={lower:g}"
+        f"every step was skipped, so nothing was trained: the loss scale of {trained.scale:g} is too large for "
+        f"the gradients: --set {key}={lower:g}"
     )
 
 
 def training_run(trained: Trained, nothing_trained: str = "") -> ProofStep:
-    """Whether a run with the patch shows no finding of precision; ``nothing_trained`` says why no step was taken."""
+    """The check that a run with the patch has no finding of precision; ``nothing_trained`` is why no step was taken."""
     name = f"training {counted(trained.steps, 'step')}"
     wrong = trained.failure or next(iter(trained.faults), nothing_trained)
     if wrong:
         return ProofStep(name, False, wrong)
-    begun = f"; begun at {scale(trained.begun_at)}, which the failing step bears" if trained.begun_at else ""
-    beside = f", but for {', '.join(dict.fromkeys(trained.beside))}" if trained.beside else ""
+    begun = f"; started at {scale(trained.begun_at)}, a scale that suits the failing step" if trained.begun_at else ""
+    beside = f", except for {', '.join(dict.fromkeys(trained.beside))}" if trained.beside else ""
     skipped = counted(len(trained.skipped), "skipped step")
     return ProofStep(name, True, f"healthy{beside}; loss scale {scale(trained.scale)}, {skipped}{begun}")
 
 
 def losses_as_in_fp32(trained: Trained, float32: Trained, rounded: Trained | None) -> ProofStep:
-    """Whether the losses of the run stay as near to FP32's as those of two FP32 runs that differ by rounding.
+    """The check that the run's losses stay as near to FP32's as those of two FP32 runs that differ by rounding.
 
-    The loss of a step that was skipped is no evidence: early in a run it is that of weights which nothing has trained.
+    The loss of a skipped step is no evidence: early in a run its weights are untrained.
     """
     name = "its losses"
     if float32.failure or not _finite(float32):
@@ -301,13 +301,13 @@ def use_of_a_step(uses: Mapping[str, StepUse]) -> Iterator[ProofStep]:
     """
     if "patched" not in uses:
         return
-    told, is_timed = [], not uses["patched"].is_emulated
+    uses_in_words, is_timed = [], not uses["patched"].is_emulated
     for shown, word in _USES if is_timed else _USES[1:]:
         values = {name: shown(use) for name, use in uses.items()}
         others = ", ".join(f"{_WAYS[name]} {value}" for name, value in values.items() if name in _WAYS and value)
         if values["patched"]:
-            told.append(f"{values['patched']}{word}" + (f" ({others})" if others else ""))
-    yield ProofStep("time and memory of a step" if is_timed else "memory of a step", True, "; ".join(told))
+            uses_in_words.append(f"{values['patched']}{word}" + (f" ({others})" if others else ""))
+    yield ProofStep("time and memory of a step" if is_timed else "memory of a step", True, "; ".join(uses_in_words))
 
 
 _WAYS = {"unpatched": "unpatched", "float32": "FP32"}
@@ -329,7 +329,7 @@ def _state(one: Tried) -> str:
 def _missing(one: Tried) -> str:
     """What does not learn in such a step: half precision chose otherwise, or rounds to where a function is flat."""
     have = "has" if len(one.unreached) == 1 else "have"
-    return f"{listed(one.unreached)} {have} none at any loss scale, and {have} one in FP32"
+    return f"{listed(one.unreached)} {have} no gradient at any loss scale, and {have} one in FP32"
 
 
 def _finite(run: Trained) -> bool:

@@ -37,8 +37,8 @@ PROVEN_STEPS = 200
 BEYOND = 20
 
 CODE_NEEDS_AUTOCAST = (
-    "at level {level} the pins are settings of the config; patches of code are written for autocast: "
-    "--set precision.level=O1"
+    "at level {level} pins are settings of the config; ampdbg writes patches of code only for autocast: --set "
+    "precision.level=O1"
 )
 
 
@@ -289,6 +289,6 @@ def _refuse_stale(known: Record | None) -> None:
     for file, before in (known.search.sources if known is not None and known.search is not None else {}).items():
         if digest(file) != before:
             raise WorkloadError(
-                f"{file} has changed since the record was made: its line numbers may not be what they were; "
-                f"give the config in place of the record, and all is run again"
+                f"{file} has changed since the record was made, so its line numbers may be wrong; give the "
+                "config instead of the record to run everything again"
             )

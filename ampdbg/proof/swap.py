@@ -28,7 +28,7 @@ class CannotSwapError(Exception):
 def swapped(files: Mapping[Path, bytes]) -> Iterator[Changed]:
     """While this is entered the functions of these files run the code that the patched bytes have for them.
 
-    What runs already goes on as it is, such as the loop of a script: who takes the patch to be in force has to see
+    What runs already continues as it is, such as the loop of a script: who takes the patch to be in force has to see
     that what it has changed is run. Lines are those of the files, and 0 where only the patch has one.
 
     Raises:
@@ -47,7 +47,7 @@ def swapped(files: Mapping[Path, bytes]) -> Iterator[Changed]:
 
 
 def _is_of(name: str, path: str) -> bool:
-    """Whether code of this file name is of that file; the end of a name is quick to compare."""
+    """Code of this file name is from that file; the end of a name is quick to compare."""
     return os.path.basename(name) == os.path.basename(path) and os.path.realpath(name) == os.path.realpath(path)
 
 
@@ -97,7 +97,7 @@ def _in_force(name: str, path: Path, after: bytes, functions: list[FunctionType]
     known = list(map(ast.dump, old.outside))
     added = [one for one in new.outside if isinstance(one, (ast.Import, ast.ImportFrom)) and ast.dump(one) not in known]
     if known != [ast.dump(one) for one in new.outside if one not in added] or old.bodies.keys() - new.bodies.keys():
-        raise CannotSwapError(f"it changes what runs as {path.name} is imported")
+        raise CannotSwapError(f"it changes code that runs when {path.name} is imported")
     swaps = list(_swaps(old, new, functions))
     with contextlib.ExitStack() as stack:
         for space in {id(one.__globals__): one.__globals__ for one, *_ in swaps}.values():
@@ -114,12 +114,12 @@ def _in_force(name: str, path: Path, after: bytes, functions: list[FunctionType]
 
 
 def _swaps(old: _Read, new: _Read, functions: list[FunctionType]) -> Iterator[tuple[FunctionType, CodeType, CodeType]]:
-    """Each function that is what the file has by now, with its code and the patched one."""
+    """Each function that is what the file has now, with its code and the patched one."""
     for one in functions:
         code, place = one.__code__, (one.__code__.co_name, one.__code__.co_firstlineno)
         if place in old.bodies and code.co_code == old.codes[place].co_code:
             if code.co_freevars != new.codes[place].co_freevars:
-                raise CannotSwapError(f"{one.__qualname__} takes other names from around it")
+                raise CannotSwapError(f"{one.__qualname__} uses other names of its enclosing function")
             yield one, code, new.codes[place]
 
 

@@ -26,7 +26,7 @@ class Code:
         information: the same where the finding is no more than information.
         pin_helps: running modules in FP32 may cure its step.
         counts_against_a_patch: a run with the patch that shows it disproves the patch; what no pin could cure does not.
-        passes: nor does it where the run goes on: its last steps are finite and taken.
+        passes: nor does it where the run continues: its last steps are finite and taken.
         fails_in_fp32: its step fails in FP32 as well.
         keeps_scale: its step has to be cured at its own loss scale, since a lower one would cure it too.
         erases_itself: the step's loss and gradients are finite.
@@ -60,7 +60,7 @@ class Code:
     keeps_scale: bool = False
     erases_itself: bool = False
     in_range_table: bool = False
-    why_no_pin: str = "No pin helps: precision is not the cause of what fails at {step}."
+    why_no_pin: str = "No pin helps: precision is not the cause of the failure at {step}."
     harms_forward: bool = True
     changes_function: bool = False
     is_a_constant: bool = False
@@ -88,9 +88,9 @@ DATA = "Data and weights"
 OTHER = "Other causes"
 CALLS = "Misuse: calls in the wrong order"
 SETUP = "Misuse: autocast and scaler set up wrongly"
-OLD = "Old spellings of mixed precision, found by ampdbg lint"
+OLD = "Old mixed-precision APIs, found by ampdbg lint"
 
-WHY_NO_PIN = "No pin is looked for: until the code is repaired, what fails beside it says little of precision."
+WHY_NO_PIN = "ampdbg looks for no pin: repair this misuse first, since it can cause the other failures."
 
 
 KEEP_WEIGHTS = (
@@ -141,15 +141,15 @@ _ALL = (
         "eps-underflow",
         FORWARD,
         "precision",
-        "compute this statistic in FP32, or use an eps of at least 1e-6, which FP16 does not round to zero",
-        "FP16 rounds a value so that a divisor or a logarithm's argument becomes zero{where} at step {step}{losses}.",
+        "compute this statistic in FP32, or use an eps of at least 1e-6, which FP16 can hold",
+        "FP16 rounds a divisor or a logarithm's argument to zero{where} at step {step}{losses}.",
         pin_helps=True,
         changes_function=True,
         is_a_constant=True,
-        remedy_behind_half="run with autocast(enabled=False) what makes this value, for it is zero in half before this "
-        "line makes FP32 of it, or add an eps of at least 1e-6 to it, under the root",
-        remedy_near_one="compute what makes p in FP32 too, as x.float() before a sigmoid, or clamp p to at most "
-        "0.9990: FP16 has no number between 0.9995 and 1, so that 1 - p is 0 there, and no smaller eps helps",
+        remedy_behind_half="compute this value with autocast disabled, or add an eps of at least 1e-6 to it, inside "
+        "the root: it is zero in half before this line casts it to FP32",
+        remedy_near_one="compute p itself in FP32, as in torch.sigmoid(x.float()), or clamp p to at most 0.9990: "
+        "FP16 has no number between 0.9995 and 1; there 1 - p is 0, and a smaller eps does not help",
     ),
     Code(
         "mask-constant",
@@ -164,8 +164,8 @@ _ALL = (
         "precision-loss",
         FORWARD,
         "precision",
-        "run this op in FP32; where it is already, what makes its inputs",
-        "Nothing overflows before it, but step {step} comes to a different result than FP32.",
+        "run this op in FP32; if it already is, run the ops that compute its inputs in FP32",
+        "Step {step} differs from FP32, and no overflow explains it.",
         pin_helps=True,
         remedy_at=tuple(
             (op, "give the loss logits (BCEWithLogitsLoss), or run the sigmoid in FP32: half rounds it to 0 or 1")
@@ -189,7 +189,7 @@ _ALL = (
         GRADIENTS,
         "precision",
         "use a larger loss scale, or a dynamic one: torch.amp.GradScaler starts at 65536",
-        "The loss scale is too low: part of the gradient is zero that FP32 has values for.",
+        "The loss scale is too low: part of the gradient is zero in half precision and not in FP32.",
         counts_against_a_patch=False,
         why_no_pin="No pin helps: the loss scale is too low for the gradients of {step}.",
     ),
@@ -197,7 +197,7 @@ _ALL = (
         "no-usable-scale",
         GRADIENTS,
         "precision",
-        "run this op in FP32, or scale the losses apart: a backward pass and a GradScaler for each",
+        "run this op in FP32, or give each loss its own backward pass and GradScaler",
         "No loss scale suits every part of the model: {skips}{falling}.",
         pin_helps=True,
         keeps_scale=True,
@@ -217,7 +217,7 @@ _ALL = (
         "gradient-growth",
         GRADIENTS,
         "other",
-        "none is needed while the loss falls; where it does not, look for what makes the gradients grow",
+        "none is needed while the loss falls; if it does not, find out why the gradients grow",
         "Gradients grow from step {step} on, and the loss scale follows them: {skips}{falling}.",
         information="Healthy: {skips}; gradients grow, and the loss scale follows them{falling}.",
         counts_against_a_patch=False,
@@ -227,7 +227,7 @@ _ALL = (
         "scale-oscillation",
         GRADIENTS,
         "other",
-        "leave growth_interval at GradScaler's 2000, or a few hundred where the run is short",
+        "leave growth_interval at its default of 2000, or use a few hundred for a short run",
         "The loss scale grows too often: {skips}.",
         counts_against_a_patch=False,
         harms_forward=False,
@@ -237,8 +237,8 @@ _ALL = (
         "scale-restart",
         GRADIENTS,
         "other",
-        "make the GradScaler once, in front of the loop",
-        "The loss scale begins anew too often: {skips}.",
+        "create the GradScaler once, before the loop",
+        "The loss scale starts over too often: {skips}.",
         counts_against_a_patch=False,
         harms_forward=False,
         severity="warning",
@@ -247,7 +247,7 @@ _ALL = (
         "scale-collapse",
         GRADIENTS,
         "other",
-        "cure the root: a smaller initial scale only delays it",
+        "cure the root cause: a smaller initial scale only delays the collapse",
         "The loss scale keeps falling: {first} at first, {last} at the end, {skips}.",
         passes=True,
     ),
@@ -255,7 +255,7 @@ _ALL = (
         "scale-runaway",
         GRADIENTS,
         "other",
-        "check the loss's magnitude: a mean instead of a sum; check gradients after unscaling",
+        "bring the loss near 1, as with a mean instead of a sum; check gradients after unscaling",
         "The loss scale goes from {first} to {last}, beyond what training needs.",
         passes=True,
     ),
@@ -263,10 +263,11 @@ _ALL = (
         "limit-ahead",
         GRADIENTS,
         "inconclusive",
-        "go on from here, and run it again at that step: ampdbg scan, with checkpoint: {model: FILE, optimizer: FILE}",
-        "What grows{where} comes near FP16's limit.",
-        information="Healthy so far; what grows steadily{where} would reach FP16's limit.",
-        why_no_pin="Nothing to pin so far: what grows has not reached the limit at {step}.",
+        "save a checkpoint before that step and scan from it: ampdbg scan, with checkpoint: {model: FILE, "
+        "optimizer: FILE}",
+        "Values grow{where} and come near FP16's limit.",
+        information="Healthy so far; values that grow steadily{where} would reach FP16's limit.",
+        why_no_pin="Nothing to pin yet: the growing values have not reached the limit at {step}.",
         counts_against_a_patch=False,
     ),
     Code(
@@ -282,11 +283,11 @@ _ALL = (
         "frozen-weights",
         GRADIENTS,
         "precision",
-        "keep the parameters in float32 and let autocast lower the ops (from_pretrained(..., dtype=torch.float32)), or "
-        "those that are named; or use an optimizer that rounds stochastically (torchao's AdamW8bit with "
-        "bf16_stochastic_round=True) or compensates (torch-optimi's AdamW); neither a fused optimizer nor a larger "
-        "learning rate helps",
-        "Half-precision weights stand still: the optimizer's updates are too small to change their rounded values.",
+        "keep the parameters, or only those named here, in float32 and let autocast lower the ops "
+        "(from_pretrained(..., dtype=torch.float32)); or use an optimizer with stochastic rounding (torchao's "
+        "AdamW8bit with bf16_stochastic_round=True) or with compensation (torch-optimi's AdamW); a fused "
+        "optimizer or a larger learning rate does not help",
+        "Half-precision weights do not move: the optimizer's updates are too small to change their rounded values.",
         why_no_pin=KEEP_WEIGHTS,
         counts_against_a_patch=False,
     ),
@@ -294,9 +295,9 @@ _ALL = (
         "frozen-average",
         GRADIENTS,
         "precision",
-        "keep the average in float32, also of half weights: copy.deepcopy(model).float(), or .float() on each of its "
-        "tensors before the first step; and cast it to half where it is used",
-        "An average of the weights (EMA, SWA) is kept in half precision and stands still.",
+        "keep the average in float32, even of half weights: copy.deepcopy(model).float(), or .float() on each of "
+        "its tensors before the first step; cast it to half where it is used",
+        "An average of the weights (EMA, SWA) is kept in half precision and does not move.",
         why_no_pin=KEEP_WEIGHTS,
         counts_against_a_patch=False,
     ),
@@ -304,9 +305,9 @@ _ALL = (
         "lost-accumulation",
         GRADIENTS,
         "precision",
-        "keep the parameters in float32 and let autocast lower the ops, so that gradients are added up in float32; "
-        "or take fewer and larger micro-batches a step (a loss divided by their number loses as much)",
-        "The gradients of many micro-batches are added up in half precision, which loses part of their sum.",
+        "keep the parameters in float32 and let autocast lower the ops, so that gradients add up in float32; or "
+        "use fewer, larger micro-batches (dividing the loss by their number does not help)",
+        "Half precision loses part of the sum when the gradients of many micro-batches add up.",
         why_no_pin=KEEP_WEIGHTS,
         counts_against_a_patch=False,
     ),
@@ -315,7 +316,7 @@ _ALL = (
         GRADIENTS,
         "precision",
         "keep the parameters in float32 and let autocast lower the ops, or use beta2 = 0.95",
-        "Adam's second moment sticks in half precision: what decays by beta2 rounds back to what it was.",
+        "Adam's second moment is stuck in half precision: each decay by beta2 rounds back to the old value.",
         why_no_pin=KEEP_WEIGHTS,
         counts_against_a_patch=False,
     ),
@@ -343,7 +344,7 @@ _ALL = (
         "weights-nonfinite",
         DATA,
         "other",
-        "start from weights that are finite",
+        "start from finite weights",
         "Bad weights: parameters or buffers are non-finite before the forward pass of step {step}.",
         fails_in_fp32=True,
     ),
@@ -351,7 +352,7 @@ _ALL = (
         "infinite-loss",
         OTHER,
         "other",
-        "leave out what has an infinite loss, or change its formula; no precision helps",
+        "leave out the samples with an infinite loss, or change the formula; no precision helps",
         "The loss of step {step} is infinite in every precision, in FP32 and FP64 too.",
         counts_against_a_patch=False,
         fails_in_fp32=True,
@@ -362,12 +363,12 @@ _ALL = (
         "true-nan",
         OTHER,
         "other",
-        "change the formula where it has no value, or no derivative; no precision helps",
+        "change the formula where its value or derivative is undefined; no precision helps",
         "Step {step} fails in every precision: the mathematics is wrong, not FP16.",
         counts_against_a_patch=False,
         fails_in_fp32=True,
         remedy_at=(
-            ("nll_loss", "leave out batches whose every target is ignored (ignore_index): a mean over none is 0/0"),
+            ("nll_loss", "leave out batches in which every target is ignored (ignore_index): a mean over none is 0/0"),
         ),
         is_of_a_formula=True,
     ),
@@ -393,16 +394,16 @@ _ALL = (
         OTHER,
         "inconclusive",
         "compare with a run in FP32: --set precision.level=O0",
-        "The {phase} pass of step {step} is not finite, and the cause is unknown: {skips}{falling}{losses}.",
+        "The {phase} pass of step {step} is not finite{losses}. The cause is unknown: {skips}{falling}.",
         pin_helps=True,
-        why_no_pin="No pin is suggested: what fails at {step} may have another cause than precision.",
+        why_no_pin="ampdbg suggests no pin: the failure at {step} may not come from precision.",
         keeps_scale=True,
     ),
     _misuse(
         "misuse-clip-scaled",
         CALLS,
         "optimizer",
-        "the code clips gradients that still carry the loss scale, and so to far less than the limit it sets",
+        "the code clips gradients that still carry the loss scale, so they end up far below the limit",
         "clip after unscaling: scaler.unscale_(optimizer), then clip_grad_norm_, then scaler.step(optimizer)",
         harms_forward=False,
     ),
@@ -410,29 +411,29 @@ _ALL = (
         "misuse-unscale-twice",
         CALLS,
         "optimizer",
-        "the code calls unscale_ on gradients that it has unscaled already",
-        "call scaler.unscale_(optimizer) once between backward() and scaler.step(optimizer), which unscales by itself",
+        "the code calls unscale_ on gradients that are already unscaled",
+        "call scaler.unscale_(optimizer) at most once, between backward() and scaler.step(optimizer)",
     ),
     _misuse(
         "misuse-accumulate",
         CALLS,
         "optimizer",
-        "the code lets gradients add up across unscale_, step or update: their sum mixes scales",
+        "gradients add up across a call of unscale_, step or update, so their sum mixes loss scales",
         "call unscale_, clipping, step and update only after the last micro-batch of each step, and then zero_grad()",
     ),
     _misuse(
         "misuse-bare-step",
         CALLS,
         "optimizer",
-        "the code calls optimizer.step() beside the scaler: nothing withholds bad gradients, or unscales those that "
-        "unscale_ has not",
-        "replace it by scaler.step(optimizer), followed by scaler.update()",
+        "the code calls optimizer.step() past the scaler: no bad step is skipped, and gradients may still carry "
+        "the loss scale",
+        "replace it with scaler.step(optimizer), followed by scaler.update()",
     ),
     _misuse(
         "misuse-unscaled-loss",
         CALLS,
         "optimizer",
-        "the scaler steps on gradients of a loss that it has not scaled, and divides them by its scale even so",
+        "scaler.step() divides the gradients by the loss scale, but nothing scaled their loss",
         "scale the loss of each optimizer that the scaler steps: scaler.scale(loss).backward()",
         harms_forward=False,
         is_counted=False,
@@ -441,7 +442,7 @@ _ALL = (
         "misuse-unused-optimizer",
         CALLS,
         "optimizer",
-        "the code calls scaler.step(optimizer) for an optimizer none of whose parameters has a gradient",
+        "the code calls scaler.step(optimizer), but no parameter of that optimizer has a gradient",
         "step only the optimizers that the backward pass of this iteration has reached",
         harms_forward=False,
     ),
@@ -457,7 +458,7 @@ _ALL = (
         "misuse-many-updates",
         CALLS,
         "optimizer",
-        "scaler.update() comes before the step of an optimizer, which then unscales its gradients by the new scale",
+        "scaler.update() runs before the step of another optimizer, which then unscales its gradients by the new scale",
         "call scaler.update() once, after the steps of all optimizers",
         "warning",
     ),
@@ -466,33 +467,33 @@ _ALL = (
         CALLS,
         "backward",
         "the code does not clear the gradients of a skipped step: they stay inf, and every later step is skipped too",
-        "call optimizer.zero_grad() in every iteration, whether the scaler has skipped the step or not",
+        "call optimizer.zero_grad() in every iteration, also after a skipped step",
         harms_forward=False,
     ),
     _misuse(
         "misuse-scheduler-on-skip",
         CALLS,
         "optimizer",
-        "the learning-rate scheduler moves on although the scaler has skipped the optimizer's step",
+        "the learning-rate scheduler steps even though the scaler skipped the optimizer's step",
         "compare scaler.get_scale() before and after update(), and call scheduler.step() unless it fell",
         "warning",
         harmless_share=0.05,
-        remedy_in_library="a library steps the scheduler, and a few skips may stay as they are; for many, override its "
-        "hook (in Lightning lr_scheduler_step) and leave the step out where scaler.get_scale() fell",
+        remedy_in_library="a library steps this scheduler: a few skips do little harm; for many, override the "
+        "library's hook (lr_scheduler_step in Lightning) and do not step where scaler.get_scale() fell",
     ),
     _misuse(
         "misuse-gradient-penalty",
         CALLS,
         "backward",
         "the code computes a penalty from gradients of the scaled loss without dividing them by the scale",
-        "divide what torch.autograd.grad returns by scaler.get_scale() before the penalty, inside autocast",
+        "divide the gradients from torch.autograd.grad by scaler.get_scale() before the penalty, inside autocast",
     ),
     _misuse(
         "misuse-no-scaler",
         SETUP,
         "backward",
-        "the loss is computed in float16 and goes backward unscaled: gradients below 3e-8 become zero",
-        "scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update() with a torch.amp.GradScaler",
+        "the loss is computed in float16, and backward() runs without a loss scale: gradients below 3e-8 become zero",
+        "use a torch.amp.GradScaler: scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update()",
         "warning",
         is_counted=False,
     ),
@@ -501,7 +502,7 @@ _ALL = (
         SETUP,
         "backward",
         "the code scales a loss that is computed in bfloat16, whose range is float32's and needs no loss scale",
-        "leave the scaler out, or make it with enabled=False",
+        "leave the scaler out, or create it with enabled=False",
         "warning",
         is_counted=False,
     ),
@@ -509,7 +510,7 @@ _ALL = (
         "misuse-lost-upcast",
         SETUP,
         "optimizer",
-        "the upcast did nothing: it makes a new tensor of a parameter, which the loop throws away; they stay in half",
+        "the upcast has no effect: it creates a new tensor that the loop discards, and the parameters stay in half",
         "write p.data = p.data.float(), before the optimizer is made, or model.float() for all of them",
         is_counted=False,
     ),
@@ -517,7 +518,7 @@ _ALL = (
         "misuse-half-parameters",
         SETUP,
         "optimizer",
-        "the parameters are float16, and so are their gradients, which a scaler does not unscale",
+        "the parameters and their gradients are float16, and a scaler refuses to unscale those",
         "keep the parameters in float32 (no model.half()) and let autocast lower the ops",
     ),
     _misuse(
@@ -532,7 +533,7 @@ _ALL = (
         "misuse-backward-in-autocast",
         SETUP,
         "backward",
-        "the code calls backward() inside autocast, which belongs around the forward pass and the loss alone",
+        "the code calls backward() inside autocast, where only the forward pass and the loss belong",
         "end the autocast block before backward(): each backward op runs in the dtype of its forward op",
         "warning",
         is_of_a_region=True,
@@ -541,10 +542,9 @@ _ALL = (
         "not-half",
         SETUP,
         "inconclusive",
-        "run it on a GPU, weights and all, or with ampdbg run --emulate on this machine: these steps say nothing "
-        "about FP16; where it was run so, the script has switched autocast off itself, as one that asks tensors for"
-        " their device",
-        "Half precision was asked for, and every step ran in FP32.",
+        "run it with its weights on a GPU, or with ampdbg run --emulate: these steps say nothing about FP16; if "
+        "it ran so already, the script itself disabled autocast, perhaps after asking a tensor for its device",
+        "Half precision was asked for, but every step ran in FP32.",
         why_no_pin=WHY_NO_PIN,
         counts_against_a_patch=False,
         severity="warning",
@@ -553,10 +553,10 @@ _ALL = (
         "half-weights",
         SETUP,
         "precision",
-        "load and keep the weights in float32, as by from_pretrained(..., dtype=torch.float32), and let autocast lower "
-        "the ops",
-        "Mixed precision was asked for, and the weights that train are in half themselves.",
-        information="{verdict}: {skips}; the weights that train are in half, and nothing was said of mixed precision.",
+        "load and keep the weights in float32, as with from_pretrained(..., dtype=torch.float32), and let "
+        "autocast lower the ops",
+        "Mixed precision was asked for, but the trained weights themselves are half.",
+        information="{verdict}: {skips}; the trained weights are half, and nothing asked for mixed precision.",
         why_no_pin=KEEP_WEIGHTS,
         counts_against_a_patch=False,
         harms_forward=False,
@@ -566,8 +566,8 @@ _ALL = (
         "rounded-buffer",
         SETUP,
         "precision",
-        "compute the buffer anew in float32 behind the cast, or cast the parameters alone",
-        "A buffer that the model makes in float32 was cast with it, and half rounds away what it is for.",
+        "compute the buffer again in float32 after the cast, or cast only the parameters",
+        "A cast of the model also cast a float32 buffer, whose values half precision cannot hold.",
         why_no_pin="No pin helps: the buffer itself is stored in half precision.",
         counts_against_a_patch=False,
         harms_forward=False,
@@ -584,29 +584,29 @@ _ALL = (
         "misuse-autocast-float32",
         SETUP,
         "forward",
-        "autocast(dtype=torch.float32) is no FP32 region: on CUDA it lets half tensors in as they are",
-        "leave autocast with enabled=False, and cast what the block reads with .float()",
+        "autocast(dtype=torch.float32) makes no FP32 region: on CUDA, half tensors stay half in it",
+        "use enabled=False, and cast the block's inputs with .float()",
         "warning",
     ),
     _misuse(
         "misuse-autocast-device",
         SETUP,
         "forward",
-        "autocast is for another device than the tensors', and lowers none of their ops",
+        "autocast names another device than the tensors' own, so it lowers none of their ops",
         "give autocast the device type of the tensors: torch.autocast(device_type=x.device.type)",
     ),
     _misuse(
         "misuse-autocast-decorator",
         SETUP,
         "forward",
-        "autocast decorates in a way that does not run the forward pass under it",
+        "this autocast decorator does not run the forward pass under autocast",
         'decorate the function with a call: @torch.autocast("cuda")',
     ),
     _misuse(
         "misuse-unsaved-scaler",
         SETUP,
         "optimizer",
-        "the checkpoint leaves the scaler's state out: a resumed run begins at the first scale again",
+        "the checkpoint lacks the scaler's state: a resumed run starts again at the initial scale",
         "save scaler.state_dict() beside the optimizer's, and load it with scaler.load_state_dict()",
         "warning",
     ),
@@ -622,15 +622,15 @@ _ALL = (
         "apex-amp",
         OLD,
         "forward",
-        "apex.amp is no longer maintained, and patches torch's functions; torch.amp has taken its place",
-        "torch.autocast around the forward pass and the loss, torch.amp.GradScaler around backward and step",
+        "apex.amp is no longer maintained and patches torch's functions; torch.amp replaces it",
+        "use torch.autocast around the forward pass and the loss, and torch.amp.GradScaler around backward and step",
         "warning",
     ),
     _misuse(
         "apex-class",
         OLD,
         "forward",
-        "torch has a class of its own that does the same",
+        "torch has a class that does the same",
         "use torch's class",
         "warning",
     ),

@@ -105,21 +105,20 @@ def read_record(path: Path) -> Record:
     except RecordError as error:
         if path.suffix == CAPTURE_SUFFIX:
             raise RecordError(
-                f"{path}: no record but a capture, which is one step of a script; to run it again: "
-                f"ampdbg replay {shlex.quote(str(path))}"
+                f"{path}: a capture, not a record; to replay it: ampdbg replay {shlex.quote(str(path))}"
             ) from None
         raise RecordError(f"{path}: {error}") from None
 
 
 def check_record(given: object, call: str) -> None:
-    """Refuses what was given to a function in the place of a record; ``call`` is how it is called.
+    """Refuses what was given to a function instead of a record; ``call`` is how it is called.
 
     Raises:
         TypeError: it is none.
     """
     if not isinstance(given, Record):
         made = "ampdbg.scan and its like return one, and record() of a watch"
-        raise TypeError(f"got a {type(given).__name__} in the place of a Record; allowed: {call}; {made}")
+        raise TypeError(f"got a {type(given).__name__} instead of a Record; allowed: {call}; {made}")
 
 
 def write_record(record: Record, path: Path | str) -> None:
@@ -212,7 +211,7 @@ def latest_record() -> Path:
     """
     if not LATEST.exists():
         logs, make = sorted(FOLDER.glob("*.jsonl")), "make one with: ampdbg run SCRIPT, or ampdbg scan CONFIG"
-        to_do = f"of a run there is its log: ampdbg report {logs[-1]}" if logs else make
+        to_do = f"a run has left its log: ampdbg report {logs[-1]}" if logs else make
         raise RecordError(f"no record given, and none here ({LATEST}); {to_do}")
     return LATEST
 

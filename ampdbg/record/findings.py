@@ -11,7 +11,7 @@ from annotated_types import Interval
 Severity = Literal["error", "warning", "info"]
 Phase = Literal["data", "forward", "backward", "optimizer"]
 
-# What a record file is held against when it is read (record/file.py).
+# What a record file is compared with when it is read (record/file.py).
 Count = Annotated[int, Interval(ge=0, lt=2**63)]
 Exponent = Annotated[int, Interval(ge=-1100, le=1100)]
 """Of a power of two that float64 holds."""

@@ -2,7 +2,7 @@
 
 The first line names the format; each other one holds a ``step``, an ``investigation``, or of the ``record`` all that is
 neither. A later line of a step or of the record replaces an earlier one. Where the record leaves healthy steps out, the
-log is written anew without them, so that it stays as small.
+log is rewritten without them, so that it stays as small.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def kept(investigations: Sequence[Investigation]) -> tuple[Investigation, ...]:
 
 
 class RunLog:
-    """The log of one run while it goes on. It begins with the first step; what cannot be written costs a warning.
+    """The log of one run on its way. It begins with the first step; what cannot be written costs a warning.
 
     Args:
         path: of the file; a log that is there is written over, and nothing else is. None for one of the command's in
@@ -95,7 +95,7 @@ class RunLog:
                 self._goes_no_further(error)
 
     def note(self, news: object, record: Callable[[], Record], investigations: Sequence[Investigation]) -> None:
-        """To be called when a step has ended: what else has been seen by now.
+        """To be called when a step has ended: what else has been seen.
 
         Args:
             news: another value wherever something of the record but its steps has changed.
@@ -131,7 +131,7 @@ class RunLog:
 
     @property
     def _is_own(self) -> bool:
-        """Whether this process is the one that the run began in: a forked child writes nothing."""
+        """The run began in this process: a forked child writes nothing."""
         return os.getpid() == self._owner
 
     @property
@@ -179,7 +179,9 @@ class RunLog:
                 os.close(self._file)
             self._file = None
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-        self._warn(f"the log goes no further: {self._path or self._given or self._folder}: {reason}; the run does")
+        self._warn(
+            f"cannot write the log any more: {self._path or self._given or self._folder}: {reason}; the run continues"
+        )
 
 
 _HEAD = json.dumps({"format": LOG_FORMAT, "version": LOG_VERSION}).encode() + b"\n"
@@ -221,7 +223,7 @@ def _check_place(path: Path) -> None:
 
 
 def is_free_for_log(path: Path) -> bool:
-    """Whether no file is there, an empty one, or a log."""
+    """The place holds no file, an empty one, or a log."""
     return not os.path.isfile(path) or os.path.getsize(path) == 0 or is_log(path)
 
 
@@ -229,7 +231,7 @@ _BEGINS = re.compile(rb'\s*\{\s*"format"\s*:\s*"%b"' % re.escape(LOG_FORMAT).enc
 
 
 def is_log(path: Path) -> bool:
-    """Whether the file begins as a log does; a pipe is not looked into."""
+    """The file begins as a log does; a pipe is not read."""
     try:
         if not path.is_file():  # a pipe would wait for its writer
             return False
@@ -275,7 +277,7 @@ def _record_of(content: bytes) -> Record:
         else:
             record = value
     if not record:
-        raise RecordError("a log that ends before it says of what; needed: its first step, and what it was")
+        raise RecordError("a log that ends before its first step; needed: at least one step")
     made = checked(
         {
             **record,

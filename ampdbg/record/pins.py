@@ -50,7 +50,7 @@ the search: a set that was found is healthy, not minimal. An interrupted record 
 
 
 def is_line(name: str) -> bool:
-    """Whether an atom is a line of a script behind its modules, ``train.py:41``; it stands in no module."""
+    """An atom is a line of a script outside its modules, such as ``train.py:41``."""
     file, _, number = name.rpartition(":")
     return bool(file) and number.isdecimal()
 
@@ -124,7 +124,7 @@ class RootModel:
 
 
 def call_of_pins(roots: Sequence[RootModel]) -> str:
-    """The call of a file's ``pin_fp32``; ``...`` stands for a model that has no name in the script."""
+    """The call of a file's ``pin_fp32``; ``...`` for a model that has no name in the script."""
     given = (f"{root.argument}={root.name if root.is_global else '...'}" for root in roots)
     return f"pin_fp32({', '.join(given) or 'model'})"
 
@@ -167,7 +167,7 @@ class Search:
     got ``repeats``. ``candidates`` of the ``modules`` that ran were tried. ``losses`` holds the step's loss by what
     ran: "float16", "float32", "pinned". ``further`` and ``further_healthy`` count the batches that the whole set was
     tried on besides. ``classes`` counts pinned instances of a class against all that the model has, where there are
-    several. ``sources`` are the digests (SHA-256) of the user's files that the pins' lines stand in, as they were.
+    several. ``sources`` are the digests (SHA-256) of the user's files that hold the pins' lines, as they were.
     ``roots`` are the models that the pins' names begin with, where a script has several.
     """
 
@@ -194,7 +194,7 @@ class Search:
 
 @dataclass(frozen=True)
 class PatchUnit:
-    """One edit that can be left out: what it is, and the names of the pins that it stands for.
+    """One edit that can be left out: what it is, and the names of the pins that it covers.
 
     ``notes`` are for who reads the patch: why it is no narrower, and what else runs the code that it edits.
     """
@@ -235,7 +235,7 @@ class Handover:
 
     @property
     def pins_nothing(self) -> bool:
-        """Whether the patch leaves every module in half, and keeps constants in its range."""
+        """The patch leaves every module in half, and keeps constants in its range."""
         return bool(self.files) and not any(unit.pins for unit in self.units)
 
 

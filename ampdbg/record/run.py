@@ -29,8 +29,8 @@ NOT_CAPTURED = "was not captured"
 Verdict = Literal["healthy", "precision", "other", "inconclusive"]
 
 
-SUM = "the sum of what its modules give"
-"""What stands for the loss of a step that has none, in words."""
+SUM = "the sum of its module outputs"
+"""The substitute for the loss of a step that has none, in words."""
 
 Reach = Literal["whole", "modules", "none"]
 """How far a step could be replayed: with its own loss, or its modules alone, for whose loss stands the sum of what they
@@ -57,7 +57,7 @@ class Producer:
     ``is_constant`` says that all it overflows on is one constant, such as a mask; ``divides_by_zero`` that a
     divisor, or the argument of a logarithm or root, holds exact zeros. ``leaf`` is the path of the batch's leaf
     where the op casts values of that leaf and nothing else. ``is_erased`` says that no gradient is another one where it
-    makes a finite number in the place of inf and NaN, as behind a closed ReLU. ``distance`` is set where the op is not
+    makes a finite number instead of inf and NaN, as behind a closed ReLU. ``distance`` is set where the op is not
     infinite but far from FP32: the norm of the difference over that of the FP32 result. ``reaches_gradients`` says that
     the loss is finite, and that gradients are not because of it: an op of the forward pass too, whose NaN the loss
     leaves out and a backward pass takes up.
@@ -92,7 +92,7 @@ class Producer:
 
 @dataclass(frozen=True)
 class Replay:
-    """One step run again: forward and backward, without the optimizer.
+    """One replayed step: forward and backward, without the optimizer.
 
     ``dtype`` is what autocast lowers to (``float32`` and ``float64``: none, and half tensors that the code
     asks for are that wide too), ``scale`` the loss scale. ``rounded`` says that the weights and the batch
@@ -107,7 +107,7 @@ class Replay:
     Against FP32's gradients, where both are finite: ``gradient_distance`` is the norm of the difference over
     that of FP32's, ``lost_energy`` the share of the sum of squares that was flushed to zero, and ``lost``
     names the parameters that lost more than half of theirs, and have more than rounding noise to lose. ``unreached``
-    names those that have no gradient at any loss scale, and one in FP32: no distance tells of them.
+    names those that have no gradient at any loss scale, and one in FP32: no distance shows them.
     """
 
     dtype: str
@@ -246,7 +246,7 @@ class LevelCost:
 
     @property
     def trains(self) -> bool:
-        """Whether every step came through and nothing was found."""
+        """Every step was taken and nothing was found."""
         return self.verdict == "healthy" and not self.error
 
 
@@ -308,12 +308,12 @@ class Step:
 
     ``loss`` is the mean over the accumulated micro-batches, before scaling; ``losses`` has each by name
     when the workload returns several. ``scale`` is the loss scale during the step (1 without a scaler),
-    and ``scaler`` tells the loop's scalers apart: numbers from 1, and 0 where it has none. At the first step of one
+    and ``scaler`` numbers the loop's scalers from 1; it is 0 where there is none. At the first step of one
     that has taken the place of another, for the same optimizer, ``succeeds`` is the number of that.
     ``grad_norm`` is the 2-norm of all gradients after unscaling and before clipping; inf or NaN when any of them is
     not finite, and None where it was not taken, as of most healthy steps of a long run. ``skipped`` says that an
     optimizer's step was withheld. ``groups_hit`` is how many groups had a non-finite gradient where ``groups`` does not
-    list them: only a run's first unhealthy steps do. ``optimizer`` tells the loop's optimizers apart: numbers from 0,
+    list them: only a run's first unhealthy steps do. ``optimizer`` numbers the loop's optimizers, from 0,
     in the order in which they first step; where several step before one update, it is the first that did. ``others`` is
     how many steps of other optimizers lie before it.
     """
@@ -480,7 +480,7 @@ class CastBuffer:
 class Updates:
     """The ledger of updates: what windows of ``steps`` steps in all want of half parameters, and what those get.
 
-    They are held against float32 masters with float32 states, which the same optimizer steps on the same gradients.
+    They are compared with float32 masters with float32 states, which the same optimizer steps on the same gradients.
     ``lost`` and its like are as of :class:`KindUpdates`, of all parameters together; ``decay`` is what part of the way
     is that of the weight decay, by sums of squares. Of steps that add up the gradients of ``passes`` backward passes,
     ``lost_accumulation`` is how far the sum in half is from that in float32, relative to that. ``frozen`` are the
@@ -657,9 +657,9 @@ class Record:
     one.
     ``config_folder`` is what the config's paths are relative to, itself relative to where the run was started.
     ``planned_steps`` is how many were asked for; ``groups`` names every parameter group in order.
-    ``checks`` are what a range profile is held against: its step in bfloat16, in which it was measured; then in FP16 at
-    a loss scale that it allows, or in FP32 where it is not finite in bfloat16. A step that runs in
-    bfloat16 is tried in FP16 with ever more pins, up to a set that cures it, and has ``readiness``.
+    ``checks`` test a range profile: its step in bfloat16, in which it was measured; then in FP16 at a loss scale that
+    it allows, or in FP32 where it is not finite in bfloat16. A step that runs in bfloat16 is tried in FP16 with ever
+    more pins, up to a set that cures it, and has ``readiness``.
     ``asked`` has by whose word which precision was asked for, as ``config.dtype``: bfloat16.
     ``listings`` are the files that sites and findings name, or of long ones the lines around those.
     """
@@ -730,7 +730,7 @@ class Record:
 
     @property
     def took_no_step(self) -> bool:
-        """Whether steps ended, and every one of them was skipped: the weights are those of the start."""
+        """Every step that ended was skipped: the weights are those of the start."""
         return bool(self.steps) and all(step.skipped for step in self.steps)
 
     @property

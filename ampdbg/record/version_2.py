@@ -38,4 +38,4 @@ def upgraded_investigation(made: Any) -> Any:
 
 UPGRADES = {"investigations": upgraded_investigation}
 OUTCOMES = {"spoilt-input": "not-reproduced"}
-"""Of a step that might have computed its own inputs no replay told."""
+"""Of a step that might have computed its own inputs no replay showed anything."""

@@ -280,8 +280,8 @@ class Investigator:
         """Of a step that looks healthy, and is another when it is run again: that it was held against nothing."""
         others = [made for made in self.found if made.why == "end" and math.isfinite(made.low.loss)]
         return tuple(
-            f"the loss of step {made.step} is {number(made.low.loss)} when it is run again, and was "
-            f"{number(made.loss)}, as where it draws random numbers of its own: it was not compared with FP32"
+            f"step {made.step} was not compared with FP32: its replay has a loss of {number(made.low.loss)} "
+            f"instead of {number(made.loss)}, as where a step draws its own random numbers"
             for made in others
             if not is_same_run(made)
         )

@@ -218,10 +218,10 @@ class Unpacking:
             live = dict(live) if isinstance(live, dict) else {}
         kind = self._kinds[type(_checked(live, str(name)))]
         if kind is None or kind.make is None:
-            raise NotAtHandError(f"a {name} is at hand that cannot be made again")
+            raise NotAtHandError(f"ampdbg cannot make a {name} again")
         held = kind.save(live)
         if kind is OBJECT and list(held) != keys:
-            raise NotAtHandError(f"the {name} at hand holds {', '.join(held)}; captured: {keys}")
+            raise NotAtHandError(f"this script's {name} holds {', '.join(held)}; captured: {keys}")
         if not kind.holds:
             contents = self.of(inner[0]) if inner else held
         elif isinstance(held, dict):
@@ -231,7 +231,7 @@ class Unpacking:
         try:
             return kind.make(live, contents)
         except Exception as error:  # whatever its class raises
-            raise NotAtHandError(f"the {name} at hand takes no captured one: {first_line(error)}") from error
+            raise NotAtHandError(f"this script's {name} does not take the captured one: {first_line(error)}") from error
 
 
 _MAKE: Mapping[str, Callable[[Unpacking, Any, Mapping[str, Any], Any], Any]] = {
@@ -257,7 +257,9 @@ _MAKE: Mapping[str, Callable[[Unpacking, Any, Mapping[str, Any], Any], Any]] = {
 
 def _checked(live: Any, name: str) -> Any:
     if type_name(live) != name:
-        raise NotAtHandError(f"the step was given a {name}, which is not written; at hand is a {type_name(live)}")
+        raise NotAtHandError(
+            f"the step takes a {name}, which a capture cannot hold; this script has a {type_name(live)}"
+        )
     return live
 
 

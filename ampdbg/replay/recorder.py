@@ -78,10 +78,10 @@ own."""
 HOOKS = ("register_hook", "retain_grad")
 """Functions after which other gradients may come to a tensor, or stay."""
 
-NOT_ALL_SEEN = "what makes its loss was not all seen"
+NOT_ALL_SEEN = "ampdbg did not see every call that its loss needs"
 """Why a step cannot be run again where a graph leads into it that no noted call has made."""
 
-OF_SCALED = "its loss takes gradients of what the scaler has scaled"
+OF_SCALED = "its loss takes gradients of a scaled loss"
 """The scale is in them, and what the script divides them by is a number to it: another one cannot be tried."""
 
 
@@ -390,7 +390,7 @@ class Recorder(TorchFunctionMode):
         """The script compiles: torch would follow a mode too, so that of a function only modules are noted."""
         self.looking = nullcontext
         if not isinstance(model, torch.nn.Module):
-            self._compiles = "it may compile what makes its loss"
+            self._compiles = "it may compile the code of its loss"
 
     # What goes backward, and who steps on it.
 
@@ -644,14 +644,14 @@ class Recorder(TorchFunctionMode):
             return None, next(filter(None, whys)), ModelState()
         state, unknown = self.before.state(model, numbers)
         if unknown:
-            return None, f"its {unknown} was written in it, and is kept from now on", state
+            return None, f"it wrote its {unknown}, which ampdbg copies from now on", state
         own = {id(tensor) for tensor in tensors_in(model)}
         given = tuple({n: calls.given(n, own) for n in sorted(part)} for part, _ in parts)
         modules = {id(module): module for n in numbers if (module := calls.calls[n].module) is not None}
         beside = [module for module in modules.values() if own.isdisjoint(map(id, tensors_in(module)))]
         states = [(module, *self.before.state(module, numbers)) for module in beside]
         if unknown := next((unknown for _, _, unknown in states if unknown), ""):
-            return None, f"{unknown} of a module beside its model was written in it, and is kept from now on", state
+            return None, f"it wrote {unknown} of a module beside its model, which ampdbg copies from now on", state
         step = RecordedStep(
             {n: calls.call(n, device) for n in numbers},
             {min(part): losses for part, losses in parts},
@@ -720,10 +720,10 @@ class _Calls:
         changed = [place for place, (tensor, times) in enumerate(call.inputs) if times_written(tensor) != times]
         if changed:
             self._copied.update((call.line, str(place)) for place in changed)
-            return f"what {_described(call)} was given was changed in place since; it is copied from now on"
+            return f"an input of {_described(call)} was changed in place since; ampdbg copies it from now on"
         weights = call.module.parameters() if call.module is not None else ()
         if any(self._written.get(id(weight), -1) > call.steps for weight in weights):
-            return "its weights are others by now"
+            return "its weights have changed since"
         return next(
             (why for read in call.reads if (why := self._whys.get(read, "")) and not self._is_data(call, read)), ""
         )

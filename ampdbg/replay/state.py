@@ -247,9 +247,9 @@ def notes_on(model: torch.nn.Module) -> tuple[str, ...]:
         holds = f"{f'module {name!r}' if name else 'the model'} holds"
         for key, value in {**STATE.save(module), **module._buffers}.items():
             if isinstance(value, Iterator):
-                notes.append(f"{holds} an iterator, {key!r}, which every replay moves on")
+                notes.append(f"{holds} an iterator, {key!r}, which every replay advances")
             elif isinstance(value, torch.Tensor) and value.is_leaf and value not in Held.now([(value, TENSOR)]):
-                notes.append(f"{holds} {key!r}, a tensor that cannot be copied: what a replay writes into it stays")
+                notes.append(f"{holds} {key!r}, a tensor that cannot be copied: replays may change it")
     return tuple(notes)
 
 
@@ -299,7 +299,7 @@ class TensorContents(NamedTuple):
 
 def _save_tensor(tensor: torch.Tensor) -> TensorContents:
     if not tensor.is_leaf:
-        raise RuntimeError("it follows what it was computed of")
+        raise RuntimeError("it depends on the tensors that it was computed from")
     return TensorContents(_values(tensor.data), tensor.data, tensor.requires_grad, tensor.grad)
 
 
@@ -323,7 +323,7 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
     """
     part = distinct(tensor.detach() if tensor.requires_grad else tensor)
     if is_emptied(part):
-        raise RuntimeError("its memory was taken away")
+        raise RuntimeError("its memory was freed")
     try:
         return part.clone()
     except RuntimeError:  # as of a tensor that is quantized by channel

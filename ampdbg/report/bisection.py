@@ -28,9 +28,9 @@ from .pins import (
 from .view import line, ran_on, with_option
 
 MOST_FACTS, MOST_TO_PASTE = 1, 3
-"""Of what there is to say of the set, and of the lines for the config, so many stand in a story."""
+"""So many facts of the set, and lines for the config, are in a story."""
 
-RAN_AS = {"float16": "as it was", "float32": "in FP32", "pinned": "with the set"}
+RAN_AS = {"float16": "as it ran", "float32": "in FP32", "pinned": "with the set"}
 
 FURTHER = "further batch "
 """How the stage of a trial on another batch than the failing step's begins."""
@@ -68,7 +68,7 @@ class EndedSearch:
 
     @property
     def holds(self) -> bool:
-        """Whether the last trial of the whole set, on the failing step itself, was healthy."""
+        """The last trial of the whole set, on the failing step itself, was healthy."""
         own = (trial for trial in reversed(self.record.trials) if not trial.stage.startswith(FURTHER))
         last = next((trial for trial in own if set(trial.pins) == set(self.names)), None)
         return last is None or last.healthy
@@ -140,7 +140,7 @@ def _experiments(ended: EndedSearch) -> Iterator[view.Section]:
 
 
 def _is_said_elsewhere(ended: EndedSearch) -> bool:
-    """Whether the headline says it; or a finding, which are listed where there is no set."""
+    """The headline says it, or a finding does; findings are listed where there is no set."""
     if ended.search.outcome in ("nothing-to-pin", "not-in-a-module"):
         return True
     findings = ended.record.findings
@@ -157,17 +157,17 @@ def _as_sentence(message: str) -> str:
 def _about_the_set(ended: EndedSearch) -> Iterator[view.StyledLine]:
     search, count = ended.search, len(ended.names)
     if search.minimal and count:
-        dropped = "without it" if count == 1 else "without any one of them"
-        yield line(f"Proven by experiment: {dropped} the step fails (the set is 1-minimal).")
+        dropped = "drop it" if count == 1 else "drop any one of them"
+        yield line(f"Proven by experiment: {dropped} and the step fails (the set is 1-minimal).")
     elif count:
-        yield line("Not shown to be minimal: a smaller set may do.", tone="doubtful")
+        yield line("Not shown to be minimal: a smaller set may suffice.", tone="doubtful")
     if 0 < search.failed < search.tried:
         runs = f", so each trial ran {search.repeats} times" if search.repeats > 1 else ""
         yield line(f"The step fails intermittently, in {search.failed} of {search.tried} replays{runs}.")
     if search.set_scale is not None and count:
         yield line(
-            f"The set goes with a loss scale of {scale(search.set_scale)}: above it gradients overflow, "
-            "and at it none is lost."
+            f"The set needs a loss scale of {scale(search.set_scale)}: gradients overflow above it, and none is "
+            "lost at it."
         )
     for name, counts in search.classes.items():
         if len(counts) == 2 and counts[1] > 1:
@@ -183,7 +183,7 @@ def _share_of_class(name: str, pinned: int, every: int) -> str:
 
 
 def _loss_table(ended: EndedSearch) -> view.Table:
-    """The loss of the failing step as it was, in FP32 and with the set, or what stands for it."""
+    """The loss of the failing step as it was, in FP32 and with the set, or its substitute."""
     losses, what = dict(ended.search.losses), "loss"
     for step in ended.record.steps:
         if step.step == ended.search.step and scan.is_own_loss(step, ended.record):
@@ -213,7 +213,7 @@ def _found(ended: EndedSearch) -> str:
             not ended.names,
             f"{step} fails intermittently and did not fail in any trial, so no module can be blamed.",
         ),
-        (not ended.holds, f"{ended.some} in FP32 made the failing step healthy once, but not when it ran again."),
+        (not ended.holds, f"{ended.some} in FP32 made the failing step healthy once, but not in a second replay."),
         (not ended.search.minimal, f"With {ended.some} in FP32, {healthy}."),
         (True, f"{ended.some} {need} FP32{_own_lines(ended)}. With {them} pinned, {healthy}."),
     )
@@ -221,13 +221,12 @@ def _found(ended: EndedSearch) -> str:
 
 def _own_lines(ended: EndedSearch) -> str:
     own = sum(pin.own for pin in ended.record.pins)
-    whose = "its own lines alone" if own == 1 else "their own lines alone"
+    whose = "its own lines only" if own == 1 else "their own lines only"
     rows = ((not own, ""), (own < len(ended.names), f", {own} of them in {whose}"), (True, f", in {whose}"))
     return view.first(*rows)
 
 
 def _healthy(search: Search) -> str:
-    """What is healthy with the set."""
     batches = counted(search.further, "further batch")
     return view.first(
         (not search.further, "the failing step is healthy"),
@@ -238,10 +237,9 @@ def _healthy(search: Search) -> str:
 
 
 def _nothing_to_pin(ended: EndedSearch) -> str:
-    record = ended.record
-    skipped = record.steps_skipped
-    but = f", but for {skipped:,} skipped while the loss scale settles" if skipped else ""
-    return f"Nothing to pin: none of {counted(record.steps_run, 'step')} failed{but}."
+    skipped, of = ended.record.steps_skipped, counted(ended.record.steps_run, "step")
+    but = f"; {skipped:,} of {of} were skipped while the loss scale settles" if skipped else ""
+    return f"Nothing to pin: no step failed{but}."
 
 
 def _no_pin_helps(ended: EndedSearch) -> str:
@@ -254,8 +252,8 @@ def _not_in_a_module(ended: EndedSearch) -> str:
     where = f", at {listed(lines)}" if lines else ""
     if ended.record.findings and ended.record.findings[0].module:
         return (
-            f"Pins of modules are not enough: with the whole model in FP32 the step fails all the same{where}. What "
-            "the loss computes of the model again, such as gradients of its gradients, runs outside of them."
+            f"Pinning modules is not enough: the step fails even with the whole model in FP32{where}. Work that "
+            "the loss adds, such as gradients of gradients, runs outside the modules."
         )
     return f"No module needs FP32: the step function or the loss fails{where}."
 
@@ -263,14 +261,14 @@ def _not_in_a_module(ended: EndedSearch) -> str:
 def _not_reproduced(ended: EndedSearch) -> str:
     search, step = ended.search, ended.step.capitalize()
     if not search.tried:
-        return f"{step} failed in training, and ampdbg could not keep it to run it again."
+        return f"{step} failed in training, and ampdbg could not keep it for a replay."
     replays = f"{search.failed or 'none'} of {counted(search.tried, 'replay')}"
     return f"{step} failed in training, and {replays} reproduced the failure."
 
 
 def _out_of_trials(ended: EndedSearch) -> str:
-    healthy = f"with {ended.some} in FP32 the failing step is healthy; a smaller set may do."
-    sentence = healthy if ended.record.pins else "no healthy set was found yet."
+    healthy = f"with {ended.some} in FP32 the failing step is healthy; a smaller set may suffice."
+    sentence = healthy if ended.record.pins else "ampdbg found no healthy set yet."
     if ended.record.interrupted:
         return sentence[:1].upper() + sentence[1:]
     return f"After {counted(len(ended.record.trials), 'trial')}, the most allowed: {sentence}"
@@ -307,7 +305,7 @@ class Ending:
     """How an outcome is reported: the tone of its headline, its sentence, and what to do next.
 
     ``why`` is why to search again, with more steps where ``has_longer_run``; where it is empty the trials say most.
-    ``has_patch`` says that a set, where there is one, is what to go on with.
+    ``has_patch`` says that a set, where there is one, is what comes next.
     """
 
     tone: view.Tone
@@ -317,12 +315,12 @@ class Ending:
     has_patch: bool = False
 
 
-REPAIRED = "run it again once that is repaired"
-ANOTHER = "run it for longer: another failing step may be reproducible"
+REPAIRED = "rerun once this is repaired"
+ANOTHER = "run more steps: another failing step may be reproducible"
 
 ENDINGS: Mapping[Outcome, Ending] = {
     "found": Ending("bad", _found, ANOTHER, has_longer_run=True, has_patch=True),
-    "nothing-to-pin": Ending("good", _nothing_to_pin, "run it for longer", has_longer_run=True),
+    "nothing-to-pin": Ending("good", _nothing_to_pin, "run more steps", has_longer_run=True),
     "fp32-fails": Ending("bad", lambda ended: f"No pin helps: {ended.step} fails in FP32 too.", REPAIRED),
     "fp32-raises": Ending(
         "doubtful", lambda ended: f"ampdbg tried no pin: the replay of {ended.step} in FP32 raised an error.", REPAIRED
@@ -332,7 +330,7 @@ ENDINGS: Mapping[Outcome, Ending] = {
     "not-reproduced": Ending("doubtful", _not_reproduced, ANOTHER, has_longer_run=True),
     "no-set-helps": Ending(
         "bad",
-        lambda ended: f"No set of modules makes {ended.step} healthy, although FP32 throughout does.",
+        lambda ended: f"No set of modules makes {ended.step} healthy, but FP32 throughout does.",
         has_patch=True,
     ),
     "out-of-trials": Ending("warning", _out_of_trials, "search without that limit"),

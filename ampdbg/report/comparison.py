@@ -19,7 +19,7 @@ from .view import line, more
 FORMAT, VERSION = "ampdbg.comparison", 1
 
 SHOWN = 4
-"""So many rows of a table stand in the story."""
+"""So many rows of a table are in the story."""
 
 THEN_AND_NOW = (view.Column("then", "number"), view.Column("now", "number"))
 
@@ -87,23 +87,23 @@ def _worse(compared: Comparison) -> Iterator[str]:
     if compared.appeared:
         yield f"{listed([_named(one.code, one.module) for one in compared.appeared], 3)} appeared"
     if compared.began:
-        yield f"{counted(sum(one.now - one.then for one in compared.began), 'place')} more would overflow"
+        yield f"{counted(sum(one.now - one.then for one in compared.began), 'more place')} would overflow"
     if compared.tighter:
         first, *others = compared.tighter
         also = f", and {counted(len(others), 'more module')} lost headroom" if others else ""
         yield f"{view.module(first.module)} lost {counted_bits(round(first.lost, 1))} of headroom{also}"
     if compared.narrower is not None:
-        yield f"the loss scales that work are fewer by {counted_bits(round(compared.narrower.lost, 1))}"
+        yield f"the range of loss scales that work shrank by {counted_bits(round(compared.narrower.lost, 1))}"
 
 
 def _better(compared: Comparison) -> Iterator[str]:
     if compared.gone:
         yield f"{listed([_named(one.code, one.module) for one in compared.gone], 3)} gone"
     if compared.ceased:
-        yield f"{counted(sum(one.then - one.now for one in compared.ceased), 'place')} fewer would overflow"
+        yield f"{counted(sum(one.then - one.now for one in compared.ceased), 'fewer place')} would overflow"
     won = [one for one in compared.headrooms if -one.lost > compared.within]
     if won:
-        yield f"{counted(len(won), 'module')} won headroom"
+        yield f"{counted(len(won), 'module')} gained headroom"
     if any(one.won > compared.within for one in compared.windows[:1]):
         yield "more loss scales work"
 
@@ -203,7 +203,9 @@ def _notes(compared: Comparison) -> Iterator[str]:
     elif not then.sites:
         yield "Note: records of ampdbg ranges also hold headroom and the loss scales that work."
     if then.planned_steps != now.planned_steps:
-        yield f"Note: then it was to run {counted(then.planned_steps, 'step')}, now {now.planned_steps:,}."
+        yield (
+            f"Note: the planned length differs: {counted(then.planned_steps, 'step')} then, {now.planned_steps:,} now."
+        )
     if then.interrupted or now.interrupted:
         both = then.interrupted and now.interrupted
         yield f"Note: {'both were' if both else 'now was' if now.interrupted else 'then was'} interrupted."

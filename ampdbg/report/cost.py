@@ -21,14 +21,14 @@ HELD, KEPT = "━", "─"
 NO_MEMORY = StepMemory(0, 0, 0, 0, 0, 0)
 
 LOSSES = (
-    f"From FP32: the median difference of the losses over the last quarter of the steps. Noise: that of FP32 from "
-    f"itself where it begins with rounded weights. * is more than {NOISE_FLOORS:.0f} times the noise, and "
-    f"than {percent(FP32_ROUNDING)}."
+    "From FP32: the median difference between the losses, over the last quarter of the steps. Noise: the same "
+    f"between FP32 and FP32 started from rounded weights. * marks more than {NOISE_FLOORS:.0f} times the noise, "
+    f"and more than {percent(FP32_ROUNDING)}."
 )
-BEYOND_NOISE = "From FP32: of the losses; * is beyond the noise of FP32 itself."
-HALF_FLOPS = "Half FLOPs: what tensor cores could compute of products, convolutions and attention."
+BEYOND_NOISE = "From FP32: the difference between the losses; * exceeds FP32's own noise."
+HALF_FLOPS = "Half FLOPs: the share of products, convolutions and attention that tensor cores could compute."
 BARS = f"{HELD} parameters, masters, gradients, optimizer   {KEPT} kept for the backward pass"
-CASTS = "Casts: copies of weights that autocast keeps; like the activations, of one micro-batch."
+CASTS = "Casts: copies of weights that autocast keeps. Casts and activations are of one micro-batch."
 
 
 def page(record: Record, typed: view.Typed) -> view.Page:
@@ -51,7 +51,7 @@ def _headline(record: Record, levels: Sequence[LevelCost]) -> view.Headline:
     lower = [one for one in levels if one.level != "O0" and one.trains and one.memory is not None]
     if not lower:
         steps = counted(record.planned_steps, "step")
-        return view.Headline("bad", f"No level below FP32 comes through {steps} without a finding.")
+        return view.Headline("bad", f"No level below FP32 finishes {steps} without a finding.")
     best, fp32 = min(lower, key=_total), _fp32(levels)
     speed = f", at {_speed(best, fp32)} times its speed" if best.seconds and fp32.seconds else ""
     ratio = _of(_total(best), _total(fp32))
@@ -137,7 +137,7 @@ _TRAINING: Columns = (
 
 
 def _fp32(levels: Sequence[LevelCost]) -> LevelCost:
-    """The level that the others are held against; one that takes nothing where it could not run."""
+    """The level that the others are compared with; one that takes nothing where it could not run."""
     return next((one for one in levels if one.level == "O0"), LevelCost("", "", ""))
 
 
@@ -194,7 +194,7 @@ def _batch(batch: int | None) -> Callable[[LevelCost], str]:
 def _fit(batch: int | None) -> Columns:
     def how(one: LevelCost) -> str:
         fit = one.fit or BatchFit(0)
-        reckoned = f"reckoned: in proportion over {counted(len(fit.measured) - 1, 'doubling')}"
+        reckoned = f"estimated in proportion from {counted(len(fit.measured) - 1, 'doubling')}"
         return fit.why or (reckoned if fit.is_reckoned else "measured" if fit.times else "does not fit")
 
     return (
@@ -211,7 +211,7 @@ def _is_cured_by_pins(one: LevelCost) -> bool:
 def _next_command(levels: Sequence[LevelCost], typed: view.Typed) -> view.NextCommand | None:
     at_o1 = [one for one in levels if one.level == "O1" and one.dtype == "float16"]
     if any(map(_is_cured_by_pins, at_o1)) and not any(one.trains for one in at_o1):
-        return view.NextCommand("find what O1 needs in FP32, and the patch", f"ampdbg suggest-fp32 {typed.config}")
+        return view.NextCommand("find what O1 needs in FP32, and make the patch", f"ampdbg suggest-fp32 {typed.config}")
     bad = next((one for one in levels if not one.trains and not one.pins), None)
     if bad is None:
         return None

@@ -27,7 +27,7 @@ def _headline(machine: Machine) -> Headline:
     if not torch.imported:
         return Headline("bad", "ampdbg cannot run on this machine.")
     if any(judged_unit(TENSOR_CORES, gpu).tone != "good" for gpu in torch.gpus):
-        return Headline("doubtful", "FP16 runs on this machine, and is not worth it on every GPU.")
+        return Headline("doubtful", "FP16 runs on this machine, but does not pay off on every GPU.")
     if torch.gpus:
         return Headline("good", "FP16 runs on this machine's GPU.")
     if driver.gpus or driver.problem:

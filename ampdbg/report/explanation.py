@@ -92,7 +92,7 @@ def listing_page(entries: Sequence[Explanation]) -> Page:
         for family, members in groupby(entries, key=lambda entry: entry.family)
     )
     command = Words("ampdbg explain CODE", "name")
-    more = Paragraph((line("What one means, how ampdbg decides it and what fixes it: ", command),))
+    more = Paragraph((line("What a code means, how ampdbg decides it and what fixes it: ", command),))
     return Page(None, (*tables, more))
 
 

@@ -42,8 +42,8 @@ def _sections(linted: Linted) -> Iterator[Section]:
     for finding in linted.findings:
         yield Paragraph(tuple(_lines(finding)))
     if linted.problems:
-        told = tuple(line(f"{file.path}: {file.problem}", tone="doubtful") for file in linted.problems)
-        yield Paragraph(told, "Not looked at")
+        unread = tuple(line(f"{file.path}: {file.problem}", tone="doubtful") for file in linted.problems)
+        yield Paragraph(unread, "Not read")
 
 
 def _lines(finding: LintFinding) -> Iterator[StyledLine]:
@@ -63,7 +63,7 @@ def place(finding: LintFinding) -> str:
 
 def _next(linted: Linted, given: str) -> NextCommand | None:
     if any(finding.fixable for finding in linted.findings):
-        return NextCommand("look at the fixes", f"ampdbg lint --diff {given}")
+        return NextCommand("see the fixes", f"ampdbg lint --diff {given}")
     if linted.findings:
         return NextCommand("what it means", f"ampdbg explain {linted.findings[0].code}")
     return None

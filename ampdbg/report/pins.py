@@ -152,8 +152,8 @@ def _costs(cost: PinCost | None) -> tuple[str, str]:
 def cost_sentence(cost: PinCost, low: FloatFormat, of: str = "The set") -> str:
     """What the whole set takes out of the run's format."""
     return (
-        f"{of} takes {share(cost.flops)} of the forward pass's FLOPs and {share(cost.activations)} of its "
-        f"{low.short} activations ({byte_size(cost.activation_bytes)}) out of {low.short}."
+        f"{of} moves {share(cost.flops)} of the forward pass's FLOPs and {share(cost.activations)} of its "
+        f"{low.short} activations ({byte_size(cost.activation_bytes)}) to FP32."
     )
 
 
@@ -166,7 +166,7 @@ def about_roots(record: Record) -> Iterator[str]:
     """What the names of the set begin with, where the script has several models."""
     if roots := roots_of(record):
         said = "; ".join(f"{root.name} is {root.what}" for root in roots)
-        yield f"The script has several models, and the name of a module begins with its model: {said}."
+        yield f"The script has several models; a module's name starts with that of its model: {said}."
 
 
 def roots_paragraph(record: Record) -> Iterator[Paragraph]:

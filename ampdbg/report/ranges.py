@@ -40,7 +40,7 @@ SHOWN = 10
 """So many sites and modules are listed."""
 
 BRIEF_SITES, BRIEF_MODULES, BESIDE_FINDINGS = 5, 2, 3
-"""So many sites and modules stand in a story, and so many sites in one that has findings."""
+"""So many sites and modules are in a story, and so many sites in one that has findings."""
 
 SHOWN_LINES = 5
 """So many of the tightest sites show the text of their line."""
@@ -125,10 +125,10 @@ def _next_command(record: Record, typed: view.Typed) -> view.NextCommand | None:
     suggest, scan = (with_option(command, "--set", "precision.dtype=float16") for command in (suggest, again))
     is_pinned = ready is not None and (ready.pins or ready.trains is False)
     rows: tuple[tuple[object, str, str], ...] = (
-        (record.error, "run it again once that is repaired", measure),
+        (record.error, "rerun once this is repaired", measure),
         (is_pinned, "find the smallest set of pins, and prove it", suggest),
         (ready, CONFIRM, scan),
-        (refuted_by(record), "see where it begins", again),
+        (refuted_by(record), "see where it starts", again),
         (record.findings or record.unseen.unmeasured, CONFIRM, again),
         (record.sites and is_config, "measure again after some training", longer),
     )
@@ -164,8 +164,9 @@ def _ready(record: Record, ready: Readiness) -> str:
 
 
 READY: Mapping[bool | None, str] = {
-    True: "By {step}, this would train in FP16 with {pinned}: its largest magnitude, {largest}, and {scales}.",
-    False: "By {step}, this would not train in FP16: {fails} at any loss scale, and no pin that was tried helps.",
+    True: "Judging by {step}, this would train in FP16 with {pinned}: its largest magnitude, {largest}, and {scales}.",
+    False: "Judging by {step}, this would not train in FP16: {fails} at any loss scale, "
+    "and ampdbg found no pin that helps.",
     None: "It is open whether this would train in FP16. {half}",
 }
 """By whether it would train in it."""
@@ -185,7 +186,7 @@ def _starting(record: Record) -> int:
 
 def _overflowing(record: Record, starts: int) -> str:
     others = "one" if starts == 2 else starts - 1
-    hidden = f"; behind the first inf an FP16 run would hide the other {others}" if starts > 1 else ""
+    hidden = f"; an FP16 run would show the first and hide the other {others}" if starts > 1 else ""
     return f"{counted(starts, 'place')} would overflow in FP16{hidden}."
 
 
@@ -193,7 +194,7 @@ def _refuted(record: Record, bad: Replay) -> str:
     """What is said of a step that is not finite where the ranges alone would have had it fit."""
     where, fails = _step(record).capitalize(), fails_in_fp32(record)
     if bad.dtype == FLOAT16.name:
-        scale_tried = f", at a loss scale of {_scale(bad.scale)}, which that allows"
+        scale_tried = f", at a loss scale of {_scale(bad.scale)} that the ranges allow"
         at_any = "" if bad.error else ", and no loss scale helps"
         return (
             f"{_measured(record)}; but in FP16 {what_fails(bad)}{scale_tried if math.isfinite(bad.loss) else at_any}."
@@ -201,10 +202,10 @@ def _refuted(record: Record, bad: Replay) -> str:
     if fails:
         fp32 = check_in(record, "float32") or bad
         return f"{where} is not finite in FP32 either: {what_fails(fp32)}. Neither a pin nor a loss scale helps."
-    fp32_is = "" if fails is None else ", though it is in FP32"
+    fp32_is = "" if fails is None else ", although it is in FP32"
     return (
-        f"{where} is not finite in bfloat16, in which it is measured{fp32_is}: {what_fails(bad)}. "
-        "Nothing is known of FP16."
+        f"{where} is not finite in bfloat16, in which ampdbg measures ranges{fp32_is}: {what_fails(bad)}. So "
+        "nothing is known about FP16."
     )
 
 
@@ -216,7 +217,7 @@ def _fitting(record: Record, _: object) -> str:
 Sentences = tuple[tuple[Callable[[Record], Any], Callable[[Record, Any], str]], ...]
 """What a record must have for a sentence, and the sentence of the record and that."""
 
-NO_SCALE = "The forward pass fits FP16; its gradients do not, at any one loss scale."
+NO_SCALE = "The forward pass fits FP16, but no single loss scale fits its gradients."
 AUTOCAST_RAISES = "Autocast made the step raise an error, so its ranges could not be measured."
 
 OF_HALF: Sentences = (
@@ -243,17 +244,17 @@ def _measured(record: Record) -> str:
     beyond = sum(site.phase == "forward" and site.headroom_bits < 0.0 for site in record.sites)
     if beyond:
         places = counted(beyond, "place")
-        return f"No op{of_what} overflows of itself; an input or a constant of the code is beyond FP16 at {places}"
+        return f"No op{of_what} overflows by itself, but an input or a constant of the code exceeds FP16 at {places}"
     return f"Everything{of_what} fits FP16 at {_step(record)}: {_spare(record.sites)}"
 
 
 def _unmeasured(record: Record) -> str:
-    """What the ranges leave out, and what a replay in FP16 tells of that; "" where they leave out nothing."""
+    """The ops that the ranges leave out, and what a replay in FP16 shows of them; "" where they leave out nothing."""
     if not record.unseen.unmeasured:
         return ""
     half = check_in(record, "float16")
-    tried = "" if half is None else f"; with them the step is finite in FP16 at a loss scale of {_scale(half.scale)}"
-    return f" as far as that goes. Not measured: {listed(record.unseen.unmeasured)}{tried}"
+    tried = "" if half is None else f"; a replay with them is finite in FP16 at a loss scale of {_scale(half.scale)}"
+    return f" for what was measured. Not measured: {listed(record.unseen.unmeasured)}{tried}"
 
 
 def _spare(sites: Sequence[Site]) -> str:
@@ -279,7 +280,7 @@ def _own_scale(record: Record, whole: Window) -> str:
     own = record.steps[-1].scale
     if whole.floor <= own <= whole.ceiling:
         return ""
-    return f"; that of the step, {_scale(own)}, is {'below' if own < whole.floor else 'above'} them"
+    return f"; the step's own scale, {_scale(own)}, is {'below' if own < whole.floor else 'above'} them"
 
 
 def _site_table(sites: Sequence[Site], typed: view.Typed, top: int, *, is_brief: bool = False) -> view.Table:
@@ -302,7 +303,7 @@ def _site_table(sites: Sequence[Site], typed: view.Typed, top: int, *, is_brief:
 
 LEGEND: tuple[tuple[Callable[[Site], bool], str], ...] = (
     (lambda site: site.overflow == "starts", "✗ an overflow starts here"),
-    (lambda site: site.overflow == "carried", "↳ an input or a constant brings it here"),
+    (lambda site: site.overflow == "carried", "↳ an input or a constant carries it in"),
     (lambda site: _mark(site).text == "!", f"! within {NEAR_BITS:.0f} bits of the limit"),
     (lambda site: site.phase == "backward", "gradients at a loss scale of 1"),
 )
@@ -339,7 +340,7 @@ def _window_table(record: Record, top: int) -> Iterator[view.Table]:
     rows += [(line(view.module(one.module)), *_ends(one), _bounds(one)) for one in modules[:top]]
     below = more(len(modules) - top, "module")
     if not whole.is_open:
-        below += (line("No scale works for the whole model: the two sites that bound it need different ones."),)
+        below += (line("No scale works for the whole model: the two sites that limit it need different ones."),)
     yield view.Table(_window_title(record), WINDOW_COLUMNS, tuple(rows), below=below)
 
 
@@ -348,7 +349,7 @@ def _window_title(record: Record) -> str:
         return "Loss scales that work with these pins"
     if _starting(record):
         return "Loss scales that would work if the forward pass did not overflow"
-    return "Loss scales that what was measured allows" if record.unseen.unmeasured else "Loss scales that work"
+    return "Loss scales that work, as far as measured" if record.unseen.unmeasured else "Loss scales that work"
 
 
 def _width(one: Window) -> float:

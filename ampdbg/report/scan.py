@@ -114,7 +114,7 @@ def stopped(record: Record) -> str:
     """What stopped the run, or the watching, before its end, and when; "" where nothing did."""
     done, planned = record.steps_run, record.planned_steps
     if record.unseen.since is not None:
-        return f"ampdbg itself failed after {counted(done, 'step')}, and watched no more"
+        return f"ampdbg itself failed after {counted(done, 'step')}, and stopped watching"
     stopper = "The script ended early" if record.error.startswith(EXITED) else "An error stopped the run"
     why = stopper if record.error else "Interrupted" if record.interrupted else ""
     count = f"{done:,} of {counted(planned, 'step')}" if planned else counted(done, "step")
@@ -134,8 +134,8 @@ def _sentence(record: Record) -> str:
         template = template or f"{explanation(code.name).title}, at step {{step}}."
         return template.format(**_headline_facts(finding, record))
     if not record.steps:
-        return "No optimizer has stepped." if record.script else "The run ended before its first step."
-    in_fp32 = ", and none that was looked at ran in half precision" if record.environment.policy == "none" else ""
+        return "No optimizer stepped." if record.script else "The run ended before its first step."
+    in_fp32 = ", and no step that ampdbg examined ran in half precision" if record.environment.policy == "none" else ""
     return f"{_verdict(record)}: {_skips(record.timelines[0])}{in_fp32}."
 
 
@@ -164,7 +164,7 @@ def _headline_facts(finding: Finding, record: Record) -> dict[str, str]:
         "first": first,
         "last": scale(kept) if isinstance(kept := finding.evidence.get(KEPT_SCALE), float) else last,
         "falling": f", and the loss scale fell from {first} to {last}" if steps[-1].scale < steps[0].scale else "",
-        "settles": "settles; it has not yet" if settled is None else f"settled at {scale(settled)}{normal}",
+        "settles": "settles; it has not settled yet" if settled is None else f"settled at {scale(settled)}{normal}",
     }
 
 
@@ -188,9 +188,9 @@ def _how_it_ends(record: Record) -> str:
 
 
 def is_own_loss(step: Step, record: Record) -> bool:
-    """Whether its loss is the step's own: that of one which ended before it is what replays of its modules gave.
+    """The step computed its loss itself; a replay of its modules gave that of a step which ended before its loss.
 
-    In the middle of a run the loop itself made one, of what the modules gave.
+    In the middle of a run the loop itself computed one from the module outputs.
     """
     is_last = step.step == record.steps[-1].step and bool(_how_it_ends(record))
     is_replayed = record.command != "run" or is_last
@@ -321,7 +321,7 @@ def group_table(record: Record) -> view.Table | None:
     )
 
 
-AMONG = ", among the {:,} steps that are recorded"
+AMONG = ", among the {:,} recorded steps"
 
 
 def _among(record: Record) -> str:
@@ -334,7 +334,7 @@ def _narrowest(found: Overflows) -> tuple[view.StyledLine, ...]:
     if step is None or len(step.groups) >= min(MAX_GROUPS, len(found.hits)):
         return ()
     names = listed([group.name for group in step.groups])
-    start = f"Step {step.step} hits the fewest groups, {len(step.groups)} of {found.total:,}: "
+    start = f"Step {step.step} affects the fewest groups, {len(step.groups)} of {found.total:,}: "
     return (line(start, view.Words(names, "strong")),)
 
 
@@ -390,7 +390,7 @@ def _tensor_table(record: Record) -> view.Table:
 
 
 def _is_mask(counts: TensorCounts, step: Step, record: Record) -> bool:
-    """Whether it is a buffer, or frozen, and had its infinities, and no NaN, before the first step, as masks have."""
+    """A buffer, or a frozen parameter, had its infinities, and no NaN, before the first step, as masks have."""
     is_of_the_start = step is record.steps[0] and counts.when == "before"
     return (counts.kind == "buffer" or counts.frozen) and is_of_the_start and not counts.nan
 
@@ -429,8 +429,8 @@ def _distance(made: Investigation) -> str:
     distance = made.low.gradient_distance
     if distance is None or distance <= AGREEMENT:
         return f"step {made.step} agrees with FP32" + (f" (gradients {share(distance)} apart)" if distance else "")
-    by_rounding = ", as far as rounding takes them" * (made.floor is not None)
-    return f"step {made.step} has gradients {share(distance)} from FP32's{by_rounding}"
+    by_rounding = ", which rounding explains" * (made.floor is not None)
+    return f"the gradients of step {made.step} differ from FP32's by {share(distance)}{by_rounding}"
 
 
 def _facts_of(timeline: Record, record: Record) -> Iterator[str]:
@@ -456,17 +456,17 @@ def next_command(record: Record, typed: view.Typed) -> view.NextCommand | None:
         return after_script(record, typed)
     again = f"ampdbg {record.command if record.command in SEARCHES else 'scan'} {typed.config}"
     if record.error and not pin_may_help(record):
-        return view.NextCommand("run it again once that is repaired", again)
+        return view.NextCommand("rerun once this is repaired", again)
     if record.verdict == "healthy" or only_settles(record):
         longer = with_option(again, "--steps", 10 * max(record.planned_steps, 1))
-        return view.NextCommand("run it for longer", longer)
+        return view.NextCommand("run more steps", longer)
     has_bad_tensors = any(step.nonfinite for step in record.steps)
     if format_of_config(record.config) is FLOAT32 or (record.verdict == "other" and has_bad_tensors):
         counts = f"ampdbg report {typed.record_path} --format json"
         return view.NextCommand("read every count of every step", counts) if typed.record_path else None
     is_repaired_by_hand = record.verdict == "precision" and not pin_may_help(record)
     if record.verdict == "other" or is_repaired_by_hand:
-        return view.NextCommand("run it again once that is repaired", again)
+        return view.NextCommand("rerun once this is repaired", again)
     if pin_may_help(record):
         return view.NextCommand(
             "find the fewest modules that need FP32, by experiment", f"ampdbg bisect {typed.config}"
@@ -497,14 +497,14 @@ def captures_of(record: Record, typed: view.Typed) -> Iterator[str]:
 
 
 def sound_step(record: Record) -> Iterator[view.Table]:
-    """A step that did not fail, with what it comes to in each precision, which no finding tells: of a capture, and
-    where it raises in one of them, so that nothing can be held against that."""
+    """A step that did not fail, in each precision, which no finding shows: a captured one, or one that raises in a
+    precision, so that it could not be compared."""
     made = next((made for made in record.investigations if made.why == "end"), None)
     errors = [replay for replay in made.replays if replay.error] if made is not None else []
     if made is not None and (record.command == "replay" or errors):
         below = tuple(view.line(f"in {_precision(one)} {one.error}", tone="doubtful") for one in errors)
         rows = tuple(map(_replay_row, made.replays))
-        yield view.Table(f"Step {made.step}, run again", REPLAY_COLUMNS, rows, below=below)
+        yield view.Table(f"Step {made.step}, replayed", REPLAY_COLUMNS, rows, below=below)
 
 
 def _replay_row(replay: Replay) -> tuple[str, ...]:
@@ -520,12 +520,12 @@ def _precision(replay: Replay) -> str:
 
 
 def pin_may_help(record: Record) -> bool:
-    """Whether the first finding is one that FP32 cures."""
+    """FP32 cures the first finding."""
     return record.verdict == "precision" and any(catalogued(one.code).pin_helps for one in record.findings[:1])
 
 
 def may_be_tried(record: Record) -> bool:
-    """Whether FP32 comes through the first finding's step, whole, though no op explains why half does not."""
+    """FP32 is finite in the whole step of the first finding, though no op explains why half is not."""
     root = record.faults[0] if record.faults else None
     if root is None or root.code != UNKNOWN or WEIGHTS_GREW in root.evidence:
         return False
@@ -534,7 +534,7 @@ def may_be_tried(record: Record) -> bool:
 
 
 def only_settles(record: Record) -> bool:
-    """Whether nothing is wrong, and no step was taken yet: nothing is to be cured, and a longer run shows more."""
+    """Nothing is wrong, but no step was taken yet: a longer run shows more."""
     return record.took_no_step and all(finding.severity == "info" for finding in record.findings)
 
 
@@ -542,15 +542,15 @@ def after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
     """What to type: with a GPU that is emulated, of its capture, what the finding means, or a closer look."""
     obstacle = obstacle_in(record.error)
     if obstacle is not None and obstacle.install:
-        return view.NextCommand("install it where ampdbg is installed", obstacle.install)
+        return view.NextCommand("install it beside ampdbg", obstacle.install)
     has_no_gpu = not record.environment.emulated and record.environment.device == "cpu"
     if has_no_gpu and (obstacle is not None or _ran_in_fp32(record)):
-        return view.NextCommand("run it in FP16, with the GPU that ampdbg emulates", _again(record, typed, "--emulate"))
+        return view.NextCommand("run it in FP16, on an emulated GPU", _again(record, typed, "--emulate"))
     captures = record.script.captures if record.script is not None else ()
     of_root = _of_root(captures, record) if pin_may_help(record) or may_be_tried(record) else None
     if of_root is not None:
-        what = "the patch that cures it, proven on the step that was captured"
-        what = what if pin_may_help(record) else "look for what needs FP32 by experiment, on the step that was captured"
+        what = "make the patch that cures it, proven on the captured step"
+        what = what if pin_may_help(record) else "find what needs FP32 by experiment, on the captured step"
         is_of_capture = record.command == "replay" and "--script" in typed.config
         taken = typed.config if is_of_capture else _capture_to_type(of_root, record, typed.folder)
         return view.NextCommand(what, f"ampdbg suggest-fp32 {taken}")
@@ -558,15 +558,15 @@ def after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
         what = "the edit that cures it, proven by a short run"
         return view.NextCommand(what, f"ampdbg suggest-fp32 {typed.record_path}")
     if captures and record.command == "run" and not record.investigations:
-        what = "the step that was captured, run again in FP32 too"
+        what = "replay the captured step, also in FP32"
         return view.NextCommand(what, f"ampdbg replay {_capture_to_type(captures[0], record, typed.folder)}")
     if record.findings and record.verdict != "healthy" and not only_settles(record):
-        return view.NextCommand("what it means, and what cures it", f"ampdbg explain {record.findings[0].code}")
+        return view.NextCommand("read what it means, and what cures it", f"ampdbg explain {record.findings[0].code}")
     return _closer_look(record, typed)
 
 
 def _ran_in_fp32(record: Record) -> bool:
-    """Whether no step ran in half precision, and that may be why nothing else was found."""
+    """No step ran in half precision, which may be why nothing else was found."""
     return record.environment.policy == "none" and (not record.findings or record.verdict == "inconclusive")
 
 
@@ -580,7 +580,7 @@ def _closer_look(record: Record, typed: view.Typed) -> view.NextCommand | None:
     if is_done or not (is_plain and is_alone and is_long and can_be):
         return None
     emulated = ("--emulate",) * record.environment.emulated
-    what = "capture one step for ampdbg replay, which finds what shows in no loss"
+    what = "capture one step for ampdbg replay, which finds faults that no loss shows"
     return view.NextCommand(what, _again(record, typed, *emulated, f"--capture-step {CLOSER_LOOK}"))
 
 

@@ -34,16 +34,16 @@ from .view import Findings, Headline, NextCommand, Page, Paragraph, Section, Sni
 
 FORMAT, VERSION = "ampdbg.patch", 1
 
-OF_THE_PATCH = "What the patch takes was not measured: it may be more or less."
+OF_THE_PATCH = "ampdbg did not measure the cost of the patch itself, which may be more or less."
 
 MOST_IN_BRIEF = 3
-"""So many of the patch's places, and of other remedies, stand in a story."""
+"""So many of the patch's places, and of other remedies, are in a story."""
 
-TOGETHER = "FP32 throughout makes the step healthy: switch autocast off around the model and the loss together."
+TOGETHER = "FP32 throughout makes the step healthy: disable autocast around the model and the loss together."
 
 OWN_CAST = (
-    "FP32 throughout makes the step healthy. Where {} casts to half itself, take that cast away: with autocast off it "
-    "is there still. Else switch autocast off around the model and the loss together."
+    "FP32 throughout makes the step healthy. If {} casts to half itself, remove that cast, because disabling "
+    "autocast does not. Otherwise disable autocast around the model and the loss together."
 )
 
 EDITS = "The patch"
@@ -74,7 +74,7 @@ def page(record: Record, typed: Typed) -> Page:
         if not handed.files:
             return shown
         head = headline(record, handed)
-        return replace(shown, headline=replace(head, sentence=f"Interrupted in the proof. {head.sentence}"))
+        return replace(shown, headline=replace(head, sentence=f"Interrupted during the proof. {head.sentence}"))
     return Page(
         headline(record, handed),
         tuple(_sections(record, handed)),
@@ -137,7 +137,7 @@ def _together(record: Record) -> tuple[str, ...]:
 
 
 def _is_past_search(record: Record) -> bool:
-    """Whether all was tried that is known of: no set of modules cures the step, nor did the patch of other lines."""
+    """Every known way was tried: no set of modules cures the step, nor does the patch of other lines."""
     outcome = record.search.outcome if record.search is not None else ""
     has_failed = record.verification is not None and not record.verification.passed
     return has_failed and outcome in ("not-in-a-module", "no-set-helps")
@@ -181,7 +181,7 @@ def headline(record: Record, handed: Handover) -> Headline:
 
 
 def _of_half_weights(record: Record, proof: Proof | None) -> Headline:
-    what = f"The weights are stored in {' and '.join(record.half_weights)}, and lose of their updates"
+    what = f"The weights are stored in {' and '.join(record.half_weights)} and lose part of their updates"
     if proof is None or proof.unproven:
         return Headline("warning", f"{what}; the patch is not proven.")
     if proof.passed:
@@ -208,20 +208,20 @@ def next_command(record: Record, handover: Handover, typed: Typed) -> NextComman
     again = f"ampdbg suggest-fp32 {typed.config}{strategy}"
     if proof is not None and not proof.passed:
         if handover.form == "diff" and handover.names and handover.refused:  # the set may do, with all of its edits
-            return NextCommand("have the same modules pinned by name", f"{again} --format module")
+            return NextCommand("pin the same modules by name", f"{again} --format module")
         if (_is_past_search(record) or record.search is None) and record.findings:
-            return NextCommand("what it means, and what cures it", f"ampdbg explain {record.findings[0].code}")
-        return NextCommand("search again, blind to what overflows", f"ampdbg bisect {typed.config} --strategy ddmin")
+            return NextCommand("read what it means, and what cures it", f"ampdbg explain {record.findings[0].code}")
+        return NextCommand("search again, ignoring what overflows", f"ampdbg bisect {typed.config} --strategy ddmin")
     if content(record) is None:
         if not handover.names and not handover.files:
             return None
         if handover.form == "diff":
-            return NextCommand("write the pins into a file of their own", f"{again} --format module")
+            return NextCommand("write the pins into a separate file", f"{again} --format module")
         return NextCommand("make a patch: lines outside of any module have no name", again)
     if typed.is_applied:
         script = record.script
         started = f"ampdbg scan {typed.config}" if script is None else script.again(record.environment)
-        return NextCommand("run it again, with the patch", started)
+        return NextCommand("rerun with the patch", started)
     return _use_of(record, handover, typed, again) if typed.handed_over else None
 
 
@@ -231,7 +231,7 @@ def _use_of(record: Record, handover: Handover, typed: Typed, again: str) -> Nex
         return NextCommand("apply the patch", applying(handover, typed.handed_over))
     if handover.form == "module":
         given = f"with {listed(root.what for root in roots)}" if roots else "where the model is made"
-        what = f"put it beside your code as ampdbg_pins.py, and call it {given}"
+        what = f"save it beside your code as ampdbg_pins.py, and call it {given}"
         return NextCommand(what, f"from ampdbg_pins import pin_fp32; {call_of_pins(roots)}")
     if handover.form == "json":
         return NextCommand("make a patch of it", again)
@@ -240,10 +240,10 @@ def _use_of(record: Record, handover: Handover, typed: Typed, again: str) -> Nex
             "a script has no config: write the pins into a file that it can call", f"{again} --format module"
         )
     if roots:
-        return NextCommand("put these lines into a config whose model has these models for its parts", "")
+        return NextCommand("put these lines into a config whose model contains these models", "")
     if typed.is_record:  # it does not know the name of its config's file
         return NextCommand("put these lines into the config of that run", "")
-    return NextCommand("put these lines into the config, and run it again", f"ampdbg scan {typed.config}")
+    return NextCommand("put these lines into the config, and rerun", f"ampdbg scan {typed.config}")
 
 
 def content(record: Record) -> bytes | None:
@@ -266,7 +266,7 @@ def suffix(form: Form) -> str:
 def applying(handover: Handover, file: str = "") -> str:
     """The command that applies a diff from here: the patch of that name, else what is piped into it.
 
-    git, typed below the root of a repository, passes over the files outside of this folder without a word.
+    git, typed below the root of a repository, silently passes over files outside of this folder.
     """
     here = Path.cwd().resolve()
     elsewhere = "" if here == Path(handover.folder) else f" {shlex.quote(os.path.relpath(handover.folder, here))}"
@@ -280,7 +280,7 @@ def warning_of_piping(handover: Handover | None) -> str | None:
     """That ``git apply`` in this folder may leave files as they are, with the diff piped into it; None where not."""
     if handover is None or handover.form != "diff" or Path(handover.folder) == Path.cwd().resolve():
         return None
-    return f"warning: the paths of this diff count from {handover.folder}; type ... | {applying(handover)}"
+    return f"warning: the paths of this diff start at {handover.folder}; type ... | {applying(handover)}"
 
 
 def diff(record: Record, handover: Handover) -> bytes:
@@ -330,9 +330,9 @@ def _commented(lines: Sequence[str]) -> str:
 
 
 def _kept_in_fp32(record: Record, handover: Handover) -> Iterator[str]:
-    """The pins that the patch stands for: what is only tied to one of them it may leave as it is."""
+    """The pins that the patch covers: what is only tied to one of them it may leave as it is."""
     if record.search is None:
-        yield f"The script's {' and '.join(record.half_weights)} weights lose of their updates; this patch cures that:"
+        yield f"The script's {' and '.join(record.half_weights)} weights lose part of their updates, which this cures:"
         return
     if handover.pins_nothing:
         yield "Keeps constants within the range of half precision; no module needs FP32:"
@@ -353,7 +353,7 @@ def _units(handover: Handover) -> Iterator[str]:
 def _proof(record: Record) -> Iterator[str]:
     proof, ran = record.verification, record.environment
     if proof is None:
-        yield "Not proven: --no-verify was given, and nothing was run with this patch."
+        yield "Not proven: with --no-verify, ampdbg ran nothing with this patch."
         return
     if proof.unproven:
         yield f"Not proven: {proof.unproven}."

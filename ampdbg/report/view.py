@@ -94,7 +94,7 @@ class Prose:
 
 @dataclass(frozen=True)
 class Findings:
-    """What the diagnosis found; ``is_brief`` gives all but the first that stands for itself a line."""
+    """What the diagnosis found; ``is_brief`` gives each finding without a root a line, but for the first."""
 
     findings: tuple[Finding, ...]
     is_brief: bool = False
@@ -131,7 +131,7 @@ class NextCommand:
 class Page:
     """All that a report shows of a record, in order; ``footer`` says what ran, where, and where its record is.
 
-    The ``story`` is what stands in the place of the sections where one screen of 80 × 24 has to do; where there is
+    The ``story`` replaces the sections where one screen of 80 × 24 has to do; where there is
     none, the sections are short enough.
     """
 
@@ -207,7 +207,7 @@ def root_of(findings: Sequence[Finding], index: int) -> int:
 
 
 def with_effects(findings: Sequence[Finding]) -> Iterator[tuple[Finding, tuple[Finding, ...]]]:
-    """Every finding that stands for itself, with those that it explains."""
+    """Every finding without a root, with those that it explains."""
     roots = [root_of(findings, index) for index in range(len(findings))]
     for index, finding in enumerate(findings):
         if roots[index] == index:
@@ -215,7 +215,7 @@ def with_effects(findings: Sequence[Finding]) -> Iterator[tuple[Finding, tuple[F
 
 
 def places(finding: Finding) -> Iterator[tuple[str, CodeLine]]:
-    """The line of a finding, and of a library's below it the user's that led there, each with what stands before it."""
+    """The line of a finding, and of a library's below it the user's that led there, each with what comes before it."""
     if finding.source is not None:
         yield "", finding.source
         if finding.source.called_from is not None:
@@ -223,7 +223,7 @@ def places(finding: Finding) -> Iterator[tuple[str, CodeLine]]:
 
 
 def conjunction(finding: Finding, effect: Finding) -> str:
-    """How what follows from a finding is told: "then", or "and" where it began before the step that was run again."""
+    """The word before an effect of a finding: "then", or "and" where it began before the replayed step."""
     return "then" if effect.step >= finding.step else "and"
 
 
@@ -242,7 +242,7 @@ def first(*rows: tuple[object, Value]) -> Value:
 
 
 def with_option(command: str, option: str, value: object) -> str:
-    """``command`` with ``option`` at its end, in the place of the same option; of ``--set``, of the same key."""
+    """``command`` with ``option`` at its end, instead of the same option; of ``--set``, of the same key."""
     words, new = shlex.split(command), str(value)
     for at in reversed(range(len(words) - 1)):
         if words[at] == option and (option != "--set" or _key(words[at + 1]) == _key(new)):

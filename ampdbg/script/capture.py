@@ -185,7 +185,7 @@ class Capture:
         for name in [*own, *names]:
             now, then = own.get(name), self[names[name]] if name in names else None
             if now is None or then is None or _shape(now) != list(then.shape):
-                raise CaptureError(f"{self.path}: the script makes another model now: {_difference(name, now, then)}")
+                raise CaptureError(f"{self.path}: the script builds another model now: {_difference(name, now, then)}")
         with torch.no_grad():
             for name, parameter in own.items():
                 values = self[names[name]]
@@ -194,16 +194,19 @@ class Capture:
 
     def _put_into(self, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[str]:
         if len(optimizers) != len(self.head.optimizers):
-            yield f"there are {len(optimizers)} optimizers now, and were {len(self.head.optimizers)}: theirs is as now"
+            yield (
+                f"the script has {len(optimizers)} optimizers now, and had {len(self.head.optimizers)}: their "
+                "states were not restored"
+            )
             return
         for optimizer, packed in zip(optimizers, self.head.optimizers, strict=True):
             if packed is None:
-                yield f"the state of {type(optimizer).__name__} is as now: it was shared out among the processes"
+                yield f"the state of {type(optimizer).__name__} was not restored: it was sharded over the processes"
                 continue
             try:
                 optimizer.load_state_dict(self.unpacking(torch.device("cpu")).of(packed, optimizer.state_dict()))
             except Exception as error:  # noqa: BLE001 - an optimizer of the user's own may raise anything
-                yield f"the state of {type(optimizer).__name__} is not the captured one: {first_line(error)}"
+                yield f"the state of {type(optimizer).__name__} was not restored: {first_line(error)}"
 
     def unpacking(self, device: torch.device) -> Unpacking:
         """What makes values of those that were packed; ``device`` is for tensors that were not on the CPU."""
@@ -292,8 +295,8 @@ def start_in_this_folder(path: Path, script: Sequence[str], known: Start) -> Sta
         return replace(known, name=name, arguments=tuple(arguments), is_module=is_module)
     if not _is_here(known):
         raise CaptureError(
-            f"{path}: it is of {known.typed}, which does not stand in this folder; go to the folder of the "
-            f"script, or say what to start: --script {shlex.quote(known.typed)}"
+            f"{path}: captured from {known.typed}, which is not in this folder; go to the folder of the script, "
+            f"or name the script: --script {shlex.quote(known.typed)}"
         )
     return known
 
@@ -315,7 +318,7 @@ def _shape(parameter: torch.Tensor) -> list[int]:
 def _difference(name: str, now: torch.Tensor | None, then: torch.Tensor | None) -> str:
     if now is None or then is None:
         return f"it has {'no ' if now is None else ''}{name}, and had {'none' if then is None else 'it'}"
-    return f"{name} is {list(now.shape)}, and was {list(then.shape)}"
+    return f"{name} has the shape {list(now.shape)}, and had {list(then.shape)}"
 
 
 # The calls of a captured step, and which of them a step makes again that comes of the same script
@@ -411,10 +414,10 @@ class Match:
         call, known = self._recorded.calls[number], self._captured[place]
         now = name_of(call, paths)
         if now != known.name:
-            return f"call {place + 1} is of {now}, and was of {known.name}"
+            return f"call {place + 1} is a call of {now}, and was one of {known.name}"
         reads = {self.own.get(other) for other in map(self._source, call.reads) if other is not None}
         known_reads = {other for other in map(self._captured_source, known.reads) if other is not None}
-        return "" if reads == known_reads else f"call {place + 1}, of {now}, takes what other calls gave"
+        return "" if reads == known_reads else f"call {place + 1}, of {now}, takes the results of other calls"
 
     def _source(self, number: int) -> int | None:
         """The call that a result comes from, through casts; None where these take data."""
@@ -433,7 +436,7 @@ class Match:
     def _unlike_as_a_whole(self) -> str:
         """What is other about the step where each of its calls is as captured."""
         if not self._is_as_long:
-            return f"it makes {len(order_of(self._recorded))} calls, and made {len(self._captured)}"
+            return f"it makes {len(order_of(self._recorded))} calls, and the captured one {len(self._captured)}"
         parts = [[self.own[number] for number in sorted(part) if number in self.own] for part in self._recorded.given]
         if parts != [[place for place in part if place not in self.left_out] for part in self._parts]:
             return "its calls lead to other losses"
@@ -475,7 +478,7 @@ class _GivenAgain(Unpacking):
         if is_result and place is not None:
             return live
         if is_result or place is not None:
-            raise PackedError("what others gave stands in the place of data")
+            raise PackedError("a result of another call takes the place of data")
         value = super().of(packed, live)
         if cast is None:
             return value
@@ -651,7 +654,7 @@ class Captured:
         if self.start.processes > 1 and (why := why_in_parts(self.live.model)):
             raise CaptureError(why)
         if self.size > largest:
-            told = f"it would be {byte_size(self.size)}, and at most {byte_size(largest)} are allowed"
+            told = f"it would take {byte_size(self.size)}, and at most {byte_size(largest)} are allowed"
             raise CaptureError(f"{told}; allow more with --max-capture-size")
         try:
             content = self._content()
@@ -678,7 +681,7 @@ class Captured:
             tensors |= state.tensors
         text = json.dumps({**asdict(head), "loss": str(head.loss)}, allow_nan=False, ensure_ascii=True)
         if len(text) > LARGEST_HEADER:
-            raise CaptureError(f"what it is told of takes {byte_size(len(text))}")
+            raise CaptureError(f"its description takes {byte_size(len(text))}")
         return save({**tensors, **packing.tensors}, metadata={FORMAT: text})
 
     def _head(

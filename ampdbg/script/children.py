@@ -17,8 +17,8 @@ HELPERS = ("multiprocessing.", "concurrent.", "torch.utils.data.")
 """Whose functions run in processes that train nothing: pools, and the workers of data loaders."""
 
 UNSEEN = (
-    "{} started by multiprocessing {} not watched{}; to watch each: start them with torchrun --nproc-per-node N "
-    "--no-python ampdbg run SCRIPT in place of multiprocessing"
+    "{} started by multiprocessing {} not watched{}; to watch each, replace multiprocessing: torchrun "
+    "--nproc-per-node N --no-python ampdbg run SCRIPT"
 )
 
 

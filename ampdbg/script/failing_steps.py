@@ -68,29 +68,29 @@ MODULES_ALONE = "step {}: only its modules were replayed ({}); the loss shown is
 
 NOT_AGAIN = "step {}, whose {} not finite, could not be replayed: {}"
 
-FINITE_AGAIN = "run again it is finite"
+FINITE_AGAIN = "its replay is finite"
 
-NOT_THE_SAME = "its loss was {}, and is {} when it is replayed"
+NOT_THE_SAME = "its loss was {}, and its replay has {}"
 
-THROWN = "its weights or the losses before it have left their size, as at a learning rate that is too large"
+THROWN = "its weights or earlier losses have grown as under a learning rate that is too large"
 
 HALF_BY_HOOKS = "hooks give its modules half weights"
 
 NOT_COMPARED = "step {}, which looks healthy, was not compared with FP32: {}"
 
-MODULES_FINITE = "its modules give finite values, and what the script makes of them cannot be replayed: {}"
+MODULES_FINITE = "every module output is finite, and the script's own code after them could not be replayed: {}"
 
 ENDED_EARLIER = "the script ended before its loss"
 
-NOT_REACHED = "step {} was not captured: the script has made {}, counted from 0"
+NOT_REACHED = "step {} was not captured: the script made only {}, counted from 0"
 """Of one that was asked for."""
 
 BEGAN_SPOILT = (
-    "its buffer {} held inf or NaN before it, which an earlier step has written; "
-    "ampdbg run --capture-step {} has the step before it replayed"
+    "its buffer {} held inf or NaN before it, from an earlier step; ampdbg run --capture-step {} replays the "
+    "step before it"
 )
 
-RECORDED = "it runs a CUDA graph as that was recorded, and in no other precision"
+RECORDED = "it runs a recorded CUDA graph, which runs in no other precision"
 
 
 class Policy:
@@ -371,7 +371,7 @@ class FailingSteps:
         reasons = (
             ("other threads train too", self._watcher.has_other_loops),
             ("its model is not known", next(model.parameters(), None) is None),
-            ("it is not known what it lowers to", half is None and not self._watcher.is_in_fp32),
+            ("the dtype that autocast lowers to is not known", half is None and not self._watcher.is_in_fp32),
             ("its weights were NaN or inf before it", are_weights_spoilt(model)),
             (RECORDED, bool(recorded_graphs(model))),
         )
@@ -402,7 +402,7 @@ class FailingSteps:
         is_lost = not self._watcher.open_step.is_known_finite()
         live, why_not = self._live(number, "loss" if is_lost else "end", _scale_of(scaler), None)
         if live is None:
-            self.captures.cannot(number, f"it cannot be run again: {why_not}")
+            self.captures.cannot(number, f"it cannot be replayed: {why_not}")
         else:
             self._capture(live, self._loss(), scaler)
 
@@ -494,7 +494,7 @@ class FailingSteps:
             loss_of_step = made.low.loss if made is not None else math.nan
             self._watcher.log.break_off(loss_of_step, is_skipped=not ending.code)
         else:
-            self.why_ended = f"{how} in step {step}, after a forward pass from which nothing went backward"
+            self.why_ended = f"{how} in step {step}, after a forward pass without a backward pass"
             is_said = ending.error is not None and named_error(ending.error) in why_not
             self.why_ended += f"; {why_not}" * (bool(why_not) and not is_said)
 

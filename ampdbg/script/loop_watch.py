@@ -80,8 +80,8 @@ def watch(
         return plain
     if not isinstance(captures, (str, Path)):
         raise TypeError(
-            f"got a {type(captures).__name__} in the place of captures, the path of a folder; "
-            "allowed: watch(model, optimizer, captures='captures')"
+            f"got a {type(captures).__name__} instead of the path of a folder; allowed: watch(model, optimizer, "
+            "captures='captures')"
         )
     program = start_of(Script(sys.argv[0], tuple(sys.argv[1:])), emulate=is_emulating())
     kept = Captures(Path(captures), program, most=MOST_CAPTURES, largest=LARGEST_CAPTURE)

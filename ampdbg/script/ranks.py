@@ -56,7 +56,7 @@ def why_in_parts(model: torch.nn.Module) -> str:
     """Why this process alone cannot say what the model's weights are; "" where it can."""
     for name, parameter in model.named_parameters():
         if wraps_others(parameter) or hasattr(parameter, "_is_flat_param") or hasattr(parameter, "ds_id"):
-            return f"{name} is shared out among the processes, and to gather it all of them would have to take part"
+            return f"{name} is sharded over the processes, and gathering it would need all of them"
     return ""
 
 

@@ -101,14 +101,17 @@ class RestoredStep:
         """How the replays compare with the step as it was captured."""
         head, there, here = self.capture.head, self.capture.record.environment, self.record.environment
         if made.tries == AGAIN:
-            yield f"step {made.step} as it was fails in {made.reproduced} of {made.tries} replays"
+            yield f"step {made.step} fails in {made.reproduced} of {made.tries} unchanged replays"
         if head.why == "end" and not is_same_run(made):
-            losses = f"was {number(head.loss)} there, and is {number(made.low.loss)} here"
-            yield f"the loss of step {made.step} {losses}: what shows in no loss cannot be told"
+            losses = f"was {number(head.loss)} when captured, and is {number(made.low.loss)} here"
+            yield f"the loss of step {made.step} {losses}, so this replay cannot show faults that no loss shows"
         if head.start.processes > 1:
-            yield f"captured on rank {head.start.rank} of {head.start.processes}: here its gradients are not averaged"
+            yield (
+                f"captured on rank {head.start.rank} of {head.start.processes}: a replay does not average its "
+                "gradients with the others"
+            )
         if torch.device(head.device).type != self.run.device.type:
-            losses = f"its loss was {number(head.loss)} there, and is {number(made.low.loss)} here"
+            losses = f"its loss was {number(head.loss)} when captured, and is {number(made.low.loss)} here"
             yield f"captured on {there.device_name}, and replayed on {here.device}: {losses}"
 
 
@@ -148,21 +151,18 @@ def restore_in_script(capture: Capture, use: Use, folder: Path, text: bytes | No
 
 
 WITHOUT_ITS_LOSS = (
-    "step {} was captured without its loss: its modules alone were run again",
-    "a loss told of here is the sum of all that they give",
+    "step {} was captured without its loss: only its modules were replayed",
+    "the loss shown is the sum of the module outputs",
 )
 """So a set of pins, or a patch, is proven for them alone. Each fits a line of the page."""
 
 NO_STEP = (
-    "ended without a step; where it goes on from a file that it has written since, move that away, "
-    "or start it with other arguments: --script 'SCRIPT ARGS...'"
+    "ended without a step; if it resumes from a file that it has written since, move that away, or start it with "
+    "other arguments: --script 'SCRIPT ARGS...'"
 )
 
 
-REFUSED = (
-    "{} calls {} on {}, which was there before: a replay changes no such file; "
-    "start it so that it writes elsewhere: --script {}"
-)
+REFUSED = "{} calls {} on {}, an existing file, which a replay never changes; make it write elsewhere: --script {}"
 
 
 class _StepFinder:
@@ -177,7 +177,7 @@ class _StepFinder:
         self._capture, self._use = capture, use
         self._folder, self._process = os.getcwd(), os.getpid()
         self._steps, self._began = 0, time.monotonic()
-        self._nearest = Difference(-1, "none of its losses went backward")
+        self._nearest = Difference(-1, "no loss of its went backward")
         self._names = CallNames()
         self.recorder = Recorder(self._is_idle, self._begins_anew, self._about_to_step, self._names.note)
         self.watcher.models.called = lambda: self.recorder.called
@@ -197,7 +197,7 @@ class _StepFinder:
             return f"{name} {NO_STEP}"
         nearest = "in the one most like it, " if self._steps > 1 else ""
         return (
-            f"{name} made no step like the captured one, of {counted(self._steps, 'step')} that it made; "
+            f"none of the {counted(self._steps, 'step')} of {name} is like the captured one; "
             f"{nearest}{self._nearest.reason}"
         )
 

@@ -26,7 +26,7 @@ class AtomTree:
     _spans: Mapping[str, tuple[int, int]]
 
     def __contains__(self, name: object) -> bool:
-        """Whether :meth:`under` knows the name."""
+        """:meth:`under` knows the name."""
         return name in self._spans
 
     def under(self, name: str) -> tuple[str, ...]:
@@ -43,7 +43,7 @@ class AtomTree:
         return name + OWN if name + OWN in self._spans else name
 
     def has_run(self, name: str) -> bool:
-        """Whether it is an atom. What holds several root models is none: it has no lines of its own to be pinned."""
+        """It is an atom. A holder of several root models is none: it has no own lines to pin."""
         return name in self._spans and self.under(name) == (name,)
 
     def parent(self, name: str) -> str | None:
@@ -251,7 +251,7 @@ MOST_ATOM_RUNS = 100_000
 minute on two cores, pins are dropped in groups, so that the time of a search stays linear in n."""
 
 GROUPS = 10
-"""So many: where everything fails, each of them costs a trial, and tells no more than that it is needed."""
+"""So many: where everything fails, each of them costs a trial, and shows only that it is needed."""
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,7 @@ def best_so_far(trials: Trials) -> Result:
 def grouped(trials: Trials, parts: Sequence[Atoms], fails_alone: Callable[[Atoms], bool]) -> list[Atoms]:
     """The parts, where dropping each alone takes too long in groups of neighbours.
 
-    Those that are known to fail alone are the first group, whose one trial tells as much as one of each tenth of them.
+    Those that are known to fail alone are the first group, whose one trial shows as much as one of each tenth of them.
     """
     if len(parts) <= most_dropped(trials.tree):
         return list(parts)
@@ -332,7 +332,7 @@ def _most(works: Callable[[int], bool], limit: int) -> int:
 def smallest(trials: Trials, base: Atoms, units: Sequence[Atoms]) -> list[Atoms]:
     """Those of the units that are needed beside ``base``; with all of them it must be healthy.
 
-    Finds where the shortest healthy prefix of the units ends, keeps its last unit, and looks on in front of it: for
+    Finds where the shortest healthy prefix of the units ends, keeps its last unit, and continues before it: for
     each needed unit one trial, and one for each halving. Splits between the largest blocks near the middle.
 
     Whatever the predicate is like, each step has an unhealthy prefix and a longer healthy one, so that this always
@@ -425,7 +425,7 @@ def guided(
     this search widened itself it narrows again, down to atoms.
 
     Where suspects show one after another, as in a chain of layers that each hide the next, ``propose`` is asked from
-    the second on, after twice as many each time. ``fails_alone`` tells of atoms that the step is known to be unhealthy
+    the second on, after twice as many each time. ``fails_alone`` names atoms that the step is known to be unhealthy
     without, whatever else is pinned; of very many candidates those are not dropped apart from each other.
 
     Where an unhealthy step names no new suspects, those it names, or else all pins, are widened by one level, at last

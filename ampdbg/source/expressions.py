@@ -1,4 +1,4 @@
-"""LibCST expressions: their canonical text, what they read and assign, and what the names of a function stand for."""
+"""LibCST expressions: their canonical text, what they read and assign, and what the names of a function mean."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def origin_of(name: str, imports: Mapping[str, str]) -> str:
 
 
 def disables_autocast(node: cst.CSTNode, imports: Mapping[str, str]) -> bool:
-    """Whether this is ``autocast(…, enabled=False)``, by whatever name, torch.cuda.amp's too, or under it.
+    """This is ``autocast(…, enabled=False)``, by whatever name, torch.cuda.amp's too, or under it.
 
     Under it are the block of a ``with`` and a function with such a decorator.
     """
@@ -210,7 +210,7 @@ def assigned_codes(statement: cst.CSTNode) -> set[str]:
 
 
 def targets(statement: cst.CSTNode) -> Iterator[cst.BaseExpression]:
-    """What stands in front of each ``=``, or of ``+=`` and its like."""
+    """What comes before each ``=``, or of ``+=`` and its like."""
     kinds = (cst.AssignTarget, cst.AnnAssign, cst.AugAssign)
     return (item.target for item in walk(statement) if isinstance(item, kinds))
 
@@ -309,7 +309,7 @@ class Bindings:
         return {name: origins[0] for name, origins in held.items() if len(modules[name]) == 1 and origins[0]}
 
     def is_plain_module(self, origin: str) -> bool:
-        """Whether a dotted name belongs to a module whose functions run none of the user's."""
+        """A dotted name belongs to a module whose functions run none of the user's."""
         return origin.partition(".")[0] in PLAIN_MODULES
 
     @cached_property
@@ -336,7 +336,7 @@ class Bindings:
         )
 
     def may_assign(self, name: str) -> bool:
-        """Whether the function may assign to the name: it is its own, or new."""
+        """The function may assign to the name: it is its own, or new."""
         return self.function is None or name in self.local or name not in self.taken
 
     @cached_property

@@ -1,6 +1,6 @@
 """Whose code it is: the user's own, an installed library's, torch's, Python's or ampdbg's.
 
-Of what runs, the name of its module tells; of a file that a patch may edit, its place.
+Running code is known by the name of its module, a file that a patch may edit by its place.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ class LibraryLine(tuple[str, int, str]):
 
 
 def module_of(frame: FrameType) -> str:
-    """The name of the module that the code stands in, also where that runs as ``__main__``; "" where it has none."""
+    """The name of the module that the code is in, also where that runs as ``__main__``; "" where it has none."""
     name, spec = frame.f_globals.get("__name__"), frame.f_globals.get("__spec__")
     return str(getattr(spec, "name", name) if name == "__main__" else name or "")
 
 
 def is_part_of(frame: FrameType, *packages: str) -> bool:
-    """Whether the code stands in one of these packages or modules, or below."""
+    """The code is in one of these packages or modules, or below."""
     module = module_of(frame)
     return any(module == package or module.startswith(f"{package}.") for package in packages)
 
 
 def is_ampdbgs(frame: FrameType) -> bool:
-    """Whether the code is ampdbg's own."""
+    """The code is ampdbg's own."""
     return is_part_of(frame, __name__.partition(".")[0])
 
 
@@ -78,7 +78,7 @@ def by_code(ask: Callable[[FrameType], Answer]) -> Callable[[FrameType], Answer]
 
 @by_code
 def is_users_or_a_librarys(frame: FrameType) -> bool:
-    """Whether the code is none of torch's, ampdbg's and the standard library's, nor made while it runs."""
+    """The code is none of torch's, ampdbg's or the standard library's, nor made while it runs."""
     file = frame.f_code.co_filename
     if file.startswith("<") or is_part_of(frame, "torch") or is_ampdbgs(frame):
         return False
@@ -98,7 +98,7 @@ def line_of_error(error: BaseException) -> Line | None:
 
 
 def is_users_file(file: str) -> bool:
-    """Whether a source file is there and neither installed nor ampdbg's."""
+    """A source file exists and is neither installed nor ampdbg's."""
     path = Path(file)
     return path.suffix == ".py" and path.exists() and not _is_installed(path.resolve())
 
@@ -116,7 +116,7 @@ def loaded_files() -> list[str]:
 
 
 def lies_in_library(file: str | Path) -> bool:
-    """Whether the path leads through a folder of installed packages, on this machine or on another."""
+    """The path leads through a folder of installed packages, on this machine or on another."""
     return not LIBRARY_FOLDERS.isdisjoint(Path(file).parts)
 
 
@@ -126,7 +126,7 @@ def _is_installed(path: Path) -> bool:
 
 
 def is_library_class(kind: type) -> bool:
-    """Whether the source of the class is not the user's; so is one whose source is not known."""
+    """The source of the class is not the user's, or is not known."""
     try:
         return not is_users_file(inspect.getfile(kind))
     except (TypeError, OSError):

@@ -43,7 +43,7 @@ class Located:
         return self.functions[-1] if self.functions else None
 
     def is_in(self, function: str) -> bool:
-        """Whether ``function`` is the name of the one around, or its qualified name with or without ``<locals>``."""
+        """``function`` is the name of the one around, or its qualified name with or without ``<locals>``."""
         asked = parts_of(function)
         return self.qualname[len(self.qualname) - len(asked) :] == asked
 
@@ -80,7 +80,7 @@ class SourceFile:
         own, parsed = self.text.split("\n"), self.module.code.split("\n")
         if len(own) != len(parsed):
             raise EditError("its line endings cannot be kept; save it with LF or CRLF")
-        # LibCST drops form feeds, and tabs in front of a comment: hence no line of its text that did not change.
+        # LibCST drops form feeds, and tabs before a comment: unchanged lines are taken from the file.
         after = edited.code.split("\n")
         changes = difflib.SequenceMatcher(None, parsed, after, autojunk=False).get_opcodes()
         lines = [
@@ -103,9 +103,9 @@ class SourceFile:
         if statement is None:
             raise EditError("no statement is there, only a blank line, a comment or a decorator", number)
         if isinstance(statement, cst.SimpleStatementSuite):
-            raise EditError("it stands behind a colon; put it on a line of its own first", number)
+            raise EditError("it follows a colon; put it on its own line first", number)
         if not isinstance(statement, cst.SimpleStatementLine):
-            reason = "it is the head of a compound statement; compute what it needs on a line of its own first"
+            reason = "it is the head of a compound statement; compute what it needs on its own line first"
             raise EditError(reason, number)
         around = list(self._around(statement))
         functions = tuple(node for node in reversed(around) if isinstance(node, cst.FunctionDef))
@@ -127,7 +127,7 @@ class SourceFile:
         return [self.span(node)[0] for node in reversed(body[: body.index(line)])]
 
     def is_in_loop(self, node: cst.CSTNode) -> bool:
-        """Whether a loop stands around a node in its own function."""
+        """A loop is around a node in its own function."""
         around = itertools.takewhile(lambda item: not isinstance(item, cst.FunctionDef), self._around(node))
         return any(isinstance(item, (cst.For, cst.While)) for item in around)
 

@@ -112,7 +112,7 @@ class BatchSource:
 
 
 def is_factory(value: object) -> bool:
-    """Whether ``value`` makes the data, and is not the data."""
+    """``value`` makes the data, and is not the data."""
     return isinstance(value, type) or (
         callable(value) and not hasattr(value, "__iter__") and not hasattr(value, "train_dataloader")
     )

@@ -166,8 +166,8 @@ def _why_unusable(model: nn.Module) -> str | None:
     endless = [name for name, _, is_in_itself in found if is_in_itself]
     if endless:
         return (
-            f"with a module inside of itself: {listed(endless)}; torch's .to(), .train() and .state_dict() do not come "
-            "to an end on it: keep a parent where torch registers no module, as in a list: self.parent = [parent]"
+            f"with a module inside itself: {listed(endless)}; torch's .to(), .train() and .state_dict() never "
+            "finish on it: keep a parent where torch registers no module, as in a list: self.parent = [parent]"
         )
     bare = [type(module).__name__ for _, module, _ in found if not hasattr(module, "_parameters")]
     if bare:
@@ -180,8 +180,8 @@ def _why_unusable(model: nn.Module) -> str | None:
     if traced:
         which = listed(name or "the model itself" for name in traced)
         return (
-            f"with code from torch.jit.trace: {which}; torch does not run a traced module while its ops are watched: "
-            "give the module that it was traced from"
+            f"with code from torch.jit.trace: {which}; torch cannot run a traced module while ampdbg watches its "
+            "ops: give the module that was traced"
         )
     return None
 

@@ -106,9 +106,11 @@ class Checkpoint:
         if scheduler is not None and known:
             load_schedules(scheduler, known)
         elif scheduler is not None:
-            return (f"{scheduler.where} is left aside: no scheduler is named, and the learning rate stays as it is",)
+            return (
+                f"{scheduler.where} is not used: the config names no scheduler, so the learning rate stays constant",
+            )
         elif optimizer is not None and any(one.every for one in known):
-            return ("the checkpoint has no state of a learning-rate scheduler: it begins anew",)
+            return ("the checkpoint has no state of a learning-rate scheduler: the schedule starts over",)
         return ()
 
     def scaler(self) -> Mapping[str, Any] | None:
@@ -236,7 +238,7 @@ def _memory(value: Any) -> object:
     return value.data_ptr(), tuple(value.shape), value.stride()
 
 
-# The states of optimizers, schedulers and the loss scaler: held against those of a run, and put into them
+# The states of optimizers, schedulers and the loss scaler: compared with those of a run, and put into them
 
 
 @dataclass(frozen=True)
@@ -247,7 +249,7 @@ class SavedPart:
     where: str
 
     def misfit(self, kind: type, problem: str) -> WorkloadError:
-        alone = "the weights alone are taken by checkpoint: {model: FILE}"
+        alone = "to load the weights only: checkpoint: {model: FILE}"
         return WorkloadError(f"{self.where} does not fit the {kind.__name__}\n  {problem}\n  {alone}")
 
 
@@ -405,7 +407,7 @@ def _unlike_states(optimizer: Optimizer, names: Mapping[int, str]) -> str:
     if not unlike:
         return ""
     name, keys = next(iter(unlike.items()))
-    more = f"; and so of {len(unlike) - 1} more parameters" if len(unlike) > 1 else ""
+    more = f"; the same for {len(unlike) - 1} more parameters" if len(unlike) > 1 else ""
     return f"{listed(keys, most=4)} of {name}: missing, or of another shape{more}"
 
 

@@ -89,8 +89,8 @@ def _owner(function: Any) -> Any:
 def _by_training_step(model: nn.Module) -> StepFunction:
     if getattr(model, "automatic_optimization", True) is False:
         raise WorkloadError(
-            f"{type(model).__name__} optimizes by hand (automatic_optimization is False), which cannot be watched; "
-            "write a `step` target, step(model, batch), that returns the losses"
+            f"{type(model).__name__} optimizes by hand (automatic_optimization is False), which ampdbg cannot "
+            "watch; write a `step` target, step(model, batch), that returns the losses"
         )
     training_step: Any = model.training_step
     takes_index = len(inspect.signature(training_step).parameters) > 1

@@ -68,7 +68,7 @@ def training_of(model: nn.Module, found: Mapping[str, Found], config: Config, us
             made = _made(model, found["optimizer"], config.optimizer.groups)
             optimizers = _optimizers_over(model, made, found["optimizer"].named)
         except WorkloadError as error:
-            hint = f". It comes before {own}; leave the key out to use that" if has_own else ""
+            hint = f". This key overrides {own}; leave it out to use that" if has_own else ""
             raise WorkloadError(f"{error}{hint}") from None
     if "scheduler" in found:
         schedules = tuple(_schedule_of(found["scheduler"], optimizer) for optimizer in optimizers)
@@ -187,7 +187,7 @@ def steps_noted(optimizers: Iterable[Optimizer]) -> Iterator[set[int]]:
     taken: set[int] = set()
 
     def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        found_inf = getattr(optimizer, "found_inf", None)  # a fused one is called all the same, and looks itself
+        found_inf = getattr(optimizer, "found_inf", None)  # a fused one is called anyway, and looks itself
         if found_inf is None or not bool(found_inf):
             taken.add(id(optimizer))
 
@@ -209,11 +209,11 @@ def _schedule_of(found: Found, optimizer: Optimizer) -> Schedule:
 
 
 def _schedules_in(made: Any, optimizers: Sequence[Optimizer], source: str) -> Iterator[Schedule]:
-    """The schedules among what ``configure_optimizers`` returned; Lightning steps one once an epoch, unless told."""
+    """The schedules among what ``configure_optimizers`` returned; Lightning steps one once an epoch by default."""
     own = {id(optimizer) for optimizer in optimizers}
     for given in _schedulers_in(made):
-        told = given if isinstance(given, Mapping) else {"scheduler": given}
-        scheduler, frequency = told.get("scheduler"), told.get("frequency", 1)
+        settings = given if isinstance(given, Mapping) else {"scheduler": given}
+        scheduler, frequency = settings.get("scheduler"), settings.get("frequency", 1)
         if isinstance(frequency, bool) or not isinstance(frequency, int) or frequency < 1:
             raise WorkloadError(f"{source} gave the frequency {frequency!r:.80}; needed: a whole number of at least 1")
         optimizer = getattr(scheduler, "optimizer", None)
@@ -222,9 +222,11 @@ def _schedules_in(made: Any, optimizers: Sequence[Optimizer], source: str) -> It
             why = "it is no LRScheduler over an optimizer of the run"
         elif isinstance(scheduler, ReduceLROnPlateau):
             why = "it waits for the metric of a validation"
-        elif told.get("interval", "epoch") != "step":
+        elif settings.get("interval", "epoch") != "step":
             why = "it waits for the end of an epoch"
-        note = f"the {type(scheduler).__name__} of {source} is not stepped: {why}; the learning rate stays as it is"
+        note = (
+            f"ampdbg does not step the {type(scheduler).__name__} of {source}: {why}; the learning rate stays constant"
+        )
         yield Schedule(scheduler, optimizer, 0 if why else frequency, note if why else "")
 
 
@@ -242,5 +244,5 @@ def _schedulers_in(made: Any) -> Iterator[Any]:
 
 
 def _is_pair(made: Sequence[Any]) -> bool:
-    """Whether these are optimizers on the left and schedulers on the right."""
+    """Optimizers are on the left and schedulers on the right."""
     return len(made) == 2 and (isinstance(made[0], (list, tuple)) or isinstance(made[1], LRScheduler))

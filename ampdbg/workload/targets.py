@@ -1,6 +1,6 @@
 """What the targets of a config name: imported, checked against what it is called with, and called.
 
-A Python file may stand in the place of a config: what it defines becomes the targets, by the names it gives them.
+A Python file may replace a config: what it defines becomes the targets, by the names it gives them.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ def _make_way(folder: Path) -> None:
 
 
 def _is_free(path: Path) -> bool:
-    """Whether no other module could be meant by the file's stem, now or in a later import."""
+    """The file's stem names no other module, now or in a later import."""
     name = path.stem
     if not name.isidentifier() or name in sys.modules or name in sys.stdlib_module_names:
         return False
@@ -261,7 +261,7 @@ def _file_of(module: ModuleType | None) -> Path | None:
 
 
 def _lies_in(module: ModuleType | None, folder: Path) -> bool:
-    """Whether the top-level ``module`` is a file or a package directly in ``folder``."""
+    """The top-level ``module`` is a file or a package directly in ``folder``."""
     file = _file_of(module)
     if file is None:
         folders = [Path(entry) for entry in getattr(module, "__path__", ())]
@@ -275,7 +275,7 @@ def _has_no(owner: object, name: str) -> str:
     return f"{what} has no {quoted(name)}.{did_you_mean(name, public) or f' It has {listed(public, most=8)}.'}"
 
 
-# A Python file in the place of a config
+# A Python file instead of a config
 
 OPTIONAL: Mapping[str, str] = {"loss": "loss", "step": "training_step"}
 """Keys of the config, and the names in the file that they are taken from where it defines them."""
@@ -284,7 +284,7 @@ CONVENTIONS = ("build_model", "build_data", *OPTIONAL.values())
 
 
 def config_of_module_file(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The config that a module file stands for; the next build takes the imported file over.
+    """The config that a module file replaces; the next build takes the imported file over.
 
     The file defines ``build_model()``, or exactly one class derived from ``nn.Module`` that takes no arguments,
     and ``build_data()``; ``loss`` and ``training_step`` are used when it defines them. What ``overrides``

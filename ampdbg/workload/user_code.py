@@ -22,8 +22,8 @@ FFT_ERRORS = ("Unsupported dtype Half", "powers of two when computing in half pr
 """What torch.fft says of half tensors on a CPU, and on CUDA."""
 
 NO_HALF_FFT = (
-    "under autocast a layer's output is half, of which CUDA transforms only powers of two and a CPU nothing: "
-    "cast it up before, as in torch.fft.rfft(x.float())"
+    "under autocast a layer's output is half; torch's FFT takes half only on CUDA, and only for powers of two: "
+    "cast it up first, as in torch.fft.rfft(x.float())"
 )
 
 MOST_SHOWN = 500
@@ -53,7 +53,7 @@ class UserCode:
                 yield
             except (AmpdbgError, KeyboardInterrupt):
                 raise
-            except BaseException as caught:  # noqa: BLE001 - it goes on as the cause of another
+            except BaseException as caught:  # noqa: BLE001 - it becomes the cause of another
                 error = _readable(caught)
                 message = "\n".join(part for part in (f"{doing} raised {_in_a_line(error)}", details()) if part)
                 raise UserCodeError(message, user_traceback(error)) from error
@@ -71,7 +71,7 @@ class UserCode:
             raise
         except BaseException as caught:
             error = _readable(caught)
-            # A generator of ampdbg's that theirs stands in makes this of a StopIteration.
+            # A generator of ampdbg's around theirs makes this of a StopIteration.
             raised = error.__cause__ if isinstance(error.__cause__, StopIteration) else error
             if not _came_from_users(raised):
                 raise
@@ -115,7 +115,7 @@ def user_traceback(error: BaseException) -> str:
 
 
 def _came_from_users(error: BaseException) -> bool:
-    """Whether it was raised below a line of the user's that ampdbg had called."""
+    """It was raised below a line of the user's that ampdbg had called."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     last = max((index for index, frame in enumerate(frames) if is_ampdbgs(frame)), default=-1)
     return any(is_users_file(frame.f_code.co_filename) for frame in frames[last + 1 :])
@@ -145,7 +145,7 @@ def _in_a_line(error: BaseException) -> str:
     said = text_of(error).strip().partition("\n")[0][:MOST_SHOWN]
     line = f"{type(error).__name__}: {said}" if said else type(error).__name__
     if isinstance(error, SystemExit):
-        return f'{line}; keep what a script does when it is run under `if __name__ == "__main__":`'
+        return f'{line}; put code that only the script should run under `if __name__ == "__main__":`'
     obstacle = obstacle_in(line)
     if obstacle is not None and obstacle.install:
         return f"{line}. {obstacle.says} Next: {obstacle.install}"

@@ -309,7 +309,7 @@ BROKEN_WORKLOADS: tuple[Broken, ...] = (
     Broken(
         "an optimizer before the model's own",
         HEALTHY.replace("build_model", "Own") + "optimizer: {target: workload.py:none}\n",
-        ("optimizer.target", "It comes before Own.configure_optimizers(); leave the key out to use that"),
+        ("optimizer.target", "This key overrides Own.configure_optimizers(); leave it out to use that"),
         _workload(
             "class Own(Net):\n    def configure_optimizers(self):\n        pass\n\ndef none(params):\n    pass\n"
         ),
@@ -323,7 +323,7 @@ BROKEN_WORKLOADS: tuple[Broken, ...] = (
     Broken(
         "a module inside of itself",
         HEALTHY.replace("build_model", "Cycle"),
-        ("a Cycle with a module inside of itself: head.up; torch's .to(), .train()", "self.parent = [parent]"),
+        ("a Cycle with a module inside itself: head.up; torch's .to(), .train()", "self.parent = [parent]"),
         _workload(
             "class Cycle(Net):\n    def __init__(self):\n        super().__init__()\n        self.head.up = self\n"
         ),
@@ -331,13 +331,16 @@ BROKEN_WORKLOADS: tuple[Broken, ...] = (
     Broken(
         "a traced model",
         HEALTHY.replace("build_model", "traced"),
-        ("gave a TopLevelTracedModule with code from torch.jit.trace: the model itself", "give the module that it was"),
+        (
+            "gave a TopLevelTracedModule with code from torch.jit.trace: the model itself",
+            "give the module that was traced",
+        ),
         _workload(TRACED),
     ),
     Broken(
         "a traced module in the model",
         HEALTHY.replace("build_model", "around"),
-        ("gave a Sequential with code from torch.jit.trace: 1;", "give the module that it was traced from"),
+        ("gave a Sequential with code from torch.jit.trace: 1;", "give the module that was traced"),
         _workload(TRACED + "\ndef around():\n    return nn.Sequential(nn.Linear(4, 4), traced())\n"),
     ),
     _step(
@@ -525,8 +528,8 @@ BROKEN_WORKLOADS: tuple[Broken, ...] = (
         (
             "workload.py:step raised ",  # a RuntimeError, and without the emulation a NotImplementedError of torch 2.15
             "Error: ",
-            "CUDA transforms only powers of two",
-            "cast it up before",
+            "half only on CUDA, and only for powers of two",
+            "cast it up first",
         ),
         blames_user_code=True,
     ),

@@ -75,7 +75,7 @@ WRONG = {
     "an unknown policy": (("scan", "a.yaml", "--policy", "cpu"), "'cpu' is not one of 'cuda', 'native'"),
     "an unknown threshold": (("scan", "a.yaml", "--fail-on", "info"), "'error', 'warning', 'never'"),
     "a folder for the record": (("scan", "a.yaml", "--record", "."), "--record"),
-    "an unknown format": (("report", "--format", "pdf"), "got 'pdf'; allowed are html, json, markdown, sarif, text"),
+    "an unknown format": (("report", "--format", "pdf"), "got 'pdf'; allowed: html, json, markdown, sarif, text"),
     "an option that turns the text": (
         ("scan", "a.yaml", "--\u202ename\x1b[2J"),
         r"No such option: --\u202ename\x1b[2J",
@@ -97,12 +97,12 @@ WRONG = {
     "an absent record": (("bisect", "r.json"), "error: r.json: cannot be read: No such file or directory\n"),
     "a diff that is none": (
         ("suggest-fp32", "c.yaml", "--apply", "--format", "yaml"),
-        "error: got --apply with --format yaml; --apply writes the files that a diff is of\n",
+        "error: got --apply with --format yaml; --apply goes with --format diff\n",
     ),
     "a record to compare with none": (("compare", "a.json"), "Missing argument"),
     "an argument of doctor": (("doctor", "now"), "now"),
     "two ways to fix": (("lint", "--fix", "--diff", "."), "error: got --fix and --diff; "),
-    "a code without a rule": (("lint", ".", "--select", "forward-overflow"), f"{NO_RULE}; allowed are misuse, "),
+    "a code without a rule": (("lint", ".", "--select", "forward-overflow"), f"{NO_RULE}; allowed: misuse, "),
     "nothing to lint": (("lint", "nowhere"), "error: nowhere: there is no such file or folder\n"),
     "no record to report": (("report",), NO_RECORD),
     "no record to search from": (("suggest-fp32",), NO_RECORD),

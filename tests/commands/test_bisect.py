@@ -157,7 +157,7 @@ def test_a_record_from_another_folder_says_where_to_run_it(here: Here, fake: Fak
     assert result.code == 2
     assert "r.json: model.target: got 'model.py:build_model', but there is no such file in" in result.stderr
     assert result.stderr.endswith(
-        "a record's paths count from where it was made; run this there, or give the config itself\n"
+        "a record's paths are relative to the folder where it was made; run this there, or give the config itself\n"
     )
 
 
@@ -181,7 +181,7 @@ def test_a_watched_loop_cannot_be_run_again(here: Here, fake: Fake) -> None:
     write_record(replace(found(), command="watch", config={}, search=None), Path("loop.json"))
     for command in ("bisect", "suggest-fp32", "scan"):
         result = here.refused(command, "loop.json")
-        assert result.stderr == "error: loop.json: a watched loop has no config to run again; give a config\n"
+        assert result.stderr == "error: loop.json: a watched loop has no config; give one\n"
 
 
 @pytest.mark.parametrize("function", [ampdbg.scan, ampdbg.ranges, ampdbg.bisect, ampdbg.suggest_fp32])

@@ -48,7 +48,7 @@ def test_a_commit_that_adds_an_overflow_is_worse_and_the_way_back_is_better(repo
     assert (worse.code, worse.stderr) == (1, "")
     headline = " ".join(worse.stdout.partition("\n\n")[0].split())
     assert headline.startswith("✗ Worse: forward-overflow")
-    assert "more would overflow; second lost " in headline
+    assert "more places would overflow; second lost " in headline
     assert re.search(r"✗  \(root\) · mul · net.py:12 +0 +1\n", worse.stdout)
     assert re.search(r"✗  second +1[0-9]\.\d +-?\d\.\d\n", worse.stdout)
     assert "✗  the whole model" in worse.stdout
@@ -116,7 +116,8 @@ def test_records_of_two_commands_and_what_is_no_record_are_refused(here: Here) -
     write_record(replace(healthy(), command="bisect"), Path("b.json"))
     result = here.refused("compare", "a.json", "b.json")
     assert result.stderr == (
-        "error: a.json is of ampdbg scan and b.json of ampdbg bisect; compare takes two records of one command\n"
+        "error: a.json comes from ampdbg scan and b.json from ampdbg bisect; "
+        "compare takes two records of the same command\n"
     )
     assert here("compare", "a.json", "absent.json").stderr.startswith("error: absent.json: cannot be read: ")
     for bits in ("nan", "-1", "few"):

@@ -108,7 +108,7 @@ def test_a_driver_whose_calls_raise_is_a_line_of_a_page_of_one_screen(
     assert "? GPU CUDA error: unknown error" in text
     assert "✗ torch 2.13.0, built" in text
     assert "asked for its device: CUDA error: unknown error" in text
-    assert "--device cpu asks no driver" in text
+    assert "--device cpu needs no driver" in text
     lines = result.stdout.splitlines()
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 80
@@ -120,8 +120,8 @@ def test_an_old_gpu_is_judged_by_what_its_driver_says(
     with_tools(monkeypatch, tmp_path, nvidia_smi=OLD)
     text = told(here("doctor"))
     assert "2 x NVIDIA GeForce GTX 1080 (compute capability 6.1)" in text
-    assert "none: that begins at 7.0, this is 6.1; FP16 saves memory here, and hardly any time" in text
-    assert "none: that begins at 8.0, this is 6.1" in text
+    assert "none: it starts at 7.0, this is 6.1; FP16 saves memory here, but hardly any time" in text
+    assert "none: it starts at 8.0, this is 6.1" in text
 
 
 def test_a_tool_that_fails_is_a_line(here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,8 +208,8 @@ CSV = "535.104.05, NVIDIA H100 80GB HBM3, 9.0"
         (CSV, [("NVIDIA H100 80GB HBM3", (9, 0))], ""),
         ("470.1, Tesla K80, [N/A]", [("Tesla K80", None)], ""),
         (f"warning: a, b\n{CSV}\n,,\n", [("NVIDIA H100 80GB HBM3", (9, 0))], ""),
-        ("NVIDIA H100, 9.9, 80000 MiB, 999.99\n,,,,\na, b", [], "what it answers is no list of GPUs"),
-        ("\\377\\001,\\020\\021,\\033[31m\n1,\\002", [], "what it answers is no list of GPUs"),
+        ("NVIDIA H100, 9.9, 80000 MiB, 999.99\n,,,,\na, b", [], "its answer is no list of GPUs"),
+        ("\\377\\001,\\020\\021,\\033[31m\n1,\\002", [], "its answer is no list of GPUs"),
         ("No devices were found", [], ""),
         ("", [], ""),
     ],

@@ -46,7 +46,7 @@ def test_into_another_folder_which_is_made(here: Here) -> None:
 def test_nothing_is_written_over(name: str, here: Here) -> None:
     Path(name).write_text("mine", encoding="utf-8")
     result = here.refused("init")
-    assert result.stderr.startswith(f"error: {name} is there already; ampdbg init writes over nothing")
+    assert result.stderr.startswith(f"error: {name} exists already; ampdbg init overwrites nothing")
     assert [path.name for path in here.folder.iterdir()] == [name]
     assert Path(name).read_text(encoding="utf-8") == "mine"
 
@@ -81,7 +81,7 @@ def test_a_disk_that_is_full_is_left_with_no_half_of_it(
 
 def test_a_link_that_leads_nowhere_is_there(here: Here) -> None:
     Path("ampdbg.yaml").symlink_to("nowhere")
-    assert here("init").stderr.startswith("error: ampdbg.yaml is there already")
+    assert here("init").stderr.startswith("error: ampdbg.yaml exists already")
 
 
 def test_a_name_is_shown_without_what_it_would_do_to_a_terminal_or_a_shell(here: Here) -> None:

@@ -58,12 +58,12 @@ def test_a_finding_has_its_line_its_remedy_and_exit_code_1(here: Here) -> None:
         "\n"
         "train.py:10:9 error misuse-clip-scaled [fix]\n"
         "    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
-        "  the code clips gradients that still carry the loss scale, and so to far less\n"
-        "  than the limit it sets\n"
+        "  the code clips gradients that still carry the loss scale, so they end up far\n"
+        "  below the limit\n"
         "  Remedy: clip after unscaling: scaler.unscale_(optimizer), then\n"
         "  clip_grad_norm_, then scaler.step(optimizer)\n"
         "\n"
-        "Next: look at the fixes\n"
+        "Next: see the fixes\n"
         "  ampdbg lint --diff train.py\n"
     )
 
@@ -173,9 +173,9 @@ def test_pyproject_holds_the_settings_of_a_project(here: Here) -> None:
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ("selct = []", "selct: no such key; allowed are select, ignore, exclude"),
-        ('select = "misuse"', "select: got 'misuse'; needed: a list of texts"),
-        ('ignore = ["misuse-typo"]', "ignore: 'misuse-typo' is no code of a rule; allowed are "),
+        ("selct = []", "selct: no such key; allowed: select, ignore, exclude"),
+        ('select = "misuse"', "select: got 'misuse'; needed: a list of strings"),
+        ('ignore = ["misuse-typo"]', "ignore: 'misuse-typo' is no code of a rule; allowed: "),
     ],
 )
 def test_what_is_wrong_in_it_is_told_with_its_key(here: Here, table: str, said: str) -> None:
@@ -282,7 +282,7 @@ def test_a_notebook_s_cells_are_one_text_and_are_fixed_in_their_form(here: Here)
 def test_a_notebook_that_would_not_keep_its_form_is_told(here: Here) -> None:
     path = write(here, "train.ipynb", notebook(CLIPS).replace("\n", ""))
     done = here("lint", "--fix", ".")
-    assert "train.ipynb cannot be fixed in its form" in done.stderr
+    assert "train.ipynb cannot be fixed in its own format" in done.stderr
     assert done.code == 1
     assert path.read_text("utf-8") == notebook(CLIPS).replace("\n", "")
 
@@ -315,7 +315,7 @@ def test_each_file_that_cannot_be_looked_at_has_one_line(here: Here) -> None:
     assert problems["huge.py"] == "cannot be read: larger than 2,000,000 bytes"
     assert problems["gone.py"] == "cannot be read: No such file or directory"
     assert problems["self.py"].startswith("cannot be read: Too many levels of symbolic links")
-    assert problems["below/up"] == "a link in a circle, which is not followed"
+    assert problems["below/up"] == "a link that leads to itself, which ampdbg lint does not follow"
     assert problems["book.ipynb"] == "is no notebook of version 4"
     assert all("\n" not in problem and problem for problem in problems.values())
     done = here("lint", ".")
@@ -334,10 +334,10 @@ def test_a_folder_with_nothing_to_lint_is_an_error(here: Here) -> None:
     write(here, "docs/.hidden/old.py", OLD)
     done = here("lint", "docs")
     assert (done.code, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: docs: no Python file and no notebook is there; hidden folders, ")
+    assert done.stderr.startswith("error: docs: no Python file or notebook there; ampdbg lint ignores hidden folders, ")
     write(here, "pyproject.toml", '[tool.ampdbg.lint]\nexclude = ["old*"]\n')
     write(here, "old/old.py", OLD)
-    assert "nor what pyproject.toml excludes (old*)" in here("lint", "old", "docs").stderr
+    assert "and what pyproject.toml excludes (old*)" in here("lint", "old", "docs").stderr
     write(here, "src/new.py", FIXED)
     assert here("lint", "docs", "src").code == 0
 

@@ -43,7 +43,10 @@ def test_a_script_that_needs_a_gpu_ends_with_the_command_that_emulates_one(tmp_p
     assert "This machine has no GPU." in said
     assert said[-2:] == [
         "  ampdbg run --emulate train.py --epochs 3",
-        "--emulate stood behind the script, and went to it. For ampdbg: ampdbg run --emulate train.py --epochs 3",
+        (
+            "--emulate follows the script, so the script got it. "
+            "To give it to ampdbg: ampdbg run --emulate train.py --epochs 3"
+        ),
     ]
     # As it was told to: the script runs, and has the option that is its own.
     again = start(tmp_path, "run", "--emulate", "--fail-on=never", "train.py", "--epochs", "3")
@@ -64,7 +67,7 @@ def test_a_framework_that_drops_fp16_on_a_cpu_is_named_where_it_happens(
     (tmp_path / "train.py").write_text(ACCELERATED.format(precision=precision), encoding="utf-8")
     said = " ".join(start(tmp_path, "run", "train.py").stderr.split())
     assert (
-        "no op ran in FP16 or bfloat16, which is asked for (Accelerate's mixed_precision 'fp16')" in said
+        "no op ran in FP16 or bfloat16, although Accelerate's mixed_precision 'fp16' asks for it" in said
     ) is is_said
     assert ("ampdbg run --emulate train.py" in said) is is_said
 

@@ -128,7 +128,7 @@ INTERRUPTED = {
         "! Interrupted after ",
     ),
     "in a search": (("bisect", *OVERFLOWS), "trial 1:", "! Interrupted"),
-    "in a proof": (("suggest-fp32", *OVERFLOWS), "the failing step with the patch", "! Interrupted in the proof."),
+    "in a proof": (("suggest-fp32", *OVERFLOWS), "the failing step with the patch", "! Interrupted during the proof."),
 }
 
 

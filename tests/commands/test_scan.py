@@ -274,15 +274,15 @@ config.yaml, with two lines:
 
 
 CAPTURE = "a capture, which is one step of a script"
-NO_CONFIG = f"error: 'my step.safetensors': it is {CAPTURE}, and ampdbg COMMAND runs a config; to run the step again: "
+NO_CONFIG = f"error: 'my step.safetensors': it is {CAPTURE}, and ampdbg COMMAND runs a config; to replay the step: "
 SCRIPT = "it is the record of a script"
-AGAIN = "to run the script again: ampdbg run --emulate train.py --lr 1\n"
+AGAIN = "to rerun the script: ampdbg run --emulate train.py --lr 1\n"
 REPLAY = "ampdbg replay 'my step.safetensors'\n"
 OF_A_SCRIPT = {
     "scan cost": ("my step.safetensors", NO_CONFIG, REPLAY),
     "report compare": (
         "my step.safetensors",
-        f"error: my step.safetensors: no record but {CAPTURE}; to run it again: ",
+        "error: my step.safetensors: a capture, not a record; to replay it: ",
         REPLAY,
     ),
     "cost scan": (
@@ -292,7 +292,7 @@ OF_A_SCRIPT = {
     ),
     "scan cost ranges bisect suggest-fp32 replay": (
         "lost.json",
-        f"error: lost.json: {SCRIPT} of which no step was captured",
+        "error: lost.json: the record of a script without a captured step",
         AGAIN,
     ),
 }
@@ -325,7 +325,7 @@ RAISED: dict[str, tuple[BaseException, str]] = {
     "the user's error": (UserCodeError("the forward raised", TRACE), f"{TRACE}error: the forward raised\n"),
     "a bug of ours": (
         ZeroDivisionError("division by zero"),
-        f"{OURS}; run it again with --debug to see where, and please report it\n",
+        f"{OURS}; rerun with --debug to see where, and please report it\n",
     ),
 }
 
@@ -361,7 +361,7 @@ def test_an_interrupt_behind_the_record_names_it(here: Here, returns: Returns, m
     result = here("scan", "c.yaml", "--quiet")
     assert (result.code, result.stdout) == (130, "")
     (path,) = (path for path in Path(".ampdbg").glob("*.json") if path.name != "latest.json")
-    assert result.stderr.splitlines()[-1] == f"interrupted: what was found: ampdbg report {path}"
+    assert result.stderr.splitlines()[-1] == f"interrupted: the findings so far: ampdbg report {path}"
     assert read_record(path).command == "scan"
 
 

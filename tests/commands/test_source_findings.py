@@ -26,9 +26,9 @@ for _ in range(3):
 torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "checkpoint.pt")
 """
 SAID = """\
-in the source, beside what the run has shown:
-  train.py:14: misuse-unsaved-scaler: the checkpoint leaves the scaler's state out: a resumed run begins at the first \
-scale again
+ampdbg lint also found in the source:
+  train.py:14: misuse-unsaved-scaler: the checkpoint lacks the scaler's state: a resumed run starts again at \
+the initial scale
   ampdbg lint train.py
 """
 

@@ -117,7 +117,7 @@ def test_a_patch_that_was_not_proven_says_so(here: Here, fake: Fake) -> None:
     faked = fake(made=suggestion(here.folder, record=replace(proven(), verification=None)))
     result = here("suggest-fp32", "config.yaml", "--no-verify")
     assert faked.options["verify"] is False
-    assert "# Not proven: --no-verify was given, and nothing was run with this patch." in result.stdout
+    assert "# Not proven: with --no-verify, ampdbg ran nothing with this patch." in result.stdout
     assert "Proven by" not in result.stdout
     assert "the patch for them is not proven" in result.stderr
     assert result.code == 0
@@ -273,7 +273,7 @@ def test_from_a_folder_within_the_commands_reach_the_files_outside(is_repository
     result = here("suggest-fp32", "../config.yaml")
     warning, *_ = [line for line in result.stderr.splitlines() if line.startswith("warning")]
     plain, way = ("git apply", "git -C .. apply") if is_repository else ("patch -p1", "patch -p1 -d ..")
-    assert warning == f"warning: the paths of this diff count from {here.folder.resolve()}; type ... | {way}"
+    assert warning == f"warning: the paths of this diff start at {here.folder.resolve()}; type ... | {way}"
     assert not applied_by(plain, result.stdout)
     assert applied_by(way, result.stdout)
     command = result.stderr.splitlines()[-1].strip()
@@ -310,7 +310,7 @@ def test_apply_refuses_uncommitted_work_unless_forced(here: Here, fake: Fake) ->
     assert "Commit or stash them, or use --force" in result.stderr
     assert "run it again, with the patch" not in result.stderr
     last = result.stderr.splitlines()[-1].replace("\\", "/")
-    assert last.startswith("what was found: ampdbg report .ampdbg/")
+    assert last.startswith("the findings so far: ampdbg report .ampdbg/")
     assert f"\nthe patch is in {saved('*.patch').as_posix()}\n" in result.stderr.replace("\\", "/")
     assert Path("model.py").read_bytes() == BEFORE
     assert here("suggest-fp32", "config.yaml", "--apply", "--force").code == 0
@@ -321,7 +321,7 @@ def test_what_may_not_be_applied_is_said_before_the_search(here: Here, fake: Fak
     subprocess.run(["git", "init", "-q"], check=True)
     fake()
     lines = here("suggest-fp32", "config.yaml", "--apply").stderr.splitlines()
-    assert lines[0].startswith(f"warning: {Path('net.py').resolve()} has uncommitted changes: ")
+    assert lines[0].startswith(f"warning: {Path('net.py').resolve()} has uncommitted changes; ")
     assert lines[1] == "loading model and data"
     assert "warning" not in here("suggest-fp32", "config.yaml").stderr
 
@@ -333,7 +333,7 @@ def test_a_refused_patch_is_saved_beside_a_record_of_any_name_but_over_nothing(h
     assert Path("r.patch").read_bytes().startswith(b"# Keeps in FP32")
     Path("r.patch").write_bytes(b"mine")
     result = here("suggest-fp32", "config.yaml", "--apply", "--record", "r.json")
-    assert result.stderr.splitlines()[-1] == "what was found: ampdbg report r.json"
+    assert result.stderr.splitlines()[-1] == "the findings so far: ampdbg report r.json"
     assert Path("r.patch").read_bytes() == b"mine"
 
 
@@ -342,8 +342,8 @@ def test_a_refused_patch_is_saved_beside_a_record_of_any_name_but_over_nothing(h
 
 WITHOUT = {
     "fp32_fails": "✗ No pin helps: ",
-    "no_pin_helps": "✗ No pin helps: precision is not the cause of what fails at step 0.",
-    "misused": "✗ No pin is looked for: until the code is repaired, what fails beside it says little",
+    "no_pin_helps": "✗ No pin helps: precision is not the cause of the failure at step 0.",
+    "misused": "✗ ampdbg looks for no pin: repair this misuse first, since it can cause the other",
 }
 
 
@@ -429,9 +429,7 @@ def test_a_record_is_run_again_and_its_config_has_no_name(here: Here, fake: Fake
 def test_a_module_file_is_for_bisect(here: Here, fake: Fake) -> None:
     fake()
     result = here.refused("suggest-fp32", "--module", "net.py")
-    assert result.stderr.endswith(
-        "; bisect takes --module; suggest-fp32 takes the record that it writes: ampdbg bisect --module net.py\n"
-    )
+    assert result.stderr.endswith("; suggest-fp32 takes the record that this writes: ampdbg bisect --module net.py\n")
 
 
 def test_the_options_reach_the_search(here: Here, fake: Fake) -> None:

@@ -334,7 +334,10 @@ def test_mistakes_of_the_file_come_before_those_of_the_options(folder: Path) -> 
             "precision.keep_norms_fp32: got true at level O1; allowed at O2, O3, whose weights are half",
         ),
         ("{level: O2, master_weights: 1}", "precision.master_weights: got 1; allowed: true, false, or null"),
-        ("{loss_scale: {min: 8, max: 4}}", "precision.loss_scale.max: got 4, and min is 8; allowed: at least that"),
+        (
+            "{loss_scale: {min: 8, max: 4}}",
+            "precision.loss_scale.max: got 4, below min, which is 8; allowed: at least that",
+        ),
     ],
 )
 def test_a_key_that_does_not_go_with_another_is_refused(folder: Path, given: str, said: str) -> None:

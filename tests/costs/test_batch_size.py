@@ -43,7 +43,7 @@ def test_what_grows_otherwise_is_measured_and_no_more_is_claimed() -> None:
     assert fit(16**2, lambda samples: samples**2) == BatchFit(2, (64, 256, 1024))
     found = fit(10**9, lambda samples: samples**2)
     assert (found.times, len(found.measured), found.is_reckoned) == (16, 5, False)
-    assert found.why == "memory does not grow in proportion, and no more was tried"
+    assert found.why == "memory does not grow in proportion, so ampdbg tried no larger batch"
 
 
 def test_what_does_not_grow_at_all_is_not_reckoned() -> None:

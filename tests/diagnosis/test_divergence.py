@@ -112,5 +112,5 @@ def test_a_loss_that_has_left_its_size_is_noted_in_a_healthy_run(
     losses: list[float], ends: tuple[str, str] | None
 ) -> None:
     told = risen(losses)
-    assert told.startswith(f"the loss rose from {ends[0]} to {ends[1]} and stays up" if ends else "")
+    assert told.startswith(f"the loss rose from {ends[0]} to {ends[1]} and stays there" if ends else "")
     assert bool(told) == bool(ends)

@@ -67,7 +67,7 @@ def test_other_misuses_are_no_better_for_few_skips() -> None:
 def test_the_remedy_leaves_a_librarys_line_alone(folder: str) -> None:
     remedy = told(with_scheduler("x." * 6, file=f"{folder}/lightning/pytorch/core/module.py")).remedy
     assert remedy == CODES[CODE].remedy_in_library
-    assert remedy.startswith("a library steps the scheduler")
+    assert remedy.startswith("a library steps this scheduler")
     assert told(with_scheduler("x." * 6)).remedy == CODES[CODE].remedy
 
 

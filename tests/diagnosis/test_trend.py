@@ -121,6 +121,6 @@ def test_the_first_that_gets_there_is_named() -> None:
 
 def test_a_loss_scale_that_falls_steadily_is_reported_and_one_that_stays_or_grows_is_not() -> None:
     (found,) = recorded(trend(lambda step: 65536.0 / 2.0 ** (step // 250), "scale")).findings
-    assert "the loss scale falls steadily, from 65,536 to 256 in steps 100 to 2,000, and would be at 1" in found.message
+    assert "the loss scale falls steadily, from 65,536 to 256 in steps 100 to 2,000, and would reach 1" in found.message
     for value in (lambda step: 65536.0, lambda step: 256.0 * 2.0 ** (step // 200)):
         assert recorded(trend(value, "scale")).findings == ()

@@ -71,7 +71,7 @@ def faults(folder: Path, run: tuple[str, int, str], moment: float, number: signa
         found.append(f"the exit code {result.code}")
     found += [fault for fault in files_left(attack) if not (number == signal.SIGKILL and files.TEMPORARY in fault)]
     # An interrupt may come behind the record, which it names then.
-    if result.code != -number and not (result.code == 130 and "what was found: ampdbg report " in result.stderr):
+    if result.code != -number and not (result.code == 130 and "the findings so far: ampdbg report " in result.stderr):
         found += faults_of_records(result, attack.records)
     if result.code == 130 and verb == "scan" and "Interrupted after" in result.stdout and not attack.records:
         found.append("a lost record")

@@ -49,14 +49,14 @@ def headline(machine: Machine) -> str:
 @pytest.mark.parametrize(
     ("gpu", "cores", "bfloat16"),
     [
-        (GTX_1080, "doubtful: none: that begins at 7.0, this is 6.1", "doubtful: none: that begins at 8.0"),
+        (GTX_1080, "doubtful: none: it starts at 7.0, this is 6.1", "doubtful: none: it starts at 8.0"),
         (
             GTX_1660,
             "bad: none in the GTX 16 series, and some of its FP16 kernels give NaN",
-            "doubtful: none: that begins at 8.0",
+            "doubtful: none: it starts at 8.0",
         ),
-        (T4, "good: yes", "doubtful: none: that begins at 8.0, this is 7.5"),
-        (V100, "good: yes", "doubtful: none: that begins at 8.0, this is 7.0"),
+        (T4, "good: yes", "doubtful: none: it starts at 8.0, this is 7.5"),
+        (V100, "good: yes", "doubtful: none: it starts at 8.0, this is 7.0"),
         (H100, "good: yes", "good: native"),
     ],
     ids=lambda value: value.name if isinstance(value, Gpu) else "",
@@ -72,7 +72,7 @@ def test_each_generation_has_its_tensor_cores_and_bfloat16(gpu: Gpu, cores: str,
 
 def test_the_headline_says_what_the_machine_is_good_for() -> None:
     assert headline(with_gpus(H100)) == "✓ FP16 runs on this machine's GPU."
-    assert headline(with_gpus(GTX_1080, H100)).startswith("? FP16 runs on this machine, and is not worth it")
+    assert headline(with_gpus(GTX_1080, H100)).startswith("? FP16 runs on this machine, but does not pay off")
     assert headline(Machine(CPU_TORCH)).startswith("✓ No GPU here; ampdbg emulates")
     assert headline(Machine(CPU_TORCH, replace(DRIVER, gpus=(H100,)))).startswith("? torch uses no GPU here")
     assert headline(Machine(InstalledTorch())) == "✗ ampdbg cannot run on this machine."
@@ -91,7 +91,7 @@ def test_an_amd_gpu_is_not_measured_by_nvidias_scale() -> None:
     assert said["torch"] == "good: 2.13.0+rocm6.4, built for ROCm 6.4; ampdbg runs on cuda:0"
     assert said["GPU"] == "good: AMD Instinct MI250X; torch sees it"
     assert not {"tensor cores", "bfloat16", "kernels", "CUDA"} & said.keys()
-    assert said["TF32"].endswith("no effect here, it takes compute capability 8.0")
+    assert said["TF32"].endswith("no effect here, where it needs compute capability 8.0")
 
 
 def test_apples_gpu_is_named_and_not_used() -> None:
@@ -105,7 +105,7 @@ def test_apples_gpu_is_named_and_not_used() -> None:
         (Machine(CUDA_TORCH, replace(DRIVER, gpus=(H100,)), visible=""), "CUDA_VISIBLE_DEVICES='' decides"),
         (Machine(CUDA_TORCH, replace(DRIVER, gpus=(H100,))), "torch does not see it"),
         (Machine(CPU_TORCH, replace(DRIVER, gpus=(H100,)), visible="0"), "this torch is not built for CUDA"),
-        (Machine(InstalledTorch(), replace(DRIVER, gpus=(H100,))), "torch cannot be asked"),
+        (Machine(InstalledTorch(), replace(DRIVER, gpus=(H100,))), "torch could not say"),
         (
             Machine(replace(CUDA_TORCH, problems={"gpus": "driver too old"}), replace(DRIVER, gpus=(H100,))),
             "driver too old",
@@ -151,7 +151,7 @@ def test_tf32_counts_where_the_gpu_has_it() -> None:
     assert lines(with_gpus(H100))["TF32"] == (
         "plain: torch's default: on in cudnn.allow_tf32, where FP32 has 10 bits, in FP32 replays too"
     )
-    assert lines(with_gpus(T4))["TF32"].endswith("no effect here, it takes compute capability 8.0")
+    assert lines(with_gpus(T4))["TF32"].endswith("no effect here, where it needs compute capability 8.0")
 
 
 FRAMEWORKS = {
@@ -167,7 +167,7 @@ def test_frameworks_that_do_the_same_share_a_line_and_nothing_unread_is_claimed(
         every = judged(Machine(torch, frameworks=FRAMEWORKS))
         return [(judgment.tone, judgment.says) for judgment in every if judgment.topic == "framework"]
 
-    unknown = ("plain", "transformers 6.0: what fp16 becomes here was not found in the source")
+    unknown = ("plain", "transformers 6.0: ampdbg did not find in its source what fp16 becomes here")
     assert said(CPU_TORCH) == [
         ("doubtful", "accelerate 1.15.0: fp16 is dropped (read in the source)"),
         ("doubtful", "lightning 2.6.6 and lightning.fabric 2.6.6: becomes bf16 (read in the source)"),

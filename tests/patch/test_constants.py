@@ -106,7 +106,7 @@ def test_torch_goes_by_the_name_that_it_has() -> None:
     assert "th.finfo(x.dtype).min" in edit_constants(text.encode(), [5]).source.decode()
     hidden = source(EDITS["masked_fill"][0]).replace("import torch\n", "torch = None\n")
     (refused,) = edit_constants(hidden.encode(), [5]).refused
-    assert "stands for something else" in refused.reason
+    assert "means something else" in refused.reason
     missing = source(EDITS["masked_fill"][0]).replace("import torch\n", "import math\n")
     assert edit_constants(missing.encode(), [5]).source.decode().startswith("import math\n\nimport torch\n")
 

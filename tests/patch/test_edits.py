@@ -258,15 +258,15 @@ LEFT_ALONE = {
     ),
     "off already": (
         "import torch\ndef f(x):\n    with torch.autocast('cuda', enabled=False):\n        x @ x  #! pin half: x",
-        "autocast is off there already",
+        "autocast is already off there",
     ),
     "off by a name of the function's": (
         "def f(x):\n    from torch import autocast as a\n    with a(enabled=False):\n        x @ x  #! pin half: x",
-        "autocast is off there already",
+        "autocast is already off there",
     ),
     "a list's elements": (
         "def f(queries, keys):\n    return [q @ k.T for q, k in zip(queries, keys)]  #! pin half: q, k",
-        "no named tensor is there",
+        "it has no named tensor",
     ),
     "random numbers before a call": (
         "import torch.nn.functional as F\ndef f(self, x):\n    return F.dropout(x) + self.g(x)  #! pin half: x",
@@ -279,7 +279,7 @@ LEFT_ALONE = {
     "a number's call": ("def f(self, x):\n    return self.g(x)  #! pin", "no replay runs this line itself"),
     "no tensor": (
         "import torch\ndef f():\n    return torch.ones(2) * 2.0  #! pin full: y",
-        "no named tensor is there",
+        "it has no named tensor",
     ),
     "scripted": ("@torch.jit.script\ndef f(x):\n    return x @ x  #! pin half: x", "TorchScript"),
     "torch is taken": ("def f(torch):\n    return torch @ torch  #! pin half: torch", "the name torch"),
@@ -332,9 +332,9 @@ def test_what_cannot_be_edited_is_left_alone_with_a_reason(text: str, reason: st
 
 def test_where_no_trace_saw_the_line_the_reason_says_so_and_what_to_do() -> None:
     (refused,) = edit_source(b"import torch\n\ndef f(x):\n    return x / 2\n", [LinePin("f", (4,))]).refused
-    assert refused.reason.startswith("no replay runs this line itself, so it is not known which of its names hold")
+    assert refused.reason.startswith("no replay runs this line itself, so ampdbg does not know which of its names hold")
     assert refused.reason.endswith(
-        "put it under torch.autocast(enabled=False) yourself, with .float() on what it computes with"
+        "put it under torch.autocast(enabled=False) yourself, and cast its inputs with .float()"
     )
 
 

@@ -50,9 +50,9 @@ def test_of_a_step_that_ended_before_its_loss_no_loss_is_told() -> None:
         replays = (Replay("float16", 1.0, low, 1.0), Replay("float32", 1.0, 2.0, 1.0))
         return health_of(Investigation(3, "loss", *replays, reach="modules"), is_silent=False).why
 
-    assert why(math.nan) == "the sum of what its modules give is NaN"
-    assert why(math.inf) == "the sum of what its modules give is inf"
-    assert why(3.0) == "finite, but the sum of what its modules give is 3, and 2 in FP32"
+    assert why(math.nan) == "the sum of its module outputs is NaN"
+    assert why(math.inf) == "the sum of its module outputs is inf"
+    assert why(3.0) == "finite, but the sum of its module outputs is 3, and 2 in FP32"
 
 
 @pytest.mark.parametrize("name", WHY)

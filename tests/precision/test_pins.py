@@ -148,10 +148,10 @@ def test_a_name_is_itself_before_it_is_a_pattern() -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ((None, ["first"]), "got a NoneType in the place of a Module"),
-        ((Block(), None), "got a NoneType in the place of a list of names"),
-        ((Block(), ["first", None]), "got a NoneType in the place of a name of a module"),
-        ((Block(), "first"), "got 'first' in the place of a list of names"),
+        ((None, ["first"]), "got a NoneType instead of a Module"),
+        ((Block(), None), "got a NoneType instead of a list of names"),
+        ((Block(), ["first", None]), "got a NoneType instead of a module's name"),
+        ((Block(), "first"), "got 'first' instead of a list of names"),
     ],
 )
 def test_what_is_no_model_or_list_of_names_is_refused_by_its_kind(given: tuple[Any, Any], told: str) -> None:

@@ -216,8 +216,8 @@ def test_mixed_precision_on_half_weights_is_no_mixed_precision(
     if precision == "bf16" and found:
         said = record.findings[[code for code, _ in codes(record)].index("half-weights")].message
         assert said == (
-            "Accelerate's mixed_precision 'bf16' asks for half ops on float32 weights, and what trains is stored in "
-            "bfloat16 (linears, biases and norms), without float32 masters"
+            "Accelerate's mixed_precision 'bf16' asks for half ops on float32 weights, but the trained weights are "
+            "stored in bfloat16 (linears, biases and norms), without float32 masters"
         )
 
 
@@ -249,7 +249,7 @@ def test_half_that_a_framework_drops_without_a_word_is_said_to_have_run_in_fp32(
     asked_of_accelerate(net, "fp16")
     record = trained(net)
     assert (codes(record), record.verdict) == ([("not-half", "warning")], "inconclusive")
-    assert "asked for (Accelerate's mixed_precision 'fp16')" in record.findings[0].message
+    assert "although Accelerate's mixed_precision 'fp16' asks for it" in record.findings[0].message
     assert codes(trained(net, lowers=True)) == []
 
 
@@ -294,7 +294,7 @@ def test_rotary_frequencies_that_are_cast_with_the_model_turn_its_angles() -> No
     assert found.source.text == "net.to(HALF)"
     frequencies = 1e4 ** -(torch.arange(0, 64, 2) / 64)
     off = 1000 * float((frequencies.to(HALF).float() - frequencies).abs().max())
-    assert f"has rounded inv_freq to bfloat16: at position 1,000 angles are up to {off:.4g} rad off" in found.message
+    assert f"rounded inv_freq to bfloat16: at position 1,000 angles are up to {off:.4g} rad off" in found.message
 
 
 @pytest.mark.parametrize("change", [cast_parameters_alone, made_anew])

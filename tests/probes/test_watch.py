@@ -653,11 +653,11 @@ ALLOWED = r"; allowed: watch\(model, opt"
 @pytest.mark.parametrize(
     ("given", "refused"),
     [
-        ((None, []), "got a NoneType in the place of a Module"),
-        ((small_model(), None), "got a NoneType in the place of a Optimizer"),
-        ((small_model(), ["adam"]), "got a str in the place of a Optimizer"),
-        (([], []), "got a list in the place of a Module"),
-        ((small_model(), []), "got no optimizer, which is what makes a step"),
+        ((None, []), "got a NoneType instead of a Module"),
+        ((small_model(), None), "got a NoneType instead of a Optimizer"),
+        ((small_model(), ["adam"]), "got a str instead of a Optimizer"),
+        (([], []), "got a list instead of a Module"),
+        ((small_model(), []), "got no optimizer, whose steps ampdbg watches"),
     ],
 )
 def test_what_is_no_model_or_optimizer_is_refused_by_its_kind(given: tuple[Any, Any], refused: str) -> None:
@@ -783,11 +783,11 @@ def test_a_failure_of_the_watcher_is_no_concern_of_the_loop(monkeypatch: pytest.
     record = diagnose(watcher.record())
     assert all(map(torch.equal, *weights))
     assert len(record.steps) == 2
-    assert "from step 2 on nothing was noted" in record.error
+    assert "from step 2 on ampdbg noted nothing" in record.error
     assert "a fault of the watcher" in record.error
     assert record.verdict == "inconclusive"
     assert record.unseen.since == 2
-    says = "ampdbg itself failed after 2 steps, and watched no more. Inconclusive: none of 2 steps skipped."
+    says = "ampdbg itself failed after 2 steps, and stopped watching. Inconclusive: none of 2 steps skipped."
     assert headline(record).sentence == says
 
 

@@ -177,7 +177,7 @@ def test_a_patch_of_what_runs_on_import_is_imported_anew_and_the_proof_says_so(t
     elsewhere = GOOD.replace("GAIN = 300.0", "GAIN = 3e2 * 1.0").encode()
     proof = proven(config, {path: elsewhere}, {TITLE: {path: path.read_bytes()}})
     assert proof.passed, proof
-    said = "imported, and the model built anew, for it changes what runs as net.py is imported"
+    said = "imported, with the model rebuilt, for it changes code that runs when net.py is imported"
     assert step_of(proof, "the patched code").detail == said
 
 
@@ -287,7 +287,7 @@ def test_a_run_whose_scale_would_have_to_settle_begins_where_it_has(tmp_path: Pa
     assert proof.passed, proof
     detail = step_of(proof, "training 2 steps").detail
     assert ", 0 skipped steps; begun at " in detail
-    assert detail.endswith(", which the failing step bears")
+    assert detail.endswith(", a scale that suits the failing step")
 
 
 @pytest.mark.usefixtures("in_this_process")

@@ -40,20 +40,18 @@ def test_a_healthy_step_shows_its_loss_beside_that_of_fp32_and_parameters_that_n
     assert (step.name, step.passed, step.warns) == ("the failing step (403)", True, False)
     assert step.detail == "healthy; loss 1.1720, 1.1722 in FP32"
     assert (gradients.name, gradients.passed, gradients.warns) == ("the gradients of step 403", True, True)
-    assert gradients.detail == "head.weight and head.bias have none at any loss scale, and have one in FP32"
+    assert gradients.detail == "head.weight and head.bias have no gradient at any loss scale, and have one in FP32"
     assert list(with_the_patch(Seen(tried=(tried(),)), Patched())) == [imported, step]
 
 
 def test_of_a_step_that_ended_before_its_loss_no_loss_is_told() -> None:
     seen = Seen(tried=(tried(reach="modules"),))
     *_, step = with_the_patch(seen, Patched())
-    assert step.detail == "healthy; the sum of what its modules give: 1.1720, 1.1722 in FP32"
+    assert step.detail == "healthy; the sum of its module outputs: 1.1720, 1.1722 in FP32"
     same = same_in_fp32(seen, seen, [1.1722])
-    assert same.detail == "unchanged: in FP32 the sum of what its modules give is 1.1722 with and without the patch"
+    assert same.detail == "unchanged: in FP32 the sum of its module outputs is 1.1722 with and without the patch"
     other = same_in_fp32(seen, Seen(tried=(tried(fp32_loss=2.0),)), [2.0])
-    assert other.detail == (
-        "changed: in FP32 the sum of what its modules give of step 403 is 1.1722, 2.0000 without it"
-    )
+    assert other.detail == ("changed: in FP32 the sum of its module outputs of step 403 is 1.1722, 2.0000 without it")
 
 
 IMPORT = "importing net.py raised SyntaxError: invalid syntax"
@@ -142,12 +140,14 @@ def test_a_run_with_the_patch_must_show_no_finding_of_precision(trained: Trained
 
 def test_findings_that_no_pin_cures_are_named() -> None:
     trained = Trained(steps=5, scale=8.0, beside=("misuse-clip-scaled", "misuse-clip-scaled"))
-    assert training_run(trained).detail == "healthy, but for misuse-clip-scaled; loss scale 8, 0 skipped steps"
+    assert training_run(trained).detail == "healthy, except for misuse-clip-scaled; loss scale 8, 0 skipped steps"
 
 
 def test_a_run_that_begins_where_its_scale_settles_says_so() -> None:
     step = training_run(Trained(steps=14, scale=1024.0, begun_at=2048.0, skipped=(0,)))
-    assert step.detail == ("healthy; loss scale 1,024, 1 skipped step; begun at 2,048, which the failing step bears")
+    assert step.detail == (
+        "healthy; loss scale 1,024, 1 skipped step; started at 2,048, a scale that suits the failing step"
+    )
 
 
 def test_a_run_of_skipped_steps_alone_fails() -> None:
@@ -156,7 +156,7 @@ def test_a_run_of_skipped_steps_alone_fails() -> None:
     step = training_run(skipped, why)
     assert not step.passed
     assert step.detail == (
-        "every step was skipped, and nothing was trained: the loss scale of 32768 is too large for the "
+        "every step was skipped, so nothing was trained: the loss scale of 32768 is too large for the "
         "gradients: --set precision.loss_scale.init=8192"
     )
     static = why_nothing_was_trained(Precision(loss_scale=65536.0), skipped, [tried(scale=256.0)])

@@ -124,13 +124,13 @@ def test_an_error_in_it_leaves_nothing_behind(held: ModuleType) -> None:
 
 
 WHY_NOT = {
-    "a global": (("COUNT = 0", "COUNT = 1"), "it changes what runs as held.py is imported"),
-    "a class's attribute": (("scale = 1", "scale = 2"), "it changes what runs as held.py is imported"),
-    "a default": (("def plain(x)", "def plain(x=1)"), "it changes what runs as held.py is imported"),
-    "a new function": (("COUNT = 0", "def new():\n    pass"), "it changes what runs as held.py is imported"),
-    "names from around it": (
+    "a global": (("COUNT = 0", "COUNT = 1"), "it changes code that runs when held.py is imported"),
+    "a class's attribute": (("scale = 1", "scale = 2"), "it changes code that runs when held.py is imported"),
+    "a default": (("def plain(x)", "def plain(x=1)"), "it changes code that runs when held.py is imported"),
+    "a new function": (("COUNT = 0", "def new():\n    pass"), "it changes code that runs when held.py is imported"),
+    "other names of its enclosing function": (
         ("x - offset", "x - offset * other"),
-        "make.<locals>.loss takes other names from around it",
+        "make.<locals>.loss uses other names of its enclosing function",
     ),
     "no Python": (("COUNT = 0", "COUNT ="), "held.py cannot be read or parsed: "),
 }

@@ -259,8 +259,6 @@ def test_a_finding_is_complete_without_its_optional_parts() -> None:
 
 def test_what_is_no_record_is_not_written(tmp_path: Path) -> None:
     nothing: Any = None
-    with pytest.raises(
-        TypeError, match=r"^got a NoneType in the place of a Record; allowed: write_record\(record, path"
-    ):
+    with pytest.raises(TypeError, match=r"^got a NoneType instead of a Record; allowed: write_record\(record, path"):
         write_record(nothing, tmp_path / "new" / "r.json")
     assert [*tmp_path.iterdir()] == []

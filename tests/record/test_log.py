@@ -196,8 +196,8 @@ def test_a_place_that_cannot_be_written_is_one_warning(tmp_path: Path, place: st
         log.note(number, lambda: GOING_ON, ())
     log.end(replace(GOING_ON, steps=(step(2),)))
     (warning,) = said
-    assert warning.startswith(f"the log goes no further: {tmp_path / place}: ")
-    assert warning.endswith("; the run does")
+    assert warning.startswith(f"cannot write the log any more: {tmp_path / place}: ")
+    assert warning.endswith("; the run continues")
 
 
 @pytest.mark.parametrize("text", ["import csv\n", '"ampdbg.log"\n', '{"format": "ampdbg.record"}'])
@@ -208,7 +208,7 @@ def test_what_the_user_has_there_stays(tmp_path: Path, text: str) -> None:
     log.step(step(0))
     log.end(replace(GOING_ON, steps=(step(0),)))
     told = "it holds no log, and would be overwritten; --log FILE names another file"
-    assert said == [f"the log goes no further: {path}: {told}; the run does"]
+    assert said == [f"cannot write the log any more: {path}: {told}; the run continues"]
     assert path.read_text() == text
 
 
@@ -217,7 +217,9 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     path, said = tmp_path / "run.jsonl", list[str]()
     os.mkfifo(path)
     log_of(path, said.append).step(step(0))
-    assert said == [f"the log goes no further: {path}: it is a pipe; --log FILE names another file; the run does"]
+    assert said == [
+        f"cannot write the log any more: {path}: it is a pipe; --log FILE names another file; the run continues"
+    ]
 
 
 @pytest.mark.parametrize("there", ["", '{"format": "ampdbg.log", "version": 9}\nx'])
@@ -247,7 +249,9 @@ def test_a_disk_that_is_full_is_one_warning(tmp_path: Path, monkeypatch: pytest.
         log.step(step(number))
     monkeypatch.undo()
     log.end(replace(GOING_ON, steps=(step(3),)))
-    assert said == [f"the log goes no further: {tmp_path / 'run.jsonl'}: No space left on device; the run does"]
+    assert said == [
+        f"cannot write the log any more: {tmp_path / 'run.jsonl'}: No space left on device; the run continues"
+    ]
     assert read_log(tmp_path / "run.jsonl").steps == (step(0),)
 
 
@@ -263,7 +267,7 @@ RECORD = RECORD.replace('"config": {}', '"config": {}, "verdict": "inconclusive"
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
-        ([HEAD], "a log that ends before it says of what"),
+        ([HEAD], "a log that ends before its first step"),
         ([HEAD.replace("1}", "7}"), STEP], "a log of version 7; this ampdbg reads versions 1 and 2"),
         ([HEAD, "nonsense", RECORD], "a damaged log: line 2: expected ident"),
         ([HEAD, "[]", RECORD], "a damaged log: line 2: got []; needed: a mapping"),

@@ -295,7 +295,7 @@ def test_objects_take_the_captured_values_into_what_is_at_hand() -> None:
 
 @pytest.mark.parametrize(("value", "live"), [(object(), None), (Batch(torch.ones(1), ""), None), (print, 3)])
 def test_what_is_not_at_hand_is_refused(value: Any, live: Any) -> None:
-    with pytest.raises(PackedError, match="at hand"):
+    with pytest.raises(PackedError, match="this script has a"):
         again([value], [live])
 
 

@@ -494,12 +494,12 @@ def compiles_its_loss(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
 EARLIER = torch.ones(3, requires_grad=True) * 2
 
 REFUSED: dict[str, tuple[Loop, str]] = {
-    "a function of autograd's": (hidden, "what makes its loss was not all seen"),
-    "a scaled loss in a loss": (penalized_by_what_is_scaled, "its loss takes gradients of what the scaler has scaled"),
-    "scaled values in a loss": (penalized_by_many_that_are_scaled, "its loss takes gradients of what the scaler has"),
-    "a graph from before": (made_before, "what makes its loss was not all seen"),
-    "other weights": (steps_in_between, "its weights are others by now"),
-    "a loss that is compiled": (compiles_its_loss, "it may compile what makes its loss"),
+    "a function of autograd's": (hidden, "ampdbg did not see every call that its loss needs"),
+    "a scaled loss in a loss": (penalized_by_what_is_scaled, "its loss takes gradients of a scaled loss"),
+    "scaled values in a loss": (penalized_by_many_that_are_scaled, "its loss takes gradients of a scaled"),
+    "a graph from before": (made_before, "ampdbg did not see every call that its loss needs"),
+    "other weights": (steps_in_between, "its weights have changed since"),
+    "a loss that is compiled": (compiles_its_loss, "it may compile the code of its loss"),
     "nothing": (lambda model, scaler: None, "no loss went backward in it"),
 }
 
@@ -545,7 +545,7 @@ def test_what_is_changed_in_place_is_refused_by_name_and_copied_from_then_on(wha
             values.mul_(2)
             optimizer.step()
     line = loss_of.__code__.co_firstlineno + 1
-    refused = f"what {what} on line {line} was given was changed in place since; it is copied from now on"
+    refused = f"an input of {what} on line {line} was changed in place since; ampdbg copies it from now on"
     assert found == [refused, "alike", "alike"]
 
 
@@ -564,7 +564,7 @@ def test_a_recorder_that_is_full_or_fails_lets_the_loop_go_on(monkeypatch: pytes
     loop(bare, torch.amp.GradScaler("cpu", init_scale=4.0))
     assert all(torch.equal(noted.gradients[name], gradient) for name, gradient in gradients(bare).items())
     step, why_not, _ = noted.step()
-    assert (step is None, why_not) == (not fails, "" if fails else "what makes its loss was not all seen")
+    assert (step is None, why_not) == (not fails, "" if fails else "ampdbg did not see every call that its loss needs")
 
 
 class Own(TorchFunctionMode):
@@ -780,7 +780,7 @@ def test_parameters_that_forward_writes_are_refused_by_name_until_they_are_held(
             optimizer.step()
             optimizer.zero_grad()
 
-    assert set(refused) == {"its parameter average.weight was written in it, and is kept from now on"}
+    assert set(refused) == {"it wrote its parameter average.weight, which ampdbg copies from now on"}
     assert alike == [True] * (CALLS_LOOKED_AT + 6 - len(refused))
     assert len(refused) <= CALLS_LOOKED_AT
 

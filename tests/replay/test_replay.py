@@ -495,6 +495,6 @@ def test_what_a_spoilt_bank_does_to_later_steps_is_laid_to_none_of_them(tmp_path
 
 def test_what_replays_move_on_for_good_is_said_where_there_are_any(tmp_path: Path) -> None:
     checked = moving(tmp_path, "Ticking")
-    note = "the model holds an iterator, 'ticks', which every replay moves on"
+    note = "the model holds an iterator, 'ticks', which every replay advances"
     assert note in train(checked).unseen.notes
     assert note not in train(checked, replays=0).unseen.notes

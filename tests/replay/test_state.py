@@ -203,8 +203,8 @@ def test_an_iterator_is_noted() -> None:
     net: Any = Net()
     net.linear.ticks, net.draws = iter([1]), (number for number in [1])
     assert notes_on(net) == (
-        "the model holds an iterator, 'draws', which every replay moves on",
-        "module 'linear' holds an iterator, 'ticks', which every replay moves on",
+        "the model holds an iterator, 'draws', which every replay advances",
+        "module 'linear' holds an iterator, 'ticks', which every replay advances",
     )
 
 

@@ -99,7 +99,7 @@ def flaky() -> Record:
 
 def not_again() -> Record:
     last = trial(NAMES, "the whole set once more", NAN)
-    search = replace(FOUND, minimal=False, message=f"with the set the step failed when it ran again: {NAN}", further=0)
+    search = replace(FOUND, minimal=False, message=f"with the set, a second replay failed: {NAN}", further=0)
     return searched(search, pins=(ATTENTION, BLOCK), trials=(*TRIALS[:5], last))
 
 

@@ -53,7 +53,7 @@ SENTENCES = {
     "own lines": (
         (BLOCK,),
         {"further": 1, "further_healthy": 1},
-        f"{ONE}, in its own lines alone. With it pinned, the failing step and 1 of 1 further batch are healthy.",
+        f"{ONE}, in its own lines only. With it pinned, the failing step and 1 of 1 further batch are healthy.",
     ),
     "no further batch": (
         (ATTENTION,),
@@ -73,7 +73,7 @@ def test_the_verdict_is_one_exact_sentence(name: str) -> None:
 
 def test_a_set_that_failed_on_a_further_batch_alone_still_holds() -> None:
     assert "need FP32" in plain(found(), width=200).splitlines()[0]
-    assert "but not when it ran again" in plain(BISECTIONS["not_again"](), width=200).splitlines()[0]
+    assert "but not in a second replay" in plain(BISECTIONS["not_again"](), width=200).splitlines()[0]
 
 
 OUTSIDE = BISECTIONS["not_in_a_module"]()
@@ -136,8 +136,8 @@ def test_of_a_step_that_ended_before_its_loss_the_table_has_what_stands_for_it()
     steps = (healthy_step(0), replace(skipped_step(3, 65536.0, ()), loss=math.nan))
     record = replace(found(), steps=steps, investigations=(Investigation(3, "loss", LOST, reach="modules"),))
     table = squeezed(plain(record).split("The failing step\n")[1].split("\n\n")[0])
-    assert table == "the sum of what its modules give in FP32 2.31 with the set 2.31"
-    assert "as it was NaN in FP32 2.31" in squeezed(plain(replace(record, investigations=())))
+    assert table == "the sum of its module outputs in FP32 2.31 with the set 2.31"
+    assert "as it ran NaN in FP32 2.31" in squeezed(plain(replace(record, investigations=())))
 
 
 def test_a_value_is_set_against_the_limit_that_it_breaks() -> None:

@@ -59,7 +59,7 @@ def on_gpu() -> Record:
 def test_the_headline_names_the_smallest_level_that_trains() -> None:
     assert rendered(on_gpu()).startswith("✓ bfloat16 trains in 0.74 of FP32's memory, at 1.96 times its speed.\n")
     failing = tuple(one for one in LEVELS if not one.trains)
-    assert rendered(replace(ON_CPU, costs=Costs(failing))).startswith("✗ No level below FP32 comes through 30 steps")
+    assert rendered(replace(ON_CPU, costs=Costs(failing))).startswith("✗ No level below FP32 finishes 30 steps")
     interrupted = replace(ON_CPU, interrupted=True, costs=Costs(LEVELS[:2]))
     assert rendered(interrupted).startswith("! Interrupted after 2 levels.\n")
 

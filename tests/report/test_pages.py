@@ -35,7 +35,7 @@ from tests.strategies import pins, records, searches, trials
 GOLDEN = Path(__file__).parent / "golden"
 LINTED = Path(__file__).parents[1] / "lint" / "fixtures" / "clip_before_unscale.in.py"
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
-TO_COPY = re.compile(r" *(ampdbg |Record: |All of it: )|    ")
+TO_COPY = re.compile(r" *(ampdbg |Record: |Details: )|    ")
 """How the lines begin that are never cut nor wrapped: commands, paths, and code."""
 
 LOOK = Look(80, color=False, unicode=True)

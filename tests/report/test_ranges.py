@@ -91,7 +91,7 @@ def test_a_captured_step_with_another_scale_than_those_that_work_is_told_of(own:
     of_script = replace(overflowing(), sites=sites, script=ScriptRun("train.py"), steps=(step,))
     text = " ".join(plain(diagnose_ranges(of_script)).split())
     assert ("loss scales from 4 to 16,384 work." in text) is not bool(told)
-    assert not told or f"work; that of the step, {number(own)}, is {told} them." in text
+    assert not told or f"work; the step's own scale, {number(own)}, is {told} them." in text
 
 
 def test_an_interrupt_and_an_error_of_autocast_say_so() -> None:
@@ -116,11 +116,14 @@ CHECKED = {
     ),
     "bfloat16": (
         (NAN, FP32),
-        "? Step 0 is not finite in bfloat16, in which it is measured, though it is in FP32: the loss is NaN. Nothing",
+        (
+            "? Step 0 is not finite in bfloat16, in which ampdbg measures ranges, although it is in FP32: "
+            "the loss is NaN. So nothing"
+        ),
     ),
     "FP16's gradients": (
         (WIDE, replace(HALF, gradients=("w",), inf=3)),
-        f"{FITS} gradients hold 3 inf, in 1 parameter, at a loss scale of 512, which that allows.",
+        f"{FITS} gradients hold 3 inf, in 1 parameter, at a loss scale of 512 that the ranges allow.",
     ),
 }
 
@@ -130,7 +133,7 @@ def test_a_step_that_is_not_finite_has_no_loss_scale_that_works(checks: tuple[Re
     text = plain(diagnose_ranges(replace(healthy(), checks=checks)))
     assert " ".join(text.split()).startswith(said)
     assert "Loss scales" not in text
-    assert text.endswith("Next: see where it begins\n  ampdbg scan config.yaml\n")
+    assert text.endswith("Next: see where it starts\n  ampdbg scan config.yaml\n")
 
 
 LOST = replace(HALF, loss=math.nan)

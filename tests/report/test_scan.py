@@ -103,7 +103,7 @@ SENTENCES = {
         replace(NEARLY_ALL, steps=NEARLY_ALL.steps[1:]),
         "All 38 groups at once in 1 step, first at",
     ),
-    "the step with the fewest groups": (run(FEWEST), f"Step 1 hits the fewest groups, 2 of 38: {NAMES[7]}"),
+    "the step with the fewest groups": (run(FEWEST), f"Step 1 affects the fewest groups, 2 of 38: {NAMES[7]}"),
     "a follow-up below its root": (
         run([healthy_step(0)], findings=(ROOT, FOLLOW_UP)),
         "\n  └ then data-range at step 10: short\n",
@@ -216,7 +216,7 @@ def test_a_healthy_script_gets_a_closer_look(emulated: bool, is_module: bool, ty
     script = Typed("train.py 3")
     assert typed_next(record, script) == typed
     assert typed_next(replace(record, steps=record.steps[:40]), script) is None
-    tried = replace(record, unseen=Unseen(notes=("step 50 was not captured: it cannot be run again",)))
+    tried = replace(record, unseen=Unseen(notes=("step 50 was not captured: it cannot be replayed",)))
     assert typed_next(tried, script) is None
     in_fp32 = replace(record, environment=replace(environment, policy="none"))
     emulate = f"ampdbg run --emulate {'-m ' * is_module}train.py 3"

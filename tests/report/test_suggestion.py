@@ -24,7 +24,7 @@ FILE = FileDiff("model.py", "utf-8", "+x\n")
 UNITS = (PatchUnit("lines 41 to 43 of model.py", NAMES), PatchUnit("Block.forward in model.py", ()))
 PATCHED = Handover("diff", NAMES, folder="/home/me", is_git=True, files=(FILE,), units=UNITS)
 
-WARNS = ProofStep("the gradients of step 3", True, "head.weight has none at any loss scale", warns=True)
+WARNS = ProofStep("the gradients of step 3", True, "head.weight has no gradient at any loss scale", warns=True)
 
 FORMS: tuple[Form, ...] = ("module", "yaml", "json")
 TYPED = Typed(record_path="r.json", folder="/home/me", verbose=True)
@@ -42,15 +42,15 @@ def test_what_a_proof_warns_of_stands_in_the_story_and_in_the_table(verbose: boo
     said = rendered(record, PATCHED, replace(TYPED, verbose=verbose))
     (line,) = (line for line in said.splitlines() if "the gradients of step 3" in line and "checks" not in line)
     assert line.split()[0] == "!"
-    assert "has none at any loss scale" in line
+    assert "has no gradient at any loss scale" in line
 
 
 def test_what_leaves_half_is_told_of_the_pins_and_not_of_a_patch_that_is_printed() -> None:
     by_name = replace(PATCHED, form="yaml", files=(), units=())
     said = [" ".join(rendered(proven(), suggested).split()) for suggested in (PATCHED, by_name)]
-    assert "Pinned by name, the set takes" in said[0]
-    assert "What the patch takes was not measured" in said[0]
-    assert "The set takes" in said[1]
+    assert "Pinned by name, the set moves" in said[0]
+    assert "ampdbg did not measure the cost of the patch itself" in said[0]
+    assert "The set moves" in said[1]
     assert "not measured" not in said[1]
 
 
@@ -59,7 +59,7 @@ ROOTS = (
     RootModel("net", "net", "the model that the script calls net", is_global=True),
 )
 SAID = (
-    "The script has several models, and the name of a module begins with its model: blocks is the model of class "
+    "The script has several models; a module's name starts with that of its model: blocks is the model of class "
     "Blocks that the script makes; net is the model that the script calls net."
 )
 
@@ -82,7 +82,7 @@ def test_what_was_patched_is_run_again_as_it_was_started(script: ScriptRun | Non
     record = proven()
     record = replace(record, script=script, environment=replace(record.environment, emulated=emulated))
     text = rendered(record, PATCHED, replace(TYPED, config="c.yaml", is_applied=True))
-    assert text.endswith(f"Next: run it again, with the patch\n  {again}\n")
+    assert text.endswith(f"Next: rerun with the patch\n  {again}\n")
 
 
 def test_the_lines_of_a_config_are_of_no_use_to_a_script() -> None:
@@ -101,11 +101,11 @@ def test_of_several_models_it_says_which_object_each_name_is_of() -> None:
     assert all(SAID in " ".join(text.split()) for text in pages.values())
     said = " ".join(pages["module"].split("Next: ")[1].split())
     assert said == (
-        "put it beside your code as ampdbg_pins.py, and call it with the model of class Blocks that the script makes "
+        "save it beside your code as ampdbg_pins.py, and call it with the model of class Blocks that the script makes "
         "and the model that the script calls net from ampdbg_pins import pin_fp32; pin_fp32(blocks=..., net=net)"
     )
     said = " ".join(pages["yaml"].split("Next: ")[1].split())
-    assert said == "put these lines into a config whose model has these models for its parts"
+    assert said == "put these lines into a config whose model contains these models"
     assert f"# {SAID}\nprecision:\n" in texts["yaml"].decode()
     assert [root["name"] for root in json.loads(texts["json"])["roots"]] == ["blocks", "net"]
     one = content(replace(proven(), handover=Handover("json", NAMES, "x = 1"))) or b""
@@ -116,7 +116,7 @@ def test_what_an_interrupt_of_the_proof_leaves_is_shown_and_marked() -> None:
     interrupted = replace(found(), interrupted=True)
     text = rendered(interrupted, PATCHED)
     assert " ".join(text.split()).startswith(
-        "! Interrupted in the proof. 2 places need FP32; the patch for them is not"
+        "! Interrupted during the proof. 2 places need FP32; the patch for them is not"
     )
     assert "\nThe patch, not proven\n  +x\n" in text
     assert "\nThe set\n" in text
@@ -127,10 +127,13 @@ def test_what_an_interrupt_of_the_proof_leaves_is_shown_and_marked() -> None:
 
 
 def test_why_no_code_is_edited_stands_where_the_patch_would() -> None:
-    reasons = ("/home/me/model.py:12, 13: torch is another thing here", "blocks.2: no code of yours makes or calls it")
+    reasons = (
+        "/home/me/model.py:12, 13: torch is another thing here",
+        "blocks.2: none of your code creates or calls it",
+    )
     told = (
         "\nWhy ampdbg edits no code\n  model.py:12, 13: torch is another thing here\n"
-        "  blocks.2: no code of yours makes or calls it\n"
+        "  blocks.2: none of your code creates or calls it\n"
     )
     assert told in rendered(found(), Handover("diff", refused=reasons))
     assert "Why" not in rendered(replace(found(), verification=FAILED), Handover("diff", refused=reasons))
@@ -199,11 +202,11 @@ def test_where_all_has_been_tried_it_says_what_is_left_and_not_to_search_again(o
     assert record.search is not None
     record = replace(record, verification=FAILED, search=replace(record.search, outcome=outcome))
     text = " ".join(rendered(record, Handover("diff"), replace(TYPED, config="c.yaml")).split())
-    assert ("switch autocast off around the model and the loss together" in text) == is_left
+    assert ("disable autocast around the model and the loss together" in text) == is_left
     assert text.endswith("ampdbg explain forward-overflow" if is_left else "ampdbg bisect c.yaml --strategy ddmin")
     record = replace(record, findings=(replace(record.findings[0], op="aten._to_copy.default"),))
     text = " ".join(rendered(record, Handover("diff"), replace(TYPED, config="c.yaml")).split())
-    assert ("casts to half itself, take that cast away" in text) == is_left
+    assert ("casts to half itself, remove that cast" in text) == is_left
 
 
 # The forms

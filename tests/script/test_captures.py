@@ -90,7 +90,7 @@ def test_a_capture_outlives_its_process_and_its_folder(tmp_path: Path) -> None:
     assert where(record)[3].startswith("similar = ")
     made = record.investigations[0]
     assert (made.step, made.reproduced, made.tries) == (300, 5, 5)
-    assert "step 300 as it was fails in 5 of 5 replays" in " ".join(result.stdout.split())
+    assert "step 300 fails in 5 of 5 unchanged replays" in " ".join(result.stdout.split())
     # The captured gain, not the script's own of its first steps.
     value = found.evidence["value"]
     assert isinstance(value, float)
@@ -465,7 +465,7 @@ def test_a_capture_of_a_gpu_is_replayed_under_the_emulation(made: Path, tmp_path
     assert (result.code, record.environment.emulated, record.findings[0].module) == (1, True, "attention")
     notes = [note for note in record.unseen.notes if note.startswith("captured on NVIDIA H100, and replayed on cpu")]
     assert len(notes) == 1
-    assert notes[0].endswith("its loss was NaN there, and is NaN here")
+    assert notes[0].endswith("its loss was NaN when captured, and is NaN here")
 
 
 # What a run does where a capture cannot be written
@@ -575,16 +575,16 @@ HOSTILE: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
     "deep nesting": (changed(lambda head: given_to_first(head, json.loads('{"list": [' * 400 + "]}" * 400))), ""),
     "a script elsewhere": (
         changed(lambda head: head["start"].update(name="/usr/bin/hacked.py")),
-        "does not stand in this folder",
+        "is not in this folder",
     ),
     "a module elsewhere": (
         changed(lambda head: head["start"].update(name="http.server", is_module=True, arguments=[])),
-        "does not stand in this folder",
+        "is not in this folder",
     ),
-    "other calls": (changed(lambda head: head["calls"].pop()), "no step like the captured one"),
+    "other calls": (changed(lambda head: head["calls"].pop()), "is like the captured one"),
     "a call of another name": (
         changed(lambda head: head["calls"][0].update(name="os.system")),
-        "is of the model, and was of os.system",
+        "is a call of the model, and was one of os.system",
     ),
     "a value of no kind": (changed(lambda head: given_to_first(head, [{"eval": "1"}, {}])), "a value of no kind"),
     "a tensor that is not there": (changed(lambda head: given_to_first(head, [{"tensor": "x"}, {}])), "damaged"),
@@ -592,7 +592,7 @@ HOSTILE: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
     "a random state of text": (changed(lambda head: head.update(random_state="x")), "its random state"),
     "names to print": (
         changed(lambda head: head["start"].update(name="\x1b[31mred\u202e.py")),
-        "does not stand in this folder",
+        "is not in this folder",
     ),
 }
 
@@ -630,32 +630,32 @@ UNLIKE: dict[str, tuple[str, str, str]] = {
     "a model of other shapes": (
         scripts.PLAIN.replace("nn.Linear(16, 4)", "nn.Linear(16, 5)"),
         "",
-        "the script makes another model now: out.weight is [5, 16], and was [4, 16]",
+        "the script builds another model now: out.weight has the shape [5, 16], and had [4, 16]",
     ),
     "an error": ("raise ValueError('no data')", "", "train.py raised ValueError: no data"),
     "nothing left to do": (
         scripts.PLAIN.replace("    main(float", "    import os\n    os.path.exists('weights.pt') or main(float"),
         "",
-        "train.py ended without a step; where it goes on from a file that it has written since, move that",
+        "train.py ended without a step; if it resumes from a file that it has written since, move that",
     ),
     "another loss": (
         scripts.PLAIN.replace("F.cross_entropy(net(x), target)", "F.multi_margin_loss(net(x), target)"),
         "",
-        "call 2 is of torch.nn.functional.multi_margin_loss, and was of torch.nn.functional.cross_entropy",
+        "call 2 is a call of torch.nn.functional.multi_margin_loss, and was one of torch.nn.functional.cross_entropy",
     ),
     "a loss of something else": (
         scripts.PLAIN.replace(
             "F.cross_entropy(net(x), target)", "F.cross_entropy(net(x).detach() + 0 * net(x), target)"
         ),
         "",
-        "call 2 is of torch.Tensor.detach, and was of torch.nn.functional.cross_entropy",
+        "call 2 is a call of torch.Tensor.detach, and was one of torch.nn.functional.cross_entropy",
     ),
     "three calls more": (
         scripts.PLAIN.replace(
             "F.cross_entropy(net(x), target)", "(lost := F.cross_entropy(net(x), target)) + lost.square().mean()"
         ),
         "",
-        "it makes 5 calls, and made 2",
+        "it makes 5 calls, and the captured one 2",
     ),
 }
 """What becomes of the script, what is started of it, and what is said then."""
@@ -701,7 +701,7 @@ def test_nothing_of_the_script_runs_on_behind_the_step(made: Path, tmp_path: Pat
 def test_a_capture_takes_no_options_of_a_config(made: Path, option: tuple[str, ...]) -> None:
     result = start(made, "bisect", str(capture_of(made)), *option)
     assert result.code == 2
-    assert "it is one step as it was, and takes none of them" in result.stderr
+    assert "which is one recorded step and takes none of them" in result.stderr
 
 
 @pytest.mark.slow

@@ -224,5 +224,5 @@ def test_a_callback_watches_and_captures(tmp_path: Path, name: str, is_faulty: b
 @pytest.mark.parametrize("captures", [3, True, b"folder", ["folder"]])
 def test_captures_that_are_no_path_are_refused(captures: Any) -> None:
     model = torch.nn.Linear(2, 1)
-    with pytest.raises(TypeError, match="in the place of captures, the path of a folder; allowed: watch"):
+    with pytest.raises(TypeError, match="instead of the path of a folder; allowed: watch"):
         watch(model, torch.optim.SGD(model.parameters()), captures=captures)

@@ -95,9 +95,9 @@ def test_a_step_that_the_loop_gives_up_is_named_and_captured(tmp_path: Path, how
 def test_half_weights_with_the_hooks_of_a_wrapper_are_left_to_a_replay(tmp_path: Path) -> None:
     result, record = run(tmp_path, GIVES_UP, "always", "wrapped")
     assert (result.code, record.investigations, record.steps_skipped) == (1, (), 1)
-    assert "run again in FP32 too ampdbg replay .ampdbg/captures/" in " ".join(result.stderr.split())
+    assert "also in FP32 ampdbg replay .ampdbg/captures/" in " ".join(result.stderr.split())
     replayed = start(tmp_path, "replay", captured(record)[0])
-    assert "step 0 as it was fails in 5 of 5 replays" in replayed.stdout, replayed.stderr
+    assert "step 0 fails in 5 of 5 unchanged replays" in replayed.stdout, replayed.stderr
     assert OVERFLOW in " ".join(replayed.stdout.split())
 
 
@@ -108,7 +108,7 @@ def test_a_run_that_gives_up_every_step_is_not_one_without_a_step(tmp_path: Path
     assert (code, record.verdict, record.findings[0].code) == (1, "precision", "forward-overflow")
     assert (record.findings[0].step, record.steps_run, record.steps_skipped) == (0, steps, steps)
     replayed = start(tmp_path, "replay", captured(record)[0])
-    assert "step 0 as it was fails in 5 of 5 replays" in replayed.stdout, replayed.stderr
+    assert "step 0 fails in 5 of 5 unchanged replays" in replayed.stdout, replayed.stderr
 
 
 @pytest.mark.parametrize("how", slow_but_for(["by hand"], ["loss", "by hand"]))

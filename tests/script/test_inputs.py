@@ -125,7 +125,7 @@ def test_one_bad_target_of_a_function_is_bad_data_at_its_own_step(tmp_path: Path
 def test_a_bad_target_that_a_script_raises_for_before_its_loss_is_not_blamed_for_sure(tmp_path: Path) -> None:
     record, page, _ = ran(tmp_path, TARGETS, "raises", "nan")
     assert "data-nonfinite" not in [finding.code for finding in record.findings]
-    assert "its modules give finite values, and what the script makes of them cannot be replayed" in page
+    assert "every module output is finite, and the script's own code after them could not be replayed" in page
 
 
 ADVERSARIES = scripts.loop("""

@@ -36,7 +36,9 @@ def test_a_scale_that_its_scaler_keeps_too_high_is_an_error(tmp_path: Path, floo
     (found,) = record.findings
     assert (code, record.verdict, found.code, found.severity) == (1, "other", "scale-calibration", "error")
     assert "The loss scale 16,384 is too large, and nothing lowers it: 24 of 24 steps skipped." in page
-    assert found.message.startswith("the loss scale, which falls no lower than 16,384, is too large for this step's")
+    assert found.message.startswith(
+        "the loss scale, whose lower limit is 16,384, is too large for the gradients of this"
+    )
     assert "let GradScaler lower the scale" in found.remedy
 
 
@@ -68,7 +70,9 @@ def test_a_loss_scale_of_the_scripts_own_that_is_too_large_is_named(tmp_path: Pa
         return
     assert (code, record.verdict, *where(record)[:2]) == (1, "other", "scale-calibration", 0)
     assert "The loss scale 1,024 is too large, and nothing lowers it" in page
-    assert record.findings[0].message.startswith("the script's own loss scale 1,024 is too large for this step's")
+    assert record.findings[0].message.startswith(
+        "the script's own loss scale 1,024 is too large for the gradients of this"
+    )
     assert record.findings[0].evidence["survives_scale"] == 2.0
 
 

@@ -51,7 +51,7 @@ def test_report_shows_the_log_of_a_killed_script(tmp_path: Path) -> None:
     start(tmp_path, "run", "--emulate", "train.py", "400", "4")
     (log,) = (tmp_path / ".ampdbg").glob("*-run.jsonl")
     assert list((tmp_path / ".ampdbg").glob("*.json")) == []
-    hint = f"of a run there is its log: ampdbg report {log.relative_to(tmp_path)}"
+    hint = f"a run has left its log: ampdbg report {log.relative_to(tmp_path)}"
     assert hint in " ".join(start(tmp_path, "report").stderr.split())
     shown = start(tmp_path, "report", str(log))
     assert shown.code == 0
@@ -104,7 +104,12 @@ def test_a_full_disk_is_one_warning_and_the_script_ends_as_it_would(tmp_path: Pa
     alone = start(tmp_path, "run", "--emulate", "--no-watch", "train.py", "1", "4")
     full = start(tmp_path, "run", "--emulate", "--record=r.json", "--log=/dev/full", "train.py", "1", "4")
     assert (full.code, full.stdout) == (0, alone.stdout)
-    assert full.stderr.count("warning: the log goes no further: /dev/full: No space left on device; the run does") == 1
+    assert (
+        full.stderr.count(
+            "warning: cannot write the log any more: /dev/full: No space left on device; the run continues"
+        )
+        == 1
+    )
     assert read_record(tmp_path / "r.json").steps_run == 4
 
 
@@ -156,7 +161,7 @@ def test_a_log_that_nobody_has_named_is_written_over_nothing_either(tmp_path: Pa
     (tmp_path / "train.py").write_text(scripts.PLAIN)
     (tmp_path / "r.jsonl").write_text('{"mine": 1}\n')
     done = start(tmp_path, "run", "--emulate", "--record=r.json", "train.py", "1", "2")
-    assert (done.code, done.stderr.count("warning: the log goes no further: ")) == (0, 1)
+    assert (done.code, done.stderr.count("warning: cannot write the log any more: ")) == (0, 1)
     assert "it holds no log, and would be overwritten" in " ".join(done.stderr.split())
     assert (tmp_path / "r.jsonl").read_text() == '{"mine": 1}\n'
     assert read_record(tmp_path / "r.json").steps_run == 2

@@ -252,7 +252,7 @@ def test_of_a_set_that_is_not_edited_each_place_says_where_it_overflows_and_why_
     _, _, page = suggested(tmp_path, "behind", "200")
     assert "2 mm · train.py:51 · 81,470 in FP32 · in the backward pass" in page
     assert "train.py:31 mul · train.py:31 · 163,400 in FP32 · forward-overflow" in page
-    assert "train.py:31: it stands behind a colon; put it on a line of its own first" in page
+    assert "train.py:31: it follows a colon; put it on its own line first" in page
 
 
 PENALTY = scripts.loop("""

@@ -113,7 +113,7 @@ def test_an_overflow_that_ends_a_script_is_named(tmp_path: Path, how: str) -> No
     record, page, ended = ran(tmp_path, STOPS, "model", how)
     assert (ended, record.verdict, record.steps_run) == (code, "precision", step + 1)
     assert where(record) == ("forward-overflow", step, "attention", OVERFLOW)
-    assert f"the script has ended in step {step}, which is run again now, in FP32 too" in page
+    assert f"the script ended in step {step}; ampdbg replays that step now, also in FP32" in page
     ends = "an error ends the run" if code == 1 else f"the script ends with exit code {code}"
     assert f"The forward pass overflows in attention at step {step}, where {ends}." in page
 
@@ -153,9 +153,9 @@ def test_an_error_that_has_nothing_to_do_with_precision_is_not_blamed_on_it(tmp_
     record, page, code = ran(tmp_path, STOPS, "nothing", "always")
     assert (code, record.verdict, record.findings, record.steps_run) == (1, "inconclusive", (), 5)
     assert record.error == (
-        "the script raised ValueError: it is time in step 5, after a forward pass from which nothing went backward; "
-        "its modules give finite values, and what the script makes of them cannot be replayed: the script ended before "
-        "its loss"
+        "the script raised ValueError: it is time in step 5, after a forward pass without a backward pass; "
+        "every module output is finite, and the script's own code after them could not be replayed: "
+        "the script ended before its loss"
     )
     assert "! An error stopped the run after 5 steps. Inconclusive" in page
 
@@ -165,7 +165,7 @@ def test_an_exit_code_after_a_forward_pass_that_is_no_training_is_not_healthy_no
     record, page, code = ran(tmp_path, STOPS, "nothing", "evaluates")
     assert (code, record.verdict, record.findings, record.steps_run) == (3, "inconclusive", (), 8)
     assert "! The script ended early after 8 steps. Inconclusive: none of 8 steps skipped." in page
-    assert "the script ended with exit code 3 in step 8, after a forward pass from which nothing went backward" in page
+    assert "the script ended with exit code 3 in step 8, after a forward pass without a backward pass" in page
 
 
 def test_an_exit_code_between_two_steps_is_healthy(tmp_path: Path) -> None:
@@ -182,15 +182,15 @@ def test_a_whole_model_is_saved_as_without_ampdbg(tmp_path: Path) -> None:
 def test_with_no_investigate_nothing_is_run_again(tmp_path: Path) -> None:
     record, page, code = ran(tmp_path, STOPS, "model", "exit", options=("--emulate", "--no-investigate"))
     assert (code, record.verdict, record.findings, record.investigations) == (7, "inconclusive", (), ())
-    assert "the script ended with exit code 7 in step 5, after a forward pass from which nothing went backward" in page
-    assert "run again now" not in page
+    assert "the script ended with exit code 7 in step 5, after a forward pass without a backward pass" in page
+    assert "ampdbg replays that step now" not in page
 
 
 @pytest.mark.slow
 def test_one_lost_step_in_the_middle_of_a_run_is_named_and_changes_no_weight(tmp_path: Path) -> None:
     record, page, _ = ran(tmp_path, STOPS, "model", "once")
     assert (record.steps_skipped, [made.step for made in record.investigations]) == (1, [5])
-    assert "step 5 is not finite; the script waits while it is run again, in FP32 too" in page
+    assert "step 5 is not finite; the script waits while ampdbg replays it, also in FP32" in page
     saves_the_same_alone(tmp_path, "model", "once")
 
 
@@ -211,7 +211,7 @@ def test_a_step_whose_loss_is_lost_is_named_captured_and_found_again(tmp_path: P
     start(tmp_path, "replay", captured(record)[0])
     assert where(read_record(tmp_path / ".ampdbg" / "latest.json")) == where(record)
     bisected = start(tmp_path, "bisect", captured(record)[0])
-    assert "1 of 7 modules needs FP32, in its own lines alone" in " ".join(bisected.stdout.split())
+    assert "1 of 7 modules needs FP32, in its own lines only" in " ".join(bisected.stdout.split())
 
 
 @pytest.mark.slow
@@ -255,13 +255,13 @@ def test_the_capture_of_a_last_step_is_replayed_bisected_and_patched(tmp_path: P
     (capture,) = captured(record)
     replayed = start(tmp_path, "replay", capture)
     assert replayed.code == 1, replayed.stderr
-    assert f"step {record.steps[-1].step} as it was fails in 5 of 5 replays" in replayed.stdout
+    assert f"step {record.steps[-1].step} fails in 5 of 5 unchanged replays" in replayed.stdout
     assert OVERFLOW in " ".join(replayed.stdout.split())
     has_loss = how != "inner"  # there an assertion of the module comes before it
-    assert ("was captured without its loss: its modules alone were run again" in replayed.stdout) is not has_loss
+    assert ("was captured without its loss: only its modules were replayed" in replayed.stdout) is not has_loss
     bisected = start(tmp_path, "bisect", capture)
     assert bisected.code == 1, bisected.stderr
-    assert "1 of 7 modules needs FP32, in its own lines alone" in " ".join(bisected.stdout.split())
+    assert "1 of 7 modules needs FP32, in its own lines only" in " ".join(bisected.stdout.split())
     assert "attention:own" in bisected.stdout
     patched = start(tmp_path, "suggest-fp32", "--apply", capture)
     assert patched.code == 0, patched.stderr
@@ -625,8 +625,8 @@ for step in range(12):
 def test_a_buffer_that_an_earlier_step_has_lost_is_no_divergence(tmp_path: Path) -> None:
     _, record = run(tmp_path, AVERAGED)
     assert [(one.code, one.step) for one in record.findings[:2]] == [("unknown", 6), ("buffer-poisoned", 6)]
-    why_not = "its buffer mean held inf or NaN before it, which an earlier step has written"
-    instead = "ampdbg run --capture-step 5 has the step before it replayed"
+    why_not = "its buffer mean held inf or NaN before it, from an earlier step"
+    instead = "ampdbg run --capture-step 5 replays the step before it"
     assert f"step 6, whose loss is not finite, could not be replayed: {why_not}; {instead}" in record.unseen.notes
     _, record = run(tmp_path, AVERAGED, options=("--emulate", "--capture-step=5"))
     start(tmp_path, "replay", captured(record)[0], "--record=again.json")
@@ -712,7 +712,7 @@ def test_an_isolated_step_that_is_lost_and_not_withheld_is_named_and_captured(tm
     assert where(record) == ("true-nan", 3, "", "return nn.functional.cross_entropy(out, y) + beside")
     assert [made.step for made in record.investigations] == [3, 8]
     told = " ".join(result.stderr.split())
-    assert "leave out batches whose every target is ignored (ignore_index): a mean over none is 0/0" in told
+    assert "leave out batches in which every target is ignored (ignore_index): a mean over none is 0/0" in told
     assert steps_captured(record) == [3, 8]
     replayed = start(tmp_path, "replay", captured(record)[0])
     assert (replayed.code, "true-nan · step 3" in replayed.stdout) == (1, True)
@@ -730,8 +730,8 @@ def test_an_isolated_overflow_that_is_not_withheld_is_a_matter_of_precision(tmp_
 @pytest.mark.parametrize(
     ("how", "why"),
     [
-        ("no module", "what makes its loss was not all seen"),
-        ("recorded", "it runs a CUDA graph as that was recorded, and in no other precision"),
+        ("no module", "ampdbg did not see every call that its loss needs"),
+        ("recorded", "it runs a recorded CUDA graph, which runs in no other precision"),
     ],
 )
 def test_a_step_that_is_lost_and_cannot_be_run_again_has_a_note_that_says_why(

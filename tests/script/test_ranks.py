@@ -95,7 +95,7 @@ def test_of_two_processes_the_one_at_fault_is_named_and_captured(tmp_path: Path)
     found = again.findings[0]
     assert (replayed.code, found.code, found.module, found.source) == (1, fault.code, fault.module, fault.source)
     assert again.investigations[0].reproduced == 5
-    assert "captured on rank 1 of 2: here its gradients are not averaged" in again.unseen.notes
+    assert "captured on rank 1 of 2: a replay does not average its gradients" in again.unseen.notes
 
     bare = both(tmp_path, "1", "--no-watch")
     assert bare.codes == (0, 0)
@@ -199,4 +199,4 @@ def test_weights_that_are_shared_out_are_not_captured() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     assert why_in_parts(model) == ""
     vars(model[1].weight)["_is_flat_param"] = True
-    assert why_in_parts(model).startswith("1.weight is shared out among the processes")
+    assert why_in_parts(model).startswith("1.weight is sharded over the processes")

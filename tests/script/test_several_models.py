@@ -224,7 +224,7 @@ def test_where_the_generator_steps_first_its_picture_is_data_of_the_discriminato
 
 def test_a_step_that_a_script_does_not_reach_is_told_of(tmp_path: Path) -> None:
     _, record = run(tmp_path, GENERATOR_FIRST, "", options=("--emulate", "--capture-step=8"))
-    assert record.unseen.notes == ("step 8 was not captured: the script has made 8 steps, counted from 0",)
+    assert record.unseen.notes == ("step 8 was not captured: the script made only 8 steps, counted from 0",)
     assert captured(record) == []
 
 

@@ -343,6 +343,6 @@ def test_what_was_refused_is_told_once_with_its_file_and_lines(tmp_path: Path) -
     assert found.edits == ()
     path = tmp_path / "net.py"
     assert handed_over(found).refused == (
-        f"{path}:15: the name torch stands for something else here; import torch under its own name first",
-        f"{path}: it has a function _keep_in_fp32 already; add the modules to it by hand, or rename it",
+        f"{path}:15: the name torch means something else here; import torch under its own name first",
+        f"{path}: it already has a function _keep_in_fp32; add the modules to it by hand, or rename it",
     )

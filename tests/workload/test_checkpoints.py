@@ -231,9 +231,9 @@ def test_an_empty_state_of_an_optimizer_or_of_a_disabled_scaler_is_none_and_the_
 def test_a_scheduler_that_is_not_named_or_has_no_state_is_said(tmp_path: Path) -> None:
     content = {"model": WEIGHTS, "optimizer": adamw()}
     (note,) = built(tmp_path, {**content, "scheduler": {"last_epoch": 3}}).notes
-    assert "the scheduler in run.pt is left aside: no scheduler is named, and the learning rate stays" in note
+    assert "the scheduler in run.pt is not used: the config names no scheduler, so the learning rate stays" in note
     assert built(tmp_path, content, "scheduler.target=torch.optim.lr_scheduler:LinearLR").notes == (
-        "the checkpoint has no state of a learning-rate scheduler: it begins anew",
+        "the checkpoint has no state of a learning-rate scheduler: the schedule starts over",
     )
 
 
@@ -285,7 +285,7 @@ def test_a_state_that_does_not_fit_the_optimizer_is_refused_in_one_message(tmp_p
     first, problem, hint = refusal(tmp_path, {"model": WEIGHTS, "optimizer": state})
     assert first == "--set checkpoint=run.pt: checkpoint: the optimizer in run.pt does not fit the AdamW"
     assert expected in problem
-    assert hint == "  the weights alone are taken by checkpoint: {model: FILE}"
+    assert hint == "  to load the weights only: checkpoint: {model: FILE}"
 
 
 def test_groups_of_the_scripts_own_need_its_own_optimizer(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_what_configure_optimizers_returns_is_stepped_as_lightning_does_or_said_
 ) -> None:
     workload, rates = of_module(tmp_path, returned), RETURNED.get(returned, [1.0])
     kind, why = NOT_STEPPED.get(returned, ("", ""))
-    said = f"the {kind} of Module.configure_optimizers() is not stepped: {why}; the learning rate stays as it is"
+    said = f"ampdbg does not step the {kind} of Module.configure_optimizers(): {why}; the learning rate stays constant"
     assert workload.notes == (said,) * bool(kind)
     assert names(workload) == [["head.weight"], ["head.bias"]][: len(rates)]
     assert rates_after(workload, 3) == rates

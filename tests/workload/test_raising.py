@@ -140,7 +140,7 @@ RAISED = {
     "GeneratorExit": ('raise GeneratorExit("gone")', "raised GeneratorExit: gone"),
     "StopIteration": ("raise StopIteration", "raised StopIteration"),
     "CancelledError": ("raise asyncio.CancelledError", "raised CancelledError"),
-    "SystemExit": ("sys.exit(3)", "raised SystemExit: 3; keep what a script does"),
+    "SystemExit": ("sys.exit(3)", "raised SystemExit: 3; put code that only the script should run"),
     "no text": ("raise NoText", "raised NoText"),
     "a text that exits": ("raise ExitText", "raised ExitText"),
     "no attribute": (

@@ -26,8 +26,8 @@ def write_starter(folder: Path) -> list[Path]:
     """
     there = [str(folder / name) for name in FILES if os.path.lexists(folder / name)]
     if there:
-        is_there = f"{' and '.join(there)} {'is' if len(there) == 1 else 'are'} there already"
-        raise ConfigError(f"{is_there}; ampdbg init writes over nothing: name another folder, ampdbg init FOLDER")
+        is_there = f"{' and '.join(there)} {'exists' if len(there) == 1 else 'exist'} already"
+        raise ConfigError(f"{is_there}; ampdbg init overwrites nothing: name another folder, ampdbg init FOLDER")
     try:
         with ExitStack() as undoing:
             if not folder.is_dir():

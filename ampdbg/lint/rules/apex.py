@@ -14,13 +14,13 @@ from ampdbg.lint.rule import Fix, Rule, RuleHit
 
 AMP_CODE, CLASS_CODE = "apex-amp", "apex-class"
 
-_LOWERED = "call it in a block of torch.autocast, and cast its inputs with .half() where no op does it"
+_LOWERED = "call it under torch.autocast, and cast its inputs with .half() if no op does"
 _WIDENED = 'call it under torch.autocast("cuda", enabled=False), with its inputs cast by .float()'
 _PROMOTED = "write nothing: torch.autocast casts to the widest type where an op needs one type"
 STEPS: Mapping[str, str] = {
     "amp.initialize": 'write scaler = torch.amp.GradScaler("cuda"), and the model stays in float32',
     "amp.scale_loss": "write scaler.scale(loss).backward(), with the forward pass and the loss under torch.autocast; "
-    "then scaler.step(optimizer) and scaler.update() in the place of optimizer.step()",
+    "then scaler.step(optimizer) and scaler.update() instead of optimizer.step()",
     "amp.master_params": "write scaler.unscale_(optimizer), then clip model.parameters()",
     "amp.state_dict": "write scaler.state_dict()",
     "amp.load_state_dict": "write scaler.load_state_dict(state)",
@@ -33,22 +33,23 @@ STEPS: Mapping[str, str] = {
 LEVELS: Mapping[object, str] = {
     "O0": "; O0 is FP32: leave autocast and the scaler out, or make them with enabled=False",
     "O1": "; O1 is torch.autocast",
-    "O2": "; O2 has no twin: torch.autocast keeps float32 weights, and needs neither .half() nor master weights",
-    "O3": "; O3 has no twin: torch.autocast is as fast nearly everywhere, and trains",
+    "O2": "; O2 has no equivalent: torch.autocast keeps float32 weights, and needs neither .half() nor master weights",
+    "O3": "; O3 has no equivalent: torch.autocast is nearly as fast everywhere, and trains",
 }
 TWINS: Mapping[str, str] = {
-    "optimizers.FusedAdam": "torch.optim.AdamW with weight_decay=0.0 where it gives none, Adam where adam_w_mode=False",
+    "optimizers.FusedAdam": "torch.optim.AdamW (weight_decay=0.0 unless the call sets one), or Adam if "
+    "adam_w_mode=False",
     "optimizers.FusedSGD": "torch.optim.SGD",
     "normalization.FusedLayerNorm": "torch.nn.LayerNorm",
     "normalization.MixedFusedLayerNorm": "torch.nn.LayerNorm",
-    "normalization.FusedRMSNorm": "torch.nn.RMSNorm with eps=1e-5 where it gives none",
+    "normalization.FusedRMSNorm": "torch.nn.RMSNorm (eps=1e-5 unless the call sets one)",
     "parallel.DistributedDataParallel": "torch.nn.parallel.DistributedDataParallel",
     "parallel.SyncBatchNorm": "torch.nn.SyncBatchNorm",
     "parallel.convert_syncbn_model": "torch.nn.SyncBatchNorm.convert_sync_batchnorm",
     "fp16_utils.to_python_float": "loss.item()",
 }
 """What torch has."""
-_AUTOCAST = "torch.autocast, torch.amp.GradScaler and a float32 model take its place"
+_AUTOCAST = "torch.autocast, torch.amp.GradScaler and a float32 model replace it"
 NO_TWIN: Mapping[str, str] = {
     "optimizers.FusedLAMB": "torch has no LAMB: keep apex for it alone, or use AdamW",
     "optimizers.FusedNovoGrad": "torch has no NovoGrad: keep apex for it alone, or use AdamW",
@@ -75,7 +76,7 @@ def check(facts: Facts) -> Iterator[RuleHit]:
         if name in STEPS:
             call = document.parents[node]
             level = LEVELS.get(constant(argument(call, "opt_level", 3)), "") if isinstance(call, ast.Call) else ""
-            message = f"apex.{name} is no longer maintained; torch.amp has taken its place{level}"
+            message = f"apex.{name} is no longer maintained; torch.amp replaces it{level}"
             yield RuleHit(AMP_CODE, node, message, f"{STEPS[name]} (before and after: docs/apex.md)")
         elif name in TWINS:
             message = f"apex.{name} is not needed: torch has it too"
@@ -85,7 +86,7 @@ def check(facts: Facts) -> Iterator[RuleHit]:
 
 
 def _is_optional(document: Document) -> bool:
-    """Whether the file also runs where apex is missing: an import of it stands in a ``try`` that goes on."""
+    """The file also runs without apex: it imports apex in a ``try`` that continues."""
     imports = [*document.find(ast.ImportFrom), *document.find(ast.Import)]
     lines = [one for one in imports if re.match(r"from apex\b|import (.*, )?apex\b", ast.unparse(one))]
     tries = [one for line in lines for one in document.around(line) if isinstance(one, ast.Try)]

@@ -57,7 +57,7 @@ def _device(facts: Facts, node: ast.AST) -> str | None:
 
 
 def _moves_inputs(facts: Facts, function: ast.AST, region: ast.With) -> bool:
-    """Whether something that the region reads was moved there."""
+    """The function moves something there that the region reads."""
     moved = {
         ast.unparse(target)
         for node in ast.walk(function)
@@ -72,11 +72,11 @@ def _decorator(facts: Facts, owner: ast.AST, decorator: ast.expr) -> Iterator[Ru
     origin = facts.document.origin(decorator)
     if origin in AUTOCASTS:
         fix = Fix((replaced(facts.document, decorator, f"{facts.document.source(decorator)}()"),))
-        message = "autocast without parentheses gets the function for its first argument, and nothing runs in half"
+        message = "autocast without parentheses takes the function as its first argument, so nothing runs in half"
         is_own = origin == OWN_DEVICE and not isinstance(owner, ast.ClassDef)
         yield RuleHit(DECORATOR, decorator, message, fix=fix if is_own else None)
     elif facts.autocast(decorator) is not None and isinstance(owner, ast.ClassDef):
-        message = f"autocast makes a function of the class {owner.name}: it runs only while an instance is made"
+        message = f"autocast turns the class {owner.name} into a function: it applies only while an instance is created"
         yield RuleHit(DECORATOR, decorator, message, "decorate its forward")
 
 

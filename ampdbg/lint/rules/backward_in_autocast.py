@@ -25,7 +25,7 @@ def check(facts: Facts) -> Iterator[RuleHit]:
 
 
 def _is_in_function(facts: Facts, call: ast.Call) -> bool:
-    """Whether it is the backward of an autograd.Function, or a module's own method."""
+    """It is the backward of an autograd.Function, or a module's own method."""
     bases = map(facts.document.origin, getattr(facts.document.class_of(call), "bases", ()))
     is_self = ast.unparse(call.func) in ("self.backward", "super().backward", "self.model.backward")
     return is_self or any(base.startswith("torch.autograd") for base in bases)
@@ -48,7 +48,7 @@ def _fix(facts: Facts, call: ast.Call) -> Fix | None:
 
 
 def _computes(facts: Facts, moved: list[ast.stmt]) -> bool:
-    """Whether a later statement has a forward pass of its own, which is to stay in the region."""
+    """A later statement has a forward pass, which has to stay in the region."""
     calls = [node for one in moved for node in ast.walk(one) if isinstance(node, ast.Call)]
     return any(ast.unparse(call.func).endswith(("model", "net", "forward", "loss_fn", "criterion")) for call in calls)
 

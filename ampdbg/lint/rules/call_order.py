@@ -41,12 +41,12 @@ def _fix(loop: TrainingLoop, hit: LoopHit) -> Fix | None:
 
 
 def _is_simple(statement: ast.stmt, call: LoopCall) -> bool:
-    """Whether a statement is the call, or keeps what the call gives."""
+    """A statement is only the call, or keeps its result."""
     return isinstance(statement, (ast.Expr, ast.Assign)) and statement.value is call.node
 
 
 def _neighbours(loop: TrainingLoop, call: LoopCall, kind: str) -> bool:
-    """Whether another call of a kind stands in the same block, before it."""
+    """Another call of a kind comes earlier in the same block."""
     document = loop.facts.document
     block = document.block(document.statement(call.node))
     return any(

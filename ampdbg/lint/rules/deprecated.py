@@ -51,7 +51,7 @@ def _moved(document: Document, node: ast.expr) -> str:
 
 
 def _is_used(document: Document, node: ast.expr) -> bool:
-    """Whether it is called, or decorates; what is only handed on does not warn here."""
+    """It is called, or decorates; a name that is only passed on does not warn here."""
     parent = document.parents[node]
     return (isinstance(parent, ast.Call) and parent.func is node) or node in getattr(parent, "decorator_list", ())
 
@@ -60,7 +60,7 @@ _ASKS = ("torch.__version__", 'hasattr(torch, "amp', "hasattr(torch.amp", "TORCH
 
 
 def _is_for_several(document: Document) -> bool:
-    """Whether an import of it stands in a ``try`` or an ``if``, or the file asks torch for its version."""
+    """A ``try`` or an ``if`` imports it, or the file asks torch for its version."""
     texts = ((node, ast.unparse(node)) for node in _imports(document))
     imports = [node for node, text in texts if "amp" in text and "torch" in text]
     guarded = any(isinstance(one, (ast.Try, ast.If)) for node in imports for one in document.around(node))
@@ -68,7 +68,7 @@ def _is_for_several(document: Document) -> bool:
 
 
 def _is_a_fallback(document: Document, node: ast.expr) -> bool:
-    """Whether it stands beside torch.amp's in a ``try``, an ``if`` or a conditional expression."""
+    """torch.amp's is beside it in a ``try``, an ``if`` or a conditional expression."""
     choices = (one for one in document.around(node) if isinstance(one, (ast.Try, ast.If, ast.IfExp)))
     return any("torch.amp." in ast.unparse(one) for one in choices)
 

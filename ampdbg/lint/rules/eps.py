@@ -11,7 +11,7 @@ from ampdbg.lint.facts import Facts
 from ampdbg.lint.rule import Rule, RuleHit
 
 CODE = "eps-underflow"
-MESSAGE = "{value} is zero in float16, in which this tensor is: nothing keeps the {what} from zero"
+MESSAGE = "{value} is zero in this tensor's float16, so nothing keeps the {what} from zero"
 
 PRODUCTS = frozenset(
     f"torch.{name}" for name in "matmul mm bmm einsum addmm baddbmm nn.functional.linear nn.functional.conv1d "
@@ -64,7 +64,7 @@ def _use(facts: Facts, node: ast.expr) -> str:
 
 
 def is_half(facts: Facts, node: ast.AST, depth: int = 4) -> bool:
-    """Whether an expression is a float16 tensor for certain: cast to it, or a product under its autocast."""
+    """An expression is certainly a float16 tensor: cast to it, or a product under its autocast."""
     document = facts.document
     if not depth:
         return False

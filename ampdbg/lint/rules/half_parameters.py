@@ -30,7 +30,7 @@ def check(facts: Facts) -> Iterator[RuleHit]:
         if _is_scaled(facts, call):
             yield RuleHit(SCALED, made_half)
         elif origin in ADAMS and not takes_stars(call) and _eps(call) < FLOAT16.underflow_threshold:
-            message = "the optimizer's eps is zero in float16, which the parameters are in: an update of 0/0 is NaN"
+            message = "the optimizer's eps is zero in the parameters' float16: an update of 0/0 is NaN"
             yield RuleHit(EPS, call, message)
 
 
@@ -71,13 +71,13 @@ def _is_of(facts: Facts, owner: ast.AST, key: tuple[object, str], call: ast.Call
 
 
 def _is_unconditional(facts: Facts, call: ast.Call, before: ast.Call) -> bool:
-    """Whether whoever comes to the optimizer has come through here."""
+    """Every way to the optimizer leads through here."""
     block = facts.document.block(facts.document.statement(call))
     return any(one in block for one in [facts.document.statement(before), *facts.document.around(before)])
 
 
 def _is_scaled(facts: Facts, optimizer: ast.Call) -> bool:
-    """Whether a scaler that is on steps or unscales the optimizer."""
+    """An enabled scaler steps or unscales the optimizer."""
     document, target = facts.document, facts.document.target(optimizer)
     calls = [call for call, scaler in facts.scaler_calls("step", "unscale_") if _is_on(facts, scaler)]
     return target is not None and document.key(target) in [document.key(call.args[0]) for call in calls]

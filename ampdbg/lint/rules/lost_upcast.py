@@ -30,7 +30,6 @@ def check(facts: Facts) -> Iterator[RuleHit]:
 
 
 def _names(found: list[ast.expr] | list[ast.expr | None], name: str) -> bool:
-    """Whether it is this one name alone."""
     return [one.id if isinstance(one, ast.Name) else "" for one in found] == [name]
 
 

@@ -48,7 +48,7 @@ def _is_beyond(size: float) -> bool:
 
 
 def _is_wide(facts: Facts, owner: ast.expr) -> bool:
-    """Whether the scores are cast to FP32 before, in the expression or where the name was assigned last."""
+    """The scores are cast to FP32 before: in the expression, or in the name's last assignment."""
     last = facts.document.last_value(owner) if isinstance(owner, ast.Name) else None
     for value in filter(None, (owner, last)):
         for node in ast.walk(value):
@@ -60,7 +60,7 @@ def _is_wide(facts: Facts, owner: ast.expr) -> bool:
 
 
 def _goes_into_softmax(facts: Facts, call: ast.Call) -> bool:
-    """Whether the result is what a softmax gets, by its name or in place."""
+    """A softmax takes the result, by its name or in place."""
     document = facts.document
     for one in document.around(call):
         if isinstance(one, ast.Call) and call is not one.func and _SOFTMAX.search(ast.unparse(one.func)):

@@ -31,7 +31,7 @@ def _is_updated(facts: Facts, scaler: str) -> bool:
 
 
 def _leaves(facts: Facts, key: tuple[object, str]) -> bool:
-    """Whether other code may get hold of the scaler: it is a parameter, an argument, returned, or kept elsewhere."""
+    """Other code may hold the scaler: it is a parameter, an argument, returned, or kept elsewhere."""
     document = facts.document
     if any(isinstance(value, ast.arg) for value in _binders(facts, key)):
         return True

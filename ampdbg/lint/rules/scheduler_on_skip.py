@@ -11,13 +11,13 @@ from ampdbg.lint.facts import Facts
 from ampdbg.lint.rule import BACKWARD, LOOP, STEP, Rule, RuleHit
 
 CODE = "misuse-scheduler-on-skip"
-MESSAGE = "the scheduler moves on in a step that the scaler skips; a few skips at the start do little harm"
+MESSAGE = "the scheduler also steps when the scaler skips the optimizer's step; a few skips at the start do little harm"
 
 
 def check(facts: Facts) -> Iterator[RuleHit]:
     """In the block of a scaler's step, where nothing of the function asks whether it was skipped.
 
-    For information alone: how many steps are skipped no source tells.
+    Only information: no source shows how many steps are skipped.
     """
     document = facts.document
 
@@ -40,7 +40,7 @@ def check(facts: Facts) -> Iterator[RuleHit]:
 
 
 def _is_placed(call: ast.expr | None) -> bool:
-    """Whether the scheduler is given a score, or the place it is to move to: then it counts no steps."""
+    """The scheduler takes a score, or its new place: then it counts no steps."""
     return isinstance(call, ast.Call) and not all(map(is_none, given(call)))
 
 

@@ -41,7 +41,7 @@ def _innermost(facts: Facts, node: ast.AST) -> ast.AST | None:
 def _after_taken_steps(facts: Facts, loop: ast.AST, clears: Sequence[ast.AST]) -> Iterator[RuleHit]:
     """Every clearing stands under a condition on the scale: not where it fell."""
     if all(_on_scale(facts, node, loop) for node in clears):
-        message = "the gradients are cleared only where the scaler took the step; those of a skipped step stay inf"
+        message = "the code clears the gradients only after a step that was taken; those of a skipped step stay inf"
         yield RuleHit(CODE, clears[0], message)
 
 
@@ -86,7 +86,7 @@ def _left_behind(facts: Facts, loop: ast.AST, backward: ast.AST, clears: Sequenc
             and isinstance(one.body[-1], ast.Continue)
         ):
             if any(_holds(later, clears) for later in body[at + 1 :]):
-                message = "continue leaves the gradients of this backward pass behind: they are added to the next one's"
+                message = "continue keeps the gradients of this backward pass, and the next pass adds to them"
                 step = "call optimizer.zero_grad() before continue"
                 yield RuleHit(CODE, one.body[-1], message, step)
             return

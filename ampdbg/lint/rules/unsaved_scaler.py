@@ -40,7 +40,7 @@ def _pieces(document: Document, node: ast.expr | None) -> list[ast.AST]:
 
 
 def _may_hold(facts: Facts, node: ast.AST) -> bool:
-    """Whether it is the scaler, or a dict of unknown keys."""
+    """It is the scaler, or a dict of unknown keys."""
     is_unknown = (isinstance(node, ast.Dict) and None in node.keys) or (isinstance(node, ast.keyword) and not node.arg)
     return is_unknown or (isinstance(node, (ast.Name, ast.Attribute)) and facts.is_scaler(node))
 

@@ -49,7 +49,7 @@ class LossScaler(torch.amp.GradScaler):
             self._scale.clamp_(*self._bounds)
 
     def continue_from(self, state: Mapping[str, Any]) -> None:
-        """Goes on as a GradScaler of this ``state_dict()`` would, within the bounds; a static scale does not."""
+        """Continues as a GradScaler of this ``state_dict()`` would, within the bounds; a static scale does not."""
         least, most = self._bounds
         if least is None or least != most:
             scale = max(least or 0.0, min(float(state["scale"]), most or math.inf))
@@ -67,7 +67,7 @@ class LossScaler(torch.amp.GradScaler):
 
 
 def skips_overflows(scaler: torch.amp.GradScaler) -> bool:
-    """Whether the scaler withholds a step whose gradients are not finite."""
+    """The scaler skips a step whose gradients are not finite."""
     return scaler.is_enabled() and not (isinstance(scaler, LossScaler) and scaler.never_skips)
 
 
@@ -114,11 +114,11 @@ class PrecisionMode:
         return torch.amp.GradScaler(self.device.type, enabled=False)
 
     def updates_half_weights(self) -> bool:
-        """Whether an optimizer's step reads and writes half weights where the model has them."""
+        """An optimizer's step reads and writes half weights where the model has them."""
         return self.dtype is not torch.float16
 
     def master_weights(self) -> Iterable[torch.Tensor]:
-        """The copies that the optimizer steps on in the place of the model's weights."""
+        """The copies that the optimizer steps on instead of the model's weights."""
         return ()
 
     def step(

@@ -1,6 +1,6 @@
 """The whole model in half, as Apex's O3: no FP32 weights, and a static loss scale of 1 unless another is given.
 
-What it does is held against ``apex/amp`` of its last release, point by point, in ``docs/apex.md``.
+What it does is compared with ``apex/amp`` of its last release, point by point, in ``docs/apex.md``.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class HalfModel(PrecisionMode):
             yield
 
     def in_half(self, dtype: str) -> AbstractContextManager[Any]:
-        """As :class:`PrecisionMode`, with weights that have the dtype by now."""
+        """As :class:`PrecisionMode`, with weights that have the dtype now."""
         return lifted(dtype)
 
     def updates_half_weights(self) -> bool:

@@ -70,7 +70,7 @@ def draw(page: view.Page, details: Sequence[view.Snippet] = ()) -> str:
         room -= len(part) + 2
         parts.append(part)
     if left_out:
-        parts.append(escaped(f"Left out, as an issue has no room for it: {', '.join(left_out)[:MOST_IN_A_LINE]}."))
+        parts.append(escaped(f"Left out, because an issue has no room for it: {', '.join(left_out)[:MOST_IN_A_LINE]}."))
     return "\n\n".join(part for part in (*parts, end) if part) + "\n"
 
 
@@ -124,7 +124,7 @@ def _drawn(section: view.Section) -> Iterator[str]:
 
 
 def _findings(findings: Sequence[Finding]) -> Iterator[str]:
-    """Every finding that stands for itself, with what follows from it as a list."""
+    """Every finding without a root, with what follows from it as a list."""
     for finding, effects in view.with_effects(findings):
         yield from _finding(finding)
         if effects:

@@ -46,7 +46,7 @@ class Alert:
 
 
 def write(record: Record, typed: Typed, look: Look) -> str:
-    """The findings of the record that stand for themselves, each with what follows from it in its message."""
+    """The findings of the record without a root, each with what follows from it in its message."""
     return to_json(log(list(alerts(record)), typed.folder))
 
 
@@ -70,7 +70,7 @@ def log(found: Sequence[Alert], folder: str) -> dict[str, Any]:
 
 
 def alerts(record: Record) -> Iterator[Alert]:
-    """The findings that stand for themselves. One without a line of code is put on the first of what was run."""
+    """The findings without a root. One without a line of code is put on the first of what was run."""
     for finding, effects in with_effects(record.findings):
         source = finding.source
         yield Alert(

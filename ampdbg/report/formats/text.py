@@ -28,7 +28,7 @@ ASCII = str.maketrans(
 )
 
 SIGNS: Mapping[view.Tone, str] = {"good": "✓", "bad": "✗", "doubtful": "?", "warning": "!"}
-"""What stands before a headline."""
+"""The sign before a headline."""
 
 STYLES: Mapping[view.Tone, str] = {
     "plain": "",
@@ -90,14 +90,14 @@ def draw(page: view.Page, look: view.Look, *, is_brief: bool = False) -> str:
 
 
 def _leaves_out(page: view.Page) -> bool:
-    """Whether the story, where there is one, says less than the sections."""
+    """The story says less than the sections."""
     whole = [section for section in page.story if not isinstance(section, view.Findings) or _is_whole(section)]
-    told = [*whole, *(replace(one, is_brief=False) for one in whole if isinstance(one, view.Findings))]
-    return bool(page.story) and any(section not in told for section in page.sections)
+    shown_whole = [*whole, *(replace(one, is_brief=False) for one in whole if isinstance(one, view.Findings))]
+    return bool(page.story) and any(section not in shown_whole for section in page.sections)
 
 
 def _is_whole(section: view.Findings) -> bool:
-    """Whether a brief list of the findings leaves none of them out."""
+    """A brief list of the findings leaves none out."""
     groups = list(view.with_effects(section.findings))
     return len(groups) == 1 and len(groups[0][1]) < 2
 
@@ -126,7 +126,7 @@ def _end(page: view.Page, *, is_brief: bool) -> Iterator[RenderableType]:
     if page.record_path:
         yield _verbatim(f"Record: {page.record_path}", "dim")
         if is_brief:
-            yield _verbatim(f"All of it: ampdbg report {page.record_path} -v", "dim")
+            yield _verbatim(f"Details: ampdbg report {page.record_path} -v", "dim")
     if page.next_command is not None:
         yield Text.assemble(("Next: ", "bold"), page.next_command.why)
         yield _verbatim(page.next_command.command, "bold cyan", INDENT)
@@ -199,7 +199,7 @@ def _cell(cell: view.Cell) -> RenderableType:
 
 
 def _findings(section: view.Findings) -> Iterator[RenderableType]:
-    """Every finding that stands for itself, each with what follows from it in a line below."""
+    """Every finding without a root, each with what follows from it in a line below."""
     groups = list(view.with_effects(section.findings))
     for number, (finding, effects) in enumerate(groups):
         if section.is_brief and number:
@@ -385,7 +385,7 @@ PER_CELL = 4
 
 LEVELS = "▁▂▃▄▅▆▇█"
 DECADES = 6.0
-"""The lowest level stands for a millionth of the values, and for all that is less."""
+"""The lowest level means a millionth of the values or less."""
 
 BAR_WIDTH = 2 + 2 + (FLOAT16.max_exponent - LOWEST + 1) // PER_CELL
 

@@ -89,25 +89,25 @@ def test_the_edited_script_makes_the_same_model_with_its_pins(name: str) -> None
 
 
 REFUSED = {
-    "one of several": ("model, steps = {}, 1", "no one call makes the model there and gives it a name"),
-    "no name": ("print((model := {}))", "no one call makes the model there and gives it a name"),
-    "in a list": ("models = [{}]\nmodel = models[0]", "no one call makes the model there and gives it a name"),
-    "or another": ("model = {} if True else None", "no one call makes the model there and gives it a name"),
+    "one of several": ("model, steps = {}, 1", "no single call there creates the model and names it"),
+    "no name": ("print((model := {}))", "no single call there creates the model and names it"),
+    "in a list": ("models = [{}]\nmodel = models[0]", "no single call there creates the model and names it"),
+    "or another": ("model = {} if True else None", "no single call there creates the model and names it"),
     "in a wrapper": (
         "from tests.patch.by_name.test_by_line import Wrapper\nmodel = Wrapper({})",
-        "the line wraps the model that it makes",
+        "the line creates the model and wraps it",
     ),
-    "in DataParallel": ("model = nn.DataParallel({}).eval()", "the line wraps the model that it makes"),
+    "in DataParallel": ("model = nn.DataParallel({}).eval()", "the line creates the model and wraps it"),
     "layer by layer": (
         "model = nn.Sequential()\nfor _ in range(2):\n    model.append({})",
-        "the model gets its parts in a loop",
+        "a loop adds the model's parts",
     ),
-    "beside another statement": ("steps = 1; model = {}", "several statements are on the line"),
-    "behind a colon": ("if True: model = {}", "it stands behind a colon"),
+    "beside another statement": ("steps = 1; model = {}", "the line holds several statements"),
+    "behind a colon": ("if True: model = {}", "it follows a colon"),
     "in a head": ("for model in [{}]:\n    pass", "it is the head of a compound statement"),
     "with a helper there": (
         "def _keep_in_fp32(model):\n    return model\nmodel = {}",
-        "it has a function _keep_in_fp32 already",
+        "it already has a function _keep_in_fp32",
     ),
 }
 

@@ -113,7 +113,7 @@ def test_a_second_helper_is_refused(name: str) -> None:
     again = edited(name, source(name, "out"))
     assert (again.changed, again.source) == (False, source(name, "out"))
     assert [refused.reason for refused in again.refused] == [
-        "it has a function _keep_in_fp32 already; add the modules to it by hand, or rename it"
+        "it already has a function _keep_in_fp32; add the modules to it by hand, or rename it"
     ]
 
 
@@ -155,17 +155,20 @@ def test_the_edited_file_trains_without_ampdbg_and_fails_where_a_name_is_wrong()
 
 REFUSED = {
     "an imported name": ("from parts import build\n", "build is not defined at the top of this file"),
-    "a coroutine": ("async def build():\n    return Net()\n", "build has no one line that returns its model"),
-    "a generator": ("def build():\n    yield Net()\n    return None\n", "build has no one line that returns its model"),
-    "no model": ("def build():\n    Net()\n", "build has no one line that returns its model"),
-    "a tuple": ("def build():\n    return Net(), 1\n", "no one call makes the model there"),
+    "a coroutine": ("async def build():\n    return Net()\n", "build has no single line that returns its model"),
+    "a generator": (
+        "def build():\n    yield Net()\n    return None\n",
+        "build has no single line that returns its model",
+    ),
+    "no model": ("def build():\n    Net()\n", "build has no single line that returns its model"),
+    "a tuple": ("def build():\n    return Net(), 1\n", "no single call there creates the model"),
     "two returns": (
         "def build():\n    if A:\n        return Net()\n    return Other()\n",
-        "build has no one line that returns its model",
+        "build has no single line that returns its model",
     ),
-    "one of two": ("def build():\n    return Net() if A else Other()\n", "no one call makes the model there"),
-    "a torch by another name": ("import jax as torch\ndef build():\n    return Net()\n", "the name torch stands for"),
-    "a lambda": ("build = lambda: Net()\n", "no one call makes the model there"),
+    "one of two": ("def build():\n    return Net() if A else Other()\n", "no single call there creates the model"),
+    "a torch by another name": ("import jax as torch\ndef build():\n    return Net()\n", "the name torch means"),
+    "a lambda": ("build = lambda: Net()\n", "no single call there creates the model"),
     "an __init__ that returns": (
         "class build:\n    def __init__(self, x):\n        if x:\n            return\n        self.y = 1\n",
         "its __init__ returns early",
@@ -174,9 +177,9 @@ REFUSED = {
     "another helper of that name": ("def _keep_in_fp32(x):\n    return x\ndef build():\n    return Net()\n", "rename"),
     "another function of that name": (
         "def _forward_in_fp32(x):\n    return x\ndef build():\n    return Net()\n",
-        "the name _forward_in_fp32 stands for something else",
+        "the name _forward_in_fp32 means something else",
     ),
-    "another torch": ("torch = None\ndef build():\n    return Net()\n", "the name torch stands for something else"),
+    "another torch": ("torch = None\ndef build():\n    return Net()\n", "the name torch means something else"),
     "no Python": ("def build(:\n", "does not parse"),
 }
 

@@ -75,7 +75,7 @@ HEAD = '''\
 
     pin_fp32(net=net, Model_=...)  # once, when all of its modules are made, and before it is compiled
 
-The script has several models. It takes, also where DataParallel or its like wraps it:
+The script has several models. Call it with these, wrapped in DataParallel or not:
 
     net: the model that the script calls net
     Model_: another

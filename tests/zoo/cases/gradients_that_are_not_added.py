@@ -11,7 +11,7 @@ CASE = Case(
     verdict="precision",
     phase="optimizer",
     severity="warning",
-    says=("the sum of 64 gradients in half is 20% from what it is in float32",),
+    says=("the sum of 64 gradients in half is 20% from float32's",),
     config={
         "precision": {"dtype": "bfloat16"},
         "optimizer": {"target": "torch.optim:SGD", "args": {"lr": 0.1}},

@@ -11,7 +11,7 @@ CASE = Case(
     phase="optimizer",
     severity="warning",
     steps=1500,
-    says=("the second moments of weight stick: with beta2 = 0.9981 a step takes 0.2% off",),
+    says=("the second moments of weight are stuck: with beta2 = 0.9981 a step takes 0.2% off",),
     config={
         "precision": {"dtype": "bfloat16"},
         "optimizer": {"target": "torch.optim:AdamW", "args": {"lr": 0.0, "betas": [0.9, 0.9981]}},

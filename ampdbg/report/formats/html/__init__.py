@@ -43,7 +43,7 @@ DETAILS = (
 """The levels of detail: the first is taken that fits."""
 
 SCRIPTS = ("page.js", "timeline.js", "range_map.js", "sites.js", "modules.js", "source.js")
-"""In the order in which they stand in the page."""
+"""In the order of the page."""
 
 
 def write(record: Record, typed: view.Typed, look: view.Look) -> str:
@@ -112,7 +112,7 @@ def _at_line(at: int, finding: Finding, record: Record, names: TextTable, detail
 
 @dataclass(frozen=True)
 class Root:
-    """A finding that stands for itself, its place in the record, and what follows from it."""
+    """A finding without a root, its place in the record, and what follows from it."""
 
     at: int
     finding: Finding
@@ -188,8 +188,8 @@ class ShownPatch:
     why_not_copied: str
 
 
-NOT_EXACT = "It has characters that are shown here as escapes: print it with ampdbg suggest-fp32 to apply it."
-NOT_WHOLE = "It is longer than this page has room for: print it with ampdbg suggest-fp32."
+NOT_EXACT = "This page shows some of its characters as escapes; to apply it, print it with ampdbg suggest-fp32."
+NOT_WHOLE = "It is too long for this page; print it with ampdbg suggest-fp32."
 
 
 def _patch(record: Record, page: view.Page, detail: Detail) -> ShownPatch | None:

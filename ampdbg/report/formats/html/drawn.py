@@ -32,7 +32,7 @@ LOWEST_SCALE, HIGHEST_SCALE = -40, 60
 
 
 FIRST_SCALE = 16
-"""Where a record does not tell the run's: GradScaler begins with 2**16."""
+"""Where a record does not hold the run's: GradScaler begins with 2**16."""
 
 
 MOST_OF_A_STRETCH = 8

@@ -45,11 +45,11 @@ async function unpacked(id) {
 
 function setPower(power) {
   page.power = power;
-  for (const tell of page.onPower) tell();
+  for (const notify of page.onPower) notify();
 }
 function choose(site) {
   page.chosen = site;
-  for (const tell of page.onChosen) tell();
+  for (const notify of page.onChosen) notify();
 }
 
 // A loss scale in words; beyond those that can be tried as a power.

@@ -1,0 +1,124 @@
+"""The words of messages and pages: no turn that has to be read twice, and no long sentence."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ampdbg
+
+PACKAGE = Path(ampdbg.__file__).parent
+ROOT = PACKAGE.parent
+
+BETTER = {
+    r"tell|tells|told|telling|untold": "say, show, know; or name who knows",
+    r"(run|runs|ran|running) (it |them |the step |that step )?again": "replay (a step), rerun (a command, a script)",
+    r"(come|comes|came|coming) through": "is finite, is taken",
+    r"what (it |they )?makes?": "name it: the op, the code, the cause",
+    r"what (its|the|each|an|a|other) \w+ gives?": "the outputs of, the results of",
+    r"makes of (it|that|them)": "computes from",
+    r"stands? (for|in|behind|beside|there|at|below|still|on|before)|stood": "is; follows; means; does not move",
+    r"(go|goes|went|going|gone) on": "continue",
+    r"all the same": "still, anyway",
+    r"in the place of": "instead of",
+    r"at hand": "here, this",
+    r"for want of": "because there is no",
+    r"bears?": "survives, suits",
+    r"anew": "again; start over, rebuild",
+    r"held against": "compared with",
+    r"(is|are|was|were|not) looked (at|for|into)": "ampdbg checks, examines, searches",
+    r"nothing is said|says? nothing of": "is not reported; shows nothing about",
+    r"without a word": "silently",
+    r"comes? of": "comes from",
+    r"by now": "since",
+    r"in front of": "before",
+    r"seen to|for ever|whatsoever|thereby|hereby|therein|hence": "leave it out",
+}
+"""Turns that readers did not understand at once, and what to write instead."""
+
+TURNS = re.compile(rf"\b({'|'.join(BETTER)})\b", re.IGNORECASE)
+
+MOST_WORDS = 20
+"""In a sentence of a message, or a part of it between semicolons and colons."""
+
+MOST_WORDS_OF_A_PAGE = 28
+"""The same on a page of the documentation, whose reader has more time."""
+
+FIELD = re.compile(r"\{[^{}]*\}")
+
+
+def shown_strings(tree: ast.AST) -> Iterator[str]:
+    """The strings of a module that have words, without docstrings and code; the help of a command is one."""
+    bodies = (body for node in ast.walk(tree) if isinstance(body := getattr(node, "body", None), list))
+    aside = {id(part.value) for body in bodies for part in body if isinstance(part, ast.Expr)}
+    inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name in ("command", "_program"):
+            yield ast.get_docstring(node) or ""
+        elif id(node) in aside | inner:
+            continue
+        elif isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "_" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            yield FIELD.sub("_", node.value)
+
+
+MESSAGES = {
+    path.relative_to(PACKAGE).as_posix(): list(shown_strings(ast.parse(path.read_text("utf-8"))))
+    for path in PACKAGE.rglob("*.py")
+}
+
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
+    *(ROOT / "docs").rglob("*.md"),
+    *(PACKAGE / "record" / "explanations").glob("*.md"),
+]
+
+
+def prose(page: str) -> Iterator[str]:
+    """The paragraphs and items of a page, without code, tables, headings and what is made from the code."""
+    page = re.sub(r"^```.*?^```|<!-- made from the code.*?until here -->", "", page, flags=re.DOTALL | re.MULTILINE)
+    for block in re.split(r"\n\s*\n", page):
+        if not block.lstrip().startswith(("|", "#", "<")):
+            yield from (" ".join(item.split()) for item in re.split(r"\n(?=\s*(?:- |\d\. ))", block))
+
+
+def long_sentences(text: str, most: int) -> list[str]:
+    sentences = re.split(r"(?<=[.;:!?])[\")]?\s+", text)
+    return [sentence for sentence in sentences if len(sentence.split()) > most]
+
+
+def is_message(text: str) -> bool:
+    """Neither source code nor a list of names."""
+    return "\n" not in text.strip() and re.search(r"[|\\]|^(\w+ ){12}", text) is None
+
+
+@pytest.mark.parametrize("name", sorted(MESSAGES))
+def test_a_message_says_it_in_plain_words(name: str) -> None:
+    assert [(found[0], text) for text in MESSAGES[name] for found in TURNS.finditer(text)] == []
+    assert [long for text in MESSAGES[name] if is_message(text) for long in long_sentences(text, MOST_WORDS)] == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_a_page_says_it_in_plain_words(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    lines = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE).splitlines()
+    assert [(found[0], line) for line in lines for found in TURNS.finditer(line)] == []
+    assert [long for part in prose(text) for long in long_sentences(part, MOST_WORDS_OF_A_PAGE)] == []
+
+
+def test_the_page_of_a_record_says_it_in_plain_words() -> None:
+    parts = [path.read_text("utf-8") for path in (PACKAGE / "report" / "formats" / "html").glob("*.html")]
+    assert [found[0] for text in parts for found in TURNS.finditer(text)] == []
+
+
+@pytest.mark.parametrize("turn", ["Run it again.", "it was told", "what its modules give", "it stands still"])
+def test_a_turn_is_seen_in_any_case(turn: str) -> None:
+    assert TURNS.search(turn)
+
+
+def test_the_strings_of_a_module_are_seen_and_its_docstrings_are_not() -> None:
+    tree = ast.parse('"""One thing."""\n\ndef command(x):\n    """Two things."""\n    return f"three {x} things"\n')
+    assert list(shown_strings(tree)) == ["Two things.", "three _ things"]
