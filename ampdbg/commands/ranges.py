@@ -32,7 +32,8 @@ def command(
 ) -> int:
     """Show how close one step is to FP16's limits.
 
-    Lists the tightest ops and gradients of CONFIG's first step, and the loss scales that would work.
+    Lists the tightest ops and gradients of CONFIG's first step, and the loss scales that would work. Of a run in
+    bfloat16 it says first whether it would train in FP16, and what has to be pinned.
     """
     with results_only() as stdout:
         # The first step, the default, is no reason for a scan of one step.

@@ -142,11 +142,6 @@ class HalfUpdates:
         return listed(known, 3)
 
     @property
-    def added(self) -> str:
-        """What share of the difference a step adds to the slowest average."""
-        return percent(1.0 - self.slowest.decay)
-
-    @property
     def apart_by(self) -> str:
         """How far from its weight an average may be, for its size, while no step moves it: half a unit in the last
         place is 2**-(precision + 1) of a value or more."""
@@ -237,8 +232,7 @@ SMALL: tuple[Decision[HalfUpdates], ...] = (
         "an average of parameters, kept in half, loses over 90 % of the way that it goes in float32",
         lambda it: bool(it.averages),
         "{standing:half average} hardly moved in {slowest.steps:step}: {still_averages}; at a decay of "
-        "{slowest.decay:g} a step adds {added} of the difference; where average and weight are less than "
-        "{apart_by} apart, that rounds back",
+        "{slowest.decay:g} no value moves whose weight is less than {apart_by} away from it",
         {"parameters": "averaged", "decay": "slowest.decay", "steps": "slowest.steps"},
     ),
     Decision(

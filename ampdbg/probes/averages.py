@@ -43,7 +43,7 @@ NEAR = 2.0**-6
 """What half rounds of a parameter on the way to its average is a smaller share."""
 
 WHOLE, SAMPLE = 4096, 1024
-"""Tensors of at most so many entries are looked at whole; of others about so many."""
+"""Tensors of at most so many entries, and parameters of one dimension, are looked at whole; of others about so many."""
 
 MemoryPlace = tuple[int, int, int]
 """Where the values of a tensor are, and how many: views of all of it have the same."""

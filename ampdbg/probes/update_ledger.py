@@ -21,7 +21,7 @@ import torch
 from torch.optim import Optimizer
 
 from ampdbg.errors import named_error
-from ampdbg.probes.averages import Averages
+from ampdbg.probes.averages import SAMPLE, WHOLE, Averages
 from ampdbg.probes.dtype_contract import OTHERS, names_and_kinds
 from ampdbg.probes.models import Models
 from ampdbg.probes.tensors import HALVES, stored
@@ -35,9 +35,6 @@ SETTLES = 20
 
 SHARE = 0.03
 """The share of a loop's time that windows may take, beyond each optimizer's first one."""
-
-WHOLE, SAMPLE = 4096, 1024
-"""Parameters of one dimension, and those of at most so many entries, are looked at whole; of others about so many."""
 
 FROZEN = 0.9
 """A parameter that loses a larger share of its way than this stands still."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import PureWindowsPath
 from typing import Any
 
@@ -111,7 +112,7 @@ def _sections(record: Record, typed: view.Typed) -> Iterator[view.Section]:
         yield from _window_table(record, typed.top or SHOWN)
 
 
-IN_FP16 = ("--set", "precision.dtype=float16")
+CONFIRM = "confirm it with a run in FP16"
 
 
 def _next_command(record: Record, typed: view.Typed) -> view.NextCommand | None:
@@ -119,22 +120,17 @@ def _next_command(record: Record, typed: view.Typed) -> view.NextCommand | None:
     if ready is not None and not is_config:
         return None  # a capture is replayed in the format that it has
     again = f"ampdbg {'scan' if is_config else 'replay'} {typed.config}"
-    longer = ("--steps", record.planned_steps + 50)
+    measure, suggest = f"ampdbg ranges {typed.config}", f"ampdbg suggest-fp32 {typed.config}"
+    longer = with_option(measure, "--steps", record.planned_steps + 50)
+    suggest, scan = (with_option(command, "--set", "precision.dtype=float16") for command in (suggest, again))
+    is_pinned = ready is not None and (ready.pins or ready.trains is False)
     rows: tuple[tuple[object, str, str], ...] = (
-        (record.error, "rerun once this is repaired", f"ampdbg ranges {typed.config}"),
-        (
-            ready is not None and (ready.pins or ready.trains is False),
-            "find the smallest set of pins, and prove it",
-            with_option(f"ampdbg suggest-fp32 {typed.config}", *IN_FP16),
-        ),
-        (ready, "confirm it with a run in FP16", with_option(again, *IN_FP16)),
+        (record.error, "rerun once this is repaired", measure),
+        (is_pinned, "find the smallest set of pins, and prove it", suggest),
+        (ready, CONFIRM, scan),
         (refuted_by(record), "see where it starts", again),
-        (record.findings or record.unseen.unmeasured, "confirm it with a run in FP16", again),
-        (
-            record.sites and is_config,
-            "measure again after some training",
-            with_option(f"ampdbg ranges {typed.config}", *longer),
-        ),
+        (record.findings or record.unseen.unmeasured, CONFIRM, again),
+        (record.sites and is_config, "measure again after some training", longer),
     )
     return next((view.NextCommand(why, command) for holds, why, command in rows if holds), None)
 
@@ -221,22 +217,19 @@ def _fitting(record: Record, _: object) -> str:
 Sentences = tuple[tuple[Callable[[Record], Any], Callable[[Record, Any], str]], ...]
 """What a record must have for a sentence, and the sentence of the record and that."""
 
+NO_SCALE = "The forward pass fits FP16, but no single loss scale fits its gradients."
+AUTOCAST_RAISES = "Autocast made the step raise an error, so its ranges could not be measured."
+
 OF_HALF: Sentences = (
     (refuted_by, _refuted),
     (_starting, _overflowing),
-    (
-        lambda record: record.findings,
-        lambda record, _: "The forward pass fits FP16, but no single loss scale fits its gradients.",
-    ),
+    (attrgetter("findings"), lambda record, _: NO_SCALE),
     (lambda record: True, _fitting),
 )
 SENTENCES: Sentences = (
     (stopped, lambda record, early: f"{early}, before the ranges were measured."),
-    (
-        lambda record: record.autocast_error,
-        lambda record, _: "Autocast made the step raise an error, so its ranges could not be measured.",
-    ),
-    (lambda record: record.readiness, _ready),
+    (attrgetter("autocast_error"), lambda record, _: AUTOCAST_RAISES),
+    (attrgetter("readiness"), _ready),
     *OF_HALF,
 )
 
@@ -298,7 +291,8 @@ def _site_table(sites: Sequence[Site], typed: view.Typed, top: int, *, is_brief:
     is_ordered = typed.order == "execution"
     shown = sorted(tightest, key=lambda site: site.order) if is_ordered else tightest
     with_text = {site.order for site in tightest[: 0 if is_brief else SHOWN_LINES]}
-    below = (*more(len(sites) - len(shown), "site"), *_legend(shown))
+    legend = " · ".join(text for applies, text in LEGEND if any(map(applies, shown)))
+    below = (*more(len(sites) - len(shown), "site"), *((line(legend, tone="faint"),) if legend else ()))
     return view.Table(
         f"Tightest against FP16's limit{', in order of execution' * is_ordered} (bits: doublings left to 65,504)",
         BRIEF_COLUMNS if is_brief else SITE_COLUMNS,
@@ -313,11 +307,6 @@ LEGEND: tuple[tuple[Callable[[Site], bool], str], ...] = (
     (lambda site: _mark(site).text == "!", f"! within {NEAR_BITS:.0f} bits of the limit"),
     (lambda site: site.phase == "backward", "gradients at a loss scale of 1"),
 )
-
-
-def _legend(shown: Sequence[Site]) -> tuple[view.StyledLine, ...]:
-    legend = [text for applies, text in LEGEND if any(map(applies, shown))]
-    return (line(" · ".join(legend), tone="faint"),) if legend else ()
 
 
 def _site_row(site: Site, with_text: bool, is_brief: bool) -> tuple[view.Cell, ...]:

@@ -229,6 +229,8 @@ def test_what_was_not_measured_leaves_it_open_whether_a_step_is_ready() -> None:
     assert ready.trains is None
 
 
-def test_a_step_that_runs_in_fp16_or_fails_in_bfloat16_is_not_asked_whether_it_is_ready() -> None:
+def test_only_a_step_that_runs_in_bfloat16_and_is_finite_there_is_asked_whether_it_is_ready() -> None:
     assert diagnose_ranges(replace(record(*FITTING), checks=(WIDE, HALF))).readiness is None
+    in_fp32 = [replace(site, dtype="float32") for site in FITTING]
+    assert diagnose_ranges(replace(record(*in_fp32), checks=(WIDE, HALF))).readiness is None
     assert bf16(*FITTING, checks=(FP32,)).readiness is None

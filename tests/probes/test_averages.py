@@ -151,7 +151,7 @@ def test_an_average_in_bfloat16_stands_still_and_one_that_moves_or_is_in_float32
     averages = {one.name: (one.decay, one.dtype) for one in record.updates.averages}
     assert averages.keys() >= {"0.weight", "0.bias", "2.weight"}
     assert set(averages.values()) == {(0.999, "bfloat16")}
-    assert "at a decay of 0.999 a step adds 0.1% of the difference" in record.findings[0].message
+    assert "at a decay of 0.999 no value moves whose weight is less than 195.3% away" in record.findings[0].message
     assert from_json(to_json(record)) == record
 
     moving = trained(lambda net: way(net, HALF, 0.9))

@@ -38,13 +38,16 @@ SITES = (
 )
 
 
+HEALTHY = (SITES[0], *SITES[5:])
+
+
 def overflowing() -> Record:
     record = Record("ranges", "2025-01-02T03:04:05Z", ENVIRONMENT, {}, "inconclusive", sites=SITES, planned_steps=1)
     return diagnose_ranges(record)
 
 
 def healthy() -> Record:
-    return diagnose_ranges(replace(overflowing(), sites=(SITES[0], *SITES[5:])))
+    return diagnose_ranges(replace(overflowing(), sites=HEALTHY))
 
 
 def no_scale() -> Record:
@@ -131,6 +134,54 @@ def test_a_step_that_is_not_finite_has_no_loss_scale_that_works(checks: tuple[Re
     assert " ".join(text.split()).startswith(said)
     assert "Loss scales" not in text
     assert text.endswith("Next: see where it starts\n  ampdbg scan config.yaml\n")
+
+
+LOST = replace(HALF, loss=math.nan)
+PINNED = replace(HALF, scale=4096.0, pins=("blocks.0:own", "head"))
+WITH = "By step 0, this would train in FP16 with"
+SMALL = "its largest magnitude, 3,000, is 4.6% of 65,504, and"
+LARGE = "its largest magnitude, 1,000,000, is 15 times 65,504, and"
+SCALES = "loss scales from 4 to 16,384 work."
+OWN_LINES = "blocks.0 (its own lines) and head pinned"
+NOT = "! By step 0, this would not train in FP16: the loss is NaN at any loss scale"
+OPEN = "? It is open whether this would train in FP16. Everything fits FP16 at step 0"
+IN_BFLOAT16 = {
+    "it fits": (HEALTHY, (HALF,), f"✓ {WITH} nothing pinned: {SMALL} {SCALES}", "scan"),
+    "pins": (
+        SITES,
+        (LOST, PINNED),
+        f"! {WITH} {OWN_LINES}, without which the loss is NaN: {LARGE} any",
+        "suggest-fp32",
+    ),
+    "harmless": (
+        SITES,
+        (HALF,),
+        f"! {WITH} nothing pinned, though FP16 overflows at 2 places: {LARGE} {SCALES}",
+        "scan",
+    ),
+    "no pins": (
+        SITES,
+        (LOST, replace(LOST, pins=("head",))),
+        f"{NOT}, and no pin that was tried helps.",
+        "suggest-fp32",
+    ),
+    "an error": (HEALTHY, (replace(LOST, error="TypeError: no"),), OPEN, "scan"),
+}
+
+
+@pytest.mark.parametrize(("sites", "checks", "said", "command"), IN_BFLOAT16.values(), ids=IN_BFLOAT16)
+def test_the_first_sentence_of_a_step_in_bfloat16_is_whether_it_would_train_in_fp16(
+    sites: tuple[Site, ...], checks: tuple[Replay, ...], said: str, command: str
+) -> None:
+    wide = tuple(replace(one, dtype="bfloat16") for one in sites)
+    record = diagnose_ranges(replace(overflowing(), sites=wide, checks=(WIDE, *checks)))
+    text = " ".join(plain(record).split())
+    assert text.startswith(said)
+    assert text.endswith(f" ampdbg {command} config.yaml --set precision.dtype=float16")
+    scales = " and ".join(dict.fromkeys(number(check.scale) for check in checks))
+    assert f"measured in bfloat16, then run in FP16 at a loss scale of {scales}, without the optimizer" in text
+    captured = replace(record, script=ScriptRun("train.py"), steps=(Step(3, 1.0, 1.0, False, False),))
+    assert "Next:" not in plain(captured)
 
 
 def test_what_is_found_in_a_captured_step_has_its_number() -> None:
