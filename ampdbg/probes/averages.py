@@ -279,8 +279,9 @@ class Averages:
             else:
                 self._kept[one.of] = FollowedAverage(one, self._steps)
 
-    def seen(self, names: Mapping[int, tuple[str, str]]) -> tuple[KeptAverage, ...]:
-        """What is known of each, by the ``names`` and kinds of the parameters."""
+    def seen(self, of_parameters: Callable[[], Mapping[int, tuple[str, str]]]) -> tuple[KeptAverage, ...]:
+        """What is known of each, by the names and kinds ``of_parameters``, which are asked for where there is any."""
+        names = of_parameters() if self._kept else {}
         return tuple(
             KeptAverage(
                 *names.get(of, ("a parameter", "other weights")),

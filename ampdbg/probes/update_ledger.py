@@ -525,7 +525,7 @@ class UpdateLedger:
         whole = {name: one.together_with(early.get(name)) for name, one in later.items()}
         whole = {name: one for name, one in whole.items() if math.isfinite(sum(one.sums)) and not one.sums.foreign}
         known = [later[name] for name in whole]
-        averages = self.averages.seen(names_and_kinds(self._models))
+        averages = self.averages.seen(partial(names_and_kinds, self._models))
         if not (known or averages or self._spoilt):
             return None
         total, descent = (Sums.of((Sums(), *(one.whole for one in those))) for those in (known, whole.values()))
