@@ -37,7 +37,7 @@ from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Investigation, Producer, Record, Replay, Step
 
-GREW = 10.0
+GREW = 5.0
 """Weights so many times as large as when the run began have been thrown there by single updates; training from scratch
 makes them a few times as large."""
 
@@ -46,6 +46,9 @@ GREW_IN_A_LEAP = 2.0
 
 KEPT_SIZE = 1.05
 """Weights that have grown by less are where they began: so few steps have not thrown them away."""
+
+LEAPS = 100.0
+"""In FP32 too a loss so many times all before it, that further steps do not bring back, has left them for good."""
 
 WEIGHTS_GREW = "weights_grew"
 """Evidence of a finding that they may be the cause of."""
@@ -360,7 +363,7 @@ class Evidence:
         shown = (one for one in self.run.investigations if one.continuation and one.step in same_weights)
         made = next(shown, None)
         now = math.nan if made is None or made.fp32 is None else made.fp32.loss
-        if not before or made is None or now <= LEAPT * max(before):
+        if not before or made is None or now <= LEAPS * max(before):
             return ""
         comes_back = any(loss <= DIVERGED * max(before) for loss in made.continuation)
         return "" if comes_back else f", and in FP32 too the loss jumps from {number(before[-1])} to {number(now)}"

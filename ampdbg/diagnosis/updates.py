@@ -133,12 +133,12 @@ class HalfUpdates:
     @property
     def still(self) -> str:
         """How many values of the stillest parameters have moved."""
-        return listed([f"of {one.name} {one.moved} of {counted(one.entries, 'value')}" for one in self._stillest], 3)
+        return listed([f"{one.name} ({one.moved} of {counted(one.entries, 'value')})" for one in self._stillest], 3)
 
     @property
     def still_averages(self) -> str:
         """How many values of averages have moved, of those that are to."""
-        known = (f"of that of {one.name} {one.moved} of {counted(one.entries, 'value')}" for one in self.averages)
+        known = (f"that of {one.name} ({one.moved} of {counted(one.entries, 'value')})" for one in self.averages)
         return listed(known, 3)
 
     @property
@@ -149,12 +149,15 @@ class HalfUpdates:
 
     @property
     def shares(self) -> str:
-        """How much of the way is lost, of the kinds that lose most of theirs and of all."""
+        """How much of the way is lost of all, and of the kinds that lose most of theirs."""
+        kinds = [f"{one.lost:.0%} of {one.kind}" for one in self.seen.kinds if (one.lost or 0.0) > MOST_OF_THE_UPDATE]
+        return f"{self.seen.lost or 0.0:.0%} is lost" + (f": {listed(kinds)}" if kinds else "")
+
+    @property
+    def parts(self) -> str:
+        """The same of what comes of gradients, and of the weight decay."""
         parts = {"gradient's part": self.seen.lost_gradient, "weight decay": self.seen.lost_decay}
-        apart = listed([f"{value:.0%} of the {what}" for what, value in parts.items() if value is not None])
-        kinds = [f"{one.lost:.0%} ({one.kind})" for one in self.seen.kinds if (one.lost or 0.0) > MOST_OF_THE_UPDATE]
-        by_kind = f"{listed(kinds)} and of all parameters together " if kinds else ""
-        return f"{by_kind}{self.seen.lost or 0.0:.0%} of the float32 weights' way is lost ({apart})"
+        return listed([f"{value:.0%} of the {what}" for what, value in parts.items() if value is not None])
 
     @property
     def what_is_small(self) -> str:
@@ -166,7 +169,7 @@ class HalfUpdates:
         """Below which learning rate the updates of most entries of each kind are lost."""
         kinds = sorted(self.seen.kinds, key=lambda one: -(one.freezes_below or 0.0))
         known = [f"{number(one.freezes_below)} ({one.kind})" for one in kinds if one.freezes_below is not None]
-        return f"; most values do not move at learning rates below {listed(known)}" if known else ""
+        return f"; below learning rates of {listed(known)} most values do not move" if known else ""
 
     @property
     def cost(self) -> str:
@@ -214,16 +217,16 @@ SMALL: tuple[Decision[HalfUpdates], ...] = (
         FROZEN,
         "half weights lose over 90 % of the float32 masters' way, and that counts in the loss's fall",
         lambda it: bool(it.seen.frozen),
-        "{count:half parameter} hardly moved in {seen.steps:sampled step}: {still}, which costs {cost} of the "
-        "loss's fall to first order; {shares}{forecast}",
+        "{count:half parameter} hardly moved in {seen.steps:sampled step}: {still}. Of the way that float32 weights "
+        "go, {shares}. To first order that costs {cost} of the loss's fall{forecast}",
         {"parameters": "names", **LOST},
     ),
     Decision(
         SMALL_UPDATES,
         "every parameter moves, but over half of the masters' way is lost, by gradients or by weight decay",
         lambda it: it.is_lost,
-        "in {seen.steps:sampled step} {shares}: the {what_is_small} mostly below half a unit in the last place of the "
-        "weights{forecast}",
+        "of the way that float32 weights go in {seen.steps:sampled step}, {shares}; it is {parts}, for the "
+        "{what_is_small} mostly below half a unit in the last place of the weights{forecast}",
         LOST,
         severity="warning",
     ),

@@ -116,8 +116,13 @@ class Noted:
 
     @property
     def is_held(self) -> bool:
-        """Whether somebody has something that it gave."""
+        """Whether somebody has something that it gave; that may be the note of what was given it."""
         return any(result() is not None for result in self.gives)
+
+    @property
+    def leads_back(self) -> bool:
+        """Somebody has something that it gave and that a gradient leads through."""
+        return any(result.requires_grad for held in self.gives if (result := held()) is not None)
 
 
 class _Thread:
@@ -171,6 +176,8 @@ class Recorder(TorchFunctionMode):
         self._about_to_call = about_to_call
         self._threads = _Threads()
         self._steps, self._stepped = 0, dict[int, int]()
+        self._stepped_before = dict[int, int]()
+        """Of the optimizers that have stepped since something went backward, when they had before."""
         self._doubtful: tuple[int, Callable[[bool], None]] | None = None
         self._copied: set[tuple[Line | None, str]] = set()
         self._scaling: set[int] = set()
@@ -193,6 +200,9 @@ class Recorder(TorchFunctionMode):
         stack.enter_context(replaced(torch.autograd, "backward", self._leading_back))
         stack.enter_context(replaced(torch.nn.Module, "__call__", lambda original: _noting(original, entered)))
         stack.enter_context(replaced(torch, "compile", lambda original: _compiling(original, entered)))
+        stack.enter_context(
+            replaced(torch.amp.autocast_mode.autocast, "__enter__", lambda original: _lowering(original, entered))
+        )
         stack.enter_context(hooked_steps(self._before_step, self._behind_step))
         stack.enter_context(attached(self._around))
         return self
@@ -205,7 +215,7 @@ class Recorder(TorchFunctionMode):
     def _now(self) -> _Thread:
         return self._threads.now
 
-    # The mode: only between the end of a root call and what goes backward.
+    # The mode: only from where autocast lowers, or a root call ends, up to what goes backward.
 
     def _on(self) -> None:
         """Enters the mode below all others: who leaves one of the script's own is to leave that."""
@@ -219,6 +229,12 @@ class Recorder(TorchFunctionMode):
         self._now.is_on = True
         for mode in reversed(above):
             _push_mode(mode)
+
+    def lowers(self, is_enabled: bool) -> None:
+        """An autocast region was entered: what it lowers before a module is called is part of a step too."""
+        is_step = is_enabled and torch.is_grad_enabled() and not self._now.inside
+        if is_step and not (self._guard.failure or self._is_paused() or only_follows()):
+            self._guard.hooked(self._on)
 
     def _off(self) -> None:
         self._now.is_on = False
@@ -364,8 +380,9 @@ class Recorder(TorchFunctionMode):
             return None
         call = self._now.calls.get(made.call)
         is_of_a_step_before = call is not None and call.steps != self._steps
-        if is_of_a_step_before and not tensor.requires_grad and times_written(tensor) != times:
-            return None  # it has other values by now, as a tensor that every batch is copied into
+        is_another = is_of_a_step_before and times_written(tensor) != times  # as one that every batch is copied into
+        if call is not None and not tensor.requires_grad and (is_another or self._is_past(call)):
+            return None
         if wants is tensor.requires_grad:
             return made
         # A custom Function hands on what it has made without gradients, and leads them there itself.
@@ -453,6 +470,7 @@ class Recorder(TorchFunctionMode):
         if now.has_stepped or now.is_stepping:  # by a closure, which an optimizer runs again for other weights
             now.losses.clear()
             now.has_stepped = False
+        self._stepped_before.clear()
         for root, start in zip(roots, starts, strict=False):
             now.losses.append((self._maker(root) if isinstance(root, torch.Tensor) else None, start))
         now.has_gone = True
@@ -474,11 +492,13 @@ class Recorder(TorchFunctionMode):
     def _behind_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._now.is_stepping = False
         self._steps += 1
+        self._stepped_before[id(optimizer)] = self._stepped.get(id(optimizer), 0)
         self._stepped[id(optimizer)] = self._steps
 
     def withheld(self, optimizer: Optimizer) -> None:
         """To be called where an optimizer was stepped and has written nothing, as a fused one that has found inf."""
-        self._stepped.pop(id(optimizer), None)
+        if id(optimizer) in self._stepped_before:
+            self._stepped[id(optimizer)] = self._stepped_before.pop(id(optimizer))
 
     def _root_begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         now = self._now
@@ -497,10 +517,14 @@ class Recorder(TorchFunctionMode):
             self._prune()
         now.has_gone = False
 
+    def _is_past(self, call: Noted) -> bool:
+        """All optimizers may have stepped since: what it gave without a gradient is data by now."""
+        return self._steps - call.steps > len(self._stepped)
+
     def _prune(self) -> None:
         """Forgets the calls that no loss and nothing which somebody holds was made of."""
         now = self._now
-        held = (number for number, call in now.calls.items() if call.is_held)
+        held = (n for n, call in now.calls.items() if call.is_held and (call.leads_back or not self._is_past(call)))
         needed = self._behind((*held, *(made.call for made, _ in now.losses if made is not None)))
         now.calls = {number: call for number, call in now.calls.items() if number in needed}
         now.made = {key: known for key, known in now.made.items() if known[1].call in needed}
@@ -883,6 +907,16 @@ def _noting(original: Callable[..., Any], entered: Sequence[Recorder]) -> Callab
         return entered[0].run_call(original, module, args, kwargs)
 
     return call
+
+
+def _lowering(original: Callable[..., Any], entered: Sequence[Recorder]) -> Callable[..., Any]:
+    def enter(region: Any) -> Any:
+        result = original(region)
+        if entered and not torch.compiler.is_compiling():
+            entered[0].lowers(region._enabled)
+        return result
+
+    return enter
 
 
 def _compiling(original: Callable[..., Any], entered: Sequence[Recorder]) -> Callable[..., Any]:

@@ -246,8 +246,8 @@ class Capture:
         unpacking = _GivenAgain(self, live, match, device)
         calls, given = dict(live.calls), {}
         states = [unpacked_random_state(packed, unpacking) for packed in self.head.random_states]
-        # Where the script begins under autocast it has a say in what that lowers: a patch switches it off.
-        is_off = not any(live.calls[number].lowers for number in list(match.own)[:1])
+        # Where the script calls anything under autocast it has a say in what that lowers: a patch switches it off.
+        is_off = not any(live.calls[number].lowers for number in match.own)
         for number, place in match.own.items():
             call, captured = live.calls[number], self.head.calls[place]
             calls[number] = replace(

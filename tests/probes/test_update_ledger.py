@@ -96,7 +96,7 @@ def test_gains_of_ones_that_stand_still_in_bfloat16_are_named_and_those_in_float
     record, net = trained()
     assert int((net.norm.weight != 1).sum()) == 0
     assert (codes(record), record.verdict) == ([("frozen-weights", "error")], "precision")
-    assert "of norm.weight 0 of 64 values, which costs 0." in record.findings[0].message
+    assert "norm.weight (0 of 64 values). Of the way" in record.findings[0].message
     assert record.findings[0].parameter == "norm.weight"
 
     twin, net = trained(torch.float32)
@@ -196,7 +196,7 @@ print("moved:", int((net[1].weight != 1).sum()))
 def test_run_says_unasked_that_gains_stand_still(tmp_path: Path) -> None:
     record, page, code = ran(tmp_path, SCRIPT.format(dtype="bfloat16"), options=())
     assert (codes(record), code) == ([("frozen-weights", "error")], 1)
-    assert "of 1.weight 0 of 64 values" in page
+    assert "1.weight (0 of 64 values)" in page
 
 
 def test_run_says_nothing_of_the_same_in_float32(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_a_weight_decay_that_is_lost_is_said_and_the_gradient_is_not_blamed(fuse
 
     record, shrunk = decayed(HALF)
     assert (codes(record), shrunk) == ([("optimizer-underflow", "warning")], 1.0)
-    assert "(100% of the weight decay): the weight decay is mostly below" in record.findings[0].message
+    assert "it is 100% of the weight decay, for the weight decay is mostly below" in record.findings[0].message
     assert (record.findings[0].evidence.get("lost_gradient"), record.findings[0].evidence["lost_decay"]) == (None, 1.0)
 
     record, shrunk = decayed(torch.float32)

@@ -159,11 +159,20 @@ def casts_and_writes(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
 def multiplies_its_own(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
     """A dice loss, whose union is in part a matrix product of masks alone; one number is drawn beside it."""
     mask = (torch.arange(12.0) % 2).view(4, 3)
-    with torch.autocast("cpu", dtype=torch.half):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = torch.einsum("nc,nc->c", mask, mask)
         noise = torch.randn_like(inside) * 1e-2
     union = model(x()).sigmoid().sum(0) + inside.reshape(1, 3).float().sqrt()[0] + noise
     scaler.scale((1 - 2 * (model(x(2)).sigmoid() * mask).sum(0) / union).mean()).backward()
+
+
+def computes_before_its_model(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    """Camera coordinates, which autocast lowers before the model is called."""
+    turned = torch.tensor([[0.8, -0.6], [0.6, 0.8]])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        points = x()[:, :2] @ turned.T
+        output = model(torch.cat([points, points * 300.0, points.sin()], 1).float())
+    scaler.scale(output.mean()).backward()
 
 
 def casts_what_needs_none(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
@@ -358,9 +367,10 @@ class Pause:
 PAUSE = Pause()
 
 
-def run(step: RecordedStep, scale: float = 1.0) -> float:
+def run(step: RecordedStep, scale: float = 1.0, lowers_to: torch.dtype | None = None) -> float:
     """Runs it again, up to its gradients: its loss, times the scale."""
-    losses = [step.loss(given) * scale for given in step.given]
+    with contextlib.nullcontext() if lowers_to is None else torch.autocast("cpu", dtype=lowers_to):
+        losses = [step.loss(given) * scale for given in step.given]
     for loss in losses:
         loss.backward()
     return sum(float(loss.detach()) for loss in losses)
@@ -379,8 +389,9 @@ def test_a_step_run_again_has_the_loss_and_the_gradients_of_the_step(loop: Loop,
     noted.model.eval()
     step = noted.again()
     is_one_pass = loop is several_losses  # and not two, which round otherwise
+    is_lowered = loop in (multiplies_its_own, computes_before_its_model)  # a replay lowers to what the loop does
     with around():
-        total = run(step, 1.0 if loop is without_a_scaler else 4.0)
+        total = run(step, 1.0 if loop is without_a_scaler else 4.0, torch.bfloat16 if is_lowered else None)
     assert total == pytest.approx(sum(noted.losses), rel=1e-6 * is_one_pass)
     found = gradients(noted.model)
     assert found.keys() == noted.gradients.keys()

@@ -138,12 +138,12 @@ def test_a_step_that_is_not_finite_has_no_loss_scale_that_works(checks: tuple[Re
 
 LOST = replace(HALF, loss=math.nan)
 PINNED = replace(HALF, scale=4096.0, pins=("blocks.0:own", "head"))
-WITH = "By step 0, this would train in FP16 with"
+WITH = "Judging by step 0, this would train in FP16 with"
 SMALL = "its largest magnitude, 3,000, is 4.6% of 65,504, and"
 LARGE = "its largest magnitude, 1,000,000, is 15 times 65,504, and"
 SCALES = "loss scales from 4 to 16,384 work."
 OWN_LINES = "blocks.0 (its own lines) and head pinned"
-NOT = "! By step 0, this would not train in FP16: the loss is NaN at any loss scale"
+NOT = "! Judging by step 0, this would not train in FP16: the loss is NaN at any loss scale"
 OPEN = "? It is open whether this would train in FP16. Everything fits FP16 at step 0"
 IN_BFLOAT16 = {
     "it fits": (HEALTHY, (HALF,), f"✓ {WITH} nothing pinned: {SMALL} {SCALES}", "scan"),
@@ -162,7 +162,7 @@ IN_BFLOAT16 = {
     "no pins": (
         SITES,
         (LOST, replace(LOST, pins=("head",))),
-        f"{NOT}, and no pin that was tried helps.",
+        f"{NOT}, and ampdbg found no pin that helps.",
         "suggest-fp32",
     ),
     "an error": (HEALTHY, (replace(LOST, error="TypeError: no"),), OPEN, "scan"),

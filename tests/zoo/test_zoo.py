@@ -142,7 +142,8 @@ def test_every_code_is_found_in_some_case_or_by_the_order_of_calls() -> None:
     # cast before anybody watches (tests/probes/test_dtype_contract.py).
     apex = {"apex-amp", "apex-class", "deprecated-amp"}
     asked = {"not-half", "half-weights", "rounded-buffer"}
-    assert missing == {"hardware", "limit-ahead", "scale-restart"} | asked | apex
+    watched = {"hardware", "limit-ahead", "scale-restart", "frozen-average"}  # averages: tests/probes/test_averages.py
+    assert missing == watched | asked | apex
 
 
 def test_every_fault_has_a_twin_and_one_of_each_code_is_quick() -> None:

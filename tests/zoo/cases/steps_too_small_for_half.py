@@ -6,7 +6,7 @@ CASE = Case(
     code="frozen-weights",
     verdict="precision",
     phase="optimizer",
-    says=("hardly moved in 6 sampled steps", "of the float32 weights' way is lost"),
+    says=("hardly moved in 6 sampled steps", "the way that float32 weights go"),
     config={"precision": {"level": "O0"}, "optimizer": {"target": "torch.optim:SGD", "args": {"lr": 1e-5}}},
     twin=("precision.level=O1", "model.args.half=false"),
 )
