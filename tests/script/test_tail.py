@@ -62,3 +62,68 @@ def test_a_set_holds_a_modules_line_and_the_scripts_own_and_the_patch_is_proven(
     assert {OF_MODEL, OF_SCRIPT} <= lines
     assert found.verification is not None
     assert found.verification.passed
+
+
+CAMERA = scripts.loop("""
+k = torch.tensor([[1200.0, 0.0, 320.0], [0.0, 1200.0, 240.0], [0.0, 0.0, 1.0]]).cuda()
+model = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 2)).cuda()
+optimizer, scaler = torch.optim.Adam(model.parameters(), 1e-3), torch.amp.GradScaler("cuda")
+for step in range(14):
+    points = float(sys.argv[1]) * (torch.rand(64, 3) + 1).cuda()
+    with torch.autocast("cuda", dtype=torch.float16):
+        seen = points @ k.T
+        uv = seen / seen[:, 2:] / 1000
+        loss = (model(uv) - 0.5).square().mean()
+    STEP
+""")
+"""A camera's matrix, which autocast lowers before any module is called."""
+
+
+def test_an_overflow_before_the_model_is_called_is_no_bad_data(tmp_path: Path) -> None:
+    record, page, _ = ran(tmp_path, CAMERA, "50")
+    assert (record.verdict, where(record)) == ("precision", ("forward-overflow", 0, "", "seen = points @ k.T"))
+    assert "data-nonfinite" not in page
+
+    healthy, page, _ = ran(tmp_path, CAMERA, "1")
+    assert (healthy.verdict, [made.reproduced for made in healthy.investigations]) == ("healthy", [True])
+
+
+@pytest.mark.slow
+def test_the_line_before_the_model_is_patched_and_the_patch_proven(tmp_path: Path) -> None:
+    record, _, _ = ran(tmp_path, CAMERA, "50")
+    suggested = start(tmp_path, "suggest-fp32", *captured(record), "--record", "patched.json")
+    assert suggested.code == 0, suggested.stderr
+    found = read_record(tmp_path / "patched.json")
+    assert found.verification is not None
+    assert found.verification.passed
+    assert "+            seen = points @ k.T" in suggested.stdout
+
+
+MEMORY = scripts.loop("""
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bias, self.inner, self.outer = nn.Parameter(torch.zeros(16)), nn.Linear(16, 16), nn.Linear(16, 1)
+        self.gain = 1.0
+
+    def forward(self, x, memory):
+        h = torch.tanh(self.inner(x + memory + self.bias))
+        return self.outer(h) * self.gain, h.detach()
+
+net, memory = Net().cuda(), torch.zeros(32, 16).cuda()
+optimizer, scaler = torch.optim.Adam(net.parameters(), 1e-3), torch.amp.GradScaler("cuda")
+for step in range(10):
+    net.gain = 1e6 if step == 4 else 1.0
+    with torch.autocast("cuda", dtype=torch.float16):
+        output, memory = net(torch.randn(32, 16).cuda(), memory)
+        loss = output.abs().mean()
+    STEP
+""")
+"""State that the model detaches and is given again in the next step, as Transformer-XL's; the first step is skipped."""
+
+
+def test_a_step_on_the_state_of_the_steps_before_is_replayed_alone(tmp_path: Path) -> None:
+    record, _, _ = ran(tmp_path, MEMORY)
+    line = "return self.outer(h) * self.gain, h.detach()"
+    assert (record.verdict, where(record)) == ("precision", ("forward-overflow", 4, "", line))
+    assert record.steps[0].skipped
