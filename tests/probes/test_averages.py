@@ -279,7 +279,7 @@ print(float(average.weight.float().mean()))
 def test_run_says_that_ones_averaged_with_one_and_a_half_stay_ones(tmp_path: Path) -> None:
     record, page, code = ran(tmp_path, SCRIPT.format(dtype="bfloat16"), options=())
     assert (codes(record), code) == ([("frozen-average", "error")], 1)
-    assert "of that of weight 0 of 4,096 values" in page
+    assert "that of weight (0 of 4,096 values)" in page
     assert record.findings[0].parameter == "weight"
 
     twin, _, code = ran(tmp_path, SCRIPT.format(dtype="float32"), options=())
