@@ -22,7 +22,7 @@ GRADIENT_DOUBT = 0.1
 
 BEYOND_NOISE = 16.0
 """What is so many times the noise floor from FP32 is no rounding of weights and inputs that the layers have added up:
-over 60 healthy models, of half and full weights, reach 3 times."""
+of 56 sound steps, of small models and of public code, none is more than 3 times."""
 
 FP32_ROUNDING = 1e-6
 """Losses of two runs that are no further apart, relatively, differ by FP32's own rounding."""
