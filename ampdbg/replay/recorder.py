@@ -106,7 +106,6 @@ class Noted:
     has_gradients: bool = True
     has_returned: bool = False
     writes: bool = False
-    hands_on: bool = False
     training: bool | None = None
 
     @property
@@ -346,8 +345,7 @@ class Recorder(TorchFunctionMode):
         if noted.module is not None:
             self.before.returned(number, noted.module)
         is_first = bool(args) and result is args[0]
-        noted.hands_on = is_first and name in MOVES_OR_CASTS
-        noted.writes = name in WRITES or (is_first and not noted.hands_on)
+        noted.writes = name in WRITES or (is_first and name not in MOVES_OR_CASTS)  # a cast may have nothing to do
         for made, tensor, times in taking.made:
             if times_written(tensor) != times or name in HOOKS:
                 self._is_changed(number, made, tensor)
@@ -815,7 +813,6 @@ class _Calls:
             noted.random_state,
             frozenset(read for read in noted.reads if not self._whys.get(read)),
             noted.writes,
-            noted.hands_on,
             noted.training,
         )
 

@@ -58,9 +58,8 @@ class Own:
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """One call. ``writes`` says that it changes its first argument, which stands for what it gives; ``hands_on``, that
-    it is a cast or a move that had nothing to do, and gave the tensor that it was given. ``training`` is whether the
-    module that it is of was in training mode."""
+    """One call. ``writes`` says that it changes its first argument, which stands for what it gives. ``training`` is
+    whether the module that it is of was in training mode."""
 
     function: Callable[..., Any]
     line: Line | None
@@ -69,7 +68,6 @@ class RecordedCall:
     random_state: RandomState
     reads: frozenset[int]
     writes: bool = False
-    hands_on: bool = False
     training: bool | None = None
 
     @property
