@@ -71,12 +71,13 @@ class WeightEdits:
 
     def add_keywords(self, rows: Rows) -> bool:
         """Adds what calls of libraries take, in all files; returns whether there is such a call."""
-        calls = [(file, call) for file in self.lines.files for call in document_of(file).calls]
         is_any = False
-        for (file, call), (of, name, value) in product(calls, rows):
-            if re.fullmatch(of, document_of(file).call_origin(call)):
-                edit, is_any = with_keyword(document_of(file), call, name, value), True
-                self.add(file, call.lineno, f"{name}={value}", [edit])
+        for file in self.lines.files:
+            document = document_of(file)
+            for call, (of, name, value) in product(document.calls, rows):
+                if re.fullmatch(of, document.call_origin(call)):
+                    edit, is_any = with_keyword(document, call, name, value), True
+                    self.add(file, call.lineno, f"{name}={value}", [edit])
         return is_any
 
     def made(self) -> tuple[FileEdit, ...]:

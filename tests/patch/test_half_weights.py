@@ -2,6 +2,7 @@
 
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     installed.mkdir()
     (installed / "accelerate.py").write_text(LIBRARY)
     monkeypatch.syspath_prepend(str(installed))
-    monkeypatch.delitem(sys.modules, "accelerate", raising=False)
+    monkeypatch.setitem(sys.modules, "accelerate", None)  # its end gives later tests the one they had, or none
+    del sys.modules["accelerate"]
     return tmp_path
 
 
@@ -117,6 +119,19 @@ def test_the_line_that_makes_the_weights_half_makes_them_float32_and_the_loop_ru
     weights_in_float32(edits)
     assert edited(edits) == HEAD + after + IN_AUTOCAST
     assert edits.refused == []
+
+
+def test_the_calls_of_a_large_project_are_all_looked_at(folder: Path) -> None:
+    edits = edits_of(folder, HEAD + "model = nn.Linear(4, 4).bfloat16()\n" + LOOP)
+    files = [folder / f"part{number}.py" for number in range(40)]
+    for file in files:
+        file.write_text(f"from torch.optim import Adam\n\ndef {file.stem}(p):\n    return Adam(p, 0.1)\n")
+    edits.lines = replace(edits.lines, files=tuple(map(str, files)))
+    beta2_lowered(edits)
+    assert len(edits.titles) == 40
+    assert {edit.after for edit in edits.made()} == {
+        file.read_bytes().replace(b"0.1", b"0.1, betas=(0.9, 0.95)") for file in files
+    }
 
 
 def test_a_frozen_model_keeps_its_half_weights(folder: Path) -> None:
