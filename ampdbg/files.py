@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import secrets
 import shutil
@@ -29,6 +30,22 @@ ABANDONED = 60.0
 
 LOCKED = 2.0
 """Seconds within which a process that has made a folder holds its lock, with much to spare."""
+
+
+def free_path(folder: Path, begin: str, end: str) -> Path:
+    """``begin`` and ``end`` as a name in a folder, with a number between them where another process has taken it.
+
+    An empty file holds the name.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        path = folder / f"{begin}{'' if number == 1 else f'-{number}'}{end}"
+        with contextlib.suppress(FileExistsError), path.open("x"):
+            break
+    return path
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ampdbg.errors import RecordError
-from ampdbg.files import read_file, replace_file, replace_name
+from ampdbg.files import free_path, read_file, replace_file, replace_name
 from ampdbg.quantities import dotted, shown
 from ampdbg.record.run import READABLE_VERSIONS, RECORD_FORMAT, RECORD_VERSION, Record
 from ampdbg.record.version_2 import upgraded
@@ -190,17 +190,11 @@ def path_in_folder(beside: Path, created: str, command: str, suffix: str) -> Pat
     """
     moment = datetime.fromisoformat(created.replace("Z", "+00:00"))  # Python 3.10 does not read the Z
     time = moment.astimezone(timezone.utc).strftime("%Y%m%dT%H%M%SZ")  # without what file systems dislike
-    path = candidate = beside / FOLDER / f"{time}-{command}{suffix}"
-    number = 1
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            with contextlib.suppress(FileExistsError), candidate.open("x"):
-                return candidate
-            number += 1
-            candidate = path.with_name(f"{path.stem}-{number}{path.suffix}")
+        return free_path(beside / FOLDER, f"{time}-{command}", suffix)
     except OSError as error:
-        raise RecordError(f"{candidate}: cannot be written: {error.strerror or error}") from None
+        path = beside / FOLDER / f"{time}-{command}{suffix}"
+        raise RecordError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
 def latest_record() -> Path:

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from ampdbg.errors import AmpdbgError, first_line, named_error
-from ampdbg.files import replace_file
+from ampdbg.files import free_path, replace_file
 from ampdbg.ops import CAST_METHODS
 from ampdbg.probes.tensors import leaves_of
 from ampdbg.quantities import byte_size, counted, dotted, shown
@@ -511,8 +511,7 @@ class Captures:
     """
 
     def __init__(self, folder: Path, start: Start, *, most: int, largest: int, wanted: int = 0) -> None:
-        self.written: list[Path] = []
-        """Those that are there, in the order of their steps."""
+        self._paths: dict[int, Path] = {}
         self.why_not = ""
         """Why one was not written."""
         self.is_wanted = False
@@ -526,6 +525,11 @@ class Captures:
         self._failed = -1
 
     @property
+    def written(self) -> list[Path]:
+        """Those that are there, in the order in which they were written."""
+        return list(self._paths.values())
+
+    @property
     def are_wanted(self) -> bool:
         """Whether any may be written; who allows none need not be told that one was not."""
         return self._most > 0
@@ -533,26 +537,25 @@ class Captures:
     @property
     def has_room(self) -> bool:
         """Whether one more may be written."""
-        return len(self.written) < self._most
+        return len(self._paths) < self._most
 
     def has(self, step: int) -> bool:
         """Whether the step of this number was captured."""
-        return self._of(step) is not None
-
-    def _of(self, step: int) -> Path | None:
-        ending = f"-{self._name(step)}{CAPTURE_SUFFIX}"
-        return next((path for path in self.written if path.name.endswith(ending)), None)
+        return step in self._paths
 
     def drop(self, step: int) -> None:
         """Removes the capture of the step of this number, if there is one."""
-        path = self._of(step)
-        if path is not None:
-            self.written.remove(path)
+        if step in self._paths:
             with contextlib.suppress(OSError):
-                path.unlink()
+                self._paths.pop(step).unlink()
 
-    def _name(self, step: int) -> str:
-        return of_rank(f"step-{step}", self.start.rank)
+    def _new_path(self, step: int) -> Path:
+        """A name of its own, also beside a run that captures in the same second."""
+        begin, end = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}", of_rank(f"step-{step}", self.start.rank)
+        try:
+            return free_path(self._folder, begin, f"-{end}{CAPTURE_SUFFIX}")
+        except OSError as error:
+            raise CaptureError(f"cannot be written: {error.strerror or error}: {self._folder}") from None
 
     def ask(self) -> None:
         """The next whole step is to be captured."""
@@ -571,6 +574,8 @@ class Captures:
         """Writes a step; where that cannot be, ``why_not`` says why, and the script goes on."""
         try:
             self._write(Captured(live, loss, scaler, self.start), live.number)
+        except CaptureError as error:
+            self.cannot(live.number, str(error))
         except Exception as error:  # noqa: BLE001 - whatever the user's own classes raise
             self.cannot(live.number, named_error(error))
 
@@ -579,19 +584,13 @@ class Captures:
             allowed = f"{counted(self._most, 'capture')} a run"
             self.cannot(step, f"at most {allowed}; allow more with --max-captures")
             return
-        now = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}"
-        path = self._folder / f"{now}-{self._name(step)}{CAPTURE_SUFFIX}"
-        try:
+        with contextlib.ExitStack() as stack:
+            path = self._new_path(step)
+            stack.callback(path.unlink, missing_ok=True)
             captured.write(path, self._largest)
-        except CaptureError as error:
-            self.cannot(step, str(error))
-            return
-        earlier = self._of(step)  # of another turn
-        if earlier == path:
-            self.written.remove(path)
-        elif earlier is not None:
-            self.drop(step)
-        self.written.append(path)
+            stack.pop_all()
+        self.drop(step)  # of another turn
+        self._paths[step] = path
         self.why_not = "" if self._failed == step else self.why_not
 
 

@@ -10,8 +10,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import datetime, tzinfo
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -19,6 +22,8 @@ from ampdbg.agreement import is_same_run
 from ampdbg.files import TEMPORARY
 from ampdbg.record.file import read_record
 from ampdbg.record.run import Record
+from ampdbg.script.capture import Captures
+from ampdbg.script.launch import Start
 from tests.commands.program import Here, Result, environment, start
 from tests.script import scripts
 from tests.script.test_run import alone, captured, run, steps_captured, where
@@ -496,6 +501,28 @@ def test_a_script_goes_on_without_a_capture(tmp_path: Path, case: str) -> None:
     assert "Traceback" not in result.stderr
     bare = start(tmp_path, "run", "--emulate", "--no-watch", "train.py", "400", "6")
     assert bare.stdout == result.stdout
+
+
+def test_runs_that_capture_in_the_same_second_keep_their_own_captures(tmp_path: Path) -> None:
+    class At(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+            return datetime(2026, 1, 1, tzinfo=tz)
+
+    class Written:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def write(self, path: Path, largest: int) -> None:
+            path.write_text("whole")
+
+    one, other = (Captures(tmp_path, Start("train.py"), most=2, largest=99) for _ in range(2))
+    with patch.multiple("ampdbg.script.capture", datetime=At, Captured=Written):
+        for captures in (one, other, one):
+            captures.add(SimpleNamespace(number=3), 0.0, None)  # type: ignore[arg-type]
+    assert [path.name for path in one.written] == ["20260101T000000Z-3-step-3.safetensors"]
+    other.drop(3)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["whole"]
 
 
 @pytest.mark.slow
