@@ -259,6 +259,8 @@ WAYS: dict[str, Callable[[Task], Trainer]] = {
 """The ways on a CPU."""
 
 WAYS_ON_GPU: dict[str, Callable[[Task], Trainer]] = {
+    "bfloat16": bfloat16_weights,
+    "watched bfloat16": lambda task: bfloat16_weights(task, by_name),
     "FP16": lambda task: Trainer(task, nullcontext, half=True),
     "watched FP16": lambda task: Trainer(task, nullcontext, half=True, watching=by_name),
     "ampdbg run": lambda task: Trainer(task, nullcontext, half=True, watching=as_run_does),
@@ -291,8 +293,9 @@ COMPARISONS = (
 )
 
 COMPARISONS_ON_GPU = (
-    Comparison(gpt2, "watched FP16", "FP16", "<= 1.03"),
-    Comparison(gpt2, "ampdbg run", "FP16", "<= 1.03"),
+    Comparison(gpt2, "watched FP16", "FP16", "<= 1.01"),
+    Comparison(gpt2, "ampdbg run", "FP16", "<= 1.01"),
+    Comparison(gpt2, "watched bfloat16", "bfloat16", "<= 1.05"),
     Comparison(gpt, "watched FP16", "FP16", "<= 1.03"),
     Comparison(gpt, "ampdbg run", "FP16", "<= 1.03"),
     Comparison(convnet, "watched FP16", "FP16", "<= 1.03"),
