@@ -169,6 +169,13 @@ def _is_near(aim: torch.Tensor, values: torch.Tensor) -> bool:
     return bool((aim - values).abs().amax() <= NEAR * values.abs().amax())
 
 
+def _may_begin(trace: AverageTrace, tensor: torch.Tensor) -> bool:
+    """Whether a tensor of the process can be an average; one of a class that raises at any question is none."""
+    with suppress(Exception):
+        return tensor.dtype in HALVES and trace.may_begin(stored(tensor))
+    return False
+
+
 @dataclass
 class FollowedAverage:
     """What is known of the average of a parameter, over windows that begin where it was ``last`` found."""
@@ -235,8 +242,7 @@ class Averages:
         if not self._may_be:
             now = time.monotonic()
             self._looks_at = max(now + LOOKS_AGAIN, 2.0 * now - self._began)
-            halves = (one for one in alive_in_process(torch.Tensor) if one.dtype in HALVES)
-            self._may_be = any(map(trace.may_begin, map(stored, halves)))
+            self._may_be = any(_may_begin(trace, tensor) for tensor in alive_in_process(torch.Tensor))
         return self._may_be
 
     def _ending(self, original: Callable[..., Any]) -> Callable[..., Any]:
