@@ -56,7 +56,7 @@ def losses_agree(low: Replay, fp32: Replay, floor: Replay | None) -> bool:
 
 
 def is_beyond_noise(low: Replay, floor: Replay | None) -> bool:
-    """Whether gradients that agree with FP32's are still further from them than rounding leads; not where the floor is
+    """Gradients that agree with FP32's are still further from them than rounding leads; not where the floor is
     less than half rounds by, as where weights and inputs are half already: it shows nothing then."""
     noise, distance = (floor.gradient_distance or 0.0) if floor else 0.0, low.gradient_distance or 0.0
     is_known = noise >= 2.0 ** -(FORMATS.get(low.dtype, FLOAT16).precision + 2)

@@ -151,7 +151,7 @@ class Health:
 
 
 Names = Literal["always", "unhealthy", "never"]
-"""Whether a trial names what goes wrong, which takes several times as long. One that is expected to be healthy does so
+"""A trial names what goes wrong, which takes several times as long. One that is expected to be healthy does so
 only where it is not. What is silent is always looked for; where nothing is to be named, the first op is enough."""
 
 

@@ -54,7 +54,7 @@ def drawn_alike(draws: Draws, *, notes: bool) -> Iterator[None]:
 
 
 def depends_on_dtype(tensor: torch.Tensor) -> bool:
-    """Whether other random numbers are drawn for a tensor of its shape in another dtype."""
+    """Other random numbers are drawn for a tensor of its shape in another dtype."""
     return tensor.is_cuda
 
 

@@ -166,7 +166,7 @@ class Measures:
             self._known[id(optimizer)] = Gradients(norm, groups=self._groups(optimizer, norm), is_early=is_early)
 
     def are_finite(self, optimizer: Optimizer) -> bool:
-        """Whether the gradients of an optimizer are finite, as far as they were measured. On a GPU this syncs."""
+        """The gradients of an optimizer are finite, as far as they were measured. On a GPU this syncs."""
         known = self._known.get(id(optimizer))
         return known is None or is_finite_scalar(known.norm)
 
@@ -183,7 +183,7 @@ class Measures:
         self._loop.now.groups += groups
 
     def steps_on_lost(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer whose step a scaler has just called is to step, though a loss is known to be lost.
+        """An optimizer whose step a scaler has just called is to step, though a loss is known to be lost.
 
         The scaler has waited for a GPU, which has nothing left to do: to read from it is free. Where a fused optimizer
         finds what is not finite, nobody has waited yet, and nobody does so here.

@@ -89,7 +89,7 @@ class OpenStep:
         self.mark = Mark(losses[-1]) if losses and is_on_device(losses[-1]) else self.mark
 
     def has_finite_loss(self) -> bool:
-        """Whether all losses are finite. On a GPU this syncs."""
+        """All losses are finite. On a GPU this syncs."""
         return all(map(is_finite_scalar, self.scaled))
 
     def is_known_finite(self) -> bool:
@@ -159,7 +159,7 @@ def _first_unless_lost(first: Scalar, last: Scalar) -> Scalar:
 
 
 def is_finite_scalar(norm: Scalar | None) -> bool:
-    """Whether a norm is finite, or there is none. On a GPU this syncs."""
+    """A norm is finite, or there is none. On a GPU this syncs."""
     return norm is None or math.isfinite(norm)
 
 
@@ -179,5 +179,5 @@ class Loop(threading.local):
         self.inside: list[tuple[str, int]] = []
 
     def is_inside(self, name: str) -> bool:
-        """Whether a call of this seam's is under way."""
+        """A call of this seam's is under way."""
         return name in map(_SEAM, self.inside)

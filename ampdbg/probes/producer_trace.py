@@ -103,7 +103,7 @@ class ProducerTrace(OpTrace):
         )
 
     def _is_at_a_pole(self, op: str) -> bool:
-        """Whether what it is given is infinite there, as a divisor of zero: for a power the base, where the exponent is
+        """What it is given is infinite there, as a divisor of zero: for a power the base, where the exponent is
         negative."""
         if base_name(op) != "pow":
             poles = POLES_ELSEWHERE.get(base_name(op), (0.0,))
@@ -128,13 +128,13 @@ class ProducerTrace(OpTrace):
         return bool(beyond) or self._takes_a_number(name) or self._goes_below_the_lowest(seen, made)
 
     def _takes_a_number(self, name: str) -> bool:
-        """Whether a tensor of no dimensions that is no weight, as ``torch.tensor(-1e9)``, is beyond FP16."""
+        """A tensor of no dimensions that is no weight, as ``torch.tensor(-1e9)``, is beyond FP16."""
         single = [] if name in SCALINGS else [tensor for tensor in self._given if tensor.dim() == 0]
         single = [tensor for tensor in single if not self._origins.is_of_weights(tensor)]
         return any(self.known.of(tensor).largest >= FLOAT16.overflow_threshold for tensor in single)
 
     def _casts_a_constant(self) -> bool:
-        """Whether what is beyond FP16 is one negative constant several times, or beyond anything that is computed.
+        """What is beyond FP16 is one negative constant several times, or beyond anything that is computed.
 
         What a model computes can repeat as well: the activations of a token that begins every sample. It is a
         constant only where the code has written it.
@@ -149,7 +149,7 @@ class ProducerTrace(OpTrace):
         return max(abs(low), abs(high)) > BEYOND_COMPUTING or (is_repeated and not is_computed)
 
     def _goes_below_the_lowest(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> bool:
-        """Whether a mask of FP16's lowest number goes below it; a value that was clamped to that number is no mask."""
+        """A mask of FP16's lowest number goes below it; a value that was clamped to that number is no mask."""
         if seen.inputs.largest != FLOAT16.largest or not self._origins.is_written(FLOAT16.largest):
             return False
         values = [found for found in map(float_values, made) if found is not None]
@@ -239,7 +239,7 @@ class BadValues:
             self._behind[storage_of(tensor)] = behind | {index} if starts_here else behind
 
     def _is_masked_throughout(self, name: str) -> bool:
-        """Whether a softmax makes NaN of rows of -inf, which are meant as a mask wherever they come from."""
+        """A softmax makes NaN of rows of -inf, which are meant as a mask wherever they come from."""
         if name not in SOFTMAXES:
             return False
         values = (found for found in map(float_values, self._given) if found is not None)
@@ -283,7 +283,7 @@ def _sample(made: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _is_one_value_times(given: Sequence[torch.Tensor], number: float) -> bool:
-    """Whether one value, several times, is all that a product with ``number`` carries beyond FP16."""
+    """One value, several times, is all that a product with ``number`` carries beyond FP16."""
     values = float_values(given[0]) if given else None
     if values is None:
         return False
@@ -313,11 +313,11 @@ class Origins:
         return self._of_batch.get(storage_of(tensor))
 
     def is_of_weights(self, tensor: torch.Tensor) -> bool:
-        """Whether weights took part in it: what a model computes."""
+        """Weights took part in it: what a model computes."""
         return storage_of(tensor) in self._of_weights
 
     def is_written(self, value: float) -> bool:
-        """Whether the code has written this magnitude somewhere as a constant."""
+        """The code has written this magnitude somewhere as a constant."""
         return any(math.isclose(abs(value), constant, rel_tol=SAME) for constant in self._constants)
 
     def before(
@@ -358,7 +358,7 @@ class Origins:
 
 
 def _is_like(name: str) -> bool:
-    """Whether an op takes no more than shape and dtype from the tensor it is given."""
+    """An op takes no more than shape and dtype from the tensor it is given."""
     return name.endswith("_like") or name.startswith("new_")
 
 

@@ -128,7 +128,7 @@ class Watch:
 
     @property
     def has_other_loops(self) -> bool:
-        """Whether threads that are alive, and not this one, have trained: they are not to find their models altered."""
+        """Threads that are alive, and not this one, have trained: they are not to find their models altered."""
         others = self._loop.trained - {threading.get_ident()}
         return any(thread.ident in others for thread in threading.enumerate())
 
@@ -168,7 +168,7 @@ class Watch:
 
     @property
     def is_in_fp32(self) -> bool:
-        """Whether nothing that was looked at was lowered: autocast and scaler may be off, or have no effect here."""
+        """Nothing that was looked at was lowered: autocast and scaler may be off, or have no effect here."""
         kinds = {self.optimizers.device.type, *["cuda"] * is_emulating()}
         # Beside a GPU a scaler for it is on, though the weights are on the CPU.
         is_scaled = not kinds.isdisjoint(self.calls.scalers.values())
@@ -212,7 +212,7 @@ class Watch:
 
     @property
     def is_paused(self) -> bool:
-        """Whether nothing is noted of this thread now."""
+        """Nothing is noted of this thread now."""
         return is_unwatched() or bool(self.guard.failure)
 
     def paused(self) -> AbstractContextManager[None]:

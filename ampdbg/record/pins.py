@@ -56,7 +56,7 @@ def is_line(name: str) -> bool:
 
 
 def is_pinned(module: str, pins: Iterable[str]) -> bool:
-    """Whether a pin keeps the module's own lines and weights in FP32: its own lines' or that of a module around it."""
+    """A pin keeps the module's own lines and weights in FP32: its own lines' or that of a module around it."""
     return any(pin in ("", module, module + OWN) or module.startswith(f"{pin}.") for pin in pins)
 
 

@@ -547,11 +547,11 @@ class Site:
 
 @dataclass(frozen=True)
 class Readiness:
-    """Whether a step that runs in bfloat16 would train in FP16, by a range profile; None where that is open.
+    """The answer to a question: would a step that runs in bfloat16 train in FP16, by a range profile?
 
-    ``largest`` is the largest magnitude that an op of the forward pass makes, ``floor`` and ``ceiling`` bound the loss
-    scales that work. ``pins`` have to run in FP32, as the config takes them: without them a replay in FP16 fails, with
-    them it does not.
+    ``trains`` is None where it is open, ``largest`` is the largest magnitude that an op of the forward pass makes,
+    ``floor`` and ``ceiling`` bound the loss scales that work. ``pins`` have to run in FP32, as the config takes them:
+    without them a replay in FP16 fails, with them it does not.
     """
 
     trains: bool | None

@@ -102,7 +102,7 @@ def _reaching_gradients(trace: ProducerTrace, met: Mapping[OpKey, tuple[float, b
 
 
 def _is_meant(seen: OpSeen, met: Mapping[OpKey, tuple[float, bool]]) -> bool:
-    """Whether the code writes out an infinity, in FP32 too."""
+    """The code writes out an infinity, in FP32 too."""
     return base_name(seen.op) in WRITTEN_OUT and not met.get(seen.key, NOWHERE)[1]
 
 
@@ -200,7 +200,7 @@ def held_against(
 
 
 def overflows_on_the_way(replay: Replay) -> bool:
-    """Whether anything but a constant overflows in the forward pass, and not in FP32's."""
+    """Anything but a constant overflows in the forward pass, and not in FP32's."""
     forward = (one for one in replay.producers if one.phase == "forward")
     return any(one.finite_in_fp32 is not False and not one.is_constant for one in forward)
 
@@ -321,7 +321,7 @@ def _flushed(low: torch.Tensor | None, fp32: torch.Tensor) -> float:
 
 
 def _is_noise(name: str, fp32: Replayed, floor: Replayed | None) -> bool:
-    """Whether a gradient is nothing but rounding: other roundings give quite another one."""
+    """A gradient is nothing but rounding: other roundings give quite another one."""
     if floor is None or name not in floor.gradients:
         return False
     distance = _distance({name: floor.gradients[name]}, {name: fp32.gradients[name]})

@@ -202,7 +202,7 @@ class _Replays:
 
 
 def _are_same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
-    """Whether all gradients are the same to the last bit, with inf and NaN in the same places."""
+    """All gradients are the same to the last bit, with inf and NaN in the same places."""
     if one.keys() != other.keys():
         return False
     return all(torch.allclose(one[name], other[name], rtol=0.0, atol=0.0, equal_nan=True) for name in one)
@@ -224,7 +224,7 @@ def _largest_in(snapshot: Snapshot) -> Iterator[tuple[str, tuple[float, tuple[in
 
 
 def _is_mask(values: torch.Tensor) -> bool:
-    """Whether all that it holds is one negative number beyond FP16, several times, and zeros."""
+    """All that it holds is one negative number beyond FP16, several times, and zeros."""
     low, high = (float(end) for end in torch.aminmax(values.detach()))
     if high > 0.0 or not -math.inf < low <= -FLOAT16.overflow_threshold:
         return False
@@ -242,7 +242,7 @@ def _numbers_of(leaf: torch.Tensor) -> torch.Tensor | None:
 
 
 def is_blamed(made: Investigation) -> bool:
-    """Whether half precision is behind an error that a step raises: FP32 comes through it, and an op goes wrong.
+    """Half precision is behind an error that a step raises: FP32 comes through it, and an op goes wrong.
 
     A constant that overflows is mostly a mask, and does no harm.
     """
@@ -312,7 +312,7 @@ class Investigator:
             self._investigate(snapshot, "end", scale)
 
     def _withholds(self) -> bool:
-        """Whether the scaler will withhold the step; after one that it has withheld that has to be looked at."""
+        """The scaler will withhold the step; after one that it has withheld that has to be looked at."""
         parameters = self._run.workload.model.named_parameters()
         return any(nonfinite((name, value.grad) for name, value in parameters if value.grad is not None))
 

@@ -220,7 +220,7 @@ def _forward_and_backward(run: Run, snapshot: Snapshot, manner: Manner, stops_at
 
 
 def _is_as_it_was(run: Run, manner: Manner) -> bool:
-    """Whether the step runs in the precision of the run."""
+    """The step runs in the precision of the run."""
     return not manner.is_lifted and manner.dtype == run.mode.format.name
 
 

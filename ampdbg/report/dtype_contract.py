@@ -51,7 +51,7 @@ def weights_in_brief(record: Record, typed: view.Typed) -> Iterator[str]:
 
 
 def has_half_weights(record: Record) -> bool:
-    """Whether an optimizer trains weights that are stored in half."""
+    """An optimizer trains weights that are stored in half."""
     return any(name in FORMATS and name != FLOAT32.name for one in record.dtypes for name in one.stored)
 
 

@@ -104,7 +104,7 @@ class Policy:
         self._began, self._steps, self.waited = time.monotonic(), -1, 0.0
 
     def wants(self, why: Why, optimizer: int, *, has_borne: bool, is_nan: bool, is_withheld: bool) -> bool:
-        """Whether a failing step of an optimizer is to be looked at; ``has_borne``: an earlier one has come through its
+        """A failing step of an optimizer is to be looked at; ``has_borne``: an earlier one has come through its
         loss scale, ``is_nan``: no inf is left, ``is_withheld``: by a scaler, and else it ruins the weights."""
         if why == "loss":
             is_first = optimizer not in self._lost_rows
@@ -121,7 +121,7 @@ class Policy:
         return is_due and self.is_open(why)
 
     def compares(self, optimizer: int) -> bool:
-        """Whether a step that looks healthy is held against FP32: one of each optimizer that has taken some in a row,
+        """A step that looks healthy is held against FP32: one of each optimizer that has taken some in a row,
         where no step has failed for good."""
         is_due = self._taken[optimizer] >= TAKEN and optimizer not in self._compared and not self._tries.get("loss")
         is_quick = self._expected <= COMPARISON  # whatever other replays have taken: the same run gets the same answer
@@ -167,7 +167,7 @@ class Policy:
         self._settling += 1
 
     def is_open(self, why: Why) -> bool:
-        """Whether steps of a kind may still be looked at."""
+        """Steps of a kind may still be looked at."""
         return self._tries.get(why, 0) < MOST_OF_A_KIND
 
     @contextlib.contextmanager
@@ -535,11 +535,11 @@ def _scale_of(scaler: torch.amp.GradScaler | None) -> float:
 
 
 def settles(made: Investigation) -> bool:
-    """Whether a loss scale that settles is all that a step lacks."""
+    """A loss scale that settles is all that a step lacks."""
     return made.why == "gradients" and is_finite(made.fp32) and survivor(made) is not None
 
 
 def explains_itself(watcher: Watch, error: BaseException | None) -> bool:
-    """Whether an error that the script has raised says what is wrong."""
+    """An error that the script has raised says what is wrong."""
     by_autocast = autocast_error(error, watcher.log.closed(), watcher.models.named_modules)
     return by_autocast is not None or watcher.calls.explains(error)
