@@ -33,7 +33,9 @@ torch.save([net.state_dict(), optimizer.state_dict(), scaler.state_dict(), net[1
 """At 1,000 the squares overflow, and rsqrt makes a zero of each inf: no loss and no gradient shows it."""
 
 
-@pytest.mark.parametrize(("factor", "found"), [("1000", ["silent-overflow"]), ("1", [])])
+@pytest.mark.parametrize(
+    ("factor", "found"), [("1000", ["silent-overflow"]), pytest.param("1", [], marks=pytest.mark.slow)]
+)
 def test_the_first_step_behind_ten_that_were_taken_is_compared_and_captured_where_it_hides_an_overflow(
     tmp_path: Path, factor: str, found: list[str]
 ) -> None:
