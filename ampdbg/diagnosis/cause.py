@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import count, pairwise, takewhile
 from typing import Any
 
-from ampdbg.agreement import is_finite, is_same_run
+from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.decisions import Decision, first
 from ampdbg.diagnosis.losses import DIVERGED, FEW_LOSSES, LEAPT, climbs_on, finite, leapt, rose
 from ampdbg.diagnosis.producers import (
@@ -447,15 +447,10 @@ class Evidence:
 
     @property
     def _failing_elsewhere(self) -> set[int]:
-        """The steps whose replays have shown that they go wrong in another place, as while a loss scale settles.
-
-        Of two optimizers that step before one update the replay of one has not the loss of the step: it shows nothing.
-        """
+        """The steps whose replays have shown that they go wrong in another place, as while a loss scale settles."""
         here = next(iter(self.made.low.producers), None)
-        losses = {step.step: step.loss for step in self.run.steps}
         replayed = (one for one in self.run.investigations if one.reproduced and one.step != self.made.step)
-        whole = (one for one in replayed if is_same_run(replace(one, loss=losses.get(one.step, math.nan))))
-        begins = {one.step: one.low.producers[0].site for one in whole if one.low.producers}
+        begins = {one.step: one.low.producers[0].site for one in replayed if one.low.producers}
         return {step for step, site in begins.items() if here is not None and site != here.site}
 
 
