@@ -49,6 +49,9 @@ class Calls:
         """The 16-bit dtypes in the graphs of the losses so far; ``compiled`` where a graph shows none of its own."""
         self.computed: dict[int, torch.dtype] = {}
         """By the ``id`` of a parameter, in which dtype those graphs compute with it."""
+        self.wrote: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+        """Of the last backward pass: the places of the optimizers whose gradients it has written, and of those whose
+        gradients were cleared before it."""
         self.graphs = 0
         """So many losses' graphs were looked into for them."""
         self.scalers: dict[int, str] = {}
@@ -176,6 +179,7 @@ class Calls:
                 written.append(place)
                 if place in filled and marks.have_grown(state):
                     added.append(place)
+        self.wrote = tuple(written), rewritten
         self._note(
             "backward",
             tuple(written),

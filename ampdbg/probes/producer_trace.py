@@ -27,7 +27,7 @@ from ampdbg.ops import (
 )
 from ampdbg.probes.module_calls import ModulePaths
 from ampdbg.probes.op_trace import KnownMagnitudes, OpPlace, OpSeen, OpTrace, OpTraits, storage_of
-from ampdbg.probes.tensors import NOTHING, Magnitude, float_values, leaves_of
+from ampdbg.probes.tensors import NOTHING, Magnitude, float_values, leaves_of, may_be_bad
 from ampdbg.record.run import Producer
 
 BEYOND_COMPUTING = 1e30
@@ -57,6 +57,9 @@ class ProducerTrace(OpTrace):
         super().__init__(model, paths)
         self.circumstances: dict[int, Circumstances] = {}
         self.bad = BadValues(self.known)
+        self.given_bad: int | None = None
+        """The first op that makes inf or NaN of what it is given from outside of the step."""
+        self._made: set[int] = set()
         self._origins = Origins(model, batches)
         self._given: Sequence[torch.Tensor] = ()
         self._numbers: Sequence[float] = ()
@@ -83,6 +86,7 @@ class ProducerTrace(OpTrace):
         self.bad.after(len(self.ops), base_name(traits.name), before, made[:1] if traits.keeps_the_rest else made)
         super().after(traits, place, parameter, before, made)
         self._origins.after(base_name(traits.name), self._given, made)
+        self._made.update(map(storage_of, made))
         self._given = ()
 
     def added_to_a_gradient(self, given: Sequence[torch.Tensor]) -> None:
@@ -93,6 +97,10 @@ class ProducerTrace(OpTrace):
         """Notes the circumstances of a producer."""
         if seen.produces:
             self.circumstances[len(self.ops) - 1] = self._circumstances(seen, made)
+        elif not seen.output.is_finite and self.given_bad is None:
+            numbers = [] if base_name(seen.op) in FILLS else list(map(torch.tensor, self._numbers))
+            outside = [tensor for tensor in self._given if storage_of(tensor) not in self._made]
+            self.given_bad = len(self.ops) - 1 if any(map(may_be_bad, (*numbers, *outside))) else None
 
     def _circumstances(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> Circumstances:
         name = base_name(seen.op)

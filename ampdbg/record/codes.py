@@ -345,7 +345,7 @@ _ALL = (
         DATA,
         "other",
         "start from finite weights",
-        "Bad weights: parameters or buffers are non-finite before the forward pass of step {step}.",
+        "Bad state: weights, buffers or other values are non-finite before the forward pass of step {step}.",
         fails_in_fp32=True,
     ),
     Code(

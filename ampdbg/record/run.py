@@ -60,7 +60,8 @@ class Producer:
     makes a finite number instead of inf and NaN, as behind a closed ReLU. ``distance`` is set where the op is not
     infinite but far from FP32: the norm of the difference over that of the FP32 result. ``reaches_gradients`` says that
     the loss is finite, and that gradients are not because of it: an op of the forward pass too, whose NaN the loss
-    leaves out and a backward pass takes up.
+    leaves out and a backward pass takes up. ``is_given`` says that inf or NaN is among what it is given, and that no op
+    of the step has made it.
     """
 
     phase: Phase
@@ -83,6 +84,7 @@ class Producer:
     distance: float | None = None
     is_erased: bool = False
     reaches_gradients: bool = False
+    is_given: bool = False
 
     @property
     def site(self) -> OpSite:
@@ -314,8 +316,8 @@ class Step:
     not finite, and None where it was not taken, as of most healthy steps of a long run. ``skipped`` says that an
     optimizer's step was withheld. ``groups_hit`` is how many groups had a non-finite gradient where ``groups`` does not
     list them: only a run's first unhealthy steps do. ``optimizer`` numbers the loop's optimizers, from 0,
-    in the order in which they first step; where several step before one update, it is the first that did. ``others`` is
-    how many steps of other optimizers lie before it.
+    in the order in which they first step; of several that step on the same losses it is the first. ``others`` is how
+    many steps of other optimizers lie before it.
     """
 
     step: Count

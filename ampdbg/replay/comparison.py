@@ -70,7 +70,7 @@ def producers_of(replayed: Replayed, fp32: Replayed, most: int = PRODUCERS_KEPT)
     starts.sort(key=lambda index: index not in chief)
     if replayed is fp32 and not starts:
         # Infinities that were put in by hand, such as masks, become NaN somewhere: a softmax over nothing but -inf.
-        starts = [index for index, seen in enumerate(trace.ops) if seen.makes_nan][:1]
+        starts = [at for at, seen in enumerate(trace.ops) if seen.makes_nan or at == trace.given_bad][:1]
     makers = _Makers(trace.ops, met)
     found: dict[Producer, None] = {}
     kept = Counter[tuple[str, bool, bool]]()
@@ -84,7 +84,7 @@ def producers_of(replayed: Replayed, fp32: Replayed, most: int = PRODUCERS_KEPT)
         if departure is not None and not circumstances.is_constant and circumstances.leaf is None:
             seen, circumstances = departure, Circumstances()
         producer = _producer(seen, met.get(seen.key), circumstances)
-        producer = replace(producer, reaches_gradients=i in reaching)
+        producer = replace(producer, reaches_gradients=i in reaching, is_given=i == trace.given_bad)
         kept[kind] += producer not in found
         found[producer] = None
     return replace(replayed.replay, producers=tuple(found))

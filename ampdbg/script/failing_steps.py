@@ -252,8 +252,8 @@ class FailingSteps:
             self._watcher.log.break_off(value, is_skipped=True)
 
     def _fails(self, why: Why, optimizer: Optimizer | None, loss: torch.Tensor | None = None) -> None:
-        number, scale = self._watcher.log.closed(), self._scale()
         place = 0 if optimizer is None else self._watcher.optimizers.number_of(optimizer)
+        number, scale = self._watcher.log.closed(), self._scale(place)
         is_nan = is_nan_alone(self._watcher.open_step.groups)
         borne = max(
             (step.scale for step in self._watcher.steps if not step.skipped and step.optimizer == place), default=-1.0
@@ -280,11 +280,10 @@ class FailingSteps:
             self._notes.append(NOT_AGAIN.format(number, "loss is" if why == "loss" else "gradients are", why_not))
         return made
 
-    def _scale(self) -> float:
+    def _scale(self, place: int = 0) -> float:
         if self._watcher.open_step.scaler is not None:
             return float(self._watcher.open_step.loss_scale())
-        steps = self._watcher.steps
-        return steps[-1].scale if steps else 1.0
+        return next((step.scale for step in reversed(self._watcher.steps) if step.optimizer == place), 1.0)
 
     def _look(
         self, number: int, why: Why, scale: float, loss: torch.Tensor | None = None, *, is_cut: bool = False
@@ -309,7 +308,7 @@ class FailingSteps:
         if not is_free:
             return None, ""
         whole = live.recorded.reach == "whole"
-        made = live.investigated(self._watcher.steps if whole else ())
+        made = live.investigated(live.before if whole else ())
         if made is None:
             return None, ""  # a signal has come, and the script is not kept waiting
         made = replace(made, loss=loss, is_of_others=is_in_group() and not made.reproduced)
@@ -362,8 +361,8 @@ class FailingSteps:
         if step is None:
             return None, why_not
         scale *= step.own_scale
-        watcher = self._watcher
-        of = next(iter(self._stepping), 0) if watcher.open_step.optimizer is None else watcher.open_step.optimizer
+        watcher, steps = self._watcher, self._watcher.steps
+        of = next((one.optimizer for one in steps if one.step == number), watcher.open_step.optimizer or 0)
         return LiveStep(number, watcher, step, model, device, state, half, scale, why, why_not, of), ""
 
     def _why_not_now(self, model: torch.nn.Module, half: Half | None) -> str:
@@ -387,10 +386,13 @@ class FailingSteps:
     # Captures that were asked for.
 
     def _about_to_step(self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> None:
-        """Captures a step that was asked for, whatever it does; of several turns the last, or the first that fails."""
-        watcher, number = self._watcher, self._watcher.log.closed()
+        """Captures a step that was asked for, whatever it does."""
+        watcher = self._watcher
         place = watcher.optimizers.number_of(optimizer) if optimizer in watcher.optimizers else None
-        self._stepping += [] if place is None else [place]
+        if place is not None:
+            watcher.turn_of(optimizer)
+            self._stepping.append(place)
+        number = watcher.log.closed()
         if watcher.is_paused or number == self._looked_at:
             return
         if self.captures.is_wanted:
@@ -430,7 +432,7 @@ class FailingSteps:
         """Compares a step with FP32; why that shows nothing, or ""."""
         if live.recorded.reach != "whole" or hooks_half_weights(live.model):
             return live.why_no_further or HALF_BY_HOOKS
-        made = live.investigated(self._watcher.steps)
+        made = live.investigated(live.before)
         if made is None:
             return ""  # a signal has come, and the script is not kept waiting
         made = replace(made, loss=self._loss())
@@ -438,8 +440,7 @@ class FailingSteps:
             self._policy.still_compares(live.optimizer)
             return ""  # it is a failing step, and looked at as such
         record = self._watcher.record()
-        own = replace(record, steps=tuple(step for step in record.steps if step.optimizer == live.optimizer))
-        fault = hidden_fault(made, own)
+        fault = hidden_fault(made, replace(record, steps=live.before))
         if fault is not None and fault.is_thrown:
             return THROWN
         if fault is None:
