@@ -418,7 +418,7 @@ def _facts(record: Record) -> Iterator[str]:
 
 def _compared(record: Record) -> Iterator[str]:
     """Which healthy steps were compared with FP32, and how far their gradients are from its; or that none was."""
-    alike = [made for made in record.investigations if agrees_with_fp32(made)]
+    alike = [made for made in record.investigations if agrees_with_fp32(made) or made.choice]
     yield from map(_distance, alike)
     is_half = record.environment.policy != "none" and format_of_config(record.config) is not FLOAT32
     if not alike and record.command == "run" and record.verdict == "healthy" and is_half:
@@ -430,7 +430,8 @@ def _distance(made: Investigation) -> str:
     if distance is None or distance <= AGREEMENT:
         return f"step {made.step} agrees with FP32" + (f" (gradients {share(distance)} apart)" if distance else "")
     by_rounding = ", which rounding explains" * (made.floor is not None)
-    return f"the gradients of step {made.step} differ from FP32's by {share(distance)}{by_rounding}"
+    why = ", by another choice" if made.choice else by_rounding
+    return f"the gradients of step {made.step} differ from FP32's by {share(distance)}{why}"
 
 
 def _facts_of(timeline: Record, record: Record) -> Iterator[str]:
