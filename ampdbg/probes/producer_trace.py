@@ -6,7 +6,7 @@ NaN go from the op that makes them: into nothing, into a NaN, or into the gradie
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from ampdbg.ops import (
 )
 from ampdbg.probes.module_calls import ModulePaths
 from ampdbg.probes.op_trace import KnownMagnitudes, OpPlace, OpSeen, OpTrace, OpTraits, storage_of
-from ampdbg.probes.tensors import NOTHING, Magnitude, float_values, leaves_of, may_be_bad
+from ampdbg.probes.tensors import NOTHING, Magnitude, float_values, leaves_of, may_be_bad, together
 from ampdbg.record.run import Producer
 
 BEYOND_COMPUTING = 1e30
@@ -270,16 +270,63 @@ class Mended(OpTrace):
                 self.known.forget(tensor)
 
 
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """An op with a sample of its output, to be held against another replay's; of whole numbers and masks fingerprints.
+
+    ``taken`` and ``picked`` are the fingerprints of those among its inputs and outputs. ``makers`` are the places, in
+    the trace, of the ops that its inputs come from, ``choosers`` those of what it takes elements by.
+    """
+
+    seen: OpSeen
+    sample: torch.Tensor
+    taken: tuple[int, ...]
+    makers: frozenset[int]
+    choosers: frozenset[int]
+    picked: tuple[int, ...]
+
+
 class SampleTrace(OpTrace):
-    """Notes every op with a sample of its output, to be held against another replay's."""
+    """Notes every op, those that make no floating-point values too, with a sample of its output."""
 
     def __init__(self, model: torch.nn.Module, paths: ModulePaths) -> None:
         super().__init__(model, paths)
-        self.samples: list[torch.Tensor] = []
+        self.sampled: list[Sampled] = []
+        self._made_by: dict[int, int] = {}
+        self._taken: tuple[int, ...] = ()
+        self._makers, self._choosers = frozenset[int](), frozenset[int]()
 
-    def noted(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> None:
-        """Notes the sample."""
-        self.samples.append(_sample(made))
+    def before(self, traits: OpTraits, given: Sequence[torch.Tensor], numbers: Sequence[float]) -> Magnitude:
+        """The magnitude of all inputs together; notes where they come from."""
+        choices = [one for one in given if _is_choice(one)]
+        self._taken, self._makers, self._choosers = _fingerprints(choices), self._of(given), self._of(choices)
+        return super().before(traits, given, numbers)
+
+    def after(
+        self, traits: OpTraits, place: OpPlace, parameter: str, before: Magnitude, made: Sequence[torch.Tensor]
+    ) -> None:
+        """Notes the op and the sample."""
+        super().after(traits, place, parameter, before, made)
+        seen = OpSeen(traits.name, place, before, together(map(self.known.of, made)), parameter)
+        picked = _fingerprints(filter(_is_choice, made))
+        self._made_by |= dict.fromkeys(map(storage_of, made), len(self.sampled))
+        self.sampled.append(Sampled(seen, _sample(made), self._taken, self._makers, self._choosers, picked))
+
+    def _of(self, tensors: Sequence[torch.Tensor]) -> frozenset[int]:
+        return frozenset(self._made_by[key] for key in map(storage_of, tensors) if key in self._made_by)
+
+
+WHOLE = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+
+
+def _is_choice(tensor: torch.Tensor) -> bool:
+    return type(tensor) is torch.Tensor and tensor.dtype in WHOLE
+
+
+def _fingerprints(choices: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    """Of each a number that is another one, but for a rare chance, where any element is."""
+    flat = (one.reshape(-1).long() for one in choices)
+    return tuple(int((one * torch.arange(1, one.numel() + 1, device=one.device)).sum()) for one in flat)
 
 
 def _sample(made: Sequence[torch.Tensor]) -> torch.Tensor:

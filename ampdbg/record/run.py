@@ -97,8 +97,8 @@ class Replay:
     """One replayed step: forward and backward, without the optimizer.
 
     ``dtype`` is what autocast lowers to (``float32`` and ``float64``: none, and half tensors that the code
-    asks for are that wide too), ``scale`` the loss scale. ``rounded`` says that the weights and the batch
-    were rounded to the run's dtype first: how far that is from FP32, of several roundings at most, is the noise floor.
+    asks for are that wide too), ``scale`` the loss scale. ``rounded`` says that the weights were
+    rounded to the run's dtype first: how far that is from FP32, of several roundings at most, is the noise floor.
 
     ``loss`` is unscaled; ``grad_norm`` is the norm of all gradients after unscaling. ``gradients`` and
     ``buffers`` name the parameters whose gradient is not finite, and the buffers that this step made so; ``inf`` and
@@ -136,14 +136,15 @@ class Investigation:
 
     ``low`` is the step as it was, ``fp32`` the step in FP32, and ``wide`` in FP64 where FP32 is not finite, else in
     bfloat16. ``at_lower`` are those at ever lower loss scales, up to the first at which every gradient is finite, and
-    ``floor`` is FP32 on weights and batch rounded to half: what rounding alone changes. ``loss`` is what the step
+    ``floor`` is FP32 on weights rounded to half: what rounding alone changes. ``loss`` is what the step
     itself had; ``reproduced`` of ``tries`` replays as it was went wrong like it. ``continuation`` has the losses of
     FP32 steps on the same batch from the same state. ``first_far`` is the first op whose result is far from FP32's,
-    where the step's is. ``is_of_others`` says that all that this process computed was finite, and what it got from
-    another one was not. ``reach`` is how far the step could be replayed, and ``why_no_further`` the reason where that
-    is not the whole of it. ``weights_grew`` is how many times as large all weights together are in it as when the run
-    began, by their 2-norm. ``batch_largest`` is the largest finite magnitude in the batch's numeric leaves, by leaf,
-    and ``batch_index`` where in the leaf it stands.
+    where the step's is; where that takes other elements than in FP32, as by an index or a mask, it is the ``choice``,
+    and ``first_far`` the op whose rounding decides it. ``is_of_others`` says that all that this process computed
+    was finite, and what it got from another one was not. ``reach`` is how far the step could be replayed, and
+    ``why_no_further`` the reason where that is not the whole of it. ``weights_grew`` is how many times as large all
+    weights together are in it as when the run began, by their 2-norm. ``batch_largest`` is the largest finite
+    magnitude in the batch's numeric leaves, by leaf, and ``batch_index`` where in the leaf it stands.
     """
 
     step: Count
@@ -158,6 +159,7 @@ class Investigation:
     tries: Count = 1
     continuation: tuple[float, ...] = ()
     first_far: Producer | None = None
+    choice: Producer | None = None
     batch_largest: Mapping[str, float] = field(default_factory=dict)
     batch_index: Mapping[str, tuple[Count, ...]] = field(default_factory=dict)
     is_of_others: bool = False

@@ -24,7 +24,7 @@ from ampdbg.probes.tensors import are_weights_spoilt, distinct, float_values, le
 from ampdbg.probes.watch import Watch
 from ampdbg.quantities import number
 from ampdbg.record.run import Investigation, Producer, Replay, Step
-from ampdbg.replay.comparison import Noise, first_far_op, held_against, overflows_on_the_way, producers_of
+from ampdbg.replay.comparison import Noise, departure, held_against, overflows_on_the_way, producers_of
 from ampdbg.replay.replay import FP32, Manner, Replayed, TraceKind, continued_in_fp32, replay_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import ModelState, Snapshot, take_snapshot
@@ -119,12 +119,11 @@ class _Replays:
         if (replay.gradient_distance or 0.0) > GRADIENT_DOUBT:
             floor = floor or noise.floor.replay
         made = Investigation(self._snapshot.step, "end", replay, producers_of(fp32, fp32), floor=floor)
-        is_near = agrees(replay, fp32.replay, floor) and not is_beyond_noise(replay, floor)
+        is_near = agrees(replay, fp32.replay, None) and not is_beyond_noise(replay, floor)
         if floor is None or is_near or overflow_in(made):  # which is why it is far
             return made
         low, fp32 = self._low(traced=SampleTrace), self._fp32(traced=SampleTrace)
-        far = first_far_op(low, fp32, self._replay(ROUNDED, noise.manner, traced=SampleTrace))
-        return replace(made, first_far=far)
+        return replace(made, **departure(low, fp32, self._replay(ROUNDED, noise.manner, traced=SampleTrace)))
 
     def _with_erased(self, low: Replayed, replay: Replay) -> Replay:
         """The replay with those producers marked of which no gradient has anything, up to the first that is none.

@@ -301,7 +301,7 @@ class FailingSteps:
 
     def _tried(self, live: LiveStep) -> tuple[Investigation | None, str]:
         """What replays of a step show, and why they show nothing."""
-        loss, scaler = self._loss(), self._watcher.open_step.scaler
+        loss, scaler = self._loss_of(live), self._watcher.open_step.scaler
         is_free = self._investigates and not hooks_half_weights(live.model)
         if self.captures.are_wanted and (live.recorded.reach == "whole" or is_free):
             self._capture(live, loss, scaler)
@@ -337,6 +337,10 @@ class FailingSteps:
     def _loss(self) -> float:
         losses = self._watcher.open_step.scaled
         return sum(map(float, losses)) if losses else math.nan
+
+    def _loss_of(self, live: LiveStep) -> float:
+        """The same of a step, without the scale that the script itself has put into it."""
+        return self._loss() / live.recorded.own_scale
 
     def _live(
         self, number: int, why: Why, scale: float, loss: torch.Tensor | None, *, is_cut: bool = False
@@ -435,7 +439,7 @@ class FailingSteps:
         made = live.investigated(live.before)
         if made is None:
             return ""  # a signal has come, and the script is not kept waiting
-        made = replace(made, loss=self._loss())
+        made = replace(made, loss=self._loss_of(live))
         if not is_finite(made.low):
             self._policy.still_compares(live.optimizer)
             return ""  # it is a failing step, and looked at as such
