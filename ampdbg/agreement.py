@@ -33,6 +33,10 @@ LOST_ENERGY = 0.1
 SAME_RUN = 1e-2
 """A replay whose loss is further from the step's own than this share did not run the same computation."""
 
+TAKEN = 10
+"""Behind so many steps in a row that an optimizer has taken, the next is compared with FP32: what it hides, such as an
+overflow that erases itself, shows in no loss."""
+
 
 def is_finite(replay: Replay | None) -> TypeGuard[Replay]:
     """There is such a replay, it ran, and its loss and every gradient are finite."""

@@ -219,8 +219,8 @@ class Handover:
 
     ``names`` are the pins as the config takes them, and ``helper`` a Python file that pins them. The patch is
     ``files``, whose paths count from ``folder``, the root of a git repository if ``is_git``; ``units`` are its
-    edits. Where no code could be edited ``refused`` says why, ``FILE:LINES: reason`` each. ``notes`` are remedies
-    other than pins.
+    edits, or without files the patches that failed, with why. Where no code could be edited ``refused`` says why,
+    ``FILE:LINES: reason`` each. ``notes`` are remedies other than pins.
     """
 
     form: Form

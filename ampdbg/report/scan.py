@@ -8,9 +8,10 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import PurePath
 
-from ampdbg.agreement import AGREEMENT, agrees_with_fp32, is_finite
+from ampdbg.agreement import AGREEMENT, TAKEN, agrees_with_fp32, is_finite
 from ampdbg.diagnosis.cause import KEPT_SCALE, WEIGHTS_GREW
 from ampdbg.diagnosis.producers import UNKNOWN
 from ampdbg.diagnosis.scale import UNEXPLAINED, ScaleCourse
@@ -422,7 +423,13 @@ def _compared(record: Record) -> Iterator[str]:
     yield from map(_distance, alike)
     is_half = record.environment.policy != "none" and format_of_config(record.config) is not FLOAT32
     if not alike and record.command == "run" and record.verdict == "healthy" and is_half:
-        yield "no step compared with FP32"
+        rows = (len(list(row)) for one in record.timelines for was, row in groupby(one.steps, _was_taken) if was)
+        few = f": that takes over {TAKEN} steps in a row without a skip" * (max(rows, default=0) <= TAKEN)
+        yield f"no step compared with FP32{few}"
+
+
+def _was_taken(step: Step) -> bool:
+    return not step.skipped
 
 
 def _distance(made: Investigation) -> str:

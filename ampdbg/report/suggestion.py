@@ -39,6 +39,11 @@ OF_THE_PATCH = "ampdbg did not measure the cost of the patch itself, which may b
 MOST_IN_BRIEF = 3
 """So many of the patch's places, and of other remedies, are in a story."""
 
+BY_HAND = (
+    "By hand: put {} and the lines that make its inputs under torch.autocast(device_type=..., enabled=False). Cast "
+    "what these lines read with .float(), and remove their own casts to half."
+)
+
 TOGETHER = "FP32 throughout makes the step healthy: disable autocast around the model and the loss together."
 
 OWN_CAST = (
@@ -89,9 +94,9 @@ def _story(record: Record, handed: Handover) -> Iterator[Section]:
     yield Findings(record.findings, is_brief=True) if handed.pins_nothing else pin_lines(record)
     if _is_by_name(record, handed):
         yield from roots_paragraph(record)
-    if handed.files:
+    if handed.units:
         units = [line(unit.title) for unit in handed.units]
-        yield Paragraph((*units[:MOST_IN_BRIEF], *more(len(units) - MOST_IN_BRIEF)), "The patch")
+        yield Paragraph((*units[:MOST_IN_BRIEF], *more(len(units) - MOST_IN_BRIEF)), _about_units(handed))
     elif handed.refused and record.verification is None and not _is_by_name(record, handed):
         yield Paragraph(tuple(map(line, handed.refused[:MOST_IN_BRIEF])), "Why ampdbg edits no code")
     if record.verification is not None:
@@ -102,13 +107,13 @@ def _story(record: Record, handed: Handover) -> Iterator[Section]:
 def _sections(record: Record, handed: Handover) -> Iterator[Section]:
     yield Findings(record.findings) if handed.pins_nothing else pin_table(record)
     yield from roots_paragraph(record)
-    if handed.files:
+    if handed.units:
         edits = (
             text
             for unit in handed.units
             for text in (line(unit.title), *(line(note, tone="faint", depth=1) for note in unit.notes))
         )
-        yield Paragraph(tuple(edits), EDITS)
+        yield Paragraph(tuple(edits), _about_units(handed))
     elif handed.refused and record.verification is None and not _is_by_name(record, handed):
         yield Paragraph(tuple(map(line, handed.refused)), "Why ampdbg edits no code")
     if record.verification is not None:
@@ -127,9 +132,10 @@ def _sections(record: Record, handed: Handover) -> Iterator[Section]:
 
 def _together(record: Record) -> tuple[str, ...]:
     """What is left where neither pins of modules nor an edit of the lines outside of them is enough."""
-    if not _is_past_search(record):
-        return ()
     root = next(iter(record.findings), None)
+    if not _is_past_search(record):
+        has_failed = record.verification is not None and not record.verification.passed
+        return (BY_HAND.format(place_of(root.source)),) if has_failed and root is not None and root.source else ()
     casts = root is not None and root.phase == "forward" and base_name(root.op) in CASTS
     if root is not None and casts and root.source is not None:
         return (OWN_CAST.format(place_of(root.source)),)
@@ -145,6 +151,10 @@ def _is_past_search(record: Record) -> bool:
 
 def _is_by_name(record: Record, handed: Handover) -> bool:
     return handed.form in ("module", "yaml") and content(record) is not None
+
+
+def _about_units(handed: Handover) -> str:
+    return EDITS if handed.files else "Patches that failed their proofs"
 
 
 def _about_notes(record: Record) -> str:

@@ -20,7 +20,7 @@ from typing import get_args
 import torch
 from torch.optim import Optimizer
 
-from ampdbg.agreement import is_finite
+from ampdbg.agreement import TAKEN, is_finite
 from ampdbg.diagnosis.cause import SKIPS_IN_A_ROW
 from ampdbg.diagnosis.hidden_faults import hidden_fault
 from ampdbg.diagnosis.producers import survivor
@@ -46,10 +46,6 @@ from ampdbg.script.signals import held_signals
 
 SHARE, WAITS = 0.1, 5.0
 """The share of a run's time that it waits for replays of steps whose scale may be settling, beyond so many seconds."""
-
-TAKEN = 10
-"""Behind so many steps in a row that an optimizer has taken, the next is held against FP32: what it hides, such as an
-overflow that erases itself, shows in no loss."""
 
 COMPARISON = 30.0
 """Replays that take so many seconds at most are made of one healthy step of each optimizer, however short the run."""
@@ -77,6 +73,12 @@ THROWN = "its weights or earlier losses have grown as under a learning rate that
 HALF_BY_HOOKS = "hooks give its modules half weights"
 
 NOT_COMPARED = "step {}, which looks healthy, was not compared with FP32: {}"
+
+NOT_ASKED = "--no-investigate allows no replay"
+
+IN_GROUP = "its process trains together with others, which a replay would block"
+
+NO_TIME = "its replays take more of the run's time than ampdbg uses"
 
 MODULES_FINITE = "every module output is finite, and the script's own code after them could not be replayed: {}"
 
@@ -121,11 +123,15 @@ class Policy:
         return is_due and self.is_open(why)
 
     def compares(self, optimizer: int) -> bool:
-        """A step that looks healthy is held against FP32: one of each optimizer that has taken some in a row,
-        where no step has failed for good."""
+        """A step that looks healthy is due to be held against FP32: one of each optimizer that has taken some
+        in a row, where no step has failed for good."""
         is_due = self._taken[optimizer] >= TAKEN and optimizer not in self._compared and not self._tries.get("loss")
-        is_quick = self._expected <= COMPARISON  # whatever other replays have taken: the same run gets the same answer
-        return is_due and self.is_open("end") and (is_quick or self._is_in_time())
+        return is_due and self.is_open("end")
+
+    @property
+    def has_time(self) -> bool:
+        """The replays of a step that is due may be made, whatever others have taken: the same run, the same answer."""
+        return self._expected <= COMPARISON or self._is_in_time()
 
     def comparing(self, optimizer: int) -> contextlib.AbstractContextManager[None]:
         """While a step of an optimizer is held against FP32: no other one is."""
@@ -401,7 +407,7 @@ class FailingSteps:
             return
         if self.captures.is_wanted:
             self._capture_at_once(number, scaler)
-        elif place is not None and self._may_be_compared(place):
+        elif place is not None and self._may_be_compared(place, number):
             self._compare(place, number, scaler)
 
     def _capture_at_once(self, number: int, scaler: torch.amp.GradScaler | None) -> None:
@@ -414,9 +420,14 @@ class FailingSteps:
 
     # One healthy step, compared with FP32.
 
-    def _may_be_compared(self, place: int) -> bool:
-        is_due = self._investigates and self._policy.compares(place) and not is_in_group()
-        return is_due and self._watcher.open_step.is_known_finite()
+    def _may_be_compared(self, place: int, number: int) -> bool:
+        if not (self._policy.compares(place) and self._watcher.open_step.is_known_finite()):
+            return False
+        reasons = ((NOT_ASKED, not self._investigates), (IN_GROUP, is_in_group()), (NO_TIME, not self._policy.has_time))
+        why_not = next((why for why, holds in reasons if holds), "")
+        if why_not:
+            self._not_compared.setdefault(place, NOT_COMPARED.format(number, why_not))
+        return not why_not
 
     def _compare(self, place: int, number: int, scaler: torch.amp.GradScaler | None) -> None:
         """Holds a step that looks healthy against FP32, and captures it where it hides a fault."""
