@@ -109,20 +109,12 @@ def _module_edit(facts: Facts, call: ast.Call) -> Edit | None:
     return replaced(document, loss.func, f"{source[: -len('BCELoss')]}BCEWithLogitsLoss")
 
 
-_HEAD = """
+_IMPORTS = """
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-def train(model, loader, scaler, optimizer):
-    criterion = nn.BCELoss()
-    for x, y in loader:
-        optimizer.zero_grad()
-"""
-_REST = """
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+criterion = nn.BCELoss()
 """
 
 RULE = Rule(
@@ -130,63 +122,47 @@ RULE = Rule(
     ("BCELoss|binary_cross_entropy", "autocast"),
     check,
     invalid=(
-        _HEAD
+        _IMPORTS
         + """
-        with torch.autocast("cuda"):
-            loss = F.binary_cross_entropy(torch.sigmoid(model(x)), y)  # <- misuse-bce
-"""
-        + _REST,
-        _HEAD
-        + """
-        with torch.autocast("cuda"):
-            p = model(x).sigmoid()
-            loss = criterion(p, y)  # <- misuse-bce
-"""
-        + _REST,
-        """
-import torch
-from torch import nn
-import torch.nn.functional as F
+def by_function(model, x, y):
+    with torch.autocast("cuda"):
+        return F.binary_cross_entropy(torch.sigmoid(model(x)), y)  # <- misuse-bce
+
+def by_module(model, x, y):
+    with torch.autocast("cuda"):
+        p = model(x).sigmoid()
+        return criterion(p, y)  # <- misuse-bce
 
 class Net(nn.Module):
     def forward(self, x, y):
         return F.binary_cross_entropy(x, y)  # <- misuse-bce
 
-def train(loader):
-    model = Net().cuda()
-    for x, y in loader:
-        with torch.autocast("cuda"):
-            loss = model(x, y)
+def within_a_module(x, y):
+    net = Net().cuda()
+    with torch.autocast("cuda"):
+        return net(x, y)
 """,
     ),
     valid=(
-        _HEAD
+        _IMPORTS
         + """
-        with torch.autocast("cuda"):
-            logits = model(x)
-        loss = criterion(torch.sigmoid(logits.float()), y)
-"""
-        + _REST,
-        _HEAD
-        + """
-        with torch.autocast("cuda"):
-            logits = model(x)
-            with torch.autocast("cuda", enabled=False):
-                loss = F.binary_cross_entropy(torch.sigmoid(logits.float()), y)
-"""
-        + _REST,
-        _HEAD
-        + """
-        with torch.autocast("cuda"):
-            loss = F.binary_cross_entropy_with_logits(model(x), y)
-"""
-        + _REST,
-        """
-import torch.nn.functional as F
+def behind_the_region(model, x, y):
+    with torch.autocast("cuda"):
+        logits = model(x)
+    return criterion(torch.sigmoid(logits.float()), y)
 
-def train(model, loader):
-    for x, y in loader:
-        F.binary_cross_entropy(model(x).sigmoid(), y).backward()
+def where_it_is_off(model, x, y):
+    with torch.autocast("cuda"):
+        logits = model(x)
+        with torch.autocast("cuda", enabled=False):
+            return F.binary_cross_entropy(torch.sigmoid(logits.float()), y)
+
+def of_logits(model, x, y):
+    with torch.autocast("cuda"):
+        return F.binary_cross_entropy_with_logits(model(x), y)
+
+def without_any(model, x, y):
+    F.binary_cross_entropy(model(x).sigmoid(), y).backward()
 """,
     ),
 )

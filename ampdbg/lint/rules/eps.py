@@ -97,14 +97,11 @@ RULE = Rule(
     invalid=(
         """
 import torch
+from torch import nn
 
 def norm(x):
     x = x.half()
     return x / (x + 1e-8)  # <- eps-underflow
-""",
-        """
-import torch
-from torch import nn
 
 class Head(nn.Module):
     def __init__(self):
@@ -115,26 +112,23 @@ class Head(nn.Module):
         p = self.fc(x).sigmoid()
         return torch.log(p + 1e-12)  # <- eps-underflow
 
-def train(loader, scaler):
+def train(x, scaler):
     head = Head().cuda()
-    for x in loader:
-        with torch.autocast("cuda"):
-            loss = head(x).mean()
-        scaler.scale(loss).backward()
+    with torch.autocast("cuda"):
+        loss = head(x).mean()
+    scaler.scale(loss).backward()
 """,
     ),
     valid=(
         """
-def norm(x):
+def of_any_dtype(x):
     return x / (x + 1e-8)
-""",
-        """
-def norm(x):
+
+def in_float32(x):
     x = x.half()
     return x.float() / (x.float() + 1e-8)
-""",
-        """
-def norm(x):
+
+def within_half(x):
     x = x.half()
     return x / (x + 1e-6)
 """,

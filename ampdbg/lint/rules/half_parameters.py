@@ -94,37 +94,25 @@ def _eps(call: ast.Call) -> float:
     return 1.0 if value is None else value
 
 
-_HEAD = """
-import torch
-
-def train(loader):
-    model = Net().cuda()
-"""
-_LOOP = """
-    for x in loader:
-        optimizer.zero_grad()
-        loss = model(x.half()).float().mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-"""
-
 RULE = Rule(
     (SCALED, EPS),
     (".half()|float16|torch.half", "optim", ".parameters()"),
     check,
     invalid=(
-        _HEAD
-        + """
-    model.half()  # <- misuse-half-parameters
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    scaler = torch.amp.GradScaler("cuda")
-"""
-        + _LOOP,
         """
 import torch
 
-def train(loader):
+def scaled(loader):
+    model = Net().cuda()
+    model.half()  # <- misuse-half-parameters
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(x.half()).float().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+def unscaled(loader):
     model = Net().to("cuda", dtype=torch.float16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # <- optimizer-underflow
     for x in loader:
@@ -133,31 +121,25 @@ def train(loader):
 """,
     ),
     valid=(
-        _HEAD
-        + """
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    scaler = torch.amp.GradScaler("cuda")
-"""
-        + _LOOP.replace("x.half()", "x"),
-        _HEAD
-        + """
+        """
+import torch
+
+def back_in_float32(loader):
+    model = Net().cuda()
     model.half()
     model.float()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     scaler = torch.amp.GradScaler("cuda")
-"""
-        + _LOOP,
-        """
-import torch
+    for x in loader:
+        scaler.scale(model(x).mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
 
-def train(loader):
+def with_a_larger_eps():
     model = Net().half()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
-""",
-        """
-import torch
 
-def train(loader, pure_half):
+def perhaps(pure_half):
     model = Net()
     if pure_half:
         model.half()

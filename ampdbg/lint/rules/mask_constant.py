@@ -92,79 +92,56 @@ def _fix(facts: Facts, owner: ast.expr, value: ast.expr) -> Fix | None:
     return Fix((replaced(facts.document, value, f"torch.finfo({ast.unparse(owner)}.dtype).min"),), ("torch",))
 
 
-_HEAD = """
-import torch
-import torch.nn.functional as F
-
-def attend(q, k, v, mask):
-    scores = q @ k.transpose(-2, -1)
-"""
-_USE = """
-
-def train(q, k, v, mask, scaler):
-    with torch.autocast("cuda"):
-        loss = attend(q, k, v, mask).mean()
-    scaler.scale(loss).backward()
-"""
-
 RULE = Rule(
     (CODE,),
     ("masked_fill",),
     check,
     invalid=(
-        _HEAD
-        + """
-    scores = scores.masked_fill(mask, -1e9)  # <- mask-constant
-    return F.softmax(scores, dim=-1) @ v
-"""
-        + _USE,
-        _HEAD
-        + """
-    scores.masked_fill_(mask == 0, float("-1e30"))  # <- mask-constant
-    return scores.softmax(-1) @ v
-"""
-        + _USE,
-    ),
-    valid=(
-        _HEAD
-        + """
-    scores = scores.masked_fill(mask, torch.finfo(scores.dtype).min)
-    return F.softmax(scores, dim=-1) @ v
-"""
-        + _USE,
-        _HEAD
-        + """
-    scores = scores.masked_fill(mask, -1e4)
-    return F.softmax(scores, dim=-1) @ v
-"""
-        + _USE,
-        _HEAD
-        + """
-    scores = scores.float().masked_fill(mask, -1e9)
-    return F.softmax(scores, dim=-1).to(v.dtype) @ v
-"""
-        + _USE,
-        _HEAD
-        + """
-    scores = scores.masked_fill(mask, float("-inf"))
-    return F.softmax(scores, dim=-1) @ v
-"""
-        + _USE,
-        # No file of the project trains in half.
-        """
-def attend(scores, mask):
-    scores = scores.masked_fill(mask, -1e9)
-    return scores.softmax(-1)
-""",
-        # Labels are no scores.
         """
 import torch
+import torch.nn.functional as F
 
-def loss_of(labels, mask, model):
+def attend(scores, v, mask):
+    scores = scores.masked_fill(mask, -1e9)  # <- mask-constant
+    return F.softmax(scores, dim=-1) @ v
+
+def in_place(scores, v, mask):
+    scores.masked_fill_(mask == 0, float("-1e30"))  # <- mask-constant
+    return scores.softmax(-1) @ v
+
+def train(scores, v, mask):
+    with torch.autocast("cuda"):
+        return attend(scores, v, mask) + in_place(scores, v, mask)
+""",
+    ),
+    valid=(
+        """
+import torch
+import torch.nn.functional as F
+
+def by_its_dtype(scores, v, mask):
+    scores = scores.masked_fill(mask, torch.finfo(scores.dtype).min)
+    return F.softmax(scores, dim=-1) @ v
+
+def within_half(scores, v, mask):
+    scores = scores.masked_fill(mask, -1e4)
+    return F.softmax(scores, dim=-1) @ v
+
+def in_float32(scores, v, mask):
+    scores = scores.float().masked_fill(mask, -1e9)
+    return F.softmax(scores, dim=-1).to(v.dtype) @ v
+
+def infinite(scores, v, mask):
+    scores = scores.masked_fill(mask, float("-inf"))
+    return F.softmax(scores, dim=-1) @ v
+
+def of_labels_which_are_no_scores(labels, mask, model):
     with torch.autocast("cuda"):
         labels = labels.masked_fill(mask, -100000)
         return model(labels)
 """,
+        # No file of the project trains in half.
+        "def attend(scores, mask):\n    scores = scores.masked_fill(mask, -1e9)\n    return scores.softmax(-1)\n",
     ),
     pattern=r"(?s)masked_fill_?\(.{0,160}?(?:-\s*\d+\.?\d*[eE]\+?\d|-\s*\d{5}|\*\*|float\(\s*[\"']-\d)",
 )
