@@ -110,6 +110,14 @@ class ScaleChart:
 
 Section = Table | Paragraph | Snippet | Prose | Findings | ScaleChart
 
+CONTENTS = ("rows", "above", "below", "lines", "markdown", "findings", "steps")
+"""The fields of sections that hold what they show."""
+
+
+def filled(*sections: Section) -> tuple[Section, ...]:
+    """The sections in which something stands, in order."""
+    return tuple(one for one in sections if any(getattr(one, field, ()) for field in CONTENTS))
+
 
 @dataclass(frozen=True)
 class Headline:
@@ -239,6 +247,12 @@ Value = TypeVar("Value")
 def first(*rows: tuple[object, Value]) -> Value:
     """What stands beside the first of conditions that holds."""
     return next(value for holds, value in rows if holds)
+
+
+def next_of(*rows: tuple[object, str, str]) -> NextCommand | None:
+    """Of why and what to type, those beside the first condition that holds; None where none does, or why is empty."""
+    why, command = first(*((holds, (why, command)) for holds, why, command in rows), (True, ("", "")))
+    return NextCommand(why, command) if why else None
 
 
 def with_option(command: str, option: str, value: object) -> str:
