@@ -289,16 +289,18 @@ LEGEND: tuple[tuple[Callable[[Site], bool], str], ...] = (
 )
 
 
-PASSES: Mapping[str, str] = {"forward": "fwd", "backward": "bwd"}
-
-
 def _site_row(site: Site, with_text: bool, is_brief: bool) -> tuple[view.Cell, ...]:
     mark, at = _mark(site), site.source
     call = f" (call {site.call})" * (site.calls > 1 and site.call > 0)
     place = PureWindowsPath(place_of(at)).name if is_brief else place_of(at)
     where = line(" · ".join(filter(None, (f"{view.module(site.module)}{call}", op_name(site.op), place))))
     text = (line(at.text.strip(), tone="faint", is_code=True),) if with_text and at and at.text else ()
-    shown = (line(mark), line(f"{site.headroom_bits:.1f}", tone=mark.tone), number(site.abs_max), PASSES[site.phase])
+    shown = (
+        line(mark),
+        line(f"{site.headroom_bits:.1f}", tone=mark.tone),
+        number(site.abs_max),
+        "fwd" if site.phase == "forward" else "bwd",
+    )
     return (*shown, where) if is_brief else (*shown, Exponents(site.lowest_exponent, site.exponents), (where, *text))
 
 
