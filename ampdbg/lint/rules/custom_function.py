@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ampdbg.lint.document import FUNCTIONS
 from ampdbg.lint.edits import above
@@ -50,10 +51,8 @@ def _is_applied_in_half(facts: Facts, function: ast.ClassDef) -> bool:
 
 def _decorated(facts: Facts, function: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> Edit:
     """The decorator nearest to the function: below @staticmethod."""
-    line = f'@torch.amp.{name}(device_type="cuda")'
-    edit = above(facts.document, function, line)
     start = facts.document.offset(function.lineno, 0)
-    return Edit(start, start, edit.new)
+    return replace(above(facts.document, function, f'@torch.amp.{name}(device_type="cuda")'), start=start, end=start)
 
 
 _CLASS = """

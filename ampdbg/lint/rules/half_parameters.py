@@ -22,9 +22,8 @@ def check(facts: Facts) -> Iterator[RuleHit]:
     for call in document.calls:
         origin = document.call_origin(call)
         parameters = method(argument(call, "params", 0) or call, "parameters")
-        if not facts.is_optimizer(document.target(call) or call) or parameters is None:
-            continue
-        made_half = _made_half(facts, parameters, call)
+        is_of_model = parameters is not None and facts.is_optimizer(document.target(call) or call)
+        made_half = _made_half(facts, parameters, call) if parameters is not None and is_of_model else None
         if made_half is None:
             continue
         if _is_scaled(facts, call):

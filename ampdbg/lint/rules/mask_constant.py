@@ -18,7 +18,6 @@ CODE = "mask-constant"
 MESSAGE = "{value} is beyond what float16 can hold (65504): torch refuses to write it into half scores"
 
 _SOFTMAX = re.compile(r"softmax|logsumexp")
-_KEPT_WIDE = ("float", "double")
 
 
 def check(facts: Facts) -> Iterator[RuleHit]:
@@ -50,24 +49,21 @@ def _is_beyond(size: float) -> bool:
 def _is_wide(facts: Facts, owner: ast.expr) -> bool:
     """The scores are cast to FP32 before: in the expression, or in the name's last assignment."""
     last = facts.document.last_value(owner) if isinstance(owner, ast.Name) else None
-    for value in filter(None, (owner, last)):
-        for node in ast.walk(value):
-            if method(node, *_KEPT_WIDE) is not None:
-                return True
-            if isinstance(node, (ast.Attribute, ast.Name)) and facts.dtype(node) in ("float32", "bfloat16"):
-                return True
-    return False
+    return any(
+        method(node, "float", "double") is not None
+        or (isinstance(node, (ast.Attribute, ast.Name)) and facts.dtype(node) in ("float32", "bfloat16"))
+        for value in filter(None, (owner, last))
+        for node in ast.walk(value)
+    )
 
 
 def _goes_into_softmax(facts: Facts, call: ast.Call) -> bool:
     """A softmax takes the result, by its name or in place."""
     document = facts.document
-    for one in document.around(call):
-        if isinstance(one, ast.Call) and call is not one.func and _SOFTMAX.search(ast.unparse(one.func)):
-            return True
-        if isinstance(one, ast.stmt):
-            break
     statement = document.statement(call)
+    calls = (one for one in document.around(call) if isinstance(one, ast.Call) and document.statement(one) is statement)
+    if any(call is not one.func and _SOFTMAX.search(ast.unparse(one.func)) for one in calls):
+        return True
     target = statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
     if isinstance(statement, ast.Expr):
         target = call.func.value  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 
@@ -21,21 +22,15 @@ def check(facts: Facts) -> Iterator[RuleHit]:
     for loop in facts.document.find(*LOOPS):
         calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call)]
         backward = [call for call in calls if facts.scaler_of(method(call, "backward"))]
-        clears = [call for call in calls if method(call, "zero_grad")] + [
-            node for node in ast.walk(loop) if isinstance(node, ast.Assign) and _clears(node)
-        ]
-        innermost = {facts.document.statement(call) for call in backward if _innermost(facts, call) is loop}
-        if innermost and clears:
+        clears = [node for node in ast.walk(loop) if method(node, "zero_grad") or _sets_gradient(node)]
+        around = (facts.document.nearest(call, *LOOPS) for call in backward)
+        if clears and loop in around:
             yield from _after_taken_steps(facts, loop, clears)
             yield from _left_behind(facts, loop, backward[0], clears)
 
 
-def _clears(node: ast.Assign) -> bool:
-    return any(isinstance(target, ast.Attribute) and target.attr == "grad" for target in node.targets)
-
-
-def _innermost(facts: Facts, node: ast.AST) -> ast.AST | None:
-    return next((one for one in facts.document.around(node) if isinstance(one, LOOPS)), None)
+def _sets_gradient(node: ast.AST) -> bool:
+    return isinstance(node, ast.Assign) and any(getattr(target, "attr", "") == "grad" for target in node.targets)
 
 
 def _after_taken_steps(facts: Facts, loop: ast.AST, clears: Sequence[ast.AST]) -> Iterator[RuleHit]:
@@ -46,15 +41,9 @@ def _after_taken_steps(facts: Facts, loop: ast.AST, clears: Sequence[ast.AST]) -
 
 
 def _on_scale(facts: Facts, node: ast.AST, loop: ast.AST) -> bool:
-    document = facts.document
-    below = node
-    for one in document.around(node):
-        if one is loop:
-            return False
-        if isinstance(one, ast.If) and below in one.body and _asks_for_no_skip(facts, one.test):
-            return True
-        below = one
-    return False
+    inside = list(itertools.takewhile(lambda one: one is not loop, facts.document.around(node)))
+    choices = ((one, below) for below, one in zip([node, *inside], inside, strict=False) if isinstance(one, ast.If))
+    return any(below in one.body and _asks_for_no_skip(facts, one.test) for one, below in choices)
 
 
 def _asks_for_no_skip(facts: Facts, test: ast.expr) -> bool:
@@ -73,28 +62,26 @@ def _left_behind(facts: Facts, loop: ast.AST, backward: ast.AST, clears: Sequenc
     statement = document.statement(backward)
     if statement not in body:
         return
-    place = body.index(statement)
-    if any(_holds(one, clears) for one in body[:place]):
+    before, behind = body[: body.index(statement)], body[body.index(statement) + 1 :]
+    # What is cleared in the branch that leaves is not kept.
+    ends = (one for one in behind if _holds(one, clears) or _leaves(one))
+    end = next(ends, None)
+    if end is None or any(_holds(one, clears) for one in (*before, end)):
         return
-    for at, one in enumerate(body[place + 1 :], start=place + 1):
-        if _holds(one, clears):
-            # What is cleared in the branch that leaves is not kept.
-            return
-        if (
-            isinstance(one, ast.If)
-            and _NOT_FINITE.search(ast.unparse(one.test))
-            and isinstance(one.body[-1], ast.Continue)
-        ):
-            if any(_holds(later, clears) for later in body[at + 1 :]):
-                message = "continue keeps the gradients of this backward pass, and the next pass adds to them"
-                step = "call optimizer.zero_grad() before continue"
-                yield RuleHit(CODE, one.body[-1], message, step)
-            return
+    if any(_holds(later, clears) for later in behind[behind.index(end) + 1 :]):
+        message = "continue keeps the gradients of this backward pass, and the next pass adds to them"
+        leaving = end.body[-1]  # type: ignore[attr-defined]
+        yield RuleHit(CODE, leaving, message, "call optimizer.zero_grad() before continue")
+
+
+def _leaves(statement: ast.stmt) -> bool:
+    """``if loss.isnan(): continue``."""
+    is_asked = isinstance(statement, ast.If) and _NOT_FINITE.search(ast.unparse(statement.test)) is not None
+    return is_asked and isinstance(statement.body[-1], ast.Continue)  # type: ignore[attr-defined]
 
 
 def _holds(statement: ast.stmt, nodes: Sequence[ast.AST]) -> bool:
-    inside = set(ast.walk(statement))
-    return any(node in inside for node in nodes)
+    return not set(nodes).isdisjoint(ast.walk(statement))
 
 
 _CLEAR = "        optimizer.zero_grad()\n"
