@@ -77,17 +77,11 @@ def is_half(facts: Facts, node: ast.AST, depth: int = 4) -> bool:
         return True
     if method(node, "to") is not None:
         return any(facts.dtype(one) == "float16" for one in given(node))
-    if facts.runs_in_half(node) and _is_product(facts, node):
+    is_module = facts.modules.get(document.key(node.func)) in PRODUCT_MODULES
+    if facts.runs_in_half(node) and (is_module or document.call_origin(node) in PRODUCTS):
         return True
     owner = method(node, *KEEPS_DTYPE)
     return owner is not None and all(number(one) is not None for one in node.args) and is_half(facts, owner, depth - 1)
-
-
-def _is_product(facts: Facts, node: ast.Call) -> bool:
-    document = facts.document
-    if document.call_origin(node) in PRODUCTS:
-        return True
-    return facts.modules.get(document.key(node.func)) in PRODUCT_MODULES
 
 
 RULE = Rule(

@@ -39,18 +39,13 @@ def _made_half(facts: Facts, model: ast.expr, before: ast.Call) -> ast.AST | Non
     unit, key = document.unit(before), document.key(model)
     found: ast.AST | None = None
     for call in document.calls:
-        if call.lineno >= before.lineno or document.unit(call) is not unit:
-            continue
         owner = method(call, "half", "float", "to", "bfloat16", "double")
-        if owner is None or not _is_of(facts, owner, key, call):
-            continue
-        name = call.func.attr  # type: ignore[attr-defined]
-        if name == "to":
-            name = next(filter(None, map(facts.dtype, given(call))), "")
-        if name in ("half", "float16"):
-            found = call if _is_unconditional(facts, call, before) else None
-        elif name:
-            found = None
+        is_before = call.lineno < before.lineno and document.unit(call) is unit
+        if owner is not None and is_before and _is_of(facts, owner, key, call):
+            named = ast.unparse(call.func).rpartition(".")[2]
+            name = next(filter(None, map(facts.dtype, given(call))), "") if named == "to" else named
+            is_half = name in ("half", "float16") and _is_unconditional(facts, call, before)
+            found = (call if is_half else None) if name else found
     return found
 
 
