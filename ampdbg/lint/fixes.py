@@ -75,8 +75,9 @@ def applied(document: Document, fixes: Sequence[Fix]) -> str:
     edits = dict.fromkeys(edit for fix in fixes for edit in fix.edits)
     text = _edited(document.text, list(edits))
     needed = {name for fix in fixes for name in fix.imports}
-    missing = [name for name in sorted(needed) if not _is_imported(document, name)]
-    return _with_imports(text, missing) if missing else text
+    imports = (node for node in document.tree.body if isinstance(node, ast.Import))  # type: ignore[attr-defined]
+    bound = {one.name.partition(".")[0] for node in imports for one in node.names if not one.asname}
+    return _with_imports(text, sorted(needed - bound))
 
 
 def _edited(text: str, edits: Sequence[Edit]) -> str:
@@ -87,12 +88,6 @@ def _edited(text: str, edits: Sequence[Edit]) -> str:
         parts += [text[at : edit.start], edit.new]
         at = edit.end
     return "".join([*parts, text[at:]])
-
-
-def _is_imported(document: Document, name: str) -> bool:
-    """The module's own imports bind a name to itself."""
-    imports = (node for node in document.tree.body if isinstance(node, ast.Import))  # type: ignore[attr-defined]
-    return any(alias.name.partition(".")[0] == name and not alias.asname for node in imports for alias in node.names)
 
 
 def _with_imports(text: str, names: Sequence[str]) -> str:

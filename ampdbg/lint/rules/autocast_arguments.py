@@ -85,23 +85,17 @@ RULE = Rule(
     invalid=(
         """
 import torch
+from torch import nn
 
 def norm(x):
     with torch.autocast("cuda", dtype=torch.float32):  # <- misuse-autocast-float32
         return x / x.norm()
-""",
-        """
-import torch
 
 def train(model, loader):
     for x in loader:
         x = x.cuda()
         with torch.autocast("cpu"):  # <- misuse-autocast-device
             model(x).sum()
-""",
-        """
-import torch
-from torch import nn
 
 class Net(nn.Module):
     @torch.autocast  # <- misuse-autocast-decorator

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from textwrap import indent
 
 from ampdbg.lint.edits import above, below, removed, replaced
 from ampdbg.lint.facts import Facts
@@ -47,6 +48,16 @@ def _fix(loop: TrainingLoop, hit: LoopHit) -> Fix | None:
 _LOOP = LOOP + BACKWARD
 _CLIP = "        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
 _UNSCALE = "        scaler.unscale_(optimizer)"
+_WINDOWS = f"""
+import torch
+
+def train(model, loader, every):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    for number, x in enumerate(loader):
+        loss = model(x) / every
+{BACKWARD}"""
+_TAKEN = f"{STEP}        optimizer.zero_grad()\n"
 _WITH_AMP = """
 import torch
 
@@ -114,41 +125,14 @@ def train_one_epoch(model, loader, optimizer, scaler, use_amp):
             model(x).backward()
         optimizer.step()  # <- misuse-bare-step
 """,
-        """
-import torch
-
-def train(model, loader, every):
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    scaler = torch.amp.GradScaler("cuda")
-    for number, x in enumerate(loader):
-        scaler.scale(model(x) / every).backward()
-        scaler.unscale_(optimizer)  # <- misuse-accumulate
-        if (number + 1) % every == 0:
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-""",
+        f"{_WINDOWS}{_UNSCALE}  # <- misuse-accumulate\n        if (number + 1) % every == 0:\n"
+        + indent(_TAKEN, "    "),
         _TWO,
     ),
     valid=(
         f"{_LOOP}{_UNSCALE}\n{_CLIP}\n{STEP}",
         _WITH_AMP,
-        """
-import torch
-
-def train(model, loader, every):
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    scaler = torch.amp.GradScaler("cuda")
-    for number, x in enumerate(loader):
-        scaler.scale(model(x) / every).backward()
-        if (number + 1) % every != 0:
-            continue
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-""",
+        f"{_WINDOWS}        if (number + 1) % every != 0:\n            continue\n{_UNSCALE}\n{_CLIP}\n{_TAKEN}",
         _TWO.replace("        scaler.update()  # <- misuse-many-updates\n", ""),
         # The second step is of another backward pass, as that of sharpness-aware training.
         f"{_LOOP}{STEP}        optimizer.zero_grad()\n        model(x).backward()\n        optimizer.step()\n",
