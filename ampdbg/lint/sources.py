@@ -99,7 +99,8 @@ def _below(given: str, exclude: Sequence[str]) -> Iterator[SourcePath]:
         entries = [entry for entry in entries if not _is_excluded(_shown(entry.path), entry.name, exclude)]
         for entry in entries:
             is_folder, path = os.path.isdir(entry.path), _shown(entry.path)
-            if is_folder and entry.is_symlink() and _is_below(folder, os.path.realpath(entry.path)):
+            target = os.path.realpath(entry.path)
+            if is_folder and entry.is_symlink() and Path(os.path.realpath(folder)).is_relative_to(target):
                 yield SourcePath(path, root, "a link that leads to itself, which ampdbg lint does not follow")
             elif not is_folder and entry.name.endswith(SUFFIXES):
                 yield SourcePath(path, root)
@@ -119,10 +120,6 @@ def _project_around(folder: str) -> str:
 
 def _shown(path: str) -> str:
     return path.removeprefix("./")
-
-
-def _is_below(folder: str, above: str) -> bool:
-    return Path(os.path.realpath(folder)).is_relative_to(above)
 
 
 def _is_excluded(path: str, name: str, exclude: Sequence[str]) -> bool:

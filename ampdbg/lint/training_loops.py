@@ -64,11 +64,13 @@ class TrainingLoop:
 
     def hits(self, of_windows: str) -> Iterator[LoopHit]:
         """The misuses in it that no way through it leaves out; ``of_windows`` is the code of accumulation windows."""
-        named = {text for call in self.calls for text in (*call.about, call.scaler)}
-        if any(text.partition(".")[0] in changed_names(self.node) for text in named):
+        named = {text.partition(".")[0] for call in self.calls for text in (*call.about, call.scaler)}
+        changing = changed_names(self.node)
+        if named & changing:
             return  # one name for several optimizers, one after the other
         try:
-            pairs = list(self._pairs())
+            both = rounds(self.body, self._events, {}, changing)
+            pairs = [(lasting(second.values, changing), first, second) for first, second in both]
         except TooManyWays:
             return
         yield from dict.fromkeys(hit for group in _with_amp(pairs) for hit in self._sure(group, of_windows))
@@ -85,11 +87,6 @@ class TrainingLoop:
         for place, call in enumerate(self.calls):
             found.setdefault(id(call.node), []).append(place)
         return found
-
-    def _pairs(self) -> Iterator[tuple[Values, Way[LoopCall], Way[LoopCall]]]:
-        changing = changed_names(self.node)
-        for first, second in rounds(self.body, self._events, {}, changing):
-            yield lasting(second.values, changing), first, second
 
     def _sure(self, pairs: Sequence[tuple[Way[LoopCall], Way[LoopCall]]], of_windows: str) -> Iterator[LoopHit]:
         """What is wrong whenever the call to blame runs; of an accumulation window, what is wrong at all."""
@@ -181,12 +178,8 @@ def training_loops(facts: Facts) -> Iterator[TrainingLoop]:
         lists, known = _lists(facts, calls), {call.node for call in calls}
         others = (node for node in document.calls if document.unit(node) is unit and node not in known)
         hidden = [LoopCall(node, None) for node in others if _hides(facts, node, helpers, lists)]
-        every = tuple(sorted([*calls, *hidden], key=lambda call: _end(call.node)))
+        every = tuple(sorted([*calls, *hidden], key=lambda call: (call.node.end_lineno, call.node.end_col_offset)))
         yield TrainingLoop(facts, unit, _smallest(document, unit, calls), every)
-
-
-def _end(node: ast.AST) -> tuple[int, int]:
-    return node.end_lineno, node.end_col_offset  # type: ignore[attr-defined]
 
 
 def _smallest(document: Document, unit: ast.AST, calls: Sequence[LoopCall]) -> ast.AST:

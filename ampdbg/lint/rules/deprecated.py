@@ -23,15 +23,19 @@ MOVED: Mapping[str, tuple[str, tuple[str, ...]]] = {
 """What torch.amp has of them: how the device is given, and the names of arguments that were given by their place."""
 
 
+OLD = {f"{home}.{name}" for home in HOMES for name in MOVED}
+
+
 def check(facts: Facts) -> Iterator[RuleHit]:
     """Every use of one; a file that is there for several torches, by ``try`` or ``hasattr``, is left alone."""
     document = facts.document
-    uses = [
-        (node, origin)
-        for node in document.loads()
-        if (origin := _moved(document, node)) and not isinstance(document.parents[node], ast.Attribute)
-    ]
-    calls = [node for node in uses if _is_used(document, node[0])]
+    origins = ((node, document.origin(node)) for node in document.loads())
+    moved = [(node, origin) for node, origin in origins if origin in OLD]
+    uses = [one for one in moved if not isinstance(document.parents[one[0]], ast.Attribute)]
+    # A name that is only passed on does not warn here.
+    decorators = (node for made in document.definitions for node in made.decorator_list)
+    called = {*(call.func for call in document.calls), *decorators}
+    calls = [one for one in uses if one[0] in called]
     nodes = [node for node, _ in uses]
     if not calls or _is_for_several(document, nodes):
         return
@@ -41,19 +45,6 @@ def check(facts: Facts) -> Iterator[RuleHit]:
         device = home.split(".")[1]
         what = f'torch.amp.{name}({MOVED[name][0]}"{device}", ...)'
         yield RuleHit(CODE, node, f"{origin} is deprecated since torch 2.4", f"spell it {what}", fix=fix)
-
-
-def _moved(document: Document, node: ast.expr) -> str:
-    """The old name that an expression is, or ""."""
-    origin = document.origin(node)
-    home, _, name = origin.rpartition(".")
-    return origin if home in HOMES and name in MOVED else ""
-
-
-def _is_used(document: Document, node: ast.expr) -> bool:
-    """It is called, or decorates; a name that is only passed on does not warn here."""
-    parent = document.parents[node]
-    return (isinstance(parent, ast.Call) and parent.func is node) or node in getattr(parent, "decorator_list", ())
 
 
 _ASKS = ("torch.__version__", 'hasattr(torch, "amp', "hasattr(torch.amp", "TORCH_VERSION", "is_torch_greater")

@@ -28,7 +28,7 @@ def check(facts: Facts) -> Iterator[RuleHit]:
             continue
         if _is_scaled(facts, call):
             yield RuleHit(SCALED, made_half)
-        elif origin in ADAMS and not takes_stars(call) and _eps(call) < FLOAT16.underflow_threshold:
+        elif origin in ADAMS and not takes_stars(call) and _is_lost(argument(call, "eps", 3)):
             message = "the optimizer's eps is zero in the parameters' float16: an update of 0/0 is NaN"
             yield RuleHit(EPS, call, message)
 
@@ -44,8 +44,9 @@ def _made_half(facts: Facts, model: ast.expr, before: ast.Call) -> ast.AST | Non
         if owner is not None and is_before and _is_of(facts, owner, key, call):
             named = ast.unparse(call.func).rpartition(".")[2]
             name = next(filter(None, map(facts.dtype, given(call))), "") if named == "to" else named
-            is_half = name in ("half", "float16") and _is_unconditional(facts, call, before)
-            found = (call if is_half else None) if name else found
+            block = document.block(document.statement(call))
+            is_on_every_way = any(one in block for one in (document.statement(before), *document.around(before)))
+            found = (call if name in ("half", "float16") and is_on_every_way else None) if name else found
     return found
 
 
@@ -64,28 +65,19 @@ def _is_of(facts: Facts, owner: ast.AST, key: tuple[object, str], call: ast.Call
     return False
 
 
-def _is_unconditional(facts: Facts, call: ast.Call, before: ast.Call) -> bool:
-    """Every way to the optimizer leads through here."""
-    block = facts.document.block(facts.document.statement(call))
-    return any(one in block for one in [facts.document.statement(before), *facts.document.around(before)])
-
-
 def _is_scaled(facts: Facts, optimizer: ast.Call) -> bool:
     """An enabled scaler steps or unscales the optimizer."""
     document, target = facts.document, facts.document.target(optimizer)
-    calls = [call for call, scaler in facts.scaler_calls("step", "unscale_") if _is_on(facts, scaler)]
-    return target is not None and document.key(target) in [document.key(call.args[0]) for call in calls]
+    key = document.key(target) if target is not None else None
+    by = (scaler for call, scaler in facts.scaler_calls("step", "unscale_") if document.key(call.args[0]) == key)
+    made = map(document.values, by)
+    return any(each and all(isinstance(one, ast.Call) and facts.is_surely_on(one) for one in each) for each in made)
 
 
-def _is_on(facts: Facts, scaler: ast.expr) -> bool:
-    values = facts.document.values(scaler)
-    return bool(values) and all(isinstance(one, ast.Call) and facts.is_surely_on(one) for one in values)
-
-
-def _eps(call: ast.Call) -> float:
-    eps = argument(call, "eps", 3)
+def _is_lost(eps: ast.expr | None) -> bool:
+    """It is zero in float16; so is the one that an optimizer has where none is given."""
     value = number(eps) if eps is not None else DEFAULT_EPS
-    return 1.0 if value is None else value
+    return value is not None and value < FLOAT16.underflow_threshold
 
 
 RULE = Rule(

@@ -31,19 +31,18 @@ def check(facts: Facts) -> Iterator[RuleHit]:
         owner = method(call, "masked_fill", "masked_fill_")
         value = argument(call, "value", 1) if owner is not None else None
         size = number(value)
-        if owner is None or value is None or size is None or not _is_beyond(size):
+        is_beyond = size is not None and -math.inf < size <= -FLOAT16.overflow_threshold
+        if owner is None or value is None or not is_beyond:
             continue
         region = facts.region(call)
         is_off = region is not None and (region.enabled is False or region.dtype in ("bfloat16", "float32"))
         if is_off or _is_wide(facts, owner) or not _goes_into_softmax(facts, call):
             continue
         message = MESSAGE.format(value=document.source(value))
-        fix = _fix(facts, owner, value)
+        instead = replaced(document, value, f"torch.finfo({ast.unparse(owner)}.dtype).min")
+        # Only scores that have a name can be asked for their dtype.
+        fix = Fix((instead,), ("torch",)) if isinstance(owner, (ast.Name, ast.Attribute)) else None
         yield RuleHit(CODE, call, message, fix=fix, in_half_only=not facts.runs_in_half(call))
-
-
-def _is_beyond(size: float) -> bool:
-    return -math.inf < size <= -FLOAT16.overflow_threshold
 
 
 def _is_wide(facts: Facts, owner: ast.expr) -> bool:
@@ -79,13 +78,6 @@ def _goes_into_softmax(facts: Facts, call: ast.Call) -> bool:
         for node in ast.walk(function)
         if not isinstance(node, FUNCTIONS)
     )
-
-
-def _fix(facts: Facts, owner: ast.expr, value: ast.expr) -> Fix | None:
-    """Where the scores have a name to ask for their dtype."""
-    if not isinstance(owner, (ast.Name, ast.Attribute)):
-        return None
-    return Fix((replaced(facts.document, value, f"torch.finfo({ast.unparse(owner)}.dtype).min"),), ("torch",))
 
 
 RULE = Rule(

@@ -19,16 +19,11 @@ def check(facts: Facts) -> Iterator[RuleHit]:
     steps: dict[tuple[object, str], list[ast.Call]] = {}
     for call, scaler in facts.scaler_calls("step"):
         steps.setdefault(document.key(scaler), []).append(call)
+    updated = {ast.unparse(name).rpartition(".")[2] for name in document.owners("update")}
     for key, calls in steps.items():
-        if not _is_updated(facts, key[1]) and not _leaves(facts, key):
-            last = calls[-1]
-            yield RuleHit(CODE, last, fix=_fix(facts, calls))
-
-
-def _is_updated(facts: Facts, scaler: str) -> bool:
-    """By this name, or another that ends alike."""
-    ends = (ast.unparse(name).rpartition(".")[2] for name in facts.document.owners("update"))
-    return scaler.rpartition(".")[2] in ends
+        # By this name, or another that ends alike.
+        if key[1].rpartition(".")[2] not in updated and not _leaves(facts, key):
+            yield RuleHit(CODE, calls[-1], fix=_fix(facts, calls))
 
 
 def _leaves(facts: Facts, key: tuple[object, str]) -> bool:

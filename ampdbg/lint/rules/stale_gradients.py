@@ -14,6 +14,8 @@ from ampdbg.lint.rule import BACKWARD, LOOP, STEP, Rule, RuleHit
 
 CODE = "misuse-stale-gradients"
 
+KEPT = "the code clears the gradients only after a step that was taken; those of a skipped step stay inf"
+
 _NOT_FINITE = re.compile(r"isnan|isinf|isfinite|is_nan|!= loss")
 
 
@@ -25,7 +27,8 @@ def check(facts: Facts) -> Iterator[RuleHit]:
         clears = [node for node in ast.walk(loop) if method(node, "zero_grad") or _sets_gradient(node)]
         around = (facts.document.nearest(call, *LOOPS) for call in backward)
         if clears and loop in around:
-            yield from _after_taken_steps(facts, loop, clears)
+            if all(_after_taken_step(facts, node, loop) for node in clears):
+                yield RuleHit(CODE, clears[0], KEPT)
             yield from _left_behind(facts, loop, backward[0], clears)
 
 
@@ -33,14 +36,8 @@ def _sets_gradient(node: ast.AST) -> bool:
     return isinstance(node, ast.Assign) and any(getattr(target, "attr", "") == "grad" for target in node.targets)
 
 
-def _after_taken_steps(facts: Facts, loop: ast.AST, clears: Sequence[ast.AST]) -> Iterator[RuleHit]:
-    """Every clearing stands under a condition on the scale: not where it fell."""
-    if all(_on_scale(facts, node, loop) for node in clears):
-        message = "the code clears the gradients only after a step that was taken; those of a skipped step stay inf"
-        yield RuleHit(CODE, clears[0], message)
-
-
-def _on_scale(facts: Facts, node: ast.AST, loop: ast.AST) -> bool:
+def _after_taken_step(facts: Facts, node: ast.AST, loop: ast.AST) -> bool:
+    """The node stands under a condition on the scale: not where that fell."""
     inside = list(itertools.takewhile(lambda one: one is not loop, facts.document.around(node)))
     choices = ((one, below) for below, one in zip([node, *inside], inside, strict=False) if isinstance(one, ast.If))
     return any(below in one.body and _asks_for_no_skip(facts, one.test) for one, below in choices)
