@@ -253,7 +253,11 @@ class Document:
             if not isinstance(outer, ast.stmt):
                 continue
             block = self.block(outer)
-            last = next((one for one in reversed(block[: block.index(outer)]) if _assigns(one, name.id)), None)
+            before = reversed(block[: block.index(outer)])
+            stores = ((one, node) for one in before for node in ast.walk(one) if isinstance(node, ast.Name))
+            last = next(
+                (one for one, node in stores if node.id == name.id and not isinstance(node.ctx, ast.Load)), None
+            )
             if last is not None:
                 is_alone = isinstance(last, ast.Assign) and name.id in [getattr(to, "id", "") for to in last.targets]
                 return last.value if is_alone else None  # type: ignore[attr-defined]
@@ -378,11 +382,6 @@ def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.ex
             yield from _pairs(one, its)
     else:
         yield target, value
-
-
-def _assigns(statement: ast.stmt, name: str) -> bool:
-    stored = (node for node in ast.walk(statement) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load))
-    return any(node.id == name for node in stored)
 
 
 def canonical(origin: str) -> str:

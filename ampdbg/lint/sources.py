@@ -98,14 +98,12 @@ def _below(given: str, exclude: Sequence[str]) -> Iterator[SourcePath]:
         root = os.path.abspath(folder) if any(entry.name in MARKS for entry in entries) else root
         entries = [entry for entry in entries if not _is_excluded(_shown(entry.path), entry.name, exclude)]
         for entry in entries:
-            is_folder, path = os.path.isdir(entry.path), _shown(entry.path)
-            target = os.path.realpath(entry.path)
+            is_folder, path, target = os.path.isdir(entry), _shown(entry.path), os.path.realpath(entry)
             if is_folder and entry.is_symlink() and Path(os.path.realpath(folder)).is_relative_to(target):
                 yield SourcePath(path, root, "a link that leads to itself, which ampdbg lint does not follow")
             elif not is_folder and entry.name.endswith(SUFFIXES):
                 yield SourcePath(path, root)
-        below = [path for path in (entry.path for entry in entries) if os.path.isdir(path)]
-        below = [path for path in below if os.path.realpath(path) not in entered]
+        below = [one.path for one in entries if os.path.isdir(one) and os.path.realpath(one) not in entered]
         entered |= set(map(os.path.realpath, below))
         waiting += [(path, root) for path in reversed(below) if not os.path.exists(os.path.join(path, "pyvenv.cfg"))]
 
@@ -158,7 +156,7 @@ def _notebook(content: bytes) -> SourceText:
     """The code cells, each under a comment with its place, so that a fix can be put back into it."""
     try:
         notebook = content.decode("utf-8")
-        cells = [(number, _cell_text(cell)) for number, cell in enumerate(json.loads(notebook)["cells"], start=1)
+        cells = [(number, "".join(cell["source"])) for number, cell in enumerate(json.loads(notebook)["cells"], start=1)
                  if cell["cell_type"] == "code"]  # fmt: skip
     except (ValueError, KeyError, TypeError, RecursionError):
         raise UnreadableSource("is no notebook of version 4") from None
@@ -176,11 +174,6 @@ _HEADS = re.compile(r"^# ampdbg-cell (\d+)\n", re.MULTILINE)
 _STANDS_IN = "pass  # ampdbg-magic "
 _STOOD_IN = re.compile(rf"{_STANDS_IN}([0-9a-f]+)")
 """The line of a cell that stands for one which is IPython's alone."""
-
-
-def _cell_text(cell: dict[str, object]) -> str:
-    lines = cell["source"]
-    return lines if isinstance(lines, str) else "".join(lines)  # type: ignore[arg-type]
 
 
 def content_of(source: SourceText, text: str) -> bytes:

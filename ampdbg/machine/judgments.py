@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal
@@ -213,15 +213,12 @@ def _emulation(machine: Machine) -> Iterator[Judgment]:
         (torch.gpus, "plain", own, "--device cpu emulates"),
         (torch.imported, "good", on_cpu, ""),
     )
-    read, ours = (_counts(torch.op_lists.get(origin, {})) for origin in ("header", "table"))
+    lists = [torch.op_lists.get(origin, {}) for origin in ("header", "table")]
+    read, ours = (f"{counted(sum(map(len, one.values())), 'op')} of {listed(one, most=8)}" * bool(one) for one in lists)
     by_header = f"{read} from torch's own autocast_mode.h; {ours} from ampdbg's tables"
     by_table = f"torch ships no autocast_mode.h that is known; {ours} from ampdbg's tables, as torch 2.13 has them"
     advice = "ampdbg doctor --json names them"
     yield from _of("op lists", (read, "good", by_header, advice), (torch.op_lists, "doubtful", by_table, advice))
-
-
-def _counts(lists: Mapping[str, Sequence[str]]) -> str:
-    return f"{counted(sum(map(len, lists.values())), 'op')} of {listed(lists, most=8)}" if lists else ""
 
 
 JUDGES: tuple[Callable[[Machine], Iterator[Judgment]], ...] = (

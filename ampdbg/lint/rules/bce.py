@@ -23,15 +23,13 @@ def check(facts: Facts) -> Iterator[RuleHit]:
     for call in document.calls:
         made = map(unmoved, document.values(call.func) or [call.func])
         is_module = all(document.call_origin(value) == MODULE for value in made)
-        if (is_module or document.call_origin(call) == FUNCTION) and _runs_under_autocast(facts, call):
+        if not is_module and document.call_origin(call) != FUNCTION:
+            continue
+        region = facts.region(call)
+        is_on = region is not None and region.enabled is True and region.device == "cuda"
+        is_lowered = region is not None and region.dtype in ("float16", "bfloat16")
+        if (is_on and is_lowered) or (region is None and facts.runs_in_half(call)):
             yield RuleHit(CODE, call, fix=_fix(facts, call, is_module=is_module))
-
-
-def _runs_under_autocast(facts: Facts, call: ast.Call) -> bool:
-    region = facts.region(call)
-    if region is None:
-        return facts.runs_in_half(call)
-    return region.enabled is True and region.device == "cuda" and region.dtype in ("float16", "bfloat16")
 
 
 def _fix(facts: Facts, call: ast.Call, *, is_module: bool) -> Fix | None:

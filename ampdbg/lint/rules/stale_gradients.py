@@ -24,16 +24,14 @@ def check(facts: Facts) -> Iterator[RuleHit]:
     for loop in facts.document.find(*LOOPS):
         calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call)]
         backward = [call for call in calls if facts.scaler_of(method(call, "backward"))]
-        clears = [node for node in ast.walk(loop) if method(node, "zero_grad") or _sets_gradient(node)]
+        assigned = ((node, to) for node in ast.walk(loop) if isinstance(node, ast.Assign) for to in node.targets)
+        clears: list[ast.AST] = [call for call in calls if method(call, "zero_grad")]
+        clears += [node for node, to in assigned if isinstance(to, ast.Attribute) and to.attr == "grad"]
         around = (facts.document.nearest(call, *LOOPS) for call in backward)
         if clears and loop in around:
             if all(_after_taken_step(facts, node, loop) for node in clears):
                 yield RuleHit(CODE, clears[0], KEPT)
             yield from _left_behind(facts, loop, backward[0], clears)
-
-
-def _sets_gradient(node: ast.AST) -> bool:
-    return isinstance(node, ast.Assign) and any(getattr(target, "attr", "") == "grad" for target in node.targets)
 
 
 def _after_taken_step(facts: Facts, node: ast.AST, loop: ast.AST) -> bool:
