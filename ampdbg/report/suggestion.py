@@ -41,6 +41,7 @@ from .view import (
     Tone,
     Typed,
     filled,
+    first,
     line,
     more,
     next_of,
@@ -147,13 +148,9 @@ def _cost(record: Record, handed: Handover) -> Iterator[str]:
 
 def _together(record: Record) -> tuple[str, ...]:
     """What is left where neither pins of modules nor an edit of the lines outside of them is enough."""
-    if not _is_past_search(record):
-        return ()
-    root = next(iter(record.findings), None)
-    casts = root is not None and root.phase == "forward" and base_name(root.op) in CASTS
-    if root is not None and casts and root.source is not None:
-        return (OWN_CAST.format(place_of(root.source)),)
-    return (TOGETHER,)
+    roots = (root for root in record.findings[:1] if root.phase == "forward" and base_name(root.op) in CASTS)
+    own = [OWN_CAST.format(place_of(root.source)) for root in roots if root.source is not None]
+    return (*own, TOGETHER)[:1] * _is_past_search(record)
 
 
 def _is_past_search(record: Record) -> bool:
@@ -273,12 +270,12 @@ def applying(handover: Handover, file: str = "") -> str:
 
     git, typed below the root of a repository, silently passes over files outside of this folder.
     """
-    here = Path.cwd().resolve()
-    elsewhere = "" if here == Path(handover.folder) else f" {shlex.quote(os.path.relpath(handover.folder, here))}"
+    here, quoted = Path.cwd().resolve(), shlex.quote(file)
+    elsewhere = "" if here == Path(handover.folder) else shlex.quote(os.path.relpath(handover.folder, here))
     if not handover.is_git:
-        return f"patch -p1{elsewhere and f' -d{elsewhere}'}" + (f" < {shlex.quote(file)}" if file else "")
+        return f"patch -p1{f' -d {elsewhere}' * bool(elsewhere)}{f' < {quoted}' * bool(file)}"
     applied = f" {shlex.quote(os.path.relpath(file, handover.folder))}" if file else ""
-    return f"git{elsewhere and f' -C{elsewhere}'} apply{applied}"
+    return f"git{f' -C {elsewhere}' * bool(elsewhere)} apply{applied}"
 
 
 def warning_of_piping(handover: Handover | None) -> str | None:
@@ -290,17 +287,14 @@ def warning_of_piping(handover: Handover | None) -> str | None:
 
 def diff(record: Record, handover: Handover) -> bytes:
     """A unified diff with the proof as comments above it, as ``git apply`` and ``patch -p1`` take the whole of it."""
-    comments = _commented(
-        [*_kept_in_fp32(record, handover), *_units(handover), *_proof(record), *_taken(record, handover)]
-    )
-    return comments.encode() + b"".join(file.diff.encode(file.encoding) for file in handover.files)
-
-
-def _taken(record: Record, handover: Handover) -> Iterator[str]:
-    """What float32 weights take, and what else there is."""
-    if record.search is None:
-        yield f"{_about_notes(record)}:"
-        yield from (f"  - {note}" for note in handover.notes)
+    comments = [*_kept_in_fp32(record, handover)]
+    comments += [
+        part for unit in handover.units for part in (f"  - {unit.title}", *(f"    {note}" for note in unit.notes))
+    ]
+    comments += _proof(record)
+    if record.search is None:  # what float32 weights take, and what else there is
+        comments += [f"{_about_notes(record)}:", *(f"  - {note}" for note in handover.notes)]
+    return _commented(comments).encode() + b"".join(file.diff.encode(file.encoding) for file in handover.files)
 
 
 def module(record: Record, handover: Handover) -> bytes:
@@ -336,38 +330,28 @@ def _commented(lines: Sequence[str]) -> str:
 
 def _kept_in_fp32(record: Record, handover: Handover) -> Iterator[str]:
     """The pins that the patch covers: what is only tied to one of them it may leave as it is."""
-    if record.search is None:
-        yield f"The script's {' and '.join(record.half_weights)} weights lose part of their updates, which this cures:"
-        return
-    if handover.pins_nothing:
-        yield "Keeps constants within the range of half precision; no module needs FP32:"
-        return
+    stored = " and ".join(record.half_weights)
     covered = {name for unit in handover.units for name in unit.pins} if handover.files else handover.names
     root = next((pin.class_name for pin in record.pins if pin.class_name and not pin.module), "the model")
     names = [in_words(name, root) for name in handover.names if name in covered]
     shown = ", ".join(names) if len(names) <= MANY else f"{len(names)} modules, {names[0]} to {names[-1]}"
-    yield f"Keeps in FP32 under autocast: {shown}." if names else "Keeps in FP32 under autocast:"
-
-
-def _units(handover: Handover) -> Iterator[str]:
-    for unit in handover.units:
-        yield f"  - {unit.title}"
-        yield from (f"    {note}" for note in unit.notes)
+    yield first(
+        (record.search is None, f"The script's {stored} weights lose part of their updates, which this cures:"),
+        (handover.pins_nothing, "Keeps constants within the range of half precision; no module needs FP32:"),
+        (names, f"Keeps in FP32 under autocast: {shown}."),
+        (True, "Keeps in FP32 under autocast:"),
+    )
 
 
 def _proof(record: Record) -> Iterator[str]:
     proof, ran = record.verification, record.environment
-    if proof is None:
-        yield "Not proven: with --no-verify, ampdbg ran nothing with this patch."
-        return
-    if proof.unproven:
-        yield f"Not proven: {proof.unproven}."
-        return
-    emulated = ", CUDA's autocast emulated" if ran.emulated else ""
+    emulated = ", CUDA's autocast emulated" * ran.emulated
     device = ran.device if ran.device == "cpu" else f"{ran.device}: {ran.device_name}"
-    yield f"Proven by ampdbg {ran.ampdbg} (torch {ran.torch}, {device}{emulated}):"
-    for step in proof.steps:
-        yield f"  - {step.name}: {step.detail}" if step.detail else f"  - {step.name}"
+    unproven = proof.unproven if proof else "with --no-verify, ampdbg ran nothing with this patch"
+    steps = proof.steps if proof and not unproven else ()
+    proven = f"Proven by ampdbg {ran.ampdbg} (torch {ran.torch}, {device}{emulated}):"
+    yield f"Not proven: {unproven}." if unproven else proven
+    yield from ("  - " + ": ".join(filter(None, (step.name, step.detail))) for step in steps)
 
 
 FORMS: Mapping[Form, tuple[str, Callable[[Record, Handover], bytes]]] = {

@@ -59,13 +59,14 @@ def draw(page: view.Page, details: Sequence[view.Snippet] = ()) -> str:
     end = "\n\n".join(_end(page))
     room = MOST_CHARACTERS - len(head) - len(end)
     story = page.story or page.sections[:1]
-    folded = [section for section in page.sections if section not in story and not _is_told(section, story)]
+    kinds = (view.Findings,) * any(isinstance(one, view.Findings) for one in story)
+    folded = [section for section in page.sections if section not in story and not isinstance(section, kinds)]
     for at, section in enumerate((*story, *details, *folded)):
         is_open = at < len(story)
-        again = not is_open and any(_title(section) == _title(one) for one in story)
+        again = not is_open and any(view.title(section) == view.title(one) for one in story)
         part = "\n\n".join(_section(section, ", in full" if again else "", is_open=is_open))
         if len(part) + 2 > room:
-            left_out.append("findings" if isinstance(section, view.Findings) else _title(section) or "a table")
+            left_out.append("findings" if isinstance(section, view.Findings) else view.title(section) or "a table")
             continue
         room -= len(part) + 2
         parts.append(part)
@@ -82,14 +83,6 @@ def _end(page: view.Page) -> Iterator[str]:
     footer = [*page.footer, *([f"Record: {page.record_path}"] if page.record_path else [])]
     if footer:
         yield "<sub>" + "<br>".join(map(escaped, footer)) + "</sub>"
-
-
-def _is_told(section: view.Section, story: Sequence[view.Section]) -> bool:
-    return isinstance(section, view.Findings) and any(isinstance(one, view.Findings) for one in story)
-
-
-def _title(section: view.Section) -> str:
-    return "" if isinstance(section, view.Findings) else section.title
 
 
 def _section(section: view.Section, more: str, *, is_open: bool) -> Iterator[str]:
@@ -117,7 +110,10 @@ def _drawn(section: view.Section) -> Iterator[str]:
         case view.Table():
             yield from (_lines(lines) for lines in (section.above,) if lines)
             if section.columns:
-                yield _table(section.columns, section.rows)
+                heads = ["2^-24 … 2^15" if one.kind == "histogram" else escaped(one.heading) for one in section.columns]
+                rule = ["---:" if one.kind in view.RIGHT else "---" for one in section.columns]
+                rows = ([*map(_cell, row)] for row in section.rows)
+                yield "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, rule, *rows))
             yield from (_lines(lines) for lines in (section.below,) if lines)
         case view.Prose():
             yield section.markdown
@@ -127,12 +123,10 @@ def _findings(findings: Sequence[Finding]) -> Iterator[str]:
     """Every finding without a root, with what follows from it as a list."""
     for finding, effects in view.with_effects(findings):
         yield from _finding(finding)
-        if effects:
-            yield "\n".join(
-                f"- {view.conjunction(finding, one)} <code>{escaped(one.code)}</code> at step {one.step}: "
-                f"{escaped(one.message)}"
-                for one in effects
-            )
+        follows = ((view.conjunction(finding, one), one) for one in effects)
+        lines = [f"- {joined} <code>{escaped(one.code)}</code> at step {one.step}: " for joined, one in follows]
+        said = (f"{line}{escaped(one.message)}" for line, one in zip(lines, effects, strict=True))
+        yield from ["\n".join(said)] * bool(effects)
 
 
 def _finding(finding: Finding) -> Iterator[str]:
@@ -165,12 +159,6 @@ def _words(words: view.Words) -> str:
     if words.tone == "name" and said.strip():
         return f"<code>{said}</code>"
     return f"**{said}**" if words.tone == "strong" and said and said == said.strip() else said
-
-
-def _table(columns: Sequence[view.Column], rows: Sequence[Sequence[view.Cell]]) -> str:
-    heads = ["2^-24 … 2^15" if column.kind == "histogram" else escaped(column.heading) for column in columns]
-    rule = ["---:" if column.kind in view.RIGHT else "---" for column in columns]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, rule, *([*map(_cell, row)] for row in rows)))
 
 
 def _cell(cell: view.Cell) -> str:
