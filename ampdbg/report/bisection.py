@@ -66,6 +66,12 @@ class EndedSearch:
         return next((f"step {step}" for step in steps if step is not None), "the failing step")
 
     @property
+    def why_no_pin(self) -> str:
+        """Why FP32 does not help, by the code of the cause."""
+        code = catalogued(self.record.findings[0].code if self.record.findings else "")
+        return code.why_no_pin.format(step=self.step)
+
+    @property
     def holds(self) -> bool:
         """The last trial of the whole set, on the failing step itself, was healthy."""
         own = (trial for trial in reversed(self.record.trials) if not trial.stage.startswith(FURTHER))
@@ -229,11 +235,6 @@ def _nothing_to_pin(ended: EndedSearch) -> str:
     return f"Nothing to pin: no step failed{but}."
 
 
-def _no_pin_helps(ended: EndedSearch) -> str:
-    code = catalogued(ended.record.findings[0].code if ended.record.findings else "")
-    return code.why_no_pin.format(step=ended.step)
-
-
 def _not_in_a_module(ended: EndedSearch) -> str:
     lines = listed(filter(None, (place_of(pin.source) for pin in ended.record.pins)))
     where = f", at {lines}" * bool(lines)
@@ -304,7 +305,7 @@ ENDINGS: Mapping[Outcome, Ending] = {
     "fp32-raises": Ending(
         "doubtful", lambda ended: f"ampdbg tried no pin: the replay of {ended.step} in FP32 raised an error.", REPAIRED
     ),
-    "no-pin-helps": Ending("bad", _no_pin_helps, REPAIRED),
+    "no-pin-helps": Ending("bad", lambda ended: ended.why_no_pin, REPAIRED),
     "not-in-a-module": Ending("bad", _not_in_a_module, has_patch=True),
     "not-reproduced": Ending("doubtful", _not_reproduced, ANOTHER, has_longer_run=True),
     "no-set-helps": Ending(

@@ -48,8 +48,8 @@ def pin_table(record: Record) -> Table:
     for pin in record.pins[:MAX_PINS]:
         # An op on a line goes wrong in many instances of a class alike.
         places = {(pin.reason, site.phase, site.op, site.source) for site in pin.sites[:1]}
-        why = _same_line(pin, record) if places & lines else _why(pin, record)
-        rows.append((_pin(pin), why, *_costs(pin.cost)))
+        costs = (share(pin.cost.flops), share(pin.cost.activations)) if pin.cost is not None else ("-", "-")
+        rows.append((_pin(pin), _why(pin, record, is_repeated=bool(places & lines)), *costs))
         lines |= places
     return Table(_title(record), PIN_COLUMNS, tuple(rows), below=more(len(record.pins) - MAX_PINS))
 
@@ -88,12 +88,15 @@ def _pin(pin: Pin) -> tuple[StyledLine, ...]:
     return (line(name, tone="name"), *(line(text, tone="faint") for text in (kind,) if text))
 
 
-def _why(pin: Pin, record: Record) -> tuple[StyledLine, ...]:
+def _why(pin: Pin, record: Record, *, is_repeated: bool) -> tuple[StyledLine, ...]:
     if not pin.sites and pin.tied:
         return (line(f"tied to {listed(pin.tied)}, and pinned with it", tone="faint"),)
     if not pin.sites:
         return (line("no op of its own fails", tone="faint"), *_without(pin.without))
     site, *others = pin.sites
+    if is_repeated:
+        beside = ", ".join(_against_half(site, format_of_config(record.config)))
+        return (line(": ".join(filter(None, ("the same line", beside)))), *_without(pin.without.partition(": ")[0]))
     code, ops = _what_goes_wrong(pin, record), ""
     if others:
         named = (f"{op_name(one.op)}{f':{one.source.line}' if one.source else ''}" for one in others)
@@ -108,11 +111,6 @@ def _why(pin: Pin, record: Record) -> tuple[StyledLine, ...]:
 
 def _without(what: str) -> tuple[StyledLine, ...]:
     return (line(Words("without it: ", "doubtful"), what),) if what else ()
-
-
-def _same_line(pin: Pin, record: Record) -> tuple[StyledLine, ...]:
-    beside = ", ".join(_against_half(pin.sites[0], format_of_config(record.config)))
-    return (line(": ".join(filter(None, ("the same line", beside)))), *_without(pin.without.partition(": ")[0]))
 
 
 def _site(site: PinSite, pin: Pin, low: FloatFormat) -> Iterator[StyledLine]:
@@ -141,10 +139,6 @@ def _against_half(site: PinSite, low: FloatFormat) -> tuple[str, ...]:
         (size >= NEAR * low.overflow_threshold, (said,)),
         (True, ()),
     )
-
-
-def _costs(cost: PinCost | None) -> tuple[str, str]:
-    return (share(cost.flops), share(cost.activations)) if cost is not None else ("-", "-")
 
 
 def cost_sentence(cost: PinCost, low: FloatFormat, of: str = "The set") -> str:

@@ -125,9 +125,8 @@ def _step(record: Record) -> str:
 
 def _tone(record: Record) -> view.Tone:
     """An overflow that no FP16 run has shown yet is a warning, and no open question."""
-    is_measured = refuted_by(record) is None and record.autocast_error is None
-    overflows = is_measured and bool(_starting(record) or record.findings)
-    is_warning = stopped(record) or (overflows and record.verdict == "inconclusive")
+    is_measured = refuted_by(record) is None and record.autocast_error is None and record.verdict == "inconclusive"
+    is_warning = stopped(record) or (is_measured and (_starting(record) or record.findings))
     return "warning" if is_warning else TONES[record.verdict]
 
 

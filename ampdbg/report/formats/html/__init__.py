@@ -140,11 +140,11 @@ def _sections(
 
 def _cut(section: view.Section, detail: Detail) -> view.Section:
     """The section with as many lines as there is room for."""
-    if isinstance(section, view.Paragraph):
-        left = view.more(len(section.lines) - detail.rows, "line")
-        return replace(section, lines=(*section.lines[: detail.rows], *left))
-    if isinstance(section, view.Snippet) and len(section.lines) > detail.lines:
-        return replace(section, lines=(*section.lines[: detail.lines], "…"))
+    match section:
+        case view.Paragraph(lines=lines):
+            return replace(section, lines=(*lines[: detail.rows], *view.more(len(lines) - detail.rows, "line")))
+        case view.Snippet(lines=lines) if len(lines) > detail.lines:
+            return replace(section, lines=(*lines[: detail.lines], "…"))
     return section
 
 
