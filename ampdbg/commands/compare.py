@@ -61,51 +61,25 @@ def command(
     from ampdbg.diagnosis.comparison import Comparison  # 30 ms that `ampdbg --help` need not wait for
 
     compared = Comparison(read_record(then), read_record(now), within)
-    _check(compared, then, now)
-    write_result(in_form(FORMATS[format_](compared, str(then), str(now), verbose), format_), sys.stdout)
+    ran, other = compared.then.command, compared.now.command
+    if ran != other:  # two commands find different things in one code
+        raise RecordError(
+            f"{then} comes from ampdbg {ran} and {now} from ampdbg {other}; compare takes two records of the same "
+            "command"
+        )
+    write_result(in_form(_written(compared, (str(then), str(now)), format_, verbose), format_), sys.stdout)
     return EXIT_FOUND if compared.is_worse else EXIT_HEALTHY
 
 
-def _check(compared: Comparison, then: Path, now: Path) -> None:
-    """Refuses what says nothing: two commands find different things in one code."""
-    ran = [record.command for record in (compared.then, compared.now)]
-    if ran[0] != ran[1]:
-        raise RecordError(
-            f"{then} comes from ampdbg {ran[0]} and {now} from ampdbg {ran[1]}; compare takes two records of the "
-            "same command"
-        )
+def _written(compared: Comparison, names: tuple[str, str], format_: ComparisonFormat, verbose: bool) -> str:
+    from ampdbg.report.comparison import data, page  # `ampdbg --help` need not wait for the pages
+    from ampdbg.report.formats import markdown, sarif, text
 
-
-def _text(compared: Comparison, then: str, now: str, verbose: bool) -> str:
-    from ampdbg.report.comparison import page
-    from ampdbg.report.formats.text import draw
-
-    return draw(harmless(page(compared, then, now), str(Path.cwd())), look_of(sys.stdout), is_brief=not verbose)
-
-
-def _json(compared: Comparison, then: str, now: str, verbose: bool) -> str:
-    from ampdbg.report.comparison import data
-
-    return json.dumps(strict(data(compared, then, now)), indent=1, allow_nan=False) + "\n"
-
-
-def _markdown(compared: Comparison, then: str, now: str, verbose: bool) -> str:
-    from ampdbg.report.comparison import page
-    from ampdbg.report.formats.markdown import draw
-
-    return draw(harmless(page(compared, then, now), str(Path.cwd())))
-
-
-def _sarif(compared: Comparison, then: str, now: str, verbose: bool) -> str:
-    from ampdbg.report.formats import sarif
-
-    new = replace(compared.now, findings=compared.appeared)
-    return sarif.to_json(sarif.log(list(sarif.alerts(new)), str(Path.cwd())))
-
-
-FORMATS: dict[ComparisonFormat, Callable[[Comparison, str, str, bool], str]] = {
-    "text": _text,
-    "json": _json,
-    "markdown": _markdown,
-    "sarif": _sarif,
-}
+    shown, new = harmless(page(compared, *names), str(Path.cwd())), replace(compared.now, findings=compared.appeared)
+    writers: dict[ComparisonFormat, Callable[[], str]] = {
+        "text": lambda: text.draw(shown, look_of(sys.stdout), is_brief=not verbose),
+        "json": lambda: json.dumps(strict(data(compared, *names)), indent=1, allow_nan=False) + "\n",
+        "markdown": lambda: markdown.draw(shown),
+        "sarif": lambda: sarif.to_json(sarif.log(list(sarif.alerts(new)), str(Path.cwd()))),
+    }
+    return writers[format_]()

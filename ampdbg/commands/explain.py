@@ -37,21 +37,16 @@ def command(
     debug: options.Debug = False,
 ) -> int:
     """Explain a finding: meaning, decision, remedy."""
-    text = _as_json(code) if as_json else as_text(code, look_of(sys.stdout))
-    write_result(text, sys.stdout)
+    entries = explanations() if code is None else (explanation(code),)
+    data = list(map(asdict, entries)) if code is None else asdict(entries[0])
+    write_result(json.dumps(data, indent=2) + "\n" if as_json else as_text(code, look_of(sys.stdout)), sys.stdout)
     return EXIT_HEALTHY
-
-
-def _as_json(code: str | None) -> str:
-    seen = [asdict(entry) for entry in explanations()] if code is None else asdict(explanation(code))
-    return json.dumps(seen, indent=2) + "\n"
 
 
 def as_text(code: str | None, look: Look) -> str:
     """The explanation of a code, or the list of all."""
-    entries = explanations() if code is None else (explanation(code),)
     from ampdbg.report.formats.text import draw
 
     if code is None:
-        return draw(listing_page(entries), look)
-    return draw(explanation_page(entries[0]), replace(look, width=min(look.width, TEXT_WIDTH)))
+        return draw(listing_page(explanations()), look)
+    return draw(explanation_page(explanation(code)), replace(look, width=min(look.width, TEXT_WIDTH)))

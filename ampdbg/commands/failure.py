@@ -17,7 +17,7 @@ from ampdbg.escapes import printable
 from ampdbg.record.run import Record
 
 from .interrupts import INTERRUPTED, interruptible
-from .output import WRITTEN, failure_of_page, save, say, typed_as
+from .output import WRITTEN, failure_of_page, save, say, say_what_is_missing, typed_as
 
 
 def guarded(command: Callable[..., int], *, takes_signals: bool = True) -> Callable[..., None]:
@@ -77,10 +77,7 @@ def _keep(error: AmpdbgError, options: Mapping[str, Any]) -> None:
     saved = save(error.record, options.get("record"))
     typed = typed_as(shlex.quote(str(options.get("config") or "CONFIG")), saved.path)
     no_page = failure_of_page(error.record, typed, options.get("html"))
-    if no_page is not None:
-        say(f"warning: no page was written: {no_page}; choose another place with --html FILE")
-    if saved.failure is not None:
-        say(f"warning: no record was written: {saved.failure}; choose another place with --record FILE")
+    say_what_is_missing(saved, no_page)
     if saved.handed_over is not None:
         say(f"the patch is in {shlex.quote(str(saved.handed_over))}")
     if saved.path is not None:

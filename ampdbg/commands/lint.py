@@ -15,9 +15,10 @@ from . import options
 from .output import look_of, say, write_result
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ampdbg.lint.engine import Linted, LintedFile
+    from ampdbg.patch.file_edits import FileEdit
 
 Codes = Annotated[
     list[str] | None, typer.Option("--select", metavar="CODE", help="Only these codes or prefixes. Repeatable.")
@@ -52,12 +53,15 @@ def command(
     settings = read_settings(paths, _codes(select), _codes(ignore))
     found = engine.lint(paths, settings)
     if diff:
-        return _show_diff(engine.fix(found, settings))
-    written: list[LintedFile] = []
-    if fix:
-        written = _write(engine.fix(found, settings))
+        return _show_diff(_edits(engine.fix(found, settings)))
+    edits: list[FileEdit] = []
+    if fix:  # all of them or none: a hook runs over files with changes that are not committed, and --diff looks first
+        from ampdbg.patch.file_edits import write_edits
+
+        edits = _edits(engine.fix(found, settings))
+        write_edits(edits, force=True)
         found = engine.lint(paths, settings)
-    write_result(_text(found, paths, format_, len(written)), sys.stdout)
+    write_result(_text(found, paths, format_, len(edits)), sys.stdout)
     return exit_code(found)
 
 
@@ -73,47 +77,35 @@ def _codes(given: Sequence[str] | None) -> list[str]:
     return [code for one in given or () for code in one.split(",")]
 
 
-def _show_diff(files: Sequence[LintedFile]) -> int:
-    """The diffs on stdout; 1 where there is one."""
-    from ampdbg.patch.file_edits import FileEdit, base_folder, unified_diff
+def _edits(files: Sequence[LintedFile]) -> list[FileEdit]:
+    """What a fix changes; why another file could not be fixed is said."""
+    from ampdbg.patch.file_edits import FileEdit
 
-    edits = [FileEdit(Path(file.path), file.before, file.after) for file in _changed(files) if file.after is not None]
-    if not edits:
-        return EXIT_HEALTHY
-    base, _ = base_folder(edits, Path.cwd())
-    for edit in edits:
-        path = PurePosixPath(edit.path.resolve().relative_to(base).as_posix())
-        write_result(unified_diff(path, edit.before, edit.after), sys.stdout)
-    return EXIT_FOUND
-
-
-def _changed(files: Sequence[LintedFile]) -> list[LintedFile]:
-    """Those that a fix changes; why another could not be is said."""
     for file in files:
         if file.problem:
             say(f"warning: {file.path} {file.problem}")
-    return [file for file in files if file.after is not None]
+    return [FileEdit(Path(file.path), file.before, file.after) for file in files if file.after is not None]
 
 
-def _write(files: Sequence[LintedFile]) -> list[LintedFile]:
-    """All of them or none: a hook runs over files with changes that are not committed, and --diff looks first."""
-    from ampdbg.patch.file_edits import FileEdit, write_edits
+def _show_diff(edits: Sequence[FileEdit]) -> int:
+    """The diffs on stdout; 1 where there is one."""
+    from ampdbg.patch.file_edits import base_folder, unified_diff
 
-    changed = _changed(files)
-    edits = [FileEdit(Path(file.path), file.before, file.after) for file in changed if file.after is not None]
-    write_edits(edits, force=True)
-    return changed
+    base, _ = base_folder(edits, Path.cwd()) if edits else (Path(), False)
+    for edit in edits:
+        path = PurePosixPath(edit.path.resolve().relative_to(base).as_posix())
+        write_result(unified_diff(path, edit.before, edit.after), sys.stdout)
+    return EXIT_FOUND if edits else EXIT_HEALTHY
 
 
 def _text(found: Linted, paths: Sequence[str], format_: str, fixed: int) -> str:
     from ampdbg.report import lint as report
-
-    if format_ == "json":
-        return report.as_json(found)
-    if format_ == "github":
-        return report.as_annotations(found)
-    if format_ == "sarif":
-        return report.as_sarif(found, str(Path.cwd()))
     from ampdbg.report.formats.text import draw
 
-    return draw(report.page(found, shlex.join(paths), fixed), look_of(sys.stdout))
+    writers: dict[str, Callable[[], str]] = {
+        "text": lambda: draw(report.page(found, shlex.join(paths), fixed), look_of(sys.stdout)),
+        "json": lambda: report.as_json(found),
+        "github": lambda: report.as_annotations(found),
+        "sarif": lambda: report.as_sarif(found, str(Path.cwd())),
+    }
+    return writers[format_]()

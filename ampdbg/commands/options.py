@@ -47,18 +47,20 @@ _CALLED: Mapping[Content, str] = {
 }
 
 
-def check_place(option: str, path: Path, content: Content, **others: Path | None) -> None:
+def check_place(option: str, path: Path | None, content: Content, **others: Path | None) -> None:
     """Refuses, before anything is run, a place where writing would wait for ever or lose what the user has there.
 
     Args:
         option: as it is typed, for the message.
-        path: what was given to it.
+        path: what was given to it, if anything.
         content: what it writes.
         others: files that it must leave alone whatever they hold, by what they are.
 
     Raises:
         ConfigError: it is such a place.
     """
+    if path is None:
+        return
     if what_is_there := obstacle(path):
         raise ConfigError(f"{option} {path} is {what_is_there}; allowed: a file, or /dev/stdout")
     real = Path(os.path.realpath(path))  # a pipe that is stdout has no path of its own
@@ -88,15 +90,13 @@ def _is_free(path: Path, content: Content) -> bool:
 
 
 def _checked_record(value: Path | None) -> Path | None:
-    if value is not None:
-        check_place("--record", value, "record")
+    check_place("--record", value, "record")
     return value
 
 
 def check_page(path: Path | None, **others: Path | None) -> None:
     """Of a page that was asked for, as :func:`check_place`."""
-    if path is not None:
-        check_place("--html", path, "html", **others)
+    check_place("--html", path, "html", **others)
 
 
 CONFIG_OR_RECORD = "A YAML config, or a record whose config to use; by default ampdbg.yaml."

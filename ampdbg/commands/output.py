@@ -228,6 +228,13 @@ def failure_of_page(record: Record, typed: Typed, file: Path | None) -> RecordEr
     return None
 
 
+def say_what_is_missing(saved: Saved, no_page: RecordError | None) -> None:
+    """A warning of each file that was asked for, and could not be written."""
+    for what, option, failure in (("page", "html", no_page), ("record", "record", saved.failure)):
+        if failure is not None:
+            say(f"warning: no {what} was written: {failure}; choose another place with --{option} FILE")
+
+
 def show(
     record: Record,
     given: Given,

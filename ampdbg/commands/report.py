@@ -70,8 +70,7 @@ def command(
 ) -> int:
     """Show a record again, in any format."""
     path = record or latest_record()
-    if output is not None:
-        options.check_place("--output", output, CONTENTS[format], record=path, latest_record=LATEST)
+    options.check_place("--output", output, CONTENTS[format], record=path, latest_record=LATEST)
     shown = api.read(path)
     look = look_of(sys.stdout) if output is None else PLAIN
     typed = replace(typed_as(_run_again(shown, path), path), is_record=True, verbose=verbose)

@@ -30,7 +30,7 @@ from ampdbg.report.view import Typed
 from ampdbg.source.ownership import loaded_files
 
 from . import options
-from .output import failure_of_page, look_of, save, say, typed_as
+from .output import failure_of_page, look_of, save, say, say_what_is_missing, typed_as
 from .scan import FailOn, exit_code
 from .source_findings import say_source_findings
 
@@ -122,10 +122,7 @@ def command(
             if not quiet:
                 _show_report(seen, typed)
                 _say_misplaced(failed, command_typed, is_module=is_module)
-            if saved.failure is not None:
-                say(f"warning: no record was written: {saved.failure}; choose another place with --record FILE")
-            if no_page is not None:
-                say(f"warning: no page was written: {no_page}; choose another place with --html FILE")
+            say_what_is_missing(saved, no_page)
 
     if not watch:
         return api.run_unwatched(script, arguments or (), is_module=is_module, emulate=emulate)
@@ -168,12 +165,10 @@ def _code(seen: Record, fail_on: FailOn | None) -> int:
 
 def _say_misplaced(options: list[str], script: str, *, is_module: bool) -> None:
     """Of a script that has failed: which of its options ampdbg would have understood before its name."""
+    given, before = shlex.join(options), "-m " * is_module
+    typed = f"ampdbg run {given} {before}{script}"
     if options:
-        given, before = shlex.join(options), "-m " if is_module else ""
-        say(
-            f"{given} follows the script, so the script got it. To give it to ampdbg: ampdbg run {given} "
-            f"{before}{script}"
-        )
+        say(f"{given} follows the script, so the script got it. To give it to ampdbg: {typed}")
 
 
 def _parted(arguments: Sequence[str], context: typer.Context) -> tuple[list[str], list[str]]:
@@ -214,21 +209,18 @@ def _check_places(record: Path | None, html: Path | None, log: Path | None, *, s
     Raises:
         ConfigError: something of the user's is there.
     """
-    if record is not None:
-        options.check_place("--record", record, "record")
+    options.check_place("--record", record, "record")
     options.check_page(html, record=record, script=script)
-    if log is not None:
-        options.check_place("--log", log, "log", record=record, page=html, script=script)
+    options.check_place("--log", log, "log", record=record, page=html, script=script)
 
 
 def _show_report(seen: Record, typed: Typed) -> None:
     """The report; of several processes only the first prints it, and each other prints a line per finding."""
     if _rank(seen) == 0:
         say(written(seen, typed, look_of(sys.stderr), "text").rstrip("\n"))
-    elif seen.findings:
-        found = seen.findings[0]
-        where = f" in {printable(found.module)}" if found.module else ""
-        report = f": ampdbg report {typed.record_path}" if typed.record_path else ""
+    for found in seen.findings[:1] if _rank(seen) else ():
+        where = f" in {printable(found.module)}" * bool(found.module)
+        report = f": ampdbg report {typed.record_path}" * bool(typed.record_path)
         say(f"rank {_rank(seen)} found {found.code}{where} at step {found.step}{report}")
 
 
@@ -246,19 +238,20 @@ class _Said(Observer):
         self._said, self._stderr, self._is_quiet = -1, stderr, is_quiet
 
     def warned(self, text: str) -> None:
-        with redirect_stderr(self._stderr):
-            say(f"warning: {text}")
+        self._say(f"warning: {text}", is_quiet=False)
 
     def replay(self, step: int, doing: str) -> None:
-        if step != self._said and not self._is_quiet:
-            self._said = step
-            with redirect_stderr(self._stderr):
-                say(f"step {step} is not finite; the script waits while ampdbg replays it, also in FP32")
+        if step != self._said:
+            self._say(f"step {step} is not finite; the script waits while ampdbg replays it, also in FP32")
+        self._said = step
 
     def ended_in(self, step: int) -> None:
-        if not self._is_quiet:
+        self._say(f"the script ended in step {step}; ampdbg replays that step now, also in FP32")
+
+    def _say(self, text: str, *, is_quiet: bool | None = None) -> None:
+        if not (self._is_quiet if is_quiet is None else is_quiet):
             with redirect_stderr(self._stderr):
-                say(f"the script ended in step {step}; ampdbg replays that step now, also in FP32")
+                say(text)
 
 
 @contextlib.contextmanager

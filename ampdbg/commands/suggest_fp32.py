@@ -51,8 +51,8 @@ def command(
     Try: ampdbg suggest-fp32 CONFIG | git apply
     """
     _check(format_, module, apply=apply)
+    options.check_place("--output", output, format_, config=config, record=run.record)
     if output is not None:
-        options.check_place("--output", output, format_, config=config, record=run.record)
         from ampdbg.patch.file_edits import check_writable  # `ampdbg --help` need not wait for it
 
         check_writable(output)

@@ -29,16 +29,7 @@ ENDINGS: Mapping[type[ast.stmt], BranchEnd] = {
 MOST_WAYS = 128
 """Where there are more, the code is left alone."""
 
-_SAME_EACH_ROUND = (
-    "is_enabled",
-    "isinstance",
-    "hasattr",
-    "len",
-    "getattr",
-    "get_rank",
-    "is_main_process",
-    "is_available",
-)
+_SAME_EACH_ROUND = frozenset("is_enabled isinstance hasattr len getattr get_rank is_main_process is_available".split())
 
 
 class TooManyWays(Exception):  # noqa: N818 - no error of the user's
@@ -67,24 +58,18 @@ def ways(statements: Sequence[ast.stmt], events_of: EventsOf[EventT], values: Va
     """
     found: list[Way[EventT]] = [Way((), values)]
     for statement in statements:
-        going = [way for way in found if not way.ending]
         ended = [way for way in found if way.ending]
         found = ended + [
             Way(way.events + after.events, after.values, after.ending)
-            for way in going
+            for way in found
+            if not way.ending
             for after in _through(statement, events_of, way.values)
         ]
-        found = _distinct(found)
+        if len(found) > 1:  # a long way costs as much to compare as it has events
+            found = list({(way.events, tuple(sorted(way.values.items())), way.ending): way for way in found}.values())
+        if len(found) > MOST_WAYS:
+            raise TooManyWays
     return found
-
-
-def _distinct(found: list[Way[EventT]]) -> list[Way[EventT]]:
-    if len(found) < 2:  # a long way costs as much to compare as it has events
-        return found
-    unique = {(way.events, tuple(sorted(way.values.items())), way.ending): way for way in found}
-    if len(unique) > MOST_WAYS:
-        raise TooManyWays
-    return list(unique.values())
 
 
 def _through(statement: ast.stmt, events_of: EventsOf[EventT], values: Values) -> Iterator[Way[EventT]]:
@@ -158,13 +143,10 @@ def lasting(values: Values, changing: frozenset[str]) -> dict[str, bool]:
 
 def is_lasting(condition: str, changing: frozenset[str]) -> bool:
     """A condition depends on nothing that a loop assigns, and calls nothing whose answer may change."""
-    tree = ast.parse(condition, mode="eval")
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Name, ast.Attribute)) and ast.unparse(node) in changing:
-            return False
-        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] not in _SAME_EACH_ROUND:
-            return False
-    return True
+    nodes = list(ast.walk(ast.parse(condition, mode="eval")))
+    named = {ast.unparse(node) for node in nodes if isinstance(node, (ast.Name, ast.Attribute))}
+    called = {ast.unparse(node.func).rpartition(".")[2] for node in nodes if isinstance(node, ast.Call)}
+    return named.isdisjoint(changing) and called <= _SAME_EACH_ROUND
 
 
 def changed_names(loop: ast.AST) -> frozenset[str]:

@@ -103,15 +103,17 @@ class Document:
         while (above := self.parents.get(node)) is not None:
             yield (node := above)
 
+    def nearest(self, node: ast.AST, *kinds: type[_Node]) -> _Node | None:
+        """The innermost node of these kinds around one."""
+        return next((one for one in self.around(node) if isinstance(one, kinds)), None)
+
     def statement(self, node: ast.AST) -> ast.stmt:
         """The statement that a node is part of, or is."""
-        return (
-            node if isinstance(node, ast.stmt) else next(one for one in self.around(node) if isinstance(one, ast.stmt))
-        )
+        return next(one for one in (node, *self.around(node)) if isinstance(one, ast.stmt))
 
     def function(self, node: ast.AST) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
         """The innermost function around a node."""
-        return next((one for one in self.around(node) if isinstance(one, FUNCTIONS)), None)
+        return self.nearest(node, ast.FunctionDef, ast.AsyncFunctionDef)  # type: ignore[return-value]
 
     def unit(self, node: ast.AST) -> ast.AST:
         """The innermost function around a node, else the module."""
@@ -119,7 +121,7 @@ class Document:
 
     def class_of(self, node: ast.AST) -> ast.ClassDef | None:
         """The innermost class around a node."""
-        return next((one for one in self.around(node) if isinstance(one, ast.ClassDef)), None)
+        return self.nearest(node, ast.ClassDef)
 
     def block(self, statement: ast.stmt) -> Sequence[ast.stmt]:
         """The statements among which one stands."""
@@ -251,11 +253,14 @@ class Document:
             if not isinstance(outer, ast.stmt):
                 continue
             block = self.block(outer)
-            for one in reversed(block[: block.index(outer)]):
-                if _assigns(one, name.id):
-                    if isinstance(one, ast.Assign) and name.id in [getattr(to, "id", "") for to in one.targets]:
-                        return one.value
-                    return None
+            before = reversed(block[: block.index(outer)])
+            stores = ((one, node) for one in before for node in ast.walk(one) if isinstance(node, ast.Name))
+            last = next(
+                (one for one, node in stores if node.id == name.id and not isinstance(node.ctx, ast.Load)), None
+            )
+            if last is not None:
+                is_alone = isinstance(last, ast.Assign) and name.id in [getattr(to, "id", "") for to in last.targets]
+                return last.value if is_alone else None  # type: ignore[attr-defined]
         return None
 
     # Where it stands
@@ -377,11 +382,6 @@ def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.ex
             yield from _pairs(one, its)
     else:
         yield target, value
-
-
-def _assigns(statement: ast.stmt, name: str) -> bool:
-    stored = (node for node in ast.walk(statement) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load))
-    return any(node.id == name for node in stored)
 
 
 def canonical(origin: str) -> str:

@@ -94,15 +94,11 @@ def lint(paths: Sequence[str], settings: Settings) -> Linted:
         )
     files = _each(below, partial(lint_file, settings=settings))
     roots = {file.root for file in files if file.uses_half}
-    found = [
-        finding
-        for file in files
-        for finding in sorted(
-            (*file.findings, *(file.in_half_only if file.root in roots else ())),
-            key=lambda one: (one.cell, one.line, one.column),
-        )
-    ]
     in_half = frozenset(file.path for file in files if file.root in roots)
+    found: list[LintFinding] = []
+    for file in files:
+        of_file = (*file.findings, *(file.in_half_only if file.path in in_half else ()))
+        found += sorted(of_file, key=lambda one: (one.cell, one.line, one.column))
     return Linted(tuple(found), len(files), tuple(file for file in files if file.problem), in_half)
 
 
@@ -127,25 +123,23 @@ def _each(found: Sequence[SourcePath], work: partial[LintedFile]) -> list[Linted
 
 def lint_file(found: SourcePath, settings: Settings) -> LintedFile:
     """Lints one file; whatever is wrong with it is its ``problem``."""
+    looked_at = partial(LintedFile, found.path, found.root)
     if found.problem:
-        return LintedFile(found.path, found.root, problem=found.problem)
+        return looked_at(problem=found.problem)
     try:
         content = read_bytes(found.path)
-        uses_half = USES_HALF.search(content) is not None
-        rules = wanted_rules(content, settings)
-        if not rules:
-            return LintedFile(found.path, found.root, uses_half=uses_half)
-        source = source_of(found.path, content)
-        shown = list(findings_of(found.path, source, rules, settings))
-    except UnreadableSource as error:
-        return LintedFile(found.path, found.root, problem=str(error))
-    except UNPARSABLE as error:
-        return LintedFile(found.path, found.root, problem=_unparsable(error))
-    sure = tuple(finding for finding, only in shown if not only)
-    return LintedFile(found.path, found.root, sure, tuple(one for one, only in shown if only), uses_half)
+        rules, uses_half = wanted_rules(content, settings), USES_HALF.search(content) is not None
+        shown = list(findings_of(found.path, source_of(found.path, content), rules, settings)) if rules else []
+    except (UnreadableSource, *UNPARSABLE) as error:
+        return looked_at(problem=_problem(error))
+    sure, only_in_half = (tuple(one for one, only in shown if only is wanted) for wanted in (False, True))
+    return looked_at(sure, only_in_half, uses_half)
 
 
-def _unparsable(error: Exception) -> str:
+def _problem(error: Exception) -> str:
+    """Why a file could not be looked at."""
+    if isinstance(error, UnreadableSource):
+        return str(error)
     if isinstance(error, SyntaxError) and error.lineno:
         return f"line {error.lineno} does not parse: {error.msg}"
     why = "it is nested too deeply" if isinstance(error, (RecursionError, MemoryError)) else str(error)
@@ -170,21 +164,17 @@ def hits_of(document: Document, rules: Sequence[Rule], settings: Settings) -> li
     """
     facts = Facts(document)
     every = [hit for rule in rules for hit in rule.check(facts)]
-    shown = [settings.wants(hit.code) and not is_ignored(document, hit) for hit in every]
-    held_back = {
-        id(hit.fix) for hit, is_kept in zip(every, shown, strict=True) if not is_kept or breaks_f_string(document, hit)
-    }
-    kept = (hit for hit, is_kept in zip(every, shown, strict=True) if is_kept)
+    kept = [hit for hit in every if settings.wants(hit.code) and not is_ignored(document, hit)]
+    ids = set(map(id, kept))
+    held_back = {id(hit.fix) for hit in every if id(hit) not in ids or breaks_f_string(document, hit)}
     return [replace(hit, fix=None) if id(hit.fix) in held_back else hit for hit in kept]
 
 
 def is_ignored(document: Document, hit: RuleHit) -> bool:
     """A line of the hit says ``# ampdbg: ignore``, or names the code there; a statement's last line counts too."""
-    statement = document.statement(hit.node)
-    lines = {hit.node.lineno, statement.lineno}  # type: ignore[attr-defined]
-    if not hasattr(statement, "body"):
-        lines.add(statement.end_lineno or statement.lineno)
-    comments = (_IGNORE.search(document.line(number)) for number in lines)
+    statement, first = document.statement(hit.node), hit.node.lineno  # type: ignore[attr-defined]
+    last = statement.lineno if hasattr(statement, "body") else statement.end_lineno or statement.lineno
+    comments = (_IGNORE.search(document.line(number)) for number in {first, statement.lineno, last})
     return any(found and (found[1] is None or hit.code in re.split(r"[\s,]+", found[1])) for found in comments)
 
 
@@ -229,8 +219,6 @@ def fixed_file(path: str, settings: Settings, *, in_half: bool) -> LintedFile:
 
         text = fixed(source.text, fixable)
         after = content_of(source, text) if text != source.text else content
-    except UnreadableSource as error:
-        return LintedFile(path, problem=str(error))
-    except UNPARSABLE as error:
-        return LintedFile(path, problem=_unparsable(error))
+    except (UnreadableSource, *UNPARSABLE) as error:
+        return LintedFile(path, problem=_problem(error))
     return LintedFile(path, before=content, after=after if after != content else None)

@@ -64,7 +64,7 @@ def number(node: ast.AST | None) -> float | None:
     """The number that an expression of numbers alone is: ``-1e9``, ``-(2 ** 20)``, ``float("-1e9")``."""
     try:
         return _number(node)
-    except (ValueError, OverflowError):
+    except (ValueError, OverflowError, TypeError, ZeroDivisionError):
         return None
 
 
@@ -79,13 +79,8 @@ def _number(node: ast.AST | None) -> float:
         case ast.Attribute(attr="inf"):
             return math.inf
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
-            made = _number(left) ** _number(right)
-            return float(made) if isinstance(made, float) else _refuse()
+            return float(_number(left) ** _number(right))
         case ast.Call(func=ast.Name(id="float"), args=[ast.Constant(value=str() as text)]):
             return float(text)
         case _:
             raise ValueError
-
-
-def _refuse() -> float:
-    raise ValueError

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -80,13 +81,10 @@ class Facts:
         return self._kinds[key]
 
     def _is_made(self, kind: Traced, node: ast.AST) -> bool:
-        key = self.document.key(node)
-        made = [value for value in self.document.values(node) if not self._is_handed(value, key)]
+        """All that it holds is of the kind; a call that takes it, as ``amp.initialize`` does, returns what it was."""
+        key, values = self.document.key(node), self.document.values(node)
+        made = [one for one in values if not isinstance(one, ast.Call) or key not in map(self.document.key, one.args)]
         return bool(made) and all(self._is(kind, value) for value in made)
-
-    def _is_handed(self, value: ast.AST, key: tuple[object, str]) -> bool:
-        """A call takes a variable, and returns what it was, as ``amp.initialize`` does."""
-        return isinstance(value, ast.Call) and key in map(self.document.key, value.args)
 
     def _is_used(self, kind: Traced, node: ast.AST) -> bool:
         key = self.document.key(node)
@@ -174,55 +172,50 @@ class Facts:
 
     def region(self, node: ast.AST) -> AutocastUse | None:
         """The autocast that a node runs under within its own function, by a ``with`` or a decorator."""
-        below = node
-        for one in self.document.around(node):
+        for below, one in itertools.pairwise((node, *self.document.around(node))):
             if isinstance(one, (ast.With, ast.AsyncWith)) and not isinstance(below, ast.withitem):
                 for item in reversed(one.items):
                     if made := self.autocast_of(item.context_expr):
                         return made
-            if isinstance(one, FUNCTIONS):
-                decorators = [found for each in one.decorator_list if (found := self.autocast(each))]
-                return decorators[0] if decorators and below not in one.decorator_list else None
-            if isinstance(one, ast.Lambda):
-                return None
-            below = one
+            if isinstance(one, (*FUNCTIONS, ast.Lambda)):
+                decorators = getattr(one, "decorator_list", ())
+                found = (made for each in decorators if below not in decorators and (made := self.autocast(each)))
+                return next(found, None)
         return None
 
     def autocast_of(self, manager: ast.expr) -> AutocastUse | None:
         """The autocast that a ``with`` enters, also by a name that holds one."""
-        if made := self.autocast(manager):
-            return made
-        found = list(map(self.autocast, self.document.values(manager)))
-        return found[0] if len(found) == 1 else None
+        held = list(map(self.autocast, self.document.values(manager)))
+        return self.autocast(manager) or (held[0] if len(held) == 1 else None)
 
     @cached_property
     def _lowered(self) -> dict[ast.ClassDef, AutocastUse]:
         """Classes of the file whose instances are called under float16's autocast, and those that they are made of."""
-        classes = {one.name: one for one in self.document.find(ast.ClassDef)}
         found: dict[ast.ClassDef, AutocastUse] = {}
         for call in self.document.calls:
             region = self.region(call)
             if region is not None and region.is_half:
-                for made in self._classes_of(call.func, classes):
-                    found.setdefault(made, region)
+                found |= {
+                    made: region for made in self._classes_of(self.document.values(call.func)) if made not in found
+                }
         waiting = list(found)
         while waiting:
             owner = waiting.pop()
-            for call in (one for one in ast.walk(owner) if isinstance(one, ast.Call)):
-                for part in self._classes_of(call, classes, is_made=True):
-                    if part not in found:
-                        found[part] = found[owner]
-                        waiting.append(part)
+            calls = [one for one in ast.walk(owner) if isinstance(one, ast.Call)]
+            parts = {part: found[owner] for part in self._classes_of(calls) if part not in found}
+            found |= parts
+            waiting += parts
         return found
 
-    def _classes_of(
-        self, node: ast.AST, classes: dict[str, ast.ClassDef], *, is_made: bool = False
-    ) -> Iterator[ast.ClassDef]:
-        """The class of the file that a call makes, or that a variable holds an instance of."""
-        made = [node] if is_made else self.document.values(node)
+    def _classes_of(self, made: Iterable[ast.AST]) -> Iterator[ast.ClassDef]:
+        """The classes of the file that these calls make."""
         for whole in map(unmoved, made):
-            if isinstance(whole, ast.Call) and isinstance(whole.func, ast.Name) and whole.func.id in classes:
-                yield classes[whole.func.id]
+            if isinstance(whole, ast.Call) and isinstance(whole.func, ast.Name) and whole.func.id in self._classes:
+                yield self._classes[whole.func.id]
+
+    @cached_property
+    def _classes(self) -> dict[str, ast.ClassDef]:
+        return {one.name: one for one in self.document.find(ast.ClassDef)}
 
     def runs_in_half(self, node: ast.AST) -> bool:
         """A node surely runs under float16's autocast."""
@@ -231,14 +224,9 @@ class Facts:
             return region.is_half
         function, owner = self.document.function(node), self.document.class_of(node)
         is_own = function is not None and function.name not in ("__init__", "extra_repr", "reset_parameters")
-        return is_own and owner in self._lowered and not self._is_cast_up(node)
-
-    def _is_cast_up(self, node: ast.AST) -> bool:
-        return any(
-            isinstance(one, (ast.With, ast.AsyncWith))
-            and any("autocast" in ast.unparse(item.context_expr) for item in one.items)
-            for one in self.document.around(node)
-        )
+        managers = (one.items for one in self.document.around(node) if isinstance(one, (ast.With, ast.AsyncWith)))
+        is_cast_up = any("autocast" in ast.unparse(item.context_expr) for items in managers for item in items)
+        return is_own and owner in self._lowered and not is_cast_up
 
     # Tensors
 

@@ -38,25 +38,19 @@ def breaks_f_string(document: Document, hit: RuleHit) -> bool:
     That is a quote of the string's own kind, or a backslash. In an f-string over several lines they know no node's
     place.
     """
-    if hit.fix is None:
-        return False
-    around = [one for one in document.around(hit.node) if isinstance(one, ast.JoinedStr)]
-    return any(map(_goes_over_lines, around)) or any(
-        _is_broken_by(document, string, hit.fix) for string in document.find(ast.JoinedStr)
-    )
+    edits = hit.fix.edits if hit.fix is not None else ()
+    around = (one for one in document.around(hit.node) if isinstance(one, ast.JoinedStr))
+    broken = (string for string in document.find(ast.JoinedStr) if _is_broken_by(document, string, edits))
+    return (bool(edits) and any(string.lineno != string.end_lineno for string in around)) or any(broken)
 
 
-def _is_broken_by(document: Document, string: ast.JoinedStr, fix: Fix) -> bool:
+def _is_broken_by(document: Document, string: ast.JoinedStr, edits: Sequence[Edit]) -> bool:
     span = document.span(string)
-    within = [edit for edit in fix.edits if span.start < edit.start < span.end]
+    within = (edit for edit in edits if span.start < edit.start < span.end)
     # What only moves a line changes no string.
-    within = [edit for edit in within if (document.text[edit.start : edit.end] + edit.new).strip()]
+    new = [edit.new for edit in within if (document.text[edit.start : edit.end] + edit.new).strip()]
     taken = {"\\", *(quote for quote in "\"'" if quote in document.source(string))}
-    return any(_goes_over_lines(string) or not taken.isdisjoint(edit.new) for edit in within)
-
-
-def _goes_over_lines(node: ast.JoinedStr) -> bool:
-    return node.lineno != node.end_lineno
+    return bool(new) and (string.lineno != string.end_lineno or not taken.isdisjoint("".join(new)))
 
 
 def _together(hits: Sequence[RuleHit]) -> list[Fix]:
@@ -81,8 +75,9 @@ def applied(document: Document, fixes: Sequence[Fix]) -> str:
     edits = dict.fromkeys(edit for fix in fixes for edit in fix.edits)
     text = _edited(document.text, list(edits))
     needed = {name for fix in fixes for name in fix.imports}
-    missing = [name for name in sorted(needed) if not _is_imported(document, name)]
-    return _with_imports(text, missing) if missing else text
+    imports = (node for node in document.tree.body if isinstance(node, ast.Import))  # type: ignore[attr-defined]
+    bound = {one.name.partition(".")[0] for node in imports for one in node.names if not one.asname}
+    return _with_imports(text, sorted(needed - bound))
 
 
 def _edited(text: str, edits: Sequence[Edit]) -> str:
@@ -93,12 +88,6 @@ def _edited(text: str, edits: Sequence[Edit]) -> str:
         parts += [text[at : edit.start], edit.new]
         at = edit.end
     return "".join([*parts, text[at:]])
-
-
-def _is_imported(document: Document, name: str) -> bool:
-    """The module's own imports bind a name to itself."""
-    imports = (node for node in document.tree.body if isinstance(node, ast.Import))  # type: ignore[attr-defined]
-    return any(alias.name.partition(".")[0] == name and not alias.asname for node in imports for alias in node.names)
 
 
 def _with_imports(text: str, names: Sequence[str]) -> str:

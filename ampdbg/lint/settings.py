@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from ampdbg.errors import ConfigError
 from ampdbg.files import read_file
@@ -20,6 +19,7 @@ else:
     import tomli as tomllib
 
 MOST_BYTES = 1_000_000
+REQUIREMENTS = ("pyproject.toml", "setup.cfg", "setup.py", "requirements.txt", "environment.yml", "environment.yaml")
 KEYS = ("select", "ignore", "exclude")
 PARTS = ("misuse", "deprecated", "apex")
 """Beginnings of codes that stand for all of them."""
@@ -58,10 +58,8 @@ def read_settings(paths: Sequence[str], select: Sequence[str] = (), ignore: Sequ
     start = Path(os.path.abspath(paths[0] if paths else "."))
     file = next((one / "pyproject.toml" for one in (start, *start.parents) if (one / "pyproject.toml").is_file()), None)
     table = _table(file) if file is not None else Settings()
-    settings = replace(table, torch=_oldest_torch(start))
-    if select:
-        settings = replace(settings, select=tuple(select))
-    return replace(settings, ignore=tuple(ignore)) if ignore else settings
+    typed = {"select": tuple(select) or table.select, "ignore": tuple(ignore) or table.ignore}
+    return replace(table, torch=_oldest_torch(start), **typed)
 
 
 def _table(file: Path) -> Settings:
@@ -69,25 +67,17 @@ def _table(file: Path) -> Settings:
         data = tomllib.loads(read_file(file, MOST_BYTES).decode("utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    table = _below(data, "tool", "ampdbg", "lint")
-    values: dict[str, tuple[str, ...]] = {}
-    for key, value in table.items():
+    for name in ("tool", "ampdbg", "lint"):
+        inner = data.get(name)
+        data = inner if isinstance(inner, dict) else {}
+    for key, value in data.items():
         name = f"{file}: [tool.ampdbg.lint] {key}"
         if key not in KEYS:
             raise ConfigError(f"{name}: no such key; allowed: {', '.join(KEYS)}")
         if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
             raise ConfigError(f"{name}: got {value!r}; needed: a list of strings")
-        if key != "exclude":
-            _check_codes(name, value)
-        values[key] = tuple(value)
-    return Settings(values.get("select", ()), values.get("ignore", ()), values.get("exclude", ()))
-
-
-def _below(data: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
-    for name in names:
-        found = data.get(name, {})
-        data = found if isinstance(found, Mapping) else {}
-    return data
+        _check_codes(name, value if key != "exclude" else ())
+    return Settings(**{key: tuple(value) for key, value in data.items()})
 
 
 def _check_codes(where: str, codes: Sequence[str]) -> None:
@@ -99,17 +89,12 @@ def _check_codes(where: str, codes: Sequence[str]) -> None:
 def _oldest_torch(start: Path) -> tuple[int, int] | None:
     """The least that pyproject.toml, a requirements file, setup.cfg or setup.py of the project asks for."""
     for folder in (start, *start.parents):
-        if bounds := [bound for file in _requirements(folder) for bound in _bounds(file)]:
+        files = (folder / name for name in REQUIREMENTS if (folder / name).is_file())
+        if bounds := [bound for file in files for bound in _bounds(file)]:
             return min(bounds)
         if (folder / ".git").exists() or (folder / "pyproject.toml").is_file():
             return None
     return None
-
-
-def _requirements(folder: Path) -> Iterator[Path]:
-    if folder.is_dir():
-        names = ("pyproject.toml", "setup.cfg", "setup.py", "requirements.txt", "environment.yml", "environment.yaml")
-        yield from (folder / name for name in names if (folder / name).is_file())
 
 
 def _bounds(file: Path) -> list[tuple[int, int]]:

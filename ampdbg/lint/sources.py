@@ -98,13 +98,12 @@ def _below(given: str, exclude: Sequence[str]) -> Iterator[SourcePath]:
         root = os.path.abspath(folder) if any(entry.name in MARKS for entry in entries) else root
         entries = [entry for entry in entries if not _is_excluded(_shown(entry.path), entry.name, exclude)]
         for entry in entries:
-            if os.path.isdir(entry.path) and _leads_back(entry, folder):
-                yield SourcePath(
-                    _shown(entry.path), root, "a link that leads to itself, which ampdbg lint does not follow"
-                )
-            elif not os.path.isdir(entry.path) and entry.name.endswith(SUFFIXES):
-                yield SourcePath(_shown(entry.path), root)
-        below = [entry.path for entry in entries if _is_new(entry.path, entered)]
+            is_folder, path, target = os.path.isdir(entry), _shown(entry.path), os.path.realpath(entry)
+            if is_folder and entry.is_symlink() and Path(os.path.realpath(folder)).is_relative_to(target):
+                yield SourcePath(path, root, "a link that leads to itself, which ampdbg lint does not follow")
+            elif not is_folder and entry.name.endswith(SUFFIXES):
+                yield SourcePath(path, root)
+        below = [one.path for one in entries if os.path.isdir(one) and os.path.realpath(one) not in entered]
         entered |= set(map(os.path.realpath, below))
         waiting += [(path, root) for path in reversed(below) if not os.path.exists(os.path.join(path, "pyvenv.cfg"))]
 
@@ -117,23 +116,13 @@ def _project_around(folder: str) -> str:
     return str(next(around, ""))
 
 
-def _is_new(path: str, entered: set[str]) -> bool:
-    return os.path.isdir(path) and os.path.realpath(path) not in entered
-
-
 def _shown(path: str) -> str:
     return path.removeprefix("./")
 
 
-def _leads_back(entry: os.DirEntry[str], folder: str) -> bool:
-    """A link leads to a folder above itself."""
-    return entry.is_symlink() and Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(entry.path))
-
-
 def _is_excluded(path: str, name: str, exclude: Sequence[str]) -> bool:
-    if name.startswith(".") or name in NEVER:
-        return True
-    return any(fnmatch.fnmatch(path, pattern) or fnmatch.fnmatch(name, pattern) for pattern in exclude)
+    by_pattern = (fnmatch.fnmatch(what, pattern) for pattern in exclude for what in (path, name))
+    return name.startswith(".") or name in NEVER or any(by_pattern)
 
 
 def read_bytes(path: str) -> bytes:
@@ -167,7 +156,7 @@ def _notebook(content: bytes) -> SourceText:
     """The code cells, each under a comment with its place, so that a fix can be put back into it."""
     try:
         notebook = content.decode("utf-8")
-        cells = [(number, _cell_text(cell)) for number, cell in enumerate(json.loads(notebook)["cells"], start=1)
+        cells = [(number, "".join(cell["source"])) for number, cell in enumerate(json.loads(notebook)["cells"], start=1)
                  if cell["cell_type"] == "code"]  # fmt: skip
     except (ValueError, KeyError, TypeError, RecursionError):
         raise UnreadableSource("is no notebook of version 4") from None
@@ -175,27 +164,16 @@ def _notebook(content: bytes) -> SourceText:
     for number, cell in cells:
         if not cell.lstrip().startswith("%%"):  # not Python at all
             places.append(NotebookCell(number, text.count("\n") + 2))
-            text += f"{_HEAD.format(number)}\n{_plain(cell)}\n"
+            plain = _MAGIC.sub(lambda line: f"{line[1]}{_STANDS_IN}{line[2].encode().hex()}", cell)
+            text += f"{_HEAD.format(number)}\n{plain}\n"
     return SourceText(text, "utf-8", tuple(places), notebook)
 
 
 _HEAD = "# ampdbg-cell {}"
 _HEADS = re.compile(r"^# ampdbg-cell (\d+)\n", re.MULTILINE)
 _STANDS_IN = "pass  # ampdbg-magic "
-
-
-def _cell_text(cell: dict[str, object]) -> str:
-    lines = cell["source"]
-    return lines if isinstance(lines, str) else "".join(lines)  # type: ignore[arg-type]
-
-
-def _plain(cell: str) -> str:
-    """A cell with ``pass`` instead of each line that is IPython's alone."""
-    return _MAGIC.sub(lambda line: f"{line[1]}{_STANDS_IN}{line[2].encode().hex()}", cell)
-
-
-def _with_magic(cell: str) -> str:
-    return re.sub(rf"{_STANDS_IN}([0-9a-f]+)", lambda line: bytes.fromhex(line[1]).decode(), cell)
+_STOOD_IN = re.compile(rf"{_STANDS_IN}([0-9a-f]+)")
+"""The line of a cell that stands for one which is IPython's alone."""
 
 
 def content_of(source: SourceText, text: str) -> bytes:
@@ -212,7 +190,7 @@ def content_of(source: SourceText, text: str) -> bytes:
     if before or json.dumps(data, indent=1, ensure_ascii=False) + end != source.notebook:
         raise UnreadableSource("cannot be fixed in its own format; open it in Jupyter, save it, and try again")
     for number, cell in zip(parts[::2], parts[1::2], strict=True):
-        made = _with_magic(cell.removesuffix("\n"))
+        made = _STOOD_IN.sub(lambda line: bytes.fromhex(line[1]).decode(), cell.removesuffix("\n"))
         old = data["cells"][int(number) - 1]["source"]
         data["cells"][int(number) - 1]["source"] = made if isinstance(old, str) else made.splitlines(keepends=True)
     return (json.dumps(data, indent=1, ensure_ascii=False) + end).encode()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,6 +13,9 @@ from ampdbg.lint.branches import TooManyWays, Values, Way, changed_names, lastin
 from ampdbg.lint.document import FUNCTIONS, LOOPS, Document
 from ampdbg.lint.expressions import argument, constant, given
 from ampdbg.lint.facts import Facts
+
+KINDS: Mapping[str, CallKind] = {"unscale_": "unscale", "step": "step", "update": "update", "get_scale": "get_scale"}
+"""What the methods of a scaler are to the order of calls."""
 
 STEPS = ("step", "bare step")
 
@@ -61,11 +64,13 @@ class TrainingLoop:
 
     def hits(self, of_windows: str) -> Iterator[LoopHit]:
         """The misuses in it that no way through it leaves out; ``of_windows`` is the code of accumulation windows."""
-        named = {text for call in self.calls for text in (*call.about, call.scaler)}
-        if any(text.partition(".")[0] in changed_names(self.node) for text in named):
+        named = {text.partition(".")[0] for call in self.calls for text in (*call.about, call.scaler)}
+        changing = changed_names(self.node)
+        if named & changing:
             return  # one name for several optimizers, one after the other
         try:
-            pairs = list(self._pairs())
+            both = rounds(self.body, self._events, {}, changing)
+            pairs = [(lasting(second.values, changing), first, second) for first, second in both]
         except TooManyWays:
             return
         yield from dict.fromkeys(hit for group in _with_amp(pairs) for hit in self._sure(group, of_windows))
@@ -83,11 +88,6 @@ class TrainingLoop:
             found.setdefault(id(call.node), []).append(place)
         return found
 
-    def _pairs(self) -> Iterator[tuple[Values, Way[LoopCall], Way[LoopCall]]]:
-        changing = changed_names(self.node)
-        for first, second in rounds(self.body, self._events, {}, changing):
-            yield lasting(second.values, changing), first, second
-
     def _sure(self, pairs: Sequence[tuple[Way[LoopCall], Way[LoopCall]]], of_windows: str) -> Iterator[LoopHit]:
         """What is wrong whenever the call to blame runs; of an accumulation window, what is wrong at all."""
         runs = [(self._judged(first.events + second.events), set(second.events)) for first, second in pairs]
@@ -99,14 +99,9 @@ class TrainingLoop:
 
     def _is_counted(self, node: ast.AST) -> bool:
         """The loop steps by the count of its micro-batches."""
-        steps = [call.node for call in self.calls if call.kind in STEPS]
-        document = self.facts.document
-        tests = [
-            ast.unparse(one.test)
-            for step in steps
-            for one in document.around(step)
-            if isinstance(one, ast.If) and one not in document.around(node)
-        ]
+        document, above = self.facts.document, set(self.facts.document.around(node))
+        around = (one for call in self.calls if call.kind in STEPS for one in document.around(call.node))
+        tests = [ast.unparse(one.test) for one in around if isinstance(one, ast.If) and one not in above]
         return any("%" in test or "accum" in test.lower() for test in tests)
 
     def _judged(self, calls: Sequence[LoopCall]) -> list[LoopHit]:
@@ -176,25 +171,15 @@ def training_loops(facts: Facts) -> Iterator[TrainingLoop]:
         if isinstance(unit, FUNCTIONS) and any(call.kind is not None or call.clears for call in calls)
     }
     for unit, calls in by_unit.items():
-        nested = any(
-            other is not unit and unit in document.around(other) for other in by_unit if isinstance(unit, FUNCTIONS)
-        )
-        if nested or not any(call.kind == "backward" and call.scaler for call in calls):
+        is_nested = isinstance(unit, FUNCTIONS) and any(unit in document.around(other) for other in by_unit)
+        has_backward = any(call.kind == "backward" and call.scaler for call in calls)
+        if is_nested or not has_backward or _touches_gradients(unit):
             continue
-        if _touches_gradients(unit):
-            continue
-        lists = _lists(facts, calls)
-        hidden = [
-            LoopCall(node, None)
-            for node in document.calls
-            if document.unit(node) is unit and _hides(facts, node, helpers, lists) and _call(facts, node) is None
-        ]
-        every = tuple(sorted([*calls, *hidden], key=lambda call: _end(call.node)))
+        lists, known = _lists(facts, calls), {call.node for call in calls}
+        others = (node for node in document.calls if document.unit(node) is unit and node not in known)
+        hidden = [LoopCall(node, None) for node in others if _hides(facts, node, helpers, lists)]
+        every = tuple(sorted([*calls, *hidden], key=lambda call: (call.node.end_lineno, call.node.end_col_offset)))
         yield TrainingLoop(facts, unit, _smallest(document, unit, calls), every)
-
-
-def _end(node: ast.AST) -> tuple[int, int]:
-    return node.end_lineno, node.end_col_offset  # type: ignore[attr-defined]
 
 
 def _smallest(document: Document, unit: ast.AST, calls: Sequence[LoopCall]) -> ast.AST:
@@ -220,38 +205,28 @@ def _touches_gradients(unit: ast.AST) -> bool:
 
 def _call(facts: Facts, node: ast.Call) -> LoopCall | None:
     """What a call means to the order of calls; None for any other call."""
-    if not isinstance(node.func, ast.Attribute):
-        return LoopCall(node, "clip") if facts.is_clip(node) else None
-    owner, name = node.func.value, node.func.attr
-    if facts.is_scaler(owner):
+    owner = node.func.value if isinstance(node.func, ast.Attribute) else None
+    if owner is not None and facts.is_scaler(owner):
         return _scalers(facts, node, ast.unparse(owner))
-    match name:
-        case "backward":
-            return _backward(facts, node, owner)
-        case "step" if facts.is_optimizer(owner) and not node.args and not node.keywords:
+    match getattr(node.func, "attr", ""), owner:
+        case "backward", ast.expr() as loss:
+            scaler = facts.scaler_of(loss)
+            is_known = scaler is not None or not node.args
+            return LoopCall(node, "backward" if is_known else None, scaler=ast.unparse(scaler) if scaler else "")
+        case "step", ast.expr() if facts.is_optimizer(owner) and not given(node):
             return LoopCall(node, "bare step", (ast.unparse(owner),))
-        case "zero_grad":
-            return LoopCall(node, None, (ast.unparse(owner),) if facts.is_optimizer(owner) else (), clears=True)
+        case "zero_grad", ast.expr():
+            return LoopCall(node, None, (ast.unparse(owner),) * facts.is_optimizer(owner), clears=True)
         case _:
             return LoopCall(node, "clip") if facts.is_clip(node) else None
 
 
 def _scalers(facts: Facts, node: ast.Call, scaler: str) -> LoopCall | None:
     name = node.func.attr  # type: ignore[attr-defined]
-    about = tuple(map(ast.unparse, node.args[:1]))
-    kinds: dict[str, CallKind] = {"unscale_": "unscale", "step": "step", "update": "update", "get_scale": "get_scale"}
-    if name not in kinds:
-        return None
+    about = tuple(map(ast.unparse, node.args[:1])) * (name in ("unscale_", "step"))
     if name == "update" and (node.args or argument(node, "new_scale")):
         return LoopCall(node, None)
-    return LoopCall(node, kinds[name], about if name in ("unscale_", "step") else (), scaler)
-
-
-def _backward(facts: Facts, node: ast.Call, loss: ast.expr) -> LoopCall | None:
-    """A loss goes backward, scaled in place or before."""
-    if scaler := facts.scaler_of(loss):
-        return LoopCall(node, "backward", scaler=ast.unparse(scaler))
-    return LoopCall(node, None if node.args else "backward")
+    return LoopCall(node, KINDS[name], about, scaler) if name in KINDS else None
 
 
 def _lists(facts: Facts, calls: Sequence[LoopCall]) -> set[ast.AST]:

@@ -116,14 +116,14 @@ def output_of(command: Sequence[str], limit: float) -> tuple[str, str]:
             except subprocess.TimeoutExpired as late:  # what hangs inside of a driver cannot be ended
                 output = late.output or b""
             return output.decode(errors="replace"), f"no answer within {limit:g} s"
-    text = output.decode(errors="replace")
+    text, said = output.decode(errors="replace"), errors.decode(errors="replace")
     if child.returncode == 0:
         return text, ""
     if child.returncode < 0:
         return text, f"ended by a signal: {signal.strsignal(-child.returncode)}"
-    said = [line.strip() for line in (errors.decode(errors="replace") or text).splitlines() if line.strip()]
-    is_python = any(line.startswith("Traceback") for line in said)  # which says last what it is about
-    return text, said[-1 if is_python else 0] if said else f"ended with exit code {child.returncode}"
+    lines = [line.strip() for line in (said or text).splitlines() if line.strip()]
+    is_python = any(line.startswith("Traceback") for line in lines)  # which says last what it is about
+    return text, [*lines, f"ended with exit code {child.returncode}"][len(lines) - 1 if is_python else 0]
 
 
 def _version(package: str) -> str | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Literal
 
 from ampdbg.machine.facts import Gpu, Machine
@@ -44,6 +45,8 @@ means, and what to do then."""
 
 TF32 = (8, 0)
 
+INSTALL = "install torch's CUDA build: https://pytorch.org/get-started"
+
 GTX_16 = "GTX 16"
 """In the names of GPUs of 7.5 without tensor cores, whose FP16 convolutions give NaN (PyTorch issues 58123, 77955)."""
 
@@ -55,51 +58,44 @@ def judged(machine: Machine) -> tuple[Judgment, ...]:
     return tuple(judgment for judge in JUDGES for judgment in judge(machine))
 
 
+def _of(topic: str, *rows: tuple[object, JudgmentTone, str, str]) -> Iterator[Judgment]:
+    """The judgment of the first condition that holds: tone, what is said, advice; none where no condition holds."""
+    yield from islice((Judgment(topic, *judgment) for holds, *judgment in rows if holds), 1)  # type: ignore[arg-type]
+
+
 def _torch(machine: Machine) -> Iterator[Judgment]:
     torch = machine.torch
-    if not torch.version:
-        yield Judgment("torch", "bad", "not installed; ampdbg needs it", "pip install torch")
-    elif not torch.imported:
-        says = f"{torch.version} cannot be imported: {torch.problem}"
-        yield Judgment("torch", "bad", says, 'python -c "import torch" shows the full error')
-    else:
-        build = f"for CUDA {torch.cuda}" if torch.cuda else f"for ROCm {torch.hip}" if torch.hip else "for the CPU only"
-        why = torch.problem or torch.problems.get("device", "no answer")
-        on = f"ampdbg runs on {torch.device}" if torch.device else f"asked for its device: {why}"
-        advice = "" if torch.device else "--device cpu needs no driver"
-        yield Judgment("torch", "good" if torch.device else "bad", f"{torch.imported}, built {build}; {on}", advice)
+    build = f"for CUDA {torch.cuda}" if torch.cuda else f"for ROCm {torch.hip}" if torch.hip else "for the CPU only"
+    why = torch.problem or torch.problems.get("device", "no answer")
+    begin, fails = f"{torch.imported}, built {build}", f"{torch.version} cannot be imported: {torch.problem}"
+    yield from _of(
+        "torch",
+        (not torch.version, "bad", "not installed; ampdbg needs it", "pip install torch"),
+        (not torch.imported, "bad", fails, 'python -c "import torch" shows the full error'),
+        (torch.device, "good", f"{begin}; ampdbg runs on {torch.device}", ""),
+        (True, "bad", f"{begin}; asked for its device: {why}", "--device cpu needs no driver"),
+    )
 
 
 def _gpu(machine: Machine) -> Iterator[Judgment]:
     torch, driver = machine.torch, machine.driver
     counts = Counter(torch.gpus or driver.gpus)
-    names = listed(
-        (f"{count} x {_described(gpu)}" if count > 1 else _described(gpu) for gpu, count in counts.items()), 8
+    names = listed((f"{count} x " * (count > 1) + _described(gpu) for gpu, count in counts.items()), 8)
+    them, raised = "it" if len(torch.gpus) == 1 else "them", torch.problems.get("gpus", "")
+    by_variable = f"CUDA_VISIBLE_DEVICES={machine.visible!r} decides what torch sees"
+    yield from _of(
+        "GPU",
+        (torch.gpus, "good", f"{names}; torch sees {them}", ""),
+        (driver.problem, "bad", f"nvidia-smi: {driver.problem}", "repair the driver: nvidia-smi must list the GPU"),
+        # What keeps torch from a GPU that nvidia-smi lists, as far as it is known.
+        (names and not torch.imported, "bad", f"{names}; torch could not say whether it sees it", ""),
+        (names and not torch.cuda, "bad", f"{names}; this torch is not built for CUDA", INSTALL),
+        (names and machine.visible is not None, "bad", f"{names}; {by_variable}", "unset CUDA_VISIBLE_DEVICES"),
+        (names, "bad", f"{names}; {raised or 'torch does not see it'}", ""),
+        (torch.has_mps, "plain", "Apple's, as torch's device mps; ampdbg does not use it, and runs on the CPU", ""),
+        (raised, "doubtful", raised, ""),
+        (True, "plain", "torch and nvidia-smi find none", ""),
     )
-    if torch.gpus:
-        yield Judgment("GPU", "good", f"{names}; torch sees {'it' if len(torch.gpus) == 1 else 'them'}")
-    elif driver.problem:
-        yield Judgment("GPU", "bad", f"nvidia-smi: {driver.problem}", "repair the driver: nvidia-smi must list the GPU")
-    elif names:
-        why, advice = _why_unseen(machine)
-        yield Judgment("GPU", "bad", f"{names}; {why}", advice)
-    elif torch.has_mps:
-        yield Judgment("GPU", "plain", "Apple's, as torch's device mps; ampdbg does not use it, and runs on the CPU")
-    else:
-        raised = torch.problems.get("gpus", "")
-        yield Judgment("GPU", "doubtful" if raised else "plain", raised or "torch and nvidia-smi find none")
-
-
-def _why_unseen(machine: Machine) -> tuple[str, str]:
-    """What keeps torch from a GPU that nvidia-smi lists, as far as it is known, and what to do."""
-    torch = machine.torch
-    if not torch.imported:
-        return "torch could not say whether it sees it", ""
-    if not torch.cuda:
-        return "this torch is not built for CUDA", "install torch's CUDA build: https://pytorch.org/get-started"
-    if machine.visible is not None:
-        return f"CUDA_VISIBLE_DEVICES={machine.visible!r} decides what torch sees", "unset CUDA_VISIBLE_DEVICES"
-    return torch.problems.get("gpus", "torch does not see it"), ""
 
 
 def _described(gpu: Gpu) -> str:
@@ -122,37 +118,44 @@ def _units(machine: Machine) -> Iterator[Judgment]:
 def judged_unit(unit: str, gpu: Gpu) -> Judgment:
     """The judgment of the GPU's unit; good where its capability is not known."""
     begins, has, lacks, advice = UNITS[unit]
-    if unit is TENSOR_CORES and GTX_16 in gpu.name:
-        says = "none in the GTX 16 series, and some of its FP16 kernels give NaN where nothing overflows"
-        return Judgment(unit, "bad", says, "stay in FP32; --device cpu shows whether a NaN is the GPU's or the model's")
-    if gpu.capability is None or gpu.capability >= begins:
-        return Judgment(unit, "good", has)
-    says = f"none: it starts at {_dotted(begins)}, this is {_dotted(gpu.capability)}; {lacks}"
-    return Judgment(unit, "doubtful", says, advice)
+    is_gtx_16, capability = unit is TENSOR_CORES and GTX_16 in gpu.name, gpu.capability or begins
+    gives_nan = "none in the GTX 16 series, and some of its FP16 kernels give NaN where nothing overflows"
+    says = f"none: it starts at {_dotted(begins)}, this is {_dotted(capability)}; {lacks}"
+    rows = _of(
+        unit,
+        (is_gtx_16, "bad", gives_nan, "stay in FP32; --device cpu shows whether a NaN is the GPU's or the model's"),
+        (capability >= begins, "good", has, ""),
+        (True, "doubtful", says, advice),
+    )
+    return next(rows)
 
 
 def _cuda(machine: Machine) -> Iterator[Judgment]:
     torch, driver = machine.torch, machine.driver
-    if driver.cuda and torch.cuda:
-        fits = _major(torch.cuda) <= _major(driver.cuda)
-        says = f"torch's is {torch.cuda}; driver {driver.version} serves up to {driver.cuda}"
-        advice = "" if fits else f"update the driver, or install torch for CUDA {_major(driver.cuda)}"
-        yield Judgment("CUDA", "good" if fits else "bad", says, advice)
+    torchs, drivers, nvcc = torch.cuda or "", driver.cuda or "", machine.nvcc
+    says = f"torch's is {torchs}; driver {driver.version} serves up to {drivers}"
+    is_served = _major(torchs) <= _major(drivers)
+    update = f"update the driver, or install torch for CUDA {_major(drivers)}"
+    yield from _of(
+        "CUDA",
+        (torchs and drivers and is_served, "good", says, ""),
+        (torchs and drivers, "bad", says, update),
+    )
     for gpu in dict.fromkeys(torch.gpus):
         if gpu.capability and torch.kernels and not any(_serves(kernel, gpu.capability) for kernel in torch.kernels):
-            says = f"this torch has none for {_described(gpu)}: {' '.join(torch.kernels)}"
-            yield Judgment("kernels", "bad", says, "install an older torch, or one for an older CUDA")
-    if machine.nvcc_problem:
-        yield Judgment("nvcc", "doubtful", machine.nvcc_problem)
-    elif machine.nvcc and torch.cuda:
-        fits = _major(machine.nvcc) == _major(torch.cuda)
-        does = "compiles" if fits else "does not compile"
-        says = f"{machine.nvcc}: torch {does} extensions for its CUDA {torch.cuda} with it"
-        yield Judgment("nvcc", "good" if fits else "doubtful", says)
+            none = f"this torch has none for {_described(gpu)}: {' '.join(torch.kernels)}"
+            yield Judgment("kernels", "bad", none, "install an older torch, or one for an older CUDA")
+    with_it = f"extensions for its CUDA {torchs} with it"
+    yield from _of(
+        "nvcc",
+        (machine.nvcc_problem, "doubtful", machine.nvcc_problem, ""),
+        (nvcc and torchs and _major(nvcc) == _major(torchs), "good", f"{nvcc}: torch compiles {with_it}", ""),
+        (nvcc and torchs, "doubtful", f"{nvcc}: torch does not compile {with_it}", ""),
+    )
 
 
 def _major(version: str) -> int:
-    return int(version.partition(".")[0])
+    return int(version.partition(".")[0] or 0)
 
 
 def _serves(kernel: str, capability: tuple[int, int]) -> bool:
@@ -166,20 +169,18 @@ def _arithmetic(machine: Machine) -> Iterator[Judgment]:
     """How torch multiplies as it starts; a script may set it otherwise."""
     torch = machine.torch
     tf32 = listed(name for name, is_on in torch.flags.items() if name.endswith("allow_tf32") and is_on) or "nowhere"
-    if any(gpu.capability and gpu.capability >= TF32 for gpu in torch.gpus):
-        says = f"torch's default: on in {tf32}, where FP32 has 10 bits, in FP32 replays too"
-        yield Judgment("TF32", "plain", says, "set it to False to compare with true FP32")
-    elif torch.flags:
-        yield Judgment(
-            "TF32", "plain", f"torch's default: on in {tf32}; no effect here, where it needs compute capability 8.0"
-        )
-    if SUMS in torch.flags:
-        does = "may add parts of an FP16 product in FP16" if torch.flags[SUMS] else "adds FP16 products in FP32"
-        says = f"torch's default: {SUMS} is {torch.flags[SUMS]}; a GPU {does}, the emulation adds in FP32"
-        yield Judgment("FP16 sums", "plain", says)
-    if torch.attention:
-        says = f"{listed(torch.attention)} allowed" + "".join(f"; {note}" for note in torch.notes if not torch.gpus)
-        yield Judgment("attention", "plain", says)
+    has_tf32 = any(gpu.capability and gpu.capability >= TF32 for gpu in torch.gpus)
+    on, advice = f"torch's default: on in {tf32}", "set it to False to compare with true FP32"
+    yield from _of(
+        "TF32",
+        (has_tf32, "plain", f"{on}, where FP32 has 10 bits, in FP32 replays too", advice),
+        (torch.flags, "plain", f"{on}; no effect here, where it needs compute capability 8.0", ""),
+    )
+    does = "may add parts of an FP16 product in FP16" if torch.flags.get(SUMS) else "adds FP16 products in FP32"
+    sums = f"torch's default: {SUMS} is {torch.flags.get(SUMS)}; a GPU {does}, the emulation adds in FP32"
+    allowed = "; ".join((f"{listed(torch.attention)} allowed", *torch.notes[: None if not torch.gpus else 0]))
+    yield from _of("FP16 sums", (SUMS in torch.flags, "plain", sums, ""))
+    yield from _of("attention", (torch.attention, "plain", allowed, ""))
 
 
 def _frameworks(machine: Machine) -> Iterator[Judgment]:
@@ -190,42 +191,34 @@ def _frameworks(machine: Machine) -> Iterator[Judgment]:
         by_doing.setdefault(does, []).append(f"{name} {version}")
     loses = {on_cpu for _, on_cpu, on_gpu in machine.frameworks.values() if on_cpu != on_gpu}
     for does, names in by_doing.items():
-        lacks = (
-            ", which is not installed" if does.endswith("accelerate") and "accelerate" not in machine.frameworks else ""
+        is_without = does.endswith("accelerate") and "accelerate" not in machine.frameworks
+        read = f"{does}{', which is not installed' * is_without} (read in the source)"
+        says = f"{listed(names)}: {read if does else 'ampdbg did not find in its source what fp16 becomes here'}"
+        yield from _of(
+            "framework",
+            (does in loses, "doubtful", says, "such a run says nothing about FP16"),
+            (True, "plain", says, ""),
         )
-        says = (
-            f"{does}{lacks} (read in the source)"
-            if does
-            else ("ampdbg did not find in its source what fp16 becomes here")
-        )
-        advice = "such a run says nothing about FP16" if does in loses else ""
-        yield Judgment("framework", "doubtful" if advice else "plain", f"{listed(names)}: {says}", advice)
 
 
 def _emulation(machine: Machine) -> Iterator[Judgment]:
     torch = machine.torch
-    if torch.gpus:
-        yield Judgment(
-            "emulation", "plain", f"none on {torch.device}, which has CUDA's own autocast", "--device cpu emulates"
-        )
-    elif torch.imported:
-        says = (
-            "CUDA's autocast on the CPU: FP16 operands, products added in FP32, each result and gradient rounded "
-            "once; a GPU adds in another order, so the last bits may differ"
-        )
-        yield Judgment("emulation", "good", says)
-    if torch.op_lists:
-        read, ours = (_told(torch.op_lists[origin]) for origin in ("header", "table"))
-        says = f"{read} from torch's own autocast_mode.h" if read else "torch ships no autocast_mode.h that is known"
-        rest = "" if read else ", as torch 2.13 has them"
-        tone: JudgmentTone = "good" if read else "doubtful"
-        yield Judgment(
-            "op lists", tone, f"{says}; {ours} from ampdbg's tables{rest}", "ampdbg doctor --json names them"
-        )
-
-
-def _told(lists: Mapping[str, Sequence[str]]) -> str:
-    return f"{counted(sum(map(len, lists.values())), 'op')} of {listed(lists, most=8)}" if lists else ""
+    on_cpu = (
+        "CUDA's autocast on the CPU: FP16 operands, products added in FP32, each result and gradient rounded "
+        "once; a GPU adds in another order, so the last bits may differ"
+    )
+    own = f"none on {torch.device}, which has CUDA's own autocast"
+    yield from _of(
+        "emulation",
+        (torch.gpus, "plain", own, "--device cpu emulates"),
+        (torch.imported, "good", on_cpu, ""),
+    )
+    lists = [torch.op_lists.get(origin, {}) for origin in ("header", "table")]
+    read, ours = (f"{counted(sum(map(len, one.values())), 'op')} of {listed(one, most=8)}" * bool(one) for one in lists)
+    by_header = f"{read} from torch's own autocast_mode.h; {ours} from ampdbg's tables"
+    by_table = f"torch ships no autocast_mode.h that is known; {ours} from ampdbg's tables, as torch 2.13 has them"
+    advice = "ampdbg doctor --json names them"
+    yield from _of("op lists", (read, "good", by_header, advice), (torch.op_lists, "doubtful", by_table, advice))
 
 
 JUDGES: tuple[Callable[[Machine], Iterator[Judgment]], ...] = (

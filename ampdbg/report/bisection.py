@@ -15,6 +15,7 @@ from ampdbg.record.run import SUM, Record
 
 from . import scan, view
 from .pins import (
+    about_roots,
     cost_sentence,
     names_of,
     pin_lines,
@@ -22,7 +23,6 @@ from .pins import (
     pins_yaml,
     proof_table,
     roots_of,
-    roots_paragraph,
     trial_table,
 )
 from .view import line, ran_on, with_option
@@ -48,8 +48,7 @@ class EndedSearch:
     def again(self) -> str:
         """The command that searches once more."""
         name = self.record.command if self.record.command in scan.SEARCHES else "bisect"
-        strategy = f" --strategy {self.search.strategy}" if self.search.strategy != "guided" else ""
-        return f"ampdbg {name} {self.typed.config}{strategy}"
+        return f"ampdbg {name} {self.typed.config}{chosen_strategy(self.search)}"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -67,11 +66,22 @@ class EndedSearch:
         return next((f"step {step}" for step in steps if step is not None), "the failing step")
 
     @property
+    def why_no_pin(self) -> str:
+        """Why FP32 does not help, by the code of the cause."""
+        code = catalogued(self.record.findings[0].code if self.record.findings else "")
+        return code.why_no_pin.format(step=self.step)
+
+    @property
     def holds(self) -> bool:
         """The last trial of the whole set, on the failing step itself, was healthy."""
         own = (trial for trial in reversed(self.record.trials) if not trial.stage.startswith(FURTHER))
         last = next((trial for trial in own if set(trial.pins) == set(self.names)), None)
         return last is None or last.healthy
+
+
+def chosen_strategy(search: Search | None) -> str:
+    """The option that searches once more as it was, behind a command."""
+    return f" --strategy {search.strategy}" if search is not None and search.strategy != "guided" else ""
 
 
 def page(record: Record, typed: view.Typed) -> view.Page:
@@ -81,38 +91,31 @@ def page(record: Record, typed: view.Typed) -> view.Page:
     ended = EndedSearch(record, record.search, typed)
     return view.Page(
         headline(ended),
-        tuple(_sections(ended)),
+        _sections(ended),
         (" · ".join(_facts(ended)), *ran_on(record)),
         typed.record_path,
         next_command(ended),
-        story=tuple(_sections(ended, is_brief=True)),
+        story=_sections(ended, is_brief=True),
     )
 
 
-def _sections(ended: EndedSearch, *, is_brief: bool = False) -> Iterator[view.Section]:
+def _sections(ended: EndedSearch, *, is_brief: bool = False) -> tuple[view.Section, ...]:
     """All of them, or the story."""
-    record, search = ended.record, ended.search
-    if search.message and not _is_said_elsewhere(ended):
-        yield view.Paragraph((line(_as_sentence(search.message)),))
-    if record.pins:
-        yield pin_lines(record) if is_brief else pin_table(record)
-    elif record.findings:
-        yield view.Findings(record.findings, is_brief=is_brief)
-    if not is_brief:
-        yield from roots_paragraph(record)
-    facts = tuple(_about_the_set(ended))[: MOST_FACTS if is_brief else None]
-    if facts:
-        yield view.Paragraph(facts)
-    if not is_brief:
-        yield from _experiments(ended)
-    if ended.names and ended.holds and not (is_brief and len(ended.names) > MOST_TO_PASTE):
-        yield _snippet(ended)
-
-
-def _snippet(ended: EndedSearch) -> view.Section:
-    if ended.record.script is not None:
-        return view.Snippet("In the script", tuple(_pinning(ended)))
-    return view.Snippet("In the config", tuple(pins_yaml(ended.names, ended.record.config)))
+    record, names = ended.record, ended.names
+    details: tuple[view.Section, ...] = (_loss_table(ended), trial_table(record), proof_table(record.verification))
+    is_pasted = names and ended.holds and not (is_brief and len(names) > MOST_TO_PASTE)
+    title, snippet = (
+        ("In the script", _pinning(ended)) if record.script else ("In the config", pins_yaml(names, record.config))
+    )
+    return view.filled(
+        view.Paragraph(tuple(map(line, _message(ended)))),
+        pin_lines(record) if is_brief else pin_table(record),
+        view.Findings(record.findings * (not record.pins), is_brief=is_brief),
+        view.Paragraph(() if is_brief else tuple(map(line, about_roots(record)))),
+        view.Paragraph(tuple(_about_the_set(ended))[: MOST_FACTS if is_brief else None]),
+        *(() if is_brief else details),
+        view.Snippet(title, tuple(snippet) if is_pasted else ()),
+    )
 
 
 def _pinning(ended: EndedSearch) -> Iterator[str]:
@@ -129,46 +132,43 @@ def _as_patterns(names: Iterable[str]) -> str:
     return json.dumps([name or EVERYTHING for name in names])
 
 
-def _experiments(ended: EndedSearch) -> Iterator[view.Section]:
-    record, search = ended.record, ended.search
-    if search.losses:
-        yield _loss_table(ended)
-    if record.trials:
-        yield trial_table(record)
-    if record.verification is not None:
-        yield proof_table(record.verification)
+def _message(ended: EndedSearch) -> Iterator[str]:
+    """What the search says of its end, as a sentence with a capital, unless a module's name stands first.
 
-
-def _is_said_elsewhere(ended: EndedSearch) -> bool:
-    """The headline says it, or a finding does; findings are listed where there is no set."""
-    if ended.search.outcome in ("nothing-to-pin", "not-in-a-module"):
-        return True
-    findings = ended.record.findings
-    by_finding = not ended.record.pins and bool(findings) and ended.search.message.startswith(findings[0].message)
-    return by_finding or (ended.search.outcome == "not-reproduced" and ended.search.tried > 0)
-
-
-def _as_sentence(message: str) -> str:
-    """With a capital, unless a module's name stands first."""
-    is_word = message.partition(" ")[0].isalpha()
-    return (message[:1].upper() + message[1:] if is_word else message).rstrip(".") + "."
+    Nothing where the headline says it, or a finding does; findings are listed where there is no set.
+    """
+    message, outcome, findings = ended.search.message, ended.search.outcome, ended.record.findings
+    by_headline = outcome in ("nothing-to-pin", "not-in-a-module") or (
+        outcome == "not-reproduced" and ended.search.tried
+    )
+    by_finding = any(message.startswith(one.message) for one in findings[:1]) and not ended.record.pins
+    if message and not by_headline and not by_finding:
+        capital = message[:1].upper() if message.partition(" ")[0].isalpha() else message[:1]
+        yield f"{capital}{message[1:]}".rstrip(".") + "."
 
 
 def _about_the_set(ended: EndedSearch) -> Iterator[view.StyledLine]:
     search, count = ended.search, len(ended.names)
-    if search.minimal and count:
-        dropped = "drop it" if count == 1 else "drop any one of them"
-        yield line(f"Proven by experiment: {dropped} and the step fails (the set is 1-minimal).")
-    elif count:
-        yield line("Not shown to be minimal: a smaller set may suffice.", tone="doubtful")
-    if 0 < search.failed < search.tried:
-        runs = f", so each trial ran {search.repeats} times" if search.repeats > 1 else ""
-        yield line(f"The step fails intermittently, in {search.failed} of {search.tried} replays{runs}.")
-    if search.set_scale is not None and count:
-        yield line(
-            f"The set needs a loss scale of {scale(search.set_scale)}: gradients overflow above it, and none is "
-            "lost at it."
-        )
+    dropped = "drop it" if count == 1 else "drop any one of them"
+    runs = f", so each trial ran {search.repeats} times" * (search.repeats > 1)
+    said = scale(search.set_scale or 0.0)
+    of = "The step fails intermittently, in {} of {} replays{}."
+    rows: tuple[tuple[object, view.StyledLine], ...] = (
+        (
+            count and search.minimal,
+            line(f"Proven by experiment: {dropped} and the step fails (the set is 1-minimal)."),
+        ),
+        (
+            count and not search.minimal,
+            line("Not shown to be minimal: a smaller set may suffice.", tone="doubtful"),
+        ),
+        (0 < search.failed < search.tried, line(of.format(search.failed, search.tried, runs))),
+        (
+            count and search.set_scale is not None,
+            line(f"The set needs a loss scale of {said}: gradients overflow above it, and none is lost at it."),
+        ),
+    )
+    yield from (shown for holds, shown in rows if holds)
     for name, counts in search.classes.items():
         if len(counts) == 2 and counts[1] > 1:
             yield line(_share_of_class(name, *counts))
@@ -177,9 +177,8 @@ def _about_the_set(ended: EndedSearch) -> Iterator[view.StyledLine]:
 
 
 def _share_of_class(name: str, pinned: int, every: int) -> str:
-    if pinned < every:
-        return f"{pinned} of the {every} instances of {name} {'is' if pinned == 1 else 'are'} in the set."
-    return f"{'Both' if every == 2 else f'All {every}'} instances of {name} are in the set."
+    some = f"{pinned} of the {every} instances of {name} {'is' if pinned == 1 else 'are'} in the set."
+    return some if pinned < every else f"{'Both' if every == 2 else f'All {every}'} instances of {name} are in the set."
 
 
 def _loss_table(ended: EndedSearch) -> view.Table:
@@ -191,6 +190,7 @@ def _loss_table(ended: EndedSearch) -> view.Table:
         elif step.step == ended.search.step:
             what = SUM
     rows = tuple((text, number(losses[way])) for way, text in RAN_AS.items() if way in losses)
+    rows *= bool(ended.search.losses)
     return view.Table("The failing step", (view.Column(), view.Column(what, "number")), rows)
 
 
@@ -208,22 +208,15 @@ def headline(ended: EndedSearch) -> view.Headline:
 def _found(ended: EndedSearch) -> str:
     step, healthy = ended.step.capitalize(), _healthy(ended.search)
     need, them = ("needs", "it") if len(ended.names) == 1 else ("need", "them")
+    own = sum(pin.own for pin in ended.record.pins)
+    some, whose = f" {own} of them" * (own < len(ended.names)), "its" if own == 1 else "their"
+    lines = f",{some} in {whose} own lines only" * bool(own)
     return view.first(
-        (
-            not ended.names,
-            f"{step} fails intermittently and did not fail in any trial, so no module can be blamed.",
-        ),
+        (not ended.names, f"{step} fails intermittently and did not fail in any trial, so no module can be blamed."),
         (not ended.holds, f"{ended.some} in FP32 made the failing step healthy once, but not in a second replay."),
         (not ended.search.minimal, f"With {ended.some} in FP32, {healthy}."),
-        (True, f"{ended.some} {need} FP32{_own_lines(ended)}. With {them} pinned, {healthy}."),
+        (True, f"{ended.some} {need} FP32{lines}. With {them} pinned, {healthy}."),
     )
-
-
-def _own_lines(ended: EndedSearch) -> str:
-    own = sum(pin.own for pin in ended.record.pins)
-    whose = "its own lines only" if own == 1 else "their own lines only"
-    rows = ((not own, ""), (own < len(ended.names), f", {own} of them in {whose}"), (True, f", in {whose}"))
-    return view.first(*rows)
 
 
 def _healthy(search: Search) -> str:
@@ -238,24 +231,19 @@ def _healthy(search: Search) -> str:
 
 def _nothing_to_pin(ended: EndedSearch) -> str:
     skipped, of = ended.record.steps_skipped, counted(ended.record.steps_run, "step")
-    but = f"; {skipped:,} of {of} were skipped while the loss scale settles" if skipped else ""
+    but = f"; {skipped:,} of {of} were skipped while the loss scale settles" * bool(skipped)
     return f"Nothing to pin: no step failed{but}."
 
 
-def _no_pin_helps(ended: EndedSearch) -> str:
-    code = catalogued(ended.record.findings[0].code if ended.record.findings else "")
-    return code.why_no_pin.format(step=ended.step)
-
-
 def _not_in_a_module(ended: EndedSearch) -> str:
-    lines = list(filter(None, (place_of(pin.source) for pin in ended.record.pins)))
-    where = f", at {listed(lines)}" if lines else ""
-    if ended.record.findings and ended.record.findings[0].module:
-        return (
-            f"Pinning modules is not enough: the step fails even with the whole model in FP32{where}. Work that "
-            "the loss adds, such as gradients of gradients, runs outside the modules."
-        )
-    return f"No module needs FP32: the step function or the loss fails{where}."
+    lines = listed(filter(None, (place_of(pin.source) for pin in ended.record.pins)))
+    where = f", at {lines}" * bool(lines)
+    if not any(finding.module for finding in ended.record.findings[:1]):
+        return f"No module needs FP32: the step function or the loss fails{where}."
+    return (
+        f"Pinning modules is not enough: the step fails even with the whole model in FP32{where}. Work that "
+        "the loss adds, such as gradients of gradients, runs outside the modules."
+    )
 
 
 def _not_reproduced(ended: EndedSearch) -> str:
@@ -269,9 +257,8 @@ def _not_reproduced(ended: EndedSearch) -> str:
 def _out_of_trials(ended: EndedSearch) -> str:
     healthy = f"with {ended.some} in FP32 the failing step is healthy; a smaller set may suffice."
     sentence = healthy if ended.record.pins else "ampdbg found no healthy set yet."
-    if ended.record.interrupted:
-        return sentence[:1].upper() + sentence[1:]
-    return f"After {counted(len(ended.record.trials), 'trial')}, the most allowed: {sentence}"
+    within_limit = f"After {counted(len(ended.record.trials), 'trial')}, the most allowed: {sentence}"
+    return sentence[:1].upper() + sentence[1:] if ended.record.interrupted else within_limit
 
 
 def next_command(ended: EndedSearch) -> view.NextCommand | None:
@@ -281,23 +268,16 @@ def next_command(ended: EndedSearch) -> view.NextCommand | None:
     is_set = ending.has_patch and record.pins and (ended.holds or not ended.names)
     longer = with_option(ended.again, "--steps", 10 * max(record.planned_steps, 1))
     trials = f"ampdbg report {typed.record_path} --format json"
-    return view.first(
-        (record.interrupted, view.NextCommand("search again", ended.again)),
-        (is_set, _patch(ended)),
-        (ending.has_longer_run and record.script is None, view.NextCommand(ending.why, longer)),
-        (ending.why and not ending.has_longer_run, view.NextCommand(ending.why, ended.again)),
-        (not record.trials or ending.tone == "good" or not typed.record_path, None),
-        (True, view.NextCommand("read why each trial failed", trials)),
+    # From the record, or where none was written from the config; a module file is not taken.
+    given, them = typed.record_path or typed.config, "it" if len(record.pins) == 1 else "them"
+    make = f"make the patch that pins {them}, proven on the failing step" * (not given.startswith("--module"))
+    return view.next_of(
+        (record.interrupted, "search again", ended.again),
+        (is_set, make, f"ampdbg suggest-fp32 {given}"),
+        (ending.has_longer_run and record.script is None, ending.why, longer),
+        (ending.why and not ending.has_longer_run, ending.why, ended.again),
+        (record.trials and ending.tone != "good" and typed.record_path, "read why each trial failed", trials),
     )
-
-
-def _patch(ended: EndedSearch) -> view.NextCommand | None:
-    """From the record, or where none was written from the config; a module file is not taken."""
-    given = ended.typed.record_path or ended.typed.config
-    them = "it" if len(ended.record.pins) == 1 else "them"
-    command = f"ampdbg suggest-fp32 {given}"
-    made = view.NextCommand(f"make the patch that pins {them}, proven on the failing step", command)
-    return None if given.startswith("--module") else made
 
 
 @dataclass(frozen=True)
@@ -325,7 +305,7 @@ ENDINGS: Mapping[Outcome, Ending] = {
     "fp32-raises": Ending(
         "doubtful", lambda ended: f"ampdbg tried no pin: the replay of {ended.step} in FP32 raised an error.", REPAIRED
     ),
-    "no-pin-helps": Ending("bad", _no_pin_helps, REPAIRED),
+    "no-pin-helps": Ending("bad", lambda ended: ended.why_no_pin, REPAIRED),
     "not-in-a-module": Ending("bad", _not_in_a_module, has_patch=True),
     "not-reproduced": Ending("doubtful", _not_reproduced, ANOTHER, has_longer_run=True),
     "no-set-helps": Ending(
@@ -338,14 +318,13 @@ ENDINGS: Mapping[Outcome, Ending] = {
 
 
 def _facts(ended: EndedSearch) -> Iterator[str]:
-    search = ended.search
-    if search.step is not None:
-        at = f" at a loss scale of {scale(search.scale)}" if search.scale is not None else ""
-        yield f"step {search.step}{at}"
-    if search.modules:
-        yield counted(search.modules, "module")
-    if search.candidates and search.strategy == "guided":
-        yield counted(search.candidates, "candidate")
-    if ended.record.trials:
-        yield f"{counted(len(ended.record.trials), 'trial')} ({search.strategy})"
+    search, trials = ended.search, len(ended.record.trials)
+    at = "" if search.scale is None else f" at a loss scale of {scale(search.scale)}"
+    rows: tuple[tuple[object, str], ...] = (
+        (search.step is not None, f"step {search.step}{at}"),
+        (search.modules, counted(search.modules, "module")),
+        (search.candidates and search.strategy == "guided", counted(search.candidates, "candidate")),
+        (trials, f"{counted(trials, 'trial')} ({search.strategy})"),
+    )
+    yield from (fact for holds, fact in rows if holds)
     yield duration(ended.record.elapsed)

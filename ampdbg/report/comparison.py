@@ -10,8 +10,8 @@ from ampdbg.diagnosis.comparison import Comparison, Overflow, Tightness, Windows
 from ampdbg.diagnosis.producers import op_name
 from ampdbg.levels import precision_of
 from ampdbg.quantities import counted, listed, number, scale
-from ampdbg.record.findings import place_of
-from ampdbg.record.run import Record, Site
+from ampdbg.record.findings import Finding, place_of
+from ampdbg.record.run import Record
 
 from . import view
 from .view import line, more
@@ -28,18 +28,19 @@ def page(compared: Comparison, then: str, now: str) -> view.Page:
     """What ``ampdbg compare`` says of two records, which are named as they were typed."""
     return view.Page(
         _headline(compared),
-        tuple(_sections(compared)),
+        _sections(compared),
         (f"then: {then} · {_ran_on(compared.then)}", f"now: {now} · {_ran_on(compared.now)}", *_notes(compared)),
-        story=tuple(_sections(compared, SHOWN)),
+        story=_sections(compared, SHOWN),
     )
 
 
 def data(compared: Comparison, then: str, now: str) -> dict[str, Any]:
     """The comparison as plain data."""
 
-    def finding(one: Any) -> dict[str, object]:
-        return {"code": one.code, "severity": one.severity, "module": one.module, "op": one.op, "message": one.message}
+    def fields(one: object, *names: str) -> dict[str, object]:
+        return {name: getattr(one, name) for name in names}
 
+    finding, ends = ("code", "severity", "module", "op", "message"), ("floor", "ceiling")
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -48,32 +49,26 @@ def data(compared: Comparison, then: str, now: str) -> dict[str, Any]:
         "within": compared.within,
         "worse": compared.is_worse,
         "better": compared.is_better,
-        "appeared": [finding(one) for one in compared.appeared],
-        "gone": [finding(one) for one in compared.gone],
+        "appeared": [fields(one, *finding) for one in compared.appeared],
+        "gone": [fields(one, *finding) for one in compared.gone],
         "overflows": [
-            {"phase": one.site.phase, "module": one.site.module, "op": one.site.op, "then": one.then, "now": one.now}
-            for one in compared.overflows
+            fields(one.site, "phase", "module", "op") | fields(one, "then", "now") for one in compared.overflows
         ],
-        "headroom_bits": [{"module": one.module, "then": one.then, "now": one.now} for one in compared.headrooms],
+        "headroom_bits": [fields(one, "module", "then", "now") for one in compared.headrooms],
         "loss_scales": [
-            {
-                "module": one.module,
-                "then": {"floor": one.then.floor, "ceiling": one.then.ceiling},
-                "now": {"floor": one.now.floor, "ceiling": one.now.ceiling},
-            }
+            {"module": one.module, "then": fields(one.then, *ends), "now": fields(one.now, *ends)}
             for one in compared.windows
         ],
     }
 
 
 def _headline(compared: Comparison) -> view.Headline:
-    if compared.is_worse:
-        return view.Headline("bad", f"Worse: {'; '.join(_worse(compared))}.")
-    if compared.is_better:
-        return view.Headline("good", f"Better: {'; '.join(_better(compared))}.")
-    found = counted(len(compared.now.findings), "finding")
-    same = f", with the same {found}" if compared.now.findings else ""
-    return view.Headline("good", f"Not worse, within {counted_bits(compared.within)}{same}.")
+    same = f", with the same {counted(len(compared.now.findings), 'finding')}" * bool(compared.now.findings)
+    return view.first(
+        (compared.is_worse, view.Headline("bad", f"Worse: {'; '.join(_worse(compared))}.")),
+        (compared.is_better, view.Headline("good", f"Better: {'; '.join(_better(compared))}.")),
+        (True, view.Headline("good", f"Not worse, within {counted_bits(compared.within)}{same}.")),
+    )
 
 
 def counted_bits(bits: float) -> str:
@@ -82,54 +77,48 @@ def counted_bits(bits: float) -> str:
 
 
 def _worse(compared: Comparison) -> Iterator[str]:
-    if compared.broke:
-        yield "an error stops the run"
-    if compared.appeared:
-        yield f"{listed([_named(one.code, one.module) for one in compared.appeared], 3)} appeared"
-    if compared.began:
-        yield f"{counted(sum(one.now - one.then for one in compared.began), 'more place')} would overflow"
-    if compared.tighter:
-        first, *others = compared.tighter
-        also = f", and {counted(len(others), 'more module')} lost headroom" if others else ""
+    began = sum(one.now - one.then for one in compared.began)
+    yield from ["an error stops the run"] * compared.broke
+    yield from _listed(compared.appeared, "appeared")
+    yield from [f"{counted(began, 'more place')} would overflow"] * bool(began)
+    for first in compared.tighter[:1]:
+        others = len(compared.tighter) - 1
+        also = f", and {counted(others, 'more module')} lost headroom" * bool(others)
         yield f"{view.module(first.module)} lost {counted_bits(round(first.lost, 1))} of headroom{also}"
     if compared.narrower is not None:
         yield f"the range of loss scales that work shrank by {counted_bits(round(compared.narrower.lost, 1))}"
 
 
 def _better(compared: Comparison) -> Iterator[str]:
-    if compared.gone:
-        yield f"{listed([_named(one.code, one.module) for one in compared.gone], 3)} gone"
-    if compared.ceased:
-        yield f"{counted(sum(one.then - one.now for one in compared.ceased), 'fewer place')} would overflow"
-    won = [one for one in compared.headrooms if -one.lost > compared.within]
-    if won:
-        yield f"{counted(len(won), 'module')} gained headroom"
-    if any(one.won > compared.within for one in compared.windows[:1]):
-        yield "more loss scales work"
+    ceased = sum(one.then - one.now for one in compared.ceased)
+    won = sum(-one.lost > compared.within for one in compared.headrooms)
+    yield from _listed(compared.gone, "gone")
+    yield from [f"{counted(ceased, 'fewer place')} would overflow"] * bool(ceased)
+    yield from [f"{counted(won, 'module')} gained headroom"] * bool(won)
+    yield from ["more loss scales work"] * any(one.won > compared.within for one in compared.windows[:1])
 
 
-def _named(code: str, module: str) -> str:
-    return f"{code} in {module}" if module else code
+def _listed(findings: Sequence[Finding], what: str) -> list[str]:
+    names = listed([" in ".join(filter(None, (one.code, one.module))) for one in findings], 3)
+    return [f"{names} {what}"] * bool(names)
 
 
-def _sections(compared: Comparison, most: int | None = None) -> Iterator[view.Section]:
+def _sections(compared: Comparison, most: int | None = None) -> tuple[view.Section, ...]:
     """All, or where ``most`` is given the first rows of what changed."""
-    if compared.now.error and not compared.then.error:
-        yield view.Paragraph((line(compared.now.error.splitlines()[0], tone="bad"),))
-    if compared.appeared:
-        yield view.Findings(compared.appeared, is_brief=most is not None)
-    if compared.overflows:
-        yield _table("What would overflow", "where", list(map(_overflow_row, compared.overflows)), most)
-    headrooms = [one for one in compared.headrooms if most is None or abs(one.lost) > compared.within]
-    if headrooms:
-        rows = [_headroom_row(one, compared.within) for one in headrooms]
-        yield _table("Headroom of the forward pass, in bits: the doublings left to 65,504", "module", rows, most)
-    windows = [one for one in compared.windows if most is None or max(one.lost, one.won) > compared.within]
-    if windows:
-        rows = [_window_row(one, compared.within) for one in windows]
-        yield _table("Loss scales that work", "module", rows, most)
-    if most is None or not (compared.appeared or compared.overflows):
-        yield _table("The runs", "", _run_rows(compared), None)
+    within, is_whole = compared.within, most is None
+    error = compared.now.error.splitlines()[: not compared.then.error]
+    headrooms = (one for one in compared.headrooms if is_whole or abs(one.lost) > within)
+    windows = (one for one in compared.windows if is_whole or max(one.lost, one.won) > within)
+    runs = _run_rows(compared) * (is_whole or not (compared.appeared or compared.overflows))
+    bits = "Headroom of the forward pass, in bits: the doublings left to 65,504"
+    return view.filled(
+        view.Paragraph(tuple(line(text, tone="bad") for text in error)),
+        view.Findings(compared.appeared, is_brief=not is_whole),
+        _table("What would overflow", "where", list(map(_overflow_row, compared.overflows)), most),
+        _table(bits, "module", [_headroom_row(one, within) for one in headrooms], most),
+        _table("Loss scales that work", "module", [_window_row(one, within) for one in windows], most),
+        _table("The runs", "", runs, None),
+    )
 
 
 Row = tuple[view.Cell, ...]
@@ -137,8 +126,7 @@ Row = tuple[view.Cell, ...]
 
 def _table(title: str, of: str, rows: Sequence[Row], most: int | None) -> view.Table:
     columns = (view.Column("", "sign"), view.Column(of), *THEN_AND_NOW)
-    shown = rows if most is None else rows[:most]
-    return view.Table(title, columns, tuple(shown), below=more(len(rows) - len(shown)))
+    return view.Table(title, columns, tuple(rows[:most]), below=more(len(rows) - len(rows[:most])))
 
 
 def _sign(lost: float, within: float) -> view.StyledLine:
@@ -146,12 +134,9 @@ def _sign(lost: float, within: float) -> view.StyledLine:
 
 
 def _overflow_row(one: Overflow) -> Row:
-    return _sign(one.now - one.then, 0), _where(one.site), f"{one.then:,}", f"{one.now:,}"
-
-
-def _where(site: Site) -> str:
-    backward = "backward" if site.phase == "backward" else ""
-    return " · ".join(filter(None, (view.module(site.module), backward, op_name(site.op), place_of(site.source))))
+    site = one.site
+    parts = (view.module(site.module), "backward" * (site.phase == "backward"), op_name(site.op), place_of(site.source))
+    return _sign(one.now - one.then, 0), " · ".join(filter(None, parts)), f"{one.then:,}", f"{one.now:,}"
 
 
 def _headroom_row(one: Tightness, within: float) -> Row:
@@ -194,25 +179,31 @@ def _ran_on(record: Record) -> str:
     return f"torch {ran.torch} · {ran.device}{', emulated' if ran.emulated else ''}"
 
 
+MACHINE = ("device", "policy", "emulated")
+"""What of an environment changes numbers."""
+
+
 def _notes(compared: Comparison) -> Iterator[str]:
     """What makes the two differ for another reason than their code."""
     then, now = compared.then, compared.now
-    if bool(then.sites) != bool(now.sites):
-        which = "now" if then.sites else "then"
-        yield f"Note: headroom and loss scales are not compared: they were not measured {which}."
-    elif not then.sites:
-        yield "Note: records of ampdbg ranges also hold headroom and the loss scales that work."
-    if then.planned_steps != now.planned_steps:
-        yield (
-            f"Note: the planned length differs: {counted(then.planned_steps, 'step')} then, {now.planned_steps:,} now."
-        )
-    if then.interrupted or now.interrupted:
-        both = then.interrupted and now.interrupted
-        yield f"Note: {'both were' if both else 'now was' if now.interrupted else 'then was'} interrupted."
-    for name in ("device", "policy", "emulated"):
-        if getattr(then.environment, name) != getattr(now.environment, name):
-            yield "Note: the two ran on different devices or policies, which alone changes numbers."
-            break
+    measured, ran = [bool(record.sites) for record in (then, now)], (then.environment, now.environment)
+    which, differs = (
+        ["now", "then"][measured[1]],
+        any(getattr(ran[0], name) != getattr(ran[1], name) for name in MACHINE),
+    )
+    lengths = f"{counted(then.planned_steps, 'step')} then, {now.planned_steps:,} now"
+    stopped = [name for name, record in (("then", then), ("now", now)) if record.interrupted]
+    who = "both were" if len(stopped) > 1 else f"{''.join(stopped)} was"
+    both = "Note: records of ampdbg ranges also hold headroom and the loss scales that work."
+    one = f"Note: headroom and loss scales are not compared: they were not measured {which}."
+    rows = (
+        (measured[0] != measured[1], one),
+        (not any(measured), both),
+        (then.planned_steps != now.planned_steps, f"Note: the planned length differs: {lengths}."),
+        (stopped, f"Note: {who} interrupted."),
+        (differs, "Note: the two ran on different devices or policies, which alone changes numbers."),
+    )
+    yield from (note for holds, note in rows if holds)
     before, after = precision_of(then.config), precision_of(now.config)
     changed = [key for key in ("dtype", "level", "pins", "loss_scale") if before.get(key) != after.get(key)]
     if changed:

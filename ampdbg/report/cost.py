@@ -37,44 +37,49 @@ def page(record: Record, typed: view.Typed) -> view.Page:
     facts = f"{counted(record.planned_steps, 'step')} a level · {duration(record.elapsed)}"
     return view.Page(
         _headline(record, costs.levels),
-        tuple(_sections(costs)),
+        _sections(costs),
         (facts, *ran_on(record), *(f"Note: {note}" for note in costs.notes)),
         typed.record_path,
         _next_command(costs.levels, typed),
-        story=tuple(_story(costs)),
+        story=(_story(costs),),
     )
 
 
 def _headline(record: Record, levels: Sequence[LevelCost]) -> view.Headline:
-    if record.interrupted:
-        return view.Headline("warning", f"Interrupted after {counted(len(levels), 'level')}.")
     lower = [one for one in levels if one.level != "O0" and one.trains and one.memory is not None]
-    if not lower:
-        steps = counted(record.planned_steps, "step")
-        return view.Headline("bad", f"No level below FP32 finishes {steps} without a finding.")
-    best, fp32 = min(lower, key=_total), _fp32(levels)
-    speed = f", at {_speed(best, fp32)} times its speed" if best.seconds and fp32.seconds else ""
-    ratio = _of(_total(best), _total(fp32))
-    saves = bool(_total(fp32)) and float(ratio) < 1.0
-    memory = f" in {ratio} of FP32's memory" if saves else ", but in no less memory than FP32" if _total(fp32) else ""
-    is_gain = saves or not _total(fp32) or bool(speed and float(_speed(best, fp32)) > 1.0)
-    return view.Headline("good" if is_gain else "doubtful", f"{best.name} trains{memory}{speed}.")
+    best, fp32 = min(lower, key=_total, default=_fp32(levels)), _fp32(levels)
+    ratio, speed_ratio = _of(_total(best), _total(fp32)), _speed(best, fp32)
+    is_faster = best.seconds and fp32.seconds and float(speed_ratio) > 1.0
+    speed = f", at {speed_ratio} times its speed" * bool(best.seconds and fp32.seconds)
+    saves = ratio != "-" and float(ratio) < 1.0
+    memory = view.first(
+        (saves, f" in {ratio} of FP32's memory"),
+        (_total(fp32), ", but in no less memory than FP32"),
+        (True, ""),
+    )
+    none = f"No level below FP32 finishes {counted(record.planned_steps, 'step')} without a finding."
+    is_gain = saves or not _total(fp32) or is_faster
+    return view.first(
+        (record.interrupted, view.Headline("warning", f"Interrupted after {counted(len(levels), 'level')}.")),
+        (not lower, view.Headline("bad", none)),
+        (True, view.Headline("good" if is_gain else "doubtful", f"{best.name} trains{memory}{speed}.")),
+    )
 
 
-def _story(costs: Costs) -> Iterator[view.Section]:
+def _story(costs: Costs) -> view.Table:
     """One line for each level: whether it trains, and what it takes."""
-    fp32 = _fp32(costs.levels)
-    has_times = any(one.seconds is not None for one in costs.levels)
+    fp32, budget = _fp32(costs.levels), costs.budget
+    times = [one.seconds for one in costs.levels if one.seconds is not None]
     columns = (
         (view.Column("does it train?"), _trained),
         (view.Column("from FP32", "number", is_spare=True), _apart),
         (view.Column("memory", "number"), lambda one: byte_size(_total(one)) if one.memory else "-"),
         (view.Column("of FP32", "number"), lambda one: _of(_total(one), _total(fp32))),
-        *(((view.Column("speed", "number"), lambda one: _speed(one, fp32)),) if has_times else ()),
-        *(((view.Column(f"batch in {_size(costs.budget)}", "number"), _batch(costs.batch)),) if costs.budget else ()),
+        *((view.Column("speed", "number"), lambda one: _speed(one, fp32)) for _ in times[:1]),
+        *((view.Column(f"batch in {_size(size)}", "number"), _batch(costs.batch)) for size in (budget,) if size),
     )
-    notes = (BEYOND_NOISE,) if any("*" in _apart(one) for one in costs.levels) else ()
-    yield _table("The levels", columns, costs.levels, *_errors(costs), *notes)
+    notes = (BEYOND_NOISE,) * any("*" in _apart(one) for one in costs.levels)
+    return _table("The levels", columns, costs.levels, *_errors(costs), *notes)
 
 
 def _errors(costs: Costs) -> Iterator[str]:
@@ -85,35 +90,39 @@ def _size(budget: int) -> str:
     return f"{budget / 2**30:.4g} GiB" if budget % 2**20 == 0 else byte_size(budget)
 
 
-def _sections(costs: Costs) -> Iterator[view.Section]:
+def _sections(costs: Costs) -> tuple[view.Section, ...]:
     levels = [one for one in costs.levels if one.memory is not None]
-    yield _table("Training", _TRAINING, costs.levels, *_errors(costs), LOSSES, HALF_FLOPS)
-    if not levels:
-        return
-    yield _table("Memory of a step", _bars(levels, _total(_fp32(levels))), levels, BARS)
-    yield _table("", _PARTS, levels, CASTS)
-    if any(one.seconds is not None for one in levels):
-        yield _table("On this GPU", _on_gpu(_fp32(levels)), levels)
-    if costs.budget is not None:
-        yield _table(f"The largest batch in {_size(costs.budget)}, by doubling", _fit(costs.batch), levels)
+    timed = levels * any(one.seconds is not None for one in levels)
+    fitting, size = levels * (costs.budget is not None), _size(costs.budget or 0)
+    of_levels: tuple[tuple[str, Columns, Sequence[LevelCost], str], ...] = (
+        ("Memory of a step", _bars(levels, _total(_fp32(levels))), levels, BARS),
+        ("", _PARTS, levels, CASTS),
+        ("On this GPU", _on_gpu(_fp32(levels)), timed, ""),
+        (f"The largest batch in {size}, by doubling", _fit(costs.batch), fitting, ""),
+    )
+    return (
+        _table("Training", _TRAINING, costs.levels, *_errors(costs), LOSSES, HALF_FLOPS),
+        *(_table(title, columns, rows, *below) for title, columns, rows, *below in of_levels if rows),
+    )
 
 
 def _table(title: str, columns: Columns, levels: Sequence[LevelCost], *below: str) -> view.Table:
     heads = (view.Column("level", "sign"), *(column for column, _ in columns))
     rows = tuple((line(one.name), *(shown(one) for _, shown in columns)) for one in levels)
-    return view.Table(title, heads, rows, below=tuple(line(text, tone="faint") for text in below))
+    return view.Table(title, heads, rows, below=tuple(line(text, tone="faint") for text in below if text))
 
 
 def _trained(one: LevelCost) -> view.Cell:
-    skipped = f"; {one.skipped:,} of {counted(one.steps, 'step')} skipped" if one.skipped else ""
-    if one.error:
-        return line(view.Words("✗ ", "bad"), "could not run")
-    if one.trains:
-        return line(view.Words("✓ ", "good"), f"yes{skipped}")
+    skipped = f"; {one.skipped:,} of {counted(one.steps, 'step')} skipped" * bool(one.skipped)
     finding = one.finding
     is_sure = finding is not None and finding.severity == "error" and one.verdict != "inconclusive"
-    found = "not known" if finding is None else " in ".join(filter(None, (finding.code, finding.module)))
-    return line(view.Words("✗ ", "bad") if is_sure else view.Words("? ", "doubtful"), f"{found}{skipped}")
+    found = " in ".join(filter(None, (finding.code, finding.module))) if finding else "not known"
+    return view.first(
+        (one.error, line(view.Words("✗ ", "bad"), "could not run")),
+        (one.trains, line(view.Words("✓ ", "good"), f"yes{skipped}")),
+        (is_sure, line(view.Words("✗ ", "bad"), f"{found}{skipped}")),
+        (True, line(view.Words("? ", "doubtful"), f"{found}{skipped}")),
+    )
 
 
 def _apart(one: LevelCost) -> str:
@@ -150,7 +159,7 @@ def _of(size: float | None, fp32: float | None) -> str:
 
 
 def _bars(levels: Sequence[LevelCost], fp32: int) -> Columns:
-    most = max(map(_total, levels)) or 1
+    most = max(map(_total, levels), default=0) or 1
 
     def bar(one: LevelCost) -> view.Cell:
         ends = [round(BAR_WIDTH * size / most) for size in (_total(one) - (one.memory or NO_MEMORY).kept, _total(one))]
@@ -204,17 +213,15 @@ def _fit(batch: int | None) -> Columns:
     )
 
 
-def _is_cured_by_pins(one: LevelCost) -> bool:
-    return one.finding is not None and one.verdict != "inconclusive" and catalogued(one.finding.code).pin_helps
-
-
 def _next_command(levels: Sequence[LevelCost], typed: view.Typed) -> view.NextCommand | None:
     at_o1 = [one for one in levels if one.level == "O1" and one.dtype == "float16"]
-    if any(map(_is_cured_by_pins, at_o1)) and not any(one.trains for one in at_o1):
-        return view.NextCommand("find what O1 needs in FP32, and make the patch", f"ampdbg suggest-fp32 {typed.config}")
-    bad = next((one for one in levels if not one.trains and not one.pins), None)
-    if bad is None:
-        return None
+    roots = [one.finding.code for one in at_o1 if one.finding is not None and one.verdict != "inconclusive"]
+    is_cured_by_pins = any(catalogued(code).pin_helps for code in roots) and not any(one.trains for one in at_o1)
+    bad = next((one for one in levels if not one.trains and not one.pins), LevelCost("", "", ""))
     again = with_option(f"ampdbg scan {typed.config}", "--set", f"precision.level={bad.level}")
     again = with_option(again, "--set", f"precision.dtype={bad.dtype}") if bad.dtype == "bfloat16" else again
-    return view.NextCommand(f"see why {bad.name} does not train", again)
+    suggest = f"ampdbg suggest-fp32 {typed.config}"
+    return view.next_of(
+        (is_cured_by_pins, "find what O1 needs in FP32, and make the patch", suggest),
+        (bad.name, f"see why {bad.name} does not train", again),
+    )

@@ -6,7 +6,7 @@ from ampdbg.escapes import harmless
 from ampdbg.machine.facts import Machine
 from ampdbg.machine.judgments import TENSOR_CORES, Judgment, judged, judged_unit
 
-from .view import Cell, Column, Headline, Page, Table, Words, line
+from .view import Cell, Column, Headline, Page, Table, Words, first, line
 
 SIGNS = {
     "good": Words("✓", "good"),
@@ -24,15 +24,15 @@ def page(machine: Machine) -> Page:
 
 def _headline(machine: Machine) -> Headline:
     torch, driver = machine.torch, machine.driver
-    if not torch.imported:
-        return Headline("bad", "ampdbg cannot run on this machine.")
-    if any(judged_unit(TENSOR_CORES, gpu).tone != "good" for gpu in torch.gpus):
-        return Headline("doubtful", "FP16 runs on this machine, but does not pay off on every GPU.")
-    if torch.gpus:
-        return Headline("good", "FP16 runs on this machine's GPU.")
-    if driver.gpus or driver.problem:
-        return Headline("doubtful", "torch uses no GPU here; ampdbg emulates CUDA's autocast on the CPU.")
-    return Headline("good", "No GPU here; ampdbg emulates CUDA's autocast on the CPU.")
+    is_slow = any(judged_unit(TENSOR_CORES, gpu).tone != "good" for gpu in torch.gpus)
+    unused = "torch uses no GPU here; ampdbg emulates CUDA's autocast on the CPU."
+    return first(
+        (not torch.imported, Headline("bad", "ampdbg cannot run on this machine.")),
+        (is_slow, Headline("doubtful", "FP16 runs on this machine, but does not pay off on every GPU.")),
+        (torch.gpus, Headline("good", "FP16 runs on this machine's GPU.")),
+        (driver.gpus or driver.problem, Headline("doubtful", unused)),
+        (True, Headline("good", "No GPU here; ampdbg emulates CUDA's autocast on the CPU.")),
+    )
 
 
 def _row(judgment: Judgment) -> tuple[Cell, ...]:

@@ -29,12 +29,14 @@ def short_of(dtype: str) -> str:
 
 
 def contract(record: Record) -> view.Table:
-    """A row for each kind of parameter, and below them what was asked for."""
-    rows = dict.fromkeys((one.kind, *("/".join(_names(one, field)) for field in PLACES)) for one in record.dtypes)
+    """A row for each kind of parameter, and below them what was asked for; nothing of FP32 weights."""
+    kinds = record.dtypes * has_half_weights(record)
+    rows = dict.fromkeys((one.kind, *("/".join(_names(one, field)) for field in PLACES)) for one in kinds)
     used = [0, *(at for at, _ in enumerate(PLACES, 1) if any(row[at] for row in rows))]
     headings = ("kind", *PLACES.values())
     columns = tuple(view.Column(headings[at]) for at in used)
-    asked = tuple(map(view.line, _asked(record)))
+    wanted = listed([f"{who} {short_of(what)}" for who, what in record.asked.items()], 9)
+    asked = (view.line(f"Asked for: {wanted}"),) * bool(rows and record.asked)
     return view.Table("Dtypes of weights", columns, tuple(tuple(row[at] for at in used) for row in rows), below=asked)
 
 
@@ -53,11 +55,6 @@ def weights_in_brief(record: Record, typed: view.Typed) -> Iterator[str]:
 def has_half_weights(record: Record) -> bool:
     """An optimizer trains weights that are stored in half."""
     return any(name in FORMATS and name != FLOAT32.name for one in record.dtypes for name in one.stored)
-
-
-def _asked(record: Record) -> Iterator[str]:
-    if record.asked:
-        yield f"Asked for: {listed([f'{who} {short_of(what)}' for who, what in record.asked.items()], 9)}"
 
 
 def _names(one: KindDtypes, field: str) -> list[str]:

@@ -59,15 +59,11 @@ def _parsed(code: Code) -> Explanation:
     file = resources.files("ampdbg") / "record" / "explanations" / f"{code.name}.md"
     title, *parts = file.read_text(encoding="utf-8").removeprefix("# ").split("\n## ")
     bodies = {heading: body.strip() for heading, _, body in (part.partition("\n") for part in parts)}
-    conditions = "".join(f"- {_sentence(when)}\n" for when in conditions_of(code.name))
+    conditions = "".join(f"- {when[0].upper()}{when[1:]}.\n" for when in conditions_of(code.name))
     bodies[SECTIONS["decision"]] = f"{conditions}\n{bodies[SECTIONS['decision']]}".strip()
     return Explanation(
         code.name, code.family, title.strip(), **{field: bodies[heading] for field, heading in SECTIONS.items()}
     )
-
-
-def _sentence(words: str) -> str:
-    return f"{words[0].upper()}{words[1:]}."
 
 
 def _suggestion(given: str) -> str:

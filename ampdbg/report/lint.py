@@ -11,7 +11,7 @@ from ampdbg.lint.engine import Linted, LintFinding
 from ampdbg.quantities import counted
 from ampdbg.record.findings import Severity
 
-from .view import Headline, NextCommand, Page, Paragraph, Section, StyledLine, Tone, Words, line
+from .view import Headline, NextCommand, Page, Paragraph, Section, StyledLine, Tone, Words, filled, first, line, next_of
 
 TONES: Mapping[Severity, Tone] = {"error": "bad", "warning": "doubtful", "info": "name"}
 ANNOTATIONS: Mapping[Severity, str] = {"error": "error", "warning": "warning", "info": "notice"}
@@ -20,30 +20,26 @@ ANNOTATIONS: Mapping[Severity, str] = {"error": "error", "warning": "warning", "
 
 def page(linted: Linted, given: str, fixed: int = 0) -> Page:
     """All findings, and the files that could not be looked at; ``given`` are the paths as they were typed."""
-    return harmless(Page(_headline(linted, fixed), tuple(_sections(linted)), next_command=_next(linted, given)))
+    return harmless(Page(_headline(linted, fixed), _sections(linted), next_command=_next(linted, given)))
 
 
 def _headline(linted: Linted, fixed: int) -> Headline:
     count, files = len(linted.findings), counted(linted.files, "file")
-    was = f"{counted(fixed, 'file')} fixed. " if fixed else ""
-    if count:
-        fixable = sum(finding.fixable for finding in linted.findings)
-        can = f"; {fixable} can be fixed" if fixable else ""
-        worst = next(name for name in TONES if any(finding.severity == name for finding in linted.findings))
-        return Headline("bad" if worst == "error" else "doubtful", f"{was}{counted(count, 'finding')} in {files}{can}.")
-    if linted.problems:
-        return Headline(
-            "doubtful", f"{was}Nothing found in {files}, of which {len(linted.problems)} could not be read."
-        )
-    return Headline("good", f"{was}Nothing found in {files}.")
+    was = f"{counted(fixed, 'file')} fixed. " * bool(fixed)
+    fixable, unread = sum(finding.fixable for finding in linted.findings), len(linted.problems)
+    found = f"{was}{counted(count, 'finding')} in {files}{f'; {fixable} can be fixed' * bool(fixable)}."
+    nothing = f"{was}Nothing found in {files}"
+    return first(
+        ("error" in [finding.severity for finding in linted.findings], Headline("bad", found)),
+        (count, Headline("doubtful", found)),
+        (unread, Headline("doubtful", f"{nothing}, of which {unread} could not be read.")),
+        (True, Headline("good", f"{nothing}.")),
+    )
 
 
-def _sections(linted: Linted) -> Iterator[Section]:
-    for finding in linted.findings:
-        yield Paragraph(tuple(_lines(finding)))
-    if linted.problems:
-        unread = tuple(line(f"{file.path}: {file.problem}", tone="doubtful") for file in linted.problems)
-        yield Paragraph(unread, "Not read")
+def _sections(linted: Linted) -> tuple[Section, ...]:
+    unread = tuple(line(f"{file.path}: {file.problem}", tone="doubtful") for file in linted.problems)
+    return filled(*(Paragraph(tuple(_lines(one))) for one in linted.findings), Paragraph(unread, "Not read"))
 
 
 def _lines(finding: LintFinding) -> Iterator[StyledLine]:
@@ -62,11 +58,11 @@ def place(finding: LintFinding) -> str:
 
 
 def _next(linted: Linted, given: str) -> NextCommand | None:
-    if any(finding.fixable for finding in linted.findings):
-        return NextCommand("see the fixes", f"ampdbg lint --diff {given}")
-    if linted.findings:
-        return NextCommand("what it means", f"ampdbg explain {linted.findings[0].code}")
-    return None
+    codes = [finding.code for finding in linted.findings[:1]]
+    return next_of(
+        (any(finding.fixable for finding in linted.findings), "see the fixes", f"ampdbg lint --diff {given}"),
+        (codes, "what it means", f"ampdbg explain {''.join(codes)}"),
+    )
 
 
 def as_json(linted: Linted) -> str:

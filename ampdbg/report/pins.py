@@ -48,24 +48,21 @@ def pin_table(record: Record) -> Table:
     for pin in record.pins[:MAX_PINS]:
         # An op on a line goes wrong in many instances of a class alike.
         places = {(pin.reason, site.phase, site.op, site.source) for site in pin.sites[:1]}
-        why = _same_line(pin, record) if places & lines else _why(pin, record)
-        rows.append((_pin(pin), why, *_costs(pin.cost)))
+        costs = (share(pin.cost.flops), share(pin.cost.activations)) if pin.cost is not None else ("-", "-")
+        rows.append((_pin(pin), _why(pin, record, is_repeated=bool(places & lines)), *costs))
         lines |= places
     return Table(_title(record), PIN_COLUMNS, tuple(rows), below=more(len(record.pins) - MAX_PINS))
 
 
 def pin_lines(record: Record) -> Paragraph:
     """The set in a line a pin: what it is, and the first op that it cures."""
-    lines: list[StyledLine] = []
     low = format_of_config(record.config)
+    lines: list[StyledLine] = []
     for pin in record.pins[:MOST_IN_BRIEF]:
-        said = [
-            part
-            for site in pin.sites[:1]
-            for part in (op_name(site.op), PurePath(place_of(site.source)).name, *_against_half(site, low)[:1])
-        ]
-        why = " · ".join(filter(None, (*said, _what_goes_wrong(pin, record))))
-        lines.append(line(_pin(pin)[0].words[0], f"  {why}" if why else ""))
+        why = [part for site in pin.sites[:1] for part in (op_name(site.op), PurePath(place_of(site.source)).name)]
+        why += [part for site in pin.sites[:1] for part in _against_half(site, low)[:1]]
+        said = " · ".join(filter(None, (*why, _what_goes_wrong(pin, record))))
+        lines.append(line(_pin(pin)[0].words[0], f"  {said}" * bool(said)))
     return Paragraph((*lines, *more(len(record.pins) - MOST_IN_BRIEF)), _title(record))
 
 
@@ -75,9 +72,8 @@ def _what_goes_wrong(pin: Pin, record: Record) -> str:
         return ""
     finding = record.findings[pin.reason]
     phases = [site.phase for site in pin.sites]
-    if "forward" in phases or finding.phase != "forward" or not phases:
-        return finding.code
-    return f"in the {phases[0]} pass"
+    is_of_its_pass = "forward" in phases or finding.phase != "forward" or not phases
+    return finding.code if is_of_its_pass else f"in the {phases[0]} pass"
 
 
 def _title(record: Record) -> str:
@@ -88,47 +84,47 @@ def _pin(pin: Pin) -> tuple[StyledLine, ...]:
     name = place_of(pin.source) or pin.name or "the whole model"
     if pin.source is None and pin.name == OWN:
         return (line(in_words(OWN, pin.class_name or "the model"), tone="name"),)
-    own = "own lines of " if pin.own and pin.class_name else "own lines" if pin.own else ""
-    kind = own + pin.class_name
-    return (line(name, tone="name"), *((line(kind, tone="faint"),) if kind else ()))
+    kind = " of ".join(filter(None, ("own lines" * pin.own, pin.class_name)))
+    return (line(name, tone="name"), *(line(text, tone="faint") for text in (kind,) if text))
 
 
-def _why(pin: Pin, record: Record) -> tuple[StyledLine, ...]:
+def _why(pin: Pin, record: Record, *, is_repeated: bool) -> tuple[StyledLine, ...]:
     if not pin.sites and pin.tied:
         return (line(f"tied to {listed(pin.tied)}, and pinned with it", tone="faint"),)
     if not pin.sites:
         return (line("no op of its own fails", tone="faint"), *_without(pin.without))
     site, *others = pin.sites
-    lines = [line(code, tone="bad") for code in filter(None, [_what_goes_wrong(pin, record)])]
-    lines += _site(site, pin, format_of_config(record.config))
+    if is_repeated:
+        beside = ", ".join(_against_half(site, format_of_config(record.config)))
+        return (line(": ".join(filter(None, ("the same line", beside)))), *_without(pin.without.partition(": ")[0]))
+    code, ops = _what_goes_wrong(pin, record), ""
     if others:
-        lines.append(line(f"and {counted(len(others), 'more op')}: {_ops(others)}", tone="faint"))
-    return (*lines, *_without(pin.without))
+        named = (f"{op_name(one.op)}{f':{one.source.line}' if one.source else ''}" for one in others)
+        ops = f"and {counted(len(others), 'more op')}: {listed(dict.fromkeys(named))}"
+    return (
+        *(line(text, tone="bad") for text in (code,) if text),
+        *_site(site, pin, format_of_config(record.config)),
+        *(line(text, tone="faint") for text in (ops,) if text),
+        *_without(pin.without),
+    )
 
 
 def _without(what: str) -> tuple[StyledLine, ...]:
     return (line(Words("without it: ", "doubtful"), what),) if what else ()
 
 
-def _same_line(pin: Pin, record: Record) -> tuple[StyledLine, ...]:
-    beside = ", ".join(_against_half(pin.sites[0], format_of_config(record.config)))
-    return (line(": ".join(filter(None, ("the same line", beside)))), *_without(pin.without.partition(": ")[0]))
-
-
 def _site(site: PinSite, pin: Pin, low: FloatFormat) -> Iterator[StyledLine]:
-    inner = site.module if site.module != pin.module else ""
-    call = f"call {site.call}" if site.call else ""
-    backward = "backward" if site.phase == "backward" else ""
-    yield line(" · ".join(filter(None, (backward, inner, call, op_name(site.op), place_of(site.source)))))
-    if site.source is not None and site.source.text.strip():
-        yield line(site.source.text.strip(), tone="strong", is_code=True)
-    if beside := _against_half(site, low):
-        yield line(", ".join(beside))
-
-
-def _ops(sites: Sequence[PinSite]) -> str:
-    ops = (f"{op_name(site.op)}{f':{site.source.line}' if site.source else ''}" for site in sites)
-    return listed(list(dict.fromkeys(ops)))
+    parts = (
+        "backward" * (site.phase == "backward"),
+        site.module * (site.module != pin.module),
+        f"call {site.call}" * bool(site.call),
+        op_name(site.op),
+        place_of(site.source),
+    )
+    text, beside = site.source.text.strip() if site.source else "", ", ".join(_against_half(site, low))
+    yield line(" · ".join(filter(None, parts)))
+    yield from (line(code, tone="strong", is_code=True) for code in (text,) if code)
+    yield from (line(said) for said in (beside,) if said)
 
 
 def _against_half(site: PinSite, low: FloatFormat) -> tuple[str, ...]:
@@ -143,10 +139,6 @@ def _against_half(site: PinSite, low: FloatFormat) -> tuple[str, ...]:
         (size >= NEAR * low.overflow_threshold, (said,)),
         (True, ()),
     )
-
-
-def _costs(cost: PinCost | None) -> tuple[str, str]:
-    return (share(cost.flops), share(cost.activations)) if cost is not None else ("-", "-")
 
 
 def cost_sentence(cost: PinCost, low: FloatFormat, of: str = "The set") -> str:
@@ -167,11 +159,6 @@ def about_roots(record: Record) -> Iterator[str]:
     if roots := roots_of(record):
         said = "; ".join(f"{root.name} is {root.what}" for root in roots)
         yield f"The script has several models; a module's name starts with that of its model: {said}."
-
-
-def roots_paragraph(record: Record) -> Iterator[Paragraph]:
-    """The same as a part of a page."""
-    yield from (Paragraph((line(said),)) for said in about_roots(record))
 
 
 def pins_yaml(names: Sequence[str], config: Mapping[str, object]) -> list[str]:
@@ -202,20 +189,17 @@ def _proof_line(proof: Proof) -> StyledLine:
     ran = [step for step in proof.steps if step.ran]
     failed = [step for step in ran if not step.passed]
     if failed:
-        said = "; ".join(f"{step.name}: {step.detail}" if step.detail else step.name for step in failed)
-        return line(
-            Words("✗ ", "bad"),
-            f"{len(ran) - len(failed)} of {counted(len(ran), 'check')} passed; {said}",
-        )
-    left_out = [step.name for step in proof.steps if not step.ran]
-    besides = f"; not run: {listed(left_out)}" if left_out else ""
+        said = "; ".join(": ".join(filter(None, (step.name, step.detail))) for step in failed)
+        return line(Words("✗ ", "bad"), f"{len(ran) - len(failed)} of {counted(len(ran), 'check')} passed; {said}")
+    left_out = listed(step.name for step in proof.steps if not step.ran)
     names = listed([step.name for step in ran], 3)
+    besides = f"; not run: {left_out}" * bool(left_out)
     return line(Words("✓ ", "good"), f"{counted(len(ran), 'check')} passed: {names}{besides}")
 
 
-def proof_table(proof: Proof) -> Table:
-    """Each thing that was run, and how it came out."""
-    rows = tuple((line(_sign_of(step)), step.name, step.detail) for step in proof.steps)
+def proof_table(proof: Proof | None) -> Table:
+    """Each thing that was run, and how it came out; no row where nothing was to be proven."""
+    rows = tuple((line(_sign_of(step)), step.name, step.detail) for step in (proof.steps if proof else ()))
     return Table("The proof", PROOF_COLUMNS, rows)
 
 
@@ -254,10 +238,9 @@ def pins_text(pins: Sequence[str], most: int = 3) -> str:
 
 def result_text(trial: Trial) -> str:
     """``healthy``, ``fails: the loss is NaN``, or of how many runs it was healthy where it ran several times."""
-    if trial.healthy:
-        return f"healthy, {trial.runs} of {trial.runs} runs" if trial.runs > 1 else "healthy"
-    failed = f"fails, {trial.runs - trial.healthy_runs} of {trial.runs} runs" if trial.runs > 1 else "fails"
-    return f"{failed}: {trial.why}" if trial.why else failed
+    is_several, bad = trial.runs > 1, trial.runs - trial.healthy_runs
+    failed = f"fails{f', {bad} of {trial.runs} runs' * is_several}{f': {trial.why}' * bool(trial.why)}"
+    return f"healthy{f', {trial.runs} of {trial.runs} runs' * is_several}" if trial.healthy else failed
 
 
 def trial_table(record: Record, first: int = FIRST_TRIALS) -> view.Table:
@@ -279,11 +262,12 @@ def _trial(number: int, trial: Trial, names: tuple[str, ...]) -> tuple[view.Cell
 def _pinned(pins: tuple[str, ...], names: tuple[str, ...]) -> str:
     """The pins, or how they differ from the set that was found, whichever is shorter."""
     dropped, added = set(names) - set(pins), set(pins) - set(names)
-    if len(pins) > 1 and not dropped and not added:
-        return "the set"
-    if len(names) > 2 and len(dropped) == 1 and not added:
-        return f"the set without {_short(dropped.pop())}"
-    return pins_text([_short(name) for name in pins], SHOWN_PINS)
+    without = f"the set without {_short(min(dropped, default=''))}"
+    return view.first(
+        (len(pins) > 1 and not dropped and not added, "the set"),
+        (len(names) > 2 and len(dropped) == 1 and not added, without),
+        (True, pins_text([_short(name) for name in pins], SHOWN_PINS)),
+    )
 
 
 def _short(name: str) -> str:

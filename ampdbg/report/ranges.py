@@ -67,34 +67,30 @@ WINDOW_COLUMNS = (
 def page(record: Record, typed: view.Typed) -> view.Page:
     """What ``ampdbg ranges`` says of its step."""
     facts = (_step(record), counted(len(record.sites), "site"), *_tried(record), duration(record.elapsed))
+    others = tuple(one for one in record.findings if not catalogued(one.code).in_range_table)
+    windows = _window_table(record, typed.top or SHOWN) if refuted_by(record) is None else NO_WINDOWS
     return view.Page(
         view.Headline(_tone(record), _first_of(SENTENCES, record)),
-        tuple(_sections(record, typed)),
+        view.filled(raised(record), view.Findings(others), _site_table(record.sites, typed, SHOWN), windows),
         (" · ".join(facts), *ran_on(record)),
         typed.record_path,
         _next_command(record, typed),
-        story=tuple(_story(record, typed)),
+        story=_story(record, typed, others),
     )
 
 
-def _story(record: Record, typed: view.Typed) -> Iterator[view.Section]:
-    yield from raised(record)
-    others = _others(record)
+def _story(record: Record, typed: view.Typed, others: tuple[Finding, ...]) -> tuple[view.Section, ...]:
+    """The tightest sites in brief; ``others`` are the findings that the table of sites does not show."""
     is_led_by_table = any(site.overflow == "starts" for site in record.sites)
-    if others and not is_led_by_table:
-        yield view.Findings(others, is_brief=True)
-    if not record.sites or record.error:
-        return
-    yield _site_table(record.sites, typed, BESIDE_FINDINGS if others else BRIEF_SITES, is_brief=True)
-    if not others:  # a finding says what bounds the windows
-        yield from (replace(table, below=()) for table in _window_table(record, typed.top or BRIEF_MODULES))
-    elif is_led_by_table:
-        yield view.Paragraph(tuple(_finding_line(finding) for finding in others))
-
-
-def _others(record: Record) -> tuple[Finding, ...]:
-    """The findings that the table of sites does not show."""
-    return tuple(finding for finding in record.findings if not catalogued(finding.code).in_range_table)
+    sites = record.sites * (not record.error)
+    windows = _window_table(record, typed.top or BRIEF_MODULES) if sites and not others else NO_WINDOWS
+    return view.filled(
+        raised(record),
+        view.Findings(others * (not is_led_by_table), is_brief=True),
+        _site_table(sites, typed, BESIDE_FINDINGS if others else BRIEF_SITES, is_brief=True),
+        replace(windows, below=()),  # a finding says what bounds the windows
+        view.Paragraph(tuple(map(_finding_line, others * bool(sites and is_led_by_table)))),
+    )
 
 
 def _finding_line(finding: Finding) -> view.StyledLine:
@@ -102,29 +98,18 @@ def _finding_line(finding: Finding) -> view.StyledLine:
     return line(code, f" · {finding.message}")
 
 
-def _sections(record: Record, typed: view.Typed) -> Iterator[view.Section]:
-    yield from raised(record)
-    if others := _others(record):
-        yield view.Findings(others)
-    if record.sites:
-        yield _site_table(record.sites, typed, SHOWN)
-    if refuted_by(record) is None:
-        yield from _window_table(record, typed.top or SHOWN)
-
-
 CONFIRM = "confirm it with a run in FP16"
 
 
 def _next_command(record: Record, typed: view.Typed) -> view.NextCommand | None:
     is_config, ready = record.script is None, record.readiness
-    if ready is not None and not is_config:
-        return None  # a capture is replayed in the format that it has
     again = f"ampdbg {'scan' if is_config else 'replay'} {typed.config}"
     measure, suggest = f"ampdbg ranges {typed.config}", f"ampdbg suggest-fp32 {typed.config}"
     longer = with_option(measure, "--steps", record.planned_steps + 50)
     suggest, scan = (with_option(command, "--set", "precision.dtype=float16") for command in (suggest, again))
     is_pinned = ready is not None and (ready.pins or ready.trains is False)
-    rows: tuple[tuple[object, str, str], ...] = (
+    return view.next_of(
+        (ready and not is_config, "", ""),  # a capture is replayed in the format that it has
         (record.error, "rerun once this is repaired", measure),
         (is_pinned, "find the smallest set of pins, and prove it", suggest),
         (ready, CONFIRM, scan),
@@ -132,7 +117,6 @@ def _next_command(record: Record, typed: view.Typed) -> view.NextCommand | None:
         (record.findings or record.unseen.unmeasured, CONFIRM, again),
         (record.sites and is_config, "measure again after some training", longer),
     )
-    return next((view.NextCommand(why, command) for holds, why, command in rows if holds), None)
 
 
 def _step(record: Record) -> str:
@@ -141,9 +125,8 @@ def _step(record: Record) -> str:
 
 def _tone(record: Record) -> view.Tone:
     """An overflow that no FP16 run has shown yet is a warning, and no open question."""
-    is_measured = refuted_by(record) is None and record.autocast_error is None
-    overflows = is_measured and bool(_starting(record) or record.findings)
-    is_warning = stopped(record) or (overflows and record.verdict == "inconclusive")
+    is_measured = refuted_by(record) is None and record.autocast_error is None and record.verdict == "inconclusive"
+    is_warning = stopped(record) or (is_measured and (_starting(record) or record.findings))
     return "warning" if is_warning else TONES[record.verdict]
 
 
@@ -151,8 +134,8 @@ def _ready(record: Record, ready: Readiness) -> str:
     """What is said of a step that runs in bfloat16."""
     first, starts = check_in(record, FLOAT16.name), _starting(record)
     fails = what_fails(first) if first else ""
-    harmless = f", though FP16 overflows at {counted(starts, 'place')}" if starts else ""
-    but = f", without which {fails}" if ready.pins else harmless
+    overflows = f", though FP16 overflows at {counted(starts, 'place')}" * bool(starts)
+    but = f", without which {fails}" if ready.pins else overflows
     return READY[ready.trains].format(
         step=_step(record),
         half=_first_of(OF_HALF, record),
@@ -186,26 +169,22 @@ def _starting(record: Record) -> int:
 
 def _overflowing(record: Record, starts: int) -> str:
     others = "one" if starts == 2 else starts - 1
-    hidden = f"; an FP16 run would show the first and hide the other {others}" if starts > 1 else ""
+    hidden = f"; an FP16 run would show the first and hide the other {others}" * (starts > 1)
     return f"{counted(starts, 'place')} would overflow in FP16{hidden}."
 
 
 def _refuted(record: Record, bad: Replay) -> str:
     """What is said of a step that is not finite where the ranges alone would have had it fit."""
-    where, fails = _step(record).capitalize(), fails_in_fp32(record)
-    if bad.dtype == FLOAT16.name:
-        scale_tried = f", at a loss scale of {_scale(bad.scale)} that the ranges allow"
-        at_any = "" if bad.error else ", and no loss scale helps"
-        return (
-            f"{_measured(record)}; but in FP16 {what_fails(bad)}{scale_tried if math.isfinite(bad.loss) else at_any}."
-        )
-    if fails:
-        fp32 = check_in(record, "float32") or bad
-        return f"{where} is not finite in FP32 either: {what_fails(fp32)}. Neither a pin nor a loss scale helps."
-    fp32_is = "" if fails is None else ", although it is in FP32"
-    return (
-        f"{where} is not finite in bfloat16, in which ampdbg measures ranges{fp32_is}: {what_fails(bad)}. So "
-        "nothing is known about FP16."
+    where, fails, failure = _step(record).capitalize(), fails_in_fp32(record), what_fails(bad)
+    fp32 = check_in(record, "float32") or bad
+    scale_tried = f", at a loss scale of {_scale(bad.scale)} that the ranges allow" * math.isfinite(bad.loss)
+    at_any = ", and no loss scale helps" * (not bad.error)
+    in_fp32 = ", although it is in FP32" * (fails is not None)
+    unknown = f"{where} is not finite in bfloat16, in which ampdbg measures ranges{in_fp32}: {failure}. So nothing is "
+    return view.first(
+        (bad.dtype == FLOAT16.name, f"{_measured(record)}; but in FP16 {failure}{scale_tried or at_any}."),
+        (fails, f"{where} is not finite in FP32 either: {what_fails(fp32)}. Neither a pin nor a loss scale helps."),
+        (True, f"{unknown}known about FP16."),
     )
 
 
@@ -240,10 +219,10 @@ def _first_of(rows: Sentences, record: Record) -> str:
 
 def _measured(record: Record) -> str:
     """What the forward pass has shown, where no overflow starts in it."""
-    of_what = " that was measured" if record.unseen.unmeasured else ""
+    of_what = " that was measured" * bool(record.unseen.unmeasured)
     beyond = sum(site.phase == "forward" and site.headroom_bits < 0.0 for site in record.sites)
+    places = counted(beyond, "place")
     if beyond:
-        places = counted(beyond, "place")
         return f"No op{of_what} overflows by itself, but an input or a constant of the code exceeds FP16 at {places}"
     return f"Everything{of_what} fits FP16 at {_step(record)}: {_spare(record.sites)}"
 
@@ -267,20 +246,20 @@ def _spare(sites: Sequence[Site]) -> str:
 
 
 def _scales(whole: Window) -> str:
-    if math.isinf(whole.ceiling):
-        return "any loss scale works" if whole.floor == 0.0 else f"loss scales from {_scale(whole.floor)} up work"
-    low = f"from {_scale(whole.floor)} " if whole.floor else ""
-    return f"loss scales {low}to {_scale(whole.ceiling)} work"
+    low, high = _scale(whole.floor), _scale(whole.ceiling)
+    return view.first(
+        (high != "any", f"loss scales {f'from {low} ' * bool(whole.floor)}to {high} work"),
+        (whole.floor, f"loss scales from {low} up work"),
+        (True, "any loss scale works"),
+    )
 
 
 def _own_scale(record: Record, whole: Window) -> str:
     """What is said of the scale that a captured step had, where it is none of those that work."""
-    if record.script is None or not record.steps or not whole.is_open:
-        return ""
-    own = record.steps[-1].scale
-    if whole.floor <= own <= whole.ceiling:
-        return ""
-    return f"; the step's own scale, {_scale(own)}, is {'below' if own < whole.floor else 'above'} them"
+    own = record.steps[-1].scale if record.script is not None and record.steps else whole.floor
+    side = "below" if own < whole.floor else "above"
+    is_outside = whole.is_open and not whole.floor <= own <= whole.ceiling
+    return f"; the step's own scale, {_scale(own)}, is {side} them" * is_outside
 
 
 def _site_table(sites: Sequence[Site], typed: view.Typed, top: int, *, is_brief: bool = False) -> view.Table:
@@ -292,7 +271,7 @@ def _site_table(sites: Sequence[Site], typed: view.Typed, top: int, *, is_brief:
     shown = sorted(tightest, key=lambda site: site.order) if is_ordered else tightest
     with_text = {site.order for site in tightest[: 0 if is_brief else SHOWN_LINES]}
     legend = " · ".join(text for applies, text in LEGEND if any(map(applies, shown)))
-    below = (*more(len(sites) - len(shown), "site"), *((line(legend, tone="faint"),) if legend else ()))
+    below = (*more(len(sites) - len(shown), "site"), *(line(text, tone="faint") for text in (legend,) if text))
     return view.Table(
         f"Tightest against FP16's limit{', in order of execution' * is_ordered} (bits: doublings left to 65,504)",
         BRIEF_COLUMNS if is_brief else SITE_COLUMNS,
@@ -311,45 +290,47 @@ LEGEND: tuple[tuple[Callable[[Site], bool], str], ...] = (
 
 def _site_row(site: Site, with_text: bool, is_brief: bool) -> tuple[view.Cell, ...]:
     mark, at = _mark(site), site.source
-    call = f" (call {site.call})" if site.calls > 1 and site.call > 0 else ""
+    call = f" (call {site.call})" * (site.calls > 1 and site.call > 0)
     place = PureWindowsPath(place_of(at)).name if is_brief else place_of(at)
     where = line(" · ".join(filter(None, (f"{view.module(site.module)}{call}", op_name(site.op), place))))
     text = (line(at.text.strip(), tone="faint", is_code=True),) if with_text and at and at.text else ()
-    return (
+    shown = (
         line(mark),
         line(f"{site.headroom_bits:.1f}", tone=mark.tone),
         number(site.abs_max),
         "fwd" if site.phase == "forward" else "bwd",
-        *(() if is_brief else (Exponents(site.lowest_exponent, site.exponents),)),
-        where if is_brief else (where, *text),
     )
+    return (*shown, where) if is_brief else (*shown, Exponents(site.lowest_exponent, site.exponents), (where, *text))
 
 
 def _mark(site: Site) -> view.Words:
-    if site.overflow:
-        return view.Words("✗" if site.overflow == "starts" else "↳", "bad")
-    return view.Words("!", "doubtful") if site.headroom_bits < NEAR_BITS else view.Words("")
+    return view.first(
+        (site.overflow == "starts", view.Words("✗", "bad")),
+        (site.overflow, view.Words("↳", "bad")),
+        (site.headroom_bits < NEAR_BITS, view.Words("!", "doubtful")),
+        (True, view.Words("")),
+    )
 
 
-def _window_table(record: Record, top: int) -> Iterator[view.Table]:
+NO_WINDOWS = view.Table("", WINDOW_COLUMNS, ())
+
+
+def _window_table(record: Record, top: int) -> view.Table:
     """The narrowest windows; nothing where no gradient was in half."""
     whole, modules = window(in_half(record)), sorted(module_windows(in_half(record)), key=_width)
     if not modules:
-        return
+        return NO_WINDOWS
     rows = [(line("the whole model", tone="strong"), *_ends(whole), _bounds(whole, with_module=True))]
     rows += [(line(view.module(one.module)), *_ends(one), _bounds(one)) for one in modules[:top]]
-    below = more(len(modules) - top, "module")
-    if not whole.is_open:
-        below += (line("No scale works for the whole model: the two sites that limit it need different ones."),)
-    yield view.Table(_window_title(record), WINDOW_COLUMNS, tuple(rows), below=below)
-
-
-def _window_title(record: Record) -> str:
-    if record.readiness is not None and record.readiness.pins:
-        return "Loss scales that work with these pins"
-    if _starting(record):
-        return "Loss scales that would work if the forward pass did not overflow"
-    return "Loss scales that work, as far as measured" if record.unseen.unmeasured else "Loss scales that work"
+    none = line("No scale works for the whole model: the two sites that limit it need different ones.")
+    title = view.first(
+        (record.readiness and record.readiness.pins, "Loss scales that work with these pins"),
+        (_starting(record), "Loss scales that would work if the forward pass did not overflow"),
+        (record.unseen.unmeasured, "Loss scales that work, as far as measured"),
+        (True, "Loss scales that work"),
+    )
+    below = (*more(len(modules) - top, "module"), *(none,) * (not whole.is_open))
+    return view.Table(title, WINDOW_COLUMNS, tuple(rows), below=below)
 
 
 def _width(one: Window) -> float:
@@ -374,5 +355,5 @@ def _bounds(one: Window, with_module: bool = False) -> str:
 
 
 def _short(site: Site, with_module: bool) -> str:
-    module = f"{view.module(site.module)} " if with_module else ""
+    module = f"{view.module(site.module)} " * with_module
     return f"{module}{op_name(site.op)}{f':{site.source.line}' if site.source else ''}"

@@ -35,7 +35,7 @@ from ampdbg.record.run import (
 from ampdbg.report.explanation import explanation
 
 from . import view
-from .dtype_contract import contract, has_half_weights, short_of, weights_in_brief
+from .dtype_contract import contract, short_of, weights_in_brief
 from .update_ledger import ledger
 from .view import line, more, ran_on, with_option
 
@@ -59,85 +59,75 @@ def page(record: Record, typed: view.Typed) -> view.Page:
     """What a scan says of its run."""
     return view.Page(
         headline(record),
-        tuple(_sections(record)),
+        _sections(record),
         (" · ".join(_facts(record)), *weights_in_brief(record, typed), *ran_on(record), *captures_of(record, typed)),
         typed.record_path,
         next_command(record, typed),
-        story=tuple(_story(record)),
+        story=view.filled(raised(record), view.Findings(record.findings, is_brief=True), sound_step(record)),
     )
 
 
-def _story(record: Record) -> Iterator[view.Section]:
-    yield from raised(record)
-    if record.findings:
-        yield view.Findings(record.findings, is_brief=True)
-    yield from sound_step(record)
+def _sections(record: Record) -> tuple[view.Section, ...]:
+    charted = record.steps * any(step.skipped or _is_lost(step, record) for step in record.steps)
+    return view.filled(
+        raised(record),
+        view.Findings(record.findings),
+        view.ScaleChart("Loss scale", charted),
+        _group_table(record),
+        _tensor_table(record),
+        contract(record),
+        ledger(record.updates),
+        sound_step(record),
+    )
 
 
-def _sections(record: Record) -> Iterator[view.Section]:
-    yield from raised(record)
-    if record.findings:
-        yield view.Findings(record.findings)
-    if any(step.skipped or _is_lost(step, record) for step in record.steps):
-        yield view.ScaleChart("Loss scale", record.steps)
-    groups = group_table(record)
-    if groups is not None:
-        yield groups
-    tensors = _tensor_table(record)
-    if tensors.rows:
-        yield tensors
-    if has_half_weights(record):
-        yield contract(record)
-    if record.updates is not None:
-        yield ledger(record.updates)
-    yield from sound_step(record)
-
-
-def raised(record: Record) -> Iterator[view.Section]:
+def raised(record: Record) -> view.Paragraph:
     """The error that stopped the run, if one did."""
-    if record.error:
-        first, *others = record.error.splitlines()
-        obstacle = obstacle_in(record.error)
-        missing = (line(obstacle.says),) if obstacle is not None else ()
-        yield view.Paragraph((line(first, tone="bad"), *(line(text, tone="bad", depth=1) for text in others), *missing))
+    obstacle = obstacle_in(record.error)
+    said = (line(text, tone="bad", depth=min(at, 1)) for at, text in enumerate(record.error.splitlines()))
+    return view.Paragraph((*said, *(line(one.says) for one in (obstacle,) if one)))
 
 
 def headline(record: Record) -> view.Headline:
     """One sentence made from the first finding and the verdict; a run that was stopped says so first."""
-    tone, sentence = TONES[record.verdict], _sentence(record)
-    if record.findings and record.verdict == "inconclusive" and record.findings[0].severity == "error":
-        tone = "bad"
-    early = stopped(record)
-    return view.Headline("warning", f"{early}. {sentence}".rstrip()) if early else view.Headline(tone, sentence)
+    early, sentence = stopped(record), _sentence(record)
+    is_error = record.verdict == "inconclusive" and "error" in [one.severity for one in record.findings[:1]]
+    return view.first(
+        (early, view.Headline("warning", f"{early}. {sentence}".rstrip())),
+        (is_error, view.Headline("bad", sentence)),
+        (True, view.Headline(TONES[record.verdict], sentence)),
+    )
 
 
 def stopped(record: Record) -> str:
     """What stopped the run, or the watching, before its end, and when; "" where nothing did."""
     done, planned = record.steps_run, record.planned_steps
-    if record.unseen.since is not None:
-        return f"ampdbg itself failed after {counted(done, 'step')}, and stopped watching"
-    stopper = "The script ended early" if record.error.startswith(EXITED) else "An error stopped the run"
-    why = stopper if record.error else "Interrupted" if record.interrupted else ""
     count = f"{done:,} of {counted(planned, 'step')}" if planned else counted(done, "step")
-    searching = ", in the search that follows" if done == planned and record.command in SEARCHES else ""
-    return f"{why} after {count}{searching}" if why else ""
+    searching = ", in the search that follows" * (done == planned and record.command in SEARCHES)
+    return view.first(
+        (record.unseen.since is not None, f"ampdbg itself failed after {counted(done, 'step')}, and stopped watching"),
+        (record.error.startswith(EXITED), f"The script ended early after {count}{searching}"),
+        (record.error, f"An error stopped the run after {count}{searching}"),
+        (record.interrupted, f"Interrupted after {count}{searching}"),
+        (True, ""),
+    )
 
 
 HEALTHY = "{verdict}: {skips}."
 
 
 def _sentence(record: Record) -> str:
-    if record.findings:
-        finding = record.findings[0]
+    for finding in record.findings[:1]:
         code = catalogued(finding.code)
-        is_information = finding.severity == "info"
-        template = (code.information or HEALTHY) if is_information else code.headline
+        template = (code.information or HEALTHY) if finding.severity == "info" else code.headline
         template = template or f"{explanation(code.name).title}, at step {{step}}."
         return template.format(**_headline_facts(finding, record))
-    if not record.steps:
-        return "No optimizer stepped." if record.script else "The run ended before its first step."
-    in_fp32 = ", and no step that ampdbg examined ran in half precision" if record.environment.policy == "none" else ""
-    return f"{_verdict(record)}: {_skips(record.timelines[0])}{in_fp32}."
+    in_fp32 = ", and no step that ampdbg examined ran in half precision" * (record.environment.policy == "none")
+    return view.first(
+        (record.steps, f"{_verdict(record)}: {_skips(record.timelines[0])}{in_fp32}."),
+        (record.script, "No optimizer stepped."),
+        (True, "The run ended before its first step."),
+    )
 
 
 def _verdict(record: Record) -> str:
@@ -147,24 +137,27 @@ def _verdict(record: Record) -> str:
 
 def _headline_facts(finding: Finding, record: Record) -> dict[str, str]:
     """What a headline may name (:data:`ampdbg.record.codes.FACTS`)."""
-    facts = dict.fromkeys(FACTS, "") | {"step": str(finding.step), "phase": finding.phase, "skips": "no step ran"}
-    facts["verdict"] = _verdict(record)
-    if finding.module:
-        facts["where"] = f" in {finding.module}"
     timeline = _timeline_of(finding, record)
     steps = timeline.scaled_steps
+    facts = dict.fromkeys(FACTS, "") | {
+        "step": str(finding.step),
+        "phase": finding.phase,
+        "skips": "no step ran",
+        "verdict": _verdict(record),
+        "where": finding.module and f" in {finding.module}",
+    }
     if not steps:
         return facts
     first, last = scale(steps[0].scale), scale(steps[-1].scale)
-    settled = ScaleCourse(steps, len(steps)).settled_at
+    kept, settled = finding.evidence.get(KEPT_SCALE), ScaleCourse(steps, len(steps)).settled_at
     is_normal = record.verdict == "healthy" and not finding.evidence.get(UNEXPLAINED)
-    normal = ", which is normal" if is_normal else ""
+    normal = ", which is normal" * is_normal
     return facts | {
         "skips": _skips(timeline),
         "losses": _losses(finding, timeline, record),
         "first": first,
-        "last": scale(kept) if isinstance(kept := finding.evidence.get(KEPT_SCALE), float) else last,
-        "falling": f", and the loss scale fell from {first} to {last}" if steps[-1].scale < steps[0].scale else "",
+        "last": scale(kept) if isinstance(kept, float) else last,
+        "falling": f", and the loss scale fell from {first} to {last}" * (steps[-1].scale < steps[0].scale),
         "settles": "settles; it has not settled yet" if settled is None else f"settled at {scale(settled)}{normal}",
     }
 
@@ -182,10 +175,9 @@ def _skips(record: Record) -> str:
 
 def _how_it_ends(record: Record) -> str:
     """What ended the run in its last step; "" where it ended as it should."""
-    if record.error:
-        return "an error ends the run"
     code = record.script.exit_code if record.script is not None else 0
-    return f"the script ends with exit code {code}" if code else ""
+    by_script = f"the script ends with exit code {code}" * bool(code)
+    return "an error ends the run" if record.error else by_script
 
 
 def is_own_loss(step: Step, record: Record) -> bool:
@@ -209,12 +201,13 @@ def _losses(finding: Finding, timeline: Record, record: Record) -> str:
     if here is None:
         return ""
     lost = len({here.step, *(step.step for step in bad)}) + record.left_out.lost
-    if lost == 1 and here is record.steps[-1] and (ends := _how_it_ends(record)):
-        return f", where {ends}"
-    if here not in bad:
-        return ""
-    many = f"; {lost:,} of {counted(timeline.steps_run, 'loss')} are not finite" if lost > 1 else ""
-    return f", where the loss is {number(here.loss)}{many}"
+    ends, is_last = _how_it_ends(record), here is record.steps[-1]
+    many = f"; {lost:,} of {counted(timeline.steps_run, 'loss')} are not finite" * (lost > 1)
+    return view.first(
+        (lost == 1 and is_last and ends, f", where {ends}"),
+        (here in bad, f", where the loss is {number(here.loss)}{many}"),
+        (True, ""),
+    )
 
 
 MAX_GROUPS = 12
@@ -307,26 +300,22 @@ def _bad_share(parameters: Sequence[ParameterCounts]) -> float:
     return sum(p.inf + p.nan for p in parameters) / size if size else 0.0
 
 
-def group_table(record: Record) -> view.Table | None:
+def _group_table(record: Record) -> view.Table:
     """The groups as a table, the step with the fewest above it, and below it what hit all at once."""
     found = overflows(record)
     steps = len({step.iteration for step in (*found.everywhere, *found.local)})
-    if not steps:
-        return None
+    listing = sum(bool(step.groups) for step in found.local)
     return view.Table(
-        f"Non-finite gradients, in {steps:,} of {counted(record.steps_run, 'step')}{_among(record)}",
-        GROUP_COLUMNS if found.hits else (),
-        _rows(found),
+        f"Non-finite gradients, in {steps:,} of {counted(record.steps_run, 'step')}"
+        f"{AMONG.format(len(record.steps)) * bool(record.left_out.unhealthy)}",
+        GROUP_COLUMNS * bool(found.hits),
+        tuple(_group_row(hit, listing) for hit in found.hits[:MAX_GROUPS]),
         _narrowest(found),
         (*more(len(found.hits) - MAX_GROUPS, "group"), *_everywhere(found)),
     )
 
 
 AMONG = ", among the {:,} recorded steps"
-
-
-def _among(record: Record) -> str:
-    return AMONG.format(len(record.steps)) if record.left_out.unhealthy else ""
 
 
 def _narrowest(found: Overflows) -> tuple[view.StyledLine, ...]:
@@ -339,24 +328,11 @@ def _narrowest(found: Overflows) -> tuple[view.StyledLine, ...]:
     return (line(start, view.Words(names, "strong")),)
 
 
-def _rows(found: Overflows) -> tuple[tuple[str, ...], ...]:
-    listing = sum(bool(step.groups) for step in found.local)
-    return tuple(
-        (
-            _with_worst(hit),
-            f"{hit.steps:,} of {listing:,}",
-            str(hit.first),
-            f"{hit.inf:,}",
-            f"{hit.nan:,}",
-            share(hit.inf + hit.nan, hit.size),
-        )
-        for hit in found.hits[:MAX_GROUPS]
-    )
-
-
-def _with_worst(hit: GroupHits) -> str:
-    """The group, and the worst of its parameters unless that is the group's own name."""
-    return hit.name if hit.worst in ("", hit.name) else f"{hit.name} (worst: {hit.worst})"
+def _group_row(hit: GroupHits, listing: int) -> tuple[str, ...]:
+    """A group, with the worst of its parameters unless that is the group's own name; in how many of ``listing``."""
+    worst = f" (worst: {hit.worst})" * (hit.worst not in ("", hit.name))
+    counts = (f"{hit.steps:,} of {listing:,}", str(hit.first), f"{hit.inf:,}", f"{hit.nan:,}")
+    return (f"{hit.name}{worst}", *counts, share(hit.inf + hit.nan, hit.size))
 
 
 def _everywhere(found: Overflows) -> tuple[view.StyledLine, ...]:
@@ -365,29 +341,25 @@ def _everywhere(found: Overflows) -> tuple[view.StyledLine, ...]:
         return ()
     which = "All" if all(_hit(step) == found.total for step in steps) else "Nearly all of"
     when = f"at once in {counted(len(steps), 'step')}, first at step {steps[0].step}"
-    return (line(f"{which} {found.total:,} groups {when}{_lost_losses(steps)}."),)
-
-
-def _lost_losses(steps: Sequence[Step]) -> str:
     lost = sum(not math.isfinite(step.loss) for step in steps)
-    if not lost:
-        return ""
-    return "; the loss of each is non-finite too" if lost == len(steps) else f"; in {lost} of them the loss is too"
+    losses = view.first(
+        (not lost, ""),
+        (lost == len(steps), "; the loss of each is non-finite too"),
+        (True, f"; in {lost} of them the loss is too"),
+    )
+    return (line(f"{which} {found.total:,} groups {when}{losses}."),)
 
 
 def _tensor_table(record: Record) -> view.Table:
     """Each tensor once, the earliest first, with its counts in the first step that shows it."""
     tensors: dict[tuple[str, str], list[tuple[int, TensorCounts]]] = {}
     for step in record.steps:
-        for counts in step.nonfinite:
-            if _is_mask(counts, step, record):
-                continue
+        for counts in (one for one in step.nonfinite if not _is_mask(one, step, record)):
             tensors.setdefault((counts.kind, counts.name), []).append((step.step, counts))
     rows = tuple(_tensor_row(len(shown), *shown[0]) for shown in tensors.values())
-    below = more(len(rows) - MAX_TENSORS)
-    seen = "" if len(record.steps) == record.steps_run else AMONG.format(len(record.steps))
+    seen = AMONG.format(len(record.steps)) * (len(record.steps) != record.steps_run)
     title = f"Non-finite tensors, before or after a step{seen}"
-    return view.Table(title, TENSOR_COLUMNS, rows[:MAX_TENSORS], below=below)
+    return view.Table(title, TENSOR_COLUMNS, rows[:MAX_TENSORS], below=more(len(rows) - MAX_TENSORS))
 
 
 def _is_mask(counts: TensorCounts, step: Step, record: Record) -> bool:
@@ -397,12 +369,10 @@ def _is_mask(counts: TensorCounts, step: Step, record: Record) -> bool:
 
 
 def _tensor_row(steps: int, first: int, counts: TensorCounts) -> tuple[str, ...]:
-    at = f"[{', '.join(map(str, counts.first_index))}]" if counts.first_index else ""
-    if at and counts.kind == "batch":
-        at = f"sample {counts.first_index[0]}, {at}"
-    name = f"{counts.kind} {counts.name}".rstrip()
+    sample = f"sample {counts.first_index[0]}, " if counts.first_index and counts.kind == "batch" else ""
+    at = f"{sample}[{', '.join(map(str, counts.first_index))}]" * bool(counts.first_index)
     numbers = (f"{count:,}" for count in (counts.inf, counts.nan, counts.size))
-    return (name, f"{steps:,}", f"{counts.when} {first}", *numbers, at)
+    return (f"{counts.kind} {counts.name}".rstrip(), f"{steps:,}", f"{counts.when} {first}", *numbers, at)
 
 
 def _facts(record: Record) -> Iterator[str]:
@@ -471,24 +441,24 @@ def next_command(record: Record, typed: view.Typed) -> view.NextCommand | None:
     if record.script is not None:
         return after_script(record, typed)
     again = f"ampdbg {record.command if record.command in SEARCHES else 'scan'} {typed.config}"
-    if record.error and not pin_may_help(record):
-        return view.NextCommand("rerun once this is repaired", again)
-    if record.verdict == "healthy" or only_settles(record):
-        longer = with_option(again, "--steps", 10 * max(record.planned_steps, 1))
-        return view.NextCommand("run more steps", longer)
-    has_bad_tensors = any(step.nonfinite for step in record.steps)
-    if format_of_config(record.config) is FLOAT32 or (record.verdict == "other" and has_bad_tensors):
-        counts = f"ampdbg report {typed.record_path} --format json"
-        return view.NextCommand("read every count of every step", counts) if typed.record_path else None
-    is_repaired_by_hand = record.verdict == "precision" and not pin_may_help(record)
-    if record.verdict == "other" or is_repaired_by_hand:
-        return view.NextCommand("rerun once this is repaired", again)
-    if pin_may_help(record):
-        return view.NextCommand(
-            "find the fewest modules that need FP32, by experiment", f"ampdbg bisect {typed.config}"
-        )
+    longer = with_option(again, "--steps", 10 * max(record.planned_steps, 1))
     fp32 = with_option(again, "--set", "precision.level=O0")
-    return view.NextCommand("run the same in FP32; if that fails too, precision is not the cause", fp32)
+    is_cured, is_other = pin_may_help(record), record.verdict == "other"
+    is_fp32 = format_of_config(record.config) is FLOAT32
+    has_counts = is_fp32 or (is_other and any(step.nonfinite for step in record.steps))
+    is_long_enough = record.verdict != "healthy" and not only_settles(record)
+    return view.next_of(
+        (record.error and not is_cured, REPAIRED, again),
+        (not is_long_enough, "run more steps", longer),
+        (has_counts and not typed.record_path, "", ""),
+        (has_counts, "read every count of every step", f"ampdbg report {typed.record_path} --format json"),
+        (is_other or (record.verdict == "precision" and not is_cured), REPAIRED, again),
+        (is_cured, "find the fewest modules that need FP32, by experiment", f"ampdbg bisect {typed.config}"),
+        (True, "run the same in FP32; if that fails too, precision is not the cause", fp32),
+    )
+
+
+REPAIRED = "rerun once this is repaired"
 
 
 # A script that was watched: its captures, and what to type next
@@ -512,22 +482,21 @@ def captures_of(record: Record, typed: view.Typed) -> Iterator[str]:
         yield f"Captured: {' '.join(paths)}"
 
 
-def sound_step(record: Record) -> Iterator[view.Table]:
+def sound_step(record: Record) -> view.Table:
     """A step that did not fail, in each precision, which no finding shows: a captured one, or one that raises in a
     precision, so that it could not be compared."""
     made = next((made for made in record.investigations if made.why == "end"), None)
-    errors = [replay for replay in made.replays if replay.error] if made is not None else []
-    if made is not None and (record.command == "replay" or errors):
-        below = tuple(view.line(f"in {_precision(one)} {one.error}", tone="doubtful") for one in errors)
-        rows = tuple(map(_replay_row, made.replays))
-        yield view.Table(f"Step {made.step}, replayed", REPLAY_COLUMNS, rows, below=below)
+    errors = [replay for replay in made.replays if replay.error] if made else []
+    if made is None or not (record.command == "replay" or errors):
+        return view.Table("", (), ())
+    below = tuple(view.line(f"in {_precision(one)} {one.error}", tone="doubtful") for one in errors)
+    return view.Table(f"Step {made.step}, replayed", REPLAY_COLUMNS, tuple(map(_replay_row, made.replays)), below=below)
 
 
 def _replay_row(replay: Replay) -> tuple[str, ...]:
     distance = "" if replay.gradient_distance is None else share(replay.gradient_distance)
-    if replay.error:
-        return _precision(replay), "raises", "-", distance
-    return _precision(replay), number(replay.loss), number(replay.grad_norm), distance
+    numbers = ("raises", "-") if replay.error else (number(replay.loss), number(replay.grad_norm))
+    return _precision(replay), *numbers, distance
 
 
 def _precision(replay: Replay) -> str:
@@ -557,29 +526,32 @@ def only_settles(record: Record) -> bool:
 
 def after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
     """What to type: with a GPU that is emulated, of its capture, what the finding means, or a closer look."""
-    obstacle = obstacle_in(record.error)
-    if obstacle is not None and obstacle.install:
-        return view.NextCommand("install it beside ampdbg", obstacle.install)
+    obstacle, captures = obstacle_in(record.error), record.script.captures if record.script else ()
+    install = obstacle.install if obstacle else ""
     has_no_gpu = not record.environment.emulated and record.environment.device == "cpu"
-    if has_no_gpu and (obstacle is not None or _ran_in_fp32(record)):
-        return view.NextCommand("run it in FP16, on an emulated GPU", _again(record, typed, "--emulate"))
-    captures = record.script.captures if record.script is not None else ()
-    of_root = _of_root(captures, record) if pin_may_help(record) or may_be_tried(record) else None
-    if of_root is not None:
-        what = "make the patch that cures it, proven on the captured step"
-        what = what if pin_may_help(record) else "find what needs FP32 by experiment, on the captured step"
-        is_of_capture = record.command == "replay" and "--script" in typed.config
-        taken = typed.config if is_of_capture else _capture_to_type(of_root, record, typed.folder)
-        return view.NextCommand(what, f"ampdbg suggest-fp32 {taken}")
-    if record.verdict == "precision" and record.updates and typed.record_path:
-        what = "the edit that cures it, proven by a short run"
-        return view.NextCommand(what, f"ampdbg suggest-fp32 {typed.record_path}")
-    if captures and record.command == "run" and not record.investigations:
-        what = "replay the captured step, also in FP32"
-        return view.NextCommand(what, f"ampdbg replay {_capture_to_type(captures[0], record, typed.folder)}")
-    if record.findings and record.verdict != "healthy" and not only_settles(record):
-        return view.NextCommand("read what it means, and what cures it", f"ampdbg explain {record.findings[0].code}")
-    return _closer_look(record, typed)
+    is_cured = pin_may_help(record)
+    of_root = _of_root(captures, record) if is_cured or may_be_tried(record) else ""
+    is_of_capture = record.command == "replay" and "--script" in typed.config
+    taken = typed.config if is_of_capture else _capture_to_type(of_root, record, typed.folder)
+    prove = "make the patch that cures it, proven on the captured step"
+    search = "find what needs FP32 by experiment, on the captured step"
+    first = _capture_to_type("".join(captures[:1]), record, typed.folder)
+    is_edited = record.verdict == "precision" and record.updates and typed.record_path
+    is_replayed = not captures or record.command != "run" or record.investigations
+    codes = [one.code for one in record.findings[:1] if record.verdict != "healthy" and not only_settles(record)]
+    suggest, find = "ampdbg suggest-fp32", prove if is_cured else search
+    needs_gpu = has_no_gpu and (obstacle or _ran_in_fp32(record))
+    emulated = ("--emulate",) * record.environment.emulated
+    closer = _again(record, typed, *emulated, f"--capture-step {CLOSER_LOOK}")
+    return view.next_of(
+        (install, "install it beside ampdbg", install),
+        (needs_gpu, "run it in FP16, on an emulated GPU", _again(record, typed, "--emulate")),
+        (of_root, find, f"{suggest} {taken}"),
+        (is_edited, "the edit that cures it, proven by a short run", f"{suggest} {typed.record_path}"),
+        (not is_replayed, "replay the captured step, also in FP32", f"ampdbg replay {first}"),
+        (codes, "read what it means, and what cures it", f"ampdbg explain {''.join(codes)}"),
+        (_is_unexamined(record), "capture one step for ampdbg replay, which finds faults that no loss shows", closer),
+    )
 
 
 def _ran_in_fp32(record: Record) -> bool:
@@ -587,18 +559,17 @@ def _ran_in_fp32(record: Record) -> bool:
     return record.environment.policy == "none" and (not record.findings or record.verdict == "inconclusive")
 
 
-def _closer_look(record: Record, typed: view.Typed) -> view.NextCommand | None:
-    """A capture of a step that looks healthy; what ampdbg replay then finds, no loss and no gradient shows."""
-    is_plain = record.command == "run" and record.verdict == "healthy" and not record.error
-    is_alone = record.script is not None and record.script.processes == 1 and not record.script.captures
-    is_long = record.steps_run > CLOSER_LOOK and record.environment.policy != "none"
-    can_be = not any(NOT_CAPTURED in note for note in record.unseen.notes)
-    is_done = any(map(agrees_with_fp32, record.investigations))
-    if is_done or not (is_plain and is_alone and is_long and can_be):
-        return None
-    emulated = ("--emulate",) * record.environment.emulated
-    what = "capture one step for ampdbg replay, which finds faults that no loss shows"
-    return view.NextCommand(what, _again(record, typed, *emulated, f"--capture-step {CLOSER_LOOK}"))
+def _is_unexamined(record: Record) -> bool:
+    """No step of a healthy script was replayed, and one can be captured."""
+    script = record.script
+    holds = (
+        script is not None and script.processes == 1 and not script.captures,
+        record.command == "run" and record.verdict == "healthy" and not record.error,
+        record.steps_run > CLOSER_LOOK and record.environment.policy != "none",
+        not any(NOT_CAPTURED in note for note in record.unseen.notes),
+        not any(map(agrees_with_fp32, record.investigations)),
+    )
+    return all(holds)
 
 
 def _again(record: Record, typed: view.Typed, *options: str) -> str:
@@ -606,22 +577,20 @@ def _again(record: Record, typed: view.Typed, *options: str) -> str:
     return " ".join(["ampdbg run", *options, *["-m"] * is_module, typed.config])
 
 
-def _of_root(captures: Sequence[str], record: Record) -> str | None:
+def _of_root(captures: Sequence[str], record: Record) -> str:
     """The capture of the step that the first finding is about, or the first behind it; one before it is of another."""
     root = record.findings[0]
     wanted = (root.replayed_step, *range(root.step, root.replayed_step))
     steps = {int(found[1]): path for path in captures if (found := re.search(r"-step-(\d+)\.[a-z]+$", path))}
-    later = [path for step, path in sorted(steps.items()) if step >= root.step]
-    return next((steps[step] for step in wanted if step in steps), next(iter(later), None))
+    later = [steps[step] for step in sorted(steps) if step >= root.step]
+    return next((path for path in (*map(steps.get, wanted), *later) if path), "")
 
 
 def _capture_to_type(path: str, record: Record, folder: str) -> str:
     """A capture with its script, where that does not stand in the folder: what a capture starts has to be said then."""
     script, typed = record.script, _to_type(path, folder)
-    if script is None or script.is_module or not folder:
-        return typed
-    at = PurePath(os.path.normpath(os.path.join(folder, script.name)))
-    if at.is_relative_to(folder):
+    at = PurePath(os.path.normpath(os.path.join(folder, script.name if script else "")))
+    if script is None or script.is_module or not folder or at.is_relative_to(folder):
         return typed
     return f"{typed} --script {shlex.quote(shlex.join([script.name, *script.arguments]))}"
 

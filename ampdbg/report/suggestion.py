@@ -28,9 +28,25 @@ from .pins import (
     proof_in_brief,
     proof_table,
     roots_of,
-    roots_paragraph,
 )
-from .view import Findings, Headline, NextCommand, Page, Paragraph, Section, Snippet, Typed, line, more, ran_on
+from .view import (
+    Findings,
+    Headline,
+    NextCommand,
+    Page,
+    Paragraph,
+    Section,
+    Snippet,
+    StyledLine,
+    Tone,
+    Typed,
+    filled,
+    first,
+    line,
+    more,
+    next_of,
+    ran_on,
+)
 
 FORMAT, VERSION = "ampdbg.patch", 1
 
@@ -61,73 +77,78 @@ MANY = 6
 def page(record: Record, typed: Typed) -> Page:
     """What ``ampdbg suggest-fp32`` says beside the patch itself; without pins, how the search ended."""
     handed = record.handover
-    if handed is None and record.updates is not None and not record.faults:
-        return replace(bisection.page(record, typed), headline=_harmless(record, record.updates))
-    if handed is None:  # as in records of before
-        return bisection.page(record, typed)
-    if record.interrupted or not (record.pins or handed.files):
+    if handed is None:
         ended = bisection.page(record, typed)
-        # A remedy that a finding shows already is not said twice.
-        notes = tuple(note for note in handed.notes if not any(f.remedy and f.remedy in note for f in record.findings))
-        # The patch of a proof that was interrupted, to be read: what is handed over, is proven.
-        unproven = (Snippet("The patch, not proven", tuple(file.diff.splitlines())) for file in handed.files)
-        shown = replace(
-            ended,
-            sections=(*ended.sections, *unproven, *_remedies(notes)),
-            story=(*ended.story, *_remedies(notes[:MOST_IN_BRIEF])),
-        )
-        if not handed.files:
-            return shown
-        head = headline(record, handed)
-        return replace(shown, headline=replace(head, sentence=f"Interrupted during the proof. {head.sentence}"))
+        is_harmless = record.updates is not None and not record.faults
+        return replace(ended, headline=_harmless(record)) if is_harmless else ended
+    if record.interrupted or not (record.pins or handed.files):
+        return _without_patch(record, handed, typed)
     return Page(
         headline(record, handed),
-        tuple(_sections(record, handed)),
+        _sections(record, handed),
         tuple(ran_on(record)),
         typed.record_path,
         next_command(record, handed, typed),
-        story=tuple(_story(record, handed)),
+        story=_sections(record, handed, MOST_IN_BRIEF),
     )
 
 
-def _story(record: Record, handed: Handover) -> Iterator[Section]:
-    yield Findings(record.findings, is_brief=True) if handed.pins_nothing else pin_lines(record)
-    if _is_by_name(record, handed):
-        yield from roots_paragraph(record)
-    if handed.units:
-        units = [line(unit.title) for unit in handed.units]
-        yield Paragraph((*units[:MOST_IN_BRIEF], *more(len(units) - MOST_IN_BRIEF)), _about_units(handed))
-    elif handed.refused and record.verification is None and not _is_by_name(record, handed):
-        yield Paragraph(tuple(map(line, handed.refused[:MOST_IN_BRIEF])), "Why ampdbg edits no code")
-    if record.verification is not None:
-        yield Paragraph(proof_in_brief(record.verification), "The proof")
-    yield from _remedies((*handed.notes, *_together(record))[:MOST_IN_BRIEF], _about_notes(record))
+def _without_patch(record: Record, handed: Handover, typed: Typed) -> Page:
+    """How the search ended, and what was made of it so far."""
+    ended = bisection.page(record, typed)
+    # A remedy that a finding shows already is not said twice.
+    notes = tuple(note for note in handed.notes if not any(f.remedy and f.remedy in note for f in record.findings))
+    # The patch of a proof that was interrupted, to be read: what is handed over, is proven.
+    unproven = (Snippet("The patch, not proven", tuple(file.diff.splitlines())) for file in handed.files)
+    head = replace(sentence := headline(record, handed), sentence=f"Interrupted during the proof. {sentence.sentence}")
+    return replace(
+        ended,
+        headline=head if handed.files else ended.headline,
+        sections=filled(*ended.sections, *unproven, _remedies(notes)),
+        story=filled(*ended.story, _remedies(notes[:MOST_IN_BRIEF])),
+    )
 
 
-def _sections(record: Record, handed: Handover) -> Iterator[Section]:
-    yield Findings(record.findings) if handed.pins_nothing else pin_table(record)
-    yield from roots_paragraph(record)
-    if handed.units:
-        edits = (
-            text
-            for unit in handed.units
-            for text in (line(unit.title), *(line(note, tone="faint", depth=1) for note in unit.notes))
-        )
-        yield Paragraph(tuple(edits), _about_units(handed))
-    elif handed.refused and record.verification is None and not _is_by_name(record, handed):
-        yield Paragraph(tuple(map(line, handed.refused)), "Why ampdbg edits no code")
-    if record.verification is not None:
-        yield proof_table(record.verification)
-    if handed.pins_nothing:
-        names = [in_words(name) for name in handed.names]
-        instead = (f"FP32 for {listed(names)} cures it too: --format yaml prints the pins.",) if names else ()
-        yield from _remedies((*instead, *handed.notes * (record.search is None)), _about_notes(record))
-        return
+def _sections(record: Record, handed: Handover, most: int | None = None) -> tuple[Section, ...]:
+    """All of them; for a story at most so many of the patch's places, and of other remedies."""
+    is_brief, proof = most is not None, record.verification
+    by_name, pins = _is_by_name(record, handed), pin_lines(record) if is_brief else pin_table(record)
+    refused = handed.refused * (not handed.units and proof is None and not by_name)
+    left_out = more(len(handed.units) - most) if most is not None else ()
+    notes = (*handed.notes, *_together(record))
+    if handed.pins_nothing and not is_brief:
+        names = listed(map(in_words, handed.names))
+        instead = f"FP32 for {names} cures it too: --format yaml prints the pins."
+        notes = ((instead,) * bool(names)) + handed.notes * (record.search is None)
+    is_titled = is_brief or handed.pins_nothing
+    return filled(
+        Findings(record.findings, is_brief=is_brief) if handed.pins_nothing else pins,
+        Paragraph(tuple(map(line, about_roots(record))) * (by_name or not is_brief)),
+        Paragraph((*_edits(handed, most), *left_out), _about_units(handed)),
+        Paragraph(tuple(map(line, refused[:most])), "Why ampdbg edits no code"),
+        _proof_section(proof, is_brief=is_brief),
+        Paragraph(tuple(map(line, _cost(record, handed))) * (not is_titled)),
+        _remedies(notes[:most], _about_notes(record) if is_titled else "Other remedies"),
+    )
+
+
+def _edits(handed: Handover, most: int | None) -> Iterator[StyledLine]:
+    """What the patch changes, a line a place; each with its notes, unless there is room for ``most`` places."""
+    for unit in handed.units[:most]:
+        yield line(unit.title)
+        yield from (line(note, tone="faint", depth=1) for note in unit.notes * (most is None))
+
+
+def _proof_section(proof: Proof | None, *, is_brief: bool) -> Section:
+    return Paragraph(proof_in_brief(proof), "The proof") if proof and is_brief else proof_table(proof)
+
+
+def _cost(record: Record, handed: Handover) -> Iterator[str]:
+    """What the set takes, where it was measured."""
     if record.search is not None and record.search.cost is not None:
-        low, of_patch = format_of_config(record.config), handed.files and handed.form in ("diff", "json")
+        low, of_patch = format_of_config(record.config), bool(handed.files) and handed.form in ("diff", "json")
         said = cost_sentence(record.search.cost, low, "Pinned by name, the set" if of_patch else "The set")
-        yield Paragraph((line(f"{said} {OF_THE_PATCH}" if of_patch else said),))
-    yield from _remedies((*handed.notes, *_together(record)))
+        yield said + f" {OF_THE_PATCH}" * of_patch
 
 
 def _together(record: Record) -> tuple[str, ...]:
@@ -161,45 +182,41 @@ def _about_notes(record: Record) -> str:
     return ("Other remedies", "In memory")[record.search is None]
 
 
-def _remedies(notes: tuple[str, ...], title: str = "Other remedies") -> Iterator[Section]:
-    if notes:
-        yield Paragraph(tuple(map(line, notes)), title)
+def _remedies(notes: tuple[str, ...], title: str = "Other remedies") -> Paragraph:
+    return Paragraph(tuple(map(line, notes)), title)
 
 
 def headline(record: Record, handed: Handover) -> Headline:
     """What came of it, in a sentence."""
-    proof, count = record.verification, len(record.pins)
-    if record.search is None:
-        return _of_half_weights(record, proof)
-    if handed.pins_nothing:
-        what = "No module needs FP32: the patch keeps a constant within the range of half precision"
-        if proof is None:
-            return Headline("warning", f"{what}; it is not proven.")
-        return Headline("good", f"{what}, and is proven on {_where(record)}.")
+    proof, count, stored = record.verification, len(record.pins), " and ".join(record.half_weights)
     need, them = ("needs", "it") if count == 1 else ("need", "them")
-    what = f"{counted(count, 'place')} {need} FP32"
-    if proof is not None and not proof.passed:
-        why = f": {proof.failure}" if proof.failure else ""
-        return Headline("bad", f"{what}, but the patch for {them} failed its proof{why}. ampdbg does not suggest it.")
-    if _is_by_name(record, handed):
-        return Headline("good", f"{what}; this pins {them} by name.")
-    if not handed.files:
-        return Headline("bad", f"{what}, but ampdbg could not edit your code for {them}.")
-    if proof is None:
-        return Headline("warning", f"{what}; the patch for {them} is not proven.")
-    return Headline("good", f"{what}; the patch for {them} is proven on {_where(record)}.")
+    pinned, patched = f"{counted(count, 'place')} {need} FP32", f"the patch for {them}"
+    why = proof.failure if proof else ""
+    of_constants = "No module needs FP32: the patch keeps a constant within the range of half precision"
+    of_weights = f"The weights are stored in {stored} and lose part of their updates"
+    no_suggestion = "ampdbg does not suggest it."
+    has_failed, is_unproven = proof is not None and not proof.passed, proof is None or bool(proof.unproven)
+    by_run = "the patch is proven by a short run of the script before and after"
+    rows: tuple[tuple[object, Tone, str], ...] = (
+        (is_unproven, "warning", f"{of_weights}; the patch is not proven."),
+        (has_failed, "bad", f"{of_weights}, but the patch failed its proof: {why}. {no_suggestion}"),
+        (True, "good", f"{of_weights}; {by_run}."),
+    )
+    if record.search is not None:
+        rows = (
+            (handed.pins_nothing and proof is None, "warning", f"{of_constants}; it is not proven."),
+            (handed.pins_nothing, "good", f"{of_constants}, and is proven on {_where(record)}."),
+            (has_failed, "bad", f"{pinned}, but {patched} failed its proof{f': {why}' * bool(why)}. {no_suggestion}"),
+            (_is_by_name(record, handed), "good", f"{pinned}; this pins {them} by name."),
+            (not handed.files, "bad", f"{pinned}, but ampdbg could not edit your code for {them}."),
+            (proof is None, "warning", f"{pinned}; {patched} is not proven."),
+            (True, "good", f"{pinned}; {patched} is proven on {_where(record)}."),
+        )
+    return next(Headline(tone, sentence) for holds, tone, sentence in rows if holds)
 
 
-def _of_half_weights(record: Record, proof: Proof | None) -> Headline:
-    what = f"The weights are stored in {' and '.join(record.half_weights)} and lose part of their updates"
-    if proof is None or proof.unproven:
-        return Headline("warning", f"{what}; the patch is not proven.")
-    if proof.passed:
-        return Headline("good", f"{what}; the patch is proven by a short run of the script before and after.")
-    return Headline("bad", f"{what}, but the patch failed its proof: {proof.failure}. ampdbg does not suggest it.")
-
-
-def _harmless(record: Record, seen: Updates) -> Headline:
+def _harmless(record: Record) -> Headline:
+    seen = record.updates or Updates(0)
     lost = f"{share(seen.lost or 0.0)} of the way of float32 weights is lost in {counted(seen.steps, 'sampled step')}"
     stored = " and ".join(record.half_weights)
     return Headline("good", f"The {stored} weights do no harm here: {lost}. There is nothing to edit.")
@@ -213,47 +230,36 @@ def _where(record: Record) -> str:
 
 def next_command(record: Record, handover: Handover, typed: Typed) -> NextCommand | None:
     """What to type next."""
-    proof, search = record.verification, record.search
-    strategy = f" --strategy {search.strategy}" if search is not None and search.strategy != "guided" else ""
-    again = f"ampdbg suggest-fp32 {typed.config}{strategy}"
+    proof, script, form, roots = record.verification, record.script, handover.form, roots_of(record)
+    again = f"ampdbg suggest-fp32 {typed.config}{bisection.chosen_strategy(record.search)}"
+    by_name, scan = f"{again} --format module", f"ampdbg scan {typed.config}"
+    codes = [one.code for one in record.findings[:1] if _is_past_search(record) or record.search is None]
     if proof is not None and not proof.passed:
-        if handover.form == "diff" and handover.names and handover.refused:  # the set may do, with all of its edits
-            return NextCommand("pin the same modules by name", f"{again} --format module")
-        if (_is_past_search(record) or record.search is None) and record.findings:
-            return NextCommand("read what it means, and what cures it", f"ampdbg explain {record.findings[0].code}")
-        return NextCommand("search again, ignoring what overflows", f"ampdbg bisect {typed.config} --strategy ddmin")
-    if content(record) is None:
-        if not handover.names and not handover.files:
-            return None
-        if handover.form == "diff":
-            return NextCommand("write the pins into a separate file", f"{again} --format module")
-        return NextCommand("make a patch: lines outside of any module have no name", again)
-    if typed.is_applied:
-        script = record.script
-        started = f"ampdbg scan {typed.config}" if script is None else script.again(record.environment)
-        return NextCommand("rerun with the patch", started)
-    return _use_of(record, handover, typed, again) if typed.handed_over else None
-
-
-def _use_of(record: Record, handover: Handover, typed: Typed, again: str) -> NextCommand:
-    roots = roots_of(record)
-    if handover.form == "diff":
-        return NextCommand("apply the patch", applying(handover, typed.handed_over))
-    if handover.form == "module":
-        given = f"with {listed(root.what for root in roots)}" if roots else "where the model is made"
-        what = f"save it beside your code as ampdbg_pins.py, and call it {given}"
-        return NextCommand(what, f"from ampdbg_pins import pin_fp32; {call_of_pins(roots)}")
-    if handover.form == "json":
-        return NextCommand("make a patch of it", again)
-    if record.script is not None:
-        return NextCommand(
-            "a script has no config: write the pins into a file that it can call", f"{again} --format module"
+        is_refused = form == "diff" and handover.names and handover.refused  # the set may do, with all of its edits
+        return next_of(
+            (is_refused, "pin the same modules by name", by_name),
+            (codes, "read what it means, and what cures it", f"ampdbg explain {''.join(codes)}"),
+            (True, "search again, ignoring what overflows", f"ampdbg bisect {typed.config} --strategy ddmin"),
         )
-    if roots:
-        return NextCommand("put these lines into a config whose model contains these models", "")
-    if typed.is_record:  # it does not know the name of its config's file
-        return NextCommand("put these lines into the config of that run", "")
-    return NextCommand("put these lines into the config, and rerun", f"ampdbg scan {typed.config}")
+    if content(record) is None:
+        return next_of(
+            (not handover.names and not handover.files, "", ""),
+            (form == "diff", "write the pins into a separate file", by_name),
+            (True, "make a patch: lines outside of any module have no name", again),
+        )
+    given = f"with {listed(root.what for root in roots)}" if roots else "where the model is made"
+    call = f"from ampdbg_pins import pin_fp32; {call_of_pins(roots)}"
+    return next_of(
+        (typed.is_applied, "rerun with the patch", script.again(record.environment) if script else scan),
+        (not typed.handed_over, "", ""),
+        (form == "diff", "apply the patch", applying(handover, typed.handed_over) if form == "diff" else ""),
+        (form == "module", f"save it beside your code as ampdbg_pins.py, and call it {given}", call),
+        (form == "json", "make a patch of it", again),
+        (script, "a script has no config: write the pins into a file that it can call", by_name),
+        (roots, "put these lines into a config whose model contains these models", ""),
+        (typed.is_record, "put these lines into the config of that run", ""),  # whose file's name it does not know
+        (True, "put these lines into the config, and rerun", scan),
+    )
 
 
 def content(record: Record) -> bytes | None:
@@ -278,12 +284,12 @@ def applying(handover: Handover, file: str = "") -> str:
 
     git, typed below the root of a repository, silently passes over files outside of this folder.
     """
-    here = Path.cwd().resolve()
-    elsewhere = "" if here == Path(handover.folder) else f" {shlex.quote(os.path.relpath(handover.folder, here))}"
+    here, quoted = Path.cwd().resolve(), shlex.quote(file)
+    elsewhere = "" if here == Path(handover.folder) else shlex.quote(os.path.relpath(handover.folder, here))
     if not handover.is_git:
-        return f"patch -p1{elsewhere and f' -d{elsewhere}'}" + (f" < {shlex.quote(file)}" if file else "")
+        return f"patch -p1{f' -d {elsewhere}' * bool(elsewhere)}{f' < {quoted}' * bool(file)}"
     applied = f" {shlex.quote(os.path.relpath(file, handover.folder))}" if file else ""
-    return f"git{elsewhere and f' -C{elsewhere}'} apply{applied}"
+    return f"git{f' -C {elsewhere}' * bool(elsewhere)} apply{applied}"
 
 
 def warning_of_piping(handover: Handover | None) -> str | None:
@@ -295,17 +301,14 @@ def warning_of_piping(handover: Handover | None) -> str | None:
 
 def diff(record: Record, handover: Handover) -> bytes:
     """A unified diff with the proof as comments above it, as ``git apply`` and ``patch -p1`` take the whole of it."""
-    comments = _commented(
-        [*_kept_in_fp32(record, handover), *_units(handover), *_proof(record), *_taken(record, handover)]
-    )
-    return comments.encode() + b"".join(file.diff.encode(file.encoding) for file in handover.files)
-
-
-def _taken(record: Record, handover: Handover) -> Iterator[str]:
-    """What float32 weights take, and what else there is."""
-    if record.search is None:
-        yield f"{_about_notes(record)}:"
-        yield from (f"  - {note}" for note in handover.notes)
+    comments = [*_kept_in_fp32(record, handover)]
+    comments += [
+        part for unit in handover.units for part in (f"  - {unit.title}", *(f"    {note}" for note in unit.notes))
+    ]
+    comments += _proof(record)
+    if record.search is None:  # what float32 weights take, and what else there is
+        comments += [f"{_about_notes(record)}:", *(f"  - {note}" for note in handover.notes)]
+    return _commented(comments).encode() + b"".join(file.diff.encode(file.encoding) for file in handover.files)
 
 
 def module(record: Record, handover: Handover) -> bytes:
@@ -341,38 +344,28 @@ def _commented(lines: Sequence[str]) -> str:
 
 def _kept_in_fp32(record: Record, handover: Handover) -> Iterator[str]:
     """The pins that the patch covers: what is only tied to one of them it may leave as it is."""
-    if record.search is None:
-        yield f"The script's {' and '.join(record.half_weights)} weights lose part of their updates, which this cures:"
-        return
-    if handover.pins_nothing:
-        yield "Keeps constants within the range of half precision; no module needs FP32:"
-        return
+    stored = " and ".join(record.half_weights)
     covered = {name for unit in handover.units for name in unit.pins} if handover.files else handover.names
     root = next((pin.class_name for pin in record.pins if pin.class_name and not pin.module), "the model")
     names = [in_words(name, root) for name in handover.names if name in covered]
     shown = ", ".join(names) if len(names) <= MANY else f"{len(names)} modules, {names[0]} to {names[-1]}"
-    yield f"Keeps in FP32 under autocast: {shown}." if names else "Keeps in FP32 under autocast:"
-
-
-def _units(handover: Handover) -> Iterator[str]:
-    for unit in handover.units:
-        yield f"  - {unit.title}"
-        yield from (f"    {note}" for note in unit.notes)
+    yield first(
+        (record.search is None, f"The script's {stored} weights lose part of their updates, which this cures:"),
+        (handover.pins_nothing, "Keeps constants within the range of half precision; no module needs FP32:"),
+        (names, f"Keeps in FP32 under autocast: {shown}."),
+        (True, "Keeps in FP32 under autocast:"),
+    )
 
 
 def _proof(record: Record) -> Iterator[str]:
     proof, ran = record.verification, record.environment
-    if proof is None:
-        yield "Not proven: with --no-verify, ampdbg ran nothing with this patch."
-        return
-    if proof.unproven:
-        yield f"Not proven: {proof.unproven}."
-        return
-    emulated = ", CUDA's autocast emulated" if ran.emulated else ""
+    emulated = ", CUDA's autocast emulated" * ran.emulated
     device = ran.device if ran.device == "cpu" else f"{ran.device}: {ran.device_name}"
-    yield f"Proven by ampdbg {ran.ampdbg} (torch {ran.torch}, {device}{emulated}):"
-    for step in proof.steps:
-        yield f"  - {step.name}: {step.detail}" if step.detail else f"  - {step.name}"
+    unproven = proof.unproven if proof else "with --no-verify, ampdbg ran nothing with this patch"
+    steps = proof.steps if proof and not unproven else ()
+    proven = f"Proven by ampdbg {ran.ampdbg} (torch {ran.torch}, {device}{emulated}):"
+    yield f"Not proven: {unproven}." if unproven else proven
+    yield from ("  - " + ": ".join(filter(None, (step.name, step.detail))) for step in steps)
 
 
 FORMS: Mapping[Form, tuple[str, Callable[[Record, Handover], bytes]]] = {

@@ -24,8 +24,9 @@ COLUMNS: Mapping[str, tuple[str, Literal["share", "number"], Callable[[float], s
 SUM = "The sum of the gradients of {} in half is {} from what it is in float32."
 
 
-def ledger(updates: Updates) -> view.Table:
-    """A row for each kind of parameter; columns are left out in which nothing stands."""
+def ledger(updates: Updates | None) -> view.Table:
+    """A row for each kind of parameter, none where none was measured; columns are left out in which nothing stands."""
+    updates = updates or Updates(0)
     averages: dict[str, list[float]] = {}
     for one in updates.averages:
         averages.setdefault(one.kind, []).append(one.lost)

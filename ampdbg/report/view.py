@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 from ampdbg.formats import Exponents
 from ampdbg.quantities import counted
 from ampdbg.record.findings import CodeLine, Finding
-from ampdbg.record.run import Record, Step
+from ampdbg.record.run import Environment, Record, Step
 
 Tone = Literal["plain", "good", "bad", "doubtful", "warning", "strong", "faint", "name", "chart"]
 """What a piece of text says by its colour."""
@@ -111,6 +111,20 @@ class ScaleChart:
 Section = Table | Paragraph | Snippet | Prose | Findings | ScaleChart
 
 
+def title(section: Section) -> str:
+    """The title of a section; findings have none."""
+    return "" if isinstance(section, Findings) else section.title
+
+
+CONTENTS = ("rows", "above", "below", "lines", "markdown", "findings", "steps")
+"""The fields of sections that hold what they show."""
+
+
+def filled(*sections: Section) -> tuple[Section, ...]:
+    """The sections in which something stands, in order."""
+    return tuple(one for one in sections if any(getattr(one, field, ()) for field in CONTENTS))
+
+
 @dataclass(frozen=True)
 class Headline:
     """The first line of a page: one sentence."""
@@ -185,12 +199,15 @@ def module(name: str) -> str:
 
 def ran_on(record: Record) -> Iterator[str]:
     """What the run ran on, and what its record has to say about that."""
-    environment = record.environment
-    device = f"{environment.device} ({environment.device_name})" if environment.device_name else environment.device
-    policy = "in FP32" if environment.policy == "none" else f"{environment.policy} autocast policy"
-    policy += ", emulated" if environment.emulated else ""
-    yield f"torch {environment.torch} · {device} · {policy}"
-    yield from (f"Note: {note}" for note in (*environment.notes, *record.unseen.notes))
+    ran = record.environment
+    policy = "in FP32" if ran.policy == "none" else f"{ran.policy} autocast policy"
+    yield f"torch {ran.torch} · {device(ran)} · {policy}{', emulated' * ran.emulated}"
+    yield from (f"Note: {note}" for note in (*ran.notes, *record.unseen.notes))
+
+
+def device(ran: Environment) -> str:
+    """The device, with its name where it has one."""
+    return f"{ran.device} ({ran.device_name})" if ran.device_name else ran.device
 
 
 def root_of(findings: Sequence[Finding], index: int) -> int:
@@ -239,6 +256,12 @@ Value = TypeVar("Value")
 def first(*rows: tuple[object, Value]) -> Value:
     """What stands beside the first of conditions that holds."""
     return next(value for holds, value in rows if holds)
+
+
+def next_of(*rows: tuple[object, str, str]) -> NextCommand | None:
+    """Of why and what to type, those beside the first condition that holds; None where none does, or why is empty."""
+    why, command = first(*((holds, (why, command)) for holds, why, command in rows), (True, ("", "")))
+    return NextCommand(why, command) if why else None
 
 
 def with_option(command: str, option: str, value: object) -> str:

@@ -65,6 +65,12 @@ def test_a_fix_cures_what_it_belongs_to_and_brings_nothing_new(text: str) -> Non
     assert (after == text) == all(hit.fix is None for hit in before)
 
 
+def test_a_division_by_zero_is_no_number_and_no_end_of_ampdbg() -> None:
+    assert (
+        found("import torch\nwith torch.autocast('cuda'):\n    y = x.masked_fill(mask, -(0 ** -1)).softmax(-1)\n") == []
+    )
+
+
 def test_the_documented_move_from_apex_leaves_nothing_to_find() -> None:
     before, after = re.findall(r"```python\n(.*?)```", APEX.read_text("utf-8"), re.DOTALL)
     codes = [code for _, code in found(f"import torch\nfrom apex import amp\n{before}")]

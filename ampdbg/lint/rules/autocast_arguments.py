@@ -29,7 +29,7 @@ def check(facts: Facts) -> Iterator[RuleHit]:
 def _other_device(facts: Facts, made: AutocastUse) -> Iterator[RuleHit]:
     """A region whose function moves tensors to one device alone, which is another."""
     document = facts.document
-    region = next((one for one in document.around(made.call) if isinstance(one, ast.With)), None)
+    region = document.nearest(made.call, ast.With)
     function = document.function(made.call)
     other = {"cpu": "cuda", "cuda": "cpu"}.get(made.device or "")
     if region is None or function is None or other is None:
@@ -48,12 +48,10 @@ def _device(facts: Facts, node: ast.AST) -> str | None:
         return None if facts.document.origin(node.func) else "cuda"
     if method(node, "to") is None:
         return None  # by cpu() results are brought back
-    named = [constant(one) for one in [*node.args[:1], *(word.value for word in node.keywords if word.arg == "device")]]
-    texts = [one.partition(":")[0] for one in named if isinstance(one, str)]
-    if texts:
-        return texts[0]
-    given = [one for one in node.args[:1] if not facts.dtype(one)]
-    return "?" if given else None
+    given = [*node.args[:1], *(word.value for word in node.keywords if word.arg == "device")]
+    texts = [text.partition(":")[0] for text in map(constant, given) if isinstance(text, str)]
+    unread = ["?" for one in node.args[:1] if not facts.dtype(one)]
+    return next(iter((*texts, *unread)), None)
 
 
 def _moves_inputs(facts: Facts, function: ast.AST, region: ast.With) -> bool:
@@ -87,23 +85,17 @@ RULE = Rule(
     invalid=(
         """
 import torch
+from torch import nn
 
 def norm(x):
     with torch.autocast("cuda", dtype=torch.float32):  # <- misuse-autocast-float32
         return x / x.norm()
-""",
-        """
-import torch
 
 def train(model, loader):
     for x in loader:
         x = x.cuda()
         with torch.autocast("cpu"):  # <- misuse-autocast-device
             model(x).sum()
-""",
-        """
-import torch
-from torch import nn
 
 class Net(nn.Module):
     @torch.autocast  # <- misuse-autocast-decorator

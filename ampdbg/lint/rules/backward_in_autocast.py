@@ -42,15 +42,12 @@ def _fix(facts: Facts, call: ast.Call) -> Fix | None:
     moved = block.body[place:]
     if not place or facts.autocast_of(block.items[0].context_expr) is None or not is_movable(document, moved):
         return None
-    if any(isinstance(one, ast.With) for one in document.around(block)) or _computes(facts, moved):
+    # A later forward pass has to stay in the region.
+    calls = [ast.unparse(node.func) for one in moved for node in ast.walk(one) if isinstance(node, ast.Call)]
+    computes = any(name.endswith(("model", "net", "forward", "loss_fn", "criterion")) for name in calls)
+    if computes or document.nearest(block, ast.With) is not None:
         return None
     return Fix(tuple(dedented(document, moved, indent_unit(document, statement, block))))
-
-
-def _computes(facts: Facts, moved: list[ast.stmt]) -> bool:
-    """A later statement has a forward pass, which has to stay in the region."""
-    calls = [node for one in moved for node in ast.walk(one) if isinstance(node, ast.Call)]
-    return any(ast.unparse(call.func).endswith(("model", "net", "forward", "loss_fn", "criterion")) for call in calls)
 
 
 RULE = Rule(

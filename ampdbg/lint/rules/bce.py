@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ampdbg.lint.document import Document
 from ampdbg.lint.edits import replaced
 from ampdbg.lint.expressions import argument, method, takes_stars, unmoved
 from ampdbg.lint.facts import Facts
@@ -19,26 +18,18 @@ SIGMOIDS = ("torch.sigmoid", "torch.nn.functional.sigmoid", "torch.special.expit
 
 
 def check(facts: Facts) -> Iterator[RuleHit]:
-    """Every call that surely runs under float16's or bfloat16's autocast."""
+    """Every call that surely runs under half's autocast: ``criterion(p, y)``, ``nn.BCELoss()(p, y)``."""
     document = facts.document
     for call in document.calls:
-        is_module = _is_module(facts, call)
-        if (is_module or document.call_origin(call) == FUNCTION) and _runs_under_autocast(facts, call):
+        made = map(unmoved, document.values(call.func) or [call.func])
+        is_module = all(document.call_origin(value) == MODULE for value in made)
+        if not is_module and document.call_origin(call) != FUNCTION:
+            continue
+        region = facts.region(call)
+        is_on = region is not None and region.enabled is True and region.device == "cuda"
+        is_lowered = region is not None and region.dtype in ("float16", "bfloat16")
+        if (is_on and is_lowered) or (region is None and facts.runs_in_half(call)):
             yield RuleHit(CODE, call, fix=_fix(facts, call, is_module=is_module))
-
-
-def _is_module(facts: Facts, call: ast.Call) -> bool:
-    """``criterion(p, y)`` or ``nn.BCELoss()(p, y)``."""
-    document = facts.document
-    values = document.values(call.func) or [call.func]
-    return all(document.call_origin(value) == MODULE for value in map(unmoved, values))
-
-
-def _runs_under_autocast(facts: Facts, call: ast.Call) -> bool:
-    region = facts.region(call)
-    if region is None:
-        return facts.runs_in_half(call)
-    return region.enabled is True and region.device == "cuda" and region.dtype in ("float16", "bfloat16")
 
 
 def _fix(facts: Facts, call: ast.Call, *, is_module: bool) -> Fix | None:
@@ -47,7 +38,12 @@ def _fix(facts: Facts, call: ast.Call, *, is_module: bool) -> Fix | None:
     logits = _logits(facts, given) if given is not None and not takes_stars(call) else None
     if logits is None:
         return None
-    function = _module_edit(facts, call) if is_module else _function_edit(facts, call)
+    if is_module:
+        function = _module_edit(facts, call)
+    elif isinstance(call.func, ast.Attribute):  # else its import would have to change too
+        function = replaced(facts.document, call.func, f"{facts.document.source(call.func)}_with_logits")
+    else:
+        function = None
     return Fix((*logits, function)) if function is not None else None
 
 
@@ -56,22 +52,16 @@ def _logits(facts: Facts, node: ast.expr) -> tuple[Edit, ...] | None:
     document = facts.document
     if (inner := _of_sigmoid(facts, node)) is not None:
         return (replaced(document, node, document.source(inner)),)
-    if not isinstance(node, ast.Name):
-        return None
-    binders = document.binders(node)
+    binders = document.binders(node) if isinstance(node, ast.Name) else []
     inner = _of_sigmoid(facts, binders[0]) if len(binders) == 1 else None
-    if inner is None or document.read(node.id, document.home(node)) != [node]:
+    if inner is None or not isinstance(node, ast.Name) or document.read(node.id, document.home(node)) != [node]:
         return None
-    edits = replaced(document, binders[0], document.source(inner)), replaced(document, node, LOGITS)
-    target = _target(document, node, binders[0])
-    return (*edits, replaced(document, target, LOGITS)) if target is not None else None
-
-
-def _target(document: Document, name: ast.Name, value: ast.AST) -> ast.Name | None:
-    """What the value is assigned to, which is to be called by what it is; None where the file has that name already."""
-    target = document.target(value)
-    is_taken = any(one.id == LOGITS for one in document.find(ast.Name))
-    return target if isinstance(target, ast.Name) and target.id == name.id and not is_taken else None
+    # What the value is assigned to is then called by what it is, unless the file has that name already.
+    target, is_taken = document.target(binders[0]), any(one.id == LOGITS for one in document.find(ast.Name))
+    if not isinstance(target, ast.Name) or target.id != node.id or is_taken:
+        return None
+    value = replaced(document, binders[0], document.source(inner))
+    return value, replaced(document, node, LOGITS), replaced(document, target, LOGITS)
 
 
 def _of_sigmoid(facts: Facts, node: ast.AST) -> ast.expr | None:
@@ -84,45 +74,27 @@ def _of_sigmoid(facts: Facts, node: ast.AST) -> ast.expr | None:
     return owner if owner is not None and not node.args and facts.document.origin(owner) != "torch" else None
 
 
-def _function_edit(facts: Facts, call: ast.Call) -> Edit | None:
-    own = facts.document.source(call.func)
-    if not isinstance(call.func, ast.Attribute):
-        return None  # its import would have to change too
-    return replaced(facts.document, call.func, f"{own}_with_logits")
-
-
 def _module_edit(facts: Facts, call: ast.Call) -> Edit | None:
     """Of a criterion that this call alone uses."""
     document = facts.document
     made: list[ast.AST] = [call.func]
+    uses = [call]
     if isinstance(call.func, (ast.Name, ast.Attribute)):
         made = [unmoved(value) for value in document.values(call.func)]
-        key = document.key(call.func)
-        kinds = (ast.Name, ast.Attribute)
-        uses = [one for one in document.calls if isinstance(one.func, kinds) and document.key(one.func) == key]
-        if len(uses) != 1:
-            return None
+        key, named = document.key(call.func), (one for one in document.calls if isinstance(one.func, type(call.func)))
+        uses = [one for one in named if document.key(one.func) == key]
     loss = made[0]
-    if len(made) != 1 or not isinstance(loss, ast.Call) or not isinstance(loss.func, ast.Attribute):
+    if len(uses) != 1 or len(made) != 1 or not isinstance(loss, ast.Call) or not isinstance(loss.func, ast.Attribute):
         return None
-    source = document.source(loss.func)
-    return replaced(document, loss.func, f"{source[: -len('BCELoss')]}BCEWithLogitsLoss")
+    return replaced(document, loss.func, f"{document.source(loss.func)[: -len('BCELoss')]}BCEWithLogitsLoss")
 
 
-_HEAD = """
+_IMPORTS = """
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-def train(model, loader, scaler, optimizer):
-    criterion = nn.BCELoss()
-    for x, y in loader:
-        optimizer.zero_grad()
-"""
-_REST = """
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+criterion = nn.BCELoss()
 """
 
 RULE = Rule(
@@ -130,63 +102,47 @@ RULE = Rule(
     ("BCELoss|binary_cross_entropy", "autocast"),
     check,
     invalid=(
-        _HEAD
+        _IMPORTS
         + """
-        with torch.autocast("cuda"):
-            loss = F.binary_cross_entropy(torch.sigmoid(model(x)), y)  # <- misuse-bce
-"""
-        + _REST,
-        _HEAD
-        + """
-        with torch.autocast("cuda"):
-            p = model(x).sigmoid()
-            loss = criterion(p, y)  # <- misuse-bce
-"""
-        + _REST,
-        """
-import torch
-from torch import nn
-import torch.nn.functional as F
+def by_function(model, x, y):
+    with torch.autocast("cuda"):
+        return F.binary_cross_entropy(torch.sigmoid(model(x)), y)  # <- misuse-bce
+
+def by_module(model, x, y):
+    with torch.autocast("cuda"):
+        p = model(x).sigmoid()
+        return criterion(p, y)  # <- misuse-bce
 
 class Net(nn.Module):
     def forward(self, x, y):
         return F.binary_cross_entropy(x, y)  # <- misuse-bce
 
-def train(loader):
-    model = Net().cuda()
-    for x, y in loader:
-        with torch.autocast("cuda"):
-            loss = model(x, y)
+def within_a_module(x, y):
+    net = Net().cuda()
+    with torch.autocast("cuda"):
+        return net(x, y)
 """,
     ),
     valid=(
-        _HEAD
+        _IMPORTS
         + """
-        with torch.autocast("cuda"):
-            logits = model(x)
-        loss = criterion(torch.sigmoid(logits.float()), y)
-"""
-        + _REST,
-        _HEAD
-        + """
-        with torch.autocast("cuda"):
-            logits = model(x)
-            with torch.autocast("cuda", enabled=False):
-                loss = F.binary_cross_entropy(torch.sigmoid(logits.float()), y)
-"""
-        + _REST,
-        _HEAD
-        + """
-        with torch.autocast("cuda"):
-            loss = F.binary_cross_entropy_with_logits(model(x), y)
-"""
-        + _REST,
-        """
-import torch.nn.functional as F
+def behind_the_region(model, x, y):
+    with torch.autocast("cuda"):
+        logits = model(x)
+    return criterion(torch.sigmoid(logits.float()), y)
 
-def train(model, loader):
-    for x, y in loader:
-        F.binary_cross_entropy(model(x).sigmoid(), y).backward()
+def where_it_is_off(model, x, y):
+    with torch.autocast("cuda"):
+        logits = model(x)
+        with torch.autocast("cuda", enabled=False):
+            return F.binary_cross_entropy(torch.sigmoid(logits.float()), y)
+
+def of_logits(model, x, y):
+    with torch.autocast("cuda"):
+        return F.binary_cross_entropy_with_logits(model(x), y)
+
+def without_any(model, x, y):
+    F.binary_cross_entropy(model(x).sigmoid(), y).backward()
 """,
     ),
 )

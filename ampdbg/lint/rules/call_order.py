@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from textwrap import indent
 
 from ampdbg.lint.edits import above, below, removed, replaced
 from ampdbg.lint.facts import Facts
 from ampdbg.lint.rule import BACKWARD, LOOP, STEP, Fix, Rule, RuleHit
-from ampdbg.lint.training_loops import LoopCall, LoopHit, TrainingLoop, training_loops
+from ampdbg.lint.training_loops import LoopHit, TrainingLoop, training_loops
 
 CLIP, TWICE, WINDOW, BARE = "misuse-clip-scaled", "misuse-unscale-twice", "misuse-accumulate", "misuse-bare-step"
 CODES = (CLIP, TWICE, WINDOW, BARE, "misuse-many-updates")
@@ -30,33 +31,33 @@ def _fix(loop: TrainingLoop, hit: LoopHit) -> Fix | None:
         return None
     scaler, optimizer = scalers.pop(), loop.optimizers[0]
     kinds = [call.kind for call in loop.calls]
-    if hit.code == CLIP and "unscale" not in kinds and kinds.count("clip") == 1 and _is_simple(statement, hit.call):
+    # The statement is only the call, or keeps its result.
+    is_simple = isinstance(statement, (ast.Expr, ast.Assign)) and statement.value is hit.call.node
+    block = document.block(statement)
+    unscaled = [one for one in loop.calls if one.kind == "unscale" and document.statement(one.node) in block]
+    if hit.code == CLIP and is_simple and "unscale" not in kinds and kinds.count("clip") == 1:
         return Fix((above(document, statement, f"{scaler}.unscale_({optimizer})"),))
-    if hit.code == TWICE and _is_simple(statement, hit.call) and _neighbours(loop, hit.call, "unscale"):
+    if hit.code == TWICE and is_simple and unscaled != [hit.call]:
         return Fix((removed(document, statement),))
-    if hit.code == BARE and _is_simple(statement, hit.call) and "step" not in kinds:
+    if hit.code == BARE and is_simple and "step" not in kinds:
         step = replaced(document, hit.call.node, f"{scaler}.step({optimizer})")
         return Fix((step,) if "update" in kinds else (step, below(document, statement, f"{scaler}.update()")))
     return None
 
 
-def _is_simple(statement: ast.stmt, call: LoopCall) -> bool:
-    """A statement is only the call, or keeps its result."""
-    return isinstance(statement, (ast.Expr, ast.Assign)) and statement.value is call.node
-
-
-def _neighbours(loop: TrainingLoop, call: LoopCall, kind: str) -> bool:
-    """Another call of a kind comes earlier in the same block."""
-    document = loop.facts.document
-    block = document.block(document.statement(call.node))
-    return any(
-        other.kind == kind and other is not call and document.statement(other.node) in block for other in loop.calls
-    )
-
-
 _LOOP = LOOP + BACKWARD
 _CLIP = "        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
 _UNSCALE = "        scaler.unscale_(optimizer)"
+_WINDOWS = f"""
+import torch
+
+def train(model, loader, every):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    for number, x in enumerate(loader):
+        loss = model(x) / every
+{BACKWARD}"""
+_TAKEN = f"{STEP}        optimizer.zero_grad()\n"
 _WITH_AMP = """
 import torch
 
@@ -124,41 +125,14 @@ def train_one_epoch(model, loader, optimizer, scaler, use_amp):
             model(x).backward()
         optimizer.step()  # <- misuse-bare-step
 """,
-        """
-import torch
-
-def train(model, loader, every):
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    scaler = torch.amp.GradScaler("cuda")
-    for number, x in enumerate(loader):
-        scaler.scale(model(x) / every).backward()
-        scaler.unscale_(optimizer)  # <- misuse-accumulate
-        if (number + 1) % every == 0:
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-""",
+        f"{_WINDOWS}{_UNSCALE}  # <- misuse-accumulate\n        if (number + 1) % every == 0:\n"
+        + indent(_TAKEN, "    "),
         _TWO,
     ),
     valid=(
         f"{_LOOP}{_UNSCALE}\n{_CLIP}\n{STEP}",
         _WITH_AMP,
-        """
-import torch
-
-def train(model, loader, every):
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    scaler = torch.amp.GradScaler("cuda")
-    for number, x in enumerate(loader):
-        scaler.scale(model(x) / every).backward()
-        if (number + 1) % every != 0:
-            continue
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-""",
+        f"{_WINDOWS}        if (number + 1) % every != 0:\n            continue\n{_UNSCALE}\n{_CLIP}\n{_TAKEN}",
         _TWO.replace("        scaler.update()  # <- misuse-many-updates\n", ""),
         # The second step is of another backward pass, as that of sharpness-aware training.
         f"{_LOOP}{STEP}        optimizer.zero_grad()\n        model(x).backward()\n        optimizer.step()\n",

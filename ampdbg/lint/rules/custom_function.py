@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ampdbg.lint.document import FUNCTIONS
 from ampdbg.lint.edits import above
@@ -29,7 +30,9 @@ def check(facts: Facts) -> Iterator[RuleHit]:
         forward, backward = methods.get("forward"), methods.get("backward")
         if forward is None or backward is None or _is_decorated(forward) or _is_decorated(backward):
             continue
-        if _multiplies(forward) and _multiplies(backward) and _is_applied_in_half(facts, function):
+        owners = ((call, method(call, "apply")) for call in document.calls)
+        applied = (call for call, one in owners if isinstance(one, ast.Name) and function in document.binders(one))
+        if _multiplies(forward) and _multiplies(backward) and any(map(facts.runs_in_half, applied)):
             fix = Fix((_decorated(facts, forward, "custom_fwd"), _decorated(facts, backward, "custom_bwd")), ("torch",))
             yield RuleHit(CODE, function, fix=fix)
 
@@ -42,18 +45,10 @@ def _multiplies(function: ast.AST) -> bool:
     return any(isinstance(node, ast.MatMult) or method(node, *MULTIPLIES) is not None for node in ast.walk(function))
 
 
-def _is_applied_in_half(facts: Facts, function: ast.ClassDef) -> bool:
-    owners = ((call, method(call, "apply")) for call in facts.document.calls)
-    named = (call for call, one in owners if isinstance(one, ast.Name) and function in facts.document.binders(one))
-    return any(map(facts.runs_in_half, named))
-
-
 def _decorated(facts: Facts, function: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> Edit:
     """The decorator nearest to the function: below @staticmethod."""
-    line = f'@torch.amp.{name}(device_type="cuda")'
-    edit = above(facts.document, function, line)
     start = facts.document.offset(function.lineno, 0)
-    return Edit(start, start, edit.new)
+    return replace(above(facts.document, function, f'@torch.amp.{name}(device_type="cuda")'), start=start, end=start)
 
 
 _CLASS = """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from ampdbg.lint.document import Document
 from ampdbg.lint.edits import removed, replaced
@@ -13,6 +13,7 @@ from ampdbg.lint.rule import Edit, Fix, Rule, RuleHit
 
 CODE = "deprecated-amp"
 HOMES = ("torch.cuda.amp", "torch.cpu.amp")
+MODULES = (*HOMES, "torch.cuda.amp.autocast_mode", "torch.cuda.amp.grad_scaler")
 MOVED: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "autocast": ("", ("enabled", "dtype", "cache_enabled")),
     "GradScaler": ("", ()),
@@ -22,20 +23,23 @@ MOVED: Mapping[str, tuple[str, tuple[str, ...]]] = {
 """What torch.amp has of them: how the device is given, and the names of arguments that were given by their place."""
 
 
+OLD = {f"{home}.{name}" for home in HOMES for name in MOVED}
+
+
 def check(facts: Facts) -> Iterator[RuleHit]:
     """Every use of one; a file that is there for several torches, by ``try`` or ``hasattr``, is left alone."""
     document = facts.document
-    uses = [
-        (node, origin)
-        for node in document.loads()
-        if (origin := _moved(document, node)) and not isinstance(document.parents[node], ast.Attribute)
-    ]
-    calls = [node for node in uses if _is_used(document, node[0])]
-    if not calls or _is_for_several(document):
+    origins = ((node, document.origin(node)) for node in document.loads())
+    moved = [(node, origin) for node, origin in origins if origin in OLD]
+    uses = [one for one in moved if not isinstance(document.parents[one[0]], ast.Attribute)]
+    # A name that is only passed on does not warn here.
+    decorators = (node for made in document.definitions for node in made.decorator_list)
+    called = {*(call.func for call in document.calls), *decorators}
+    calls = [one for one in uses if one[0] in called]
+    nodes = [node for node, _ in uses]
+    if not calls or _is_for_several(document, nodes):
         return
-    if any(_is_a_fallback(document, node) for node, _ in uses):
-        return
-    fix = _fix(document, [node for node, _ in uses])
+    fix = _fix(document, nodes)
     for node, origin in calls:
         home, _, name = origin.rpartition(".")
         device = home.split(".")[1]
@@ -43,54 +47,28 @@ def check(facts: Facts) -> Iterator[RuleHit]:
         yield RuleHit(CODE, node, f"{origin} is deprecated since torch 2.4", f"spell it {what}", fix=fix)
 
 
-def _moved(document: Document, node: ast.expr) -> str:
-    """The old name that an expression is, or ""."""
-    origin = document.origin(node)
-    home, _, name = origin.rpartition(".")
-    return origin if home in HOMES and name in MOVED else ""
-
-
-def _is_used(document: Document, node: ast.expr) -> bool:
-    """It is called, or decorates; a name that is only passed on does not warn here."""
-    parent = document.parents[node]
-    return (isinstance(parent, ast.Call) and parent.func is node) or node in getattr(parent, "decorator_list", ())
-
-
 _ASKS = ("torch.__version__", 'hasattr(torch, "amp', "hasattr(torch.amp", "TORCH_VERSION", "is_torch_greater")
 
 
-def _is_for_several(document: Document) -> bool:
-    """A ``try`` or an ``if`` imports it, or the file asks torch for its version."""
+def _is_for_several(document: Document, uses: Sequence[ast.expr]) -> bool:
+    """A ``try`` or an ``if`` imports it or has torch.amp's beside it, or the file asks torch for its version."""
     texts = ((node, ast.unparse(node)) for node in _imports(document))
     imports = [node for node, text in texts if "amp" in text and "torch" in text]
-    guarded = any(isinstance(one, (ast.Try, ast.If)) for node in imports for one in document.around(node))
-    return guarded or any(word in document.text for word in _ASKS)
-
-
-def _is_a_fallback(document: Document, node: ast.expr) -> bool:
-    """torch.amp's is beside it in a ``try``, an ``if`` or a conditional expression."""
-    choices = (one for one in document.around(node) if isinstance(one, (ast.Try, ast.If, ast.IfExp)))
-    return any("torch.amp." in ast.unparse(one) for one in choices)
+    choices = (one for node in uses for one in document.around(node) if isinstance(one, (ast.Try, ast.If, ast.IfExp)))
+    is_guarded = any(isinstance(one, (ast.Try, ast.If)) for node in imports for one in document.around(node))
+    is_beside = any("torch.amp." in ast.unparse(one) for one in choices)
+    return is_guarded or is_beside or any(word in document.text for word in _ASKS)
 
 
 def _imports(document: Document) -> list[ast.Import | ast.ImportFrom]:
     return [*document.find(ast.ImportFrom), *document.find(ast.Import)]
 
 
-def _fix(document: Document, uses: list[ast.expr]) -> Fix | None:
+def _fix(document: Document, uses: Sequence[ast.expr]) -> Fix | None:
     """Every use and every import of the file, or nothing."""
-    edits: list[Edit] = []
-    for node in uses:
-        made = _use(document, node)
-        if made is None:
-            return None
-        edits += made
-    for line in _imports(document):
-        made = _import(document, line)
-        if made is None:
-            return None
-        edits += made
-    return Fix(tuple(dict.fromkeys(edits)))
+    made = [*(_use(document, node) for node in uses), *(_import(document, line) for line in _imports(document))]
+    edits = dict.fromkeys(edit for each in made for edit in each or ())
+    return None if None in made else Fix(tuple(edits))
 
 
 def _use(document: Document, node: ast.expr) -> list[Edit] | None:
@@ -98,41 +76,33 @@ def _use(document: Document, node: ast.expr) -> list[Edit] | None:
     parent, origin = document.parents[node], document.origin(node)
     home, _, name = origin.rpartition(".")
     device = f'{MOVED[name][0]}"{home.split(".")[1]}"'
-    edits = _named_anew(document, node, home)
+    # torch.cuda.amp.autocast becomes torch.amp.autocast; a shorter name changes by its import.
+    is_whole = isinstance(node, ast.Attribute) and home.removeprefix("torch.") in ast.unparse(node.value)
+    edits = [replaced(document, node.value, "torch.amp")] if is_whole else []  # type: ignore[attr-defined]
+    end, places = document.span(node).end, MOVED[name][1]
     if node in getattr(parent, "decorator_list", ()):
-        end = document.span(node).end
         return None if name == "autocast" else [*edits, Edit(end, end, f"({device})")]
     if not isinstance(parent, ast.Call) or parent.func is not node or takes_stars(parent):
         return None
-    places = MOVED[name][1]
     if places and len(parent.args) > len(places):
         return None
-    start = document.text.index("(", document.span(node).end) + 1
-    has_more = bool(parent.args or parent.keywords)
-    edits.append(Edit(start, start, f"{device}, " if has_more else device))
-    for place, given in zip(places, parent.args, strict=False):
-        at = document.span(given).start
-        edits.append(Edit(at, at, f"{place}="))
-    return edits
-
-
-def _named_anew(document: Document, node: ast.expr, home: str) -> list[Edit]:
-    """``torch.cuda.amp.autocast`` becomes ``torch.amp.autocast``; a shorter name changes by its import."""
-    if isinstance(node, ast.Attribute) and home.removeprefix("torch.") in ast.unparse(node.value):
-        return [replaced(document, node.value, "torch.amp")]
-    return []
+    start = document.text.index("(", end) + 1
+    edits.append(Edit(start, start, device + ", " * bool(parent.args or parent.keywords)))
+    starts = ((place, document.span(given).start) for place, given in zip(places, parent.args, strict=False))
+    return [*edits, *(Edit(at, at, f"{place}=") for place, at in starts)]
 
 
 def _import(document: Document, line: ast.ImportFrom | ast.Import) -> list[Edit] | None:
     """``from torch.cuda.amp import autocast`` and its like; None where one cannot be kept."""
     if isinstance(line, ast.Import):
         return _plain_import(document, line)
-    if line.module in (*HOMES, "torch.cuda.amp.autocast_mode", "torch.cuda.amp.grad_scaler"):
-        is_known = all(alias.name in MOVED for alias in line.names)
-        return [_module(document, line, line.module, "torch.amp")] if is_known else None
-    if line.module in ("torch.cuda", "torch.cpu") and any(alias.name == "amp" for alias in line.names):
-        return [_module(document, line, line.module, "torch")] if len(line.names) == 1 else None
-    return []
+    homes = {**dict.fromkeys(MODULES, "torch.amp"), "torch.cuda": "torch", "torch.cpu": "torch"}
+    names, new = [alias.name for alias in line.names], homes.get(line.module or "")
+    if new is None or (new == "torch" and "amp" not in names):
+        return []
+    start = document.text.index(line.module or "", document.span(line).start)
+    is_known = names == ["amp"] if new == "torch" else MOVED.keys() >= set(names)
+    return [Edit(start, start + len(line.module or ""), new)] if is_known else None
 
 
 def _plain_import(document: Document, line: ast.Import) -> list[Edit] | None:
@@ -150,33 +120,25 @@ def _plain_import(document: Document, line: ast.Import) -> list[Edit] | None:
     return edits
 
 
-def _module(document: Document, line: ast.ImportFrom, old: str, new: str) -> Edit:
-    start = document.text.index(old, document.span(line).start)
-    return Edit(start, start + len(old), new)
-
-
 RULE = Rule(
     (CODE,),
     ("amp", "cuda|cpu", "torch"),
     check,
     invalid=(
         """
-from torch.cuda.amp import GradScaler, autocast as ac
-
-def train(model, optimizer, loader, use_amp):
-    scaler = GradScaler(enabled=use_amp)  # <- deprecated-amp
-    for x in loader:
-        with ac(use_amp):  # <- deprecated-amp
-            loss = model(x)
-""",
-        """
 import torch
 from torch.cuda import amp
+from torch.cuda.amp import GradScaler, autocast as ac
 
 @torch.cuda.amp.custom_fwd  # <- deprecated-amp
 def forward(ctx, x):
     with amp.autocast(enabled=False):  # <- deprecated-amp
         return x
+
+def train(model, x, use_amp):
+    scaler = GradScaler(enabled=use_amp)  # <- deprecated-amp
+    with ac(use_amp):  # <- deprecated-amp
+        return model(x)
 """,
     ),
     valid=(

@@ -77,17 +77,11 @@ def is_half(facts: Facts, node: ast.AST, depth: int = 4) -> bool:
         return True
     if method(node, "to") is not None:
         return any(facts.dtype(one) == "float16" for one in given(node))
-    if facts.runs_in_half(node) and _is_product(facts, node):
+    is_module = facts.modules.get(document.key(node.func)) in PRODUCT_MODULES
+    if facts.runs_in_half(node) and (is_module or document.call_origin(node) in PRODUCTS):
         return True
     owner = method(node, *KEEPS_DTYPE)
     return owner is not None and all(number(one) is not None for one in node.args) and is_half(facts, owner, depth - 1)
-
-
-def _is_product(facts: Facts, node: ast.Call) -> bool:
-    document = facts.document
-    if document.call_origin(node) in PRODUCTS:
-        return True
-    return facts.modules.get(document.key(node.func)) in PRODUCT_MODULES
 
 
 RULE = Rule(
@@ -97,14 +91,11 @@ RULE = Rule(
     invalid=(
         """
 import torch
+from torch import nn
 
 def norm(x):
     x = x.half()
     return x / (x + 1e-8)  # <- eps-underflow
-""",
-        """
-import torch
-from torch import nn
 
 class Head(nn.Module):
     def __init__(self):
@@ -115,26 +106,23 @@ class Head(nn.Module):
         p = self.fc(x).sigmoid()
         return torch.log(p + 1e-12)  # <- eps-underflow
 
-def train(loader, scaler):
+def train(x, scaler):
     head = Head().cuda()
-    for x in loader:
-        with torch.autocast("cuda"):
-            loss = head(x).mean()
-        scaler.scale(loss).backward()
+    with torch.autocast("cuda"):
+        loss = head(x).mean()
+    scaler.scale(loss).backward()
 """,
     ),
     valid=(
         """
-def norm(x):
+def of_any_dtype(x):
     return x / (x + 1e-8)
-""",
-        """
-def norm(x):
+
+def in_float32(x):
     x = x.half()
     return x.float() / (x.float() + 1e-8)
-""",
-        """
-def norm(x):
+
+def within_half(x):
     x = x.half()
     return x / (x + 1e-6)
 """,

@@ -16,21 +16,13 @@ def check(facts: Facts) -> Iterator[RuleHit]:
     """``torch.autograd.grad(scaler.scale(loss), …, create_graph=True)``."""
     document = facts.document
     for call in document.calls:
-        if (
-            document.call_origin(call) != "torch.autograd.grad"
-            or constant(argument(call, "create_graph", 4)) is not True
-        ):
-            continue
-        outputs = argument(call, "outputs", 0)
-        unit = ast.unparse(document.unit(call))
-        asks = "get_scale" in unit or "._scale" in unit or "inv_scale" in unit
-        if outputs is not None and not asks and _is_scaled(facts, outputs):
-            yield RuleHit(CODE, call)
-
-
-def _is_scaled(facts: Facts, outputs: ast.expr) -> bool:
-    parts = outputs.elts if isinstance(outputs, (ast.List, ast.Tuple)) else [outputs]
-    return bool(parts) and all(map(facts.scaler_of, parts))
+        outputs = argument(call, "outputs", 0) if document.call_origin(call) == "torch.autograd.grad" else None
+        parts = outputs.elts if isinstance(outputs, (ast.List, ast.Tuple)) else [outputs]
+        is_scaled = bool(parts) and all(map(facts.scaler_of, parts))
+        if is_scaled and constant(argument(call, "create_graph", 4)) is True:
+            unit = ast.unparse(document.unit(call))
+            if not any(word in unit for word in ("get_scale", "._scale", "inv_scale")):
+                yield RuleHit(CODE, call)
 
 
 _REST = f"""

@@ -22,14 +22,13 @@ def check(facts: Facts) -> Iterator[RuleHit]:
     for call in document.calls:
         origin = document.call_origin(call)
         parameters = method(argument(call, "params", 0) or call, "parameters")
-        if not facts.is_optimizer(document.target(call) or call) or parameters is None:
-            continue
-        made_half = _made_half(facts, parameters, call)
+        is_of_model = parameters is not None and facts.is_optimizer(document.target(call) or call)
+        made_half = _made_half(facts, parameters, call) if parameters is not None and is_of_model else None
         if made_half is None:
             continue
         if _is_scaled(facts, call):
             yield RuleHit(SCALED, made_half)
-        elif origin in ADAMS and not takes_stars(call) and _eps(call) < FLOAT16.underflow_threshold:
+        elif origin in ADAMS and not takes_stars(call) and _is_lost(argument(call, "eps", 3)):
             message = "the optimizer's eps is zero in the parameters' float16: an update of 0/0 is NaN"
             yield RuleHit(EPS, call, message)
 
@@ -40,18 +39,14 @@ def _made_half(facts: Facts, model: ast.expr, before: ast.Call) -> ast.AST | Non
     unit, key = document.unit(before), document.key(model)
     found: ast.AST | None = None
     for call in document.calls:
-        if call.lineno >= before.lineno or document.unit(call) is not unit:
-            continue
         owner = method(call, "half", "float", "to", "bfloat16", "double")
-        if owner is None or not _is_of(facts, owner, key, call):
-            continue
-        name = call.func.attr  # type: ignore[attr-defined]
-        if name == "to":
-            name = next(filter(None, map(facts.dtype, given(call))), "")
-        if name in ("half", "float16"):
-            found = call if _is_unconditional(facts, call, before) else None
-        elif name:
-            found = None
+        is_before = call.lineno < before.lineno and document.unit(call) is unit
+        if owner is not None and is_before and _is_of(facts, owner, key, call):
+            named = ast.unparse(call.func).rpartition(".")[2]
+            name = next(filter(None, map(facts.dtype, given(call))), "") if named == "to" else named
+            block = document.block(document.statement(call))
+            is_on_every_way = any(one in block for one in (document.statement(before), *document.around(before)))
+            found = (call if name in ("half", "float16") and is_on_every_way else None) if name else found
     return found
 
 
@@ -70,61 +65,40 @@ def _is_of(facts: Facts, owner: ast.AST, key: tuple[object, str], call: ast.Call
     return False
 
 
-def _is_unconditional(facts: Facts, call: ast.Call, before: ast.Call) -> bool:
-    """Every way to the optimizer leads through here."""
-    block = facts.document.block(facts.document.statement(call))
-    return any(one in block for one in [facts.document.statement(before), *facts.document.around(before)])
-
-
 def _is_scaled(facts: Facts, optimizer: ast.Call) -> bool:
     """An enabled scaler steps or unscales the optimizer."""
     document, target = facts.document, facts.document.target(optimizer)
-    calls = [call for call, scaler in facts.scaler_calls("step", "unscale_") if _is_on(facts, scaler)]
-    return target is not None and document.key(target) in [document.key(call.args[0]) for call in calls]
+    key = document.key(target) if target is not None else None
+    by = (scaler for call, scaler in facts.scaler_calls("step", "unscale_") if document.key(call.args[0]) == key)
+    made = map(document.values, by)
+    return any(each and all(isinstance(one, ast.Call) and facts.is_surely_on(one) for one in each) for each in made)
 
 
-def _is_on(facts: Facts, scaler: ast.expr) -> bool:
-    values = facts.document.values(scaler)
-    return bool(values) and all(isinstance(one, ast.Call) and facts.is_surely_on(one) for one in values)
-
-
-def _eps(call: ast.Call) -> float:
-    eps = argument(call, "eps", 3)
+def _is_lost(eps: ast.expr | None) -> bool:
+    """It is zero in float16; so is the one that an optimizer has where none is given."""
     value = number(eps) if eps is not None else DEFAULT_EPS
-    return 1.0 if value is None else value
+    return value is not None and value < FLOAT16.underflow_threshold
 
-
-_HEAD = """
-import torch
-
-def train(loader):
-    model = Net().cuda()
-"""
-_LOOP = """
-    for x in loader:
-        optimizer.zero_grad()
-        loss = model(x.half()).float().mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-"""
 
 RULE = Rule(
     (SCALED, EPS),
     (".half()|float16|torch.half", "optim", ".parameters()"),
     check,
     invalid=(
-        _HEAD
-        + """
-    model.half()  # <- misuse-half-parameters
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    scaler = torch.amp.GradScaler("cuda")
-"""
-        + _LOOP,
         """
 import torch
 
-def train(loader):
+def scaled(loader):
+    model = Net().cuda()
+    model.half()  # <- misuse-half-parameters
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(x.half()).float().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+def unscaled(loader):
     model = Net().to("cuda", dtype=torch.float16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # <- optimizer-underflow
     for x in loader:
@@ -133,31 +107,25 @@ def train(loader):
 """,
     ),
     valid=(
-        _HEAD
-        + """
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    scaler = torch.amp.GradScaler("cuda")
-"""
-        + _LOOP.replace("x.half()", "x"),
-        _HEAD
-        + """
+        """
+import torch
+
+def back_in_float32(loader):
+    model = Net().cuda()
     model.half()
     model.float()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     scaler = torch.amp.GradScaler("cuda")
-"""
-        + _LOOP,
-        """
-import torch
+    for x in loader:
+        scaler.scale(model(x).mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
 
-def train(loader):
+def with_a_larger_eps():
     model = Net().half()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
-""",
-        """
-import torch
 
-def train(loader, pure_half):
+def perhaps(pure_half):
     model = Net()
     if pure_half:
         model.half()

@@ -18,7 +18,6 @@ CODE = "mask-constant"
 MESSAGE = "{value} is beyond what float16 can hold (65504): torch refuses to write it into half scores"
 
 _SOFTMAX = re.compile(r"softmax|logsumexp")
-_KEPT_WIDE = ("float", "double")
 
 
 def check(facts: Facts) -> Iterator[RuleHit]:
@@ -32,42 +31,38 @@ def check(facts: Facts) -> Iterator[RuleHit]:
         owner = method(call, "masked_fill", "masked_fill_")
         value = argument(call, "value", 1) if owner is not None else None
         size = number(value)
-        if owner is None or value is None or size is None or not _is_beyond(size):
+        is_beyond = size is not None and -math.inf < size <= -FLOAT16.overflow_threshold
+        if owner is None or value is None or not is_beyond:
             continue
         region = facts.region(call)
         is_off = region is not None and (region.enabled is False or region.dtype in ("bfloat16", "float32"))
         if is_off or _is_wide(facts, owner) or not _goes_into_softmax(facts, call):
             continue
         message = MESSAGE.format(value=document.source(value))
-        fix = _fix(facts, owner, value)
+        instead = replaced(document, value, f"torch.finfo({ast.unparse(owner)}.dtype).min")
+        # Only scores that have a name can be asked for their dtype.
+        fix = Fix((instead,), ("torch",)) if isinstance(owner, (ast.Name, ast.Attribute)) else None
         yield RuleHit(CODE, call, message, fix=fix, in_half_only=not facts.runs_in_half(call))
-
-
-def _is_beyond(size: float) -> bool:
-    return -math.inf < size <= -FLOAT16.overflow_threshold
 
 
 def _is_wide(facts: Facts, owner: ast.expr) -> bool:
     """The scores are cast to FP32 before: in the expression, or in the name's last assignment."""
     last = facts.document.last_value(owner) if isinstance(owner, ast.Name) else None
-    for value in filter(None, (owner, last)):
-        for node in ast.walk(value):
-            if method(node, *_KEPT_WIDE) is not None:
-                return True
-            if isinstance(node, (ast.Attribute, ast.Name)) and facts.dtype(node) in ("float32", "bfloat16"):
-                return True
-    return False
+    return any(
+        method(node, "float", "double") is not None
+        or (isinstance(node, (ast.Attribute, ast.Name)) and facts.dtype(node) in ("float32", "bfloat16"))
+        for value in filter(None, (owner, last))
+        for node in ast.walk(value)
+    )
 
 
 def _goes_into_softmax(facts: Facts, call: ast.Call) -> bool:
     """A softmax takes the result, by its name or in place."""
     document = facts.document
-    for one in document.around(call):
-        if isinstance(one, ast.Call) and call is not one.func and _SOFTMAX.search(ast.unparse(one.func)):
-            return True
-        if isinstance(one, ast.stmt):
-            break
     statement = document.statement(call)
+    calls = (one for one in document.around(call) if isinstance(one, ast.Call) and document.statement(one) is statement)
+    if any(call is not one.func and _SOFTMAX.search(ast.unparse(one.func)) for one in calls):
+        return True
     target = statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
     if isinstance(statement, ast.Expr):
         target = call.func.value  # type: ignore[attr-defined]
@@ -85,86 +80,56 @@ def _goes_into_softmax(facts: Facts, call: ast.Call) -> bool:
     )
 
 
-def _fix(facts: Facts, owner: ast.expr, value: ast.expr) -> Fix | None:
-    """Where the scores have a name to ask for their dtype."""
-    if not isinstance(owner, (ast.Name, ast.Attribute)):
-        return None
-    return Fix((replaced(facts.document, value, f"torch.finfo({ast.unparse(owner)}.dtype).min"),), ("torch",))
-
-
-_HEAD = """
-import torch
-import torch.nn.functional as F
-
-def attend(q, k, v, mask):
-    scores = q @ k.transpose(-2, -1)
-"""
-_USE = """
-
-def train(q, k, v, mask, scaler):
-    with torch.autocast("cuda"):
-        loss = attend(q, k, v, mask).mean()
-    scaler.scale(loss).backward()
-"""
-
 RULE = Rule(
     (CODE,),
     ("masked_fill",),
     check,
     invalid=(
-        _HEAD
-        + """
-    scores = scores.masked_fill(mask, -1e9)  # <- mask-constant
-    return F.softmax(scores, dim=-1) @ v
-"""
-        + _USE,
-        _HEAD
-        + """
-    scores.masked_fill_(mask == 0, float("-1e30"))  # <- mask-constant
-    return scores.softmax(-1) @ v
-"""
-        + _USE,
-    ),
-    valid=(
-        _HEAD
-        + """
-    scores = scores.masked_fill(mask, torch.finfo(scores.dtype).min)
-    return F.softmax(scores, dim=-1) @ v
-"""
-        + _USE,
-        _HEAD
-        + """
-    scores = scores.masked_fill(mask, -1e4)
-    return F.softmax(scores, dim=-1) @ v
-"""
-        + _USE,
-        _HEAD
-        + """
-    scores = scores.float().masked_fill(mask, -1e9)
-    return F.softmax(scores, dim=-1).to(v.dtype) @ v
-"""
-        + _USE,
-        _HEAD
-        + """
-    scores = scores.masked_fill(mask, float("-inf"))
-    return F.softmax(scores, dim=-1) @ v
-"""
-        + _USE,
-        # No file of the project trains in half.
-        """
-def attend(scores, mask):
-    scores = scores.masked_fill(mask, -1e9)
-    return scores.softmax(-1)
-""",
-        # Labels are no scores.
         """
 import torch
+import torch.nn.functional as F
 
-def loss_of(labels, mask, model):
+def attend(scores, v, mask):
+    scores = scores.masked_fill(mask, -1e9)  # <- mask-constant
+    return F.softmax(scores, dim=-1) @ v
+
+def in_place(scores, v, mask):
+    scores.masked_fill_(mask == 0, float("-1e30"))  # <- mask-constant
+    return scores.softmax(-1) @ v
+
+def train(scores, v, mask):
+    with torch.autocast("cuda"):
+        return attend(scores, v, mask) + in_place(scores, v, mask)
+""",
+    ),
+    valid=(
+        """
+import torch
+import torch.nn.functional as F
+
+def by_its_dtype(scores, v, mask):
+    scores = scores.masked_fill(mask, torch.finfo(scores.dtype).min)
+    return F.softmax(scores, dim=-1) @ v
+
+def within_half(scores, v, mask):
+    scores = scores.masked_fill(mask, -1e4)
+    return F.softmax(scores, dim=-1) @ v
+
+def in_float32(scores, v, mask):
+    scores = scores.float().masked_fill(mask, -1e9)
+    return F.softmax(scores, dim=-1).to(v.dtype) @ v
+
+def infinite(scores, v, mask):
+    scores = scores.masked_fill(mask, float("-inf"))
+    return F.softmax(scores, dim=-1) @ v
+
+def of_labels_which_are_no_scores(labels, mask, model):
     with torch.autocast("cuda"):
         labels = labels.masked_fill(mask, -100000)
         return model(labels)
 """,
+        # No file of the project trains in half.
+        "def attend(scores, mask):\n    scores = scores.masked_fill(mask, -1e9)\n    return scores.softmax(-1)\n",
     ),
     pattern=r"(?s)masked_fill_?\(.{0,160}?(?:-\s*\d+\.?\d*[eE]\+?\d|-\s*\d{5}|\*\*|float\(\s*[\"']-\d)",
 )

@@ -28,56 +28,28 @@ def check(facts: Facts) -> Iterator[RuleHit]:
             yield RuleHit(CODE, call)
 
 
-_HEAD = """
+_LOOP = """
 import torch
 
 def train(model, loader):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for x in loader:
         optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x).mean()
+        loss.backward()  # <- misuse-no-scaler
+        optimizer.step()
 """
+_VALID = _LOOP.replace("  # <- misuse-no-scaler", "")
 
 RULE = Rule(
     (CODE,),
     ("autocast", ".backward("),
     check,
-    invalid=(
-        _HEAD
-        + """
-        with torch.autocast("cuda", dtype=torch.float16):
-            loss = model(x).mean()
-        loss.backward()  # <- misuse-no-scaler
-        optimizer.step()
-""",
-        _HEAD
-        + """
-        with torch.amp.autocast("cuda"):
-            loss = model(x).mean()
-        loss.backward()  # <- misuse-no-scaler
-        optimizer.step()
-""",
-    ),
+    invalid=(_LOOP, _LOOP.replace('autocast("cuda", dtype=torch.float16)', 'amp.autocast("cuda")')),
     valid=(
-        _HEAD
-        + """
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = model(x).mean()
-        loss.backward()
-        optimizer.step()
-""",
-        _HEAD
-        + """
-        with torch.autocast("cuda", dtype=torch.float16, enabled=False):
-            loss = model(x).mean()
-        loss.backward()
-        optimizer.step()
-""",
-        _HEAD
-        + """
-        with torch.autocast("cuda", dtype=DTYPE):
-            loss = model(x).mean()
-        loss.backward()
-        optimizer.step()
-""",
+        _VALID.replace("float16", "bfloat16"),
+        _VALID.replace("float16", "float16, enabled=False"),
+        _VALID.replace("torch.float16", "DTYPE"),
     ),
 )

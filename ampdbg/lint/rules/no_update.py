@@ -10,6 +10,7 @@ from ampdbg.lint.facts import Facts
 from ampdbg.lint.rule import BACKWARD, LOOP, STEP, Fix, Rule, RuleHit
 
 CODE = "misuse-no-update"
+_ASKING = (ast.Attribute, ast.If, ast.Compare, ast.BoolOp, ast.UnaryOp, ast.IfExp)
 
 
 def check(facts: Facts) -> Iterator[RuleHit]:
@@ -18,44 +19,32 @@ def check(facts: Facts) -> Iterator[RuleHit]:
     steps: dict[tuple[object, str], list[ast.Call]] = {}
     for call, scaler in facts.scaler_calls("step"):
         steps.setdefault(document.key(scaler), []).append(call)
+    updated = {ast.unparse(name).rpartition(".")[2] for name in document.owners("update")}
     for key, calls in steps.items():
-        if not _is_updated(facts, key[1]) and not _leaves(facts, key):
-            last = calls[-1]
-            yield RuleHit(CODE, last, fix=_fix(facts, calls))
-
-
-def _is_updated(facts: Facts, scaler: str) -> bool:
-    """By this name, or another that ends alike."""
-    ends = (ast.unparse(name).rpartition(".")[2] for name in facts.document.owners("update"))
-    return scaler.rpartition(".")[2] in ends
+        # By this name, or another that ends alike.
+        if key[1].rpartition(".")[2] not in updated and not _leaves(facts, key):
+            yield RuleHit(CODE, calls[-1], fix=_fix(facts, calls))
 
 
 def _leaves(facts: Facts, key: tuple[object, str]) -> bool:
     """Other code may hold the scaler: it is a parameter, an argument, returned, or kept elsewhere."""
     document = facts.document
-    if any(isinstance(value, ast.arg) for value in _binders(facts, key)):
-        return True
-    for node in document.loads():
-        if document.key(node) == key:
-            parent = document.parents[node]
-            if not isinstance(parent, (ast.Attribute, ast.If, ast.Compare, ast.BoolOp, ast.UnaryOp, ast.IfExp)):
-                return True
-    return False
-
-
-def _binders(facts: Facts, key: tuple[object, str]) -> list[ast.AST]:
-    names = (node for node in facts.document.find(ast.Name) if facts.document.key(node) == key)
-    first = next(names, None)
-    return facts.document.binders(first) if first is not None else []
+    name = next((node for node in document.find(ast.Name) if document.key(node) == key), None)
+    is_parameter = name is not None and any(isinstance(value, ast.arg) for value in document.binders(name))
+    used = (document.parents[node] for node in document.loads() if document.key(node) == key)
+    return is_parameter or not all(isinstance(one, _ASKING) for one in used)
 
 
 def _fix(facts: Facts, calls: list[ast.Call]) -> Fix | None:
     """Below the last step, where all of them stand in one block."""
     document = facts.document
-    statements = {id(statement := document.statement(call)): statement for call in calls}
-    *_, last = statements.values()
-    one_block = statements.keys() <= set(map(id, document.block(last)))
-    if not one_block or not document.has_own_lines(last) or not isinstance(last, ast.Expr):
+    statements = [document.statement(call) for call in calls]
+    last = statements[-1]
+    if (
+        not set(statements) <= set(document.block(last))
+        or not document.has_own_lines(last)
+        or not isinstance(last, ast.Expr)
+    ):
         return None
     scaler = ast.unparse(calls[-1].func.value)  # type: ignore[attr-defined]
     return Fix((below(document, last, f"{scaler}.update()"),))

@@ -35,13 +35,10 @@ def check(facts: Facts) -> Iterator[RuleHit]:
         block = document.block(first)
         for statement in block[block.index(first) + 1 :]:
             moved = statement.value if isinstance(statement, ast.Expr) else None
-            if facts.is_scheduler(method(moved, "step")) and not _is_placed(moved):
+            # One that takes a score, or its new place, counts no steps.
+            is_placed = isinstance(moved, ast.Call) and not all(map(is_none, given(moved)))
+            if facts.is_scheduler(method(moved, "step")) and not is_placed:
                 yield RuleHit(CODE, statement, MESSAGE, severity="info")
-
-
-def _is_placed(call: ast.expr | None) -> bool:
-    """The scheduler takes a score, or its new place: then it counts no steps."""
-    return isinstance(call, ast.Call) and not all(map(is_none, given(call)))
 
 
 _SCHEDULER = "    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=100)\n    for"

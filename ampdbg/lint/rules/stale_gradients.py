@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 
@@ -13,6 +14,8 @@ from ampdbg.lint.rule import BACKWARD, LOOP, STEP, Rule, RuleHit
 
 CODE = "misuse-stale-gradients"
 
+KEPT = "the code clears the gradients only after a step that was taken; those of a skipped step stay inf"
+
 _NOT_FINITE = re.compile(r"isnan|isinf|isfinite|is_nan|!= loss")
 
 
@@ -21,40 +24,21 @@ def check(facts: Facts) -> Iterator[RuleHit]:
     for loop in facts.document.find(*LOOPS):
         calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call)]
         backward = [call for call in calls if facts.scaler_of(method(call, "backward"))]
-        clears = [call for call in calls if method(call, "zero_grad")] + [
-            node for node in ast.walk(loop) if isinstance(node, ast.Assign) and _clears(node)
-        ]
-        innermost = {facts.document.statement(call) for call in backward if _innermost(facts, call) is loop}
-        if innermost and clears:
-            yield from _after_taken_steps(facts, loop, clears)
+        assigned = ((node, to) for node in ast.walk(loop) if isinstance(node, ast.Assign) for to in node.targets)
+        clears: list[ast.AST] = [call for call in calls if method(call, "zero_grad")]
+        clears += [node for node, to in assigned if isinstance(to, ast.Attribute) and to.attr == "grad"]
+        around = (facts.document.nearest(call, *LOOPS) for call in backward)
+        if clears and loop in around:
+            if all(_after_taken_step(facts, node, loop) for node in clears):
+                yield RuleHit(CODE, clears[0], KEPT)
             yield from _left_behind(facts, loop, backward[0], clears)
 
 
-def _clears(node: ast.Assign) -> bool:
-    return any(isinstance(target, ast.Attribute) and target.attr == "grad" for target in node.targets)
-
-
-def _innermost(facts: Facts, node: ast.AST) -> ast.AST | None:
-    return next((one for one in facts.document.around(node) if isinstance(one, LOOPS)), None)
-
-
-def _after_taken_steps(facts: Facts, loop: ast.AST, clears: Sequence[ast.AST]) -> Iterator[RuleHit]:
-    """Every clearing stands under a condition on the scale: not where it fell."""
-    if all(_on_scale(facts, node, loop) for node in clears):
-        message = "the code clears the gradients only after a step that was taken; those of a skipped step stay inf"
-        yield RuleHit(CODE, clears[0], message)
-
-
-def _on_scale(facts: Facts, node: ast.AST, loop: ast.AST) -> bool:
-    document = facts.document
-    below = node
-    for one in document.around(node):
-        if one is loop:
-            return False
-        if isinstance(one, ast.If) and below in one.body and _asks_for_no_skip(facts, one.test):
-            return True
-        below = one
-    return False
+def _after_taken_step(facts: Facts, node: ast.AST, loop: ast.AST) -> bool:
+    """The node stands under a condition on the scale: not where that fell."""
+    inside = list(itertools.takewhile(lambda one: one is not loop, facts.document.around(node)))
+    choices = ((one, below) for below, one in zip([node, *inside], inside, strict=False) if isinstance(one, ast.If))
+    return any(below in one.body and _asks_for_no_skip(facts, one.test) for one, below in choices)
 
 
 def _asks_for_no_skip(facts: Facts, test: ast.expr) -> bool:
@@ -73,28 +57,26 @@ def _left_behind(facts: Facts, loop: ast.AST, backward: ast.AST, clears: Sequenc
     statement = document.statement(backward)
     if statement not in body:
         return
-    place = body.index(statement)
-    if any(_holds(one, clears) for one in body[:place]):
+    before, behind = body[: body.index(statement)], body[body.index(statement) + 1 :]
+    # What is cleared in the branch that leaves is not kept.
+    ends = (one for one in behind if _holds(one, clears) or _leaves(one))
+    end = next(ends, None)
+    if end is None or any(_holds(one, clears) for one in (*before, end)):
         return
-    for at, one in enumerate(body[place + 1 :], start=place + 1):
-        if _holds(one, clears):
-            # What is cleared in the branch that leaves is not kept.
-            return
-        if (
-            isinstance(one, ast.If)
-            and _NOT_FINITE.search(ast.unparse(one.test))
-            and isinstance(one.body[-1], ast.Continue)
-        ):
-            if any(_holds(later, clears) for later in body[at + 1 :]):
-                message = "continue keeps the gradients of this backward pass, and the next pass adds to them"
-                step = "call optimizer.zero_grad() before continue"
-                yield RuleHit(CODE, one.body[-1], message, step)
-            return
+    if any(_holds(later, clears) for later in behind[behind.index(end) + 1 :]):
+        message = "continue keeps the gradients of this backward pass, and the next pass adds to them"
+        leaving = end.body[-1]  # type: ignore[attr-defined]
+        yield RuleHit(CODE, leaving, message, "call optimizer.zero_grad() before continue")
+
+
+def _leaves(statement: ast.stmt) -> bool:
+    """``if loss.isnan(): continue``."""
+    is_asked = isinstance(statement, ast.If) and _NOT_FINITE.search(ast.unparse(statement.test)) is not None
+    return is_asked and isinstance(statement.body[-1], ast.Continue)  # type: ignore[attr-defined]
 
 
 def _holds(statement: ast.stmt, nodes: Sequence[ast.AST]) -> bool:
-    inside = set(ast.walk(statement))
-    return any(node in inside for node in nodes)
+    return not set(nodes).isdisjoint(ast.walk(statement))
 
 
 _CLEAR = "        optimizer.zero_grad()\n"

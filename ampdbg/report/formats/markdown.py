@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import html
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
 
 from ampdbg.escapes import printable
-from ampdbg.formats import Exponents
-from ampdbg.record.findings import Finding
 from ampdbg.record.pins import Form
 from ampdbg.record.run import Record
 from ampdbg.report import view
 from ampdbg.report.formats import page_of, text
 from ampdbg.report.suggestion import content
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 MOST_CHARACTERS = 64_000
 """GitHub takes an issue of 65,536 characters."""
@@ -54,106 +58,49 @@ def write(record: Record, typed: view.Typed, look: view.Look) -> str:
 
 def draw(page: view.Page, details: Sequence[view.Snippet] = ()) -> str:
     """The page, and after its story further ``details``, in less than :data:`MOST_CHARACTERS`."""
+    parts: Any = _templates().get_template("markdown.jinja").module
     head = f"### {text.SIGNS[page.headline.tone]} {escaped(page.headline.sentence)}" if page.headline else ""
-    parts, left_out = [head] if head else [], []
-    end = "\n\n".join(_end(page))
+    drawn, left_out = [head], []
+    end = parts.end(page).rstrip("\n")
     room = MOST_CHARACTERS - len(head) - len(end)
     story = page.story or page.sections[:1]
-    folded = [section for section in page.sections if section not in story and not _is_told(section, story)]
+    kinds = (view.Findings,) * any(isinstance(one, view.Findings) for one in story)
+    folded = [section for section in page.sections if section not in story and not isinstance(section, kinds)]
     for at, section in enumerate((*story, *details, *folded)):
-        is_open = at < len(story)
-        again = not is_open and any(_title(section) == _title(one) for one in story)
-        part = "\n\n".join(_section(section, ", in full" if again else "", is_open=is_open))
+        is_open, title = at < len(story), view.title(section)
+        is_again = not is_open and title in map(view.title, story)
+        part = parts.section(section, ", in full" * is_again, is_open).rstrip("\n")
         if len(part) + 2 > room:
-            left_out.append("findings" if isinstance(section, view.Findings) else _title(section) or "a table")
+            left_out.append("findings" if isinstance(section, view.Findings) else title or "a table")
             continue
         room -= len(part) + 2
-        parts.append(part)
-    if left_out:
-        parts.append(escaped(f"Left out, because an issue has no room for it: {', '.join(left_out)[:MOST_IN_A_LINE]}."))
-    return "\n\n".join(part for part in (*parts, end) if part) + "\n"
+        drawn.append(part)
+    said = f"Left out, because an issue has no room for it: {', '.join(left_out)[:MOST_IN_A_LINE]}."
+    return "\n\n".join(part for part in (*drawn, escaped(said) * bool(left_out), end) if part) + "\n"
 
 
-def _end(page: view.Page) -> Iterator[str]:
-    if page.next_command is not None:
-        yield f"**Next:** {escaped(page.next_command.why)}"
-        if page.next_command.command:
-            yield _fenced([page.next_command.command], "sh")
-    footer = [*page.footer, *([f"Record: {page.record_path}"] if page.record_path else [])]
-    if footer:
-        yield "<sub>" + "<br>".join(map(escaped, footer)) + "</sub>"
+@functools.cache
+def _templates() -> Environment:
+    from jinja2 import Environment, FunctionLoader, StrictUndefined
 
-
-def _is_told(section: view.Section, story: Sequence[view.Section]) -> bool:
-    return isinstance(section, view.Findings) and any(isinstance(one, view.Findings) for one in story)
-
-
-def _title(section: view.Section) -> str:
-    return "" if isinstance(section, view.Findings) else section.title
-
-
-def _section(section: view.Section, more: str, *, is_open: bool) -> Iterator[str]:
-    if isinstance(section, view.Findings):
-        yield from _findings(section.findings)
-        return
-    body = "\n\n".join(_drawn(section))
-    if is_open:
-        yield f"**{escaped(section.title)}**\n\n{body}" if section.title else body
-    else:
+    loader = FunctionLoader(lambda name: files(__package__ or "").joinpath(name).read_text("utf-8"))
+    templates = Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    filters: dict[str, Callable[..., Any]] = {
+        "bar": text.exponent_bar,
+        "chart": lambda one: [row.text for row in text.scale_chart(one.steps, CHART_WIDTH)],
+        "escaped": escaped,
+        "fenced": _fenced,
+        "kind": lambda one: type(one).__name__,
         # The tags' line is no Markdown: a backslash there would be shown.
-        yield f"<details><summary>{MENTIONS.sub(_apart, html.escape(section.title + more)) or 'Also'}</summary>"
-        yield body
-        yield "</details>"
-
-
-def _drawn(section: view.Section) -> Iterator[str]:
-    match section:
-        case view.Paragraph():
-            yield _lines(section.lines)
-        case view.Snippet():
-            yield _fenced(section.lines, "diff" if any(one.startswith("+++ ") for one in section.lines) else "")
-        case view.ScaleChart():
-            yield _fenced([row.text for row in text.scale_chart(section.steps, CHART_WIDTH)])
-        case view.Table():
-            yield from (_lines(lines) for lines in (section.above,) if lines)
-            if section.columns:
-                yield _table(section.columns, section.rows)
-            yield from (_lines(lines) for lines in (section.below,) if lines)
-        case view.Prose():
-            yield section.markdown
-
-
-def _findings(findings: Sequence[Finding]) -> Iterator[str]:
-    """Every finding without a root, with what follows from it as a list."""
-    for finding, effects in view.with_effects(findings):
-        yield from _finding(finding)
-        if effects:
-            yield "\n".join(
-                f"- {view.conjunction(finding, one)} <code>{escaped(one.code)}</code> at step {one.step}: "
-                f"{escaped(one.message)}"
-                for one in effects
-            )
-
-
-def _finding(finding: Finding) -> Iterator[str]:
-    where = [finding.at_step, finding.phase, *(part for part in (finding.module, finding.op) if part)]
-    yield f"**{finding.severity} <code>{escaped(finding.code)}</code>** · {' · '.join(map(escaped, where))}"
-    yield escaped(finding.message)
-    for before, source in view.places(finding):
-        at = f"<code>{escaped(f'{source.file}:{source.line}')}</code> in <code>{escaped(source.function)}</code>"
-        yield f"{before}{at}"
-        yield _fenced([source.text.strip()], "python")
-    if finding.remedy:
-        yield f"**Remedy:** {escaped(finding.remedy)}"
-
-
-def _lines(lines: Sequence[view.StyledLine]) -> str:
-    return "<br>\n".join("&emsp;" * one.depth + _line(one) for one in lines)
-
-
-def _line(one: view.StyledLine) -> str:
-    said = "".join(_words(words) for words in one.words)
-    return f"<code>{said}</code>" if one.is_code and said else said
+        "summary": lambda said: MENTIONS.sub(_apart, html.escape(said)),
+        "without_end": lambda said: said.rstrip("\n"),
+        "words": _words,
+    }
+    templates.filters |= filters
+    templates.tests["is_new_file"] = lambda one: one.startswith("+++ ")
+    templates.globals |= {"places": view.places, "conjunction": view.conjunction, "with_effects": view.with_effects}
+    templates.globals["right"] = view.RIGHT
+    return templates
 
 
 def _words(words: view.Words) -> str:
@@ -165,20 +112,6 @@ def _words(words: view.Words) -> str:
     if words.tone == "name" and said.strip():
         return f"<code>{said}</code>"
     return f"**{said}**" if words.tone == "strong" and said and said == said.strip() else said
-
-
-def _table(columns: Sequence[view.Column], rows: Sequence[Sequence[view.Cell]]) -> str:
-    heads = ["2^-24 … 2^15" if column.kind == "histogram" else escaped(column.heading) for column in columns]
-    rule = ["---:" if column.kind in view.RIGHT else "---" for column in columns]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, rule, *([*map(_cell, row)] for row in rows)))
-
-
-def _cell(cell: view.Cell) -> str:
-    if isinstance(cell, Exponents):
-        return f"<code>{text.exponent_bar(cell).replace(' ', '&nbsp;')}</code>"
-    if isinstance(cell, str):
-        return escaped(cell)
-    return _line(cell) if isinstance(cell, view.StyledLine) else "<br>".join(map(_line, cell))
 
 
 def _fenced(lines: Sequence[str], language: str = "") -> str:

@@ -86,7 +86,7 @@ def alerts(record: Record) -> Iterator[Alert]:
 
 def _message(finding: Finding, effects: Sequence[Finding]) -> str:
     lines = [f"{finding.message} ({finding.at_step}, {finding.phase})"]
-    lines += [f"Remedy: {finding.remedy}"] if finding.remedy else []
+    lines += [f"Remedy: {finding.remedy}"] * bool(finding.remedy)
     lines += [f"Then {effect.code} at step {effect.step}: {effect.message}" for effect in effects]
     return "\n".join(lines)
 
@@ -108,22 +108,15 @@ def _result(alert: Alert, rule: int, folder: str) -> dict[str, Any]:
         "level": LEVELS[alert.level],
         "message": {"text": _text(alert.message)},
     }
-    where: dict[str, Any] = {}
-    if alert.path:
-        where["physicalLocation"] = {"artifactLocation": _artifact(alert.path, folder)}
-        if alert.line > 0:
-            where["physicalLocation"]["region"] = _region(alert)
-    if alert.module:
-        where["logicalLocations"] = [{"fullyQualifiedName": harmless(alert.module), "kind": "module"}]
-    if where:
-        result["locations"] = [where]
-    return result
-
-
-def _region(alert: Alert) -> dict[str, Any]:
     column = {"startColumn": alert.column} if alert.column > 0 else {}
     snippet = {"snippet": {"text": harmless(alert.text)}} if alert.text else {}
-    return {"startLine": alert.line, **column, **snippet}
+    region = {"region": {"startLine": alert.line, **column, **snippet}} if alert.line > 0 else {}
+    where: dict[str, Any] = {}
+    if alert.path:
+        where["physicalLocation"] = {"artifactLocation": _artifact(alert.path, folder), **region}
+    if alert.module:
+        where["logicalLocations"] = [{"fullyQualifiedName": harmless(alert.module), "kind": "module"}]
+    return result | ({"locations": [where]} if where else {})
 
 
 def _artifact(path: str, folder: str) -> dict[str, str]:

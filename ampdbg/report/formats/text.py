@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -90,43 +91,31 @@ def draw(page: view.Page, look: view.Look, *, is_brief: bool = False) -> str:
 
 
 def _leaves_out(page: view.Page) -> bool:
-    """The story says less than the sections."""
-    whole = [section for section in page.story if not isinstance(section, view.Findings) or _is_whole(section)]
-    shown_whole = [*whole, *(replace(one, is_brief=False) for one in whole if isinstance(one, view.Findings))]
-    return bool(page.story) and any(section not in shown_whole for section in page.sections)
-
-
-def _is_whole(section: view.Findings) -> bool:
-    """A brief list of the findings leaves none out."""
-    groups = list(view.with_effects(section.findings))
-    return len(groups) == 1 and len(groups[0][1]) < 2
+    """The story says less than the sections; a brief list of the findings may leave none out."""
+    brief = [one for one in page.story if isinstance(one, view.Findings)]
+    groups = [list(view.with_effects(one.findings)) for one in brief]
+    is_cut = any(len(every) != 1 or len(every[0][1]) > 1 for every in groups)
+    shown = [*page.story, *(replace(one, is_brief=False) for one in brief * (not is_cut))]
+    return bool(page.story) and any(section not in shown for section in page.sections)
 
 
 def _parts(page: view.Page, width: int, *, is_brief: bool) -> Iterator[RenderableType]:
-    if page.headline is not None:
-        tone = page.headline.tone
-        yield Text(f"{SIGNS[tone]} {page.headline.sentence}", style=f"bold {STYLES[tone]}")
+    for head in (page.headline,) if page.headline else ():
+        yield Text(f"{SIGNS[head.tone]} {head.sentence}", style=f"bold {STYLES[head.tone]}")
     for section in page.story if is_brief else page.sections:
-        title = "" if isinstance(section, view.Findings) else section.title
-        yield Group(*([Text(title, style="bold")] if title else []), *_drawn(section, width))
+        yield Group(*(Text(title, style="bold") for title in (view.title(section),) if title), *_drawn(section, width))
     last = list(_end(page, is_brief=is_brief))
-    if last:
-        yield Group(*last)
-
-
-def _is_note(fact: str) -> bool:
-    return fact.startswith("Note: ")
+    yield from [Group(*last)] * bool(last)
 
 
 def _end(page: view.Page, *, is_brief: bool) -> Iterator[RenderableType]:
-    is_crowded = is_brief and sum(map(_is_note, page.footer)) > MOST_NOTES_IN_FULL
+    notes = [fact for fact in page.footer if fact.startswith("Note: ")]
+    cut = notes if is_brief and len(notes) > MOST_NOTES_IN_FULL else ()
     for fact in page.footer:
-        is_cut = is_crowded and _is_note(fact)
-        yield Text(fact, style="dim", no_wrap=is_cut, overflow="ellipsis" if is_cut else "fold")
-    if page.record_path:
-        yield _verbatim(f"Record: {page.record_path}", "dim")
-        if is_brief:
-            yield _verbatim(f"Details: ampdbg report {page.record_path} -v", "dim")
+        yield Text(fact, style="dim", no_wrap=fact in cut, overflow="ellipsis" if fact in cut else "fold")
+    details = ("Details: ampdbg report {} -v",) * is_brief
+    said = ("Record: {}", *details) if page.record_path else ()
+    yield from (_verbatim(line.format(page.record_path), "dim") for line in said)
     if page.next_command is not None:
         yield Text.assemble(("Next: ", "bold"), page.next_command.why)
         yield _verbatim(page.next_command.command, "bold cyan", INDENT)
@@ -201,21 +190,21 @@ def _cell(cell: view.Cell) -> RenderableType:
 def _findings(section: view.Findings) -> Iterator[RenderableType]:
     """Every finding without a root, each with what follows from it in a line below."""
     groups = list(view.with_effects(section.findings))
-    for number, (finding, effects) in enumerate(groups):
-        if section.is_brief and number:
-            break
+    for finding, effects in groups[: 1 if section.is_brief else None]:
         yield from _finding(finding)
-        yield from (_follow_up(finding, effect, is_cut=section.is_brief and len(effects) > 1) for effect in effects)
+        is_cut = section.is_brief and len(effects) > 1  # of several that have to share a screen the beginning of each
+        for effect in effects:
+            said = f"└ {view.conjunction(finding, effect)} {effect.code} at step {effect.step}: {effect.message}"
+            yield _indented(Text(said, "dim", no_wrap=is_cut, overflow="ellipsis" if is_cut else "fold"))
     if section.is_brief:
-        yield from map(_one_line, (finding for finding, _ in groups[1 : 1 + MOST_IN_BRIEF]))
-        yield from (_line(one) for one in view.more(len(groups) - 1 - MOST_IN_BRIEF, "finding"))
+        yield from (_one_line(finding) for finding, _ in groups[1 : 1 + MOST_IN_BRIEF])
+        yield from map(_line, view.more(len(groups) - 1 - MOST_IN_BRIEF, "finding"))
 
 
 def _one_line(finding: Finding) -> RenderableType:
     style = SEVERITY_STYLE[finding.severity]
-    text = Text.assemble((finding.severity, f"bold {style}"), " ", (finding.code, style), f" · {finding.message}")
-    text.no_wrap, text.overflow = True, "ellipsis"
-    return text
+    parts = (finding.severity, f"bold {style}"), " ", (finding.code, style), f" · {finding.message}"
+    return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
 
 
 def _finding(finding: Finding) -> Iterator[RenderableType]:
@@ -234,14 +223,6 @@ def _finding(finding: Finding) -> Iterator[RenderableType]:
         yield _indented(Text.assemble(("Remedy: ", "green"), finding.remedy))
     if finding.code in CODES:
         yield _verbatim(f"ampdbg explain {finding.code}", "dim", INDENT)
-
-
-def _follow_up(finding: Finding, effect: Finding, *, is_cut: bool) -> RenderableType:
-    """What follows from a finding; of several that have to share a screen the beginning of each."""
-    joined = view.conjunction(finding, effect)
-    text = Text(f"└ {joined} {effect.code} at step {effect.step}: {effect.message}", style="dim")
-    text.no_wrap, text.overflow = is_cut, "ellipsis" if is_cut else "fold"
-    return _indented(text)
 
 
 def _prose(markdown: str) -> Iterator[RenderableType]:
@@ -319,7 +300,8 @@ def scale_chart(steps: Sequence[Step], width: int) -> list[view.Words]:
     columns = _columns(steps, room)
     stretch = max(1, min(MAX_STRETCH, room // len(columns)))
     plot = ["".join(_level_cell(column, top, top - height + 1) * stretch for column in columns) for top in tops]
-    under = ["".join(_mark_cell(column, mark).ljust(stretch) for column in columns) for mark in marks]
+    glyphs = ((mark.glyph if any(map(mark.applies, column)) else " " for column in columns) for mark in marks)
+    under = ["".join(glyph.ljust(stretch) for glyph in row) for row in glyphs]
     drawn = len(columns) * stretch
     rows: list[tuple[view.Tone, str]] = [
         *(("chart", f"{label:>{gutter}} ┤{cells}") for label, cells in zip(labels, plot, strict=True)),
@@ -337,10 +319,7 @@ def _columns(steps: Sequence[Step], most: int) -> list[list[Step]]:
     columns: list[list[Step]] = [[] for _ in range(math.ceil(ran / size))]
     for step in steps:
         columns[min(max(0, (step.step - first) // size), len(columns) - 1)].append(step)
-    filled = [columns[0]]
-    for column in columns[1:]:
-        filled.append(column or filled[-1][-1:])
-    return filled
+    return list(itertools.accumulate(columns, lambda before, column: column or before[-1:]))
 
 
 def _level(scale: float) -> int:
@@ -357,10 +336,6 @@ def _level_cell(steps: Sequence[Step], top: int, bottom: int) -> str:
     if min(levels) > top or max(levels) < bottom:
         return " "
     return "━" if bottom <= min(levels) and max(levels) <= top else "┃"
-
-
-def _mark_cell(steps: Sequence[Step], mark: ChartMark) -> str:
-    return mark.glyph if any(map(mark.applies, steps)) else " "
 
 
 def _ticks(steps: Sequence[Step], width: int) -> str:
@@ -395,12 +370,8 @@ def exponent_bar(histogram: Exponents) -> str:
     cells = [0] * (BAR_WIDTH - 2)
     for exponent, count in enumerate(histogram.counts, start=histogram.lowest):
         cells[min(max(0, (exponent - LOWEST) // PER_CELL + 1), len(cells) - 1)] += count
-    drawn = [_height(count, sum(cells)) for count in cells]
+    total = sum(cells)
+    heights = (1.0 + math.log10(count / total) / DECADES if count else 0.0 for count in cells)
+    levels = (max(0, math.ceil(height * len(LEVELS)) - 1) for height in heights)
+    drawn = [LEVELS[level] if count else " " for count, level in zip(cells, levels, strict=True)]
     return f"{drawn[0]}│{''.join(drawn[1:-1])}│{drawn[-1]}"
-
-
-def _height(count: int, total: int) -> str:
-    if count == 0:
-        return " "
-    height = 1.0 + math.log10(count / total) / DECADES
-    return LEVELS[max(0, math.ceil(height * len(LEVELS)) - 1)]

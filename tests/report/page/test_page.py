@@ -39,6 +39,7 @@ def test_it_says_what_the_terminal_says(name: str) -> None:
     for line in rendered(record, width=400).splitlines():
         if not DRAWN.search(line):
             assert [word for word in words(line) if word not in shown] == [], line
+    assert "(words=" not in shown, "data as Python has it, not as text"
 
 
 def test_headline_findings_and_patch_stand_in_the_page_itself() -> None:

@@ -99,15 +99,11 @@ def _page(record: Record, typed: view.Typed, detail: Detail) -> str:
 def _at_line(at: int, finding: Finding, record: Record, names: TextTable, detail: Detail) -> dict[str, Any]:
     """A finding for the script; its file is named as the record names it, and so found among the files."""
     source = record.findings[at].source
-    return {
-        "file": names.number(source.file) if source else -1,
-        "line": source.line if source else 0,
-        "step": finding.step,
-        "code": clipped(finding.code, detail.characters),
-        "severity": finding.severity,
-        "module": clipped(finding.module, detail.characters),
-        "message": clipped(finding.message, detail.characters),
+    said = {
+        name: clipped(getattr(finding, name), detail.characters) for name in ("code", "severity", "module", "message")
     }
+    file, line = (names.number(source.file), source.line) if source else (-1, 0)
+    return {"file": file, "line": line, "step": finding.step} | said
 
 
 @dataclass(frozen=True)
@@ -144,11 +140,11 @@ def _sections(
 
 def _cut(section: view.Section, detail: Detail) -> view.Section:
     """The section with as many lines as there is room for."""
-    if isinstance(section, view.Paragraph):
-        left = view.more(len(section.lines) - detail.rows, "line")
-        return replace(section, lines=(*section.lines[: detail.rows], *left))
-    if isinstance(section, view.Snippet) and len(section.lines) > detail.lines:
-        return replace(section, lines=(*section.lines[: detail.lines], "…"))
+    match section:
+        case view.Paragraph(lines=lines):
+            return replace(section, lines=(*lines[: detail.rows], *view.more(len(lines) - detail.rows, "line")))
+        case view.Snippet(lines=lines) if len(lines) > detail.lines:
+            return replace(section, lines=(*lines[: detail.lines], "…"))
     return section
 
 
@@ -161,7 +157,8 @@ class MemoryChart:
 
 
 def _with_memory_chart(table: view.Table, record: Record) -> Iterator[view.Section | MemoryChart]:
-    bars = {at for row in table.rows for at, cell in enumerate(row) if _is_bar(cell)}
+    cells = ((at, cell) for row in table.rows for at, cell in enumerate(row) if isinstance(cell, view.StyledLine))
+    bars = {at for at, cell in cells if any(part.tone == "chart" for part in cell.words)}
     costs = harmless(record.costs)
     if bars and costs is not None:
         yield MemoryChart(table.title, tuple(one for one in costs.levels if one.memory is not None)[: len(table.rows)])
@@ -169,10 +166,6 @@ def _with_memory_chart(table: view.Table, record: Record) -> Iterator[view.Secti
         rows = tuple(tuple(cell for at, cell in enumerate(row) if at not in bars) for row in table.rows)
         table = view.Table("", columns, rows)
     yield table
-
-
-def _is_bar(cell: view.Cell) -> bool:
-    return isinstance(cell, view.StyledLine) and any(part.tone == "chart" for part in cell.words)
 
 
 @dataclass(frozen=True)
@@ -213,7 +206,6 @@ def _is_of_edits(section: view.Section) -> TypeGuard[view.Paragraph]:
 def _facts(record: Record, typed: view.Typed) -> Iterator[tuple[str, str]]:
     """What ran, when and on what."""
     ran = record.environment
-    device = f"{ran.device} ({ran.device_name})" if ran.device_name else ran.device
     facts = {
         "Command": f"ampdbg {record.command}",
         "Made": record.created,
@@ -221,7 +213,7 @@ def _facts(record: Record, typed: view.Typed) -> Iterator[tuple[str, str]]:
         "torch": ran.torch,
         "Python": ran.python,
         "Platform": ran.platform,
-        "Device": device,
+        "Device": view.device(ran),
         "Autocast policy": f"{ran.policy}, emulated" if ran.emulated else ran.policy,
         "Record": typed.record_path,
     }

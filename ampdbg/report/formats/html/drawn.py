@@ -155,7 +155,9 @@ def range_map(record: Record, names: TextTable, detail: Detail) -> RangeMap:
         "calls": [site.calls for site in shown],
         "call": [site.call for site in shown],
         "size": [f"{site.size:,}" for site in shown],
-        "bad": [_nonfinite(site) for site in shown],
+        "bad": [
+            " and ".join([f"{one.inf:,} inf"] * bool(one.inf) + [f"{one.nan:,} NaN"] * bool(one.nan)) for one in shown
+        ],
         "lowest": [site.lowest_exponent for site in shown],
         "counts": [len(site.exponents) for site in shown],
         "every": len(record.sites),
@@ -183,17 +185,12 @@ def _nearest(sites: Sequence[Site], whole: Window, most: int) -> Iterable[Site]:
     gradients = [site for site in sites if site.phase == "backward"]
     kept = {id(site): site for site in bounds}
     for ranked in (
-        sorted(sites, key=_room)[: most // 2],
+        sorted(sites, key=lambda site: (headroom_of(site) is None, headroom_of(site)))[: most // 2],
         sorted(gradients, key=ceiling_of)[: most // 4],
         sorted(gradients, key=lambda site: -floor_of(site))[: most // 4 - len(bounds)],
     ):
         kept |= {id(site): site for site in ranked}
     return kept.values()
-
-
-def _room(site: Site) -> float:
-    bits = headroom_of(site)
-    return math.inf if bits is None else bits
 
 
 def _scales(record: Record, whole: Window) -> Data:
@@ -249,10 +246,6 @@ def headroom_of(site: Site) -> float | None:
     if math.isnan(bits) or bits == -math.inf:
         return float(BELOW_ALL)
     return None if math.isinf(bits) else bits
-
-
-def _nonfinite(site: Site) -> str:
-    return " and ".join(f"{count:,} {what}" for count, what in ((site.inf, "inf"), (site.nan, "NaN")) if count)
 
 
 def _levels(site: Site) -> bytes:
@@ -311,20 +304,14 @@ class Modules:
 
     def around(self, name: str) -> list[Node]:
         """The module and those that hold it, the outermost first."""
-        line = [self.root]
-        for inner in _line_of(name):
+        line, parts = [self.root], name.split(".") if name else []
+        around = [".".join(parts[:count]) for count in range(1, min(len(parts), MOST_DEPTH))]
+        for inner in (*around, *[name] * bool(name)):
             if inner not in self._nodes:
                 self._nodes[inner] = Node(inner, len(line))
                 line[-1].inside.append(self._nodes[inner])
             line.append(self._nodes[inner])
         return line
-
-
-def _line_of(name: str) -> list[str]:
-    """``a.b.c`` stands in ``a`` and ``a.b``."""
-    parts = name.split(".") if name else []
-    around = [".".join(parts[:count]) for count in range(1, min(len(parts), MOST_DEPTH))]
-    return [*around, name] if name else []
 
 
 def module_tree(record: Record, names: TextTable, detail: Detail) -> Data:
@@ -381,10 +368,8 @@ def _scale(power: int, nothing: str) -> str:
 
 
 def _pinned(pin: Pin) -> str:
-    what = "own lines" if pin.own else "pin"
-    if pin.cost is None:
-        return what
-    return f"{what}: {share(pin.cost.flops)} of FLOPs, {share(pin.cost.activations)} of activations"
+    what, cost = "own lines" if pin.own else "pin", pin.cost
+    return f"{what}: {share(cost.flops)} of FLOPs, {share(cost.activations)} of activations" if cost else what
 
 
 def listings(record: Record, names: TextTable, folder: str, detail: Detail) -> list[Data]:
