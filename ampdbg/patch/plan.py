@@ -55,11 +55,18 @@ class Materials:
     names: NamesByLine
     makings: Makings | None = None
 
-    def edited(self, file: str, sources: Sequence[SourcePin]) -> Edited:
-        here = {line: found for (other, line), found in self.names.items() if other == file}
-        half = {line: found.half for line, found in here.items()}
-        full = {line: found.full for line, found in here.items()}
-        return edit_source(Path(file).read_bytes(), sources, NamesSeen(half, full))
+    @functools.cached_property
+    def edited(self) -> Callable[[str, tuple[SourcePin, ...]], Edited]:
+        """A file of these as the edits of some pins make it; each is made once."""
+
+        @functools.cache
+        def edited(file: str, sources: tuple[SourcePin, ...]) -> Edited:
+            here = {line: found for (other, line), found in self.names.items() if other == file}
+            half = {line: found.half for line, found in here.items()}
+            full = {line: found.full for line, found in here.items()}
+            return edit_source(Path(file).read_bytes(), sources, NamesSeen(half, full))
+
+        return edited
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,7 @@ def _own_code(pin: Pin, materials: Materials) -> Iterator[Placement]:
         return
     wrong = {(source.file, source.line) for source in sources if source is not None}
     for (file, function), near in materials.lines.of(pin).items():
-        refused = {one.line for one in materials.edited(file, [LinePin(function, tuple(near))]).refused}
+        refused = {one.line for one in materials.edited(file, (LinePin(function, tuple(near)),)).refused}
         # What is only close to the limit may stay as it is where it cannot be edited.
         lines = tuple(line for line in near if line not in refused or (file, line) in wrong)
         yield _decided(lines_title(file, lines), pin, file, LinePin(function, lines), materials)
@@ -199,7 +206,7 @@ def _decided(
     title: str, pin: Pin, file: str, source: SourcePin, materials: Materials, function: SourceFunction | None = None
 ) -> Placement:
     """The placement, with why it is refused or how many lines it takes."""
-    edited = materials.edited(file, [source])
+    edited = materials.edited(file, (source,))
     before = Path(file).read_bytes().splitlines()
     matcher = difflib.SequenceMatcher(None, before, edited.source.splitlines(), autojunk=False)
     length = sum(end - start + new - old for kind, start, end, old, new in matcher.get_opcodes() if kind != "equal")
@@ -414,7 +421,7 @@ def _merged(placements: Sequence[Placement], materials: Materials) -> Iterator[P
 
 def _blocks(file: str, source: LinePin, materials: Materials) -> list[tuple[int, ...]]:
     """The lines of a pin, those of one block together."""
-    blocks, found = materials.edited(file, [source]).blocks, dict[int, list[int]]()
+    blocks, found = materials.edited(file, (source,)).blocks, dict[int, list[int]]()
     for line in source.lines:
         found.setdefault(blocks.get(line, next(reversed(found), line)), []).append(line)
     return [tuple(lines) for lines in found.values()]
@@ -455,7 +462,7 @@ def _applied(placements: Sequence[Placement], materials: Materials) -> tuple[tup
     for file in dict.fromkeys(place.file for place in placements):
         before = Path(file).read_bytes()
         here = [place for place in placements if place.file == file]
-        edited = materials.edited(file, [place.source for place in here if place.source is not None])
+        edited = materials.edited(file, tuple(place.source for place in here if place.source is not None))
         here_refused = list(edited.refused)
         names = [name for place in here if place.source is None for name in place.pins]
         if names:
