@@ -87,10 +87,13 @@ def _page(record: Record, typed: view.Typed, detail: Detail) -> str:
             findings=tuple(_roots(findings)),
             sections=tuple(_sections(record, typed, page, detail, has_patch=patch is not None)),
             patch=patch,
-            facts=tuple(_facts(record, typed)),
+            ran=harmless(record.environment),
+            created=harmless(record.created),
+            device=harmless(view.device(record.environment)),
+            record_path=harmless(typed.record_path),
             config=_config(record, typed, detail),
-            has=_holds(record, data),
-            left_out=_left_out(record, data, detail),
+            drawn=data,
+            shown=_left_out(record, data, detail),
         )
     )
     return text
@@ -203,23 +206,6 @@ def _is_of_edits(section: view.Section) -> TypeGuard[view.Paragraph]:
     return isinstance(section, view.Paragraph) and section.title == suggestion.EDITS
 
 
-def _facts(record: Record, typed: view.Typed) -> Iterator[tuple[str, str]]:
-    """What ran, when and on what."""
-    ran = record.environment
-    facts = {
-        "Command": f"ampdbg {record.command}",
-        "Made": record.created,
-        "ampdbg": ran.ampdbg,
-        "torch": ran.torch,
-        "Python": ran.python,
-        "Platform": ran.platform,
-        "Device": view.device(ran),
-        "Autocast policy": f"{ran.policy}, emulated" if ran.emulated else ran.policy,
-        "Record": typed.record_path,
-    }
-    yield from ((name, harmless(text)) for name, text in facts.items() if text)
-
-
 def _config(record: Record, typed: view.Typed, detail: Detail) -> list[str]:
     """The resolved config in lines of YAML."""
     import yaml
@@ -230,31 +216,17 @@ def _config(record: Record, typed: view.Typed, detail: Detail) -> list[str]:
     return lines[: detail.rows] + (["…"] if len(lines) > detail.rows else [])
 
 
-def _holds(record: Record, data: Mapping[str, Any]) -> dict[str, bool]:
-    """Which of the drawn parts there is something to draw in."""
-    return {
-        "timeline": data["timeline"] is not None,
-        "sites": bool(record.sites),
-        "modules": len(data["modules"]["name"]) > 1,
-        "files": bool(data["files"]),
-    }
-
-
-def _left_out(record: Record, data: Mapping[str, Any], detail: Detail) -> dict[str, str]:
-    """For each part of which the page does not show all, what it leaves out."""
-    tree, steps = data["modules"], data["timeline"] or dict.fromkeys(("shown", "kept", "ran"), 0)
-    is_thinned = steps["shown"] < steps["kept"]
-    which_steps = "of each stretch its ends and extremes" if is_thinned else "all that were not healthy among them"
-    findings = min(detail.findings, len(record.findings))
-    counts = {
-        "sites": (len(data["sites"]["line"]), len(record.sites), "sites are drawn: those nearest to a limit"),
-        "modules": (len(tree["name"]), tree["every"], "modules are listed: those with findings or the least room"),
-        "steps": (steps["shown"], steps["ran"], f"steps are drawn: {which_steps}"),
-        "findings": (findings, len(record.findings), "findings are listed: the first ones"),
-    }
-    said = {part: f"{few:,} of {every:,} {what}." for part, (few, every, what) in counts.items() if few < every}
+def _left_out(record: Record, data: Mapping[str, Any], detail: Detail) -> dict[str, tuple[int, int]]:
+    """For each part how much of it the page shows, and how much there is."""
+    tree, steps = data["modules"], data["timeline"] or {"shown": 0, "ran": 0}
     lines = sum(file["left_out"] for file in data["files"])
-    return said | ({"lines": f"{counted(lines, 'line')} are left out."} if lines else {})
+    return {
+        "sites": (len(data["sites"]["line"]), len(record.sites)),
+        "modules": (len(tree["name"]), tree["every"]),
+        "steps": (steps["shown"], steps["ran"]),
+        "findings": (min(detail.findings, len(record.findings)), len(record.findings)),
+        "lines": (0, lines),
+    }
 
 
 def _templates(characters: int) -> Environment:
@@ -270,7 +242,7 @@ def _templates(characters: int) -> Environment:
     )
     filters: dict[str, Callable[..., Any]] = {"bar": exponent_bar, "blocks": blocks}
     templates.filters |= filters | {"kind": lambda value: type(value).__name__}
-    templates.globals |= {"signs": SIGNS, "conjunction": view.conjunction, "places": view.places}
+    templates.globals |= {"counted": counted, "signs": SIGNS, "conjunction": view.conjunction, "places": view.places}
     return templates
 
 
