@@ -27,9 +27,9 @@ FULL = re.compile(r"(no|32|32-true|float32)$")
 TORCHS = "torch.optim."
 """Optimizers of others may round by chance, or keep what rounding takes."""
 
-AFAR, ANGLE, SHORT = 1000, 0.1, 0.01
-"""An angle that is further off at this position, in rad, is another one; so is an average that stops so far from what
-it follows, relative to that."""
+ANGLE, SHORT = 0.1, 0.01
+"""An angle that is further off at a model's last position, in rad, is another one; so is an average that stops so far
+from what it follows, relative to that."""
 
 ROUTERS = ("expert", "e")
 """How the biases of routers are called: ``expert_bias``, ``e_score_correction_bias``."""
@@ -56,7 +56,7 @@ class ContractOfRun:
 @dataclass(frozen=True)
 class CastTogether:
     """Buffers of one ``kind``, by how their names begin, that were float32 and were cast to half ``dtype`` with their
-    model. The cast takes the angle of a position far away off by ``radians``, where they are the frequencies of angles.
+    model. The cast takes the angle at position ``reach`` off by ``radians``, where they are the frequencies of angles.
     An average stops as far from what it follows as ``short``, relative to that: there its step is half a unit in the
     last place. The loop ``is_written`` into them since."""
 
@@ -64,6 +64,7 @@ class CastTogether:
     first: CastBuffer
     names: Sequence[str]
     dtype: str
+    reach: int
     radians: float
     short: float
     is_written: bool
@@ -104,9 +105,9 @@ CONTRACT: tuple[Decision[ContractOfRun], ...] = (
 CASTS: tuple[Decision[CastTogether], ...] = (
     Decision(
         ROUNDED,
-        "a cast of the model rounds its rotary frequencies, by over 0.1 rad at position 1,000",
+        "a cast of the model rounds its rotary frequencies, by over 0.1 rad at its last position or at 1,000",
         lambda it: it.kind == "inv" and it.radians > ANGLE,
-        "the cast of the model rounded {names} to {dtype}: at position 1,000 angles are up to {radians} rad off",
+        "the cast of the model rounded {names} to {dtype}: at position {reach:,} angles are up to {radians} rad off",
     ),
     Decision(
         ROUNDED,
@@ -149,7 +150,8 @@ def cast_buffers(record: Record) -> Iterator[Finding]:
             first=buffers[0],
             names=names,
             dtype=FORMATS[buffers[0].dtype].short,
-            radians=AFAR * max(one.off for one in buffers),
+            reach=max(buffers, key=lambda one: one.off * one.reach).reach,
+            radians=max(one.off * one.reach for one in buffers),
             short=max(2.0 ** -FORMATS[one.dtype].precision / (one.momentum or 1.0) for one in buffers),
             is_written=any(one.is_written for one in buffers),
             numbers={"buffers": names[:KEPT]},

@@ -23,6 +23,10 @@ MOST_OF_THE_UPDATE = 0.5
 STANDS_STILL = 0.9
 """An average that loses a larger share of its way than this stands still."""
 
+COUNTS = 0.01
+"""Where half weights cost a smaller share of the loss's fall so far, to first order, what stands still is a warning: of
+small runs beside float32 masters the loss was then within half a percent of theirs."""
+
 A_PART = 0.1
 """A weight decay that makes a smaller share of the updates' energy is not missed within some steps."""
 
@@ -166,15 +170,20 @@ class HalfUpdates:
 
     @property
     def forecast(self) -> str:
-        """Below which learning rate the updates of most entries of each kind are lost."""
+        """Below which learning rate the mean update of most entries of each kind is rounded away in one step."""
         kinds = sorted(self.seen.kinds, key=lambda one: -(one.freezes_below or 0.0))
         known = [f"{number(one.freezes_below)} ({one.kind})" for one in kinds if one.freezes_below is not None]
-        return f"; below learning rates of {listed(known)} most values do not move" if known else ""
+        return f". A step moves few values below learning rates of {listed(known, 5)}" if known else ""
 
     @property
     def cost(self) -> str:
-        """The part of the fall of the loss that parameters cost which do not move."""
+        """The part of the fall of the loss that half weights cost."""
         return percent(self.seen.cost)
+
+    @property
+    def cost_of_still(self) -> str:
+        """The same of the parameters that do not move."""
+        return percent(self.seen.cost_of_still)
 
     @property
     def named_stuck(self) -> str:
@@ -212,14 +221,27 @@ SPOILING: tuple[Decision[HalfUpdates], ...] = (
     ),
 )
 
+STILL = (
+    "{count:half parameter} hardly moved in {seen.steps:sampled step}: {still}. Of the way that float32 weights go, "
+    "{shares}. To first order half weights cost {cost} of the loss's fall so far, and these parameters "
+    "{cost_of_still}; both grow with each step{forecast}"
+)
+
 SMALL: tuple[Decision[HalfUpdates], ...] = (
     Decision(
         FROZEN,
-        "half weights lose over 90 % of the float32 masters' way, and that counts in the loss's fall",
-        lambda it: bool(it.seen.frozen),
-        "{count:half parameter} hardly moved in {seen.steps:sampled step}: {still}. Of the way that float32 weights "
-        "go, {shares}. To first order that costs {cost} of the loss's fall so far, and more with each step{forecast}",
+        "a parameter loses over 90 % of its way, and half weights cost over 1 % of the loss's fall",
+        lambda it: bool(it.seen.frozen) and it.seen.cost >= COUNTS,
+        STILL,
         {"parameters": "names", **LOST},
+    ),
+    Decision(
+        FROZEN,
+        "the same, where half weights cost less of the loss's fall so far",
+        lambda it: bool(it.seen.frozen) and it.seen.cost < COUNTS,
+        STILL,
+        {"parameters": "names", **LOST},
+        severity="warning",
     ),
     Decision(
         SMALL_UPDATES,

@@ -16,6 +16,7 @@ from ampdbg.lint.fixes import applied
 from ampdbg.lint.rule import Edit, Fix
 from ampdbg.patch.file_edits import FileEdit
 from ampdbg.probes.half_weights import CastLine, LoopLines, document_of, statement_at
+from ampdbg.quantities import listed
 from ampdbg.source.source_file import read_source
 
 ARGUMENTS = r"transformers\..*TrainingArguments|trl\.(\w+\.)*(SFT|DPO|GRPO|KTO|ORPO|Reward)Config"
@@ -35,6 +36,8 @@ LOADERS = ("from_pretrained", "from_config")
 
 IN_BFLOAT16 = 'with torch.autocast("{}", dtype=torch.bfloat16):'
 
+OFF = "by hand: the model still computes in float32: an autocast of the script's own is off around it; switch that on"
+
 NORMS = (
     "for module in {}.modules():",
     '    if "norm" in type(module).__name__.lower():',
@@ -44,30 +47,48 @@ NORMS = (
 
 @dataclass(frozen=True)
 class HalfLines:
-    """Where a script makes its weights half and trains them, of its ``files``; the ``device`` by torch's type."""
+    """Where a script makes its weights half and trains them, of its ``files``; the ``device`` by torch's type.
+
+    ``outside`` are files and lines that call the model without gradients, and outside of autocast.
+    """
 
     casts: tuple[CastLine, ...] = ()
     loop: LoopLines | None = None
     is_lowered: bool = False
+    outside: tuple[tuple[str, int], ...] = ()
     files: tuple[str, ...] = ()
     device: str = "cpu"
 
 
 @dataclass
 class WeightEdits:
-    """The edits of all files so far: what each is, and which lines were left alone, with why."""
+    """The edits of all files so far: what each is, and which lines were left alone, with why.
+
+    ``refused`` are lines that make weights half, ``unlowered`` those to put under autocast by hand, and ``lowers`` says
+    that edits put some there.
+    """
 
     lines: HalfLines
     titles: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
+    unlowered: list[str] = field(default_factory=list)
+    lowers: bool = False
     _edits: dict[str, dict[Edit, None]] = field(default_factory=dict)
 
     def add(self, file: str, line: int, title: str, edits: Iterable[Edit], why_none: str = "") -> None:
         """Adds the edits of a line, or why there are none."""
-        known, place = list(edits), f"line {line} of {Path(file).name}"
+        known, place = list(edits), place_of(file, line)
         self._edits.setdefault(file, {}).update(dict.fromkeys(known))
         self.titles += [f"{place}: {title}"] * bool(known)
         self.refused += [f"by hand: {place}: {why_none}"] * (not known)
+
+    def by_hand(self, after: HalfLines, *, are_half: bool) -> Iterator[str]:
+        """What is left to be done, by what the patched script did; ``are_half``: it has half weights still."""
+        yield from self.refused * are_half
+        yield from (self.unlowered or [OFF] * self.lowers) * (not after.is_lowered)
+        if after.outside and self.lowers:
+            places = listed([place_of(*line) for line in after.outside], 3)
+            yield f"by hand: {places}: the model is called without gradients, now in float32; use the same autocast"
 
     def add_keywords(self, rows: Rows) -> bool:
         """Adds what calls of libraries take, in all files; returns whether there is such a call."""
@@ -88,6 +109,11 @@ class WeightEdits:
             before, after = Path(file).read_bytes(), applied(document_of(file), [Fix(edits, needed)])
             found.append(FileEdit(Path(file), before, after.encode(read_source(before).encoding)))
         return tuple(found)
+
+
+def place_of(file: str, line: int) -> str:
+    """A line as a patch names it."""
+    return f"line {line} of {Path(file).name}"
 
 
 def weights_in_float32(edits: WeightEdits) -> None:
@@ -144,18 +170,24 @@ def _model_named_by(document: Document, statement: ast.stmt) -> list[str]:
 def _under_autocast(edits: WeightEdits) -> None:
     """The training loop's forward pass and loss under autocast, as a library's loop takes it or around the lines."""
     loop, device = edits.lines.loop, edits.lines.device
-    if edits.lines.is_lowered or edits.add_keywords(AUTOCAST) or loop is None:
+    if edits.lines.is_lowered or loop is None:
+        return
+    edits.lowers = True
+    if edits.add_keywords(AUTOCAST):
         return
     document = document_of(loop.file)
     statements = _between(document, loop)
     around = None if not statements else document.parents.get(statements[0])
     by = indent_unit(document, statements[0], around) if isinstance(around, ast.stmt) else "    "
     made = indented(document, statements, IN_BFLOAT16.format(device), by) if statements else []
-    why = (
-        "the model's call and the backward pass are no statements of one block; run what comes before the backward "
-        f"pass in `{IN_BFLOAT16.format(device)}`"
+    if made:
+        title = f"forward pass and loss under autocast, on {device} in bfloat16"
+        edits.add(loop.file, loop.first, title, made)
+        return
+    edits.unlowered.append(
+        f"by hand: {place_of(loop.file, loop.first)}: the model's call and the backward pass are no statements of one "
+        f"block; run what comes before the backward pass in `{IN_BFLOAT16.format(device)}`"
     )
-    edits.add(loop.file, loop.first, f"forward pass and loss under autocast, on {device} in bfloat16", made, why)
 
 
 def _between(document: Document, loop: LoopLines) -> Sequence[ast.stmt]:

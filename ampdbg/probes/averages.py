@@ -32,7 +32,7 @@ from ampdbg.record.run import KeptAverage
 FIRST = 2
 """The step behind which averages are looked for first: some are made in the first one."""
 
-TRIES = 10
+TRIES = 32
 """So many steps in a row are looked at, for some averages are kept every few steps; then none before there were twice
 as many."""
 

@@ -45,6 +45,12 @@ FIRST = 3
 KEPT_IN_FLOAT32 = re.compile(r"inv_freq|running_(mean|var)|expert_bias|score_correction_bias")
 """Buffers that half may not do for: frequencies that positions multiply, and what grows in small steps."""
 
+POSITIONS = ("max_seq_len_cached", "max_position_embeddings", "max_seq_len")
+"""How modules that hold rotary frequencies call the number of positions that they are for."""
+
+FAR = 1000
+"""A position at which frequencies are to be right, where a model has so many."""
+
 MASTERS = re.compile("master|fp32")
 """What apex, TransformerEngine, DeepSpeed and Megatron call float32 copies that are stepped in place of weights."""
 
@@ -158,7 +164,8 @@ class DtypeContract:
                 momentum = getattr(module, "momentum", None)
                 is_written = now._version > version or (module.training and momentum is not None)
                 full, source = f"{paths[id(module)]}.{name}".lstrip("."), None if line is None else source_of(line)
-                yield CastBuffer(full, _name(now.dtype), off, is_written, momentum, source)
+                reach = min(FAR, *(one for key in POSITIONS if type(one := getattr(module, key, FAR)) is int))
+                yield CastBuffer(full, _name(now.dtype), off, reach, is_written, momentum, source)
 
     def _look(self, optimizer: Optimizer) -> tuple[KindDtypes, ...]:
         """What an optimizer that has stepped holds, by kind of parameter."""
@@ -182,6 +189,9 @@ class DtypeContract:
             kept = (optimizer.state.get(one, {}).items() for one in (stepped if shown is halves else of_it))
             states = [(key, value) for key, value in chain.from_iterable(kept) if torch.is_tensor(value) and value.ndim]
             own = [(one, one.grad, policies.get(id(one), CastPolicy())) for one in of_it]
+            beside = chain.from_iterable(
+                _float32(vars(one).values()) for one in of_it
+            )  # as mistral-finetune keeps them
             sums = [policy.reduce_dtype or policy.param_dtype or grad for _, grad, policy in own if policy.is_on]
             return KindDtypes(
                 kind=kind,
@@ -193,7 +203,7 @@ class DtypeContract:
                 accumulated=_names(getattr(one, "main_grad", grad) for one, grad, _ in own),
                 reduced=_names(sums),
                 states=_names(value for key, value in states if not MASTERS.search(key)),
-                masters=_names([*masters, *(value for key, value in states if MASTERS.search(key))]),
+                masters=_names([*masters, *beside, *(value for key, value in states if MASTERS.search(key))]),
             )
 
         return tuple(of_kind(kind, of_it) for kind, of_it in by_kind.items())

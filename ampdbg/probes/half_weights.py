@@ -55,7 +55,9 @@ class HalfWeights:
         self._entered = ExitStack()
         self.loop: LoopLines | None = None
         self.is_lowered = False
-        """The model is called under autocast anyway."""
+        """The model, or a part of it, is called under autocast anyway."""
+        self.outside: dict[tuple[str, int], None] = {}
+        """The lines of the user's code that call it without gradients, where its parts run outside autocast."""
 
     def __enter__(self) -> HalfWeights:
         with ExitStack() as stack:
@@ -97,10 +99,16 @@ class HalfWeights:
         return set_default_dtype
 
     def _called(self, module: nn.Module, args: Any) -> None:
-        is_outermost = sum(frame.f_code.co_name == "_call_impl" for frame in _frames()) == 1
-        if self.loop is None and torch.is_grad_enabled() and is_outermost:
-            self._calls.append({id(frame): frame.f_lineno for frame in filter(is_users, _frames())})
-            self.is_lowered |= torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+        frames = [*_frames()]
+        calls = [place for place, frame in enumerate(frames) if frame.f_code.co_name == "_call_impl"]
+        is_lowered = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+        if self.loop is None and torch.is_grad_enabled():
+            self.is_lowered |= is_lowered
+            if len(calls) == 1:
+                self._calls.append({id(frame): frame.f_lineno for frame in filter(is_users, frames)})
+        elif not (torch.is_grad_enabled() or is_lowered) and module._parameters and calls:
+            caller = next(filter(is_users, frames[calls[-1] :]), None)
+            self.outside |= {(caller.f_code.co_filename, caller.f_lineno): None} if caller is not None else {}
 
     def _around(self, seam: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if seam == "engine" and self.loop is None:

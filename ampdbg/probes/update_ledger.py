@@ -357,7 +357,8 @@ class Book:
     """What the ledger has of one optimizer."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.of, self.name = weakref.ref(optimizer), type(optimizer).__name__
+        self.of, kind = weakref.ref(optimizer), type(optimizer)
+        self.name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("__main__.")
         self.steps, self.cost, self.passes, self.added = 0, 0.0, 0, 0
         self.windows = 0
         """How many have ended."""
@@ -546,7 +547,8 @@ class UpdateLedger:
                 )
                 for one in still
             ),
-            cost=sum(one.whole.harm for one in still) / (descent.descent or 1.0),
+            cost=max(0.0, descent.harm) / (descent.descent or 1.0),
+            cost_of_still=sum(one.whole.harm for one in still) / (descent.descent or 1.0),
             stuck=tuple(
                 StuckMoment(
                     one.member.name, second.beta, round(second.apart, 2), second.kept > second.most, round(second.step)

@@ -111,7 +111,8 @@ def _seen(watch: Watch, notes: HalfWeights) -> SeenWindow:
         elements[kinds.get(one, OTHERS)] += one.numel()
     states = [sum(getattr(held, "shape", None) == one.shape for held in of.values()) for one, of in half.items()]
     device = "cuda" if is_emulating() else watch.optimizers.device.type
-    lines = HalfLines(notes.casts(half), notes.loop, notes.is_lowered, tuple(loaded_files()), device)
+    seen, files = (notes.casts(half), notes.loop, notes.is_lowered, tuple(notes.outside)), tuple(loaded_files())
+    lines = HalfLines(*seen, files, device)
     return SeenWindow(watch.record(), lines, dict(elements), max(states, default=0))
 
 
@@ -201,8 +202,9 @@ def suggest_for_half_weights(
     most = max([STEPS, *(one.steps for one in ledger.stuck)])
     before = _trained(start, {}, most, observer, "as they are")
     if not before.lines.casts:
-        why = before.failure or "none of its own lines makes them so"
-        raise ScriptError(f"{start.name}: no edit is known for its {' and '.join(known.half_weights)} weights: {why}")
+        what = f"its {' and '.join(known.half_weights)} weights" if known.half_weights else "averages in half"
+        why = before.failure or f"none of its own lines makes {'them' if known.half_weights else 'trained weights'} so"
+        raise ScriptError(f"{start.name}: no edit is known for {what}: {why}")
     fitting = [one for one in REMEDIES if one.fits(codes, kinds)]
     made = Suggestion(known)
     for remedy in fitting:
@@ -212,9 +214,12 @@ def suggest_for_half_weights(
         if not files:
             continue
         steps = [ProofStep("the patched script", True, before.failure, ran=False)] if before.failure else []
+        by_hand = [*edits.refused, *edits.unlowered]
         if verify and not steps:
             patched = {one.path: one.after for one in files}
-            steps += _shown(codes, before, _trained(start, patched, most, observer, f"with {remedy.title}"))
+            after = _trained(start, patched, most, observer, f"with {remedy.title}")
+            by_hand = [*edits.by_hand(after.lines, are_half=bool(after.record.half_weights))]
+            steps += _shown(codes, before, after)
         is_proven = all(step.passed for step in steps)
         folder, is_git = base_folder(files, Path.cwd())
         handed = Handover(
@@ -222,7 +227,7 @@ def suggest_for_half_weights(
             folder=str(folder),
             is_git=is_git,
             files=tuple(file_diff(one, folder) for one in files),
-            units=tuple(PatchUnit(title, ()) for title in (*edits.titles, *edits.refused)),
+            units=tuple(PatchUnit(title, ()) for title in (*edits.titles, *by_hand)),
             notes=(*(_cost(one, before) for one in fitting), *_alternatives(codes, before)),
         )
         proof = Proof(is_proven, tuple(steps)) if steps else None

@@ -287,7 +287,7 @@ _ALL = (
         "(from_pretrained(..., dtype=torch.float32)); or use an optimizer with stochastic rounding (torchao's "
         "AdamW8bit with bf16_stochastic_round=True) or with compensation (torch-optimi's AdamW); a fused "
         "optimizer rounds alike, and a learning rate at which these move breaks what moves now",
-        "Half-precision weights do not move: the optimizer's updates are too small to change their rounded values.",
+        "Some half-precision weights do not move: their updates are too small to change the rounded values.",
         why_no_pin=KEEP_WEIGHTS,
         counts_against_a_patch=False,
     ),

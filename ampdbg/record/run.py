@@ -468,13 +468,15 @@ class KindDtypes:
 class CastBuffer:
     """A float32 buffer that was cast to half with its model, in the line ``source``.
 
-    The cast changed a value by ``off`` at most. The loop ``is_written`` into it since, as into an average that takes a
-    share of ``momentum`` from each batch.
+    The cast changed a value by ``off`` at most; of a frequency it matters at the model's last position, ``reach``, or
+    1,000 where there are more, or nobody says how many. The loop ``is_written`` into it since, as into an average that
+    takes a share of ``momentum`` from each batch.
     """
 
     name: str
     dtype: str
     off: float
+    reach: Count = 1000
     is_written: bool = False
     momentum: float | None = None
     source: Source | None = None
@@ -488,10 +490,11 @@ class Updates:
     ``lost`` and its like are as of :class:`KindUpdates`, of all parameters together; ``decay`` is what part of the way
     is that of the weight decay, by sums of squares. Of steps that add up the gradients of ``passes`` backward passes,
     ``lost_accumulation`` is how far the sum in half is from that in float32, relative to that. ``frozen`` are the
-    parameters that stand still, ``cost`` the share of what the loss falls by, to first order, that those do not add.
-    ``stuck`` are second moments far from float32's, ``averages`` those that the script keeps in half.
-    ``spoilt`` names those that the update of ``spoilt_step`` made infinite or NaN although every gradient and
-    float32's update are finite. ``vanishing_eps`` is the optimizer's eps, where it is 0 in float16.
+    parameters that stand still. ``cost`` is the share of what the loss falls by, to first order, that half weights do
+    not add, ``cost_of_still`` that of those that stand still. ``stuck`` are second moments far from float32's,
+    ``averages`` those that the script keeps in half. ``spoilt`` names those that the update of ``spoilt_step`` made
+    infinite or NaN although every gradient and float32's update are finite. ``vanishing_eps`` is the optimizer's eps,
+    where it is 0 in float16.
     """
 
     steps: Count
@@ -504,6 +507,7 @@ class Updates:
     passes: Count = 0
     frozen: tuple[FrozenParameter, ...] = ()
     cost: float = 0.0
+    cost_of_still: float = 0.0
     stuck: tuple[StuckMoment, ...] = ()
     averages: tuple[KeptAverage, ...] = ()
     vanishing_eps: float | None = None

@@ -536,7 +536,7 @@ def after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
     prove = "make the patch that cures it, proven on the captured step"
     search = "find what needs FP32 by experiment, on the captured step"
     first = _capture_to_type("".join(captures[:1]), record, typed.folder)
-    is_edited = record.verdict == "precision" and record.updates and typed.record_path
+    is_edited = record.verdict == "precision" and record.half_weights and record.updates and typed.record_path
     is_replayed = not captures or record.command != "run" or record.investigations
     codes = [one.code for one in record.findings[:1] if record.verdict != "healthy" and not only_settles(record)]
     suggest, find = "ampdbg suggest-fp32", prove if is_cured else search

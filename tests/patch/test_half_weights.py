@@ -69,7 +69,7 @@ def edits_of(folder: Path, text: str) -> WeightEdits:
             names = runpy.run_path(str(file))
     finally:
         torch.set_default_dtype(torch.float32)
-    lines = HalfLines(notes.casts(names["model"].parameters()), notes.loop, notes.is_lowered, (str(file),))
+    lines = HalfLines(notes.casts(names["model"].parameters()), notes.loop, notes.is_lowered, (), (str(file),))
     return WeightEdits(lines)
 
 
@@ -119,6 +119,30 @@ def test_the_line_that_makes_the_weights_half_makes_them_float32_and_the_loop_ru
     weights_in_float32(edits)
     assert edited(edits) == HEAD + after + IN_AUTOCAST
     assert edits.refused == []
+    assert edits.lowers
+
+
+def test_what_the_patched_script_does_is_not_left_to_be_done_by_hand(folder: Path) -> None:
+    edits = edits_of(folder, HEAD + "model = nn.Linear(4, 4).bfloat16()\n" + LOOP)
+    weights_in_float32(edits)
+    edits.refused.append("by hand: line 1")
+    lowered = replace(edits.lines, is_lowered=True)
+    assert list(edits.by_hand(lowered, are_half=False)) == []
+    assert list(edits.by_hand(lowered, are_half=True)) == ["by hand: line 1"]
+    (said,) = edits.by_hand(edits.lines, are_half=False)
+    assert "an autocast of the script's own is off" in said
+    (said,) = edits.by_hand(replace(lowered, outside=(("a.py", 3), ("a.py", 9))), are_half=False)
+    assert said.startswith("by hand: line 3 of a.py and line 9 of a.py: the model is called without gradients")
+
+
+def test_a_call_without_gradients_outside_autocast_is_noted(folder: Path) -> None:
+    old = "with torch.no_grad():\n    old = model(torch.ones(2, 4))\n"
+    file = folder / "train.py"
+    for inside, outside in (("", ((str(file), 6),)), ("    with torch.autocast('cpu'):\n    ", ())):
+        file.write_text(HEAD + "model = nn.Linear(4, 4)\n" + old.replace("    old", f"{inside}    old"))
+        with HalfWeights() as notes:
+            runpy.run_path(str(file))
+        assert tuple(notes.outside) == outside
 
 
 def test_the_calls_of_a_large_project_are_all_looked_at(folder: Path) -> None:
@@ -163,7 +187,7 @@ def test_a_forward_and_a_backward_pass_in_one_statement_are_left_to_the_reader(f
     edits = edits_of(folder, HEAD + "model = nn.Linear(4, 4).bfloat16()\n" + loop)
     weights_in_float32(edits)
     assert edited(edits) == HEAD + "model = nn.Linear(4, 4)\n" + loop
-    assert [one.partition(";")[2] for one in edits.refused] == [
+    assert [one.partition(";")[2] for one in edits.unlowered] == [
         ' run what comes before the backward pass in `with torch.autocast("cpu", dtype=torch.bfloat16):`'
     ]
 

@@ -297,6 +297,12 @@ def test_rotary_frequencies_that_are_cast_with_the_model_turn_its_angles() -> No
     assert f"rounded inv_freq to bfloat16: at position 1,000 angles are up to {off:.4g} rad off" in found.message
 
 
+def test_rotary_frequencies_of_few_positions_may_be_rounded() -> None:
+    net = Rotary()
+    net.max_seq_len_cached = 64  # as transformers keeps config.max_position_embeddings
+    assert of_contract(trained_behind(cast, net)) == []
+
+
 @pytest.mark.parametrize("change", [cast_parameters_alone, made_anew])
 def test_frequencies_that_stay_in_float32_or_are_made_anew_are_healthy(change: Callable[[nn.Module], None]) -> None:
     assert of_contract(trained_behind(change, Rotary())) == []

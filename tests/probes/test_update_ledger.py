@@ -502,7 +502,8 @@ def test_nothing_is_said_where_the_state_holds_masters() -> None:
     record, _ = trained(make=lambda net: WithMasters(net.parameters()), steps=30)
     assert (codes(record), record.updates) == ([], None)
     why = "it may round stochastically or keep float32 copies"
-    assert record.unseen.notes == (f"ampdbg does not compare updates by WithMasters with float32's: {why}",)
+    who = f"{__name__}.WithMasters"
+    assert record.unseen.notes == (f"ampdbg does not compare updates by {who} with float32's: {why}",)
 
 
 def test_nothing_is_said_where_a_hook_of_the_optimizer_writes_masters_back() -> None:
