@@ -15,13 +15,13 @@ GRADIENT_AGREEMENT = 0.25
 """Gradients whose distance from FP32's is a smaller share of their norm agree with them."""
 
 NOISE_FLOORS = 4.0
-"""What rounding weights and inputs to half changes, so many times over, is still noise."""
+"""What rounding weights to half changes, so many times over, is still noise."""
 
 GRADIENT_DOUBT = 0.1
 """Gradients further from FP32's than this share of their norm, and far beyond the noise floor, are worth a warning."""
 
 BEYOND_NOISE = 16.0
-"""What is so many times the noise floor from FP32 is no rounding of weights and inputs that the layers have added up:
+"""What is so many times the noise floor from FP32 is no rounding of weights that the layers have added up:
 of 56 sound steps, of small models and of public code, none is more than 3 times."""
 
 FP32_ROUNDING = 1e-6
@@ -33,6 +33,10 @@ LOST_ENERGY = 0.1
 SAME_RUN = 1e-2
 """A replay whose loss is further from the step's own than this share did not run the same computation."""
 
+TAKEN = 10
+"""Behind so many steps in a row that an optimizer has taken, the next is compared with FP32: what it hides, such as an
+overflow that erases itself, shows in no loss."""
+
 
 def is_finite(replay: Replay | None) -> TypeGuard[Replay]:
     """There is such a replay, it ran, and its loss and every gradient are finite."""
@@ -42,7 +46,7 @@ def is_finite(replay: Replay | None) -> TypeGuard[Replay]:
 def agrees(low: Replay, fp32: Replay, floor: Replay | None) -> bool:
     """Loss and gradients are as near to FP32's as can be expected.
 
-    ``floor`` is FP32 on weights and inputs rounded to half; None where it was not needed or did not run.
+    ``floor`` is FP32 on weights rounded to half; None where it was not needed or did not run.
     """
     noise = (floor.gradient_distance or 0.0) if floor else 0.0
     gradients_agree = (low.gradient_distance or 0.0) <= max(GRADIENT_AGREEMENT, NOISE_FLOORS * noise)
@@ -56,8 +60,8 @@ def losses_agree(low: Replay, fp32: Replay, floor: Replay | None) -> bool:
 
 
 def is_beyond_noise(low: Replay, floor: Replay | None) -> bool:
-    """Whether gradients that agree with FP32's are still further from them than rounding leads; not where the floor is
-    less than half rounds by, as where weights and inputs are half already: it shows nothing then."""
+    """Gradients that agree with FP32's are still further from them than rounding leads; not where the floor is less
+    than half rounds by: it shows nothing then."""
     noise, distance = (floor.gradient_distance or 0.0) if floor else 0.0, low.gradient_distance or 0.0
     is_known = noise >= 2.0 ** -(FORMATS.get(low.dtype, FLOAT16).precision + 2)
     return is_known and distance > max(GRADIENT_DOUBT, BEYOND_NOISE * noise)

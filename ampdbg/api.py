@@ -174,10 +174,13 @@ def replay(capture: str | Path | Given, *, script: str = "", observer: Observer 
 
 
 def _with_capture(given: Given, observer: Observer, command: CaptureCommand, **options: Any) -> Suggestion:
-    from ampdbg.proof.captures import CaptureJob, done_with
+    from ampdbg.proof.processes import fresh_process
 
     assert given.capture is not None
-    return done_with(CaptureJob(command, given.capture, given.script, **options), observer)
+    with fresh_process() as process:  # it imports torch while this one does
+        from ampdbg.proof.captures import CaptureJob, done_with
+
+        return done_with(CaptureJob(command, given.capture, given.script, **options), process, observer)
 
 
 def ranges(config: str | Path | Given, *, observer: Observer = UNOBSERVED, **changes: Unpack[Changes]) -> Record:

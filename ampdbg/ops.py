@@ -96,9 +96,6 @@ MOVES = (
 FILLS = _names("fill index_fill masked_fill")
 """What writes the number that it is given."""
 
-CHOOSES = _names("index gather take take_along_dim index_select embedding scatter index_put sort topk argmax argmin")
-"""What they give depends on which is larger, or on indices that such a choice has made: near ties fall either way."""
-
 WRITTEN_OUT = _names("lift_fresh")
 """What hands over a tensor that the code wrote out, ``x[mask] = -1e9`` too: its numbers are rounded before that."""
 

@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import count, pairwise, takewhile
 from typing import Any
 
-from ampdbg.agreement import is_finite, is_same_run
+from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.decisions import Decision, first
 from ampdbg.diagnosis.losses import DIVERGED, FEW_LOSSES, LEAPT, climbs_on, finite, leapt, rose
 from ampdbg.diagnosis.producers import (
@@ -28,7 +28,7 @@ from ampdbg.diagnosis.producers import (
     placed,
     survivor,
 )
-from ampdbg.diagnosis.tensors import bad_weights, blamed_in_batch
+from ampdbg.diagnosis.tensors import WEIGHTS, bad_weights, blamed_in_batch
 from ampdbg.diagnosis.updates import spoilt_weights
 from ampdbg.formats import FLOAT16
 from ampdbg.levels import has_static_scale
@@ -138,6 +138,11 @@ class Evidence:
         reaching = [producer for producer in made if producer.reaches_gradients and not is_of_loss]
         found = reaching or [one for one in made if one.phase == ("forward" if is_of_loss else "backward")]
         return next((producer for producer in found if producer.nan), next(iter(found), None))
+
+    @property
+    def begins_spoilt(self) -> bool:
+        """It begins with inf or NaN that no op of it has made, where FP32 was not followed from."""
+        return not self.is_fp32_finite and self.begins_in_fp32 is not None and self.begins_in_fp32.is_given
 
     @property
     def where(self) -> str:
@@ -442,15 +447,10 @@ class Evidence:
 
     @property
     def _failing_elsewhere(self) -> set[int]:
-        """The steps whose replays have shown that they go wrong in another place, as while a loss scale settles.
-
-        Of two optimizers that step before one update the replay of one has not the loss of the step: it shows nothing.
-        """
+        """The steps whose replays have shown that they go wrong in another place, as while a loss scale settles."""
         here = next(iter(self.made.low.producers), None)
-        losses = {step.step: step.loss for step in self.run.steps}
         replayed = (one for one in self.run.investigations if one.reproduced and one.step != self.made.step)
-        whole = (one for one in replayed if is_same_run(replace(one, loss=losses.get(one.step, math.nan))))
-        begins = {one.step: one.low.producers[0].site for one in whole if one.low.producers}
+        begins = {one.step: one.low.producers[0].site for one in replayed if one.low.producers}
         return {step for step, site in begins.items() if here is not None and site != here.site}
 
 
@@ -640,6 +640,14 @@ CAUSES: tuple[Decision[Evidence], ...] = (
         lambda it: not it.is_fp32_finite and it.made.weights_grew > GREW,
         "the step is not finite in FP32 either{where}, on weights {made.weights_grew} times as large as at the start",
         {WEIGHTS_GREW: "made.weights_grew"},
+    ),
+    Decision(
+        WEIGHTS,
+        "FP32 is not finite either, and the first op that is not takes inf or NaN from outside the step",
+        lambda it: it.begins_spoilt,
+        "step {made.step} is not finite in FP32 either{where}; it began with inf or NaN, which an earlier pass left, "
+        "perhaps in {half}",
+        remedy="find the earlier pass that left it, which {half} may have overflowed, or compare with a run in FP32",
     ),
     Decision(
         "infinite-loss",

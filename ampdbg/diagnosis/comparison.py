@@ -78,7 +78,7 @@ class Comparison:
 
     @property
     def has_ranges(self) -> bool:
-        """Whether both hold what ``ampdbg ranges`` measures."""
+        """Both hold what ``ampdbg ranges`` measures."""
         return bool(self.then.sites and self.now.sites)
 
     @cached_property
@@ -140,17 +140,17 @@ class Comparison:
 
     @property
     def broke(self) -> bool:
-        """Whether an error stops the run that did not stop it then."""
+        """An error stops the run that did not stop it then."""
         return bool(self.now.error) and not self.then.error
 
     @property
     def is_worse(self) -> bool:
-        """Whether anything got worse by more than is allowed."""
+        """Anything got worse by more than is allowed."""
         return bool(self.broke or self.appeared or self.began or self.tighter or self.narrower)
 
     @property
     def is_better(self) -> bool:
-        """Whether something got better, whatever got worse."""
+        """Something got better, whatever got worse."""
         gains = any(-one.lost > self.within for one in self.headrooms)
         return bool(self.gone or self.ceased or gains or any(one.won > self.within for one in self.windows[:1]))
 

@@ -125,7 +125,7 @@ def _of_its_turn(finding: Finding, record: Record) -> Finding:
 
 
 def _stands_before(finding: Finding, faults: list[Finding], record: Record) -> bool:
-    """Whether replays show why the forward pass fails, and nothing found so far can be behind that.
+    """Replays show why the forward pass fails, and nothing found so far can be behind that.
 
     Clipping too early, for one, makes no loss NaN: the weights move less than they should, and that is all.
     """
@@ -135,7 +135,7 @@ def _stands_before(finding: Finding, faults: list[Finding], record: Record) -> b
 
 
 def _precedes(known: Finding, finding: Finding, made_later: Collection[str]) -> bool:
-    """Whether a fault may be behind one of a forward pass: weights that a later step has spoilt are not, nor is what a
+    """A fault may be behind one of a forward pass: weights that a later step has spoilt are not, nor is what a
     script is given later, for it may be the model's, as in reinforcement learning."""
     is_later = known.code in made_later and known.step > finding.step
     return CODES[known.code].harms_forward and not is_later

@@ -31,7 +31,6 @@ from ampdbg.diagnosis.producers import (
 )
 from ampdbg.diagnosis.scale import GROWTH
 from ampdbg.levels import has_static_scale
-from ampdbg.ops import CHOOSES, base_name
 from ampdbg.quantities import listed, number
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
@@ -68,14 +67,14 @@ class HiddenFault(Evidence):
 
     @cached_property
     def is_off(self) -> bool:
-        """Loss and gradients agree with FP32's, and rounding weights and batch does not lead so far."""
+        """Loss and gradients agree with FP32's, and rounding weights does not lead so far."""
         return not self.is_far and is_beyond_noise(self.low, noise_floor(self.made))
 
     @property
     def beyond_noise(self) -> str:
         """How far the gradients are from FP32's, in words."""
         distance, noise = (one.gradient_distance or math.inf for one in (self.low, self.made.floor or self.low))
-        return f"{distance:.1%} from FP32's, {distance / noise:.0f} times what rounding weights and batch changes"
+        return f"{distance:.1%} from FP32's, {distance / noise:.0f} times what rounding weights changes"
 
     @cached_property
     def hidden(self) -> Suspect | None:
@@ -101,10 +100,15 @@ class HiddenFault(Evidence):
         return self.lost_energy > LOST_ENERGY or is_all
 
     @property
+    def departs(self) -> bool:
+        """Rounding does not lead so far or to another choice, and nothing else is known that does."""
+        is_led = self.is_far or self.is_off or self.made.choice is not None
+        return is_led and self.hidden is None and not self.is_flushed
+
+    @property
     def chooses_otherwise(self) -> bool:
-        """A choice alone is far from FP32's, such as which box an object is matched to, and the loss agrees."""
-        first, floor = self.made.first_far, noise_floor(self.made)
-        return first is not None and base_name(first.op) in CHOOSES and losses_agree(self.low, self.fp32, floor)
+        """A choice is another than FP32's, such as which box an object is matched to, and the loss agrees."""
+        return self.made.choice is not None and losses_agree(self.low, self.fp32, noise_floor(self.made))
 
     @property
     def lost_energy(self) -> float:
@@ -130,7 +134,12 @@ class HiddenFault(Evidence):
     @property
     def first_far(self) -> str:
         """The first op that is far from FP32's, in words."""
-        return f"; {named(self.made.first_far)} is the first op that differs" if self.made.first_far else ""
+        first, choice = self.made.first_far, self.made.choice
+        if first is None or choice is None:
+            return f"; {named(first)} is the first op that differs" if first else ""
+        line = f" at {choice.source.file}:{choice.source.line}" if choice.source else ""
+        decides = f", for {named(first)} decides which" if first != choice else ""
+        return f"; {named(choice)}{line} takes other elements than in FP32{decides}"
 
     @property
     def both_losses(self) -> str:
@@ -199,17 +208,25 @@ HIDDEN: tuple[Decision[HiddenFault], ...] = (
     Decision(
         FAR_FROM_FP32,
         "nothing overflows, but the loss is over 5 % or gradients over 25 % from FP32's: over 4 times what "
-        "rounding weights and batch changes",
-        lambda fault: fault.is_far and fault.hidden is None and not fault.is_flushed and not fault.chooses_otherwise,
+        "rounding weights changes",
+        lambda fault: fault.departs and fault.is_far and not fault.chooses_otherwise,
         "the step differs from FP32 by more than rounding explains: {both_losses}{first_far}",
     ),
     Decision(
         FAR_FROM_FP32,
-        "the loss agrees, and gradients are over 10 % from FP32's, over 16 times what rounding weights and batch "
-        "changes: a warning",
-        lambda fault: fault.is_off and fault.hidden is None and not fault.is_flushed and not fault.chooses_otherwise,
+        "the loss agrees, and gradients are over 10 % from FP32's, over 16 times what rounding weights changes: a "
+        "warning",
+        lambda fault: fault.departs and fault.is_off and not fault.chooses_otherwise,
         "the gradients are {beyond_noise}, though the loss agrees{first_far}",
         severity="warning",
+    ),
+    Decision(
+        FAR_FROM_FP32,
+        "gradients are so far, the loss agrees, and an op takes other elements than in FP32: information",
+        lambda fault: fault.departs and fault.chooses_otherwise,
+        "the gradients are {beyond_noise}, though the loss agrees{first_far}",
+        remedy="none where the other choice is as good; else run the op that decides it in FP32",
+        severity="info",
     ),
 )
 

@@ -40,7 +40,7 @@ def _lowest_after(losses: Sequence[float]) -> list[float]:
 
 
 def rose(losses: Sequence[float], times: float = DIVERGED) -> bool:
-    """Whether from some step on all losses stand above all before it, by more than ``times`` what those range over.
+    """From some step on all losses stand above all before it, by more than ``times`` what those range over.
 
     A constant added to all of them changes nothing and neither does a positive factor: losses may be negative.
     Equal losses do not rise, nor do easy and hard batches that take turns. Two losses are too few to tell.
@@ -54,19 +54,19 @@ def rose(losses: Sequence[float], times: float = DIVERGED) -> bool:
 
 
 def leapt(losses: Sequence[float]) -> bool:
-    """Whether all losses behind the first are many times as large."""
+    """All losses behind the first are many times as large."""
     first, *later = losses or [0.0]
     return bool(later and first) and min(later) > LEAPT * abs(first)
 
 
 def may_have_risen(before: Sequence[float], now: float) -> bool:
-    """Whether the last loss, or the one of ``now``, is above where the run began: else nothing can have diverged."""
+    """The last loss, or the one of ``now``, is above where the run began: else nothing can have diverged."""
     known = finite(before)
     return bool(known) and any(loss > known[0] for loss in finite((known[-1], now)))
 
 
 def climbs_on(before: Sequence[float], continuation: Sequence[float]) -> bool:
-    """Whether steps in FP32 on one batch, after the losses ``before`` them, climb by themselves and diverge.
+    """Steps in FP32 on one batch, after the losses ``before`` them, climb by themselves and diverge.
 
     They have to climb steadily, or at once to quite another level, and further than the losses have ever ranged; much
     further, where those had not risen yet. A continuation that ends in inf or NaN diverges if it does not fall and

@@ -69,7 +69,7 @@ def _severity(found: Misuse, code: Code, record: Record) -> Severity:
 
 
 def _settles_the_scale(found: Misuse, record: Record) -> bool:
-    """Whether it is about a few skips alone, at the start or right after growth: those that every healthy run has."""
+    """It is about a few skips alone, at the start or right after growth: those that every healthy run has."""
     lows = (step for timeline in record.timelines for step in Scaling(timeline).course.lows)
     later = (step for step in lows if step.step >= found.step)
     return found.count < SKIPS_IN_A_ROW and next(later, None) is None

@@ -38,7 +38,7 @@ class Suspect:
 
     @property
     def is_cast(self) -> bool:
-        """Whether it is nothing but a change of dtype."""
+        """It is nothing but a change of dtype."""
         return base_name(self.producer.op) in CASTS
 
     @property
@@ -57,12 +57,12 @@ class Suspect:
 
     @property
     def overflows(self) -> bool:
-        """Whether FP32 has a value there that the op's dtype cannot hold."""
+        """FP32 has a value there that the op's dtype cannot hold."""
         return self.value is not None and self.value >= NEAR * self.format.overflow_threshold
 
     @property
     def overflows_in_half_alone(self) -> bool:
-        """Whether its inf, of finite numbers in the backward pass, is gone at a lower loss scale, and FP32 is no proof.
+        """Its inf, of finite numbers in the backward pass, is gone at a lower loss scale, and FP32 is no proof.
 
         Half precision's own forward pass may be far from FP32's, and its gradients larger.
         """
@@ -72,20 +72,20 @@ class Suspect:
 
     @property
     def departs(self) -> bool:
-        """Whether it is finite and far larger than FP32's own value, so that a later op overflows."""
+        """It is finite and far larger than FP32's own value, so that a later op overflows."""
         made = self.producer
         return not (made.inf or made.nan) and made.distance is None and made.fp32_largest is not None
 
     @property
     def is_pole(self) -> bool:
-        """Whether it has a pole, and FP32 keeps away from it. At a pole no loss scale helps."""
+        """It has a pole, and FP32 keeps away from it. At a pole no loss scale helps."""
         in_range = self.value is not None and not self.overflows
         is_near = base_name(self.producer.op) in POLES and self.producer.finite_in_fp32 is True
         return in_range and is_near and not self.needs_only_a_scale
 
     @property
     def needs_only_a_scale(self) -> bool:
-        """Whether it goes wrong in the backward pass, and at a lower loss scale all gradients are FP32's."""
+        """It goes wrong in the backward pass, and at a lower loss scale all gradients are FP32's."""
         survived = survivor(self.made) if self.producer.phase == "backward" else None
         fp32 = self.made.fp32
         if survived is None or fp32 is None or not keeps_its_gradients(survived):
@@ -94,7 +94,7 @@ class Suspect:
 
     @property
     def is_constant(self) -> bool:
-        """Whether it overflows on a constant that the code wrote, such as a mask, its own or added to another.
+        """It overflows on a constant that the code wrote, such as a mask, its own or added to another.
 
         Gradients are no such thing: that of a loss is the loss scale itself.
         """
@@ -111,7 +111,7 @@ class Suspect:
 
     @property
     def is_flushed(self) -> bool:
-        """Whether it has a pole there, or divides by a zero that is none in FP32, where it is finite."""
+        """It has a pole there, or divides by a zero that is none in FP32, where it is finite."""
         return self.is_pole or (self.producer.divides_by_zero and self.producer.finite_in_fp32 is True)
 
     # In words

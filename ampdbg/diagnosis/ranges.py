@@ -43,7 +43,7 @@ class Window:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a scale in it; where there is none, the two sites cannot share one."""
+        """There is a scale in it; where there is none, the two sites cannot share one."""
         return self.floor <= self.ceiling
 
 
@@ -81,12 +81,12 @@ def measured_step(record: Record) -> int:
 
 
 def overflows_at_any_scale(sites: Iterable[Site]) -> bool:
-    """Whether an overflow of the forward pass starts at one of the sites."""
+    """An overflow of the forward pass starts at one of the sites."""
     return any(site.scale_ceiling is None and site.overflow == "starts" for site in sites)
 
 
 def is_mask(site: Site) -> bool:
-    """Whether it is a mask of FP16's lowest number, which the shadow rounds to 65,536."""
+    """It is a mask of FP16's lowest number, which the shadow rounds to 65,536."""
     return site.overflow == "carried" and site.headroom_bits >= -ROUNDING_BITS
 
 
@@ -182,7 +182,7 @@ def _verdict(record: Record, findings: Sequence[Finding]) -> Verdict:
 
 
 def fails_in_fp32(record: Record) -> bool | None:
-    """Whether a step that is not finite in bfloat16 is not in FP32 either; None where that could not be told."""
+    """A step that is not finite in bfloat16 is not in FP32 either; None where that is not known."""
     fp32 = check_in(record, "float32")
     return None if fp32 is None or fp32.error else not is_finite(fp32)
 

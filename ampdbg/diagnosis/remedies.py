@@ -113,7 +113,7 @@ def _is_of(ops: frozenset[str], node: ast.AST) -> bool:
 
 
 def scales_after_its_product(line: str) -> bool:
-    """Whether the line multiplies or divides what a product has made: ``(q @ k) * s``, ``torch.bmm(q, k).div(d)``.
+    """The line multiplies or divides what a product has made: ``(q @ k) * s``, ``torch.bmm(q, k).div(d)``.
 
     A line that is no whole statement tells nothing, and neither does a scaling that stands on another line.
     """
@@ -135,7 +135,7 @@ def _are_from_one(at: Producer) -> list[bool]:
 
 
 def takes_a_sum(line: str) -> bool:
-    """Whether the line calls a ``sum``, or asks a loss to sum."""
+    """The line calls a ``sum``, or asks a loss to sum."""
     return any(map(_is_sum, _nodes(line)))
 
 

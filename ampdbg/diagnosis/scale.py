@@ -66,7 +66,7 @@ ROOM = 4.0
 
 
 def is_nan_alone(groups: Sequence[GroupOverflow]) -> bool:
-    """Whether what is not finite in the gradients of a step is NaN alone, as of a root of zero.
+    """What is not finite in the gradients of a step is NaN alone, as of a root of zero.
 
     What overflows because of the loss scale mostly leaves some inf. But inf that meets inf is NaN too, and clipping
     by an infinite norm makes NaN of it: this tells which steps to look at, not why they failed.
@@ -230,7 +230,7 @@ class Scaling:
         return [one for one in self.replayed if one.made.reproduced and not self.is_calibration(one)]
 
     def is_calibration(self, step: Evidence) -> bool:
-        """Whether FP32 is finite and so is FP16 at a lower scale, which a dynamic scale will find."""
+        """FP32 is finite and so is FP16 at a lower scale, which a dynamic scale will find."""
         is_kept = has_static_scale(self.run.config) or scale_floor(self.steps) is not None
         if is_kept or step.usable_scale is None or not step.is_fp32_finite:
             return False
@@ -244,13 +244,13 @@ class Scaling:
         return any(not step.skipped and step.grad_norm != 0.0 for step in self.steps)
 
     def is_cured_before(self, step: Evidence) -> bool:
-        """Whether the run has skipped far below the scale that cures the step: something else is behind those skips,
+        """The run has skipped far below the scale that cures the step: something else is behind those skips,
         as where another optimizer has the same scaler. Where a scale has worked, gradients may have grown since."""
         lowest = min((one.scale for one in self.skipped if math.isfinite(one.loss)), default=math.inf)
         return step.usable_scale is not None and ROOM * lowest < step.usable_scale and not self.has_worked
 
     def works_soon_below(self, step: Evidence) -> bool:
-        """Whether a loss scale that is soon found below the step's own would have done."""
+        """A loss scale that is soon found below the step's own would have done."""
         usable = step.usable_scale
         return usable is not None and usable >= step.made.low.scale / SOON and self.is_calibration(step)
 

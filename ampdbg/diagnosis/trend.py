@@ -54,12 +54,12 @@ def ahead(record: Record) -> Iterator[Finding]:
 
 
 def is_near(trend: Trend) -> bool:
-    """Whether it is an activation that was within one bit of the limit, and no constant."""
+    """It is an activation that was within one bit of the limit, and no constant."""
     return trend.kind == "activation" and max(trend.values, default=0.0) >= NEAR_LIMIT and not is_constant(trend)
 
 
 def is_constant(trend: Trend) -> bool:
-    """Whether its large values are one and the same, that of a constant or of a mask, which is not in every batch."""
+    """Its large values are one and the same, that of a constant or of a mask, which is not in every batch."""
     large = [value for value in trend.values if 2 * value >= max(trend.values)]
     others = [value for value in trend.values if 2 * value < max(trend.values)]
     return max(large) <= SAME * min(large) and max(others, default=0.0) * APART < min(large)

@@ -218,7 +218,7 @@ SMALL: tuple[Decision[HalfUpdates], ...] = (
         "half weights lose over 90 % of the float32 masters' way, and that counts in the loss's fall",
         lambda it: bool(it.seen.frozen),
         "{count:half parameter} hardly moved in {seen.steps:sampled step}: {still}. Of the way that float32 weights "
-        "go, {shares}. To first order that costs {cost} of the loss's fall{forecast}",
+        "go, {shares}. To first order that costs {cost} of the loss's fall so far, and more with each step{forecast}",
         {"parameters": "names", **LOST},
     ),
     Decision(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import libcst as cst
@@ -54,11 +54,13 @@ class LinePin:
             for whatever stands on the lines, ``<module>`` for the module's own code.
         lines: counted from 1.
         callee: what is called, as the source spells it: ``self.attn``, ``self.blocks[0]``, ``block`` in a loop.
+        is_lifted: what they cast to half themselves is cast to FP32 too.
     """
 
     function: str
     lines: tuple[int, ...]
     callee: str = ""
+    is_lifted: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,11 +84,15 @@ class Refused:
 
 @dataclass(frozen=True)
 class Edited:
-    """The new file, and what was left alone and why. Where nothing is ``changed`` it is the old one, byte for byte."""
+    """The new file, and what was left alone and why. Where nothing is ``changed`` it is the old one, byte for byte.
+
+    ``blocks`` are by line the first one of those that stand in one block with it.
+    """
 
     source: bytes
     refused: tuple[Refused, ...]
     changed: bool
+    blocks: Mapping[int, int] = field(default_factory=dict)
 
 
 NOTHING_SEEN = NamesSeen()
@@ -112,7 +118,7 @@ def edit_source(source: bytes, pins: Sequence[SourcePin], names: NamesSeen = NOT
     except EditError as error:
         return Edited(source, (Refused(error.line, str(error)),), changed=False)
     refused = (Refused(line, reason) for line, reason in sorted(rewriter.refused.items()))
-    return Edited(after, tuple(refused), after != source)
+    return Edited(after, tuple(refused), after != source, rewriter.blocks)
 
 
 @dataclass
@@ -127,6 +133,7 @@ class _Rewriter(cst.CSTTransformer):
     lines: dict[int, PinnedLine] = field(default_factory=dict)
     wholes: dict[int, cst.FunctionDef] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
+    blocks: dict[int, int] = field(default_factory=dict)
     needs_import: bool = False
     _functions: list[cst.FunctionDef | None] = field(default_factory=lambda: [None])
 
@@ -153,7 +160,7 @@ class _Rewriter(cst.CSTTransformer):
             return
         callees = frozenset({canonical(pin.callee)} if pin.callee else ())
         names = self.names.on(located.span, Bindings(self.source.module, located.function))
-        new = PinnedLine(number, names, callees, operations=not pin.callee)
+        new = PinnedLine(number, names, callees, operations=not pin.callee, is_lifted=pin.is_lifted)
         old = self.lines.setdefault(id(located.line), new)
         operations = old.operations or new.operations
         self.lines[id(located.line)] = replace(old, callees=old.callees | callees, operations=operations)
@@ -308,12 +315,12 @@ class _Suite:
                 yield block[0].statement
                 made -= assigned
             else:
+                numbers = [piece.pinned.number for piece in block if piece.pinned is not None]
+                self.file.blocks.update(dict.fromkeys(numbers, numbers[0]))
                 try:
                     yield self._block(block, made)
                 except EditError as error:
-                    self.file.refused.update(
-                        {piece.pinned.number: str(error) for piece in block if piece.pinned is not None}
-                    )
+                    self.file.refused.update(dict.fromkeys(numbers, str(error)))
                 made |= assigned
             index += len(block)
 

@@ -42,6 +42,9 @@ person would: its result would only be rounded to half on the way. A sum that CU
 leaves in half: left outside, it would meet FP32 in the block."""
 
 
+MOST_GENERATIONS = 4
+"""A value that was rounded too early is looked for so many lines before the one that it spoils."""
+
 UsersCall = tuple[str, LinePin]
 """A file, and in it the user's own call of a function."""
 
@@ -61,16 +64,23 @@ class OwnLines:
     made_by: Mapping[tuple[str, int], Collection[tuple[str, Line]]] = field(default_factory=dict)
 
     def calls_of(self, pin: Pin) -> list[UsersCall]:
-        """The calls of libraries in which the lines of a pin go wrong."""
-        lines = [pin.source] if pin.source else [site.source for site in pin.sites] if pin.own else []
-        users = [(line.file, line.line) for line in lines if line is not None and not is_users_file(line.file)]
-        return list(dict.fromkeys(self.calls[line] for line in users if line in self.calls))
+        """The calls of libraries in which the lines of a pin go wrong, or else the only ones on its lines."""
+        if not (pin.own or pin.source):
+            return []
+        lines = [pin.source] if pin.source else [site.source for site in pin.sites]
+        library = [(line.file, line.line) for line in lines if line is not None and not is_users_file(line.file)]
+        calls = [self.calls[line] for line in library if line in self.calls] or map(_call_on, _sites(pin))
+        return list(dict.fromkeys(call for call in calls if call is not None))
 
-    def makers_of(self, pin: Pin) -> list[Line]:
-        """The lines, in the module's own code, that made what those of a pin read."""
-        sites = {line[:2] for line in _sites(pin)}
-        makers = (maker for line in sites for module, maker in self.made_by.get(line, ()) if module == pin.module)
-        return sorted({maker for maker in makers if maker[:2] not in sites and is_users_file(maker[0])})
+    def generations_of(self, pin: Pin) -> list[list[Line]]:
+        """The lines of a pin, and before them those that made what these read, in the same modules' own code."""
+        modules = {pin.module, *(site.module for site in pin.sites)}
+        found, met = [sorted(set(_sites(pin)))], set(_sites(pin))
+        while found[-1] and len(found) <= MOST_GENERATIONS:
+            makers = {maker for line in found[-1] for maker in self.made_by.get(line[:2], ())}
+            found.append(sorted({line for at, line in makers if at in modules and is_users_file(line[0])} - met))
+            met |= {line for _, line in makers}
+        return [lines for lines in found if lines]
 
     def of(self, pin: Pin) -> dict[tuple[str, str], list[int]]:
         """The lines to wrap for a pin, by file and function, in order."""
@@ -141,7 +151,7 @@ def own_lines(run: Run, failing: Sequence[FailingStep], pins: Iterable[Pin] = ()
             for line, makers in trace.made_by.items() if isinstance(trace, _Flow) else ():
                 made_by.setdefault(line, set()).update(makers)
     found = OwnLines({module: frozenset(some) for module, some in close.items()}, frozenset(adding_up), {}, made_by)
-    lines |= {maker[:2] for pin in pins for maker in found.makers_of(pin)}
+    lines |= {maker[:2] for pin in pins for makers in found.generations_of(pin)[1:] for maker in makers}
     calls = {line: call for line in lines if (call := _users_call(line, callers)) is not None}
     return replace(found, calls=calls)
 
@@ -182,9 +192,12 @@ def _users_call(line: tuple[str, int], callers: Mapping[CodeType, Caller | None]
     """The user's call of the function that holds a line; None where the calling line makes several calls."""
     codes = [code for code in callers if code.co_filename == line[0] and line[1] in {n for *_, n in code.co_lines()}]
     caller = next((callers[code] for code in codes), None)
-    if caller is None:
-        return None
-    file, number, function, called = caller
+    return _call_on(caller[:3], caller[3]) if caller is not None else None
+
+
+def _call_on(line: Line, called: str = "") -> UsersCall | None:
+    """The call of this name on a line, or else the only one there; None where there are several."""
+    file, number, function = line
     try:
         statement = read_source(Path(file).read_bytes()).at(number).line
     except EditError:

@@ -9,6 +9,7 @@ import ast
 import difflib
 import functools
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from ampdbg.patch.by_name import edit_factory
 from ampdbg.patch.constants import edit_constants
 from ampdbg.patch.edits import Edited, FunctionPin, LinePin, Refused, SourcePin, edit_source
 from ampdbg.patch.file_edits import FileEdit, counterpart
-from ampdbg.patch.own_lines import OwnLines, UsersCall
+from ampdbg.patch.own_lines import MOST_GENERATIONS, OwnLines, UsersCall
 from ampdbg.patch.statements import NamesSeen
 from ampdbg.pinning.pin_set import parted, tied_together
 from ampdbg.probes.half_names import NamesByLine
@@ -54,11 +55,18 @@ class Materials:
     names: NamesByLine
     makings: Makings | None = None
 
-    def edited(self, file: str, sources: Sequence[SourcePin]) -> Edited:
-        here = {line: found for (other, line), found in self.names.items() if other == file}
-        half = {line: found.half for line, found in here.items()}
-        full = {line: found.full for line, found in here.items()}
-        return edit_source(Path(file).read_bytes(), sources, NamesSeen(half, full))
+    @functools.cached_property
+    def edited(self) -> Callable[[str, tuple[SourcePin, ...]], Edited]:
+        """A file of these as the edits of some pins make it; each is made once."""
+
+        @functools.cache
+        def edited(file: str, sources: tuple[SourcePin, ...]) -> Edited:
+            here = {line: found for (other, line), found in self.names.items() if other == file}
+            half = {line: found.half for line, found in here.items()}
+            full = {line: found.full for line, found in here.items()}
+            return edit_source(Path(file).read_bytes(), sources, NamesSeen(half, full))
+
+        return edited
 
 
 @dataclass(frozen=True)
@@ -86,7 +94,7 @@ def lines_that_may_be_edited(pins: Iterable[Pin], lines: OwnLines, model: torch.
     """A line, by its file, of each function that a pin may be edited in: its own lines', its caller, its forward."""
     pins = tuple(pins)
     found = {(file, line) for pin in pins for (file, _), some in lines.of(pin).items() for line in some}
-    makers = {maker[:2] for pin in pins for maker in lines.makers_of(pin)}
+    makers = {maker[:2] for pin in pins for some in lines.generations_of(pin) for maker in some}
     around = [lines.calls[maker] for maker in makers if maker in lines.calls]
     called = (call for pin in pins for call in lines.calls_of(pin))
     found |= makers | {(file, line) for file, call in (*around, *called) for line in call.lines}
@@ -99,14 +107,14 @@ def lines_that_may_be_edited(pins: Iterable[Pin], lines: OwnLines, model: torch.
 
 def _own_code(pin: Pin, materials: Materials) -> Iterator[Placement]:
     """The lines that go wrong, and those about to, in the module's own code or outside of any module."""
-    if pin.module and not pin.own:
+    if not (pin.own or pin.source):
         return
     sources = [pin.source] if pin.source else [site.source for site in pin.sites]
     if not sources or not all(source is not None and is_users_file(source.file) for source in sources):
         return
     wrong = {(source.file, source.line) for source in sources if source is not None}
     for (file, function), near in materials.lines.of(pin).items():
-        refused = {one.line for one in materials.edited(file, [LinePin(function, tuple(near))]).refused}
+        refused = {one.line for one in materials.edited(file, (LinePin(function, tuple(near)),)).refused}
         # What is only close to the limit may stay as it is where it cannot be edited.
         lines = tuple(line for line in near if line not in refused or (file, line) in wrong)
         yield _decided(lines_title(file, lines), pin, file, LinePin(function, lines), materials)
@@ -123,17 +131,20 @@ def _around(users: UsersCall, pin: Pin, materials: Materials) -> Placement:
     return _decided(f"{call.callee}() on {lines_title(file, call.lines)}", pin, file, call, materials)
 
 
-def _where_it_is_made(pin: Pin, materials: Materials) -> Iterator[Placement]:
-    """The lines that made the half tensors which the pin's read, or else the calls of their functions.
+def _where_it_is_made(pin: Pin, materials: Materials, *, before: slice) -> Iterator[Placement]:
+    """The lines so many generations ``before`` the pin's, or the calls of their functions, without casts to half.
 
     What was rounded to half there comes too late to a cast in the pin's own lines: ``1 - p`` where p is 1 by then.
     """
-    for file, line, function in materials.lines.makers_of(pin) if pin.own or not pin.module else ():
-        if not (seen := materials.names.get((file, line))) or not seen.half:
-            continue
-        place = _decided(lines_title(file, [line]), pin, file, LinePin(function, (line,)), materials)
-        around = materials.lines.calls.get((file, line)) if place.refused else None
-        yield _around(around, pin, materials) if around is not None else place
+    generations = materials.lines.generations_of(pin) if pin.own or pin.source else []
+    for file, line, function in itertools.chain(*(generations[before] or generations[-1:])):
+        seen = materials.names.get((file, line))
+        if not before.start or (seen is not None and seen.half):
+            lifting = LinePin(function, (line,), is_lifted=True)
+            place = _decided(lines_title(file, [line]), pin, file, lifting, materials)
+            around = materials.lines.calls.get((file, line)) if place.refused else None
+            if around is not None or not place.refused:
+                yield _around(around, pin, materials) if around is not None else place
 
 
 def _forward(pin: Pin, materials: Materials) -> Iterator[Placement]:
@@ -180,9 +191,11 @@ def _helper(pin: Pin, materials: Materials) -> Iterator[Placement]:
     yield Placement(f"{title}, by name", file, None, (pin.name,), refused=refused)
 
 
+GENERATIONS = (*(slice(number, number + 1) for number in range(MOST_GENERATIONS + 1)), slice(None))
+
 WAYS: tuple[tuple[PlacementRule, ...], ...] = (
     (_own_code, _library_call, _forward, _call, _helper),
-    (_where_it_is_made, _forward, _call, _helper),
+    *((functools.partial(_where_it_is_made, before=before), _forward, _call, _helper) for before in GENERATIONS),
     (_forward, _call, _helper),
     (_helper,),
 )
@@ -193,7 +206,7 @@ def _decided(
     title: str, pin: Pin, file: str, source: SourcePin, materials: Materials, function: SourceFunction | None = None
 ) -> Placement:
     """The placement, with why it is refused or how many lines it takes."""
-    edited = materials.edited(file, [source])
+    edited = materials.edited(file, (source,))
     before = Path(file).read_bytes().splitlines()
     matcher = difflib.SequenceMatcher(None, before, edited.source.splitlines(), autojunk=False)
     length = sum(end - start + new - old for kind, start, end, old, new in matcher.get_opcodes() if kind != "equal")
@@ -280,7 +293,7 @@ def planned(materials: Materials, ways: Sequence[PlacementRule] | None = None, u
         placements, reasons = _best(pin, materials, WAYS[0] if ways is None else ways)
         chosen += placements
         refused += reasons
-    chosen = list(_merged(chosen))
+    chosen = list(_merged(chosen, materials))
     parts = [part for part in _parts(chosen, materials) if _title(part) not in unneeded]
     chosen = [place for part in parts for place in part]
     units = tuple(_unit(part, materials) for part in parts)
@@ -380,8 +393,9 @@ def _is_pinned(name: str, pins: Iterable[Pin]) -> bool:
     )
 
 
-def _merged(placements: Sequence[Placement]) -> Iterator[Placement]:
-    """Pins of several instances of a class come to the same edit; lines of one function to one, or to the whole."""
+def _merged(placements: Sequence[Placement], materials: Materials) -> Iterator[Placement]:
+    """Pins of several instances of a class come to the same edit; lines of one function to one for each block, or to
+    the whole."""
     whole = {place.function for place in placements if isinstance(place.source, FunctionPin)}
     by_target: dict[tuple[object, ...], list[Placement]] = {}
     for place in placements:
@@ -391,14 +405,26 @@ def _merged(placements: Sequence[Placement]) -> Iterator[Placement]:
         first = next((place for place in same if isinstance(place.source, FunctionPin)), same[0])
         pins = tuple(dict.fromkeys(pin for place in same for pin in place.pins))
         notes = tuple(dict.fromkeys(note for place in same for note in place.notes))
-        if isinstance(first.source, LinePin):
-            pinned = [place.source for place in same if isinstance(place.source, LinePin)]
-            lines = tuple(sorted({line for source in pinned for line in source.lines}))
-            if lines != first.source.lines:
-                on = f"{first.source.callee}() on " if first.source.callee else ""
-                source = replace(first.source, lines=lines)
-                first = replace(first, title=on + lines_title(first.file, lines), source=source)
-        yield replace(first, pins=pins, notes=notes)
+        merged = replace(first, pins=pins, notes=notes)
+        if not isinstance(first.source, LinePin):
+            yield merged
+            continue
+        pinned = [place.source for place in same if isinstance(place.source, LinePin)]
+        lines = tuple(sorted({line for source in pinned for line in source.lines}))
+        parts = _blocks(first.file, replace(first.source, lines=lines), materials)
+        on = f"{first.source.callee}() on " if first.source.callee else ""
+        for part in parts:
+            is_new = part != first.source.lines
+            title = on + lines_title(first.file, part) if is_new else first.title
+            yield replace(merged, title=title, source=replace(first.source, lines=part))
+
+
+def _blocks(file: str, source: LinePin, materials: Materials) -> list[tuple[int, ...]]:
+    """The lines of a pin, those of one block together."""
+    blocks, found = materials.edited(file, (source,)).blocks, dict[int, list[int]]()
+    for line in source.lines:
+        found.setdefault(blocks.get(line, next(reversed(found), line)), []).append(line)
+    return [tuple(lines) for lines in found.values()]
 
 
 def _target(place: Placement) -> tuple[object, ...]:
@@ -420,7 +446,7 @@ def _unit(part: Sequence[Placement], materials: Materials) -> PatchUnit:
     for place in part:
         sharing = _sharing(place, materials)
         # The code that is edited runs for modules beside those that are pinned.
-        is_shared = sharing is not None and sharing.pinned < sharing.running
+        is_shared = sharing is not None and max(sharing.pinned, 1) < sharing.running
         notes += [*place.notes, str(sharing)] if is_shared else place.notes
     return PatchUnit(_title(part), tuple(pin for place in part for pin in place.pins), tuple(dict.fromkeys(notes)))
 
@@ -436,7 +462,7 @@ def _applied(placements: Sequence[Placement], materials: Materials) -> tuple[tup
     for file in dict.fromkeys(place.file for place in placements):
         before = Path(file).read_bytes()
         here = [place for place in placements if place.file == file]
-        edited = materials.edited(file, [place.source for place in here if place.source is not None])
+        edited = materials.edited(file, tuple(place.source for place in here if place.source is not None))
         here_refused = list(edited.refused)
         names = [name for place in here if place.source is None for name in place.pins]
         if names:

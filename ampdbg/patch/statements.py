@@ -182,13 +182,15 @@ class PinnedLine:
     """A line of simple statements that is pinned, and what of it runs in FP32.
 
     ``number`` is the first of its lines that a pin names. ``callees`` are the canonical texts of what is called in
-    FP32. The line's own operations run in FP32 where ``operations`` says so.
+    FP32. The line's own operations run in FP32 where ``operations`` says so, and where it ``is_lifted`` it casts
+    nothing to half.
     """
 
     number: int
     names: TensorNames
     callees: frozenset[str] = frozenset()
     operations: bool = False
+    is_lifted: bool = False
 
     def is_pinned(self, node: cst.CSTNode) -> bool:
         return isinstance(node, cst.Call) and code_of(node.func) in self.callees
@@ -242,7 +244,7 @@ def pieces_of_line(line: cst.SimpleStatementLine, pinned: PinnedLine) -> Sequenc
         except EditError as error:
             refused.append(error)
             pieces.append(Piece(_line(small), pinned.names, pinned))
-    if not any(piece.is_fp32 for piece in pieces):
+    if refused and not any(piece.is_fp32 for piece in pieces):
         raise refused[0]
     for index, margin in ((0, "leading_lines"), (-1, "trailing_whitespace")):
         statement = pieces[index].statement.with_changes(**{margin: getattr(line, margin)})
@@ -261,6 +263,12 @@ def _pieces_of_small(small: cst.BaseSmallStatement, pinned: PinnedLine) -> list[
         EditError: there is nothing to pin in it, or it cannot be written so without a change of what it does.
     """
     _refuse_suspended(small)
+    if pinned.is_lifted and (lifted := small.visit(_Lifting(pinned.names))) is not small:
+        assert isinstance(lifted, cst.BaseSmallStatement)
+        casts = value_of(lifted)
+        if casts is not None and not any(map(pinned.names.computes, _apart(casts, pinned))):
+            return [Piece(_line(lifted), pinned.names, pinned)]
+        small = lifted
     if pinned.operations:
         _refuse_writes(small, pinned.names)
         small = _without_augmented(small, pinned.names)
@@ -427,6 +435,29 @@ class Replaced(cst.CSTTransformer):
     def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> cst.CSTNode:  # type: ignore[override]
         return self._new.get(id(original_node), updated_node)
 
+
+@dataclass
+class _Lifting(cst.CSTTransformer):
+    """Writes ``x.float()`` for each cast to half: ``x.half()``, ``x.to(torch.float16)``, ``x.to(y.dtype)``."""
+
+    names: TensorNames
+
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:  # noqa: N802 - LibCST's name
+        name, args = called_name(updated_node), updated_node.args
+        is_cast = name in ("half", "bfloat16") and not args
+        is_cast |= name in ("to", "type") and len(args) == 1 and self._is_half(args[0].value)
+        if not is_cast or not isinstance(updated_node.func, cst.Attribute):
+            return updated_node
+        return updated_node.with_changes(func=updated_node.func.with_changes(attr=cst.Name("float")), args=())
+
+    def _is_half(self, dtype: cst.BaseExpression) -> bool:
+        match dtype:
+            case cst.Attribute(value=of, attr=cst.Name("dtype")):
+                return code_of(of) in self.names.half
+        return self.names.bindings.origin(dtype) in HALF_DTYPES
+
+
+HALF_DTYPES = ("torch.float16", "torch.half", "torch.bfloat16")
 
 # What is refused, and what is written otherwise
 

@@ -22,6 +22,7 @@ from ampdbg.pinning.experiment import Experiment
 from ampdbg.pinning.pin_set import Contradiction, Setting, record_of_best, record_of_found, record_without_set
 from ampdbg.probes.garbage import seldom_collected
 from ampdbg.probes.module_calls import module_paths
+from ampdbg.probes.op_trace import OpPlace
 from ampdbg.probes.shadow_trace import RangeSeen
 from ampdbg.quantities import counted, number
 from ampdbg.record.codes import CODES
@@ -287,17 +288,17 @@ STRATEGIES: dict[Strategy, Callable[[Setting], Result]] = {
 
 def _proposed(setting: Setting, pins: Sequence[str]) -> list[str]:
     """The atoms where the shadow of a failing step, with the pins in force, goes beyond FP16."""
-    tree = setting.experiment.tree
+    experiment = setting.experiment
     proposed = (
-        tree.own(name)
-        for case in setting.experiment.cases
-        for name in _proposed_by_shadow(setting.run, case.failing, pins)
+        experiment.atom_at(place.module, *(place.line or ())[:2])
+        for case in experiment.cases
+        for place in _proposed_by_shadow(setting.run, case.failing, pins)
     )
-    return [atom for atom in proposed if tree.has_run(atom)]
+    return [atom for atom in proposed if experiment.tree.has_run(atom)]
 
 
-def _proposed_by_shadow(run: Run, failing: FailingStep, pins: Sequence[str]) -> list[str]:
-    """The modules of every op that would overflow, in order of execution; gradients at the step's own loss scale,
+def _proposed_by_shadow(run: Run, failing: FailingStep, pins: Sequence[str]) -> list[OpPlace]:
+    """The places of every op that would overflow, in order of execution; gradients at the step's own loss scale,
     where it is they that overflow. None where the step cannot run in bfloat16: code that asks for its dtype."""
     scale = failing.scale if failing.made.why == "gradients" else LOWEST_SCALE
     try:
@@ -308,11 +309,11 @@ def _proposed_by_shadow(run: Run, failing: FailingStep, pins: Sequence[str]) -> 
     return list(_overflowing(ranges, scale, run.mode.format))
 
 
-def _overflowing(ranges: Iterable[RangeSeen], scale: float, low: FloatFormat) -> Iterator[str]:
+def _overflowing(ranges: Iterable[RangeSeen], scale: float, low: FloatFormat) -> Iterator[OpPlace]:
     for seen in ranges:
         if seen.place.phase == "forward":
             beyond = seen.overflow == "starts"
         else:
             beyond = seen.overflow != "carried" and seen.output.largest * scale >= low.overflow_threshold
         if beyond:
-            yield seen.place.module
+            yield seen.place

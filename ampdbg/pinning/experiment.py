@@ -98,9 +98,13 @@ class Experiment:
         return any(site.value is not None and site.value > largest for site in forward)
 
     def atom_of(self, site: PinSite) -> str:
-        """The atom that an op is of: its module's own lines, or its line of a script behind all modules."""
-        line = "" if site.module or site.source is None else name_of_line(site.source.file, site.source.line)
-        return line if line and line in self.tree else self.tree.own(site.module)
+        """The atom that an op is of."""
+        return self.atom_at(site.module, *((site.source.file, site.source.line) if site.source is not None else ()))
+
+    def atom_at(self, module: str, file: str = "", number: int = 0) -> str:
+        """The atom of a place: its module's own lines, or its line of a script behind all modules."""
+        line = name_of_line(file, number)
+        return line if not module and line in self.tree else self.tree.own(module)
 
     def _note(self, sites: Iterable[PinSite], pins: Sequence[str]) -> None:
         pinned = self.tree.expand(pins)
@@ -151,7 +155,7 @@ class Health:
 
 
 Names = Literal["always", "unhealthy", "never"]
-"""Whether a trial names what goes wrong, which takes several times as long. One that is expected to be healthy does so
+"""A trial names what goes wrong, which takes several times as long. One that is expected to be healthy does so
 only where it is not. What is silent is always looked for; where nothing is to be named, the first op is enough."""
 
 

@@ -13,8 +13,6 @@ import torch
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampdbg.formats import FLOAT32, FORMATS
-
 Wider = Mapping[torch.dtype, torch.dtype]
 """What each dtype becomes; those that are not in it stay."""
 
@@ -83,24 +81,23 @@ def widen(tensor: torch.Tensor, wider: Wider) -> None:
     tensor.grad = None if gradient is None else widened(gradient, wider)
 
 
-def rounded(tensor: torch.Tensor, dtype: torch.dtype, draw: int = 0) -> torch.Tensor:
-    """Floating-point values rounded to ``dtype`` and kept in their own; what it cannot hold stays.
-
-    Each ``draw`` but 0 rounds what lies between two of its values up or down at random, in a way of its own.
-    """
+def rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Floating-point values rounded to ``dtype`` and kept in their own; what it cannot hold stays."""
     if not tensor.is_floating_point() or tensor.layout is not torch.strided:
         return tensor
-    drawn = _at_random(tensor, dtype, draw) if draw and type(tensor) is torch.Tensor else tensor
-    return torch.where(tensor.abs() <= torch.finfo(dtype).max, drawn.to(dtype).to(tensor.dtype), tensor)
+    return torch.where(tensor.abs() <= torch.finfo(dtype).max, tensor.to(dtype).to(tensor.dtype), tensor)
 
 
-def _at_random(tensor: torch.Tensor, dtype: torch.dtype, draw: int) -> torch.Tensor:
-    """Noise in the bits that ``dtype`` lacks, which are cut off then, carries over as often as they are large."""
-    missing = FLOAT32.precision - FORMATS[str(dtype).removeprefix("torch.")].precision
+def spread(tensor: torch.Tensor, dtype: torch.dtype, draw: int) -> torch.Tensor:
+    """Floating-point values moved at random, each by half an ``eps`` of ``dtype`` at most: as far as rounding moves it.
+
+    A value that ``dtype`` holds is moved too: what a step computes with it is rounded. One in half becomes float32.
+    """
+    if not tensor.is_floating_point() or type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+        return tensor
     generator = torch.Generator(tensor.device).manual_seed(draw)
-    bits = tensor.float().contiguous().view(torch.int32)
-    noise = torch.empty_like(bits).random_(1 << missing, generator=generator)
-    return ((bits + noise) >> missing << missing).view(torch.float32)
+    share = torch.rand(tensor.shape, generator=generator, device=tensor.device) - 0.5
+    return widened(tensor, LIFTS["float32"]) * (1.0 + share * torch.finfo(dtype).eps)
 
 
 @contextlib.contextmanager

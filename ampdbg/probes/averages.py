@@ -87,12 +87,12 @@ class AverageTrace(TorchDispatchMode):
         return result
 
     def may_begin(self, tensor: torch.Tensor) -> bool:
-        """Whether this is a half tensor of one of the shapes."""
+        """This is a half tensor of one of the shapes."""
         is_of_shape = tensor.dtype in HALVES and tensor.shape in self._shapes
         return is_of_shape and storage_of(tensor) not in {0, *self._but}
 
     def _is_followed(self, tensor: torch.Tensor) -> bool:
-        """Whether it has a twin, or was there before the stretch and is to have one."""
+        """It has a twin, or was there before the stretch and is to have one."""
         place = place_of(tensor)
         return place in self.given or (place not in self._new and self.may_begin(tensor))
 
@@ -169,6 +169,13 @@ def _is_near(aim: torch.Tensor, values: torch.Tensor) -> bool:
     return bool((aim - values).abs().amax() <= NEAR * values.abs().amax())
 
 
+def _may_begin(trace: AverageTrace, tensor: torch.Tensor) -> bool:
+    """A tensor of the process can be an average; one of a class that raises at any question is none."""
+    with suppress(Exception):
+        return tensor.dtype in HALVES and trace.may_begin(stored(tensor))
+    return False
+
+
 @dataclass
 class FollowedAverage:
     """What is known of the average of a parameter, over windows that begin where it was ``last`` found."""
@@ -231,12 +238,11 @@ class Averages:
             self._stretch.enter_context(replaced(torch.nn.Module, "__call__", self._ending))
 
     def _may_be_any(self, trace: AverageTrace) -> bool:
-        """Whether there are tensors that can be averages."""
+        """There are tensors that can be averages."""
         if not self._may_be:
             now = time.monotonic()
             self._looks_at = max(now + LOOKS_AGAIN, 2.0 * now - self._began)
-            halves = (one for one in alive_in_process(torch.Tensor) if one.dtype in HALVES)
-            self._may_be = any(map(trace.may_begin, map(stored, halves)))
+            self._may_be = any(_may_begin(trace, tensor) for tensor in alive_in_process(torch.Tensor))
         return self._may_be
 
     def _ending(self, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -49,12 +49,15 @@ class Calls:
         """The 16-bit dtypes in the graphs of the losses so far; ``compiled`` where a graph shows none of its own."""
         self.computed: dict[int, torch.dtype] = {}
         """By the ``id`` of a parameter, in which dtype those graphs compute with it."""
+        self.wrote: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+        """Of the last backward pass: the places of the optimizers whose gradients it has written, and of those whose
+        gradients were cleared before it."""
         self.graphs = 0
         """So many losses' graphs were looked into for them."""
         self.scalers: dict[int, str] = {}
         """By ``id``, those that were given losses: the kind of device that each is for; "" for one that is off."""
         self.scales_gradients = False
-        """Whether ``autograd.grad`` has made a graph of what a scaler had scaled."""
+        """``autograd.grad`` has made a graph of what a scaler had scaled."""
         self.clip_grad_norm: float | None = None
         """What the loop clips the norm of its gradients to; None where it does not."""
         self._actors: dict[int, weakref.ref[Any]] = {}
@@ -131,7 +134,7 @@ class Calls:
             self._report(Hit(code, Call("backward", self._step(), line=line, raised=text_of(error))), line)
 
     def explains(self, error: BaseException | None) -> bool:
-        """Whether a misuse is what raised this error."""
+        """A misuse is what raised this error."""
         return error is not None and id(error) == self._explained
 
     def scaler_of(self, optimizer: torch.optim.Optimizer) -> Any:
@@ -139,7 +142,7 @@ class Calls:
         return self._actor(self._order.carries_scale(self._places[id(optimizer)]))
 
     def is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether ``unscale_`` was called for this optimizer, and no step since."""
+        """``unscale_`` was called for this optimizer, and no step since."""
         return self._order.gradients[self._places[id(optimizer)]].unscaled is not None
 
     def backward(
@@ -176,6 +179,7 @@ class Calls:
                 written.append(place)
                 if place in filled and marks.have_grown(state):
                     added.append(place)
+        self.wrote = tuple(written), rewritten
         self._note(
             "backward",
             tuple(written),
@@ -250,7 +254,7 @@ class Calls:
         return tuple(place for place in used if place not in rewritten and not self._marks[place].are_cleared())
 
     def _is_plain(self, roots: Sequence[Any], starts: Sequence[torch.Tensor | None]) -> bool:
-        """Whether a scaler is in use, and nothing may have scaled these losses; few are looked at."""
+        """A scaler is in use, and nothing may have scaled these losses; few are looked at."""
         actors = () if self._looks == FEW else tuple(self._actors.values())
         scalers = [actor for actor in (alive() for alive in actors) if isinstance(actor, GradScaler)]
         self._looks += bool(scalers)
@@ -288,7 +292,7 @@ def _forget(numbers: dict[int, int], actors: dict[int, weakref.ref[Any]], key: i
 
 @lru_cache(maxsize=64)
 def _takes_score(step: Callable[..., Any]) -> bool:
-    """Whether a class of schedulers must be told something at each ``step``: one that a script makes while it is
+    """A class of schedulers must be told something at each ``step``: one that a script makes while it is
     watched is seen only where that calls the base's, and may hand on nothing."""
     try:
         _, *others = signature(step).parameters.values()
@@ -322,11 +326,11 @@ class GradientMarks:
         self.noted = now
 
     def are_rewritten(self, now: Marks) -> bool:
-        """Whether the gradients of ``now`` were cleared, or written by someone, since they were noted."""
+        """The gradients of ``now`` were cleared, or written by someone, since they were noted."""
         return now != self.noted or not any(now)
 
     def are_cleared(self) -> bool:
-        """Whether the gradients are zero though nobody was seen to write them, as by ``p.grad.data.zero_()`` or by the
+        """The gradients are zero though nobody was seen to write them, as by ``p.grad.data.zero_()`` or by the
         optimizer's own step: a loop that clears them so once does so always. On a GPU this syncs, until it is so."""
         if not self._is_cleared_unseen:
             found = (getattr(alive(), "grad", None) for alive in self._parameters)
@@ -334,7 +338,7 @@ class GradientMarks:
         return self._is_cleared_unseen
 
     def have_grown(self, before: Marks) -> bool:
-        """Whether any gradient that was there before has been written since, as one that is added to."""
+        """Any gradient that was there before has been written since, as one that is added to."""
         return any(old is not None and old != new for old, new in zip(before, self.noted, strict=True))
 
 

@@ -54,7 +54,7 @@ def drawn_alike(draws: Draws, *, notes: bool) -> Iterator[None]:
 
 
 def depends_on_dtype(tensor: torch.Tensor) -> bool:
-    """Whether other random numbers are drawn for a tensor of its shape in another dtype."""
+    """Other random numbers are drawn for a tensor of its shape in another dtype."""
     return tensor.is_cuda
 
 
@@ -71,15 +71,14 @@ class _Drawing:
         self._number = 0
 
     def dropout(self, original: Function) -> Function:
-        """What stands for ``torch.dropout(input, p, train)``, or its in-place form."""
+        """What stands for ``torch.dropout(input, p, train)``, or its in-place form: the same ops in every dtype, so
+        that what FP32 reaches in one can be held against it."""
         is_in_place = original.__name__.endswith("_")
 
         def call(input: torch.Tensor, p: float, train: bool) -> Any:  # noqa: A002 - it may be named
             if not (train and 0.0 < p < 1.0) or not self._is_drawn_anew(input):
                 return original(input, p, train)
             dtype = self._noted(input.dtype)
-            if dtype is input.dtype:
-                return original(input, p, train)
             with torch.no_grad(), _disable_current_modes():  # it is none of the step's ops
                 kept = mask_of(input, dtype, p)
             scale = 1.0 / (1.0 - p)

@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from ampdbg.probes.calls import Calls
-from ampdbg.probes.open_step import Gradients, Loop, NormOfEach, is_finite_scalar
+from ampdbg.probes.open_step import Gradients, Loop, NormOfEach, OpenStep, is_finite_scalar
 from ampdbg.probes.optimizers import Optimizers
 from ampdbg.probes.steps import StepLog
 from ampdbg.probes.tensors import Scalar, is_at_hand, is_on_device, to_host, total_norm
@@ -138,12 +138,12 @@ class Measures:
         are_read = all(map(is_at_hand, flags))
         if not are_read or (flags and not any(flag.item() for flag in flags)):
             each = gradient_norms(optimizer) if may_change and not are_read else None
-            self._known[id(optimizer)] = Gradients(each=each)
+            self._known(optimizer)[id(optimizer)] = Gradients(each=each)
 
     def before_kernel(self, optimizer: Optimizer, divisor: Scalar) -> None:
         """To be called before a scaler steps an optimizer whose gradients it does not unscale, nor anybody alters."""
         if not self._wants_norm:
-            self._known[id(optimizer)] = Gradients()
+            self._known(optimizer)[id(optimizer)] = Gradients()
         self.take(optimizer, divisor, may_change=False)
 
     def before_clipping(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -152,38 +152,39 @@ class Measures:
         for optimizer in [one for one in self._optimizers if self._calls.place_of(one) in places]:
             scaled = self._calls.scaler_of(optimizer) is not None
             is_early = not self._calls.is_unscaled(optimizer)
-            self.take(optimizer, self._loop.now.loss_scale() if scaled else 1.0, is_early=is_early)
+            self.take(optimizer, self._step_of(optimizer).loss_scale() if scaled else 1.0, is_early=is_early)
 
     def take(self, optimizer: Optimizer, divisor: Scalar, *, may_change: bool = True, is_early: bool = False) -> None:
         """Keeps what tells of the gradients as they are now, before the loop does anything to them; unless that is
         known. Those on a GPU are not waited for: where they ``may_change`` before, the norm of each is kept."""
-        is_to_be_looked_at = optimizer in self._optimizers and id(optimizer) not in self._known
+        is_to_be_looked_at = optimizer in self._optimizers and id(optimizer) not in self._known(optimizer)
         norm = gradient_norm(optimizer, divisor) if is_to_be_looked_at else None
         if isinstance(norm, torch.Tensor):
             each = gradient_norms(optimizer) if may_change else None
-            self._known[id(optimizer)] = Gradients(norm, each, is_early=is_early)
+            self._known(optimizer)[id(optimizer)] = Gradients(norm, each, is_early=is_early)
         elif norm is not None:
-            self._known[id(optimizer)] = Gradients(norm, groups=self._groups(optimizer, norm), is_early=is_early)
+            groups = self._groups(optimizer, norm)
+            self._known(optimizer)[id(optimizer)] = Gradients(norm, groups=groups, is_early=is_early)
 
     def are_finite(self, optimizer: Optimizer) -> bool:
-        """Whether the gradients of an optimizer are finite, as far as they were measured. On a GPU this syncs."""
-        known = self._known.get(id(optimizer))
+        """The gradients of an optimizer are finite, as far as they were measured. On a GPU this syncs."""
+        known = self._known(optimizer).get(id(optimizer))
         return known is None or is_finite_scalar(known.norm)
 
     def withheld(self, optimizer: Optimizer, divisor: Scalar) -> None:
         """To be called where a scaler has withheld a step: it has found what it was trusted to find."""
-        known = self._known.get(id(optimizer))
+        known = self._known(optimizer).get(id(optimizer))
         if known is not None and known.norm is None:
             known.norm = gradient_norm(optimizer, divisor) if known.each is None else known.each[1].amax()
 
     def note_groups(self, optimizer: Optimizer) -> None:
         """Adds the groups whose gradients were not finite to the step."""
-        known = self._known.get(id(optimizer), Gradients())
+        known = self._known(optimizer).get(id(optimizer), Gradients())
         groups = self._optimizers.nonfinite_groups(optimizer, known.each) if known.groups is None else known.groups
-        self._loop.now.groups += groups
+        self._step_of(optimizer).groups += groups
 
     def steps_on_lost(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer whose step a scaler has just called is to step, though a loss is known to be lost.
+        """An optimizer whose step a scaler has just called is to step, though a loss is known to be lost.
 
         The scaler has waited for a GPU, which has nothing left to do: to read from it is free. Where a fused optimizer
         finds what is not finite, nobody has waited yet, and nobody does so here.
@@ -192,12 +193,12 @@ class Measures:
         if found_inf is None:
             self.read(optimizer)
         is_to_step = found_inf is None or not (is_on_device(found_inf) or found_inf)
-        return is_to_step and not self._loop.now.is_known_finite()
+        return is_to_step and not self._step_of(optimizer).is_known_finite()
 
     def read(self, optimizer: Optimizer, others: Sequence[Scalar] = ()) -> list[float]:
         """Brings the losses to the host, the norm of an optimizer's gradients, and others, whose values it returns. On
         a GPU this syncs once."""
-        step, known = self._loop.now, self._known.get(id(optimizer), Gradients())
+        step, known = self._step_of(optimizer), self._known(optimizer).get(id(optimizer), Gradients())
         norms = [] if known.norm is None else [known.norm]
         values = to_host([*norms, *step.scaled, *others])
         for known.norm in values[: len(norms)]:
@@ -212,9 +213,11 @@ class Measures:
         """The groups that are not finite, where the norm is not."""
         return None if math.isfinite(norm) else self._optimizers.nonfinite_groups(optimizer)
 
-    @property
-    def _known(self) -> dict[int, Gradients]:
-        return self._loop.now.gradients
+    def _step_of(self, optimizer: Optimizer) -> OpenStep:
+        return self._loop.step_of(self._calls.place_of(optimizer))
+
+    def _known(self, optimizer: Optimizer) -> dict[int, Gradients]:
+        return self._step_of(optimizer).gradients
 
     @property
     def _wants_norm(self) -> bool:

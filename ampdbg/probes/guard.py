@@ -83,7 +83,7 @@ class Guard:
 
 
 def _is_of_a_signal(error: Exception) -> bool:
-    """Whether a signal's handler of the loop's own has raised it, as for a time limit: that may be anywhere."""
+    """A signal's handler of the loop's own has raised it, as for a time limit: that may be anywhere."""
     handlers = map(signal.getsignal, signal.valid_signals())
     codes = {getattr(getattr(handler, "__func__", handler), "__code__", None) for handler in handlers}
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))

@@ -15,7 +15,7 @@ import torch
 
 from ampdbg.probes.source_lines import tracing
 from ampdbg.probes.tensors import HALVES
-from ampdbg.source.ownership import Line, is_users_file
+from ampdbg.source.ownership import LibraryLine, Line, is_users_file
 from ampdbg.syntax_tree import UNPARSABLE, syntax_tree
 
 _PLAIN = (ast.Name, ast.Attribute, ast.Subscript)
@@ -47,7 +47,8 @@ class CallNames:
         self._read: dict[str, Mapping[int, tuple[int, Mapping[str, ast.expr]]]] = {}
 
     def note(self, line: Line | None) -> None:
-        """To be called below the line, before what it calls is run; of a library's code nothing is noted."""
+        """To be called below the line, before what it calls is run; of a library's it is that which led there."""
+        line = line.caller if isinstance(line, LibraryLine) else line
         if line is None or not is_users_file(line[0]):
             return
         frame: FrameType | None = sys._getframe(1)

@@ -55,7 +55,7 @@ class HalfWeights:
         self._entered = ExitStack()
         self.loop: LoopLines | None = None
         self.is_lowered = False
-        """Whether the model is called under autocast anyway."""
+        """The model is called under autocast anyway."""
 
     def __enter__(self) -> HalfWeights:
         with ExitStack() as stack:

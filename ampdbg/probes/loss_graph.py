@@ -92,12 +92,12 @@ def _computed_with(leaf: Any, takers: Mapping[Any, Any]) -> torch.dtype | None:
 
 
 def is_scaled_by_hand(roots: Sequence[Any]) -> bool:
-    """Whether the losses were multiplied by a large constant on the way to ``backward``. Syncs on a GPU."""
+    """The losses were multiplied by a large constant on the way to ``backward``. Syncs on a GPU."""
     return any(_factor(node) >= SCALED_BY_HAND for node in islice(_nodes(roots), 3))
 
 
 def is_plain(roots: Sequence[Any], starts: Sequence[torch.Tensor | None]) -> bool:
-    """Whether nothing in the graph of these losses may have scaled them; the backward pass ``starts`` with these.
+    """Nothing in the graph of these losses may have scaled them; the backward pass ``starts`` with these.
 
     A product with a constant tensor may: that tensor may be a gradient of a scaled loss.
     """
@@ -109,25 +109,25 @@ def is_plain(roots: Sequence[Any], starts: Sequence[torch.Tensor | None]) -> boo
 
 
 def is_one(gradient: torch.Tensor | None) -> bool:
-    """Whether a backward pass starts from the loss as it is: torch fills in a one where nothing is given."""
+    """A backward pass starts from the loss as it is: torch fills in a one where nothing is given."""
     return gradient is None or (gradient.numel() == 1 and float(gradient) == 1.0)
 
 
 def is_scaling(scaler: GradScaler) -> bool:
-    """Whether the scaler has a scale that makes a difference. Syncs on a GPU."""
+    """The scaler has a scale that makes a difference. Syncs on a GPU."""
     scale = getattr(scaler, "_scale", None)
     return isinstance(scale, torch.Tensor) and float(scale) >= SCALED_BY_HAND
 
 
 def _is_torchs(node: Any) -> bool:
-    """Whether what the node does is known: a compiled or a user's own function may scale."""
+    """What the node does is known: a compiled or a user's own function may scale."""
     if isinstance(node, BackwardCFunction):
         return str(getattr(type(node), "_forward_cls", node).__module__).startswith("torch.")
     return not node.name().startswith("CompiledFunction")
 
 
 def _has_constant_factor(node: Any) -> bool:
-    """Whether the node is of a product, number by number, with a tensor of several that needs no gradient."""
+    """The node is of a product, number by number, with a tensor of several that needs no gradient."""
     if not node.name().startswith(("MulBackward", "DotBackward")):
         return False
     saved = _saved(node)

@@ -165,7 +165,7 @@ def _children(module: nn.Module) -> list[nn.Module]:
 
 
 def is_global_of_script(name: str, model: nn.Module) -> bool:
-    """Whether the running script has this name for the model, or for what wraps it."""
+    """The running script has this name for the model, or for what wraps it."""
     value = vars(sys.modules["__main__"]).get(name)
     return isinstance(value, nn.Module) and unwrapped(value) is model
 

@@ -141,12 +141,12 @@ class OpSeen:
 
     @property
     def produces(self) -> bool:
-        """Whether inf or NaN starts here: finite inputs, an output that is not."""
+        """Inf or NaN starts here: finite inputs, an output that is not."""
         return self.inputs.is_finite and not self.output.is_finite
 
     @property
     def makes_nan(self) -> bool:
-        """Whether NaN starts here, be it of infinities."""
+        """NaN starts here, be it of infinities."""
         return self.output.nan > 0 and not self.inputs.nan
 
 
@@ -163,7 +163,7 @@ class PlacedOps(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Whether torch is to keep its compiler from the method below: nothing is compiled while a trace is entered,
+        """Torch is to keep its compiler from the method below: nothing is compiled while a trace is entered,
         and at every op that costs as much as a small op."""
         return False
 
@@ -195,7 +195,7 @@ class PlacedOps(TorchDispatchMode):
 
     @property
     def is_inner_backward(self) -> bool:
-        """Whether ``autograd.grad`` runs, outside of the pass of the loss."""
+        """``autograd.grad`` runs, outside of the pass of the loss."""
         return self._places.is_inner_backward
 
     def around(self, seam: Seam, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

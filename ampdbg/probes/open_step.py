@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any
 
@@ -34,12 +35,13 @@ class Gradients:
     is_early: bool = False
 
 
-@dataclass
+@dataclass(eq=False)
 class OpenStep:
     """What is known of a step before it is closed. On a GPU the numbers are still there, as scalar tensors.
 
-    ``mark`` stands behind the last of the losses that are there still. ``scaler`` is the enabled one that has scaled a
-    loss, ``number`` tells it from others, ``optimizer`` is that of the first that stepped, ``bare`` holds the
+    ``mark`` stands behind the last of the losses that are there still, and ``gone`` of them have gone backward.
+    ``scaler`` is the enabled one that has scaled a loss, ``number`` tells it from others, ``optimizer`` is that of the
+    first that stepped, ``bare`` holds the
     optimizers (by ``id``) whose own step was called by the loop itself; of the one whose step is ``running``, else 0,
     ``before_closure`` says how many losses there were when it began, and ``first_closure`` has those of the first time
     that it has run its closure.
@@ -50,6 +52,7 @@ class OpenStep:
 
     scaled: list[Scalar] = field(default_factory=list)
     mark: Mark | None = None
+    gone: int = 0
     losses: dict[str, Scalar] = field(default_factory=dict)
     gradients: dict[int, Gradients] = field(default_factory=dict)
     norms: list[Scalar] = field(default_factory=list)
@@ -89,7 +92,7 @@ class OpenStep:
         self.mark = Mark(losses[-1]) if losses and is_on_device(losses[-1]) else self.mark
 
     def has_finite_loss(self) -> bool:
-        """Whether all losses are finite. On a GPU this syncs."""
+        """All losses are finite. On a GPU this syncs."""
         return all(map(is_finite_scalar, self.scaled))
 
     def is_known_finite(self) -> bool:
@@ -105,10 +108,6 @@ class OpenStep:
         """The loss scale of now, not synced; without asking for it as the loop would."""
         scale = self.scaler._get_scale_async() if self.scaler is not None else None
         return 1.0 if scale is None else scale
-
-    def forget_early(self) -> None:
-        """More gradients are to come: what was measured of those that still carry the scale is not all."""
-        self.gradients = {key: known for key, known in self.gradients.items() if not known.is_early}
 
     def end(self) -> None:
         """Keeps what :meth:`to_step` needs, and lets go of the rest."""
@@ -159,7 +158,7 @@ def _first_unless_lost(first: Scalar, last: Scalar) -> Scalar:
 
 
 def is_finite_scalar(norm: Scalar | None) -> bool:
-    """Whether a norm is finite, or there is none. On a GPU this syncs."""
+    """A norm is finite, or there is none. On a GPU this syncs."""
     return norm is None or math.isfinite(norm)
 
 
@@ -169,15 +168,61 @@ _SEAM = itemgetter(0)
 class Loop(threading.local):
     """Where the loop of a thread is; other threads may train other models meanwhile.
 
-    ``trained`` are the threads that have gone backward, for all threads one set.
+    ``trained`` are the threads that have gone backward, for all threads one set. ``now`` is the step that the last
+    losses or the last call of an optimizer were for; ``open`` has those that are under way by the place of their
+    optimizers, which share one where the same losses have written their gradients.
     """
 
     def __init__(self, trained: set[int]) -> None:
         self.trained = trained
         self.now = OpenStep()
+        self.open: dict[int, OpenStep] = {}
         self.fired: set[int] = set()
         self.inside: list[tuple[str, int]] = []
 
+    def step_of(self, place: int) -> OpenStep:
+        """The open step of an optimizer; the last one where no losses are known to be its own."""
+        return self.open.get(place, self.now)
+
+    def add_losses(self, outputs: Any) -> None:
+        """Adds losses that are about to go backward: whose they are is known behind that."""
+        if not self.now.running and self.now in self.open.values():
+            self.now = OpenStep()
+        self.now.add_losses(outputs)
+
+    def went_backward(self, wrote: Iterable[int], cleared: Iterable[int]) -> list[OpenStep]:
+        """Gives the losses that have gone backward to the optimizers whose gradients that ``wrote``. Returns the steps
+        that the loop has given up: all of their gradients were ``cleared`` before it."""
+        going = self.now
+        if going.running or going.stepped:  # inside of the backward pass
+            return []
+        losses, going.gone = going.scaled[going.gone :], len(going.scaled)
+        given_up = [step for place in cleared if (step := self.open.pop(place, None)) is not None]
+        sharing = defaultdict[OpenStep | None, list[int]](list)
+        for place in wrote:
+            sharing[self.open.get(place)].append(place)
+        for shared, places in sharing.items():
+            step = shared or OpenStep()
+            if [*self.open.values()].count(step) > len(places):  # others have not all of these losses
+                step = replace(step, scaled=[*step.scaled], gradients={})
+            step.scaled += losses
+            step.mark, step.gone = going.mark or step.mark, len(step.scaled)
+            step.scaler, step.number = going.scaler or step.scaler, going.number or step.number
+            self.open.update(dict.fromkeys(places, step))
+            self.now = step
+        return [step for step in dict.fromkeys(given_up) if step not in self.open.values()]
+
+    def close(self) -> OpenStep:
+        """The step that ends; others stay open."""
+        step, self.now = self.now, OpenStep()
+        self.open = {place: other for place, other in self.open.items() if other is not step}
+        return step
+
+    def forget_early(self) -> None:
+        """More gradients are to come: what was measured of those that still carry the scale is not all."""
+        for step in (self.now, *self.open.values()):
+            step.gradients = {key: known for key, known in step.gradients.items() if not known.is_early}
+
     def is_inside(self, name: str) -> bool:
-        """Whether a call of this seam's is under way."""
+        """A call of this seam's is under way."""
         return name in map(_SEAM, self.inside)

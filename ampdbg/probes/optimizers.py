@@ -58,7 +58,7 @@ class Optimizers:
 
     @property
     def are_learnt(self) -> bool:
-        """Whether none was made since, and the weights of all have been noted."""
+        """None was made since, and the weights of all have been noted."""
         return not self._made and self._are_noted
 
     def learn(self) -> Iterator[Optimizer]:

@@ -25,5 +25,5 @@ def unwatched() -> Iterator[None]:
 
 
 def is_unwatched() -> bool:
-    """Whether this thread is not to be watched now."""
+    """This thread is not to be watched now."""
     return _thread.pauses > 0

@@ -6,7 +6,7 @@ NaN go from the op that makes them: into nothing, into a NaN, or into the gradie
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from ampdbg.ops import (
 )
 from ampdbg.probes.module_calls import ModulePaths
 from ampdbg.probes.op_trace import KnownMagnitudes, OpPlace, OpSeen, OpTrace, OpTraits, storage_of
-from ampdbg.probes.tensors import NOTHING, Magnitude, float_values, leaves_of
+from ampdbg.probes.tensors import NOTHING, Magnitude, float_values, leaves_of, may_be_bad, together
 from ampdbg.record.run import Producer
 
 BEYOND_COMPUTING = 1e30
@@ -57,6 +57,9 @@ class ProducerTrace(OpTrace):
         super().__init__(model, paths)
         self.circumstances: dict[int, Circumstances] = {}
         self.bad = BadValues(self.known)
+        self.given_bad: int | None = None
+        """The first op that makes inf or NaN of what it is given from outside of the step."""
+        self._made: set[int] = set()
         self._origins = Origins(model, batches)
         self._given: Sequence[torch.Tensor] = ()
         self._numbers: Sequence[float] = ()
@@ -83,6 +86,7 @@ class ProducerTrace(OpTrace):
         self.bad.after(len(self.ops), base_name(traits.name), before, made[:1] if traits.keeps_the_rest else made)
         super().after(traits, place, parameter, before, made)
         self._origins.after(base_name(traits.name), self._given, made)
+        self._made.update(map(storage_of, made))
         self._given = ()
 
     def added_to_a_gradient(self, given: Sequence[torch.Tensor]) -> None:
@@ -93,6 +97,10 @@ class ProducerTrace(OpTrace):
         """Notes the circumstances of a producer."""
         if seen.produces:
             self.circumstances[len(self.ops) - 1] = self._circumstances(seen, made)
+        elif not seen.output.is_finite and self.given_bad is None:
+            numbers = [] if base_name(seen.op) in FILLS else list(map(torch.tensor, self._numbers))
+            outside = [tensor for tensor in self._given if storage_of(tensor) not in self._made]
+            self.given_bad = len(self.ops) - 1 if any(map(may_be_bad, (*numbers, *outside))) else None
 
     def _circumstances(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> Circumstances:
         name = base_name(seen.op)
@@ -103,7 +111,7 @@ class ProducerTrace(OpTrace):
         )
 
     def _is_at_a_pole(self, op: str) -> bool:
-        """Whether what it is given is infinite there, as a divisor of zero: for a power the base, where the exponent is
+        """What it is given is infinite there, as a divisor of zero: for a power the base, where the exponent is
         negative."""
         if base_name(op) != "pow":
             poles = POLES_ELSEWHERE.get(base_name(op), (0.0,))
@@ -128,13 +136,13 @@ class ProducerTrace(OpTrace):
         return bool(beyond) or self._takes_a_number(name) or self._goes_below_the_lowest(seen, made)
 
     def _takes_a_number(self, name: str) -> bool:
-        """Whether a tensor of no dimensions that is no weight, as ``torch.tensor(-1e9)``, is beyond FP16."""
+        """A tensor of no dimensions that is no weight, as ``torch.tensor(-1e9)``, is beyond FP16."""
         single = [] if name in SCALINGS else [tensor for tensor in self._given if tensor.dim() == 0]
         single = [tensor for tensor in single if not self._origins.is_of_weights(tensor)]
         return any(self.known.of(tensor).largest >= FLOAT16.overflow_threshold for tensor in single)
 
     def _casts_a_constant(self) -> bool:
-        """Whether what is beyond FP16 is one negative constant several times, or beyond anything that is computed.
+        """What is beyond FP16 is one negative constant several times, or beyond anything that is computed.
 
         What a model computes can repeat as well: the activations of a token that begins every sample. It is a
         constant only where the code has written it.
@@ -149,7 +157,7 @@ class ProducerTrace(OpTrace):
         return max(abs(low), abs(high)) > BEYOND_COMPUTING or (is_repeated and not is_computed)
 
     def _goes_below_the_lowest(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> bool:
-        """Whether a mask of FP16's lowest number goes below it; a value that was clamped to that number is no mask."""
+        """A mask of FP16's lowest number goes below it; a value that was clamped to that number is no mask."""
         if seen.inputs.largest != FLOAT16.largest or not self._origins.is_written(FLOAT16.largest):
             return False
         values = [found for found in map(float_values, made) if found is not None]
@@ -239,7 +247,7 @@ class BadValues:
             self._behind[storage_of(tensor)] = behind | {index} if starts_here else behind
 
     def _is_masked_throughout(self, name: str) -> bool:
-        """Whether a softmax makes NaN of rows of -inf, which are meant as a mask wherever they come from."""
+        """A softmax makes NaN of rows of -inf, which are meant as a mask wherever they come from."""
         if name not in SOFTMAXES:
             return False
         values = (found for found in map(float_values, self._given) if found is not None)
@@ -262,16 +270,63 @@ class Mended(OpTrace):
                 self.known.forget(tensor)
 
 
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """An op with a sample of its output, to be held against another replay's; of whole numbers and masks fingerprints.
+
+    ``taken`` and ``picked`` are the fingerprints of those among its inputs and outputs. ``makers`` are the places, in
+    the trace, of the ops that its inputs come from, ``choosers`` those of what it takes elements by.
+    """
+
+    seen: OpSeen
+    sample: torch.Tensor
+    taken: tuple[int, ...]
+    makers: frozenset[int]
+    choosers: frozenset[int]
+    picked: tuple[int, ...]
+
+
 class SampleTrace(OpTrace):
-    """Notes every op with a sample of its output, to be held against another replay's."""
+    """Notes every op, those that make no floating-point values too, with a sample of its output."""
 
     def __init__(self, model: torch.nn.Module, paths: ModulePaths) -> None:
         super().__init__(model, paths)
-        self.samples: list[torch.Tensor] = []
+        self.sampled: list[Sampled] = []
+        self._made_by: dict[int, int] = {}
+        self._taken: tuple[int, ...] = ()
+        self._makers, self._choosers = frozenset[int](), frozenset[int]()
 
-    def noted(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> None:
-        """Notes the sample."""
-        self.samples.append(_sample(made))
+    def before(self, traits: OpTraits, given: Sequence[torch.Tensor], numbers: Sequence[float]) -> Magnitude:
+        """The magnitude of all inputs together; notes where they come from."""
+        choices = [one for one in given if _is_choice(one)]
+        self._taken, self._makers, self._choosers = _fingerprints(choices), self._of(given), self._of(choices)
+        return super().before(traits, given, numbers)
+
+    def after(
+        self, traits: OpTraits, place: OpPlace, parameter: str, before: Magnitude, made: Sequence[torch.Tensor]
+    ) -> None:
+        """Notes the op and the sample."""
+        super().after(traits, place, parameter, before, made)
+        seen = OpSeen(traits.name, place, before, together(map(self.known.of, made)), parameter)
+        picked = _fingerprints(filter(_is_choice, made))
+        self._made_by |= dict.fromkeys(map(storage_of, made), len(self.sampled))
+        self.sampled.append(Sampled(seen, _sample(made), self._taken, self._makers, self._choosers, picked))
+
+    def _of(self, tensors: Sequence[torch.Tensor]) -> frozenset[int]:
+        return frozenset(self._made_by[key] for key in map(storage_of, tensors) if key in self._made_by)
+
+
+WHOLE = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+
+
+def _is_choice(tensor: torch.Tensor) -> bool:
+    return type(tensor) is torch.Tensor and tensor.dtype in WHOLE
+
+
+def _fingerprints(choices: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    """Of each a number that is another one, but for a rare chance, where any element is."""
+    flat = (one.reshape(-1).long() for one in choices)
+    return tuple(int((one * torch.arange(1, one.numel() + 1, device=one.device)).sum()) for one in flat)
 
 
 def _sample(made: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -283,7 +338,7 @@ def _sample(made: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _is_one_value_times(given: Sequence[torch.Tensor], number: float) -> bool:
-    """Whether one value, several times, is all that a product with ``number`` carries beyond FP16."""
+    """One value, several times, is all that a product with ``number`` carries beyond FP16."""
     values = float_values(given[0]) if given else None
     if values is None:
         return False
@@ -313,11 +368,11 @@ class Origins:
         return self._of_batch.get(storage_of(tensor))
 
     def is_of_weights(self, tensor: torch.Tensor) -> bool:
-        """Whether weights took part in it: what a model computes."""
+        """Weights took part in it: what a model computes."""
         return storage_of(tensor) in self._of_weights
 
     def is_written(self, value: float) -> bool:
-        """Whether the code has written this magnitude somewhere as a constant."""
+        """The code has written this magnitude somewhere as a constant."""
         return any(math.isclose(abs(value), constant, rel_tol=SAME) for constant in self._constants)
 
     def before(
@@ -358,7 +413,7 @@ class Origins:
 
 
 def _is_like(name: str) -> bool:
-    """Whether an op takes no more than shape and dtype from the tensor it is given."""
+    """An op takes no more than shape and dtype from the tensor it is given."""
     return name.endswith("_like") or name.startswith("new_")
 
 

@@ -134,7 +134,7 @@ _is_fx_tracing: Callable[[], bool] = getattr(_symbolic_trace, "is_fx_symbolic_tr
 
 
 def only_follows() -> bool:
-    """Whether torch follows what is called, to make a graph of it: ``torch.jit.trace``, ``torch.export``, ``torch.fx``,
+    """Torch follows what is called, to make a graph of it: ``torch.jit.trace``, ``torch.export``, ``torch.fx``,
     ``make_fx``, tensors without values, and a CUDA graph. Such a call is no part of a loop, and whatever a probe
     computes in it would stand in the graph."""
     if _is_compiling() or _tracing_state() is not None or _is_fx_tracing() or is_captured():
@@ -143,13 +143,13 @@ def only_follows() -> bool:
 
 
 def is_captured() -> bool:
-    """Whether what a GPU is given now becomes part of a CUDA graph, and nothing may be read."""
+    """What a GPU is given now becomes part of a CUDA graph, and nothing may be read."""
     # Who asks a GPU that nobody uses yet would start it; a process that was forked must not.
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def are_meta(roots: Any) -> bool:
-    """Whether what goes backward has shapes and no numbers, as where a loop is tried out."""
+    """What goes backward has shapes and no numbers, as where a loop is tried out."""
     return any(isinstance(root, torch.Tensor) and root.is_meta for root in roots)
 
 

@@ -121,7 +121,7 @@ class ShadowTrace(PlacedOps):
         return lost, largest, not given or any(storage_of(tensor) not in self._forward for tensor in given)
 
     def _multiplies(self, traits: OpTraits, given: Sequence[torch.Tensor]) -> bool:
-        """Whether a number that an op is given is a factor of values, and not what a mask is made of.
+        """A number that an op is given is a factor of values, and not what a mask is made of.
 
         What a gradient is multiplied by comes of the loss that it is of.
         """

@@ -103,7 +103,7 @@ class StepLog:
 
     @property
     def is_read(self) -> bool:
-        """Whether the numbers of every step that has ended are on the host."""
+        """The numbers of every step that has ended are on the host."""
         return not self._unread
 
     @property
@@ -117,7 +117,7 @@ class StepLog:
         return (*[FLAT] * is_flat, *[groups] * bool(self._unlisted_steps), *[steps] * bool(counted))
 
     def wants_norm(self, *, seldom: bool = False) -> bool:
-        """Whether the step under way is one of those whose gradient norm is to be recorded though it is healthy;
+        """The step under way is one of those whose gradient norm is to be recorded though it is healthy;
         ``seldom``, of few at the beginning. Behind a skip it tells whether gradients come through again."""
         number = self.closed()
         is_early = number < (FIRST_NORMS if seldom else STEPS_AT_ENDS)
@@ -266,5 +266,5 @@ def _but_for(healed: Container[str], step: Step) -> Step:
 
 
 def _is_at_end(number: int, last: int) -> bool:
-    """Whether a step is one of the first, or of the last so far."""
+    """A step is one of the first, or of the last so far."""
     return number < STEPS_AT_ENDS or last - number < STEPS_AT_ENDS

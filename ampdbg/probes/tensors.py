@@ -31,7 +31,7 @@ _COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, t
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether every element is finite, in one pass over memory; True for integers and empty tensors.
+    """Every element is finite, in one pass over memory; True for integers and empty tensors.
 
     ``aminmax`` propagates NaN, so both ends are finite exactly when all elements are. On a GPU this syncs.
     """
@@ -47,13 +47,13 @@ def nonfinite(named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torc
 
 
 def are_weights_spoilt(model: torch.nn.Module) -> bool:
-    """Whether weights that train hold inf or NaN; a frozen parameter may be a mask. On a GPU this syncs."""
+    """Weights that train hold inf or NaN; a frozen parameter may be a mask. On a GPU this syncs."""
     return bool(nonfinite(pair for pair in model.named_parameters() if pair[1].requires_grad))
 
 
 @torch.no_grad()
 def hold_values(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether any of the tensors has a value other than zero, such as NaN. On a GPU one sync tells of all of them."""
+    """Any of the tensors has a value other than zero, such as NaN. On a GPU one sync tells of all of them."""
     return any(value != 0.0 for value in to_host([one for one in map(_largest, tensors) if one is not None]))
 
 
@@ -84,7 +84,7 @@ Scalar = float | torch.Tensor
 
 
 def is_at_hand(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values are in main memory, and can be read without a wait for a GPU."""
+    """A tensor's values are in main memory, and can be read without a wait for a GPU."""
     return tensor.device.type == "cpu"
 
 
@@ -104,7 +104,7 @@ class Mark:
 
     @property
     def is_passed(self) -> bool:
-        """Whether the tensor's value can be read without a wait."""
+        """The tensor's value can be read without a wait."""
         return self._is_at_hand if self._event is None else bool(self._event.query())
 
 
@@ -118,12 +118,12 @@ def scalar_of(tensor: torch.Tensor) -> Scalar:
 
 
 def is_on_device(scalar: Scalar) -> TypeGuard[torch.Tensor]:
-    """Whether whoever reads its value waits for a GPU."""
+    """Whoever reads its value waits for a GPU."""
     return isinstance(scalar, torch.Tensor) and not is_at_hand(scalar)
 
 
 def are_on_host(scalars: Sequence[Scalar]) -> bool:
-    """Whether all can be read without a wait; nearly always they are plain numbers, or on a GPU."""
+    """All can be read without a wait; nearly always they are plain numbers, or on a GPU."""
     return set(map(type, scalars)) <= {float} or not any(map(is_on_device, scalars))
 
 
@@ -170,7 +170,7 @@ def float_values(tensor: torch.Tensor) -> torch.Tensor | None:
 
 @torch.no_grad()
 def _is_measurable(tensor: torch.Tensor) -> bool:
-    """Whether a class of the user's own lets its values be looked at: it may know no more ops than its model needs."""
+    """A class of the user's own lets its values be looked at: it may know no more ops than its model needs."""
     try:
         torch.stack(torch.aminmax(tensor)).abs().amax()
     except Exception:  # noqa: BLE001 - it may raise anything
@@ -184,12 +184,12 @@ def times_written(tensor: torch.Tensor) -> int:
 
 
 def wraps_others(tensor: Any) -> bool:
-    """Whether it is of a class that holds its values in other tensors, such as DTensor."""
+    """It is of a class that holds its values in other tensors, such as DTensor."""
     return bool(is_traceable_wrapper_subclass(tensor))
 
 
 def is_emptied(tensor: torch.Tensor) -> bool:
-    """Whether its memory was taken away, as FSDP does to parameters: to read it would end the process."""
+    """Its memory was taken away, as FSDP does to parameters: to read it would end the process."""
     if tensor.layout is not torch.strided or tensor.numel() == 0:
         return False
     if type(tensor) not in _PLAIN and wraps_others(tensor):
@@ -241,7 +241,7 @@ def bad_data(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[TensorCounts, .
 
 
 def may_be_bad(tensor: torch.Tensor) -> bool:
-    """Whether it holds NaN or inf, and is no mask: that holds -inf beside one other value at most."""
+    """It holds NaN or inf, and is no mask: that holds -inf beside one other value at most."""
     values = float_values(distinct(tensor))
     if values is None or is_finite(values):
         return False
@@ -315,7 +315,7 @@ class Magnitude:
 
     @property
     def is_finite(self) -> bool:
-        """Whether no element is infinite or NaN."""
+        """No element is infinite or NaN."""
         return self.inf == 0 and self.nan == 0
 
 

@@ -37,12 +37,12 @@ class TorchError:
     applies: Callable[[BaseException], bool] = lambda error: True
 
     def is_in(self, message: str) -> bool:
-        """Whether a message has this text."""
+        """A message has this text."""
         return re.search(self.text, message) is not None
 
 
 def _in_undecorated_function(error: BaseException) -> bool:
-    """Whether the error came out of an ``autograd.Function`` without ``custom_fwd`` and ``custom_bwd``."""
+    """The error came out of an ``autograd.Function`` without ``custom_fwd`` and ``custom_bwd``."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     contexts = [value for frame in frames for value in _first_argument(frame) if isinstance(value, FunctionCtx)]
     return bool(contexts) and not _is_decorated(type(contexts[-1]))

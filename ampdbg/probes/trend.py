@@ -172,7 +172,7 @@ class TrendSamples:
                 self._note(key, parameter.grad)
 
     def _is_of_none(self) -> bool:
-        """Whether what runs is no step of the loop's own, or one that a backward pass computes again."""
+        """What runs is no step of the loop's own, or one that a backward pass computes again."""
         return self._watcher.is_paused or torch._C._current_graph_task_id() != -1
 
     def _note(self, key: Key, tensor: torch.Tensor) -> None:

@@ -135,7 +135,7 @@ class SecondMoment(NamedTuple):
 
     @property
     def sticks(self) -> bool:
-        """Whether a step takes less off than half a unit in the last place, which is at least a quarter of eps."""
+        """A step takes less off than half a unit in the last place, which is at least a quarter of eps."""
         return 1.0 - self.beta < self.eps / 4
 
     @property
@@ -282,7 +282,7 @@ class SampledRow:
 
     @property
     def has_finite_gradients(self) -> bool:
-        """Whether the step had none that is inf or NaN here. On a GPU this waits for it."""
+        """The step had none that is inf or NaN here. On a GPU this waits for it."""
         return bool(self._gradient.isfinite().all())
 
     def moments(self, before: Moments | None, step: int) -> Moments:
@@ -329,7 +329,7 @@ class UpdateWindow:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether all parameters have gradients, as they had when it began."""
+        """All parameters have gradients, as they had when it began."""
         return all(parameter.grad is not None for row in self.rows for parameter in row.parameters)
 
     def before(self) -> None:
@@ -482,7 +482,7 @@ class UpdateLedger:
             book.window.before()
 
     def _may_begin(self, book: Book, optimizer: Optimizer) -> bool:
-        """Whether there is time for another window; none where a kernel is to unscale the gradients."""
+        """There is time for another window; none where a kernel is to unscale the gradients."""
         is_time = book.steps > SETTLES and self._spent + book.cost <= SHARE * self._elapsed
         return (is_time or book.steps == 1) and getattr(optimizer, "grad_scale", None) is None
 

@@ -1,4 +1,4 @@
-"""Watching any training loop: one Step a ``scaler.update()``, or a bare ``optimizer.step()``; nothing changed.
+"""Watching any training loop: one Step of those optimizers that step on the same losses; nothing changed.
 
 While a step is healthy the watcher reads only what the loop computes anyway. Whether the scaler withheld
 a step is learnt without a sync: the optimizer's own pre-step hook was called, or it was not. Only then are
@@ -128,7 +128,7 @@ class Watch:
 
     @property
     def has_other_loops(self) -> bool:
-        """Whether threads that are alive, and not this one, have trained: they are not to find their models altered."""
+        """Threads that are alive, and not this one, have trained: they are not to find their models altered."""
         others = self._loop.trained - {threading.get_ident()}
         return any(thread.ident in others for thread in threading.enumerate())
 
@@ -168,7 +168,7 @@ class Watch:
 
     @property
     def is_in_fp32(self) -> bool:
-        """Whether nothing that was looked at was lowered: autocast and scaler may be off, or have no effect here."""
+        """Nothing that was looked at was lowered: autocast and scaler may be off, or have no effect here."""
         kinds = {self.optimizers.device.type, *["cuda"] * is_emulating()}
         # Beside a GPU a scaler for it is on, though the weights are on the CPU.
         is_scaled = not kinds.isdisjoint(self.calls.scalers.values())
@@ -212,7 +212,7 @@ class Watch:
 
     @property
     def is_paused(self) -> bool:
-        """Whether nothing is noted of this thread now."""
+        """Nothing is noted of this thread now."""
         return is_unwatched() or bool(self.guard.failure)
 
     def paused(self) -> AbstractContextManager[None]:
@@ -224,15 +224,8 @@ class Watch:
         self.calls.scalers[id(scaler)] = scaler._device if scaler.is_enabled() else ""
         if not scaler.is_enabled():
             return original(scaler, outputs)
-        result, step = original(scaler, outputs), self._loop.now
-        if step.bare and step.stepped:
-            self._close()
-            step = self._loop.now
-        elif step.scaler is None:
-            step.scaled.clear()  # losses that nothing has stepped on: not of this loop's optimizers
-        step.forget_early()
-        step.add_losses(outputs)
-        step.scaler, step.number = scaler, self.calls.number_of(scaler)
+        result = original(scaler, outputs)
+        self._gets_losses(outputs, scaler)
         mark_scaled(result, scaler)
         return result
 
@@ -246,7 +239,8 @@ class Watch:
     def _step(self, original: Original, scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if optimizer not in self.optimizers:
             return self._calling("step", original, scaler, optimizer, *args, **kwargs)
-        step = self._loop.now
+        step = self.turn_of(optimizer)
+        step.scaler, step.number = scaler, self.calls.number_of(scaler)
         in_kernel = bool(getattr(optimizer, "_step_supports_amp_scaling", False))  # a fused one unscales in its own
         divisor = step.loss_scale() if in_kernel else 1.0
         if in_kernel:
@@ -254,7 +248,6 @@ class Watch:
         self._loop.fired.discard(id(optimizer))
         result = self._calling("step", original, scaler, optimizer, *args, **kwargs)
         step.stepped = True
-        self._note_optimizer(optimizer)
         flags = scaler._found_inf_per_device(optimizer).values() if in_kernel else ()
         found_inf = in_kernel and any(self._measures.read(optimizer, list(flags)))
         withheld = id(optimizer) not in self._loop.fired or found_inf
@@ -269,15 +262,12 @@ class Watch:
         return result
 
     def _update(self, original: Original, scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
-        step = self._loop.now
-        step.scaler, step.number = scaler, self.calls.number_of(scaler)
-        step.note_scale()
+        if self._loop.now.stepped:
+            self._loop.now.note_scale()
         result = self._calling("update", original, scaler, *args, **kwargs)
         self.calls.by_scaler("update", scaler)
-        if step.stepped:
+        if self._loop.now.stepped:
             self._close()
-        else:
-            self._loop.now = OpenStep()
         return result
 
     def _get_scale(self, original: Original, scaler: GradScaler) -> Any:
@@ -306,15 +296,23 @@ class Watch:
         original = partial(self.ledger.in_a_pass, original)
         scaler = scaler_of(roots)
         if scaler is None:
-            self._before_unscaled_backward(roots)
+            self._gets_losses(roots)
         if len(self._loop.trained) > 1:  # others may write the gradients that would be compared
+            self._loop.open.clear()
             return original(roots, *args, **kwargs)
         result = self.calls.backward(scaler, original, roots, *args, **kwargs)
+        self._went_backward()
+        return result
+
+    def _went_backward(self) -> None:
+        for step in self._loop.went_backward(*self.calls.wrote):
+            step.skipped = not step.is_known_finite()
+            if step.skipped:  # else its losses were those of no step
+                self._end(step)
         if self._loop.now.running and not self._loop.now.is_known_finite():
             for optimizer in self.optimizers:  # that runs its closure, and is to write the weights
                 if id(optimizer) == self._loop.now.running:
                     self.lost(optimizer)
-        return result
 
     def _clip(self, original: Original, *args: Any, **kwargs: Any) -> Any:
         """``clip_grad_norm_(parameters, max_norm, ...)`` or ``clip_grad_value_(parameters, clip_value, ...)``."""
@@ -348,9 +346,10 @@ class Watch:
             self.ledger.before(optimizer)
 
     def _before_bare_step(self, optimizer: Optimizer, has_closure: bool) -> None:
-        if id(optimizer) in self._loop.now.bare:
+        step = self.turn_of(optimizer)
+        if step.stepped and (has_closure or id(optimizer) in step.bare):  # a closure makes losses of its own
             self._close()
-        step = self._loop.now
+            step = self.turn_of(optimizer)
         is_scaled = step.scaler is not None and self.calls.scaler_of(optimizer) is not None
         if is_scaled or not has_closure:  # which makes the gradients
             self._measures.take(optimizer, step.loss_scale() if is_scaled else 1.0, may_change=False)
@@ -363,11 +362,6 @@ class Watch:
             self.withheld(optimizer)
         step.begin_bare(id(optimizer))
 
-    def _note_optimizer(self, optimizer: Optimizer) -> None:
-        """The step belongs to the first that steps in it."""
-        if self._loop.now.optimizer is None:
-            self._loop.now.optimizer = self.optimizers.number_of(optimizer)
-
     def _after_step(self, optimizer: Optimizer, _: bool) -> None:
         self.ledger.after(optimizer, self.log.closed())
         if optimizer in self.optimizers:
@@ -376,28 +370,36 @@ class Watch:
             return
         step = self._loop.now
         step.stepped, step.running = True, 0
-        self._note_optimizer(optimizer)
         self._measures.take(optimizer, 1.0)
         if not self._measures.are_finite(optimizer):
             self._measures.note_groups(optimizer)
         if step.scaler is None and step.bare == set(map(id, self.optimizers)):
             self._close()
 
-    def _before_unscaled_backward(self, roots: Sequence[Any]) -> None:
-        """New gradients end the step that the last ones made; one with a scaler ends when that is updated."""
-        self._loop.now.forget_early()
-        if self._loop.now.scaler is not None:
-            return
-        if self._loop.now.stepped:
-            running = self._loop.now.running
+    def turn_of(self, optimizer: Optimizer) -> OpenStep:
+        """The step of an optimizer of the loop that is about to step, which ends one that another has stepped in. It
+        belongs to the first that steps in it."""
+        step = self._loop.step_of(self.calls.place_of(optimizer))
+        if self._loop.now.stepped and step is not self._loop.now:
             self._close()
-            if running:
-                self._loop.now.begin_bare(running)  # its closure has begun a step
-        self._loop.now.add_losses(roots)
+        self._loop.now = step
+        step.optimizer = self.optimizers.number_of(optimizer) if step.optimizer is None else step.optimizer
+        return step
+
+    def _gets_losses(self, losses: Any, scaler: GradScaler | None = None) -> None:
+        """New losses end the step that the last ones made."""
+        self._loop.forget_early()
+        if self._loop.now.stepped:
+            self._close()
+        self._loop.add_losses(losses)
+        if scaler is not None:
+            self._loop.now.scaler, self._loop.now.number = scaler, self.calls.number_of(scaler)
 
     def _close(self) -> None:
         """Ends the step that is under way."""
-        step, self._loop.now = self._loop.now, OpenStep()
+        self._end(self._loop.close())
+
+    def _end(self, step: OpenStep) -> None:
         self.log.close(step)
         self.ended(step.skipped or not step.is_known_finite())
 
@@ -419,8 +421,9 @@ def watch(
     """Watches any training loop over these optimizers: its steps, and the order of its calls.
 
     To be entered as a context manager, or between ``start()`` and ``stop()``, which may go unsaid where nobody holds it
-    any more. Several may watch at once, and end in any order. A step ends with ``scaler.update()``. Where no enabled
-    scaler has scaled the loss, it ends when every watched optimizer has stepped, or when the next backward pass begins.
+    any more. Several may watch at once, and end in any order. A step is that of the optimizers whose gradients are of
+    the same losses. It ends with ``scaler.update()``, with the next loss, or when an optimizer steps on another one;
+    where no enabled scaler has scaled the loss also when every watched optimizer has stepped.
 
     Args:
         model: names the parameters; its parameters and buffers are checked on unhealthy steps.

@@ -22,7 +22,7 @@ from ampdbg.errors import EXIT_INTERRUPTED, AmpdbgError, named_error
 from ampdbg.observer import Observer
 from ampdbg.pinning.bisection import Kept, search
 from ampdbg.proof.jobs import CapturedStep
-from ampdbg.proof.processes import Deliver, FreshProcess, FreshProcesses, end_group, fresh_process
+from ampdbg.proof.processes import Deliver, FreshProcess, FreshProcesses, end_group
 from ampdbg.proof.suggestion import Suggestion, suggestion_of
 from ampdbg.record.pins import Form, Strategy
 from ampdbg.replay.range_profile import profile_of
@@ -50,8 +50,8 @@ class CaptureJob:
     verify: bool = True
 
 
-def done_with(job: CaptureJob, observer: Observer) -> Suggestion:
-    """Does it, in a process that is started for it; what the script prints goes to stderr.
+def done_with(job: CaptureJob, process: FreshProcess, observer: Observer) -> Suggestion:
+    """Does it, in a process that was started for it; what the script prints goes to stderr.
 
     Raises:
         CaptureError: the capture or its script cannot be used.
@@ -59,16 +59,15 @@ def done_with(job: CaptureJob, observer: Observer) -> Suggestion:
     """
     capture = Capture(job.path, job.script)
     observer.stage(f"restarting {capture.start.name}, up to a step like step {capture.head.step}")
-    with fresh_process() as process:
-        process.begin(in_script, replace(job, path=job.path.absolute()), outlives=True)
-        try:
-            process.pass_on(observer)
-            code = process.child.wait()
-        except BaseException:
-            code = _interrupted(process)
-            if process.result() is None:
-                raise
-        outcome: Suggestion | AmpdbgError | None = process.result()
+    process.begin(in_script, replace(job, path=job.path.absolute()), outlives=True)
+    try:
+        process.pass_on(observer)
+        code = process.child.wait()
+    except BaseException:
+        code = _interrupted(process)
+        if process.result() is None:
+            raise
+    outcome: Suggestion | AmpdbgError | None = process.result()
     if outcome is None:
         how = signal.strsignal(-code) if code < 0 else f"exit code {code}"
         raise CaptureError(f"{job.path}: the process of {capture.start.name} ended before it was done: {how}")

@@ -83,6 +83,9 @@ class _Proving:
         if not all(step.passed for step in with_the_patch(patched, self.job.patched)):
             return Proof(False, tuple(with_the_patch(patched, self.job.patched)))
         dropped = dict(self.dropped(without))
+        needless = [step for step in map(without_a_unit, dropped, dropped.values()) if not step.passed]
+        if needless and not training:  # it is to be proven without that
+            return Proof(False, (*with_the_patch(patched, self.job.patched), *needless))
         self.observer.stage("the failing step without the patch")
         reference = self.seen(replace(self.job, kind="reference", patched=Patched()))
         if not (training or self.job.captured):

@@ -25,7 +25,7 @@ from ampdbg.proof.processes import FreshProcesses, JobStarter
 from ampdbg.proof.proof import prove, unneeded_unit
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Source
-from ampdbg.record.pins import EVERYTHING, Form, Handover, Proof, RootModel, Strategy, in_words, root_of
+from ampdbg.record.pins import EVERYTHING, Form, Handover, PatchUnit, Proof, RootModel, Strategy, in_words, root_of
 from ampdbg.record.run import Record
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.snapshot import weights_of
@@ -183,12 +183,14 @@ def _with_patch(record: Record, materials: Materials, prover: Prover | None, *, 
             shown = _patched_by(patch, replace(record, interrupted=True), materials.config)
             return replace(shown, edits=())  # not proven, it is not to be written
         if proof.passed:
-            patch = functools.reduce(_wider, failed, patch)
+            narrower = ((p, why.failure) for p, why in failed if not (p.moves_constants or unneeded_unit(why)))
+            patch = next((wider_than(*other, patch) for other in narrower), patch)
             return _patched_by(patch, replace(record, verification=proof), materials.config)
         failed.append((patch, proof))
         plans[:0] = _without_the_unneeded(plan, patch, proof)
+    tried = tuple(PatchUnit(" and ".join(one.title for one in p.units), (), (why.failure,)) for p, why in failed)
     record = replace(record, verification=failed[0][1] if failed else None)
-    return Suggestion(_with(record, refused=refused))
+    return Suggestion(_with(record, refused=refused, units=tried))
 
 
 def _without_the_unneeded(plan: functools.partial[Patch], patch: Patch, proof: Proof) -> list[functools.partial[Patch]]:
@@ -196,11 +198,6 @@ def _without_the_unneeded(plan: functools.partial[Patch], patch: Patch, proof: P
     title = unneeded_unit(proof)
     left_out = (*plan.keywords.get("unneeded", ()), title)
     return [functools.partial(plan, unneeded=left_out)] if title and len(patch.units) > 1 else []
-
-
-def _wider(patch: Patch, failed: tuple[Patch, Proof]) -> Patch:
-    narrower, why = failed
-    return patch if unneeded_unit(why) else wider_than(narrower, why.failure, patch)
 
 
 def _patched_by(patch: Patch, record: Record, config: Config) -> Suggestion:

@@ -38,17 +38,13 @@ def swapped(files: Mapping[Path, bytes]) -> Iterator[Changed]:
     with contextlib.ExitStack() as stack:
         for path, after in files.items():
             every = (one for one in gc.get_objects() if type(one) is FunctionType)
-            functions = [one for one in every if _is_of(one.__code__.co_filename, str(path))]
+            named = (one for one in every if one.__code__.co_filename.endswith(path.name))
+            functions = [one for one in named if os.path.realpath(one.__code__.co_filename) == os.path.realpath(path)]
             names = {one.__code__.co_filename for one in functions}
             if len(names) != 1:
                 raise CannotSwapError(f"{path.name} is imported under {counted(len(names), 'name')}")
             changed |= stack.enter_context(_in_force(names.pop(), path, after, functions))
         yield changed
-
-
-def _is_of(name: str, path: str) -> bool:
-    """Code of this file name is from that file; the end of a name is quick to compare."""
-    return os.path.basename(name) == os.path.basename(path) and os.path.realpath(name) == os.path.realpath(path)
 
 
 CodePlace = tuple[str, int]

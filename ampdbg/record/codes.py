@@ -286,7 +286,7 @@ _ALL = (
         "keep the parameters, or only those named here, in float32 and let autocast lower the ops "
         "(from_pretrained(..., dtype=torch.float32)); or use an optimizer with stochastic rounding (torchao's "
         "AdamW8bit with bf16_stochastic_round=True) or with compensation (torch-optimi's AdamW); a fused "
-        "optimizer or a larger learning rate does not help",
+        "optimizer rounds alike, and a learning rate at which these move breaks what moves now",
         "Half-precision weights do not move: the optimizer's updates are too small to change their rounded values.",
         why_no_pin=KEEP_WEIGHTS,
         counts_against_a_patch=False,
@@ -345,7 +345,7 @@ _ALL = (
         DATA,
         "other",
         "start from finite weights",
-        "Bad weights: parameters or buffers are non-finite before the forward pass of step {step}.",
+        "Bad state: weights, buffers or other values are non-finite before the forward pass of step {step}.",
         fails_in_fp32=True,
     ),
     Code(

@@ -56,7 +56,7 @@ def is_line(name: str) -> bool:
 
 
 def is_pinned(module: str, pins: Iterable[str]) -> bool:
-    """Whether a pin keeps the module's own lines and weights in FP32: its own lines' or that of a module around it."""
+    """A pin keeps the module's own lines and weights in FP32: its own lines' or that of a module around it."""
     return any(pin in ("", module, module + OWN) or module.startswith(f"{pin}.") for pin in pins)
 
 
@@ -219,8 +219,8 @@ class Handover:
 
     ``names`` are the pins as the config takes them, and ``helper`` a Python file that pins them. The patch is
     ``files``, whose paths count from ``folder``, the root of a git repository if ``is_git``; ``units`` are its
-    edits. Where no code could be edited ``refused`` says why, ``FILE:LINES: reason`` each. ``notes`` are remedies
-    other than pins.
+    edits, or without files the patches that failed, with why. Where no code could be edited ``refused`` says why,
+    ``FILE:LINES: reason`` each. ``notes`` are remedies other than pins.
     """
 
     form: Form

@@ -60,7 +60,8 @@ class Producer:
     makes a finite number instead of inf and NaN, as behind a closed ReLU. ``distance`` is set where the op is not
     infinite but far from FP32: the norm of the difference over that of the FP32 result. ``reaches_gradients`` says that
     the loss is finite, and that gradients are not because of it: an op of the forward pass too, whose NaN the loss
-    leaves out and a backward pass takes up.
+    leaves out and a backward pass takes up. ``is_given`` says that inf or NaN is among what it is given, and that no op
+    of the step has made it.
     """
 
     phase: Phase
@@ -83,6 +84,7 @@ class Producer:
     distance: float | None = None
     is_erased: bool = False
     reaches_gradients: bool = False
+    is_given: bool = False
 
     @property
     def site(self) -> OpSite:
@@ -95,8 +97,8 @@ class Replay:
     """One replayed step: forward and backward, without the optimizer.
 
     ``dtype`` is what autocast lowers to (``float32`` and ``float64``: none, and half tensors that the code
-    asks for are that wide too), ``scale`` the loss scale. ``rounded`` says that the weights and the batch
-    were rounded to the run's dtype first: how far that is from FP32, of several roundings at most, is the noise floor.
+    asks for are that wide too), ``scale`` the loss scale. ``rounded`` says that the weights were
+    rounded to the run's dtype first: how far that is from FP32, of several roundings at most, is the noise floor.
 
     ``loss`` is unscaled; ``grad_norm`` is the norm of all gradients after unscaling. ``gradients`` and
     ``buffers`` name the parameters whose gradient is not finite, and the buffers that this step made so; ``inf`` and
@@ -134,14 +136,15 @@ class Investigation:
 
     ``low`` is the step as it was, ``fp32`` the step in FP32, and ``wide`` in FP64 where FP32 is not finite, else in
     bfloat16. ``at_lower`` are those at ever lower loss scales, up to the first at which every gradient is finite, and
-    ``floor`` is FP32 on weights and batch rounded to half: what rounding alone changes. ``loss`` is what the step
+    ``floor`` is FP32 on weights rounded to half: what rounding alone changes. ``loss`` is what the step
     itself had; ``reproduced`` of ``tries`` replays as it was went wrong like it. ``continuation`` has the losses of
     FP32 steps on the same batch from the same state. ``first_far`` is the first op whose result is far from FP32's,
-    where the step's is. ``is_of_others`` says that all that this process computed was finite, and what it got from
-    another one was not. ``reach`` is how far the step could be replayed, and ``why_no_further`` the reason where that
-    is not the whole of it. ``weights_grew`` is how many times as large all weights together are in it as when the run
-    began, by their 2-norm. ``batch_largest`` is the largest finite magnitude in the batch's numeric leaves, by leaf,
-    and ``batch_index`` where in the leaf it stands.
+    where the step's is; where that takes other elements than in FP32, as by an index or a mask, it is the ``choice``,
+    and ``first_far`` the op whose rounding decides it. ``is_of_others`` says that all that this process computed
+    was finite, and what it got from another one was not. ``reach`` is how far the step could be replayed, and
+    ``why_no_further`` the reason where that is not the whole of it. ``weights_grew`` is how many times as large all
+    weights together are in it as when the run began, by their 2-norm. ``batch_largest`` is the largest finite
+    magnitude in the batch's numeric leaves, by leaf, and ``batch_index`` where in the leaf it stands.
     """
 
     step: Count
@@ -156,6 +159,7 @@ class Investigation:
     tries: Count = 1
     continuation: tuple[float, ...] = ()
     first_far: Producer | None = None
+    choice: Producer | None = None
     batch_largest: Mapping[str, float] = field(default_factory=dict)
     batch_index: Mapping[str, tuple[Count, ...]] = field(default_factory=dict)
     is_of_others: bool = False
@@ -314,8 +318,8 @@ class Step:
     not finite, and None where it was not taken, as of most healthy steps of a long run. ``skipped`` says that an
     optimizer's step was withheld. ``groups_hit`` is how many groups had a non-finite gradient where ``groups`` does not
     list them: only a run's first unhealthy steps do. ``optimizer`` numbers the loop's optimizers, from 0,
-    in the order in which they first step; where several step before one update, it is the first that did. ``others`` is
-    how many steps of other optimizers lie before it.
+    in the order in which they first step; of several that step on the same losses it is the first. ``others`` is how
+    many steps of other optimizers lie before it.
     """
 
     step: Count
@@ -547,11 +551,11 @@ class Site:
 
 @dataclass(frozen=True)
 class Readiness:
-    """Whether a step that runs in bfloat16 would train in FP16, by a range profile; None where that is open.
+    """The answer to a question: would a step that runs in bfloat16 train in FP16, by a range profile?
 
-    ``largest`` is the largest magnitude that an op of the forward pass makes, ``floor`` and ``ceiling`` bound the loss
-    scales that work. ``pins`` have to run in FP32, as the config takes them: without them a replay in FP16 fails, with
-    them it does not.
+    ``trains`` is None where it is open, ``largest`` is the largest magnitude that an op of the forward pass makes,
+    ``floor`` and ``ceiling`` bound the loss scales that work. ``pins`` have to run in FP32, as the config takes them:
+    without them a replay in FP16 fails, with them it does not.
     """
 
     trains: bool | None

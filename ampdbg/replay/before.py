@@ -56,7 +56,7 @@ class _Root:
 
     @property
     def is_looked_at(self) -> bool:
-        """Whether the call is looked at whole."""
+        """The call is looked at whole."""
         return self.calls <= LOOKED_AT
 
     def begins(self, number: int, module: torch.nn.Module, noted: Collection[int]) -> None:
@@ -116,7 +116,7 @@ class _Root:
 
 
 def _is_frozen(tensor: torch.Tensor) -> bool:
-    """Whether it is a parameter that no optimizer trains, and has memory that can be read."""
+    """It is a parameter that no optimizer trains, and has memory that can be read."""
     is_kept_still = type(tensor) is torch.nn.Parameter and not tensor.requires_grad
     return is_kept_still and tensor.layout is torch.strided and not tensor.is_meta and not is_emptied(tensor)
 

@@ -6,7 +6,7 @@ import functools
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -16,8 +16,8 @@ import torch
 from ampdbg.agreement import AGREEMENT, BEYOND_NOISE, NOISE_FLOORS, agrees, is_finite, keeps_its_gradients
 from ampdbg.formats import FLOAT16, FORMATS
 from ampdbg.ops import CASTS, WRITTEN_OUT, base_name
-from ampdbg.probes.op_trace import OpKey, OpSeen, OpTrace
-from ampdbg.probes.producer_trace import Circumstances, ProducerTrace, SampleTrace
+from ampdbg.probes.op_trace import OpKey, OpSeen
+from ampdbg.probes.producer_trace import Circumstances, ProducerTrace, Sampled, SampleTrace
 from ampdbg.probes.source_lines import source_of
 from ampdbg.record.run import Producer, Replay
 from ampdbg.replay.replay import Manner, Replayed
@@ -36,11 +36,14 @@ NEARLY_LOWEST = 0.9 * FLOAT16.largest
 """Scores that are added to the lowest number of FP16 leave it as low."""
 
 ROUNDINGS = 4
-"""So many ways of rounding weights and inputs show how far rounding can lead: where FP32 has a choice to make between
-near values, such as neighbours, one way may change nothing and another all."""
+"""So many ways of rounding weights show how far rounding can lead: where FP32 has a choice to make between near values,
+such as neighbours, one way may change nothing and another all."""
 
 FEW_VALUES, SEVERAL = 16, 4.0
 """Of a sample of fewer values nothing is known of the noise, and what is nearer than so many roundings is no error."""
+
+OpRun = tuple[OpKey, int]
+"""An op, and which of its runs: it has the same key in each."""
 
 NOWHERE, UNMET = (0.0, False), (0.0, True)
 """What is known of an op that FP32 does not come by: that it is nowhere finite, or nowhere infinite."""
@@ -70,7 +73,7 @@ def producers_of(replayed: Replayed, fp32: Replayed, most: int = PRODUCERS_KEPT)
     starts.sort(key=lambda index: index not in chief)
     if replayed is fp32 and not starts:
         # Infinities that were put in by hand, such as masks, become NaN somewhere: a softmax over nothing but -inf.
-        starts = [index for index, seen in enumerate(trace.ops) if seen.makes_nan][:1]
+        starts = [at for at, seen in enumerate(trace.ops) if seen.makes_nan or at == trace.given_bad][:1]
     makers = _Makers(trace.ops, met)
     found: dict[Producer, None] = {}
     kept = Counter[tuple[str, bool, bool]]()
@@ -84,7 +87,7 @@ def producers_of(replayed: Replayed, fp32: Replayed, most: int = PRODUCERS_KEPT)
         if departure is not None and not circumstances.is_constant and circumstances.leaf is None:
             seen, circumstances = departure, Circumstances()
         producer = _producer(seen, met.get(seen.key), circumstances)
-        producer = replace(producer, reaches_gradients=i in reaching)
+        producer = replace(producer, reaches_gradients=i in reaching, is_given=i == trace.given_bad)
         kept[kind] += producer not in found
         found[producer] = None
     return replace(replayed.replay, producers=tuple(found))
@@ -102,7 +105,7 @@ def _reaching_gradients(trace: ProducerTrace, met: Mapping[OpKey, tuple[float, b
 
 
 def _is_meant(seen: OpSeen, met: Mapping[OpKey, tuple[float, bool]]) -> bool:
-    """Whether the code writes out an infinity, in FP32 too."""
+    """The code writes out an infinity, in FP32 too."""
     return base_name(seen.op) in WRITTEN_OUT and not met.get(seen.key, NOWHERE)[1]
 
 
@@ -131,8 +134,8 @@ def compared_gradients(low: Replayed, fp32: Replayed, floor: Replayed | None = N
 
 @dataclass(frozen=True)
 class Noise:
-    """FP32 on weights and inputs rounded to ``dtype``, made when it is first called for; ``replayed`` makes a replay
-    with its gradients. ``known`` is what an investigation of the same step has found of the floor."""
+    """FP32 on weights rounded to ``dtype``, made when it is first called for; ``replayed`` makes a replay with its
+    gradients. ``known`` is what an investigation of the same step has found of the floor."""
 
     fp32: Replayed
     dtype: str
@@ -200,7 +203,7 @@ def held_against(
 
 
 def overflows_on_the_way(replay: Replay) -> bool:
-    """Whether anything but a constant overflows in the forward pass, and not in FP32's."""
+    """Anything but a constant overflows in the forward pass, and not in FP32's."""
     forward = (one for one in replay.producers if one.phase == "forward")
     return any(one.finite_in_fp32 is not False and not one.is_constant for one in forward)
 
@@ -218,27 +221,56 @@ def _holds_something(gradient: torch.Tensor) -> bool:
     return bool(((gradient != 0) & torch.isfinite(gradient)).any())
 
 
-def first_far_op(low: Replayed, fp32: Replayed, floor: Replayed) -> Producer | None:
-    """The first op whose result is far from FP32's, and further than rounded weights alone make it; or where the error
-    begins that a later op enlarges, as in a long sum: so many times further that no layers add up to it.
+def departure(low: Replayed, fp32: Replayed, floor: Replayed) -> dict[str, Any]:
+    """The fields of an Investigation that say where a step departs from FP32.
+
+    That is the first op whose result is far from FP32's, and further than rounded weights alone make it; or where the
+    error begins that a later op enlarges, as in a long sum: so many times further that no layers add up to it. Where an
+    op takes other elements than in FP32, by indices or a mask, it is the op whose rounding decides which.
 
     Gradients are held against each other at a loss scale of 1.
     """
     if low.trace is None or fp32.trace is None or floor.trace is None:
-        return None
+        return {}
     several_roundings = SEVERAL * 2.0 ** -FORMATS.get(low.replay.dtype, FLOAT16).precision
-    reference = dict(_samples(fp32.trace, 1.0))
-    noise = {key: _relative(sample, reference.get(key)) for key, sample in _samples(floor.trace, 1.0)}
-    for (key, sample), (seen, _) in zip(_samples(low.trace, low.replay.scale), _sampled(low.trace), strict=True):
-        distance, by_rounding = _relative(sample, reference.get(key)), noise.get(key)
-        if distance is None:
+    reference, rounded, lowered = (_by_place(one) for one in (fp32, floor, low))
+    for key, one in lowered.items():
+        own, noise = reference.get(key), rounded.get(key)
+        if own is None or not one.seen.output.size:
             continue
-        is_far = distance > max(AGREEMENT, NOISE_FLOORS * (by_rounding or 0.0))
-        is_many = by_rounding is not None and sample.numel() >= FEW_VALUES  # of one value the noise may be none by luck
-        begins = is_many and distance > max(several_roundings, BEYOND_NOISE * (by_rounding or 0.0))
-        if is_far or begins:
-            return replace(_producer(seen, None, Circumstances()), distance=distance)
-    return None
+        distance, by_rounding = _relative(one, own), _relative(noise, own) if noise else None
+        is_far = distance is not None and distance > max(AGREEMENT, NOISE_FLOORS * (by_rounding or 0.0))
+        is_many = by_rounding is not None and one.sample.numel() >= FEW_VALUES  # of one value it may be none by luck
+        limit = max(several_roundings, BEYOND_NOISE * (by_rounding or 0.0))
+        departs = is_far or (is_many and distance is not None and distance > limit)
+        is_weightless = noise is not None and noise.taken == own.taken  # rounded weights alone lead to no other choice
+        if (one.taken != own.taken and (departs or is_weightless)) or (departs and one.picked != own.picked):
+            found = _decider(key, lowered, reference)
+            return {"first_far": _far(lowered[found], reference[found]), "choice": _far(one, own)}
+        if departs:
+            return {"first_far": _far(one, own)}
+    return {}
+
+
+def _decider(choice: OpRun, lowered: Mapping[OpRun, Sampled], reference: Mapping[OpRun, Sampled]) -> OpRun:
+    """The first op of the same call of a module whose result is not FP32's and decides what is taken; else the op that
+    takes it."""
+    runs, taking = list(lowered), lowered[choice]
+    met, left = {choice}, set(taking.choosers or taking.makers)
+    while left:
+        run = runs[left.pop()]
+        one, own = lowered[run], reference.get(run)
+        is_equal = own is not None and one.picked == own.picked and torch.equal(one.sample, own.sample)
+        if run not in met and one.seen.place[:3] == taking.seen.place[:3] and not is_equal:
+            met.add(run)
+            left |= one.makers
+    # A cast to half is FP32's too, or is none of it: what it is for is named.
+    computed = [run for run in runs if run in met & reference.keys() and lowered[run].seen.output.size]
+    return next(run for run in computed if base_name(lowered[run].seen.op) not in CASTS)
+
+
+def _far(one: Sampled, fp32: Sampled) -> Producer:
+    return replace(_producer(one.seen, None, Circumstances()), distance=_relative(one, fp32))
 
 
 class _Makers:
@@ -275,23 +307,21 @@ class _Makers:
         return found
 
 
-def _sampled(trace: OpTrace) -> list[tuple[OpSeen, torch.Tensor]]:
-    assert isinstance(trace, SampleTrace)
-    return [pair for pair in zip(trace.ops, trace.samples, strict=True) if pair[1].numel()]
+def _by_place(replayed: Replayed) -> dict[OpRun, Sampled]:
+    """The ops of a trace, in its order, by key and which of that key's runs it is; gradients at a loss scale of 1."""
+    assert isinstance(replayed.trace, SampleTrace)
+    runs, found = Counter[OpKey](), dict[OpRun, Sampled]()
+    for one in replayed.trace.sampled:
+        key, is_gradient = one.seen.key, one.seen.place.phase == "backward"
+        found[key, runs[key]] = replace(one, sample=one.sample / replayed.replay.scale) if is_gradient else one
+        runs[key] += 1
+    return found
 
 
-def _samples(trace: OpTrace, scale: float) -> Iterator[tuple[tuple[OpKey, int], torch.Tensor]]:
-    """Each op's key, with which of its runs this is, and the sample of its output."""
-    runs: dict[OpKey, int] = {}
-    for seen, sample in _sampled(trace):
-        key = seen.key
-        runs[key] = runs.get(key, -1) + 1
-        yield (key, runs[key]), sample / scale if seen.place.phase == "backward" else sample
-
-
-def _relative(sample: torch.Tensor, reference: torch.Tensor | None) -> float | None:
+def _relative(one: Sampled, fp32: Sampled) -> float | None:
     """The norm of the difference over that of the reference; None where they cannot be compared."""
-    if reference is None or sample.shape != reference.shape:
+    sample, reference = one.sample, fp32.sample
+    if sample.shape != reference.shape:
         return None
     # What is infinite in both is meant to be, and so is a mask of each dtype's lowest number, with scores added; a
     # sample of zeros alone says nothing about sizes.
@@ -321,7 +351,7 @@ def _flushed(low: torch.Tensor | None, fp32: torch.Tensor) -> float:
 
 
 def _is_noise(name: str, fp32: Replayed, floor: Replayed | None) -> bool:
-    """Whether a gradient is nothing but rounding: other roundings give quite another one."""
+    """A gradient is nothing but rounding: other roundings give quite another one."""
     if floor is None or name not in floor.gradients:
         return False
     distance = _distance({name: floor.gradients[name]}, {name: fp32.gradients[name]})

@@ -24,7 +24,7 @@ from ampdbg.probes.tensors import are_weights_spoilt, distinct, float_values, le
 from ampdbg.probes.watch import Watch
 from ampdbg.quantities import number
 from ampdbg.record.run import Investigation, Producer, Replay, Step
-from ampdbg.replay.comparison import Noise, first_far_op, held_against, overflows_on_the_way, producers_of
+from ampdbg.replay.comparison import Noise, departure, held_against, overflows_on_the_way, producers_of
 from ampdbg.replay.replay import FP32, Manner, Replayed, TraceKind, continued_in_fp32, replay_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import ModelState, Snapshot, take_snapshot
@@ -119,12 +119,11 @@ class _Replays:
         if (replay.gradient_distance or 0.0) > GRADIENT_DOUBT:
             floor = floor or noise.floor.replay
         made = Investigation(self._snapshot.step, "end", replay, producers_of(fp32, fp32), floor=floor)
-        is_near = agrees(replay, fp32.replay, floor) and not is_beyond_noise(replay, floor)
+        is_near = agrees(replay, fp32.replay, None) and not is_beyond_noise(replay, floor)
         if floor is None or is_near or overflow_in(made):  # which is why it is far
             return made
         low, fp32 = self._low(traced=SampleTrace), self._fp32(traced=SampleTrace)
-        far = first_far_op(low, fp32, self._replay(ROUNDED, noise.manner, traced=SampleTrace))
-        return replace(made, first_far=far)
+        return replace(made, **departure(low, fp32, self._replay(ROUNDED, noise.manner, traced=SampleTrace)))
 
     def _with_erased(self, low: Replayed, replay: Replay) -> Replay:
         """The replay with those producers marked of which no gradient has anything, up to the first that is none.
@@ -202,7 +201,7 @@ class _Replays:
 
 
 def _are_same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
-    """Whether all gradients are the same to the last bit, with inf and NaN in the same places."""
+    """All gradients are the same to the last bit, with inf and NaN in the same places."""
     if one.keys() != other.keys():
         return False
     return all(torch.allclose(one[name], other[name], rtol=0.0, atol=0.0, equal_nan=True) for name in one)
@@ -224,7 +223,7 @@ def _largest_in(snapshot: Snapshot) -> Iterator[tuple[str, tuple[float, tuple[in
 
 
 def _is_mask(values: torch.Tensor) -> bool:
-    """Whether all that it holds is one negative number beyond FP16, several times, and zeros."""
+    """All that it holds is one negative number beyond FP16, several times, and zeros."""
     low, high = (float(end) for end in torch.aminmax(values.detach()))
     if high > 0.0 or not -math.inf < low <= -FLOAT16.overflow_threshold:
         return False
@@ -242,7 +241,7 @@ def _numbers_of(leaf: torch.Tensor) -> torch.Tensor | None:
 
 
 def is_blamed(made: Investigation) -> bool:
-    """Whether half precision is behind an error that a step raises: FP32 comes through it, and an op goes wrong.
+    """Half precision is behind an error that a step raises: FP32 comes through it, and an op goes wrong.
 
     A constant that overflows is mostly a mask, and does no harm.
     """
@@ -312,7 +311,7 @@ class Investigator:
             self._investigate(snapshot, "end", scale)
 
     def _withholds(self) -> bool:
-        """Whether the scaler will withhold the step; after one that it has withheld that has to be looked at."""
+        """The scaler will withhold the step; after one that it has withheld that has to be looked at."""
         parameters = self._run.workload.model.named_parameters()
         return any(nonfinite((name, value.grad) for name, value in parameters if value.grad is not None))
 

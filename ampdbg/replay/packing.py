@@ -144,7 +144,7 @@ def written_form(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def can_be_written(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one of plain numbers in memory."""
+    """A tensor is one of plain numbers in memory."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
         return False
     return not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)

@@ -13,7 +13,7 @@ from typing import Any
 from ampdbg.agreement import agrees, is_finite, keeps_its_gradients, noise_floor
 from ampdbg.probes.producer_trace import ProducerTrace, SampleTrace
 from ampdbg.record.run import Investigation, Replay
-from ampdbg.replay.comparison import Noise, first_far_op, held_against, producers_of
+from ampdbg.replay.comparison import Noise, departure, held_against, producers_of
 from ampdbg.replay.replay import FP32, Manner, Replayed, TraceKind, replay_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep
@@ -80,7 +80,7 @@ class PinnedReplays:
         made = self._made(replay, floor)
         if is_brief or floor is None or replay.producers or agrees(replay, fp32.replay, floor):
             return made
-        return replace(made, first_far=first_far_op(self._sampled(pins), *self._references))
+        return replace(made, **departure(self._sampled(pins), *self._references))
 
     def _in_fp32(self, traced: TraceKind | None) -> Replayed:
         if self._known_fp32 is None or (traced is not None and self._known_fp32.trace is None):
@@ -93,7 +93,7 @@ class PinnedReplays:
         return self._in_fp32(ProducerTrace if has_producers else None)
 
     def _made(self, low: Replay, floor: Replay | None = None) -> Investigation:
-        made = replace(self.failing.made, wide=None, at_lower=(), first_far=None, continuation=())
+        made = replace(self.failing.made, wide=None, at_lower=(), first_far=None, choice=None, continuation=())
         return replace(made, low=low, fp32=self.fp32_in_brief.replay, floor=floor)
 
     def _at_a_usable_scale(self, pins: Sequence[str], traced: TraceKind | None) -> Replayed:

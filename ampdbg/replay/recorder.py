@@ -115,7 +115,7 @@ class Noted:
 
     @property
     def is_held(self) -> bool:
-        """Whether somebody has something that it gave; that may be the note of what was given it."""
+        """Somebody has something that it gave; that may be the note of what was given it."""
         return any(result() is not None for result in self.gives)
 
     @property
@@ -475,7 +475,7 @@ class Recorder(TorchFunctionMode):
         now.scalars.clear()
 
     def _has_more(self) -> bool:
-        """Whether modules gave something that leads backward, and that no loss so far was made of."""
+        """Modules gave something that leads backward, and that no loss so far was made of."""
         calls = self._now.calls.items()
         led = {n for n, call in calls if call.module is not None and call.has_gradients and call.is_held}
         return bool(led) and not led <= self._behind(made.call for made, _ in self._now.losses if made is not None)
@@ -554,12 +554,12 @@ class Recorder(TorchFunctionMode):
 
     @property
     def is_under_way(self) -> bool:
-        """Whether modules were called, and nothing has gone backward since."""
+        """Modules were called, and nothing has gone backward since."""
         return bool(self._now.calls) and not self._now.has_gone
 
     @property
     def has_losses(self) -> bool:
-        """Whether the losses of the last step are noted still."""
+        """The losses of the last step are noted still."""
         return bool(self._now.losses)
 
     @property
@@ -578,7 +578,7 @@ class Recorder(TorchFunctionMode):
         self._doubtful = None if made is None else (made.call, lead_back)
 
     def is_in_doubt(self, loss: torch.Tensor) -> bool:
-        """Whether that is still to be said of this loss."""
+        """That is still to be said of this loss."""
         made = self._maker(loss)
         return made is not None and self._doubtful is not None and self._doubtful[0] == made.call
 
@@ -751,7 +751,7 @@ class _Calls:
         )
 
     def _is_data(self, call: Noted, read: int) -> bool:
-        """Whether all that a call takes of another is held still, and no gradient leads to it."""
+        """All that a call takes of another is held still, and no gradient leads to it."""
         taken = [made for made in _mades(call.given) if made.call == read]
         return bool(taken) and all(
             made in call.past and times_written(call.past[made][0]) == call.past[made][1] for made in taken
@@ -854,13 +854,13 @@ class _Taking:
 
 @functools.cache
 def _draws(name: str) -> bool:
-    """Whether torch's function of this name draws random numbers."""
+    """Torch's function of this name draws random numbers."""
     return DRAWS.search(name) is not None
 
 
 @functools.cache
 def _is_in_place(name: str) -> bool:
-    """Whether torch's function of this name writes into its first argument."""
+    """Torch's function of this name writes into its first argument."""
     return name in WRITES or (name.endswith("_") and not name.endswith("__"))
 
 
@@ -926,7 +926,7 @@ def _compiling(original: Callable[..., Any], entered: Sequence[Recorder]) -> Cal
 
 
 def _hands_on(module: torch.nn.Module) -> bool:
-    """Whether a call is that of the model inside, and not to be made again itself: it readies DistributedDataParallel
+    """A call is that of the model inside, and not to be made again itself: it readies DistributedDataParallel
     or Fabric for a backward pass, and where none follows the next call raises, or where it is not theirs that pass."""
     held = module._modules
     readies = (always or _is_of_ddp(held[name]) for name, always in WRAPPERS.items() if name in held)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ampdbg.environment import FUSED_ATTENTION_NOTE
 from ampdbg.errors import AmpdbgError, UserCodeError, first_line, text_of
 from ampdbg.precision.modes import DTYPES, clip
-from ampdbg.precision.widening import LIFTS, altered, lifted, rounded, widen, widened
+from ampdbg.precision.widening import LIFTS, altered, lifted, rounded, spread, widen, widened
 from ampdbg.probes.draws import drawn_alike
 from ampdbg.probes.garbage import uncollected
 from ampdbg.probes.module_calls import ModulePaths, compiled_notes, module_paths
@@ -42,8 +42,8 @@ class Manner:
 
     ``dtype`` is what autocast lowers to; ``float32`` and ``float64`` run without autocast. When ``is_lifted``
     the half tensors that the code or the model itself asks for are that wide too; else all is as in the
-    run. Weights and batch are first rounded to ``rounds_to``, where it is set: to the nearest, or in a ``draw`` of
-    its own at random.
+    run. Where ``rounds_to`` is set, weights are first rounded to it, or moved as far at random in a ``draw`` of its
+    own. Buffers and the batch are left alone: autocast rounds them only where an op of its list reads them.
     """
 
     dtype: str
@@ -52,10 +52,16 @@ class Manner:
     rounds_to: str = ""
     draw: int = 0
 
+    def rounded(self, weight: torch.Tensor) -> torch.Tensor:
+        """What a parameter becomes first."""
+        if not self.rounds_to:
+            return weight
+        dtype = DTYPES[self.rounds_to]
+        return spread(weight, dtype, self.draw) if self.draw else rounded(weight, dtype)
+
     def altered(self, tensor: torch.Tensor) -> torch.Tensor:
         """What a tensor of the model or the batch becomes."""
-        own = rounded(tensor, DTYPES[self.rounds_to], self.draw) if self.rounds_to else tensor
-        return widened(own, LIFTS[self.dtype]) if self.is_lifted and self.dtype in LIFTS else own
+        return widened(tensor, LIFTS[self.dtype]) if self.is_lifted and self.dtype in LIFTS else tensor
 
 
 FP32 = Manner("float32")
@@ -102,7 +108,8 @@ def replay_step(
         in FP16 may name a dtype and fail in another.
     """
     model = run.workload.model
-    with uncollected(), rewound(model, snapshot), altered(tensors_in(model), manner.altered):
+    weights = altered(model.parameters(), manner.rounded)
+    with uncollected(), rewound(model, snapshot), weights, altered(tensors_in(model), manner.altered):
         with placed(model, traced) if traced else contextlib.nullcontext() as trace:
             _wait(run.device)
             started = time.perf_counter()
@@ -220,7 +227,7 @@ def _forward_and_backward(run: Run, snapshot: Snapshot, manner: Manner, stops_at
 
 
 def _is_as_it_was(run: Run, manner: Manner) -> bool:
-    """Whether the step runs in the precision of the run."""
+    """The step runs in the precision of the run."""
     return not manner.is_lifted and manner.dtype == run.mode.format.name
 
 

@@ -128,7 +128,7 @@ class Held:
         return ((one.value, one.kind) for one in self._saved.values())
 
     def __contains__(self, value: Any) -> bool:
-        """Whether this very value is among them."""
+        """This very value is among them."""
         return id(value) in self._saved
 
     def contents(self, value: Any) -> Any:
@@ -172,7 +172,7 @@ class Held:
                         kind.write(value, contents)
 
     def is_as_saved(self, value: Any) -> bool:
-        """Whether a container still holds the same, and a tensor the same numbers; of others that is not asked."""
+        """A container still holds the same, and a tensor the same numbers; of others that is not asked."""
         saved = self._saved.get(id(value))
         if saved is not None and saved.kind.holds:
             return _is_same(saved.kind.save(value), saved.contents)
@@ -230,7 +230,7 @@ def held_by(optimizers: Iterable[torch.optim.Optimizer]) -> Held:
 
 
 def are_held_whole(optimizers: Iterable[torch.optim.Optimizer]) -> bool:
-    """Whether that is all: an optimizer of the user's may keep copies of weights in attributes of its own."""
+    """That is all: an optimizer of the user's may keep copies of weights in attributes of its own."""
     own = [{**vars(optimizer), "state": None, "param_groups": None} for optimizer in optimizers]
     return not any(isinstance(leaf, torch.Tensor) for leaf in _pytree.tree_leaves(own))
 
@@ -341,7 +341,7 @@ def duplicated(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def written(tensor: torch.Tensor, contents: torch.Tensor) -> bool:
-    """Whether the contents could be written into the memory of a tensor."""
+    """The contents could be written into the memory of a tensor."""
     try:
         distinct(tensor).copy_(distinct(contents))
     except (RuntimeError, TypeError):
@@ -367,7 +367,7 @@ def _fill(container: Any, entries: Any) -> None:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether they hold the very same objects in the same order."""
+    """They hold the very same objects in the same order."""
     flat = [[*each, *each.values()] if isinstance(each, dict) else each for each in (one, other)]
     return len(flat[0]) == len(flat[1]) and all(map(operator.is_, *flat))
 
@@ -518,7 +518,7 @@ def _inside(holders: Iterable[tuple[Any, Kind]]) -> list[tuple[Any, Kind]]:
 
 
 def _is_users_own(value: Any) -> bool:
-    """Whether a class, or that of an object, is the user's."""
+    """A class, or that of an object, is the user's."""
     cls = value if isinstance(value, type) else type(value)
     return _is_of_users_file(sys.modules.get(cls.__module__))
 
@@ -555,7 +555,7 @@ NO_DATA = (NAMES, CLOSURE, OBJECT, MODULE, SCRIPTED)
 
 
 def _others_run() -> bool:
-    """Whether another thread of the user's runs; one that waits in Python's ``threading`` does not."""
+    """Another thread of the user's runs; one that waits in Python's ``threading`` does not."""
     others = [frame for thread, frame in sys._current_frames().items() if thread != threading.get_ident()]
     running = [frame for frame in others if frame.f_globals.get("__name__") != threading.__name__]
     return any(is_users_file(one.f_code.co_filename) for frame in running for one, _ in traceback.walk_stack(frame))

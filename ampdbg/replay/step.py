@@ -20,6 +20,7 @@ from ampdbg.config.schema import Precision, config_of_script
 from ampdbg.ops import MOVES
 from ampdbg.precision.emulation import is_emulating
 from ampdbg.precision.modes import mode_of
+from ampdbg.precision.widening import lifted
 from ampdbg.probes.tensors import HALVES, float_values
 from ampdbg.record.run import Reach
 from ampdbg.replay.copies import Copying
@@ -149,7 +150,10 @@ class RecordedStep:
             is_pinned = number in in_fp32
             found = Copying(lambda value: _found(value, results, is_pinned=is_pinned))  # noqa: B023 - used at once
             is_lowered = call.lowers and not is_pinned
-            with contextlib.nullcontext() if is_lowered else torch.autocast(self.device, enabled=False):
+            with (
+                contextlib.nullcontext() if is_lowered else torch.autocast(self.device, enabled=False),
+                lifted("float32") if is_pinned else contextlib.nullcontext(),  # of what casts to half itself
+            ):
                 results[number] = call.again(*found.of((args, kwargs)))
         losses = [_at_path(results, made).reshape(()) for made in self.losses[min(given)]]
         return losses[0] if len(losses) == 1 else torch.stack([loss.float() for loss in losses]).sum()

@@ -43,7 +43,7 @@ def blamed_data(run: Run, snapshot: Snapshot, played: RecordedStep) -> tuple[Ten
         snapshot: the step, with what its calls are given as batches.
         played: its calls.
     """
-    suspects = [(name, tensor) for name, tensor in data_of(played) if may_be_bad(tensor)]
+    suspects = [(name, tensor) for name, tensor in data_of(played) if may_be_bad(tensor) and not tensor.requires_grad]
     has_loss = played.reach == "whole"  # else its modules may give a mask of -inf
 
     def comes_through(kept: Collection[int] = ()) -> bool:

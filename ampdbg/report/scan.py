@@ -8,9 +8,10 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import PurePath
 
-from ampdbg.agreement import AGREEMENT, agrees_with_fp32, is_finite
+from ampdbg.agreement import AGREEMENT, TAKEN, agrees_with_fp32, is_finite
 from ampdbg.diagnosis.cause import KEPT_SCALE, WEIGHTS_GREW
 from ampdbg.diagnosis.producers import UNKNOWN
 from ampdbg.diagnosis.scale import UNEXPLAINED, ScaleCourse
@@ -24,6 +25,7 @@ from ampdbg.record.run import (
     EXITED,
     NOT_CAPTURED,
     GroupOverflow,
+    Investigation,
     ParameterCounts,
     Record,
     Replay,
@@ -386,16 +388,26 @@ def _facts(record: Record) -> Iterator[str]:
 
 def _compared(record: Record) -> Iterator[str]:
     """Which healthy steps were compared with FP32, and how far their gradients are from its; or that none was."""
-    alike = [made for made in record.investigations if agrees_with_fp32(made)]
+    alike = [made for made in record.investigations if agrees_with_fp32(made) or made.choice]
+    yield from map(_distance, alike)
     is_half = record.environment.policy != "none" and format_of_config(record.config) is not FLOAT32
-    is_alone = not alike and record.command == "run" and record.verdict == "healthy" and is_half
-    yield from ["no step compared with FP32"] * is_alone
-    for made in alike:
-        distance = made.low.gradient_distance or 0.0
-        by_rounding = ", which rounding explains" * (made.floor is not None)
-        agrees = f"step {made.step} agrees with FP32" + f" (gradients {share(distance)} apart)" * bool(distance)
-        differs = f"the gradients of step {made.step} differ from FP32's by {share(distance)}{by_rounding}"
-        yield agrees if distance <= AGREEMENT else differs
+    if not alike and record.command == "run" and record.verdict == "healthy" and is_half:
+        rows = (len(list(row)) for one in record.timelines for was, row in groupby(one.steps, _was_taken) if was)
+        few = f": that takes over {TAKEN} steps in a row without a skip" * (max(rows, default=0) <= TAKEN)
+        yield f"no step compared with FP32{few}"
+
+
+def _was_taken(step: Step) -> bool:
+    return not step.skipped
+
+
+def _distance(made: Investigation) -> str:
+    distance = made.low.gradient_distance
+    if distance is None or distance <= AGREEMENT:
+        return f"step {made.step} agrees with FP32" + (f" (gradients {share(distance)} apart)" if distance else "")
+    by_rounding = ", which rounding explains" * (made.floor is not None)
+    why = ", by another choice" if made.choice else by_rounding
+    return f"the gradients of step {made.step} differ from FP32's by {share(distance)}{why}"
 
 
 def _facts_of(timeline: Record, record: Record) -> Iterator[str]:
@@ -408,7 +420,15 @@ def _facts_of(timeline: Record, record: Record) -> Iterator[str]:
             yield f"loss {_change(number(with_loss[0].loss), number(with_loss[-1].loss))}"
         if last.grad_norm is not None:
             yield f"gradient norm {number(last.grad_norm)}"
-        yield f"loss scale {_change(scale(scaled[0].scale), scale(scaled[-1].scale))}"
+        yield _loss_scale(timeline, scaled)
+
+
+def _loss_scale(timeline: Record, scaled: Sequence[Step]) -> str:
+    """The loss scale; of a script in which no scaler scales, that of its own, as far as its replays show one."""
+    if timeline.script is None or any(step.scaler or step.scale != 1.0 for step in scaled):
+        return f"loss scale {_change(scale(scaled[0].scale), scale(scaled[-1].scale))}"
+    own = max((made.low.scale for made in timeline.investigations), default=1.0)
+    return f"the script's own loss scale {scale(own)}" if own > 1.0 else "no scaler used"
 
 
 def _change(first: str, last: str) -> str:
@@ -479,7 +499,9 @@ def _replay_row(replay: Replay) -> tuple[str, ...]:
 
 
 def _precision(replay: Replay) -> str:
-    return short_of(replay.dtype) + f", loss scale {scale(replay.scale)}" * (replay.dtype != "float32")
+    short = short_of(replay.dtype)
+    of_weights = " on rounded weights" * replay.rounded  # the noise floor
+    return short + of_weights if replay.dtype == "float32" else f"{short}, loss scale {scale(replay.scale)}"
 
 
 def pin_may_help(record: Record) -> bool:

@@ -55,6 +55,11 @@ OF_THE_PATCH = "ampdbg did not measure the cost of the patch itself, which may b
 MOST_IN_BRIEF = 3
 """So many of the patch's places, and of other remedies, are in a story."""
 
+BY_HAND = (
+    "By hand: put {} and the lines that make its inputs under torch.autocast(device_type=..., enabled=False). Cast "
+    "what these lines read with .float(), and remove their own casts to half."
+)
+
 TOGETHER = "FP32 throughout makes the step healthy: disable autocast around the model and the loss together."
 
 OWN_CAST = (
@@ -108,7 +113,7 @@ def _sections(record: Record, handed: Handover, most: int | None = None) -> tupl
     """All of them; for a story at most so many of the patch's places, and of other remedies."""
     is_brief, proof = most is not None, record.verification
     by_name, pins = _is_by_name(record, handed), pin_lines(record) if is_brief else pin_table(record)
-    refused = handed.refused * (not handed.files and proof is None and not by_name)
+    refused = handed.refused * (not handed.units and proof is None and not by_name)
     left_out = more(len(handed.units) - most) if most is not None else ()
     notes = (*handed.notes, *_together(record))
     if handed.pins_nothing and not is_brief:
@@ -119,7 +124,7 @@ def _sections(record: Record, handed: Handover, most: int | None = None) -> tupl
     return filled(
         Findings(record.findings, is_brief=is_brief) if handed.pins_nothing else pins,
         Paragraph(tuple(map(line, about_roots(record))) * (by_name or not is_brief)),
-        Paragraph((*_edits(handed, most), *left_out) * bool(handed.files), EDITS),
+        Paragraph((*_edits(handed, most), *left_out), _about_units(handed)),
         Paragraph(tuple(map(line, refused[:most])), "Why ampdbg edits no code"),
         _proof_section(proof, is_brief=is_brief),
         Paragraph(tuple(map(line, _cost(record, handed))) * (not is_titled)),
@@ -148,9 +153,14 @@ def _cost(record: Record, handed: Handover) -> Iterator[str]:
 
 def _together(record: Record) -> tuple[str, ...]:
     """What is left where neither pins of modules nor an edit of the lines outside of them is enough."""
-    roots = (root for root in record.findings[:1] if root.phase == "forward" and base_name(root.op) in CASTS)
-    own = [OWN_CAST.format(place_of(root.source)) for root in roots if root.source is not None]
-    return (*own, TOGETHER)[:1] * _is_past_search(record)
+    root = next(iter(record.findings), None)
+    if not _is_past_search(record):
+        has_failed = record.verification is not None and not record.verification.passed
+        return (BY_HAND.format(place_of(root.source)),) if has_failed and root is not None and root.source else ()
+    casts = root is not None and root.phase == "forward" and base_name(root.op) in CASTS
+    if root is not None and casts and root.source is not None:
+        return (OWN_CAST.format(place_of(root.source)),)
+    return (TOGETHER,)
 
 
 def _is_past_search(record: Record) -> bool:
@@ -162,6 +172,10 @@ def _is_past_search(record: Record) -> bool:
 
 def _is_by_name(record: Record, handed: Handover) -> bool:
     return handed.form in ("module", "yaml") and content(record) is not None
+
+
+def _about_units(handed: Handover) -> str:
+    return EDITS if handed.files else "Patches that failed their proofs"
 
 
 def _about_notes(record: Record) -> str:

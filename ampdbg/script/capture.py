@@ -302,7 +302,7 @@ def start_in_this_folder(path: Path, script: Sequence[str], known: Start) -> Sta
 
 
 def _is_here(start: Start) -> bool:
-    """Whether the script, or the outermost package of the module, stands in this folder or below it."""
+    """The script, or the outermost package of the module, stands in this folder or below it."""
     here = os.path.realpath(os.getcwd())
     if start.is_module:
         first = os.path.join(here, start.name.partition(".")[0])
@@ -448,7 +448,7 @@ CASTING = CAST_METHODS | {"to", "type", "type_as"}
 
 
 def _is_cast(name: str) -> bool:
-    """Whether torch's function of this name gives the values of its first argument in another format, or in its own."""
+    """Torch's function of this name gives the values of its first argument in another format, or in its own."""
     return name.startswith("torch.Tensor.") and name.rpartition(".")[2] in CASTING
 
 
@@ -515,7 +515,7 @@ class Captures:
         self.why_not = ""
         """Why one was not written."""
         self.is_wanted = False
-        """Whether the next whole step is to be captured, whatever it does."""
+        """The next whole step is to be captured, whatever it does."""
         self.start = start
         self._folder = Path(os.path.abspath(folder))
         self._most = most
@@ -531,16 +531,16 @@ class Captures:
 
     @property
     def are_wanted(self) -> bool:
-        """Whether any may be written; who allows none need not be told that one was not."""
+        """Any may be written; who allows none need not be told that one was not."""
         return self._most > 0
 
     @property
     def has_room(self) -> bool:
-        """Whether one more may be written."""
+        """One more may be written."""
         return len(self._paths) < self._most
 
     def has(self, step: int) -> bool:
-        """Whether the step of this number was captured."""
+        """The step of this number was captured."""
         return step in self._paths
 
     def drop(self, step: int) -> None:

@@ -20,7 +20,7 @@ from typing import get_args
 import torch
 from torch.optim import Optimizer
 
-from ampdbg.agreement import is_finite
+from ampdbg.agreement import TAKEN, is_finite
 from ampdbg.diagnosis.cause import SKIPS_IN_A_ROW
 from ampdbg.diagnosis.hidden_faults import hidden_fault
 from ampdbg.diagnosis.producers import survivor
@@ -46,10 +46,6 @@ from ampdbg.script.signals import held_signals
 
 SHARE, WAITS = 0.1, 5.0
 """The share of a run's time that it waits for replays of steps whose scale may be settling, beyond so many seconds."""
-
-TAKEN = 10
-"""Behind so many steps in a row that an optimizer has taken, the next is held against FP32: what it hides, such as an
-overflow that erases itself, shows in no loss."""
 
 COMPARISON = 30.0
 """Replays that take so many seconds at most are made of one healthy step of each optimizer, however short the run."""
@@ -78,6 +74,12 @@ HALF_BY_HOOKS = "hooks give its modules half weights"
 
 NOT_COMPARED = "step {}, which looks healthy, was not compared with FP32: {}"
 
+NOT_ASKED = "--no-investigate allows no replay"
+
+IN_GROUP = "its process trains together with others, which a replay would block"
+
+NO_TIME = "its replays take more of the run's time than ampdbg uses"
+
 MODULES_FINITE = "every module output is finite, and the script's own code after them could not be replayed: {}"
 
 ENDED_EARLIER = "the script ended before its loss"
@@ -104,7 +106,7 @@ class Policy:
         self._began, self._steps, self.waited = time.monotonic(), -1, 0.0
 
     def wants(self, why: Why, optimizer: int, *, has_borne: bool, is_nan: bool, is_withheld: bool) -> bool:
-        """Whether a failing step of an optimizer is to be looked at; ``has_borne``: an earlier one has come through its
+        """A failing step of an optimizer is to be looked at; ``has_borne``: an earlier one has come through its
         loss scale, ``is_nan``: no inf is left, ``is_withheld``: by a scaler, and else it ruins the weights."""
         if why == "loss":
             is_first = optimizer not in self._lost_rows
@@ -121,11 +123,15 @@ class Policy:
         return is_due and self.is_open(why)
 
     def compares(self, optimizer: int) -> bool:
-        """Whether a step that looks healthy is held against FP32: one of each optimizer that has taken some in a row,
-        where no step has failed for good."""
+        """A step that looks healthy is due to be held against FP32: one of each optimizer that has taken some
+        in a row, where no step has failed for good."""
         is_due = self._taken[optimizer] >= TAKEN and optimizer not in self._compared and not self._tries.get("loss")
-        is_quick = self._expected <= COMPARISON  # whatever other replays have taken: the same run gets the same answer
-        return is_due and self.is_open("end") and (is_quick or self._is_in_time())
+        return is_due and self.is_open("end")
+
+    @property
+    def has_time(self) -> bool:
+        """The replays of a step that is due may be made, whatever others have taken: the same run, the same answer."""
+        return self._expected <= COMPARISON or self._is_in_time()
 
     def comparing(self, optimizer: int) -> contextlib.AbstractContextManager[None]:
         """While a step of an optimizer is held against FP32: no other one is."""
@@ -167,7 +173,7 @@ class Policy:
         self._settling += 1
 
     def is_open(self, why: Why) -> bool:
-        """Whether steps of a kind may still be looked at."""
+        """Steps of a kind may still be looked at."""
         return self._tries.get(why, 0) < MOST_OF_A_KIND
 
     @contextlib.contextmanager
@@ -252,8 +258,8 @@ class FailingSteps:
             self._watcher.log.break_off(value, is_skipped=True)
 
     def _fails(self, why: Why, optimizer: Optimizer | None, loss: torch.Tensor | None = None) -> None:
-        number, scale = self._watcher.log.closed(), self._scale()
         place = 0 if optimizer is None else self._watcher.optimizers.number_of(optimizer)
+        number, scale = self._watcher.log.closed(), self._scale(place)
         is_nan = is_nan_alone(self._watcher.open_step.groups)
         borne = max(
             (step.scale for step in self._watcher.steps if not step.skipped and step.optimizer == place), default=-1.0
@@ -280,11 +286,10 @@ class FailingSteps:
             self._notes.append(NOT_AGAIN.format(number, "loss is" if why == "loss" else "gradients are", why_not))
         return made
 
-    def _scale(self) -> float:
+    def _scale(self, place: int = 0) -> float:
         if self._watcher.open_step.scaler is not None:
             return float(self._watcher.open_step.loss_scale())
-        steps = self._watcher.steps
-        return steps[-1].scale if steps else 1.0
+        return next((step.scale for step in reversed(self._watcher.steps) if step.optimizer == place), 1.0)
 
     def _look(
         self, number: int, why: Why, scale: float, loss: torch.Tensor | None = None, *, is_cut: bool = False
@@ -302,14 +307,14 @@ class FailingSteps:
 
     def _tried(self, live: LiveStep) -> tuple[Investigation | None, str]:
         """What replays of a step show, and why they show nothing."""
-        loss, scaler = self._loss(), self._watcher.open_step.scaler
+        loss, scaler = self._loss_of(live), self._watcher.open_step.scaler
         is_free = self._investigates and not hooks_half_weights(live.model)
         if self.captures.are_wanted and (live.recorded.reach == "whole" or is_free):
             self._capture(live, loss, scaler)
         if not is_free:
             return None, ""
         whole = live.recorded.reach == "whole"
-        made = live.investigated(self._watcher.steps if whole else ())
+        made = live.investigated(live.before if whole else ())
         if made is None:
             return None, ""  # a signal has come, and the script is not kept waiting
         made = replace(made, loss=loss, is_of_others=is_in_group() and not made.reproduced)
@@ -339,6 +344,10 @@ class FailingSteps:
         losses = self._watcher.open_step.scaled
         return sum(map(float, losses)) if losses else math.nan
 
+    def _loss_of(self, live: LiveStep) -> float:
+        """The same of a step, without the scale that the script itself has put into it."""
+        return self._loss() / live.recorded.own_scale
+
     def _live(
         self, number: int, why: Why, scale: float, loss: torch.Tensor | None, *, is_cut: bool = False
     ) -> tuple[LiveStep | None, str]:
@@ -362,8 +371,8 @@ class FailingSteps:
         if step is None:
             return None, why_not
         scale *= step.own_scale
-        watcher = self._watcher
-        of = next(iter(self._stepping), 0) if watcher.open_step.optimizer is None else watcher.open_step.optimizer
+        watcher, steps = self._watcher, self._watcher.steps
+        of = next((one.optimizer for one in steps if one.step == number), watcher.open_step.optimizer or 0)
         return LiveStep(number, watcher, step, model, device, state, half, scale, why, why_not, of), ""
 
     def _why_not_now(self, model: torch.nn.Module, half: Half | None) -> str:
@@ -387,15 +396,18 @@ class FailingSteps:
     # Captures that were asked for.
 
     def _about_to_step(self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> None:
-        """Captures a step that was asked for, whatever it does; of several turns the last, or the first that fails."""
-        watcher, number = self._watcher, self._watcher.log.closed()
+        """Captures a step that was asked for, whatever it does."""
+        watcher = self._watcher
         place = watcher.optimizers.number_of(optimizer) if optimizer in watcher.optimizers else None
-        self._stepping += [] if place is None else [place]
+        if place is not None:
+            watcher.turn_of(optimizer)
+            self._stepping.append(place)
+        number = watcher.log.closed()
         if watcher.is_paused or number == self._looked_at:
             return
         if self.captures.is_wanted:
             self._capture_at_once(number, scaler)
-        elif place is not None and self._may_be_compared(place):
+        elif place is not None and self._may_be_compared(place, number):
             self._compare(place, number, scaler)
 
     def _capture_at_once(self, number: int, scaler: torch.amp.GradScaler | None) -> None:
@@ -408,9 +420,14 @@ class FailingSteps:
 
     # One healthy step, compared with FP32.
 
-    def _may_be_compared(self, place: int) -> bool:
-        is_due = self._investigates and self._policy.compares(place) and not is_in_group()
-        return is_due and self._watcher.open_step.is_known_finite()
+    def _may_be_compared(self, place: int, number: int) -> bool:
+        if not (self._policy.compares(place) and self._watcher.open_step.is_known_finite()):
+            return False
+        reasons = ((NOT_ASKED, not self._investigates), (IN_GROUP, is_in_group()), (NO_TIME, not self._policy.has_time))
+        why_not = next((why for why, holds in reasons if holds), "")
+        if why_not:
+            self._not_compared.setdefault(place, NOT_COMPARED.format(number, why_not))
+        return not why_not
 
     def _compare(self, place: int, number: int, scaler: torch.amp.GradScaler | None) -> None:
         """Holds a step that looks healthy against FP32, and captures it where it hides a fault."""
@@ -430,16 +447,15 @@ class FailingSteps:
         """Compares a step with FP32; why that shows nothing, or ""."""
         if live.recorded.reach != "whole" or hooks_half_weights(live.model):
             return live.why_no_further or HALF_BY_HOOKS
-        made = live.investigated(self._watcher.steps)
+        made = live.investigated(live.before)
         if made is None:
             return ""  # a signal has come, and the script is not kept waiting
-        made = replace(made, loss=self._loss())
+        made = replace(made, loss=self._loss_of(live))
         if not is_finite(made.low):
             self._policy.still_compares(live.optimizer)
             return ""  # it is a failing step, and looked at as such
         record = self._watcher.record()
-        own = replace(record, steps=tuple(step for step in record.steps if step.optimizer == live.optimizer))
-        fault = hidden_fault(made, own)
+        fault = hidden_fault(made, replace(record, steps=live.before))
         if fault is not None and fault.is_thrown:
             return THROWN
         if fault is None:
@@ -535,11 +551,11 @@ def _scale_of(scaler: torch.amp.GradScaler | None) -> float:
 
 
 def settles(made: Investigation) -> bool:
-    """Whether a loss scale that settles is all that a step lacks."""
+    """A loss scale that settles is all that a step lacks."""
     return made.why == "gradients" and is_finite(made.fp32) and survivor(made) is not None
 
 
 def explains_itself(watcher: Watch, error: BaseException | None) -> bool:
-    """Whether an error that the script has raised says what is wrong."""
+    """An error that the script has raised says what is wrong."""
     by_autocast = autocast_error(error, watcher.log.closed(), watcher.models.named_modules)
     return by_autocast is not None or watcher.calls.explains(error)

@@ -35,6 +35,9 @@ PROPERTIES = SimpleNamespace(
     uuid="",
 )
 
+CUDA = "12.8"
+"""The version of CUDA that scripts read, and take apart: that of torch built for a GPU of this capability."""
+
 ANSWERS: Mapping[str, Any] = {
     "is_available": True,
     "is_initialized": True,
@@ -100,6 +103,7 @@ def emulated_gpu(count: int = 1) -> Iterator[None]:
             for name, answer in {**answers, **counted}.items():
                 if hasattr(owner, name):
                     stack.enter_context(patch.object(owner, name, _answering(answer)))
+        stack.enter_context(patch.object(torch.version, "cuda", torch.version.cuda or CUDA))
         stack.enter_context(_stream_of_the_compiler())
         for name in ("get_rng_state_all", "set_rng_state_all"):
             stack.enter_context(patch.object(torch.cuda, name, _RANDOM[name]))

@@ -126,7 +126,7 @@ class Start:
 
     @property
     def is_of_group(self) -> bool:
-        """Whether it trained in a group of processes, be it of one."""
+        """It trained in a group of processes, be it of one."""
         return self.processes > 1 or IN_A_GROUP in self.environment
 
 
@@ -248,7 +248,7 @@ def _obstacle(script: Script) -> str:
 
 
 def _is_importable(script: Script) -> bool:
-    """Whether it is a folder or a zip file, with a ``__main__.py`` in it."""
+    """It is a folder or a zip file, with a ``__main__.py`` in it."""
     return not script.is_module and get_importer(script.name) is not None
 
 
@@ -316,7 +316,7 @@ def _taken_out(names: set[str]) -> dict[str, ModuleType]:
 
 
 def _is_other(name: str, path: list[str]) -> bool:
-    """Whether the module that is loaded under this name is another than the one that stands on the path."""
+    """The module that is loaded under this name is another than the one that stands on the path."""
     if "." in name or name in SHARED:
         return False
     with contextlib.suppress(Exception):  # a script may have put anything into sys.path and sys.modules

@@ -58,6 +58,11 @@ class LiveStep:
     why_no_further: str = ""
     optimizer: int = 0
 
+    @property
+    def before(self) -> tuple[Step, ...]:
+        """The steps that its optimizer has made before it."""
+        return tuple(step for step in self.watcher.steps if step.optimizer == self.optimizer)
+
     def investigated(self, before: Sequence[Step]) -> Investigation | None:
         """What replays of it show; ``before`` are the steps that its loss is to be compared with. The script waits.
 

@@ -61,8 +61,9 @@ def watch(
     """Watches any training loop over these optimizers: its steps, and the order of its calls.
 
     To be entered as a context manager, or between ``start()`` and ``stop()``. Several may watch at once, and end in any
-    order. A step ends with ``scaler.update()``. Where no enabled scaler has scaled the loss, it ends when every watched
-    optimizer has stepped, or when the next backward pass begins.
+    order. A step is that of the optimizers whose gradients are of the same losses. It ends with ``scaler.update()``,
+    with the next loss, or when an optimizer steps on another one; where no enabled scaler has scaled the loss also when
+    every watched optimizer has stepped.
 
     Args:
         model: names the parameters; its parameters and buffers are checked on unhealthy steps.

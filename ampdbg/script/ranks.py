@@ -33,13 +33,13 @@ ONE_PROCESS = {
 
 
 def is_in_group() -> bool:
-    """Whether other processes train with this one now."""
+    """Other processes train with this one now."""
     is_used = distributed.is_available() and distributed.is_initialized()
     return is_used and distributed.get_world_size() > 1
 
 
 def hooks_half_weights(model: torch.nn.Module) -> bool:
-    """Whether half weights may have hooks of DistributedDataParallel's: to run them in FP32 would take those away, as
+    """Half weights may have hooks of DistributedDataParallel's: to run them in FP32 would take those away, as
     torch makes anew what adds up the gradients of a weight whose dtype has changed."""
     is_used = distributed.is_available() and distributed.is_initialized()
     return is_used and any(weight.dtype.itemsize < 4 for weight in model.parameters())
@@ -61,7 +61,7 @@ def why_in_parts(model: torch.nn.Module) -> str:
 
 
 def has_its_state(optimizer: Optimizer) -> bool:
-    """Whether its ``state_dict`` is torch's plain one: another may gather parts, and wait for every process."""
+    """Its ``state_dict`` is torch's plain one: another may gather parts, and wait for every process."""
     hooks = (vars(optimizer).get(f"_optimizer_state_dict_{when}_hooks") for when in ("pre", "post"))
     return type(optimizer).state_dict is Optimizer.state_dict and not any(hooks)
 

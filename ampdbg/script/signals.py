@@ -33,7 +33,7 @@ def held_signals() -> Iterator[None]:
 
 
 def have_come() -> bool:
-    """Whether one waits to be handled."""
+    """One waits to be handled."""
     return bool(_came)
 
 

@@ -105,7 +105,7 @@ def is_users_file(file: str) -> bool:
 
 @by_code
 def is_users(frame: FrameType) -> bool:
-    """Whether the code stands in such a file."""
+    """The code stands in such a file."""
     return is_users_file(frame.f_code.co_filename)
 
 

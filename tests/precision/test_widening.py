@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ampdbg.precision.widening import rounded
+from ampdbg.precision.widening import rounded, spread
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -20,36 +20,41 @@ def values(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("own", [torch.float32, torch.float64])
-def test_at_random_each_value_becomes_one_of_its_two_neighbours(half: torch.dtype, own: torch.dtype) -> None:
-    exact = values(own)
-    unit = torch.finfo(half).eps * 2.0 ** torch.log2(exact.abs()).floor()
-    draws = [rounded(exact, half, draw) for draw in range(1, 65)]
-    for draw in draws:
-        assert draw.dtype is own
-        assert torch.equal(draw, draw.to(half).to(own))
-        assert bool(((draw - exact).abs() < unit).all())
-    assert not torch.equal(draws[0], draws[1])
-    assert torch.equal(draws[0], rounded(exact, half, 1))
-    bias = (torch.stack(draws).mean(0) - exact) / unit
-    assert abs(float(bias.mean())) < 0.01
+def test_at_random_each_value_moves_as_far_as_rounding_moves_one(half: torch.dtype, own: torch.dtype) -> None:
+    for exact in (values(own), values().to(half).to(own)):  # one that half holds is moved too
+        draws = [spread(exact, half, draw) for draw in range(1, 65)]
+        shares = torch.stack(draws).double() / exact.double() - 1.0
+        assert {draw.dtype for draw in draws} == {own}
+        assert 0.49 < float(shares.abs().max()) / torch.finfo(half).eps < 0.51
+        assert abs(float(shares.mean())) / torch.finfo(half).eps < 0.01
+        assert not torch.equal(draws[0], draws[1])
+        assert torch.equal(draws[0], spread(exact, half, 1))
 
 
-@pytest.mark.parametrize("draw", [0, 1, 2])
 @pytest.mark.parametrize("half", HALVES)
-def test_what_the_format_holds_or_cannot_hold_stays(half: torch.dtype, draw: int) -> None:
+def test_at_random_a_half_weight_becomes_float32_and_zero_and_whole_numbers_stay(half: torch.dtype) -> None:
+    assert spread(values().to(half), half, 1).dtype is torch.float32
+    ends = torch.tensor([0.0, -0.0, math.inf, -math.inf])
+    assert torch.equal(spread(ends, half, 1), ends)
+    whole = torch.arange(5)
+    assert spread(whole, half, 1) is whole
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_what_the_format_holds_or_cannot_hold_stays(half: torch.dtype) -> None:
     held = values().to(half).float()
-    assert torch.equal(rounded(held, half, draw), held)
+    assert torch.equal(rounded(held, half), held)
     limit = torch.finfo(half).max
     ends = torch.tensor([0.0, -0.0, limit, -limit, math.inf, -math.inf, 3.4e38])
-    assert torch.equal(rounded(ends, half, draw), ends)
-    assert bool(rounded(torch.tensor([math.nan]), half, draw).isnan())
+    assert torch.equal(rounded(ends, half), ends)
+    assert bool(rounded(torch.tensor([math.nan]), half).isnan())
     whole = torch.arange(5)
-    assert rounded(whole, half, draw) is whole
+    assert rounded(whole, half) is whole
 
 
 def test_a_draw_leaves_the_random_state_alone_and_takes_any_shape() -> None:
     before = torch.get_rng_state()
     for tensor in (torch.rand(()), torch.rand(0, 3), torch.rand(4, 6).t(), torch.rand(3, 1).expand(3, 5)):
         before = torch.get_rng_state()
-        assert rounded(tensor, torch.float16, 1).shape == tensor.shape
+        assert spread(tensor, torch.float16, 1).shape == tensor.shape
         assert torch.equal(torch.get_rng_state(), before)

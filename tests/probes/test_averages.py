@@ -139,6 +139,21 @@ def trained(made: Callable[[nn.Module], Keep], dtype: torch.dtype = torch.float3
     return diagnose(watched.record())
 
 
+class Strange(torch.Tensor):
+    """Raises whatever it is asked."""
+
+    @classmethod
+    def __torch_function__(cls, *_: object) -> Any:
+        raise RuntimeError("own")
+
+
+def test_a_tensor_that_raises_hides_no_average() -> None:
+    strange = torch.ones(2).as_subclass(Strange)
+    assert codes(trained(lambda net: by_lerp(net, HALF, 0.999))) == [("frozen-average", "error")]
+    with pytest.raises(RuntimeError, match="own"):
+        strange.dtype  # noqa: B018 - it is still there
+
+
 def codes(record: Record) -> list[tuple[str, str]]:
     return [(found.code, found.severity) for found in record.findings]
 

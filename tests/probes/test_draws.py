@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampdbg.config.file import load_config
 from ampdbg.config.schema import Config
@@ -79,6 +80,29 @@ def test_each_dropout_draws_as_it_did() -> None:
     torch.manual_seed(0)
     with drawn_alike(known, notes=False):
         assert torch.equal(F.dropout(x.clone(), inplace=True), there[0].float())
+
+
+class Names(TorchDispatchMode):
+    """The ops that run while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("_on_a_gpu")
+def test_a_dropout_is_made_of_the_same_ops_in_half_as_in_fp32() -> None:
+    known, found = Draws(), list[list[str]]()
+    with replaced(torch._VF, "dropout", lambda _: lambda *given: torch.native_dropout(*given)[0]):
+        for dtype in (torch.float16, torch.float32):
+            with drawn_alike(known, notes=not found), Names() as names:
+                F.dropout(torch.ones(64, dtype=dtype))
+            found.append(names.ops[-2:])
+    assert found == [["aten.mul.Tensor"] * 2] * 2
 
 
 @pytest.mark.parametrize("seen", [True, False])

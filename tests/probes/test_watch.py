@@ -464,6 +464,108 @@ def test_optimizers_are_numbered_in_the_order_in_which_they_first_step_with_one_
     assert [(step.optimizer, step.iteration) for step in watcher.steps] == [(0, 0), (0, 1), (1, 0), (0, 2)]
 
 
+def turns_of(watcher: Watch) -> list[tuple[int, int, float]]:
+    """The optimizer and the iteration of each step, with its loss."""
+    return [(step.optimizer, step.iteration, step.loss) for step in watcher.steps]
+
+
+def weights_and_optimizers() -> tuple[torch.nn.ModuleList, list[torch.optim.Optimizer]]:
+    """Two weights that have an optimizer each."""
+    models = [torch.nn.Linear(1, 1, bias=False) for _ in "ab"]
+    return torch.nn.ModuleList(models), [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+
+
+def loss_of(model: Any, value: float) -> torch.Tensor:
+    """A loss of this value, and so is the gradient of the weight."""
+    made: torch.Tensor = (model.weight - model.weight.detach() + 1.0).sum() * value
+    return made
+
+
+@pytest.mark.parametrize("order", ["in turns", "after both backward passes"])
+@pytest.mark.parametrize("scalers", [0, 1, 2])
+def test_each_optimizer_has_steps_with_its_own_loss_norm_and_skips(order: str, scalers: int) -> None:
+    models, optimizers = weights_and_optimizers()
+    made = [GradScaler("cpu", init_scale=4.0) for _ in range(scalers)]
+    of = [made[0], made[-1]] if made else [GradScaler("cpu", enabled=False)] * 2
+    bad = math.inf if scalers else 10.0
+    with watch(models, optimizers) as watcher:
+        for values in [(1.0, 10.0), (1.0, bad), (1.0, 10.0)]:
+            for place, value in enumerate(values):
+                optimizers[place].zero_grad()
+                of[place].scale(loss_of(models[place], value)).backward()
+                if order == "in turns":
+                    of[place].step(optimizers[place])
+            for place in (0, 1) if order != "in turns" else ():
+                of[place].step(optimizers[place])
+            for scaler in made:
+                scaler.update()
+    assert turns_of(watcher) == [(0, 0, 1.0), (1, 0, 10.0), (0, 1, 1.0), (1, 1, bad), (0, 2, 1.0), (1, 2, 10.0)]
+    assert [step.grad_norm for step in watcher.steps if step.step != 3] == [1.0, 10.0, 1.0, 1.0, 10.0]
+    assert [step.skipped for step in watcher.steps] == [number == 3 and scalers > 0 for number in range(6)]
+    scales = {0: [1.0] * 6, 1: [4.0, 4.0, 4.0, 4.0, 2.0, 2.0], 2: [4.0, 4.0, 4.0, 4.0, 4.0, 2.0]}
+    assert [step.scale for step in watcher.steps] == scales[scalers]
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_an_optimizer_that_steps_in_every_third_iteration_has_the_losses_since(scaled: bool) -> None:
+    models, optimizers = weights_and_optimizers()
+    scaler = GradScaler("cpu", init_scale=4.0, enabled=scaled)
+    with watch(models, optimizers) as watcher:
+        for step in range(6):
+            for place, value in enumerate((1.0, 10.0)):
+                scaler.scale(loss_of(models[place], value)).backward()
+                if place == 0 or step % 3 == 2:
+                    scaler.step(optimizers[place])
+                    optimizers[place].zero_grad()
+            scaler.update()
+    every, third = [(0, at, 1.0) for at in range(6)], [(1, at, 30.0) for at in range(2)]
+    assert turns_of(watcher) == [*every[:3], third[0], *every[3:], third[1]]
+
+
+def test_optimizers_of_which_one_has_a_loss_more_have_steps_of_their_own() -> None:
+    models, optimizers = weights_and_optimizers()
+    with watch(models, optimizers) as watcher:
+        for _ in range(2):
+            (loss_of(models[0], 1.0) + loss_of(models[1], 2.0)).backward()
+            loss_of(models[1], 10.0).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert turns_of(watcher) == [(0, 0, 3.0), (1, 0, 13.0), (0, 1, 3.0), (1, 1, 13.0)]
+
+
+def test_an_unscaled_step_between_the_scalers_step_and_its_update_is_one_of_its_own() -> None:
+    models, optimizers = two_loops()
+    scaler = GradScaler("cpu", init_scale=4.0)
+    with watch(models, optimizers) as watcher:
+        for step in range(3):
+            optimizers[0].zero_grad()
+            scaler.scale(models[0](torch.ones(1, 3)).square().sum()).backward()
+            scaler.step(optimizers[0])
+            bare_step(models[1], optimizers[1], factor=math.inf if step == 2 else 1.0)
+            scaler.update()
+    assert [(step.optimizer, step.scaler, step.scale) for step in watcher.steps] == [(0, 1, 4.0), (1, 0, 1.0)] * 3
+    assert [math.isfinite(step.loss) for step in watcher.steps] == [True] * 5 + [False]
+    assert not any(step.skipped for step in watcher.steps)
+    assert watcher.misuses == ()
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_loss_that_is_lost_and_given_up_with_its_gradients_is_a_step_that_was_skipped(is_last: bool) -> None:
+    model, optimizer = small_loop()
+    with watch(model, optimizer) as watcher:
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 3)).square().mean() * (math.inf if step == (3 if is_last else 1) else 1.0)
+            loss.backward()
+            if loss.isfinite():
+                optimizer.step()
+    bad = 3 if is_last else 1
+    assert [(step.skipped, math.isfinite(step.loss)) for step in watcher.steps] == [
+        (number == bad, number != bad) for number in range(4)
+    ]
+
+
 def test_steps_tell_their_scalers_apart() -> None:
     model = small_model()
     optimizer, scalers = torch.optim.SGD(model.parameters(), lr=0.1), [GradScaler("cpu", init_scale=4.0) for _ in "ab"]

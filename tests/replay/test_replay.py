@@ -498,3 +498,36 @@ def test_what_replays_move_on_for_good_is_said_where_there_are_any(tmp_path: Pat
     note = "the model holds an iterator, 'ticks', which every replay advances"
     assert note in train(checked).unseen.notes
     assert note not in train(checked, replays=0).unseen.notes
+
+
+ROUNDED = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, of):
+        super().__init__()
+        self.of = of
+        self.weight = nn.Parameter(torch.tensor([1.0001]))
+        self.register_buffer("buffer", torch.tensor([0.3]))
+
+    def forward(self, batch):
+        parts = {"weight": self.weight, "batch": batch, "buffer": self.buffer}
+        return (parts[self.of] + 0.0 * self.weight).sum()
+
+def data():
+    return [torch.tensor([2.0001])]
+
+def step(model, batch):
+    return model(batch)
+"""
+
+
+@pytest.mark.parametrize(("of", "moves"), [("weight", True), ("batch", False), ("buffer", False)])
+def test_the_noise_floor_rounds_weights_alone(of: str, moves: bool, tmp_path: Path) -> None:
+    with prepared(written(tmp_path, ROUNDED, model=("Net", {"of": of}), data="data", step="step")) as run:
+        snapshot = take_snapshot(run.workload.model, 0, (next(run.workload.batches()),))
+        exact = replay_step(run, snapshot, Manner("float32")).replay.loss
+        roundings = [Manner("float32", rounds_to="float16", draw=draw) for draw in range(3)]
+        moved = [replay_step(run, snapshot, manner).replay.loss != exact for manner in roundings]
+    assert moved == [moves] * 3

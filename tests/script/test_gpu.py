@@ -90,3 +90,8 @@ def test_compiled_code_finds_the_stream_that_there_is_and_no_more_behind_it() ->
         assert double(torch.ones(2).cuda()).tolist() == [2.0, 2.0]
     assert getattr(compiler, "get_current_stream", None) is before
     assert before is None or vars(torch._dynamo.utils)["get_current_stream"] is before
+
+
+def test_its_version_of_cuda_is_a_text_that_code_takes_apart() -> None:
+    assert torch.version.cuda is not None
+    assert tuple(map(int, torch.version.cuda.split("."))) >= (12, 0)

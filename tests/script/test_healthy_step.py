@@ -33,7 +33,9 @@ torch.save([net.state_dict(), optimizer.state_dict(), scaler.state_dict(), net[1
 """At 1,000 the squares overflow, and rsqrt makes a zero of each inf: no loss and no gradient shows it."""
 
 
-@pytest.mark.parametrize(("factor", "found"), [("1000", ["silent-overflow"]), ("1", [])])
+@pytest.mark.parametrize(
+    ("factor", "found"), [("1000", ["silent-overflow"]), pytest.param("1", [], marks=pytest.mark.slow)]
+)
 def test_the_first_step_behind_ten_that_were_taken_is_compared_and_captured_where_it_hides_an_overflow(
     tmp_path: Path, factor: str, found: list[str]
 ) -> None:
@@ -52,6 +54,32 @@ def test_the_first_step_behind_ten_that_were_taken_is_compared_and_captured_wher
 def test_no_step_is_compared_where_none_is_to_be_replayed(tmp_path: Path) -> None:
     result, record = run(tmp_path, HIDDEN, "1000", options=("--emulate", "--no-investigate"))
     assert (result.code, record.investigations) == (0, ())
+    said = "step 10, which looks healthy, was not compared with FP32: --no-investigate allows no replay"
+    assert record.unseen.notes == (said,)
+    assert "no step compared with FP32 ·" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(("steps", "is_compared"), [("10", False), ("11", True)])
+def test_a_run_too_short_for_a_comparison_says_how_many_steps_that_takes(
+    tmp_path: Path, steps: str, is_compared: bool
+) -> None:
+    result, record = run(tmp_path, HIDDEN.replace("range(80)", f"range({steps})"), "1")
+    page = " ".join(result.stderr.split())
+    assert ("no step compared with FP32: that takes over 10 steps in a row without a skip" in page) != is_compared
+    assert [made.step for made in record.investigations] == [10] * is_compared
+
+
+@pytest.mark.slow
+def test_a_step_whose_replays_take_too_long_is_not_compared_and_the_run_says_so(tmp_path: Path) -> None:
+    slow = HIDDEN.replace("    optimizer.zero_grad()", "    time.sleep(1.6)\n    optimizer.zero_grad()", 1)
+    text = slow.replace("import sys, torch", "import sys, time, torch").replace("range(80)", "range(12)")
+    _, record = run(tmp_path, text, "1")
+    assert record.investigations == ()
+    (said,) = record.unseen.notes
+    assert said == (
+        "step 10, which looks healthy, was not compared with FP32: its replays take more of the run's time than ampdbg "
+        "uses"
+    )
 
 
 def test_a_step_whose_gradients_overflow_as_it_is_compared_is_a_failing_one_and_no_other_loss(tmp_path: Path) -> None:

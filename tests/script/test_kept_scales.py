@@ -47,7 +47,7 @@ gain = float(sys.argv[1])
 net = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 1)).cuda().half()
 masters = [weight.detach().float().clone().requires_grad_() for weight in net.parameters()]
 optimizer = torch.optim.Adam(masters, 1e-3)
-for step in range(8):
+for step in range(12):
     x = torch.randn(64, 32).cuda().half()
     loss = gain * F.mse_loss(net(x).float(), x[:, :1].float())
     net.zero_grad()
@@ -67,6 +67,7 @@ def test_a_loss_scale_of_the_scripts_own_that_is_too_large_is_named(tmp_path: Pa
     record, page, code = ran(tmp_path, OWN, gain)
     if gain == "1":
         assert (code, record.verdict, record.findings) == (0, "healthy", ())
+        assert "the script's own loss scale 1,024 · step 10 agrees with FP32" in " ".join(page.split())
         return
     assert (code, record.verdict, *where(record)[:2]) == (1, "other", "scale-calibration", 0)
     assert "The loss scale 1,024 is too large, and nothing lowers it" in page
@@ -74,6 +75,12 @@ def test_a_loss_scale_of_the_scripts_own_that_is_too_large_is_named(tmp_path: Pa
         "the script's own loss scale 1,024 is too large for the gradients of this"
     )
     assert record.findings[0].evidence["survives_scale"] == 2.0
+
+
+def test_where_no_scaler_has_scaled_a_loss_the_page_says_so_and_no_scale_of_one(tmp_path: Path) -> None:
+    _, page, _ = ran(tmp_path, OWN.replace("1024", "1"), "1")
+    assert "no scaler used" in page
+    assert "loss scale" not in page
 
 
 NEAR_ONE = scripts.loop("""

@@ -8,6 +8,7 @@ from ampdbg.record.file import read_record
 from tests.commands.program import start
 from tests.script import scripts
 from tests.script.test_run import captured, ran, where
+from tests.siblings import slow_but_for
 
 TAIL = scripts.loop("""
 bad, where = {int(step) for step in sys.argv[1].split(",")}, sys.argv[2]
@@ -41,8 +42,12 @@ for step in range(12):
 OF_SCRIPT, OF_MODEL = "sim = z @ z.t()", "s = h @ h.t()"
 
 
-@pytest.mark.parametrize(("bad", "how"), [("6", ""), ("6,7,8,9,10,11", ""), ("6", "without a function")])
-def test_an_overflow_of_the_scripts_own_line_is_named_and_replayed(tmp_path: Path, bad: str, how: str) -> None:
+WAYS = [("6", ""), ("6,7,8,9,10,11", ""), ("6", "without a function")]
+
+
+@pytest.mark.parametrize("way", slow_but_for([("6", "without a function")], WAYS), ids="-".join)
+def test_an_overflow_of_the_scripts_own_line_is_named_and_replayed(tmp_path: Path, way: tuple[str, str]) -> None:
+    bad, how = way
     record, page, _ = ran(tmp_path, TAIL, bad, how)
     assert (record.verdict, where(record)) == ("precision", ("forward-overflow", 6, "", OF_SCRIPT))
     assert [(made.step, made.reach) for made in record.investigations] == [(6, "whole")]

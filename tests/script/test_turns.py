@@ -13,19 +13,21 @@ for turn in range(20):
     z, real = torch.randn(16, 4).cuda(), torch.randn(16, 8).cuda()
     for place in (0, 1):
         with torch.autocast("cuda", dtype=torch.float16):
-            loss = 2000 * D(G(z)).exp().sum() if place else D(G(z).detach()).mean() - D(real).mean()
+            gain = 2000 if turn > 3 else 1  # which the scaler withholds at first
+            loss = gain * D(G(z)).exp().sum() if place else D(G(z).detach()).mean() - D(real).mean()
         optimizers[place].zero_grad()
         scalers[place].scale(loss).backward()
         scalers[place].step(optimizers[place])
         scalers[place].update()
 """)
-"""The generator's loss, 42,000 at first, leaves gradients in the discriminator, of which its next turn clears them."""
+"""The generator's loss, 42,000 from its fourth turn on, leaves gradients in the discriminator, of which its next turn
+clears them."""
 
 
 def test_a_generators_step_does_not_diverge_for_what_it_leaves_in_the_discriminator(tmp_path: Path) -> None:
     record, page, code = ran(tmp_path, TURNS)
     assert (code, record.verdict) == (0, "healthy")
     assert "diverges" not in page
-    assert [made.step % 2 for made in record.investigations if made.why != "end"] == [1]
-    made = next(made for made in record.investigations if made.why != "end")
-    assert made.continuation[-1] < made.continuation[0]
+    found = [made for made in record.investigations if made.why != "end"]
+    assert [made.step % 2 for made in found] == [1, 1]
+    assert all(made.continuation[-1] < made.continuation[0] for made in found)

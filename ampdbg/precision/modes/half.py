@@ -36,10 +36,10 @@ class HalfModel(PrecisionMode):
     """The master of each half weight from its first step on."""
 
     keeps_norms: ClassVar[bool] = False
-    """Whether batch norms stay FP32 where ``precision.keep_norms_fp32`` is null."""
+    """Batch norms stay FP32 where ``precision.keep_norms_fp32`` is null."""
 
     has_masters: ClassVar[bool] = False
-    """Whether there are master weights where ``precision.master_weights`` is null."""
+    """There are master weights where ``precision.master_weights`` is null."""
 
     @contextlib.contextmanager
     def converted(self, model: torch.nn.Module) -> Iterator[None]:

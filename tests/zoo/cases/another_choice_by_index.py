@@ -5,7 +5,9 @@ from torch import nn
 
 from tests.zoo.case import Case
 
-CASE = Case(steps=12, config={"optimizer": {"target": "torch.optim:SGD", "args": {"lr": 0.0}}})
+CASE = Case(
+    follows=("precision-loss",), steps=12, config={"optimizer": {"target": "torch.optim:SGD", "args": {"lr": 0.0}}}
+)
 
 
 class Model(nn.Module):

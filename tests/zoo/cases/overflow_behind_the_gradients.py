@@ -11,7 +11,7 @@ CASE = Case(
     phase="forward",
     op="aten.mul.Tensor",
     steps=14,
-    says=("not FP32's",),
+    says=("differ from FP32's",),
     config={"optimizer": {"target": "torch.optim:SGD", "args": {"lr": 0.0}}},
     twin=("model.args.gain=1.0",),
 )

@@ -1,0 +1,113 @@
+"""A line whose input an earlier rounding has ruined: the patch stands where the value is made, wherever that is."""
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from ampdbg.record.file import read_record
+from tests.commands.program import start
+from tests.script import scripts
+from tests.script.test_run import captured, ran
+from tests.siblings import slow_but_for
+
+SPOILT = {
+    "tanh": ("y = torch.tanh(h * 4)", "out = torch.log(1 - y * y + 1e-8)"),
+    "tanh of a cast by hand": ("y = torch.tanh((h.float() * 4).half())", "out = torch.log(1 - y * y + 1e-8)"),
+    "softmax": ("p = (h * 8).softmax(-1).to(h.dtype)", "rest = 1 - p", "out = torch.log(rest + 1e-8)"),
+    "mean": ("x = h * 1e-3 + 100", "d = x - x.mean(0)", "var = (d * d).mean(0)", "out = d / torch.sqrt(var + 1e-8)"),
+    "cast": ("h = h.float()", "h = h.half()", "y = torch.tanh(h * 4)", "out = torch.log(1 - y * y + 1e-8)"),
+}
+"""Each makes ``out`` of ``h``, which is half: a value near 1, or one beside a large mean, is rounded too early."""
+
+NET = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = self.a(x)
+        {inside}
+
+net = Net().cuda()
+optimizer = torch.optim.SGD(net.parameters(), 1e-4)
+scaler = torch.amp.GradScaler("cuda", init_scale=256.0)
+for step in range(3):
+    x = torch.randn(32, 16).cuda()
+    with torch.autocast("cuda", dtype=torch.float16):
+        {outside}
+        loss = out.float().mean()
+    STEP
+"""
+FUNCTION = "def head(h):\n    {lines}\n    return out\n"
+PLACES = {
+    "the loop": ("", "return h", "h = net(x)\n{lines}"),
+    "a function": (FUNCTION, "return h", "h = net(x)\nout = head(h)"),
+    "a forward": ("", "{lines}\nreturn self.b(out.float())", "out = net(x)"),
+    "a library": ("from site_packages.head import head\n", "return h", "h = net(x)\nout = head(h)"),
+    "a library that a forward calls": (
+        "from site_packages.head import head\n",
+        "out = head(h)\nreturn self.b(out.float())",
+        "out = net(x)",
+    ),
+}
+
+
+def script(kind: str, place: str, *, is_healthy: bool = False) -> str:
+    """The values of ``kind`` made in a place; in the healthy twin ``h`` and what follows is FP32."""
+    lines = "\n".join(SPOILT[kind])
+    if is_healthy:
+        lines = "h = h.float()\n" + lines.replace(".half()", ".float()")
+    functions, inside, outside = (part.replace("{lines}", lines) for part in PLACES[place])
+    if functions.startswith("def"):
+        functions = FUNCTION.replace("{lines}", textwrap.indent(lines, "    ").lstrip())
+    deep = textwrap.indent(inside, " " * 8).lstrip(), textwrap.indent(outside, " " * 8).lstrip()
+    return scripts.loop(functions + NET.replace("{inside}", deep[0]).replace("{outside}", deep[1]))
+
+
+def library(folder: Path, kind: str) -> None:
+    """The function as one of an installed package."""
+    file = folder / "site-packages" / "head.py"
+    file.parent.mkdir()
+    file.write_text("import torch\n\n" + FUNCTION.replace("{lines}", "\n    ".join(SPOILT[kind])))
+    (folder / "site_packages").symlink_to(file.parent)
+
+
+EDITS = {
+    ("tanh of a cast by hand", "the loop"): ["y = torch.tanh((h.float() * 4).float())"],
+    ("tanh of a cast by hand", "a forward"): ["y = torch.tanh((h.float() * 4).float())"],
+    ("tanh", "a function"): ["y = torch.tanh(h.float() * 4)", "out = torch.log(1 - y * y + 1e-8)"],
+    ("mean", "a forward"): ["x = h.float() * 1e-3 + 100"],
+    ("cast", "the loop"): ["h = h.float()"],
+    ("softmax", "a function"): [
+        "h = h.float()",
+        "p = (h * 8).softmax(-1).to(h.dtype)",
+        "rest = 1 - p",
+        "out = torch.log(rest + 1e-8)",
+    ],
+    ("tanh", "a library"): ["out = head(h.float())"],
+    ("tanh", "a library that a forward calls"): ["out = head(h.float())"],
+}
+QUICK = [("tanh of a cast by hand", "the loop")]
+
+
+@pytest.mark.parametrize("case", slow_but_for(QUICK, list(EDITS)), ids=" in ".join)
+def test_a_value_is_made_in_fp32_where_it_was_rounded_too_early(case: tuple[str, str], tmp_path: Path) -> None:
+    kind, place = case
+    library(tmp_path, kind)
+    record, _, _ = ran(tmp_path, script(kind, place))
+    assert (record.verdict, record.findings[0].code) == ("precision", "eps-underflow")
+    suggested = start(tmp_path, "suggest-fp32", *captured(record)[:1], "--record", "patched.json")
+    assert suggested.code == 0, suggested.stderr
+    added = [line[1:].strip() for line in suggested.stdout.splitlines() if line.startswith("+") and line[1] != "+"]
+    assert [line for line in added if "autocast" not in line] == EDITS[case]
+    found = read_record(tmp_path / "patched.json")
+    assert found.verification is not None
+    assert found.verification.passed
+
+
+@pytest.mark.parametrize("kind", slow_but_for(["tanh"], list(SPOILT)))
+def test_what_is_made_in_fp32_is_spoilt_by_no_rounding(kind: str, tmp_path: Path) -> None:
+    record, _, code = ran(tmp_path, script(kind, "the loop", is_healthy=True))
+    assert (record.verdict, code) == ("healthy", 0)

@@ -1,0 +1,73 @@
+"""What a pass in half has left inf or NaN is no fault of the step that reads it, whatever FP32 makes of that."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.script import scripts
+from tests.script.test_run import run, where
+from tests.siblings import slow_but_for
+
+SPOILT = scripts.loop("""
+KEEPS
+net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8)).cuda()
+MAKES
+optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+scaler = torch.amp.GradScaler("cuda", init_scale=256.0)
+for step in range(12):
+    x = torch.randn(64, 16).cuda()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = LOSS
+    STEP
+    with torch.no_grad(), torch.autocast("cuda", dtype=torch.float16):
+        p = net(x) * (1e6 if step == 6 and len(sys.argv) > 1 else 1.0)
+    AFTER
+""")
+"""What a pass in half has spoilt between two steps is read by the next one."""
+
+KINDS = {
+    "a number": ("alpha = 1.0", "alpha * (net(x) ** 2).mean()", "alpha = 1.0 + 1e-9 * p.float().mean().item()"),
+    "an infinite one": (
+        "alpha = 1.0",
+        "alpha * (net(x) ** 2).mean()",
+        "alpha = 1.0 + 1e-9 * p.float().abs().sum().item()",
+    ),
+    "a leaf": (
+        "alpha = torch.ones((), requires_grad=True, device='cuda')",
+        "alpha * (net(x) ** 2).mean()",
+        "alpha.data = alpha.data + p.float().mean() * 1e-9",
+    ),
+    "a target network": (
+        "target = copy.deepcopy(net).requires_grad_(False)",
+        "((net(x) - target(x)) ** 2).mean()",
+        "[one.data.mul_(0.99).add_(1e-9 * p.float().mean()) for one in target.parameters()]",
+    ),
+    "an attribute": (
+        "net.alpha = 1.0; net.register_forward_hook(lambda module, given, made: made * module.alpha)",
+        "(net(x) ** 2).mean()",
+        "net.alpha = 1.0 + 1e-9 * p.float().mean().item()",
+    ),
+}
+"""How each is made, read and written."""
+
+
+def spoilt(kind: str) -> str:
+    """The script in which a value of this kind is spoilt."""
+    makes, loss, after = KINDS[kind]
+    return SPOILT.replace("KEEPS\n", "").replace("MAKES", makes).replace("LOSS", loss).replace("AFTER", after)
+
+
+@pytest.mark.parametrize("kind", slow_but_for(["a number", "a target network"], KINDS))
+def test_what_an_earlier_pass_in_half_has_spoilt_is_no_fault_of_the_mathematics(tmp_path: Path, kind: str) -> None:
+    _, record = run(tmp_path, spoilt(kind), "bad")
+    assert (record.findings[0].code, record.findings[0].step) == ("weights-nonfinite", 7)
+    assert "it began with inf or NaN, which an earlier pass left, perhaps in FP16" in record.findings[0].message
+    assert not {"true-nan", "infinite-loss", "data-nonfinite"} & {found.code for found in record.findings}
+    assert where(record)[3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_no_pass_spoils_is_healthy(tmp_path: Path, kind: str) -> None:
+    _, record = run(tmp_path, spoilt(kind))
+    assert (record.verdict, record.findings) == ("healthy", ())

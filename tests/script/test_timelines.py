@@ -1,0 +1,101 @@
+"""Scripts with several optimizers: each has a timeline of its own."""
+
+from pathlib import Path
+
+import pytest
+
+from ampdbg.record.run import Record
+from tests.script import scripts
+from tests.script.test_captures import capture_of, on
+from tests.script.test_run import run, saves_the_same_alone, steps_captured, where
+from tests.siblings import slow_but_for
+
+TEMPERATURE = scripts.loop("""
+bad = int(sys.argv[1])
+net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8)).cuda()
+log_alpha, alpha = torch.zeros(1, requires_grad=True, device="cuda"), 1.0
+optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+of_alpha, scaler = torch.optim.Adam([log_alpha], 1e-3), torch.amp.GradScaler("cuda", init_scale=256.0)
+for step in range(14):
+    x = torch.randn(64, 16).cuda()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = alpha * (net(x) ** 2).mean()
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    with torch.no_grad(), torch.autocast("cuda", dtype=torch.float16):
+        p = net(x) * (1e6 if step == bad else 1.0)
+    loss_of_alpha = (log_alpha.exp() * (p.float().abs().mean() * 1e-6 - 0.1)).mean()
+    of_alpha.zero_grad()
+    loss_of_alpha.backward()
+    of_alpha.step()
+    alpha = log_alpha.exp().item()
+    scaler.update()
+torch.save([net.state_dict(), log_alpha], "net.pt")
+""")
+"""SAC's: the temperature has an optimizer of its own, which no scaler steps."""
+
+OVERFLOW = "p = net(x) * (1e6 if step == bad else 1.0)"
+
+
+def skips(record: Record) -> dict[int, list[int]]:
+    """By optimizer, in which of its iterations a scaler has withheld its step."""
+    return {one.steps[0].optimizer: [step.iteration for step in one.steps if step.skipped] for one in record.timelines}
+
+
+def test_a_step_that_no_scaler_takes_between_its_step_and_its_update_is_named_and_replayed(tmp_path: Path) -> None:
+    result, record = run(tmp_path, TEMPERATURE, "6")
+    assert (result.code, record.verdict, record.steps_run) == (1, "precision", 14)
+    assert where(record) == ("forward-overflow", 13, "", OVERFLOW)
+    assert record.findings[0].evidence["iteration"] == 6
+    assert skips(record) == {0: list(range(7, 14)), 1: []}
+    assert steps_captured(record)[0] == 13
+    replayed, again = on(tmp_path, "replay", capture_of(tmp_path))
+    assert (replayed.code, where(again)) == (1, where(record))
+    assert replayed.stdout.startswith("✗ The forward pass overflows at step 13,")
+    assert again.findings[0].evidence["iteration"] == 6
+
+
+def test_a_temperature_that_stays_finite_is_healthy_and_trains_as_without_ampdbg(tmp_path: Path) -> None:
+    _, record = run(tmp_path, TEMPERATURE, "-1")
+    assert (record.verdict, record.findings) == ("healthy", ())
+    assert [(step.optimizer, step.scale) for step in record.steps] == [(0, 256.0), (1, 1.0)] * 14
+    saves_the_same_alone(tmp_path, "-1")
+
+
+ONE_UPDATE = (
+    scripts.loop("""
+bad = int(sys.argv[1])
+nets = [nn.Linear(8, 8).cuda() for _ in "ab"]
+optimizers = [torch.optim.SGD(net.parameters(), 1e-3) for net in nets]
+scaler = torch.amp.GradScaler("cuda")
+for step in range(14):
+    x = torch.randn(32, 8).cuda()
+    for net, optimizer, far in zip(nets, optimizers, (400.0, 1.0)):
+        with torch.autocast("cuda", dtype=torch.float16):
+            gain = 1e6 if step == bad and far == 1.0 else 1.0
+            out = net(x) * gain / gain
+            loss = (out - far).float().pow(2).mean() / far
+        STEP
+torch.save([net.state_dict() for net in nets], "net.pt")
+""")
+    .replace("        scaler.update()\n", "")
+    .replace("torch.save", "    scaler.update()\ntorch.save")
+)
+"""torch's documented pattern: two optimizers, one scaler, one update."""
+
+
+@pytest.mark.parametrize("bad", slow_but_for([9], [9, -1]))
+def test_two_optimizers_with_one_update_have_a_timeline_each(tmp_path: Path, bad: int) -> None:
+    _, record = run(tmp_path, ONE_UPDATE, str(bad))
+    first, second = sorted(record.timelines, key=lambda one: one.steps[0].optimizer)
+    assert (first.steps_run, second.steps_run, len(record.steps)) == (14, 14, 28)
+    assert all(300.0 < step.loss < 500.0 for step in first.steps)
+    assert all(step.loss < 2.0 for step in second.steps if step.iteration != bad)
+    assert skips(record)[1] == [bad] * (bad >= 0)
+    saves_the_same_alone(tmp_path, str(bad))
+    if bad < 0:
+        assert record.verdict == "healthy"
+        return
+    assert where(record)[:2] == ("forward-overflow", 2 * bad + 1)
+    assert steps_captured(record)[-1] == 2 * bad + 1
