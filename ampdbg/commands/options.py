@@ -24,26 +24,29 @@ from ampdbg.record.run import RECORD_FORMAT
 
 Content = Literal["record", "page", "html", "markdown", "sarif", "diff", "module", "yaml", "json", "log"]
 
-_BEGINS: Mapping[Content, bytes] = {
-    "page": "(✓|✗|\\?|!) ".encode(),
-    "markdown": "### (✓|✗|\\?|!) ".encode(),
-    "html": rb"<!doctype html>\n<!-- A report of ampdbg ",
-    "sarif": rb'\{\s*"\$schema": "[^"]*sarif-schema',
-    "diff": rb"# Keeps .*\n(#.*\n)*diff --git ",
-    "module": rb'# Keeps .*\n(#.*\n)*\n"""Keeps modules in FP32 ',
-    "yaml": rb"# Keeps .*\n(#.*\n)*precision:\n",
-}
-"""How a file begins that an option has written, where it is not JSON."""
 
-_FORMATS: Mapping[Content, str] = {"record": RECORD_FORMAT, "json": "ampdbg.patch"}
+@dataclass(frozen=True)
+class FileContent:
+    """What a file is called that an option has written, and how it begins; of JSON, what its ``format`` is."""
 
-_CALLED: Mapping[Content, str] = {
-    "record": "record",
-    "page": "report",
-    "html": "HTML page",
-    "markdown": "report in Markdown",
-    "sarif": "SARIF log",
-    "log": "log of a run",
+    called: str
+    begins: bytes = b""
+    format: str = ""
+
+
+PATCH = "patch of that form"
+
+CONTENTS: Mapping[Content, FileContent] = {
+    "record": FileContent("record", format=RECORD_FORMAT),
+    "page": FileContent("report", "(✓|✗|\\?|!) ".encode()),
+    "markdown": FileContent("report in Markdown", "### (✓|✗|\\?|!) ".encode()),
+    "html": FileContent("HTML page", rb"<!doctype html>\n<!-- A report of ampdbg "),
+    "sarif": FileContent("SARIF log", rb'\{\s*"\$schema": "[^"]*sarif-schema'),
+    "diff": FileContent(PATCH, rb"# (Keeps|The script's) .*\n(#.*\n)*diff --git "),
+    "module": FileContent(PATCH, rb'# Keeps .*\n(#.*\n)*\n"""Keeps modules in FP32 '),
+    "yaml": FileContent(PATCH, rb"# Keeps .*\n(#.*\n)*precision:\n"),
+    "json": FileContent(PATCH, format="ampdbg.patch"),
+    "log": FileContent("log of a run"),
 }
 
 
@@ -68,25 +71,23 @@ def check_place(option: str, path: Path | None, content: Content, **others: Path
         if other is not None and real == Path(os.path.realpath(other)) and not path.is_char_device():
             is_what = f"is the file of the {what.replace('_', ' ')}"
             raise ConfigError(f"{option} {path} {is_what}, and would be overwritten; name another file")
-    if not _is_free(path, content):
-        written = _CALLED.get(content, "patch of that form")
-        raise ConfigError(f"{option} {path} holds no {written}, and would be overwritten; name another file")
+    if os.path.isfile(path) and not _is_own(path, content):
+        called = CONTENTS[content].called
+        raise ConfigError(f"{option} {path} holds no {called}, and would be overwritten; name another file")
 
 
-def _is_free(path: Path, content: Content) -> bool:
-    """Nothing is there, or only what an option with this ``content`` has written before."""
-    if not os.path.isfile(path):
-        return True
+def _is_own(path: Path, content: Content) -> bool:
+    """The file holds nothing, or what an option with this ``content`` has written before."""
     if content == "log":
         return is_free_for_log(path)
+    own = CONTENTS[content]
     try:
         there = path.read_bytes()
-        if not there or content in _BEGINS:
-            return not there or re.match(_BEGINS[content], there) is not None
-        data = json.loads(there)
+        data = json.loads(there) if there and own.format else None
     except (OSError, ValueError):
         return False
-    return isinstance(data, dict) and data.get("format") == _FORMATS[content]
+    is_of_format = isinstance(data, dict) and data.get("format") == own.format
+    return not there or (is_of_format if own.format else re.match(own.begins, there) is not None)
 
 
 def _checked_record(value: Path | None) -> Path | None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ampdbg.diagnosis.comparison import Comparison, Overflow, Tightness, Windows
+from ampdbg.diagnosis.comparison import Comparison, Overflow, Windows
 from ampdbg.diagnosis.producers import op_name
 from ampdbg.levels import precision_of
 from ampdbg.quantities import counted, listed, number, scale
@@ -108,14 +108,20 @@ def _sections(compared: Comparison, most: int | None = None) -> tuple[view.Secti
     within, is_whole = compared.within, most is None
     error = compared.now.error.splitlines()[: not compared.then.error]
     headrooms = (one for one in compared.headrooms if is_whole or abs(one.lost) > within)
+    held = [
+        (_sign(one.lost, within), view.module(one.module), f"{one.then:.1f}", f"{one.now:.1f}") for one in headrooms
+    ]
     windows = (one for one in compared.windows if is_whole or max(one.lost, one.won) > within)
-    runs = _run_rows(compared) * (is_whole or not (compared.appeared or compared.overflows))
+    then, now = _run(compared.then), _run(compared.now)
+    runs = [("", name, then[name], now[name]) for name in then] * (
+        is_whole or not (compared.appeared or compared.overflows)
+    )
     bits = "Headroom of the forward pass, in bits: the doublings left to 65,504"
     return view.filled(
         view.Paragraph(tuple(line(text, tone="bad") for text in error)),
         view.Findings(compared.appeared, is_brief=not is_whole),
         _table("What would overflow", "where", list(map(_overflow_row, compared.overflows)), most),
-        _table(bits, "module", [_headroom_row(one, within) for one in headrooms], most),
+        _table(bits, "module", held, most),
         _table("Loss scales that work", "module", [_window_row(one, within) for one in windows], most),
         _table("The runs", "", runs, None),
     )
@@ -139,26 +145,15 @@ def _overflow_row(one: Overflow) -> Row:
     return _sign(one.now - one.then, 0), " · ".join(filter(None, parts)), f"{one.then:,}", f"{one.now:,}"
 
 
-def _headroom_row(one: Tightness, within: float) -> Row:
-    return _sign(one.lost, within), view.module(one.module), f"{one.then:.1f}", f"{one.now:.1f}"
-
-
 def _window_row(one: Windows, within: float) -> Row:
     lost = one.lost if one.lost > within else -one.won
-    ends = (_span(one.then.floor, one.then.ceiling), _span(one.now.floor, one.now.ceiling))
-    return _sign(lost, within), line(one.module or view.Words("the whole model", "strong")), *ends
+    named = line(one.module or view.Words("the whole model", "strong"))
+    return _sign(lost, within), named, *(_span(end.floor, end.ceiling) for end in (one.then, one.now))
 
 
 def _span(floor: float, ceiling: float) -> str:
-    if floor > ceiling:
-        return "none"
     low, high = "any" if floor == 0 else scale(floor), "any" if math.isinf(ceiling) else scale(ceiling)
-    return f"{low} to {high}"
-
-
-def _run_rows(compared: Comparison) -> list[Row]:
-    then, now = _run(compared.then), _run(compared.now)
-    return [("", name, then[name], now[name]) for name in then]
+    return "none" if floor > ceiling else f"{low} to {high}"
 
 
 def _run(record: Record) -> dict[str, str]:

@@ -132,16 +132,15 @@ def _apart(one: LevelCost) -> str:
     return percent(one.apart) + ("" if is_noise else "*")
 
 
-def _half_flops(one: LevelCost) -> str:
-    return share(sum(one.flops.get(dtype, 0) for dtype in ("float16", "bfloat16")), sum(one.flops.values()))
-
-
 _TRAINING: Columns = (
     (view.Column("does it train?"), _trained),
     (view.Column("loss", "number"), lambda one: number(one.loss)),
     (view.Column("from FP32", "number"), _apart),
     (view.Column("noise", "number", is_spare=True), lambda one: "-" if one.noise is None else percent(one.noise)),
-    (view.Column("half FLOPs", "number", is_spare=True), _half_flops),
+    (
+        view.Column("half FLOPs", "number", is_spare=True),
+        lambda one: share(one.flops.get("float16", 0) + one.flops.get("bfloat16", 0), sum(one.flops.values())),
+    ),
 )
 
 

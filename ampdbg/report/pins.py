@@ -169,12 +169,9 @@ def pins_yaml(names: Sequence[str], config: Mapping[str, object]) -> list[str]:
     already = precision_of(config).get("pins")
     given = [str(name) for name in already] if isinstance(already, (list, tuple)) else []
     every = dict.fromkeys([*given, *(name or EVERYTHING for name in names)])
-    return ["precision:", "  pins:", *(f"    - {_scalar(name)}" for name in every)]
-
-
-def _scalar(name: str) -> str:
-    is_plain = PLAIN_YAML.fullmatch(name) and name.casefold() not in YAML_WORDS
-    return name if is_plain and name.isascii() else json.dumps(name, ensure_ascii=True)
+    plain = {name for name in every if PLAIN_YAML.fullmatch(name) and name.isascii()}
+    plain = {name for name in plain if name.casefold() not in YAML_WORDS}
+    return ["precision:", "  pins:", *(f"    - {name if name in plain else json.dumps(name)}" for name in every)]
 
 
 def proof_in_brief(proof: Proof) -> tuple[StyledLine, ...]:
@@ -246,17 +243,16 @@ def result_text(trial: Trial) -> str:
 def trial_table(record: Record, first: int = FIRST_TRIALS) -> view.Table:
     """The trials: ``first`` of them and the last; in a narrow terminal what each was for is left to the record."""
     trials, names = record.trials, names_of(record)
-    rows = [_trial(number, trial, names) for number, trial in enumerate(trials, start=1)]
+    rows: list[tuple[view.Cell, ...]] = []
+    for trial in trials:
+        result = result_text(replace(trial, why=trial.why.partition(": ")[0]))
+        said = line(result, tone="good" if trial.healthy else "bad")
+        rows.append((str(len(rows) + 1), trial.stage, _pinned(trial.pins, names), said))
     is_long = len(trials) > first + LAST_TRIALS + 1
     if is_long:
         left = line(f"{len(trials) - first - LAST_TRIALS:,} more", tone="faint")
         rows[first:-LAST_TRIALS] = [("…", "", left, "")]
-    return view.Table("The trials" + (" (all in the record)" if is_long else ""), TRIAL_COLUMNS, tuple(rows))
-
-
-def _trial(number: int, trial: Trial, names: tuple[str, ...]) -> tuple[view.Cell, ...]:
-    result = result_text(replace(trial, why=trial.why.partition(": ")[0]))
-    return str(number), trial.stage, _pinned(trial.pins, names), line(result, tone="good" if trial.healthy else "bad")
+    return view.Table("The trials" + " (all in the record)" * is_long, TRIAL_COLUMNS, tuple(rows))
 
 
 def _pinned(pins: tuple[str, ...], names: tuple[str, ...]) -> str:

@@ -229,11 +229,9 @@ def _measured(record: Record) -> str:
 
 def _unmeasured(record: Record) -> str:
     """The ops that the ranges leave out, and what a replay in FP16 shows of them; "" where they leave out nothing."""
-    if not record.unseen.unmeasured:
-        return ""
-    half = check_in(record, "float16")
-    tried = "" if half is None else f"; a replay with them is finite in FP16 at a loss scale of {_scale(half.scale)}"
-    return f" for what was measured. Not measured: {listed(record.unseen.unmeasured)}{tried}"
+    names, half = listed(record.unseen.unmeasured), check_in(record, "float16")
+    tried = f"; a replay with them is finite in FP16 at a loss scale of {_scale(half.scale)}" if half else ""
+    return f" for what was measured. Not measured: {names}{tried}" * bool(record.unseen.unmeasured)
 
 
 def _spare(sites: Sequence[Site]) -> str:

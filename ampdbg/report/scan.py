@@ -35,9 +35,8 @@ from ampdbg.record.run import (
 from ampdbg.report.explanation import explanation
 
 from . import view
-from .dtype_contract import contract, short_of, weights_in_brief
-from .update_ledger import ledger
 from .view import line, more, ran_on, with_option
+from .weights import contract, ledger, short_of, weights_in_brief
 
 MAX_TENSORS = 8
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from ampdbg.commands import output
+from ampdbg.commands.options import check_place
 from ampdbg.commands.output import WRITTEN, is_rich_terminal, look_of, results_only, save
+from ampdbg.errors import ConfigError
 from ampdbg.record.file import read_record, write_record
 from ampdbg.record.run import Record
 from tests.commands.program import stdout_given_back
@@ -100,3 +102,13 @@ def test_an_interrupt_comes_behind_the_record_and_a_second_does_not_wait_for_it(
     assert not is_written or read_record(path) == healthy()
     WRITTEN.reset(token)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("first", ["Keeps in FP32 under autocast: net.", "The script's bfloat16 weights lose part of"])
+def test_a_patch_is_written_over_an_earlier_one(tmp_path: Path, first: str) -> None:
+    file = tmp_path / "amp.patch"
+    file.write_text(f"# {first}\n#   - train.py:3\ndiff --git a/train.py b/train.py\n", encoding="utf-8")
+    check_place("--output", file, "diff")
+    file.write_text(f"# {first}\nmine\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="holds no patch of that form, and would be overwritten"):
+        check_place("--output", file, "diff")

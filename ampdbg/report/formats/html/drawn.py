@@ -415,17 +415,15 @@ def _texts(lines: tuple[str, ...], folder: str, detail: Detail) -> list[str]:
 
 def _seen(record: Record) -> dict[str, list[LineHeadroom]]:
     """What the replays saw overflow, by file: each op of a line once, with the least room."""
+    producers = (one for made in record.investigations for replay in made.replays for one in replay.producers)
     largest: dict[tuple[str, int, str], tuple[float, Producer]] = {}
-    for one in (one for made in record.investigations for replay in made.replays for one in replay.producers):
+    for one in producers:
         if one.source is not None and one.fp32_largest is not None:
-            key = (one.source.file, one.source.line, one.op)
-            if key not in largest or largest[key][0] < one.fp32_largest:
-                largest[key] = (one.fp32_largest, one)
+            key, size = (one.source.file, one.source.line, one.op), one.fp32_largest
+            largest[key] = max(largest.get(key, (size, one)), (size, one), key=lambda made: made[0])
     seen: dict[str, list[LineHeadroom]] = {}
     for (file, line, op), (size, one) in largest.items():
-        bits = headroom_bits(size)
-        if math.isfinite(bits):
-            where = f" in {one.module}" if one.module else ""
-            words = harmless(f"{op_name(op)}{where}: {number(size)} in FP32")
+        words = harmless(f"{op_name(op)}{f' in {one.module}' * bool(one.module)}: {number(size)} in FP32")
+        if math.isfinite(bits := headroom_bits(size)):
             seen.setdefault(file, []).append((line, round(bits, 2), words))
     return seen
