@@ -313,8 +313,11 @@ class Watch:
         return result
 
     def _went_backward(self) -> None:
-        self.went_backward(*self.calls.wrote)
-        for step in self._loop.went_backward(*self.calls.wrote):
+        wrote, cleared = self.calls.wrote
+        if self.log.has_named_losses:
+            wrote, cleared = tuple(range(len(self.optimizers))), ()
+        self.went_backward(wrote, cleared)
+        for step in self._loop.went_backward(wrote, cleared):
             step.skipped = not step.is_known_finite()
             if step.skipped:  # else its losses were those of no step
                 self._end(step)
