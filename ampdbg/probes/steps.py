@@ -133,6 +133,11 @@ class StepLog:
         self._read()
         return self._steps[-1]
 
+    @property
+    def has_named_losses(self) -> bool:
+        """Whether the losses of the step under way were added by name: then it is that of all optimizers."""
+        return bool(self._losses)
+
     def add_losses(self, losses: Mapping[str, torch.Tensor], weight: float) -> None:
         """Adds unscaled losses, scalar tensors by name, to the step under way; else those that go backward count."""
         for name, loss in losses.items():

@@ -13,7 +13,7 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from datetime import datetime, timezone
 from functools import partial
@@ -82,6 +82,9 @@ class Watch:
         self.withheld: Callable[[Optimizer], None] = lambda optimizer: None
         """Called when gradients are not finite behind a loss that is: before the optimizer writes the weights, or
         behind a scaler that has withheld that."""
+        self.went_backward: Callable[[Collection[int], Collection[int]], None] = lambda wrote, cleared: None
+        """Called behind a backward pass, with the places of the optimizers whose gradients it has written, and of those
+        whose gradients were cleared before it."""
         self._restoring: ExitStack | None = None
         self._created = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._started = time.monotonic()
@@ -125,6 +128,11 @@ class Watch:
     def open_step(self) -> OpenStep:
         """The step that the loop of this thread has under way."""
         return self._loop.now
+
+    @property
+    def stepping(self) -> frozenset[int]:
+        """The places of the optimizers that share it; none where no losses are known to be theirs."""
+        return frozenset(place for place, step in self._loop.open.items() if step is self._loop.now)
 
     @property
     def has_other_loops(self) -> bool:
@@ -305,7 +313,11 @@ class Watch:
         return result
 
     def _went_backward(self) -> None:
-        for step in self._loop.went_backward(*self.calls.wrote):
+        wrote, cleared = self.calls.wrote
+        if self.log.has_named_losses:
+            wrote, cleared = tuple(range(len(self.optimizers))), ()
+        self.went_backward(wrote, cleared)
+        for step in self._loop.went_backward(wrote, cleared):
             step.skipped = not step.is_known_finite()
             if step.skipped:  # else its losses were those of no step
                 self._end(step)

@@ -134,7 +134,7 @@ class _Thread:
         """By ``id``: the tensor, what made it, whether that wanted its gradient, and how often it had been written."""
         self.scaled: dict[int, weakref.ref[torch.Tensor]] = {}
         self.changed: dict[int, list[int]] = {}
-        self.losses: list[tuple[Made | None, torch.Tensor | None]] = []
+        self.losses: list[tuple[Made | None, torch.Tensor | None, set[int]]] = []
         self.has_stepped, self.is_stepping = True, False
         self.inside = self.wrappers = 0
         self.is_on = False
@@ -469,16 +469,27 @@ class Recorder(TorchFunctionMode):
             now.losses.clear()
             now.has_stepped = False
         self._stepped_before.clear()
+        wrote = set[int]()
         for root, start in zip(roots, starts, strict=False):
-            now.losses.append((self._maker(root) if isinstance(root, torch.Tensor) else None, start))
+            now.losses.append((self._maker(root) if isinstance(root, torch.Tensor) else None, start, wrote))
         now.has_gone = True
         now.scalars.clear()
+
+    def went_backward(self, wrote: Collection[int], cleared: Collection[int]) -> None:
+        """To be called behind a backward pass with the places of the optimizers whose gradients it ``wrote``, and of
+        those whose gradients were ``cleared`` before it: they are of no loss any more."""
+        now, gone = self._now, {*cleared}
+        now.losses, last = [one for one in now.losses if not one[2] or one[2] - gone], now.losses[-1:]
+        for *_, optimizers in now.losses:
+            optimizers.difference_update(gone)
+        for *_, optimizers in last:
+            optimizers.update(wrote)
 
     def _has_more(self) -> bool:
         """Modules gave something that leads backward, and that no loss so far was made of."""
         calls = self._now.calls.items()
         led = {n for n, call in calls if call.module is not None and call.has_gradients and call.is_held}
-        return bool(led) and not led <= self._behind(made.call for made, _ in self._now.losses if made is not None)
+        return bool(led) and not led <= self._behind(made.call for made, *_ in self._now.losses if made is not None)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_paused() or threading.get_ident() in self._scaling:
@@ -523,7 +534,7 @@ class Recorder(TorchFunctionMode):
         """Forgets the calls that no loss and nothing which somebody holds was made of."""
         now = self._now
         held = (n for n, call in now.calls.items() if call.is_held and (call.leads_back or not self._is_past(call)))
-        needed = self._behind((*held, *(made.call for made, _ in now.losses if made is not None)))
+        needed = self._behind((*held, *(made.call for made, *_ in now.losses if made is not None)))
         now.calls = {number: call for number, call in now.calls.items() if number in needed}
         now.made = {key: known for key, known in now.made.items() if known[1].call in needed}
         now.changed = {number: writers for number, writers in now.changed.items() if number in needed}
@@ -599,6 +610,7 @@ class Recorder(TorchFunctionMode):
         optimizers: Sequence[Optimizer],
         device: str,
         loss: torch.Tensor | None = None,
+        of: Collection[int] = (),
     ) -> tuple[RecordedStep | None, str, ModelState]:
         """The step that has gone backward, whole; or what leads to a ``loss`` that has not.
 
@@ -607,12 +619,14 @@ class Recorder(TorchFunctionMode):
             optimizers: of the loop.
             device: the kind whose autocast counts.
             loss: made since the last backward pass.
+            of: the places of the optimizers whose losses are wanted; all losses where none is known.
 
         Returns:
             The step, or None with why it cannot be run again; and what the model held before it.
         """
         self._off()
-        losses = [(self._maker(loss), None)] if loss is not None else self._now.losses
+        own = [(made, start) for made, start, wrote in self._now.losses if not (of and wrote) or wrote & {*of}]
+        losses = [(self._maker(loss), None)] if loss is not None else own
         if not losses:
             return None, "no loss went backward in it", ModelState()
         if any(made is None for made, _ in losses):

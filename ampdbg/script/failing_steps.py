@@ -205,6 +205,7 @@ class FailingSteps:
         watcher.lost = self._lost
         watcher.withheld = self._withheld
         watcher.ended = self.step_ended
+        watcher.went_backward = self.recorder.went_backward
         watcher.log.poisoned = lambda: set(self.recorder.before.poisoned(watcher.models.named_buffers()))
         watcher.models.called = lambda: self.recorder.called
         watcher.contract.lowers_to = self.recorder.lowers_to
@@ -361,7 +362,7 @@ class FailingSteps:
             return None, why_not
         step, why_not, state = None, ENDED_EARLIER, ModelState()
         if not is_cut:
-            step, why_not, state = self.recorder.step(model, optimizers, device.type, loss)
+            step, why_not, state = self.recorder.step(model, optimizers, device.type, loss, self._watcher.stepping)
         if step is None and why == "loss":
             step, other, state = self.recorder.modules(model, optimizers, device.type)
             why_not = why_not or other

@@ -182,6 +182,7 @@ class _StepFinder:
         self.recorder = Recorder(self._is_idle, self._begins_anew, self._about_to_step, self._names.note)
         self.watcher.models.called = lambda: self.recorder.called
         self.watcher.ended = lambda is_bad: self._step_ended()
+        self.watcher.went_backward = self.recorder.went_backward
 
     def _is_idle(self) -> bool:
         is_long = self._steps > MOST_STEPS and time.monotonic() - self._began > LONGEST
@@ -220,6 +221,9 @@ class _StepFinder:
 
     def _about_to_step(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> None:
         if not self._is_idle():
+            self.watcher.learn()
+            if optimizer in self.watcher.optimizers:
+                self.watcher.turn_of(optimizer)
             self._look()
 
     def _begins_anew(self) -> None:
@@ -243,7 +247,7 @@ class _StepFinder:
         model, optimizers = self.watcher.models.together(), tuple(self.watcher.optimizers)
         device, head = _device_type(model), self._capture.head
         if head.reach == "whole":
-            self._take(*self.recorder.step(model, optimizers, device, loss)[:2], model)
+            self._take(*self.recorder.step(model, optimizers, device, loss, self.watcher.stepping)[:2], model)
             return
         for most in range(len(head.calls), 0, -1):
             if not self.is_used:

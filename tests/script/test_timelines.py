@@ -99,3 +99,28 @@ def test_two_optimizers_with_one_update_have_a_timeline_each(tmp_path: Path, bad
         return
     assert where(record)[:2] == ("forward-overflow", 2 * bad + 1)
     assert steps_captured(record)[-1] == 2 * bad + 1
+
+
+BOTH_BACKWARD = scripts.loop("""
+nets = [nn.Linear(8, 8).cuda() for _ in "ab"]
+optimizers = [torch.optim.SGD(net.parameters(), 1e-3) for net in nets]
+scaler = torch.amp.GradScaler("cuda", init_scale=256.0)
+for step in range(14):
+    x = torch.randn(32, 8).cuda()
+    with torch.autocast("cuda", dtype=torch.float16):
+        losses = [(net(x) - far).float().pow(2).mean() for net, far in zip(nets, (20.0, 1.0))]
+    for loss, optimizer in zip(losses, optimizers):
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+""")
+
+
+def test_a_step_is_replayed_with_the_losses_of_its_own_optimizer_alone(tmp_path: Path) -> None:
+    _, record = run(tmp_path, BOTH_BACKWARD)
+    assert (record.verdict, record.findings) == ("healthy", ())
+    compared = [(record.steps[made.step], made.low.loss) for made in record.investigations]
+    assert [step.optimizer for step, _ in compared] == [0, 1]
+    assert [loss for _, loss in compared] == pytest.approx([step.loss for step, _ in compared], rel=1e-3)
