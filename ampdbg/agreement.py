@@ -17,6 +17,10 @@ GRADIENT_AGREEMENT = 0.25
 NOISE_FLOORS = 4.0
 """What rounding weights to half changes, so many times over, is still noise."""
 
+NOTHING_IN_COMMON = 1.0
+"""Gradients whose distance from FP32's is FP32's own norm: zeros are as near. Where rounded weights lead FP32 itself so
+far, as behind a BatchNorm of two nearly equal values, its gradients are noise, and no distance from them says more."""
+
 GRADIENT_DOUBT = 0.1
 """Gradients further from FP32's than this share of their norm, and far beyond the noise floor, are worth a warning."""
 
@@ -49,8 +53,8 @@ def agrees(low: Replay, fp32: Replay, floor: Replay | None) -> bool:
     ``floor`` is FP32 on weights rounded to half; None where it was not needed or did not run.
     """
     noise = (floor.gradient_distance or 0.0) if floor else 0.0
-    gradients_agree = (low.gradient_distance or 0.0) <= max(GRADIENT_AGREEMENT, NOISE_FLOORS * noise)
-    return gradients_agree and losses_agree(low, fp32, floor)
+    limit = max(GRADIENT_AGREEMENT, NOISE_FLOORS * noise) if noise < NOTHING_IN_COMMON else math.inf
+    return (low.gradient_distance or 0.0) <= limit and losses_agree(low, fp32, floor)
 
 
 def losses_agree(low: Replay, fp32: Replay, floor: Replay | None) -> bool:

@@ -498,6 +498,12 @@ OPS = (
         "becomes infinite, and fully masked rows become NaN",
     ),
     _of_op(
+        FAR_FROM_FP32,
+        "the op is NaN, for the root of a number that half has below zero and FP32 does not",
+        lambda op: op.is_below_zero,
+        "{op.name} takes the root of a number that is below zero in {op.format.short} and not in FP32",
+    ),
+    _of_op(
         "eps-underflow",
         "the op divides by, or takes the logarithm of, a value that half alone rounds to a pole",
         lambda op: op.is_flushed and not op.departs,

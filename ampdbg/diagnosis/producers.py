@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ampdbg.agreement import agrees, is_finite, keeps_its_gradients, noise_floor
+from ampdbg.agreement import NOTHING_IN_COMMON, agrees, is_finite, keeps_its_gradients, noise_floor
 from ampdbg.diagnosis.remedies import pole_of, remedy_of
 from ampdbg.formats import FLOAT16, FORMATS, FloatFormat
-from ampdbg.ops import CASTS, LOGARITHMS, POLES, POLES_ELSEWHERE, WRITTEN_OUT, base_name
+from ampdbg.ops import CASTS, LOGARITHMS, POLES, POLES_ELSEWHERE, ROOTS, WRITTEN_OUT, base_name
 from ampdbg.quantities import number
 from ampdbg.record.run import Investigation, Producer, Replay
 
@@ -114,6 +114,12 @@ class Suspect:
         """It has a pole there, or divides by a zero that is none in FP32, where it is finite."""
         return self.is_pole or (self.producer.divides_by_zero and self.producer.finite_in_fp32 is True)
 
+    @property
+    def is_below_zero(self) -> bool:
+        """Whether it is NaN for the root of a number that half alone has below zero."""
+        made = self.producer
+        return made.nan > 0 and made.finite_in_fp32 is True and base_name(made.op) in ROOTS
+
     # In words
 
     @property
@@ -184,10 +190,6 @@ class Suspect:
         """What it does with the value that half has rounded to where the op is infinite."""
         at = " or ".join(map(number, POLES_ELSEWHERE.get(pole_of(self.producer), ()))) or "zero"
         return f"{self.takes} a value that {format_of(self.low.dtype).short} rounds to {at}"
-
-
-NOTHING_IN_COMMON = 1.0
-"""Gradients whose distance from FP32's is FP32's own norm: zeros are as near."""
 
 
 def suspects(made: Investigation) -> list[Suspect]:

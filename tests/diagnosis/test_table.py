@@ -22,7 +22,9 @@ from ampdbg.record.findings import Source
 from ampdbg.record.run import Investigation, Producer, Record, Replay, ScriptRun
 from tests.diagnosis.test_diagnose import FP32, record_of, steps_of
 
-OPS = ("aten.mm.default", "aten._to_copy.default", "aten.div.Tensor", "aten.log.default", "aten.sum.default")
+OPS = tuple(
+    f"aten.{op}" for op in "mm.default _to_copy.default div.Tensor log.default sum.default sqrt.default".split()
+)
 sizes = st.sampled_from([0.0, 1e-9, 1.0, 3e4, 6.5e4, 7e4, 1e8, 1e20, math.inf, math.nan])
 losses = st.sampled_from([1.0, 0.5, 2e3, 1e9, math.inf, math.nan])
 lines = st.builds(Source, st.just("model.py"), st.integers(1, 4), st.just("forward"), st.just("x = q @ k"))
