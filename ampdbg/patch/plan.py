@@ -138,13 +138,10 @@ def _where_it_is_made(pin: Pin, materials: Materials, *, before: slice) -> Itera
     """
     generations = materials.lines.generations_of(pin) if pin.own or pin.source else []
     for file, line, function in itertools.chain(*(generations[before] or generations[-1:])):
-        seen = materials.names.get((file, line))
-        if not before.start or (seen is not None and seen.half):
-            lifting = LinePin(function, (line,), is_lifted=True)
-            place = _decided(lines_title(file, [line]), pin, file, lifting, materials)
-            around = materials.lines.calls.get((file, line)) if place.refused else None
-            if around is not None or not place.refused:
-                yield _around(around, pin, materials) if around is not None else place
+        place = _decided(lines_title(file, [line]), pin, file, LinePin(function, (line,), is_lifted=True), materials)
+        around = materials.lines.calls.get((file, line)) if place.refused else None
+        if around is not None or not place.refused:
+            yield _around(around, pin, materials) if around is not None else place
 
 
 def _forward(pin: Pin, materials: Materials) -> Iterator[Placement]:
