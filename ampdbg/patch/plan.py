@@ -25,7 +25,7 @@ from ampdbg.patch.constants import edit_constants
 from ampdbg.patch.edits import Edited, FunctionPin, LinePin, Refused, SourcePin, edit_source
 from ampdbg.patch.file_edits import FileEdit, counterpart
 from ampdbg.patch.own_lines import MOST_GENERATIONS, OwnLines, UsersCall
-from ampdbg.patch.statements import NamesSeen
+from ampdbg.patch.statements import NOTHING_COMPUTED, NamesSeen
 from ampdbg.pinning.pin_set import parted, tied_together
 from ampdbg.probes.half_names import NamesByLine
 from ampdbg.probes.makings import Making, Makings
@@ -337,8 +337,9 @@ def _best(pin: Pin, materials: Materials, ways: Sequence[PlacementRule]) -> tupl
         reasons = [reason for place in placements for reason in place.refused]
         refused += reasons
         if not placements or reasons:
-            why_not = [f"{place.title} cannot be edited: {one.reason}" for place in placements for one in place.refused]
-            notes += dict.fromkeys(why_not)
+            why_not = ((place, one.reason) for place in placements for one in place.refused)
+            telling = (one for one in why_not if one[1] != NOTHING_COMPUTED)  # what it calls is edited
+            notes += dict.fromkeys(f"{place.title} cannot be edited: {reason}" for place, reason in telling)
             continue
         reach = [
             f"{place.title} {each}" for place in placements if (each := _sharing(place, materials)) and each.is_wide
