@@ -25,7 +25,7 @@ from ampdbg.patch.constants import edit_constants
 from ampdbg.patch.edits import Edited, FunctionPin, LinePin, Refused, SourcePin, edit_source
 from ampdbg.patch.file_edits import FileEdit, counterpart
 from ampdbg.patch.own_lines import MOST_GENERATIONS, OwnLines, UsersCall
-from ampdbg.patch.statements import NamesSeen
+from ampdbg.patch.statements import NOTHING_COMPUTED, NamesSeen
 from ampdbg.pinning.pin_set import parted, tied_together
 from ampdbg.probes.half_names import NamesByLine
 from ampdbg.probes.makings import Making, Makings
@@ -138,13 +138,10 @@ def _where_it_is_made(pin: Pin, materials: Materials, *, before: slice) -> Itera
     """
     generations = materials.lines.generations_of(pin) if pin.own or pin.source else []
     for file, line, function in itertools.chain(*(generations[before] or generations[-1:])):
-        seen = materials.names.get((file, line))
-        if not before.start or (seen is not None and seen.half):
-            lifting = LinePin(function, (line,), is_lifted=True)
-            place = _decided(lines_title(file, [line]), pin, file, lifting, materials)
-            around = materials.lines.calls.get((file, line)) if place.refused else None
-            if around is not None or not place.refused:
-                yield _around(around, pin, materials) if around is not None else place
+        place = _decided(lines_title(file, [line]), pin, file, LinePin(function, (line,), is_lifted=True), materials)
+        around = materials.lines.calls.get((file, line)) if place.refused else None
+        if around is not None or not place.refused:
+            yield _around(around, pin, materials) if around is not None else place
 
 
 def _forward(pin: Pin, materials: Materials) -> Iterator[Placement]:
@@ -340,8 +337,9 @@ def _best(pin: Pin, materials: Materials, ways: Sequence[PlacementRule]) -> tupl
         reasons = [reason for place in placements for reason in place.refused]
         refused += reasons
         if not placements or reasons:
-            why_not = [f"{place.title} cannot be edited: {one.reason}" for place in placements for one in place.refused]
-            notes += dict.fromkeys(why_not)
+            why_not = ((place, one.reason) for place in placements for one in place.refused)
+            telling = (one for one in why_not if one[1] != NOTHING_COMPUTED)  # what it calls is edited
+            notes += dict.fromkeys(f"{place.title} cannot be edited: {reason}" for place, reason in telling)
             continue
         reach = [
             f"{place.title} {each}" for place in placements if (each := _sharing(place, materials)) and each.is_wide

@@ -438,7 +438,8 @@ class Replaced(cst.CSTTransformer):
 
 @dataclass
 class _Lifting(cst.CSTTransformer):
-    """Writes ``x.float()`` for each cast to half: ``x.half()``, ``x.to(torch.float16)``, ``x.to(y.dtype)``."""
+    """Writes ``x.float()`` for each cast to half: ``x.half()``, ``x.to(torch.float16)``, ``x.to(y.dtype)``; and of a
+    ``dtype=`` that may be half ``dtype=torch.float32``."""
 
     names: TensorNames
 
@@ -449,6 +450,14 @@ class _Lifting(cst.CSTTransformer):
         if not is_cast or not isinstance(updated_node.func, cst.Attribute):
             return updated_node
         return updated_node.with_changes(func=updated_node.func.with_changes(attr=cst.Name("float")), args=())
+
+    def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:  # noqa: N802 - LibCST's name
+        value, imports = updated_node.value, self.names.bindings.imports
+        is_dtype = updated_node.keyword is not None and updated_node.keyword.value == "dtype"
+        if is_dtype and (isinstance(value, cst.Name) or self._is_half(value)):
+            torch = next((cst.Name(name) for name, origin in imports.items() if origin == "torch"), None)
+            value = value if torch is None else cst.Attribute(torch, cst.Name("float32"))
+        return updated_node.with_changes(value=value)
 
     def _is_half(self, dtype: cst.BaseExpression) -> bool:
         match dtype:

@@ -193,6 +193,21 @@ def test_without_pins_it_is_the_report_of_the_search_and_the_other_remedies() ->
     assert text.count(told) == 1
 
 
+TRIED = (PatchUnit("line 3 of model.py", (), ("the failing step (0): loss inf",)),)
+BY_HAND = "Cast what these lines read with .float(), and remove their own casts to half."
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_where_no_patch_is_proven_it_lists_those_that_failed_and_says_what_to_do_by_hand(*, verbose: bool) -> None:
+    failed, typed = replace(found(), verification=FAILED), replace(TYPED, verbose=verbose)
+    text = rendered(failed, Handover("diff", units=TRIED), typed, width=400)
+    assert "\nPatches that failed their proofs\n  line 3 of model.py\n" in text
+    assert ("loss inf" in text) == verbose
+    assert text.count(BY_HAND) == 1
+    healed = rendered(proven(), PATCHED, typed, width=400)
+    assert not any(said in healed for said in ("Patches that failed", BY_HAND))
+
+
 @pytest.mark.parametrize(
     ("outcome", "is_left"),
     [("found", False), ("not-in-a-module", True), ("no-set-helps", True), ("out-of-trials", False)],

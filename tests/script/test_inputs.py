@@ -262,7 +262,9 @@ def test_what_a_frozen_network_has_spoilt_is_cured_at_the_line_that_calls_it(tmp
     suggested, ended = on(tmp_path, "suggest-fp32", capture)
     assert ended.search is not None
     assert (ended.search.outcome, [pin.source and pin.source.line for pin in ended.pins]) == ("found", [line])
-    assert f"train.py:{line}: it only calls modules or functions; pin what it calls" in suggested.stderr
+    assert suggested.code == 0, suggested.stderr
+    assert "+                    given = first(x)  # <- frozen\n" in suggested.stdout
+    assert f"#   - first() on line {line} of train.py\n# Proven by" in suggested.stdout
 
 
 DISTILLED = scripts.loop("""

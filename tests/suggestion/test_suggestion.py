@@ -333,6 +333,41 @@ def test_what_the_rest_of_a_patch_does_not_need_is_left_out(tmp_path: Path, monk
     assert found.edits[0].after.count(b"enabled=False") == 1
 
 
+IN_ONE_FUNCTION = net(
+    "self.body = nn.Linear(8, 8)",
+    "return self.body(x)",
+    "torch.randn(2, 16, 8, generator=generator).unbind()",
+    "def loss(output, target):\n"
+    "    total = output @ torch.full((8, 8), 3e4)\n"
+    "    assert total.ndim == 2\n"
+    "    return 1e-12 * (total * total).mean() + 1e-9 * total.abs().mean()",
+)
+
+
+@pytest.mark.parametrize("between", ["    assert total.ndim == 2\n", ""], ids=["apart", "together"])
+def test_a_block_that_the_rest_does_not_need_is_left_out_and_what_stands_beside_a_needed_line_is_not(
+    between: str, tmp_path: Path
+) -> None:
+    text = IN_ONE_FUNCTION.replace("    assert total.ndim == 2\n", between)
+    found = suggest(written(tmp_path, {"net.py": text}))
+    assert proven(found)
+    title = "line 21 of net.py" if between else "lines 21 to 22 of net.py"
+    assert [unit.title for unit in handed_over(found).units] == [title]
+    assert found.edits[0].after.count(b"enabled=False") == 1
+
+
+@pytest.mark.slow
+def test_positions_that_are_made_in_half_are_made_in_fp32_and_the_model_gets_no_helper(tmp_path: Path) -> None:
+    file = next(file for file in FILES if file.stem == "positions_in_half")
+    found = suggest(load_config(config_of(file, tmp_path)))
+    assert proven(found)
+    before, after = (set(text.splitlines()) for text in (found.edits[0].before, found.edits[0].after))
+    assert {line.strip() for line in after - before} == {
+        b"with torch.autocast(device_type=x.device.type, enabled=False):",
+        b"positions = torch.arange(x.shape[1], device=x.device, dtype=torch.float32) + 2048",
+    }
+
+
 @pytest.mark.slow
 def test_what_was_refused_is_told_once_with_its_file_and_lines(tmp_path: Path) -> None:
     text = NET.replace("torch.eye", "F.torch.eye").replace(
