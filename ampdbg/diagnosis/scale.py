@@ -608,10 +608,13 @@ LIMITS: tuple[Decision[Scaling], ...] = (
 
 
 def skips(record: Record) -> Iterator[Finding]:
-    """For each optimizer the cause of its skips and what follows from it, or ``scale-calibration``."""
+    """For each optimizer the cause of its skips, and for each scaler what follows from it, or ``scale-calibration``."""
+    found: dict[tuple[str, int], Finding] = {}
     for scaling in map(Scaling, record.timelines):
         yield from scaling.causes() if scaling.skipped else ()
-        yield from (row.finding(scaling) for row in holding(SKIPS, scaling))
+        new = {(row.code, scaling.steps[-1].scaler): row.finding(scaling) for row in holding(SKIPS, scaling)}
+        yield from (new[key] for key in new if key not in found)
+        found |= new
 
 
 def limits(record: Record) -> Iterator[Finding]:
