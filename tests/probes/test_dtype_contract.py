@@ -299,7 +299,7 @@ def test_rotary_frequencies_that_are_cast_with_the_model_turn_its_angles() -> No
 
 def test_rotary_frequencies_of_few_positions_may_be_rounded() -> None:
     net = Rotary()
-    net.max_seq_len_cached = 64  # as transformers keeps config.max_position_embeddings
+    object.__setattr__(net, "max_seq_len_cached", 64)  # as transformers keeps config.max_position_embeddings
     assert of_contract(trained_behind(cast, net)) == []
 
 
