@@ -139,6 +139,8 @@ class _Thread:
         self.inside = self.wrappers = 0
         self.is_on = False
         self.prune_at = PRUNED_FROM
+        self.earlier = 0
+        """So many calls were kept of earlier steps when this began, for the script holds on to what they gave."""
         self.scalars: deque[tuple[weakref.ref[torch.Tensor], Mark]] = deque(maxlen=PRUNED_FROM)
         self.was_on = self.trains = False
         self.has_gone = False
@@ -311,7 +313,7 @@ class Recorder(TorchFunctionMode):
     def _run(self, function: Callable[..., Any], run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a function, or a call of a module, and notes it; what it calls in its turn is not noted."""
         now, begun = self._now, list[_Begun]()
-        if len(now.calls) < MOST_CALLS:
+        if len(now.calls) - now.earlier < MOST_CALLS:
             self._guard.hooked(self._begins, begun, function, args, kwargs)
         with self.looking():
             result = self._alone(run, *args, **kwargs)
@@ -509,10 +511,12 @@ class Recorder(TorchFunctionMode):
         is_behind = now.has_gone and not now.has_stepped
         if (is_again or is_behind) and torch.is_grad_enabled():
             self._begins_anew()
-        if now.has_gone and now.has_stepped:
+        is_new = now.has_gone and now.has_stepped
+        if is_new:
             now.losses.clear()
         if now.has_gone or is_again or len(now.calls) >= now.prune_at:
             self._prune()
+            now.earlier = min(len(now.calls), MOST_CALLS) if is_new else now.earlier
         now.has_gone = False
 
     def _is_past(self, call: Noted) -> bool:

@@ -156,6 +156,17 @@ def casts_and_writes(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
     scaler.scale((model(x()) * weights * others).mean()).backward()
 
 
+def holds_what_many_calls_gave(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    optimizer, made = torch.optim.SGD(model.parameters(), 0.0), list[torch.Tensor]()
+    for step in range(3):
+        output = model(x(step))
+        made[:600] = [output * number for number in range(600)]
+        optimizer.zero_grad()
+        scaler.scale(torch.stack(made).mean()).backward()
+        if step < 2:
+            optimizer.step()
+
+
 def multiplies_its_own(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
     """A dice loss, whose union is in part a matrix product of masks alone; one number is drawn beside it."""
     mask = (torch.arange(12.0) % 2).view(4, 3)
