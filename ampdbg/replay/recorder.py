@@ -43,6 +43,7 @@ from ampdbg.probes.unfollowed import leave_ours_alone
 from ampdbg.replay.before import Before
 from ampdbg.replay.copies import Copying, duplicate
 from ampdbg.replay.random_state import RandomState, RandomStates
+from ampdbg.replay.run import name_of_line
 from ampdbg.replay.snapshot import ModelState
 from ampdbg.replay.state import CONSTANTS, tensors_in
 from ampdbg.replay.step import MOVES_OR_CASTS, Made, Own, PassEnd, RecordedCall, RecordedStep, made_in, weighted
@@ -113,6 +114,11 @@ class Noted:
         """The module that it calls; None where it calls a function."""
         return self.function if isinstance(self.function, torch.nn.Module) else None
 
+    def keeps(self, tensor: torch.Tensor, copied: torch.Tensor) -> None:
+        """What is about to be written was given it so: it is to be made again with that."""
+        self.inputs = [(copied, times_written(copied)) if one is tensor else (one, times) for one, times in self.inputs]
+        self.given = Copying(lambda one: copied if one is tensor else one).of(self.given)
+
     @property
     def is_held(self) -> bool:
         """Somebody has something that it gave; that may be the note of what was given it."""
@@ -139,6 +145,8 @@ class _Thread:
         self.inside = self.wrappers = 0
         self.is_on = False
         self.prune_at = PRUNED_FROM
+        self.earlier = 0
+        """So many calls were kept of earlier steps when this began, for the script holds on to what they gave."""
         self.scalars: deque[tuple[weakref.ref[torch.Tensor], Mark]] = deque(maxlen=PRUNED_FROM)
         self.was_on = self.trains = False
         self.has_gone = False
@@ -311,7 +319,7 @@ class Recorder(TorchFunctionMode):
     def _run(self, function: Callable[..., Any], run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a function, or a call of a module, and notes it; what it calls in its turn is not noted."""
         now, begun = self._now, list[_Begun]()
-        if len(now.calls) < MOST_CALLS:
+        if len(now.calls) - now.earlier < MOST_CALLS:
             self._guard.hooked(self._begins, begun, function, args, kwargs)
         with self.looking():
             result = self._alone(run, *args, **kwargs)
@@ -350,6 +358,17 @@ class Recorder(TorchFunctionMode):
             if times_written(tensor) != times or name in HOOKS:
                 self._is_changed(number, made, tensor)
         self._gives(number, noted, args[0] if noted.writes else result)
+
+    def _keeps(self, tensor: torch.Tensor) -> None:
+        """Calls that were given data which the script is about to write keep a copy of what it is."""
+        now = times_written(tensor)
+        given = [(call, times) for call in self._now.calls.values() for one, times in call.inputs if one is tensor]
+        takers = [call for call, times in given if times == now and not tensor.requires_grad]
+        copied = duplicate(tensor.detach()) if takers else tensor
+        for call in takers:
+            call.keeps(tensor, copied)
+        if tensor._base is not None:
+            self._keeps(tensor._base)
 
     def _is_changed(self, number: int, made: Made, tensor: torch.Tensor) -> None:
         """Whoever takes something of what was written into, takes it from this call as well."""
@@ -520,10 +539,12 @@ class Recorder(TorchFunctionMode):
         is_behind = now.has_gone and not now.has_stepped
         if (is_again or is_behind) and torch.is_grad_enabled():
             self._begins_anew()
-        if now.has_gone and now.has_stepped:
+        is_new = now.has_gone and now.has_stepped
+        if is_new:
             now.losses.clear()
         if now.has_gone or is_again or len(now.calls) >= now.prune_at:
             self._prune()
+            now.earlier = min(len(now.calls), MOST_CALLS) if is_new else now.earlier
         now.has_gone = False
 
     def _is_past(self, call: Noted) -> bool:
@@ -849,6 +870,8 @@ class _Taking:
     def _taken(self, tensor: torch.Tensor) -> Any:
         recorder, noted = self._recorder, self._noted
         is_first, self._is_first = self._is_first, False
+        if is_first:
+            recorder._keeps(tensor)
         made, times = recorder._maker(tensor), times_written(tensor)
         if made is not None:
             self.made.append((made, tensor, times))
@@ -890,7 +913,7 @@ def _mades(given: Any) -> list[Made]:
 
 def _described(call: Noted) -> str:
     name = getattr(call.function, "__name__", type(call.function).__name__).strip("_")
-    return f"{name} on line {call.line[1]}" if call.line is not None else name
+    return f"{name} at {name_of_line(*call.line[:2])}" if call.line is not None else name
 
 
 def _may_only_follow() -> bool:

@@ -156,6 +156,29 @@ def casts_and_writes(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
     scaler.scale((model(x()) * weights * others).mean()).backward()
 
 
+def writes_into_its_own(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    """A matrix of rotation, which a move that has nothing to do hands on before it is filled in."""
+    output = model(x())
+    matrix, weights = torch.zeros(4, 4, 3).to("cpu"), torch.ones(3).to("cpu")
+    matrix[..., 1] += 3
+    matrix[:, 0] = output
+    weights[0].mul_(3)
+    twice = weights * 2
+    weights[1] = 5
+    scaler.scale((matrix.square().sum(1) * twice * weights).mean()).backward()
+
+
+def holds_what_many_calls_gave(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    optimizer, made = torch.optim.SGD(model.parameters(), 0.0), list[torch.Tensor]()
+    for step in range(3):
+        output = model(x(step))
+        made[:600] = [output * number for number in range(600)]
+        optimizer.zero_grad()
+        scaler.scale(torch.stack(made).mean()).backward()
+        if step < 2:
+            optimizer.step()
+
+
 def multiplies_its_own(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
     """A dice loss, whose union is in part a matrix product of masks alone; one number is drawn beside it."""
     mask = (torch.arange(12.0) % 2).view(4, 3)
@@ -556,7 +579,7 @@ def test_what_is_changed_in_place_is_refused_by_name_and_copied_from_then_on(wha
             values.mul_(2)
             optimizer.step()
     line = loss_of.__code__.co_firstlineno + 1
-    refused = f"an input of {what} on line {line} was changed in place since; ampdbg copies it from now on"
+    refused = f"an input of {what} at test_recorder.py:{line} was changed in place since; ampdbg copies it from now on"
     assert found == [refused, "alike", "alike"]
 
 
