@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -165,11 +166,7 @@ def training_loops(facts: Facts) -> Iterator[TrainingLoop]:
     for node in document.calls:
         if (call := _call(facts, node)) is not None:
             by_unit.setdefault(document.unit(node), []).append(call)
-    helpers = {
-        unit.name
-        for unit, calls in by_unit.items()
-        if isinstance(unit, FUNCTIONS) and any(call.kind is not None or call.clears for call in calls)
-    }
+    helpers = _helpers(document, by_unit)
     for unit, calls in by_unit.items():
         is_nested = isinstance(unit, FUNCTIONS) and any(unit in document.around(other) for other in by_unit)
         has_backward = any(call.kind == "backward" and call.scaler for call in calls)
@@ -177,9 +174,22 @@ def training_loops(facts: Facts) -> Iterator[TrainingLoop]:
             continue
         lists, known = _lists(facts, calls), {call.node for call in calls}
         others = (node for node in document.calls if document.unit(node) is unit and node not in known)
-        hidden = [LoopCall(node, None) for node in others if _hides(facts, node, helpers, lists)]
+        hidden = [LoopCall(node, None) for node in others if _hides(facts, node, helpers, lists, calls)]
         every = tuple(sorted([*calls, *hidden], key=lambda call: (call.node.end_lineno, call.node.end_col_offset)))
         yield TrainingLoop(facts, unit, _smallest(document, unit, calls), every)
+
+
+def _helpers(document: Document, by_unit: Mapping[ast.AST, Sequence[LoopCall]]) -> set[str]:
+    """The names of the file's functions that call such a thing, write ``.grad``, or call one that does."""
+    known = {unit for unit, calls in by_unit.items() if any(call.kind is not None or call.clears for call in calls)}
+    found = {made.name for made in document.definitions if made in known or _WRITTEN.search(ast.unparse(made))}
+    called = [(document.function(call), _name(call)) for call in document.calls]
+    while more := {unit.name for unit, name in called if unit is not None and name in found} - found:
+        found |= more
+    return found
+
+
+_WRITTEN = re.compile(r"\.grad(\.\w+)*(_\(| = )")
 
 
 def _smallest(document: Document, unit: ast.AST, calls: Sequence[LoopCall]) -> ast.AST:
@@ -236,18 +246,32 @@ def _lists(facts: Facts, calls: Sequence[LoopCall]) -> set[ast.AST]:
     return {node for value in made if value is not None for node in ast.walk(value)}
 
 
-def _hides(facts: Facts, node: ast.Call, helpers: set[str], lists: set[ast.AST]) -> bool:
+def _hides(facts: Facts, node: ast.Call, helpers: set[str], lists: set[ast.AST], calls: Sequence[LoopCall]) -> bool:
     """A call may do something unseen with scaler, optimizer or gradients.
 
-    One that lists parameters does nothing to their gradients, unless it takes the scaler too.
+    One that lists parameters does nothing to their gradients, unless it takes the scaler too. One that the file does
+    not define may: a method of an optimizer, one of its holder whose result nobody takes, and one about gradients.
     """
-    name = ast.unparse(node.func).rpartition(".")[2]
-    if name in helpers:
+    name = _name(node)
+    if name in helpers or any("zero_grad" in (keyword.arg or "") for keyword in node.keywords):
         return True
     if facts.document.call_origin(node).startswith(("torch.", "print")) or name in _HARMLESS:
         return False
     names = [one for one in given(node) if isinstance(one, (ast.Name, ast.Attribute))]
-    return any(map(facts.is_scaler, names)) or (node not in lists and any(map(facts.is_optimizer, names)))
+    if any(map(facts.is_scaler, names)) or (node not in lists and any(map(facts.is_optimizer, names))):
+        return True
+    if node in lists or any(name == made.name for made in facts.document.definitions):
+        return False
+    held = {text for call in calls for text in call.about}
+    is_discarded = isinstance(facts.document.parents[node], ast.Expr)  # done for what it does
+    holders = {text.rpartition(".")[0] for text in held if is_discarded and "." in text}
+    return "grad" in name or ast.unparse(node.func).rpartition(".")[0] in held | holders
 
 
-_HARMLESS = frozenset("print isinstance len id get_lr state_dict load_state_dict adjust_learning_rate set_lr".split())
+def _name(node: ast.Call) -> str:
+    return ast.unparse(node.func).rpartition(".")[2]
+
+
+_HARMLESS = frozenset(
+    "print isinstance len id get_lr state_dict load_state_dict adjust_learning_rate set_lr requires_grad_ log".split()
+)

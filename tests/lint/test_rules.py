@@ -47,6 +47,75 @@ def test_nothing_is_found_in_a_valid_example(text: str) -> None:
     assert found(text) == []
 
 
+AGAIN = """
+import torch
+
+def clear(parameters):
+    for p in parameters:
+        p.grad.zero_()
+
+def after(model):
+    clear(model.parameters())
+
+def train(model, loader, held, scaler):
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        scaler.unscale_(held.optimizer)  # <- misuse-accumulate
+"""
+"""Two backward passes with an unscale_ of their own: right where something clears the gradients between them."""
+
+MAY_CLEAR = (
+    "held.optimizer.first_step()",
+    "held.end()",
+    "after(model)",
+    "model.end(zero_grad=True)",
+    "zero_gradients(model)",
+)
+
+
+@pytest.mark.parametrize("call", MAY_CLEAR)
+def test_gradients_behind_a_call_that_may_clear_them_are_not_known(call: str) -> None:
+    assert found(f"{AGAIN}        {call}\n") == []
+
+
+def test_gradients_that_a_continue_keeps_may_be_cleared_by_an_optimizer_of_another_file() -> None:
+    [kept] = (rule.invalid[1] for rule in RULES if rule.codes == ("misuse-stale-gradients",))
+    assert found(MARK.sub("", kept).replace("        with", "        optimizer.end()\n        with")) == []
+
+
+@pytest.mark.parametrize("call", ["norm_of(model)", "used = held.end()", "held.optimizer.state_dict()"])
+def test_gradients_behind_another_call_are_known(call: str) -> None:
+    assert found(f"{AGAIN}        {call}\n") == marked(AGAIN) != []
+
+
+def test_who_gets_the_scaler_may_divide_a_penalty_by_its_scale() -> None:
+    [penalised] = (rule.invalid[0] for rule in RULES if rule.codes == ("misuse-gradient-penalty",))
+    [(line, _)] = marked(penalised)
+    lines = MARK.sub("", penalised).split("\n")
+    assert found("\n".join([*lines[:line], "        grads = unscaled(grads, by=scaler)", *lines[line:]])) == []
+
+
+@pytest.mark.parametrize(
+    ("base", "codes"), [("", ["misuse-no-update"]), ("torch.nn.Module", ["misuse-no-update"]), ("Base", [])]
+)
+def test_a_scaler_that_no_line_updates_may_be_updated_by_a_base_class_of_another_file(
+    base: str, codes: list[str]
+) -> None:
+    text = f"""
+import torch
+from elsewhere import Base
+
+class Trainer({base}):
+    def __init__(self):
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def step(self, loss, optimizer):
+        self.scaler.scale(loss).backward()
+        self.scaler.step(optimizer)
+"""
+    assert [code for _, code in found(text)] == codes
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.codes[0])
 def test_every_code_of_a_rule_has_an_invalid_example(rule: Rule) -> None:
     shown = {code for text in rule.invalid for _, code in marked(text)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ampdbg.lint.expressions import argument, constant
+from ampdbg.lint.expressions import argument, constant, given
 from ampdbg.lint.facts import Facts
 from ampdbg.lint.rule import BACKWARD, LOOP, STEP, Rule, RuleHit
 
@@ -20,8 +20,10 @@ def check(facts: Facts) -> Iterator[RuleHit]:
         parts = outputs.elts if isinstance(outputs, (ast.List, ast.Tuple)) else [outputs]
         is_scaled = bool(parts) and all(map(facts.scaler_of, parts))
         if is_scaled and constant(argument(call, "create_graph", 4)) is True:
-            unit = ast.unparse(document.unit(call))
-            if not any(word in unit for word in ("get_scale", "._scale", "inv_scale")):
+            unit = document.unit(call)
+            handed = (one for other in document.calls if document.unit(other) is unit for one in given(other))
+            asks = any(word in ast.unparse(unit) for word in ("get_scale", "._scale", "inv_scale"))
+            if not asks and not any(map(facts.is_scaler, handed)):  # who gets the scaler may divide by its scale
                 yield RuleHit(CODE, call)
 
 

@@ -27,8 +27,12 @@ def check(facts: Facts) -> Iterator[RuleHit]:
 
 
 def _leaves(facts: Facts, key: tuple[object, str]) -> bool:
-    """Other code may hold the scaler: it is a parameter, an argument, returned, or kept elsewhere."""
-    document = facts.document
+    """Other code may hold the scaler: it is a parameter, an argument, returned, kept elsewhere, or an inherited one."""
+    document, home = facts.document, key[0]
+    own = {"object", *(made.name for made in document.find(ast.ClassDef))}
+    bases = home.bases if isinstance(home, ast.ClassDef) else []
+    if any(ast.unparse(base) not in own and not document.origin(base).startswith("torch.") for base in bases):
+        return True
     name = next((node for node in document.find(ast.Name) if document.key(node) == key), None)
     is_parameter = name is not None and any(isinstance(value, ast.arg) for value in document.binders(name))
     used = (document.parents[node] for node in document.loads() if document.key(node) == key)

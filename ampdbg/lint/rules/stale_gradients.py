@@ -11,6 +11,7 @@ from ampdbg.lint.document import LOOPS
 from ampdbg.lint.expressions import method
 from ampdbg.lint.facts import Facts
 from ampdbg.lint.rule import BACKWARD, LOOP, STEP, Rule, RuleHit
+from ampdbg.lint.training_loops import training_loops
 
 CODE = "misuse-stale-gradients"
 
@@ -20,7 +21,9 @@ _NOT_FINITE = re.compile(r"isnan|isinf|isfinite|is_nan|!= loss")
 
 
 def check(facts: Facts) -> Iterator[RuleHit]:
-    """In every loop that goes backward by a scaler."""
+    """In every loop that goes backward by a scaler, and calls nothing that may clear unseen."""
+    every = (call for loop in training_loops(facts) for call in loop.calls)
+    unseen = {call.node for call in every if call.kind is None and not call.clears}
     for loop in facts.document.find(*LOOPS):
         calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call)]
         backward = [call for call in calls if facts.scaler_of(method(call, "backward"))]
@@ -28,7 +31,7 @@ def check(facts: Facts) -> Iterator[RuleHit]:
         clears: list[ast.AST] = [call for call in calls if method(call, "zero_grad")]
         clears += [node for node, to in assigned if isinstance(to, ast.Attribute) and to.attr == "grad"]
         around = (facts.document.nearest(call, *LOOPS) for call in backward)
-        if clears and loop in around:
+        if clears and loop in around and unseen.isdisjoint(calls):
             if all(_after_taken_step(facts, node, loop) for node in clears):
                 yield RuleHit(CODE, clears[0], KEPT)
             yield from _left_behind(facts, loop, backward[0], clears)
