@@ -180,7 +180,7 @@ def test_an_average_in_bfloat16_stands_still_and_one_that_moves_or_is_in_float32
 
 def test_an_average_of_half_weights_is_one_too_and_says_nothing_of_weights_that_do_not_move() -> None:
     record = trained(lambda net: by_two_ops(net, HALF, 0.999), dtype=HALF)
-    assert codes(record) == [("frozen-weights", "warning"), ("frozen-average", "error")]
+    assert [code for code, _ in codes(record)] == ["frozen-weights", "frozen-average"]
     assert record.findings[0].evidence["parameters"] == ["1.weight"]
     named = record.findings[1].evidence["parameters"]
     assert isinstance(named, list)

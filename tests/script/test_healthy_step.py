@@ -111,8 +111,8 @@ torch.save([net.state_dict(), optimizer.state_dict(), scaler.state_dict(), torch
 """One tensor takes every batch, and is cleared before the backward pass."""
 
 
-def test_a_batch_that_was_overwritten_is_copied_and_the_next_step_compared(tmp_path: Path) -> None:
+def test_a_step_whose_batch_was_overwritten_since_is_compared_with_the_batch_as_it_was(tmp_path: Path) -> None:
     _, record = run(tmp_path, STATIC)
-    assert [(made.step, made.reproduced) for made in record.investigations] == [(11, True)]
+    assert [(made.step, made.reproduced) for made in record.investigations] == [(10, True)]
     assert not record.unseen.notes
     saves_the_same_alone(tmp_path)
