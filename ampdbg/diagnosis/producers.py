@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ampdbg.agreement import NOTHING_IN_COMMON, agrees, is_finite, keeps_its_gradients, noise_floor
-from ampdbg.diagnosis.remedies import pole_of, remedy_of
+from ampdbg.diagnosis.remedies import formula_of, pole_of, remedy_of
 from ampdbg.formats import FLOAT16, FORMATS, FloatFormat
-from ampdbg.ops import CASTS, LOGARITHMS, POLES, POLES_ELSEWHERE, ROOTS, WRITTEN_OUT, base_name
+from ampdbg.ops import CASTS, DIVISIONS, LOGARITHMS, POLES, POLES_ELSEWHERE, ROOTS, WRITTEN_OUT, base_name
 from ampdbg.quantities import number
 from ampdbg.record.run import Investigation, Producer, Replay
 
@@ -22,6 +22,9 @@ OVERFLOWS = {"forward": "forward-overflow", "backward": "gradient-overflow"}
 FAR_FROM_FP32, UNKNOWN = "precision-loss", "unknown"
 
 CAST_NAMES = {"forward": "the cast to half", "backward": "the cast of a gradient to half"}
+
+DERIVED: Mapping[frozenset[str] | None, str] = {LOGARITHMS: "a logarithm", ROOTS: "a root"}
+"""What has a derivative that is a quotient, by the kind of op that a line calls."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +183,9 @@ class Suspect:
     @property
     def takes(self) -> str:
         """What it does with the value that half has rounded."""
-        pole, name = pole_of(self.producer), base_name(self.producer.op)
+        made, name = self.producer, base_name(self.producer.op)
+        is_quotient = made.phase == "backward" and name in DIVISIONS
+        pole = pole_of(made) or DERIVED.get(formula_of(made) if is_quotient else None, "")
         if pole:
             return "is given" if pole == name else f"makes the derivative of {pole} at"
         return "takes the logarithm of" if name in LOGARITHMS else "divides by"

@@ -45,7 +45,7 @@ def remedy_of(code: str, at: Producer | None) -> str:
     if known.remedy_behind_half and at.phase == "backward" and at.dtype == "float32":
         return known.remedy_behind_half
     of_op = [remedy for op, remedy in known.remedy_at if op in at.op]
-    of_op += [remedy for ops, remedy in FORMULAS if known.is_of_a_formula and ops == _formula_of(at)]
+    of_op += [remedy for ops, remedy in FORMULAS if known.is_of_a_formula and ops == formula_of(at)]
     alternatives = _at_its_line(at) if known.verdict == "precision" else ()
     return OR.join([next(iter(of_op), known.remedy) + NEAR_ONE_TOO * any(near_one), *alternatives])
 
@@ -90,7 +90,7 @@ def _called(node: ast.AST) -> Iterator[str]:
             yield name.rstrip("_")
 
 
-def _formula_of(at: Producer) -> frozenset[str] | None:
+def formula_of(at: Producer) -> frozenset[str] | None:
     """The kind of op that has no value there, or no derivative; None where neither op nor line tell.
 
     Gradients, in a forward pass those of ``autograd.grad``, are made by ops of another kind than the line calls.

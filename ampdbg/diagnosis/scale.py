@@ -44,8 +44,6 @@ UNEXPLAINED = "unexplained"
 """The evidence of which skips neither the start, nor growth, nor a replay explains: of those nothing is normal but that
 they are few."""
 
-NOT_EXPLAINED = "neither the start nor a scale just grown explains"
-
 LOWS_OF_A_COLLAPSE = 3
 """So many new lows after settling are a scale that keeps falling."""
 
@@ -491,11 +489,13 @@ class Scaling:
         where = where if settled is None else f"settled at {number(settled)}" + ": this is normal" * (not steps)
         if not steps:
             return where
-        nan = "NaN without any inf may not come from the scale, at" if steps[0] == self.steps[0].step else NOT_EXPLAINED
+        why = "neither the start nor a scale just grown explains every skip"
+        if steps[0] == self.steps[0].step:
+            why = "the first step has NaN and no inf, which a lower scale may not cure"
         named = ("steps " if steps[1:] else "step ") + listed(map(str, steps), 3)
         are_few = settled is not None and not self.are_many_unexplained and 2 * len(self.skipped) <= self.course.ran
-        few = ": so few skipped steps do no harm" * are_few
-        return f"{where}; {nan} {named}, and no replay shows whether FP32 fails too{few}"
+        few = ", but so few skipped steps do no harm" * are_few
+        return f"{where}; {why}. No replay compared {named} with FP32{few}"
 
     @property
     def advice(self) -> str:

@@ -6,7 +6,7 @@ Autograd tells without a sync which scaler scaled a loss, which dtypes it went t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from inspect import signature
@@ -102,6 +102,14 @@ class Calls:
             self._note(kind, (place,), **facts)
             self._marks[place].note(self._marks[place].now())
 
+    def unscaled(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gradients are unscaled: those of every optimizer that has no others, as the one that another one wraps."""
+        held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        places = tuple(place for place, marks in enumerate(self._marks) if marks.are_within(held))
+        self._note("unscale", places)
+        for place in places:
+            self._marks[place].note(self._marks[place].now())
+
     def succeeded_by(self, scaler: Any, optimizer: torch.optim.Optimizer) -> int:
         """The number of the scaler that this one, which steps an optimizer, has taken the place of; 0 of none."""
         place, number = self._places.get(id(optimizer), -1), self.number_of(scaler)
@@ -180,6 +188,8 @@ class Calls:
                 if place in filled and marks.have_grown(state):
                     added.append(place)
         self.wrote = tuple(written), rewritten
+        if not scaler and any(self._marks[place].holds(torch.float16) for place in written):
+            halves = ()  # a scaler refuses gradients in half, so the lack of one is no misuse
         self._note(
             "backward",
             tuple(written),
@@ -320,6 +330,14 @@ class GradientMarks:
             gradient = getattr(alive(), "grad", None)
             found.append(None if gradient is None else (id(gradient), gradient._version))
         return tuple(found)
+
+    def are_within(self, parameters: Collection[int]) -> bool:
+        """Those are gradients of these parameters alone, given by ``id``."""
+        return bool(self._parameters) and all(id(alive()) in parameters for alive in self._parameters)
+
+    def holds(self, dtype: torch.dtype) -> bool:
+        """Some are of a parameter, and so themselves, of this dtype."""
+        return any(getattr(alive(), "dtype", None) is dtype for alive in self._parameters)
 
     def note(self, now: Marks) -> None:
         """From here on the gradients are those of ``now``."""

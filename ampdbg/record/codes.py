@@ -425,9 +425,10 @@ _ALL = (
         "misuse-bare-step",
         CALLS,
         "optimizer",
-        "the code calls optimizer.step() past the scaler: no bad step is skipped, and gradients may still carry "
-        "the loss scale",
-        "replace it with scaler.step(optimizer), followed by scaler.update()",
+        "the code calls optimizer.step() past the scaler: no bad step is skipped, and gradients that no unscale_ has "
+        "divided carry the loss scale",
+        "replace it with scaler.step(optimizer), followed by scaler.update(); in an optimizer's own method, step only "
+        "where the gradients are finite, behind scaler.unscale_(optimizer)",
     ),
     _misuse(
         "misuse-unscaled-loss",

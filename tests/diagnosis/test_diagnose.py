@@ -100,8 +100,8 @@ def test_what_nothing_explains_is_not_called_normal_and_does_no_harm() -> None:
         said = f"{headline(record).sentence} {found.message}"
         assert record.verdict == "healthy"
         assert said.count("normal") == 2 * is_normal
-        assert ("explains step 52" in said) is not is_normal
-        assert said.endswith(": so few skipped steps do no harm") is not is_normal
+        assert ("No replay compared step 52 with FP32" in said) is not is_normal
+        assert said.endswith(", but so few skipped steps do no harm") is not is_normal
         assert found.evidence.get("unexplained") == (None if is_normal else [52])
 
 
@@ -118,8 +118,11 @@ def test_a_skip_of_nan_alone_between_sound_steps_is_not_called_normal_however_ea
         (found,) = record.findings
         assert (record.verdict, found.evidence.get("unexplained")) == ("healthy", told)
         assert ("this is normal" in found.message) is (told is None)
-        explains = "NaN without any inf may not come from the scale, at step 0" if told == [0] else "explains step 6"
-        assert (explains in found.message) is (told is not None)
+        is_first = told == [0]
+        assert ("the first step has NaN and no inf, which a lower scale may not cure" in found.message) is is_first
+        explains = "neither the start nor a scale just grown explains every skip"
+        assert (explains in found.message) is (told == [6])
+        assert (f". No replay compared step {0 if is_first else 6} with FP32" in found.message) is (told is not None)
         assert found.remedy == ("none is needed while they are so few" if told else ADVICE.format(4096))
 
 
@@ -353,7 +356,7 @@ def test_skips_that_go_on_between_steps_that_work_are_not_called_normal_where_no
     [finding] = untold.findings
     assert (finding.code, untold.verdict, finding.remedy) == ("scale-calibration", "inconclusive", "")
     assert "normal" not in finding.message + headline(untold).sentence
-    assert finding.message.endswith("explains steps 4, 8, 9 and 1 more, and no replay shows whether FP32 fails too")
+    assert finding.message.endswith(". No replay compared steps 4, 8, 9 and 1 more with FP32")
     # A run that has long gone on without any says by itself what they were, and so does a replay.
     assert diagnosed("xx..x...xx..x.." + "." * 30).verdict == "healthy"
     first = low(scale=16384.0, gradients=())

@@ -168,6 +168,20 @@ def test_no_smaller_eps_is_advised_where_a_probability_is_taken_from_1(line: str
         ("rsqrt", "forward", "return torch.acos(c)", "divides by a value that FP16 rounds to zero"),
         ("atanh", "forward", "return torch.atanh(c)", "is given a value that FP16 rounds to -1 or 1"),
         ("div", "backward", "return x / c", "divides by a value that FP16 rounds to zero"),
+        (
+            "div",
+            "backward",
+            "sine = torch.sqrt((1.0 - torch.pow(c, 2)).clamp(0, 1))",
+            "makes the derivative of a root at a value that FP16 rounds to zero",
+        ),
+        (
+            "div",
+            "backward",
+            "return p.log().mean()",
+            "makes the derivative of a logarithm at a value that FP16 rounds to zero",
+        ),
+        ("div", "backward", "return x / c.sqrt()", "divides by a value that FP16 rounds to zero"),
+        ("div", "forward", "y = mine(c.sqrt())", "divides by a value that FP16 rounds to zero"),
     ],
 )
 def test_a_pole_beside_zero_is_that_of_the_function_that_the_line_calls(

@@ -165,6 +165,23 @@ def bare_step_unless_inf(parts: Parts) -> None:
         scaler.update()
 
 
+def bare_step_of_a_wrapped_optimizer(parts: Parts) -> None:
+    outer = torch.optim.SGD(parts.model.parameters(), lr=0.01)
+    for scaler in scaled(parts):
+        scaler.unscale_(outer)
+        parts.optimizer.step()
+        scaler.update()
+
+
+def half_weights_without_a_scaler(parts: Parts) -> None:
+    """A scaler would refuse their gradients."""
+    parts.model.half()
+    for x in parts.batches:
+        parts.optimizer.zero_grad()
+        parts.model(x.half()).float().square().mean().backward()
+        parts.optimizer.step()
+
+
 def gan(parts: Parts) -> None:
     """Two optimizers, an update after each; the generator's loss reaches the discriminator's parameters."""
     scaler = scaler_of(parts)

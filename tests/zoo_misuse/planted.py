@@ -57,6 +57,15 @@ def bare_step_on_inf(parts: Parts) -> None:
         scaler.update()
 
 
+def bare_step_of_a_wrapped_optimizer_on_inf(parts: Parts) -> None:
+    """As in sharpness-aware training, whose optimizer steps the one that it wraps by itself."""
+    outer = torch.optim.SGD(parts.model.parameters(), lr=0.01)
+    for scaler in scaled(parts, infinite=2):
+        scaler.unscale_(outer)
+        parts.optimizer.step()  # misuse-bare-step
+        scaler.update()
+
+
 def bare_step_without_update(parts: Parts) -> None:
     for scaler in scaled(parts):
         scaler.unscale_(parts.optimizer)
