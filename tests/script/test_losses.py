@@ -177,6 +177,7 @@ for step in range(5):
     STEP
 """)
 
+SUM = "(out * gain).square().sum(dtype=out.dtype)"
 AUTOCAST_OFF = "with torch.autocast(device_type=out.device.type, enabled=False):"
 
 
@@ -206,8 +207,8 @@ def added(patch: str) -> list[str]:
                 "return F.cross_entropy(logits, zeros) / 1e3",
             ],
         ),
-        ("summed", "2", [AUTOCAST_OFF, "return (out.float() * gain).square().sum() / 1e4"]),
-        ("cast_itself", "2", [AUTOCAST_OFF, "return (out.float() * gain).square().sum().float() / 1e4"]),
+        ("summed", "2", [AUTOCAST_OFF, "out = out.float()", f"return {SUM} / 1e4"]),
+        ("cast_itself", "2", [AUTOCAST_OFF, "out = out.float()", f"return {SUM}.float() / 1e4"]),
     ],
 )
 def test_a_line_of_the_loss_is_edited_and_proven(tmp_path: Path, kind: str, gain: str, lines: list[str]) -> None:
