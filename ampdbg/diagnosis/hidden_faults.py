@@ -30,6 +30,7 @@ from ampdbg.diagnosis.producers import (
     placed,
 )
 from ampdbg.diagnosis.scale import GROWTH
+from ampdbg.formats import FLOAT16
 from ampdbg.levels import has_static_scale
 from ampdbg.quantities import listed, number
 from ampdbg.record.codes import CODES
@@ -39,6 +40,10 @@ from ampdbg.record.run import Investigation, Record, Replay
 STARTS_LOW = (
     "make the loss larger, or start the scaler higher, as with GradScaler(init_scale=2.0**24): by itself it "
     "doubles its scale only every growth_interval steps"
+)
+OF_FP16_WEIGHTS = (
+    "keep the weights in float32 and run the model under autocast with a GradScaler, which cannot unscale FP16 "
+    "gradients"
 )
 HELD_DOWN = "give each loss its own backward pass and GradScaler: at a larger scale other gradients overflow"
 SILENT, UNDERFLOW = "silent-overflow", "gradient-underflow"
@@ -126,7 +131,7 @@ class HiddenFault(Evidence):
         larger one, where other gradients overflow."""
         scaled = [step for step in self.run.steps if step.scaler]
         if has_static_scale(self.run.config) or not scaled:
-            return CODES[UNDERFLOW].remedy
+            return OF_FP16_WEIGHTS if FLOAT16.name in self.run.half_weights else CODES[UNDERFLOW].remedy
         skipped = [step.scale for step in scaled if step.skipped and math.isfinite(step.loss)]
         is_held_down = any(self.low.scale < scale <= GROWTH * self.low.scale for scale in skipped)
         return HELD_DOWN if is_held_down else STARTS_LOW

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.script import scripts
 from tests.script.test_run import run, saves_the_same_alone, steps_captured
 
 HIDDEN = """
@@ -116,3 +117,21 @@ def test_a_step_whose_batch_was_overwritten_since_is_compared_with_the_batch_as_
     assert [(made.step, made.reproduced) for made in record.investigations] == [(10, True)]
     assert not record.unseen.notes
     saves_the_same_alone(tmp_path)
+
+
+FP16_WEIGHTS = scripts.loop("""
+net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1)).cuda().half()
+optimizer = torch.optim.SGD(net.parameters(), lr=6e4)
+for step in range(14):
+    x = torch.randn(32, 16).cuda().half()
+    loss = (net(x) - x[:, :1]).float().square().mean() * 1e-7
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""")
+
+
+def test_a_scaler_is_no_remedy_for_fp16_weights_alone(tmp_path: Path) -> None:
+    _, record = run(tmp_path, FP16_WEIGHTS)
+    (found,) = (one for one in record.findings if one.code == "gradient-underflow")
+    assert found.remedy.startswith("keep the weights in float32 and run the model under autocast with a GradScaler")
