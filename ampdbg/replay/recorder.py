@@ -145,8 +145,7 @@ class _Thread:
         self.inside = self.wrappers = 0
         self.is_on = False
         self.prune_at = PRUNED_FROM
-        self.earlier = 0
-        """So many calls were kept of earlier steps when this began, for the script holds on to what they gave."""
+        self.earlier = 0  # calls that were kept of earlier steps when this began: the script holds what they gave
         self.scalars: deque[tuple[weakref.ref[torch.Tensor], Mark]] = deque(maxlen=PRUNED_FROM)
         self.was_on = self.trains = False
         self.has_gone = False
@@ -357,13 +356,15 @@ class Recorder(TorchFunctionMode):
         for made, tensor, times in taking.made:
             if times_written(tensor) != times or name in HOOKS:
                 self._is_changed(number, made, tensor)
-        self._gives(number, noted, args[0] if noted.writes else result)
+        if not (
+            is_first and not noted.writes and result.is_leaf and result.requires_grad
+        ):  # a weight stays the model's
+            self._gives(number, noted, args[0] if noted.writes else result)
 
     def _keeps(self, tensor: torch.Tensor) -> None:
         """Calls that were given data which the script is about to write keep a copy of what it is."""
-        now = times_written(tensor)
         given = [(call, times) for call in self._now.calls.values() for one, times in call.inputs if one is tensor]
-        takers = [call for call, times in given if times == now and not tensor.requires_grad]
+        takers = [call for call, times in given if times == times_written(tensor) and not tensor.requires_grad]
         copied = duplicate(tensor.detach()) if takers else tensor
         for call in takers:
             call.keeps(tensor, copied)
@@ -539,12 +540,12 @@ class Recorder(TorchFunctionMode):
         is_behind = now.has_gone and not now.has_stepped
         if (is_again or is_behind) and torch.is_grad_enabled():
             self._begins_anew()
-        is_new = now.has_gone and now.has_stepped
-        if is_new:
+        if now.has_gone and now.has_stepped:
             now.losses.clear()
-        if now.has_gone or is_again or len(now.calls) >= now.prune_at:
             self._prune()
-            now.earlier = min(len(now.calls), MOST_CALLS) if is_new else now.earlier
+            now.earlier = min(len(now.calls), MOST_CALLS)
+        elif now.has_gone or is_again or len(now.calls) >= now.prune_at:
+            self._prune()
         now.has_gone = False
 
     def _is_past(self, call: Noted) -> bool:
@@ -702,10 +703,11 @@ class Recorder(TorchFunctionMode):
         state, unknown = self.before.state(model, numbers)
         if unknown:
             return None, f"it wrote its {unknown}, which ampdbg copies from now on", state
-        own = {id(tensor) for tensor in tensors_in(model)}
+        own = {id(tensor) for tensor in tensors_in(model, state.held)}  # an output that it keeps is none
         given = tuple({n: calls.given(n, own) for n in sorted(part)} for part, _ in parts)
         modules = {id(module): module for n in numbers if (module := calls.calls[n].module) is not None}
-        beside = [module for module in modules.values() if own.isdisjoint(map(id, tensors_in(module)))]
+        now = {id(tensor) for tensor in tensors_in(model)}
+        beside = [module for module in modules.values() if now.isdisjoint(map(id, tensors_in(module)))]
         states = [(module, *self.before.state(module, numbers)) for module in beside]
         if unknown := next((unknown for _, _, unknown in states if unknown), ""):
             return None, f"it wrote {unknown} of a module beside its model, which ampdbg copies from now on", state

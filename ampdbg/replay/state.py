@@ -139,6 +139,12 @@ class Held:
         """
         return self._saved[id(value)].contents
 
+    def values_in(self, value: Any, kind: Kind) -> Any:
+        """What a value held; what it holds now where it is not among them, and of a module parameters and modules."""
+        now: Any = kind.save(value) if kind.holds else ()
+        then = self.contents(value) if value in self and kind is not SCRIPTED else now
+        return {**{name: now[name] for name in REGISTERS}, **then} if kind is MODULE else then
+
     def buffers_of(self, module: torch.nn.Module) -> Mapping[str, Any]:
         """Those that a module had; a scripted one has them still."""
         return self.contents(module._buffers) if module._buffers in self else module._buffers
@@ -235,9 +241,9 @@ def are_held_whole(optimizers: Iterable[torch.optim.Optimizer]) -> bool:
     return not any(isinstance(leaf, torch.Tensor) for leaf in _pytree.tree_leaves(own))
 
 
-def tensors_in(model: torch.nn.Module) -> list[torch.Tensor]:
-    """The model's parameters, its buffers, and every tensor among its modules' attributes."""
-    return [value for value, *_ in _walk([model], (ANY, LARGEST)) if isinstance(value, torch.Tensor)]
+def tensors_in(model: torch.nn.Module, held: Held | None = None) -> list[torch.Tensor]:
+    """The model's parameters, its buffers, and every tensor among its modules' attributes, as these were ``held``."""
+    return [value for value, *_ in _walk([model], (ANY, LARGEST), held=held) if isinstance(value, torch.Tensor)]
 
 
 def notes_on(model: torch.nn.Module) -> tuple[str, ...]:
@@ -253,14 +259,16 @@ def notes_on(model: torch.nn.Module) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _walk(roots: Iterable[Any], largest: Sequence[int], *first: Kind) -> Iterator[tuple[Any, Kind, Any]]:
+def _walk(
+    roots: Iterable[Any], largest: Sequence[int], *first: Kind, held: Held | None = None
+) -> Iterator[tuple[Any, Kind, Any]]:
     """Every value, once, that can be changed and that the roots lead to, with its kind and the values that it holds.
 
     Modules that only a list holds are modules too. A user's own objects are followed as deep as ``largest`` has
     entries behind its first, but to nothing larger: one may lead to the whole data set and the whole program. The
-    ``first`` kinds stand before those of the table.
+    ``first`` kinds stand before those of the table. What is ``held`` is what a value leads to.
     """
-    kinds, met = Kinds(*first), {}
+    held, kinds, met = held or Held({}), Kinds(*first), {}
     waiting = [(root, 0) for root in roots]
     while waiting:
         value, depth = waiting.pop()
@@ -270,7 +278,7 @@ def _walk(roots: Iterable[Any], largest: Sequence[int], *first: Kind) -> Iterato
             continue
         met[id(value)] = value
         try:
-            contents = kind.save(value) if kind.holds else ()
+            contents = held.values_in(value, kind)
         except Exception:  # noqa: BLE001 - a class of the user's own may raise anything
             continue
         yield value, kind, contents

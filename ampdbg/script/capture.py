@@ -38,12 +38,13 @@ from ampdbg.replay.packing import (
     Unpacking,
     can_be_written,
     packed_random_state,
+    type_name,
     unpacked_random_state,
     written_form,
 )
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.snapshot import ModelState, PackedState
-from ampdbg.replay.step import Half, Made, RecordedCall, RecordedStep, torch_name
+from ampdbg.replay.step import Half, Made, Own, RecordedCall, RecordedStep, torch_name
 from ampdbg.script.launch import Start
 from ampdbg.script.live_step import LiveStep
 from ampdbg.script.ranks import has_its_state, why_in_parts
@@ -352,6 +353,9 @@ def reads_of(call: RecordedCall, numbers: Mapping[int, int]) -> tuple[int, ...]:
 MADE = "made"
 """The key of what stands for the result of a call: its place among the captured ones."""
 
+OWN = {"live": type_name(Own)}
+"""What stands for a tensor of the model's own."""
+
 
 class _GivenPacking(Packing):
     """Packs what calls are given; ``places`` has those of the calls by number."""
@@ -479,14 +483,17 @@ class _GivenAgain(Unpacking):
             return live
         if is_result or place is not None:
             raise PackedError("a result of another call takes the place of data")
-        value = super().of(packed, live)
+        now = live if cast is None else self._match.first_arguments[cast]
+        if packed == OWN and not isinstance(now, Own):
+            raise PackedError("data takes the place of a tensor of the model's own")
+        value = super().of(packed, now)
         if cast is None:
             return value
         self.casts[cast] = value
         return live
 
     def _cast_of_data(self, made: Made) -> int | None:
-        """The cast that stands between data and who takes this; None where a call has computed it."""
+        """The cast that takes data, or a tensor of the model's own, for who takes this; None of what was computed."""
         if made.call not in self._match.casts:
             return None
         first = self._match.first_arguments[made.call]

@@ -1,0 +1,123 @@
+"""Tensors that the script goes on to write, or keeps in its model: the step is run again, and captured, whole."""
+
+from pathlib import Path
+
+import pytest
+
+from ampdbg.record.file import read_record
+from tests.commands.program import start
+from tests.script import scripts
+from tests.script.test_run import captured, run, saves_the_same_alone, steps_captured, where
+
+FILLS_IN = scripts.loop("""
+gain, calls = float(sys.argv[1]), int(sys.argv[2])
+
+def main():
+    pose = nn.Linear(16, 3).cuda()
+    optimizer = torch.optim.SGD(pose.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+    for step in range(6):
+        x = torch.randn(8, 16)
+        with torch.autocast("cuda", dtype=torch.float16):
+            x = x.to("cuda")
+            y = pose(x).float()
+            moved = torch.zeros(8, 4, 4).to(device=y.device)
+            moved[:, :3, 3] = y
+            moved[..., 2] += gain
+            moved[:, 3, 3] = 1
+            points = torch.matmul(moved, torch.full((8, 4, 1), gain, device="cuda"))
+            seen = torch.nan_to_num(points[:, :2] / points[:, 2:3]).float()
+            made = [y * number for number in range(calls)]
+            loss = seen.mean() * 1e-3 + torch.stack(made).mean() * 1e-3
+        STEP
+    torch.save(pose.state_dict(), "net.pt")
+
+main()
+""")
+"""A product overflows with a gain of 1e3, which the loss does not show; ``made`` is kept up to the next one."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("calls", [1, 500])
+def test_a_step_that_fills_in_what_a_move_hands_on_is_run_again_when_it_first_fails(tmp_path: Path, calls: int) -> None:
+    result, record = run(tmp_path, FILLS_IN, "1e3", str(calls))
+    line = 'points = torch.matmul(moved, torch.full((8, 4, 1), gain, device="cuda"))'
+    assert (result.code, *where(record)) == (1, "forward-overflow", 0, "", line)
+    assert ([made.step for made in record.investigations], record.unseen.notes) == ([0, 4], ())
+    assert steps_captured(record) == [0, 4]
+    saves_the_same_alone(tmp_path, "1e3", str(calls))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("calls", [1, 500])
+def test_where_nothing_overflows_in_it_it_is_healthy_and_has_no_note(tmp_path: Path, calls: int) -> None:
+    result, record = run(tmp_path, FILLS_IN, "1", str(calls))
+    assert (result.code, record.verdict, record.findings, record.steps_skipped) == (0, "healthy", (), 0)
+    assert not any("could not" in note for note in record.unseen.notes)
+    saves_the_same_alone(tmp_path, "1", str(calls))
+
+
+KEEPS = scripts.loop("""
+gain = float(sys.argv[1])
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        self.outputs = {"body": self.body(x)}
+        return self.outputs
+
+def main():
+    net = Net().cuda()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+    for step in range(6):
+        x, y = torch.randn(8, 16), torch.randn(8, 4)
+        with torch.autocast("cuda", dtype=torch.float16):
+            x, y = x.to("cuda"), y.to("cuda")
+            outputs = net(x)
+            outputs["target"] = y
+            head = net.head.weight.to(x.dtype)
+            z = F.linear(outputs["body"] * gain, head)
+            similar = z @ z.T
+            beside = F.l1_loss(torch.cat([z, y]), torch.cat([y, z]))
+            loss = similar.float().mean() / gain**2 + beside / gain
+        STEP
+    torch.save(net.state_dict(), "net.pt")
+
+main()
+""")
+"""The model keeps its outputs, and the script puts its targets among them; ``similar`` overflows with a gain of 1e3."""
+
+
+@pytest.mark.slow
+def test_a_capture_of_a_step_whose_data_the_model_comes_to_keep_has_a_patch(tmp_path: Path) -> None:
+    result, record = run(tmp_path, KEEPS, "1e3")
+    assert (result.code, *where(record)) == (1, "forward-overflow", 0, "", "similar = z @ z.T")
+    saves_the_same_alone(tmp_path, "1e3")
+    found = start(tmp_path, "suggest-fp32", captured(record)[0])
+    assert (found.code, "the patch for it is proven" in " ".join(found.stderr.split())) == (0, True), found.stderr
+
+
+@pytest.mark.slow
+def test_a_capture_of_it_has_the_data_of_its_own_step_in_another_process(tmp_path: Path) -> None:
+    result, record = run(tmp_path, KEEPS, "1", options=("--emulate", "--capture-step=4"))
+    assert (result.code, record.verdict, steps_captured(record)) == (0, "healthy", [4])
+    saves_the_same_alone(tmp_path, "1")
+    replayed = start(tmp_path, "replay", captured(record)[0], "--record=c.json")
+    assert replayed.code == 0, replayed.stderr
+    again = read_record(tmp_path / "c.json")
+    assert again.investigations[0].low.loss == record.steps[4].loss
+    assert not any("when captured" in note for note in again.unseen.notes)
+
+
+@pytest.mark.slow
+def test_where_data_has_taken_the_place_of_a_weight_the_refusal_says_so(tmp_path: Path) -> None:
+    record = run(tmp_path, KEEPS, "1e3")[1]
+    script = tmp_path / "train.py"
+    script.write_text(script.read_text("utf-8").replace("net.head.weight.to", "torch.ones(4, 16).to"), encoding="utf-8")
+    found = start(tmp_path, "replay", captured(record)[0])
+    assert (found.code, found.stderr.count("ampdbg.replay")) == (2, 0)
+    assert "data takes the place of a tensor of the model's own" in " ".join(found.stderr.split())
