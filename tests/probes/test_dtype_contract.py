@@ -460,7 +460,7 @@ def test_run_finds_the_weights_whose_masters_an_optimizer_steps(tmp_path: Path) 
 
 
 LIGHTNING = """
-import torch, lightning as L
+import torch, tests.models.torchvision_on_cpu, lightning as L
 from torch import nn
 
 class M(L.LightningModule):
@@ -480,7 +480,7 @@ L.Trainer(max_epochs=1, precision="bf16-mixed", accelerator="cpu", devices=1, **
 """
 
 FABRIC = """
-import torch
+import torch, tests.models.torchvision_on_cpu
 from torch import nn
 from lightning.fabric import Fabric
 

@@ -772,7 +772,7 @@ def test_the_page_has_a_row_for_each_kind_of_half_weight() -> None:
 
 
 TRAINER = """
-import torch
+import torch, tests.models.torchvision_on_cpu
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 torch.manual_seed(0)

@@ -36,7 +36,7 @@ config = LlamaConfig(
 TOKENS = "torch.randint(0, 64, (80, 8), generator=torch.Generator().manual_seed(0)).sort().values"
 
 TRAINER = f"""
-import torch
+import torch, tests.models.torchvision_on_cpu
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 model = AutoModelForCausalLM.from_pretrained("tiny")
@@ -48,7 +48,7 @@ arguments = TrainingArguments(
 Trainer(model=model, args=arguments, train_dataset=data).train()
 """
 ACCELERATE = f"""
-import torch
+import torch, tests.models.torchvision_on_cpu
 from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -181,7 +181,7 @@ for step in range(2500):
 def test_a_small_llama_in_an_unchanged_script_of_a_library_is_cured(tmp_path: Path, text: str, asked: str) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    checkpoint = f"import torch\nfrom transformers import LlamaConfig, LlamaForCausalLM\n{LLAMA}"
+    checkpoint = f"import torch, tests.models.torchvision_on_cpu\nfrom transformers import LlamaConfig, LlamaForCausalLM\n{LLAMA}"
     start_python(tmp_path, f"{checkpoint}LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained('tiny')")
     ran, record, _ = suggested(tmp_path, text)
     assert ran.code == 1

@@ -434,7 +434,7 @@ def test_a_capture_of_a_step_that_looks_healthy_shows_what_no_loss_does(tmp_path
     assert where(again)[3] == "return x / ((x * x).mean(-1, keepdim=True) + 1e-6).sqrt()"
 
 
-REFUSED = {"--max-capture-size=1kB": "it would be", "--max-captures=0": "at most 0 captures a run"}
+REFUSED = {"--max-capture-size=1kB": "it would take", "--max-captures=0": "at most 0 captures a run"}
 
 
 @pytest.mark.slow
@@ -732,7 +732,7 @@ def test_a_capture_takes_no_options_of_a_config(made: Path, option: tuple[str, .
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", ["starting train.py again", "replaying step"])
+@pytest.mark.parametrize("at", ["restarting train.py", "replaying step"])
 def test_a_replay_that_is_interrupted_ends_with_130(at: str, made: Path, tmp_path: Path) -> None:
     errors, _ = interrupted(at, made, tmp_path, "replay")
     assert errors[-1] == "interrupted: nothing was recorded"
@@ -756,7 +756,7 @@ def interrupted(at: str, made: Path, temporary: Path, verb: str) -> tuple[list[s
     lines = iter(child.stderr.readline, "")
     before = [*itertools.takewhile(lambda line: not line.startswith(at), lines)]
     assert child.poll() is None, before
-    if at == "starting train.py again":
+    if at == "restarting train.py":
         time.sleep(0.5)  # into the imports of the other process
     child.send_signal(signal.SIGINT)
     stdout, errors = child.communicate(timeout=60)
