@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import importlib
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -500,6 +501,7 @@ for _ in range(5):
 def test_run_knows_what_lightning_and_fabric_were_asked_for(
     text: str, who: str, dtype: str, found: list[tuple[str, str]], tmp_path: Path
 ) -> None:
+    importlib.import_module("tests.models.torchvision_on_cpu")  # which lightning imports
     pytest.importorskip("lightning")
     record, _, code = ran(tmp_path, text.format(dtype=dtype), options=())
     assert (of_contract(record), code, record.asked[who]) == (found, len(found), "bf16-mixed")

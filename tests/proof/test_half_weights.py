@@ -181,7 +181,8 @@ for step in range(2500):
 def test_a_small_llama_in_an_unchanged_script_of_a_library_is_cured(tmp_path: Path, text: str, asked: str) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    checkpoint = f"import torch, tests.models.torchvision_on_cpu\nfrom transformers import LlamaConfig, LlamaForCausalLM\n{LLAMA}"
+    imports = "import torch, tests.models.torchvision_on_cpu\nfrom transformers import LlamaConfig, LlamaForCausalLM\n"
+    checkpoint = imports + LLAMA
     start_python(tmp_path, f"{checkpoint}LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained('tiny')")
     ran, record, _ = suggested(tmp_path, text)
     assert ran.code == 1
