@@ -178,13 +178,17 @@ def _may_begin(trace: AverageTrace, tensor: torch.Tensor) -> bool:
 
 @dataclass
 class FollowedAverage:
-    """What is known of the average of a parameter, over windows that begin where it was ``last`` found."""
+    """What is known of the average of a parameter, over windows that begin where it was ``last`` found.
+
+    It is kept ``every`` so many steps, as the first two finds lie apart; 0 before the second one.
+    """
 
     last: FoundAverage
     step: int
     steps: int = 0
     wanted: float = 0.0
     still: float = 0.0
+    every: int = 0
 
     def __post_init__(self) -> None:
         self.is_to_move = torch.zeros_like(self.last.given.values, dtype=torch.bool)
@@ -192,7 +196,8 @@ class FollowedAverage:
 
     def add(self, now: FoundAverage, step: int) -> None:
         """Ends a window: how far an average in float32 goes in it, as half can hold that, and where half's stays."""
-        begun, kept = self.last.given.values, now.decay ** (step - self.step)
+        self.every = self.every or step - self.step
+        begun, kept = self.last.given.values, now.decay ** ((step - self.step) / self.every)
         aim = (self.last.aim + now.aim) / 2.0
         way = (kept * begun + (1.0 - kept) * aim).to(now.given.dtype).double() - begun
         is_to_move, has_moved = way != 0, now.given.values != begun
@@ -277,13 +282,14 @@ class Averages:
     def _note(self, trace: AverageTrace) -> None:
         found = list(found_in(trace, self._trained))
         self._tries += 1
-        if found or self._tries == TRIES:
+        known = [one for one in found if one.of in self._kept]
+        if known or self._tries == TRIES:  # the second find follows at once, and shows how often it is kept
             self._next, self._tries = 2 * self._steps, 0
-        for one in found:
-            if one.of in self._kept:
-                self._kept[one.of].add(one, self._steps)
-            else:
-                self._kept[one.of] = FollowedAverage(one, self._steps)
+        elif found:
+            self._tries = 0
+        for one in known:
+            self._kept[one.of].add(one, self._steps)
+        self._kept |= {one.of: FollowedAverage(one, self._steps) for one in found if one.of not in self._kept}
 
     def seen(self, of_parameters: Callable[[], Mapping[int, tuple[str, str]]]) -> tuple[KeptAverage, ...]:
         """What is known of each, by the names and kinds ``of_parameters``, which are asked for where there is any."""

@@ -164,7 +164,7 @@ class DtypeContract:
                 momentum = getattr(module, "momentum", None)
                 is_written = now._version > version or (module.training and momentum is not None)
                 full, source = f"{paths[id(module)]}.{name}".lstrip("."), None if line is None else source_of(line)
-                reach = min(FAR, *(one for key in POSITIONS if type(one := getattr(module, key, FAR)) is int))
+                reach = min([FAR, *(one for key in POSITIONS if type(one := getattr(module, key, FAR)) is int)])
                 yield CastBuffer(full, _name(now.dtype), off, reach, is_written, momentum, source)
 
     def _look(self, optimizer: Optimizer) -> tuple[KindDtypes, ...]:
@@ -189,9 +189,8 @@ class DtypeContract:
             kept = (optimizer.state.get(one, {}).items() for one in (stepped if shown is halves else of_it))
             states = [(key, value) for key, value in chain.from_iterable(kept) if torch.is_tensor(value) and value.ndim]
             own = [(one, one.grad, policies.get(id(one), CastPolicy())) for one in of_it]
-            beside = chain.from_iterable(
-                _float32(vars(one).values()) for one in of_it
-            )  # as mistral-finetune keeps them
+            # As mistral-finetune keeps them; Megatron's main_grad hangs there too, and is no master.
+            beside = _float32(value for one in of_it for key, value in vars(one).items() if "grad" not in key)
             sums = [policy.reduce_dtype or policy.param_dtype or grad for _, grad, policy in own if policy.is_on]
             return KindDtypes(
                 kind=kind,

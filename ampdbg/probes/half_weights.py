@@ -99,14 +99,16 @@ class HalfWeights:
         return set_default_dtype
 
     def _called(self, module: nn.Module, args: Any) -> None:
+        if self.loop is not None and torch.is_grad_enabled():
+            return
         frames = [*_frames()]
         calls = [place for place, frame in enumerate(frames) if frame.f_code.co_name == "_call_impl"]
         is_lowered = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-        if self.loop is None and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             self.is_lowered |= is_lowered
             if len(calls) == 1:
                 self._calls.append({id(frame): frame.f_lineno for frame in filter(is_users, frames)})
-        elif not (torch.is_grad_enabled() or is_lowered) and module._parameters and calls:
+        elif not is_lowered and module._parameters and calls:
             caller = next(filter(is_users, frames[calls[-1] :]), None)
             self.outside |= {(caller.f_code.co_filename, caller.f_lineno): None} if caller is not None else {}
 

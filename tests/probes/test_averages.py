@@ -139,6 +139,18 @@ def trained(made: Callable[[nn.Module], Keep], dtype: torch.dtype = torch.float3
     return diagnose(watched.record())
 
 
+def test_an_average_that_is_kept_every_sixteenth_step_is_held_against_as_few_updates() -> None:
+    def kept(net: nn.Module) -> Keep:
+        keep, steps = by_lerp(net, HALF, 0.5), iter(range(1000))
+        return lambda: None if next(steps) % 16 else keep()
+
+    record = trained(kept, steps=150)
+    assert (codes(record), record.updates is None) == ([], False)
+    assert record.updates is not None
+    assert {(one.decay, one.steps) for one in record.updates.averages} == {(0.5, 64)}
+    assert max(one.lost for one in record.updates.averages) < 0.3
+
+
 class Strange(torch.Tensor):
     """Raises whatever it is asked."""
 
@@ -237,10 +249,10 @@ def test_a_mode_that_the_script_is_in_stays_the_last_one() -> None:
             net(torch.ones(4, 32)).square().mean().backward()
             optimizer.step()
             keep()
-            if step == 3:  # behind the fourth step a stretch is traced
+            if step == 5:  # behind the sixth step a stretch is traced
                 assert len(_get_current_dispatch_mode_stack()) == 1
                 mode.__enter__()
-            if step == 5:
+            if step == 7:
                 assert _get_current_dispatch_mode_stack()[-1] is mode
                 mode.__exit__(None, None, None)
     assert (_get_current_dispatch_mode_stack(), nn.Module.__call__) == ([], CALL)
