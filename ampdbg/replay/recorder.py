@@ -149,6 +149,8 @@ class _Thread:
         self.scalars: deque[tuple[weakref.ref[torch.Tensor], Mark]] = deque(maxlen=PRUNED_FROM)
         self.was_on = self.trains = False
         self.has_gone = False
+        self.taken: set[int] = set()
+        """The ``id`` of every tensor that a noted call holds as an input."""
         self.random_states = RandomStates()
 
 
@@ -356,14 +358,14 @@ class Recorder(TorchFunctionMode):
         for made, tensor, times in taking.made:
             if times_written(tensor) != times or name in HOOKS:
                 self._is_changed(number, made, tensor)
-        if not (
-            is_first and not noted.writes and result.is_leaf and result.requires_grad
-        ):  # a weight stays the model's
+        is_a_weight = is_first and not noted.writes and result.is_leaf and result.requires_grad
+        if not is_a_weight:  # which stays the model's
             self._gives(number, noted, args[0] if noted.writes else result)
 
     def _keeps(self, tensor: torch.Tensor) -> None:
         """Calls that were given data which the script is about to write keep a copy of what it is."""
-        given = [(call, times) for call in self._now.calls.values() for one, times in call.inputs if one is tensor]
+        calls = self._now.calls.values() if id(tensor) in self._now.taken else ()  # most take what is nobody's
+        given = [(call, times) for call in calls for one, times in call.inputs if one is tensor]
         takers = [call for call, times in given if times == times_written(tensor) and not tensor.requires_grad]
         copied = duplicate(tensor.detach()) if takers else tensor
         for call in takers:
@@ -558,6 +560,7 @@ class Recorder(TorchFunctionMode):
         held = (n for n, call in now.calls.items() if call.is_held and (call.leads_back or not self._is_past(call)))
         needed = self._behind((*held, *(made.call for made, *_ in now.losses if made is not None)))
         now.calls = {number: call for number, call in now.calls.items() if number in needed}
+        now.taken = {id(one) for call in now.calls.values() for one, _ in call.inputs}
         now.made = {key: known for key, known in now.made.items() if known[1].call in needed}
         now.changed = {number: writers for number, writers in now.changed.items() if number in needed}
         now.scaled = {key: held for key, held in now.scaled.items() if held() is not None}
@@ -888,6 +891,7 @@ class _Taking:
             tensor = duplicate(tensor.detach()).requires_grad_(tensor.requires_grad)
             times = times_written(tensor)
         noted.inputs.append((tensor, times))
+        recorder._now.taken.add(id(tensor))
         return tensor
 
 
