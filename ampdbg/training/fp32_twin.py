@@ -12,7 +12,7 @@ from typing import TypeVar
 from ampdbg.config.schema import Config
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.precision.modes import DTYPES
-from ampdbg.precision.widening import rounded
+from ampdbg.precision.widening import lifted, rounded
 from ampdbg.probes.draws import Draws, drawn_alike
 from ampdbg.record.run import Step
 from ampdbg.replay.run import loss_of, prepared, run_pass
@@ -46,6 +46,8 @@ def fp32_losses(
 ) -> tuple[float, ...]:
     """Trains the workload of ``config`` in FP32 and returns the loss of each of its ``train.steps`` steps.
 
+    Half regions that the model opens itself are FP32 too, as in every replay in FP32.
+
     Args:
         config: a checked config; only its level is another.
         withheld: steps whose update is not made, as a loss scaler's skipped steps are not: only a twin that has made
@@ -68,7 +70,8 @@ def fp32_losses(
         for number in range(config.train.steps):
             run.workload.clear_gradients()
             of_step = tuple(itertools.islice(batches, config.train.accumulate))
-            with drawn_alike(Draws(every=low), notes=False) if is_rounded else nullcontext():
+            drawn = drawn_alike(Draws(every=low), notes=False) if is_rounded else nullcontext()
+            with lifted("float32"), drawn:  # a model may open autocast itself
                 losses.append(loss_of(run_pass(run.workload, of_step, run.mode.forward)))
             if number not in withheld:
                 take_step(run, without_scale)

@@ -8,7 +8,7 @@ import pytest
 from ampdbg.config.file import load_config
 from ampdbg.training.fp32_twin import distance, fp32_losses, last_quarter
 from ampdbg.training.loop import train
-from tests.proof.overflowing import CONFIG, written
+from tests.proof.overflowing import CONFIG, NET, OVERFLOWS, written
 
 
 def test_its_losses_are_those_of_a_run_at_level_o0(tmp_path: Path) -> None:
@@ -16,6 +16,13 @@ def test_its_losses_are_those_of_a_run_at_level_o0(tmp_path: Path) -> None:
     config = written(tmp_path, config=CONFIG.replace("train: {steps: 3}", steps))
     record = train(load_config(tmp_path / "config.yaml", ["precision.level=O0"]), replays=0)
     assert fp32_losses(config) == pytest.approx([step.loss for step in record.steps], rel=1e-6)
+
+
+def test_a_half_region_that_the_model_opens_itself_is_fp32_too(tmp_path: Path) -> None:
+    opened = f"        with torch.autocast(x.device.type, dtype=torch.float16):\n    {OVERFLOWS}"
+    config = written(tmp_path, {"net.py": NET.replace(OVERFLOWS, opened)})
+    (tmp_path / "plain").mkdir()
+    assert fp32_losses(config) == fp32_losses(written(tmp_path / "plain"))
 
 
 def test_withheld_updates_leave_the_weights(tmp_path: Path) -> None:
