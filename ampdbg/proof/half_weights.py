@@ -248,13 +248,12 @@ def _shown(codes: frozenset[str], before: SeenWindow, after: SeenWindow) -> Iter
     losses = " before, ".join(number(one.steps[-1].loss) for one in (old, new) if one.steps)
     seen = f"{steps} in a fresh process; the last loss is {losses} with the patch"
     yield ProofStep("the patched script", not wrong, wrong or seen)
-    if not codes & was:
-        first = counted(old.steps_run, "step")
-        yield ProofStep("before and after", True, f"the first {first} show no {listed(sorted(codes))}", ran=False)
     is_measured = new.updates is not None or not new.half_weights
-    for code in sorted(codes & was):
+    unseen = f"the first {counted(old.steps_run, 'step')} before the patch do not show it; run the patched script again"
+    for code in sorted(codes):
         lost = [MEASURES[code](one.updates or Updates(0)) if one.half_weights else NOTHING for one in (old, new)]
-        yield ProofStep(code, is_measured and code not in now, f"{lost[0]} before; {lost[1]} with the patch")
+        shown = ProofStep(code, is_measured and code not in now, f"{lost[0]} before; {lost[1]} with the patch")
+        yield shown if code in was else ProofStep(code, True, unseen, ran=False)
 
 
 def _cost(remedy: Remedy, seen: SeenWindow) -> str:

@@ -126,6 +126,20 @@ def test_half_weights_that_lose_nothing_are_left_as_they_are(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+def test_what_the_short_run_does_not_show_is_left_open(tmp_path: Path) -> None:
+    # Angles of positions beyond 1,000, which bfloat16 holds to within 4, as a rotary embedding in it has them.
+    angles = "y = y * torch.sin(torch.arange(1000, 1016, dtype=torch.bfloat16) / 7)[:, None]\n    loss = "
+    _, record, found = suggested(tmp_path, LOSING.replace("loss = ", angles))
+    assert [one.code for one in record.faults] == ["precision-loss", "frozen-weights"]
+    assert record.verification is not None
+    assert [(step.name, step.ran) for step in record.verification.steps][1:] == [
+        ("frozen-weights", True),
+        ("precision-loss", False),
+    ]
+    assert "not run: precision-loss" in " ".join(found.stderr.split())
+
+
+@pytest.mark.slow
 def test_what_cannot_be_run_again_is_handed_over_unproven_and_says_why(tmp_path: Path) -> None:
     (tmp_path / "kept.txt").touch()
     removes = NET.replace("LR", "1e-5").replace("LAST", "os.rename('kept.txt', 'moved.txt') if step == 8 else None")
