@@ -133,6 +133,11 @@ class SecondMoment(NamedTuple):
     eps: float
     step: float
 
+    @staticmethod
+    def of(column: Sequence[float], entries: int) -> SecondMoment:
+        """That of a parameter of so many entries, of what :meth:`SampledRow.second_moments` adds up."""
+        return SecondMoment(*column[:-3], *(value / entries for value in column[-3:]))
+
     @property
     def sticks(self) -> bool:
         """A step takes less off than half a unit in the last place, which is at least a quarter of eps."""
@@ -286,10 +291,14 @@ class SampledRow:
         return bool(self._gradient.isfinite().all())
 
     def moments(self, before: Moments | None, step: int) -> Moments:
-        """The second moments behind the step that ends the window; ``before``: behind the last window."""
+        """The second moments behind the step that ends the window; ``before``: behind the last window.
+
+        In a row that begins behind the last step they are those of now, by that step's gradients.
+        """
         window = self._beta**self._steps
         kept = self._state(SECOND) if self._beta else self._second
-        squares, start = self._second / (1.0 - window), self._began_second
+        start = self._began_second
+        squares = self._second / (1.0 - window) if self._steps else self._gradient.square()
         known = before or Moments(step - self._steps, start, squares, start, start)
         gap = self._beta ** (step - self._steps - known.step)
         both = torch.stack([squares, known.squares])
@@ -305,14 +314,21 @@ class SampledRow:
         half = torch.ldexp(torch.full_like(wanted, torch.finfo(self._last.dtype).eps / 4), torch.frexp(self._origin)[1])
         bits = (float(self.group["lr"]) * self._steps * half / self._path).log2()
         is_sized = bits.isfinite()
-        eps = torch.finfo(self._last.dtype).eps
-        constants = (torch.full_like(wanted, constant) for constant in (self._beta, eps, float(moments.step)))
-        lines: tuple[torch.Tensor, ...] = (  # in the order of Sums and SecondMoment
+        lines: tuple[torch.Tensor, ...] = (  # in the order of Sums
             wanted * wanted, wanted * got, gradient * gradient, gradient * got_gradient, self._decay * self._decay,
             self._decay * self._got_decay, self._descent, self._got_descent, torch.ones_like(wanted), got != 0,
             self._still / self._steps, torch.where(is_sized, bits, 0.0), is_sized, self._foreign,
-            self._added[0].square(), (self._added[1] - self._added[0]).square(), *moments[1:], *constants,
+            self._added[0].square(), (self._added[1] - self._added[0]).square(),
         )  # fmt: skip
+        return torch.cat([self._by_parameter(lines), self.second_moments(moments)])
+
+    def second_moments(self, moments: Moments) -> torch.Tensor:
+        """A column for each parameter: its ``SecondMoment``, all of it added up over its entries."""
+        eps = torch.finfo(self._last.dtype).eps
+        constants = (torch.full_like(self.master, constant) for constant in (self._beta, eps, float(moments.step)))
+        return self._by_parameter((*moments[1:], *constants))
+
+    def _by_parameter(self, lines: Sequence[torch.Tensor]) -> torch.Tensor:
         stacked = torch.stack([line.double() for line in lines])
         return stacked.new_zeros(len(stacked), len(self.members)).index_add_(1, self._owners, stacked)
 
@@ -374,6 +390,16 @@ class Book:
         """What the window comes to so far."""
         rows = self.window.rows if self.window is not None and self.window.steps else ()
         return [(row.members, row.sums(self._moments_of(row))) for row in rows]
+
+    def second_moments(self, names: Mapping[int, tuple[str, str]]) -> Iterator[tuple[str, SecondMoment]]:
+        """Those of now, by name, of parameters that a window has seen and whose last gradients are still there."""
+        optimizer = self.of()
+        for row in _rows(optimizer, names) if optimizer is not None and self.moments else ():
+            if row.key in self.moments:
+                row.before()
+                columns = row.second_moments(self._moments_of(row)).T.tolist()
+                for member, column in zip(row.members, columns, strict=True):
+                    yield member.name, SecondMoment.of(column, member.entries)
 
     def _moments_of(self, row: SampledRow) -> Moments:
         return row.moments(self.moments.get(row.key), self.steps)
@@ -526,11 +552,13 @@ class UpdateLedger:
         whole = {name: one.together_with(early.get(name)) for name, one in later.items()}
         whole = {name: one for name, one in whole.items() if math.isfinite(sum(one.sums)) and not one.sums.foreign}
         known = [later[name] for name in whole]
-        averages = self.averages.seen(partial(names_and_kinds, self._models))
+        names = partial(names_and_kinds, self._models)
+        averages = self.averages.seen(names)
         if not (known or averages or self._spoilt):
             return None
         total, descent = (Sums.of((Sums(), *(one.whole for one in those))) for those in (known, whole.values()))
         kinds = {kind: [one for one in known if one.member.kind == kind] for kind in _kinds_of(known)}
+        moments = {name: second for book in self._books.values() for name, second in book.second_moments(names())}
         still = [one for kind in kinds for one in _frozen(kind, whole.values(), descent.descent)]
         return Updates(
             steps=self._steps,
@@ -554,7 +582,7 @@ class UpdateLedger:
                     one.member.name, second.beta, round(second.apart, 2), second.kept > second.most, round(second.step)
                 )
                 for one in known
-                if (second := one.second).apart > APART and second.sticks
+                if (second := moments.get(one.member.name, one.second)).apart > APART and second.sticks
             ),
             averages=averages,
             vanishing_eps=self._eps,
@@ -569,7 +597,7 @@ def _added(known: Mapping[str, SampledParameter], columns: Iterable[SampledSums]
     for members, values in columns:
         for member, column in zip(members, values.T.tolist(), strict=True):
             before = added[member.name].sums if member.name in added else Sums()
-            second = SecondMoment(*column[count:-3], *(value / member.entries for value in column[-3:]))
+            second = SecondMoment.of(column[count:], member.entries)
             added[member.name] = SampledParameter(member, Sums.of((before, Sums(*column[:count]))), second)
     return added
 

@@ -1,6 +1,6 @@
 """What half weights get of their updates, beside float32 masters that a test steps itself; no window leaves a trace."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -334,25 +334,27 @@ def test_a_second_moment_that_sticks_is_twenty_times_that_of_float32(always: Non
     assert codes(twin) == []
 
 
-def test_it_is_known_to_stick_where_windows_see_a_part_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update_ledger, "SHARE", 0.0)
-    seen = []
+@pytest.mark.parametrize("windows", [range(390, 2000, 400), [390, 790]], ids=["to the end", "early"])
+@pytest.mark.parametrize("beta", [0.999, 0.95])
+def test_it_is_known_to_stick_where_windows_see_a_part_of_the_steps(
+    windows: Sequence[int], beta: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weight = nn.Parameter(torch.ones(64, dtype=HALF))
-    optimizer = torch.optim.AdamW([weight], lr=0.0)
+    optimizer = torch.optim.AdamW([weight], lr=0.0, betas=(0.9, beta))
     net = nn.Module()
     net.weight = weight
     with watch(net, optimizer) as watched:
         for step in range(2000):
-            monkeypatch.setattr(update_ledger, "SHARE", 1e9 * (step % 400 == 390))
+            monkeypatch.setattr(update_ledger, "SHARE", 1e9 * (step in windows))
             optimizer.zero_grad()
             (weight * (1.0 if step < 50 else 0.01)).sum().backward()
             optimizer.step()
-            seen += [watched.ledger.seen] if step == 1999 else []
-    stuck = seen[0].stuck[0] if seen[0] else None
-    assert stuck is not None
-    in_float32 = (1.0 - 0.999**50) * 0.999**1950 + 1e-4 * (1.0 - 0.999**1950)
+        seen = watched.ledger.seen
+    assert seen is not None
+    in_float32 = (1.0 - beta**50) * beta**1950 + 1e-4 * (1.0 - beta**1950)
     kept = float(optimizer.state[weight]["exp_avg_sq"].float().mean())
-    assert 0.7 < stuck.times / (kept / in_float32) <= 1.01
+    assert [one.steps for one in seen.stuck] == [2000] * (beta == 0.999)
+    assert all(0.7 < one.times / (kept / in_float32) <= 1.01 for one in seen.stuck)
 
 
 @pytest.mark.parametrize("passes", slow_but_for([16, 1024], [16, 64, 256, 1024]))
