@@ -25,8 +25,8 @@ class Code:
         headline: the report's first sentence, a template of :data:`FACTS`; empty where the explanation's title says it.
         information: the same where the finding is no more than information.
         pin_helps: running modules in FP32 may cure its step.
-        counts_against_a_patch: a run with the patch that shows it disproves the patch; what no pin could cure does not.
-        passes: nor does it where the run continues: its last steps are finite and taken.
+        disproves_patch: a run with the patch that shows it disproves the patch, although no pin cures it.
+        passes: a run with the patch that shows it disproves the patch, unless its last steps are finite and taken.
         fails_in_fp32: its step fails in FP32 as well.
         keeps_scale: its step has to be cured at its own loss scale, since a lower one would cure it too.
         erases_itself: the step's loss and gradients are finite.
@@ -54,7 +54,7 @@ class Code:
     headline: str
     information: str = ""
     pin_helps: bool = False
-    counts_against_a_patch: bool = True
+    disproves_patch: bool = False
     passes: bool = False
     fails_in_fp32: bool = False
     keeps_scale: bool = False
@@ -75,6 +75,11 @@ class Code:
     harmless_share: float = 0.0
     is_of_a_region: bool = False
     remedy_in_library: str = ""
+
+    @property
+    def counts_against_a_patch(self) -> bool:
+        """A run with the patch that shows it disproves the patch."""
+        return self.pin_helps or self.passes or self.disproves_patch
 
 
 FACTS = ("step", "phase", "where", "skips", "losses", "falling", "first", "last", "settles", "verdict")
@@ -103,8 +108,7 @@ def _misuse(
     name: str, family: str, phase: Phase, message: str, remedy: str, severity: Severity = "error", **more: Any
 ) -> Code:
     """A misuse of autocast or of the scaler: nothing that it causes says anything about precision."""
-    other = {"verdict": "other", "headline": "", "why_no_pin": WHY_NO_PIN, "counts_against_a_patch": False}
-    known: dict[str, Any] = other | more
+    known: dict[str, Any] = {"verdict": "other", "headline": "", "why_no_pin": WHY_NO_PIN} | more
     return Code(name, family, remedy=remedy, severity=severity, phase=phase, message=message, **known)
 
 
@@ -190,7 +194,6 @@ _ALL = (
         "precision",
         "use a larger loss scale, or a dynamic one: torch.amp.GradScaler starts at 65536",
         "The loss scale is too low: part of the gradient is zero in half precision and not in FP32.",
-        counts_against_a_patch=False,
         why_no_pin="No pin helps: the loss scale is too low for the gradients of {step}.",
     ),
     Code(
@@ -220,7 +223,6 @@ _ALL = (
         "none is needed while the loss falls; if it does not, find out why the gradients grow",
         "Gradients grow from step {step} on, and the loss scale follows them: {skips}{falling}.",
         information="Healthy: {skips}; gradients grow, and the loss scale follows them{falling}.",
-        counts_against_a_patch=False,
         severity="info",
     ),
     Code(
@@ -229,7 +231,6 @@ _ALL = (
         "other",
         "leave growth_interval at its default of 2000, or use a few hundred for a short run",
         "The loss scale grows too often: {skips}.",
-        counts_against_a_patch=False,
         harms_forward=False,
         severity="warning",
     ),
@@ -239,7 +240,6 @@ _ALL = (
         "other",
         "create the GradScaler once, before the loop",
         "The loss scale starts over too often: {skips}.",
-        counts_against_a_patch=False,
         harms_forward=False,
         severity="warning",
     ),
@@ -268,7 +268,6 @@ _ALL = (
         "Values grow{where} and come near FP16's limit.",
         information="Healthy so far; values that grow steadily{where} would reach FP16's limit.",
         why_no_pin="Nothing to pin yet: the growing values have not reached the limit at {step}.",
-        counts_against_a_patch=False,
     ),
     Code(
         "optimizer-underflow",
@@ -277,7 +276,6 @@ _ALL = (
         "keep the parameters in float32 (no .half()) and let autocast lower the ops",
         "Half-precision weights lose the optimizer's updates.",
         why_no_pin=KEEP_WEIGHTS,
-        counts_against_a_patch=False,
     ),
     Code(
         "frozen-weights",
@@ -289,7 +287,6 @@ _ALL = (
         "optimizer rounds alike, and a learning rate at which these move breaks what moves now",
         "Some half-precision weights do not move: their updates are too small to change the rounded values.",
         why_no_pin=KEEP_WEIGHTS,
-        counts_against_a_patch=False,
     ),
     Code(
         "frozen-average",
@@ -299,7 +296,6 @@ _ALL = (
         "its tensors before the first step; cast it to half where it is used",
         "An average of the weights (EMA, SWA) is kept in half precision and does not move.",
         why_no_pin=KEEP_WEIGHTS,
-        counts_against_a_patch=False,
     ),
     Code(
         "lost-accumulation",
@@ -309,7 +305,6 @@ _ALL = (
         "use fewer, larger micro-batches (dividing the loss by their number does not help)",
         "Half precision loses part of the sum when the gradients of many micro-batches add up.",
         why_no_pin=KEEP_WEIGHTS,
-        counts_against_a_patch=False,
     ),
     Code(
         "stuck-moment",
@@ -318,7 +313,6 @@ _ALL = (
         "keep the parameters in float32 and let autocast lower the ops, or use beta2 = 0.95",
         "Adam's second moment is stuck in half precision: each decay by beta2 rounds back to the old value.",
         why_no_pin=KEEP_WEIGHTS,
-        counts_against_a_patch=False,
     ),
     Code(
         "data-nonfinite",
@@ -326,7 +320,6 @@ _ALL = (
         "other",
         "filter or repair these samples; no precision setting helps",
         "Bad data: the batch of step {step} holds inf or NaN.",
-        counts_against_a_patch=False,
         fails_in_fp32=True,
     ),
     Code(
@@ -335,7 +328,6 @@ _ALL = (
         "other",
         "normalise the data: half precision cannot hold it",
         "Bad data: the batch of step {step} holds values that half precision cannot hold.",
-        counts_against_a_patch=False,
         why_no_pin="Nothing to pin: half precision cannot hold the data of {step}, and a pin would only hide that.",
         changes_function=True,
         phase="data",
@@ -346,6 +338,7 @@ _ALL = (
         "other",
         "start from finite weights",
         "Bad state: weights, buffers or other values are non-finite before the forward pass of step {step}.",
+        disproves_patch=True,
         fails_in_fp32=True,
     ),
     Code(
@@ -354,7 +347,6 @@ _ALL = (
         "other",
         "leave out the samples with an infinite loss, or change the formula; no precision helps",
         "The loss of step {step} is infinite in every precision, in FP32 and FP64 too.",
-        counts_against_a_patch=False,
         fails_in_fp32=True,
         remedy_at=(("ctc_loss", "filter these samples, or let the loss zero them (zero_infinity)"),),
         is_of_a_formula=True,
@@ -365,7 +357,6 @@ _ALL = (
         "other",
         "change the formula where its value or derivative is undefined; no precision helps",
         "Step {step} fails in every precision: the mathematics is wrong, not FP16.",
-        counts_against_a_patch=False,
         fails_in_fp32=True,
         remedy_at=(
             ("nll_loss", "leave out batches in which every target is ignored (ignore_index): a mean over none is 0/0"),
@@ -378,7 +369,6 @@ _ALL = (
         "other",
         "lower the learning rate, warm up, or clip gradients; no precision helps",
         "Training diverges at step {step}, in FP32 too.",
-        counts_against_a_patch=False,
         fails_in_fp32=True,
     ),
     Code(
@@ -387,6 +377,7 @@ _ALL = (
         "inconclusive",
         "run the step on another device or with other kernels",
         "The device computes step {step} wrongly, far below every limit.",
+        disproves_patch=True,
         why_no_pin="No pin helps: the device computes {step} wrongly.",
     ),
     Code(
@@ -547,7 +538,6 @@ _ALL = (
         "it ran so already, the script itself disabled autocast, perhaps after asking a tensor for its device",
         "Half precision was asked for, but every step ran in FP32.",
         why_no_pin=WHY_NO_PIN,
-        counts_against_a_patch=False,
         severity="warning",
     ),
     Code(
@@ -559,7 +549,6 @@ _ALL = (
         "Mixed precision was asked for, but the trained weights themselves are half.",
         information="{verdict}: {skips}; the trained weights are half, and nothing asked for mixed precision.",
         why_no_pin=KEEP_WEIGHTS,
-        counts_against_a_patch=False,
         harms_forward=False,
         severity="warning",
     ),
@@ -570,7 +559,6 @@ _ALL = (
         "compute the buffer again in float32 after the cast, or cast only the parameters",
         "A cast of the model also cast a float32 buffer, whose values half precision cannot hold.",
         why_no_pin="No pin helps: the buffer itself is stored in half precision.",
-        counts_against_a_patch=False,
         harms_forward=False,
         severity="warning",
     ),
