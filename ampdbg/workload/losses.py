@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ampdbg.errors import WorkloadError
-from ampdbg.workload.targets import Found, a
+from ampdbg.workload.targets import Found, a, first_problem
 
 _MISSING = object()
 _NEEDED = 'needed: a scalar tensor, or an output that carries one as .loss or ["loss"]'
@@ -135,14 +135,17 @@ def _why_no_loss(value: Any) -> str | None:
         return "is None; an output carries no loss when its batch has no labels"
     if not isinstance(value, torch.Tensor):
         return f"is {a(value)}; needed: a scalar tensor (.item() and float() cut it off from the model)"
-    if value.layout is not torch.strided:
-        return f"has the layout {str(value.layout)[6:]}; needed: a dense scalar, such as its .to_dense()"
-    if value.device.type == "meta":
-        return "is on the meta device, which holds no values; needed: a scalar of the device that the model is on"
-    if value.numel() != 1:
-        return f"has the shape {list(value.shape)}; needed: a scalar, such as its .mean()"
-    if not value.is_floating_point():
-        return f"has the dtype {str(value.dtype)[6:]}; needed: a floating-point scalar"
-    if torch.is_grad_enabled() and not value.requires_grad:
-        return "does not require a gradient; it was detached, computed under no_grad, or reaches no trainable parameter"
-    return None
+    problems = {
+        f"has the layout {str(value.layout)[6:]}; needed: a dense scalar, such as its .to_dense()": (
+            value.layout is not torch.strided
+        ),
+        "is on the meta device, which holds no values; needed: a scalar of the device that the model is on": (
+            value.device.type == "meta"
+        ),
+        f"has the shape {list(value.shape)}; needed: a scalar, such as its .mean()": value.numel() != 1,
+        f"has the dtype {str(value.dtype)[6:]}; needed: a floating-point scalar": not value.is_floating_point(),
+        "does not require a gradient; it was detached, computed under no_grad, or reaches no trainable parameter": (
+            torch.is_grad_enabled() and not value.requires_grad
+        ),
+    }
+    return first_problem(problems)

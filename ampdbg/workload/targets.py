@@ -125,6 +125,11 @@ def a(value: object) -> str:
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
 
 
+def first_problem(problems: Mapping[str, object]) -> str | None:
+    """The first of the sentences that holds; None where none does."""
+    return next((sentence for sentence, holds in problems.items() if holds), None)
+
+
 _ABSENT = object()
 
 # The top-level modules that builds have imported out of the users' folders.
