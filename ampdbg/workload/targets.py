@@ -89,15 +89,20 @@ class Found:
 
     def _check(self, function: Callable[..., Any], names: Sequence[str], args: Mapping[str, Any]) -> None:
         """Refuses a call ``function(*names, **args)`` that the signature does not allow."""
-        try:
-            signature = inspect.signature(function)
-        except (ValueError, TypeError):  # some builtins have none
-            return
+        signature = signature_of(function)
         try:
             signature.bind(*names, **args)
         except TypeError as error:
             where = self.config.where(f"{self.key}.args" if args else f"{self.key}.target")
             raise WorkloadError(f"{where}: {self.spec.target} {_misfit(signature, names, args, str(error))}") from None
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """How it may be called; some builtins do not say, and may be called with anything."""
+    try:
+        return inspect.signature(function)
+    except (ValueError, TypeError):
+        return inspect.signature(lambda *args, **kwargs: None)
 
 
 def _misfit(signature: inspect.Signature, names: Sequence[str], args: Mapping[str, Any], said: str) -> str:
