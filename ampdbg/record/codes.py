@@ -7,7 +7,7 @@ decides it; and a Markdown file of its name in ``ampdbg/record/explanations/``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ampdbg.record.findings import Finding, Phase, Severity
@@ -19,10 +19,10 @@ class Code:
 
     Attributes:
         name: the public name, as in records and ``ampdbg explain``.
-        family: the heading that it is listed under.
         verdict: the record's verdict where this is the root finding.
         remedy: what cures it.
         headline: the report's first sentence, a template of :data:`FACTS`; empty where the explanation's title says it.
+        family: the heading that it is listed under: that of its table.
         information: the same where the finding is no more than information.
         pin_helps: running modules in FP32 may cure its step.
         disproves_patch: a run with the patch that shows it disproves the patch, although no pin cures it.
@@ -48,10 +48,10 @@ class Code:
     """
 
     name: str
-    family: str
     verdict: Literal["precision", "other", "inconclusive"]
     remedy: str
     headline: str
+    family: str = ""
     information: str = ""
     pin_helps: bool = False
     disproves_patch: bool = False
@@ -104,18 +104,15 @@ KEEP_WEIGHTS = (
 )
 
 
-def _misuse(
-    name: str, family: str, phase: Phase, message: str, remedy: str, severity: Severity = "error", **more: Any
-) -> Code:
+def _misuse(name: str, phase: Phase, message: str, remedy: str, severity: Severity = "error", **more: Any) -> Code:
     """A misuse of autocast or of the scaler: nothing that it causes says anything about precision."""
     known: dict[str, Any] = {"verdict": "other", "headline": "", "why_no_pin": WHY_NO_PIN} | more
-    return Code(name, family, remedy=remedy, severity=severity, phase=phase, message=message, **known)
+    return Code(name, remedy=remedy, severity=severity, phase=phase, message=message, **known)
 
 
-_ALL = (
+_FORWARD = (
     Code(
         "forward-overflow",
-        FORWARD,
         "precision",
         "run this op in FP32 with its inputs cast up",
         "The forward pass overflows{where} at step {step}{losses}.",
@@ -124,7 +121,6 @@ _ALL = (
     ),
     Code(
         "silent-overflow",
-        FORWARD,
         "precision",
         "compute this statistic in FP32: x.float() before it",
         "An op overflows{where}, although the loss and every gradient are finite.",
@@ -134,7 +130,6 @@ _ALL = (
     ),
     Code(
         "buffer-poisoned",
-        FORWARD,
         "inconclusive",
         "cure what overflowed in this step, then reset the buffer",
         "A buffer is non-finite{where} after step {step} and stays so, although the weights are finite.",
@@ -143,7 +138,6 @@ _ALL = (
     ),
     Code(
         "eps-underflow",
-        FORWARD,
         "precision",
         "compute this statistic in FP32, or use an eps of at least 1e-6, which FP16 can hold",
         "FP16 rounds a divisor or a logarithm's argument to zero{where} at step {step}{losses}.",
@@ -157,7 +151,6 @@ _ALL = (
     ),
     Code(
         "mask-constant",
-        FORWARD,
         "other",
         "use masked_fill(mask, torch.finfo(x.dtype).min), or a boolean mask, in place of the constant",
         "The code writes a constant{where} that half precision cannot hold, at step {step}{losses}.",
@@ -166,7 +159,6 @@ _ALL = (
     ),
     Code(
         "precision-loss",
-        FORWARD,
         "precision",
         "run this op in FP32; if it already is, run the ops that compute its inputs in FP32",
         "Step {step} differs from FP32, and no overflow explains it.",
@@ -176,9 +168,11 @@ _ALL = (
             for op in ("binary_cross_entropy.", "binary_cross_entropy_backward")
         ),
     ),
+)
+
+_GRADIENTS = (
     Code(
         "gradient-overflow",
-        GRADIENTS,
         "precision",
         "run this op in FP32 with its inputs cast up",
         "Gradients overflow{where} although the loss is finite: {skips}{falling}.",
@@ -190,7 +184,6 @@ _ALL = (
     ),
     Code(
         "gradient-underflow",
-        GRADIENTS,
         "precision",
         "use a larger loss scale, or a dynamic one: torch.amp.GradScaler starts at 65536",
         "The loss scale is too low: part of the gradient is zero in half precision and not in FP32.",
@@ -198,7 +191,6 @@ _ALL = (
     ),
     Code(
         "no-usable-scale",
-        GRADIENTS,
         "precision",
         "run this op in FP32, or give each loss its own backward pass and GradScaler",
         "No loss scale suits every part of the model: {skips}{falling}.",
@@ -208,7 +200,6 @@ _ALL = (
     ),
     Code(
         "scale-calibration",
-        GRADIENTS,
         "other",
         "use a dynamic loss scale, which finds the right one by itself",
         "The loss scale {last} is too large, and nothing lowers it: {skips}.",
@@ -218,7 +209,6 @@ _ALL = (
     ),
     Code(
         "gradient-growth",
-        GRADIENTS,
         "other",
         "none is needed while the loss falls; if it does not, find out why the gradients grow",
         "Gradients grow from step {step} on, and the loss scale follows them: {skips}{falling}.",
@@ -227,7 +217,6 @@ _ALL = (
     ),
     Code(
         "scale-oscillation",
-        GRADIENTS,
         "other",
         "leave growth_interval at its default of 2000, or use a few hundred for a short run",
         "The loss scale grows too often: {skips}.",
@@ -236,7 +225,6 @@ _ALL = (
     ),
     Code(
         "scale-restart",
-        GRADIENTS,
         "other",
         "create the GradScaler once, before the loop",
         "The loss scale starts over too often: {skips}.",
@@ -245,7 +233,6 @@ _ALL = (
     ),
     Code(
         "scale-collapse",
-        GRADIENTS,
         "other",
         "cure the root cause: a smaller initial scale only delays the collapse",
         "The loss scale keeps falling: {first} at first, {last} at the end, {skips}.",
@@ -253,7 +240,6 @@ _ALL = (
     ),
     Code(
         "scale-runaway",
-        GRADIENTS,
         "other",
         "bring the loss near 1, as with a mean instead of a sum; check gradients after unscaling",
         "The loss scale goes from {first} to {last}, beyond what training needs.",
@@ -261,7 +247,6 @@ _ALL = (
     ),
     Code(
         "limit-ahead",
-        GRADIENTS,
         "inconclusive",
         "save a checkpoint before that step and scan from it: ampdbg scan, with checkpoint: {model: FILE, "
         "optimizer: FILE}",
@@ -271,7 +256,6 @@ _ALL = (
     ),
     Code(
         "optimizer-underflow",
-        GRADIENTS,
         "precision",
         "keep the parameters in float32 (no .half()) and let autocast lower the ops",
         "Half-precision weights lose the optimizer's updates.",
@@ -279,7 +263,6 @@ _ALL = (
     ),
     Code(
         "frozen-weights",
-        GRADIENTS,
         "precision",
         "keep the parameters, or only those named here, in float32 and let autocast lower the ops "
         "(from_pretrained(..., dtype=torch.float32)); or use an optimizer with stochastic rounding (torchao's "
@@ -290,7 +273,6 @@ _ALL = (
     ),
     Code(
         "frozen-average",
-        GRADIENTS,
         "precision",
         "keep the average in float32, even of half weights: copy.deepcopy(model).float(), or .float() on each of "
         "its tensors before the first step; cast it to half where it is used",
@@ -299,7 +281,6 @@ _ALL = (
     ),
     Code(
         "lost-accumulation",
-        GRADIENTS,
         "precision",
         "keep the parameters in float32 and let autocast lower the ops, so that gradients add up in float32; or "
         "use fewer, larger micro-batches (dividing the loss by their number does not help)",
@@ -308,15 +289,16 @@ _ALL = (
     ),
     Code(
         "stuck-moment",
-        GRADIENTS,
         "precision",
         "keep the parameters in float32 and let autocast lower the ops, or use beta2 = 0.95",
         "Adam's second moment is stuck in half precision: each decay by beta2 rounds back to the old value.",
         why_no_pin=KEEP_WEIGHTS,
     ),
+)
+
+_DATA = (
     Code(
         "data-nonfinite",
-        DATA,
         "other",
         "filter or repair these samples; no precision setting helps",
         "Bad data: the batch of step {step} holds inf or NaN.",
@@ -324,7 +306,6 @@ _ALL = (
     ),
     Code(
         "data-range",
-        DATA,
         "other",
         "normalise the data: half precision cannot hold it",
         "Bad data: the batch of step {step} holds values that half precision cannot hold.",
@@ -334,16 +315,17 @@ _ALL = (
     ),
     Code(
         "weights-nonfinite",
-        DATA,
         "other",
         "start from finite weights",
         "Bad state: weights, buffers or other values are non-finite before the forward pass of step {step}.",
         disproves_patch=True,
         fails_in_fp32=True,
     ),
+)
+
+_OTHER = (
     Code(
         "infinite-loss",
-        OTHER,
         "other",
         "leave out the samples with an infinite loss, or change the formula; no precision helps",
         "The loss of step {step} is infinite in every precision, in FP32 and FP64 too.",
@@ -353,7 +335,6 @@ _ALL = (
     ),
     Code(
         "true-nan",
-        OTHER,
         "other",
         "change the formula where its value or derivative is undefined; no precision helps",
         "Step {step} fails in every precision: the mathematics is wrong, not FP16.",
@@ -365,7 +346,6 @@ _ALL = (
     ),
     Code(
         "divergence",
-        OTHER,
         "other",
         "lower the learning rate, warm up, or clip gradients; no precision helps",
         "Training diverges at step {step}, in FP32 too.",
@@ -373,7 +353,6 @@ _ALL = (
     ),
     Code(
         "hardware",
-        OTHER,
         "inconclusive",
         "run the step on another device or with other kernels",
         "The device computes step {step} wrongly, far below every limit.",
@@ -382,7 +361,6 @@ _ALL = (
     ),
     Code(
         "unknown",
-        OTHER,
         "inconclusive",
         "compare with a run in FP32: --set precision.level=O0",
         "The {phase} pass of step {step} is not finite{losses}. The cause is unknown: {skips}{falling}.",
@@ -390,9 +368,11 @@ _ALL = (
         why_no_pin="ampdbg suggests no pin: the failure at {step} may not come from precision.",
         keeps_scale=True,
     ),
+)
+
+_CALLS = (
     _misuse(
         "misuse-clip-scaled",
-        CALLS,
         "optimizer",
         "the code clips gradients that still carry the loss scale, so they end up far below the limit",
         "clip after unscaling: scaler.unscale_(optimizer), then clip_grad_norm_, then scaler.step(optimizer)",
@@ -400,21 +380,18 @@ _ALL = (
     ),
     _misuse(
         "misuse-unscale-twice",
-        CALLS,
         "optimizer",
         "the code calls unscale_ on gradients that are already unscaled",
         "call scaler.unscale_(optimizer) at most once, between backward() and scaler.step(optimizer)",
     ),
     _misuse(
         "misuse-accumulate",
-        CALLS,
         "optimizer",
         "gradients add up across a call of unscale_, step or update, so their sum mixes loss scales",
         "call unscale_, clipping, step and update only after the last micro-batch of each step, and then zero_grad()",
     ),
     _misuse(
         "misuse-bare-step",
-        CALLS,
         "optimizer",
         "the code calls optimizer.step() past the scaler: no bad step is skipped, and gradients that no unscale_ has "
         "divided carry the loss scale",
@@ -423,7 +400,6 @@ _ALL = (
     ),
     _misuse(
         "misuse-unscaled-loss",
-        CALLS,
         "optimizer",
         "scaler.step() divides the gradients by the loss scale, but nothing scaled their loss",
         "scale the loss of each optimizer that the scaler steps: scaler.scale(loss).backward()",
@@ -432,7 +408,6 @@ _ALL = (
     ),
     _misuse(
         "misuse-unused-optimizer",
-        CALLS,
         "optimizer",
         "the code calls scaler.step(optimizer), but no parameter of that optimizer has a gradient",
         "step only the optimizers that the backward pass of this iteration has reached",
@@ -440,7 +415,6 @@ _ALL = (
     ),
     _misuse(
         "misuse-no-update",
-        CALLS,
         "optimizer",
         "no scaler.update() follows scaler.step(optimizer): the scale never adapts, and torch refuses the next step",
         "call scaler.update() once at the end of each iteration, after the steps of all optimizers",
@@ -448,7 +422,6 @@ _ALL = (
     ),
     _misuse(
         "misuse-many-updates",
-        CALLS,
         "optimizer",
         "scaler.update() runs before the step of another optimizer, which then unscales its gradients by the new scale",
         "call scaler.update() once, after the steps of all optimizers",
@@ -456,7 +429,6 @@ _ALL = (
     ),
     _misuse(
         "misuse-stale-gradients",
-        CALLS,
         "backward",
         "the code does not clear the gradients of a skipped step: they stay inf, and every later step is skipped too",
         "call optimizer.zero_grad() in every iteration, also after a skipped step",
@@ -464,7 +436,6 @@ _ALL = (
     ),
     _misuse(
         "misuse-scheduler-on-skip",
-        CALLS,
         "optimizer",
         "the learning-rate scheduler steps even though the scaler skipped the optimizer's step",
         "compare scaler.get_scale() before and after update(), and call scheduler.step() unless it fell",
@@ -475,14 +446,15 @@ _ALL = (
     ),
     _misuse(
         "misuse-gradient-penalty",
-        CALLS,
         "backward",
         "the code computes a penalty from gradients of the scaled loss without dividing them by the scale",
         "divide the gradients from torch.autograd.grad by scaler.get_scale() before the penalty, inside autocast",
     ),
+)
+
+_SETUP = (
     _misuse(
         "misuse-no-scaler",
-        SETUP,
         "backward",
         "the loss is computed in float16, and backward() runs without a loss scale: gradients below 3e-8 become zero",
         "use a torch.amp.GradScaler: scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update()",
@@ -491,7 +463,6 @@ _ALL = (
     ),
     _misuse(
         "misuse-scaler-bfloat16",
-        SETUP,
         "backward",
         "the code scales a loss that is computed in bfloat16, whose range is float32's and needs no loss scale",
         "leave the scaler out, or create it with enabled=False",
@@ -500,7 +471,6 @@ _ALL = (
     ),
     _misuse(
         "misuse-lost-upcast",
-        SETUP,
         "optimizer",
         "the upcast has no effect: it creates a new tensor that the loop discards, and the parameters stay in half",
         "write p.data = p.data.float(), before the optimizer is made, or model.float() for all of them",
@@ -508,14 +478,12 @@ _ALL = (
     ),
     _misuse(
         "misuse-half-parameters",
-        SETUP,
         "optimizer",
         "the parameters and their gradients are float16, and a scaler refuses to unscale those",
         "keep the parameters in float32 (no model.half()) and let autocast lower the ops",
     ),
     _misuse(
         "misuse-custom-function",
-        SETUP,
         "backward",
         "an autograd.Function without custom_fwd and custom_bwd meets mixed dtypes under autocast",
         "decorate forward with torch.amp.custom_fwd(device_type=..., cast_inputs=torch.float32) and backward with "
@@ -523,7 +491,6 @@ _ALL = (
     ),
     _misuse(
         "misuse-backward-in-autocast",
-        SETUP,
         "backward",
         "the code calls backward() inside autocast, where only the forward pass and the loss belong",
         "end the autocast block before backward(): each backward op runs in the dtype of its forward op",
@@ -532,7 +499,6 @@ _ALL = (
     ),
     Code(
         "not-half",
-        SETUP,
         "inconclusive",
         "run it with its weights on a GPU, or with ampdbg run --emulate: these steps say nothing about FP16; if "
         "it ran so already, the script itself disabled autocast, perhaps after asking a tensor for its device",
@@ -542,7 +508,6 @@ _ALL = (
     ),
     Code(
         "half-weights",
-        SETUP,
         "precision",
         "load and keep the weights in float32, as with from_pretrained(..., dtype=torch.float32), and let "
         "autocast lower the ops",
@@ -554,7 +519,6 @@ _ALL = (
     ),
     Code(
         "rounded-buffer",
-        SETUP,
         "precision",
         "compute the buffer again in float32 after the cast, or cast only the parameters",
         "A cast of the model also cast a float32 buffer, whose values half precision cannot hold.",
@@ -564,14 +528,12 @@ _ALL = (
     ),
     _misuse(
         "misuse-bce",
-        SETUP,
         "forward",
         "binary_cross_entropy on probabilities is unsafe in float16, and autocast refuses it",
         "return logits and use torch.nn.BCEWithLogitsLoss, which is safe under autocast",
     ),
     _misuse(
         "misuse-autocast-float32",
-        SETUP,
         "forward",
         "autocast(dtype=torch.float32) makes no FP32 region: on CUDA, half tensors stay half in it",
         "use enabled=False, and cast the block's inputs with .float()",
@@ -579,29 +541,28 @@ _ALL = (
     ),
     _misuse(
         "misuse-autocast-device",
-        SETUP,
         "forward",
         "autocast names another device than the tensors' own, so it lowers none of their ops",
         "give autocast the device type of the tensors: torch.autocast(device_type=x.device.type)",
     ),
     _misuse(
         "misuse-autocast-decorator",
-        SETUP,
         "forward",
         "this autocast decorator does not run the forward pass under autocast",
         'decorate the function with a call: @torch.autocast("cuda")',
     ),
     _misuse(
         "misuse-unsaved-scaler",
-        SETUP,
         "optimizer",
         "the checkpoint lacks the scaler's state: a resumed run starts again at the initial scale",
         "save scaler.state_dict() beside the optimizer's, and load it with scaler.load_state_dict()",
         "warning",
     ),
+)
+
+_OLD = (
     _misuse(
         "deprecated-amp",
-        OLD,
         "forward",
         "torch.cuda.amp is deprecated since torch 2.4",
         'use torch.amp, and name the device: torch.amp.autocast("cuda"), torch.amp.GradScaler("cuda")',
@@ -609,7 +570,6 @@ _ALL = (
     ),
     _misuse(
         "apex-amp",
-        OLD,
         "forward",
         "apex.amp is no longer maintained and patches torch's functions; torch.amp replaces it",
         "use torch.autocast around the forward pass and the loss, and torch.amp.GradScaler around backward and step",
@@ -617,7 +577,6 @@ _ALL = (
     ),
     _misuse(
         "apex-class",
-        OLD,
         "forward",
         "torch has a class that does the same",
         "use torch's class",
@@ -625,7 +584,19 @@ _ALL = (
     ),
 )
 
-CODES: Mapping[str, Code] = {code.name: code for code in _ALL}
+CODES: Mapping[str, Code] = {
+    code.name: replace(code, family=family)
+    for family, codes in {
+        FORWARD: _FORWARD,
+        GRADIENTS: _GRADIENTS,
+        DATA: _DATA,
+        OTHER: _OTHER,
+        CALLS: _CALLS,
+        SETUP: _SETUP,
+        OLD: _OLD,
+    }.items()
+    for code in codes
+}
 """The catalogue: every code by its name, in the order in which they are listed."""
 
 
