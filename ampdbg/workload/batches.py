@@ -154,13 +154,18 @@ def to_device(batch: Any, device: torch.device) -> Any:
         moved = copy.copy(batch)
         moved.update({key: to_device(value, device) for key, value in batch.items()})
         return moved
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        moved = copy.copy(batch)
-        for item in dataclasses.fields(batch):
-            # Frozen ones too, and without running __post_init__ again.
-            object.__setattr__(moved, item.name, to_device(getattr(batch, item.name), device))
-        return moved
-    return batch
+    fields = _fields(batch)
+    moved = copy.copy(batch) if fields else batch
+    for name in fields:
+        # Frozen ones too, and without running __post_init__ again.
+        object.__setattr__(moved, name, to_device(getattr(batch, name), device))
+    return moved
+
+
+def _fields(value: Any) -> tuple[str, ...]:
+    """Of an instance of a dataclass; of anything else none."""
+    is_one = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return tuple(field.name for field in dataclasses.fields(value)) if is_one else ()
 
 
 def tensor_leaves(batch: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -174,6 +179,5 @@ def tensor_leaves(batch: Any, path: str = "") -> Iterator[tuple[str, torch.Tenso
     elif isinstance(batch, (list, tuple)):
         for index, value in enumerate(batch):
             yield from tensor_leaves(value, f"{path}[{index}]")
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        for item in dataclasses.fields(batch):
-            yield from tensor_leaves(getattr(batch, item.name), f"{path}.{item.name}")
+    for name in _fields(batch):
+        yield from tensor_leaves(getattr(batch, name), f"{path}.{name}")

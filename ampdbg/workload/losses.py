@@ -122,11 +122,12 @@ def _named(output: Any, step: StepFunction) -> Mapping[str, Any]:
     carried = getattr(output, "loss", _MISSING)
     if carried is not _MISSING:
         return {"loss": carried}
-    if isinstance(output, Mapping) and "loss" in output and step.named != "all":
-        return {"loss": output["loss"]}
-    if isinstance(output, Mapping) and output and step.named != "none":
-        return {str(name): value for name, value in output.items()}
-    keys = f" with the keys {', '.join(map(str, output))}" if isinstance(output, Mapping) and output else ""
+    items = output if isinstance(output, Mapping) else {}
+    if "loss" in items and step.named != "all":
+        return {"loss": items["loss"]}
+    if items and step.named != "none":
+        return {str(name): value for name, value in items.items()}
+    keys = f" with the keys {', '.join(map(str, items))}" if items else ""
     raise WorkloadError(f"{step.source} returned {a(output)}{keys}; {_NEEDED}{step.hint}")
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -228,20 +228,17 @@ def _noting(folders: Sequence[Path]) -> Iterator[None]:
 
 
 def _import_file(path: Path) -> ModuleType:
-    loaded = sys.modules.get(path.stem)
-    if loaded is not None and _file_of(loaded) == path:
-        return loaded
+    if _file_of(sys.modules.get(path.stem)) == path:
+        return sys.modules[path.stem]
     _make_way(path.parent)
     name = path.stem if _is_free(path) else f"{path.stem}_{hashlib.sha1(str(path).encode()).hexdigest()[:8]}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    # The config has checked that the file is there and ends in .py.
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    loader = importlib.machinery.SourceFileLoader(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    module = importlib.util.module_from_spec(cast(importlib.machinery.ModuleSpec, spec))
     sys.modules[name] = module
     _imported.add(name)
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except BaseException:
         sys.modules.pop(name, None)
         raise
@@ -258,11 +255,11 @@ def _make_way(folder: Path) -> None:
 
 def _is_free(path: Path) -> bool:
     """The file's stem names no other module, now or in a later import."""
-    name = path.stem
-    if not name.isidentifier() or name in sys.modules or name in sys.stdlib_module_names:
+    name, elsewhere = path.stem, [entry for entry in sys.path if Path(entry) != path.parent]
+    if not name.isidentifier() or name in {*sys.modules, *sys.stdlib_module_names}:
         return False
-    spec = importlib.machinery.PathFinder.find_spec(name, [entry for entry in sys.path if Path(entry) != path.parent])
-    return spec is None or spec.origin is None or Path(spec.origin) == path
+    found = importlib.machinery.PathFinder.find_spec(name, elsewhere)
+    return getattr(found, "origin", None) in (None, str(path))
 
 
 def _file_of(module: ModuleType | None) -> Path | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from ampdbg.errors import AmpdbgError, UserCodeError, text_of
+from ampdbg.errors import AmpdbgError, UserCodeError, named_error
 from ampdbg.obstacles import obstacle_in
 from ampdbg.source.ownership import is_ampdbgs, is_part_of, is_users_file
 
@@ -27,7 +27,7 @@ NO_HALF_FFT = (
 )
 
 MOST_SHOWN = 500
-"""Characters of what an exception says that stand in the message; the traceback has them all."""
+"""Characters of an exception that stand in the message; the traceback has them all."""
 
 
 @dataclass(frozen=True)
@@ -142,11 +142,10 @@ def _is_plumbing(frame: FrameType) -> bool:
 
 
 def _in_a_line(error: BaseException) -> str:
-    said = text_of(error).strip().partition("\n")[0][:MOST_SHOWN]
-    line = f"{type(error).__name__}: {said}" if said else type(error).__name__
+    line = named_error(error)[:MOST_SHOWN]
     if isinstance(error, SystemExit):
         return f'{line}; put code that only the script should run under `if __name__ == "__main__":`'
     obstacle = obstacle_in(line)
     if obstacle is not None and obstacle.install:
         return f"{line}. {obstacle.says} Next: {obstacle.install}"
-    return f"{line}; {NO_HALF_FFT}" if any(text in said for text in FFT_ERRORS) else line
+    return f"{line}; {NO_HALF_FFT}" if any(text in line for text in FFT_ERRORS) else line
