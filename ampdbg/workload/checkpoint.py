@@ -145,8 +145,7 @@ class Checkpoint:
         states: list[Any] = []
         for file in files:
             content = self._content(file, where)
-            is_bare = isinstance(content, Mapping) and part.mark in content
-            found = (content,) if is_bare else _inside(content, part.names)
+            found = (content,) if part.mark in _mapping(content) else _inside(content, part.names)
             if not found:
                 raise WorkloadError(
                     f"{where}: {file.name} holds no state of {part.words} but {_in_words(content)}; "
@@ -156,18 +155,22 @@ class Checkpoint:
         return SavedPart(tuple(states), f"{where}: {listed(file.name for file in files)}")
 
 
+def _mapping(value: Any) -> Mapping[Any, Any]:
+    """The value where it is a mapping, else an empty one."""
+    return value if isinstance(value, Mapping) else {}
+
+
 def _in_words(content: Any) -> str:
-    keys = [f"{key!s:.80}" for key in content] if isinstance(content, Mapping) else []
+    keys = [f"{key!s:.80}" for key in _mapping(content)]
     return f"a {type(content).__name__}{' with the keys ' if keys else ''}{listed(keys, most=8)}"
 
 
 def _inside(content: Any, names: Sequence[str]) -> tuple[Any, ...]:
     """The states of a part in what a training script has saved; empty where there are none, or only empty ones."""
-    saved = content if isinstance(content, Mapping) else {}
     for name in names:
-        value = saved.get(name, ())
+        value = _mapping(content).get(name)
         states = value if isinstance(value, (list, tuple)) else (value,)
-        if any(isinstance(state, Mapping) and any(map(_has_any, state.values())) for state in states):
+        if any(_has_any(inner) for state in states for inner in _mapping(state).values()):
             return tuple(states)
     return ()
 
@@ -197,7 +200,7 @@ def _read(path: Path, where: str) -> Any:
 
 def _state_dict(content: Any, where: str, path: Path) -> Mapping[str, Any]:
     """The mapping of names to tensors, also where a training script saved more than that."""
-    saved = content if isinstance(content, Mapping) else {}
+    saved = _mapping(content)
     inner = next((saved[name] for name in WEIGHTS if isinstance(saved.get(name), Mapping)), saved)
     if not any(isinstance(value, torch.Tensor) for value in inner.values()):
         raise WorkloadError(
@@ -220,8 +223,12 @@ def _unwrapped(state: Mapping[str, Any]) -> Mapping[str, Any]:
 def _load(model: nn.Module, state: Mapping[str, Any]) -> list[str]:
     """Loads what fits, and says what does not; a missing name that shares its tensor with a present one does."""
     own = model.state_dict()
-    misshapen = {name: _shapes(state[name], own[name]) for name in own if name in state}
-    misshapen = {name: shapes for name, shapes in misshapen.items() if shapes}
+    tensors = {name: (value, own.get(name)) for name, value in state.items()}
+    misshapen = {
+        name: f"{name} ({list(given.shape)} in the file, {list(needed.shape)} in the model)"
+        for name, (given, needed) in tensors.items()
+        if isinstance(given, torch.Tensor) and isinstance(needed, torch.Tensor) and given.shape != needed.shape
+    }
     fitting = {name: value for name, value in state.items() if name not in misshapen}
     result = model.load_state_dict(fitting, strict=False)
     loaded = {_memory(own[name]) for name in own if name in fitting}
@@ -229,15 +236,9 @@ def _load(model: nn.Module, state: Mapping[str, Any]) -> list[str]:
     found = (
         ("missing", missing),
         ("not in the model", list(result.unexpected_keys)),
-        ("of another shape", [f"{name} ({shapes})" for name, shapes in misshapen.items()]),
+        ("of another shape", list(misshapen.values())),
     )
     return [f"{len(names)} {problem}: {listed(names, most=4)}" for problem, names in found if names]
-
-
-def _shapes(given: Any, needed: Any) -> str:
-    if not isinstance(given, torch.Tensor) or not isinstance(needed, torch.Tensor) or given.shape == needed.shape:
-        return ""
-    return f"{list(given.shape)} in the file, {list(needed.shape)} in the model"
 
 
 def _memory(value: Any) -> object:
@@ -413,7 +414,7 @@ def load_schedule(scheduler: Any, state: Any) -> None:
     Raises:
         Exception: it does not fit.
     """
-    own, given = scheduler.state_dict(), state if isinstance(state, Mapping) else {}
+    own, given = scheduler.state_dict(), _mapping(state)
     wrong = [key for key, value in own.items() if _is_numeric(value) and not _is_numeric(given.get(key))]
     missing = [key for key in wrong if not key.startswith("_")]  # those come and go with versions of torch
     if missing:
@@ -451,9 +452,9 @@ def scaler_state(saved: SavedPart) -> Mapping[str, Any]:
     Raises:
         WorkloadError: it is neither.
     """
-    given = saved.states[0] if len(saved.states) == 1 and isinstance(saved.states[0], Mapping) else {}
-    apex = given.get("loss_scaler0")
-    if isinstance(apex, Mapping):
+    first, *others = saved.states
+    given = {} if others else _mapping(first)
+    if apex := _mapping(given.get("loss_scaler0")):
         given = {**_APEX, "scale": apex.get("loss_scale"), "_growth_tracker": apex.get("unskipped")}
     try:
         return ScalerState.model_validate(given).model_dump(by_alias=True)

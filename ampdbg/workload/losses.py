@@ -55,8 +55,8 @@ def call_model(model: nn.Module, batch: Any) -> Any:
     """A dict is spread by name; of a pair the inputs are used, spread if a tuple; anything else is passed as it is."""
     if isinstance(batch, Mapping):
         return model(**batch)
-    inputs = batch[0] if is_pair(batch) else batch
-    return model(*inputs) if is_pair(batch) and isinstance(inputs, tuple) else model(inputs)
+    inputs = batch[0] if is_pair(batch) else (batch,)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
 def is_pair(batch: Any) -> bool:

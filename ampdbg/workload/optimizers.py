@@ -21,12 +21,10 @@ from ampdbg.workload.user_code import UserCode
 
 def groups_of(model: nn.Module, grouping: str) -> list[dict[str, Any]]:
     """The trainable parameters in named groups: one for each, one for each module, or a single one."""
-    if grouping == "single":
-        return [{"params": [parameter for _, parameter in trainable(model)], "name": "all"}]
     groups: dict[str, list[nn.Parameter]] = {}
     for name, parameter in trainable(model):
-        owner = name.rpartition(".")[0] or "(root)"
-        groups.setdefault(name if grouping == "parameter" else owner, []).append(parameter)
+        names = {"parameter": name, "module": name.rpartition(".")[0] or "(root)", "single": "all"}
+        groups.setdefault(names[grouping], []).append(parameter)
     return [{"params": parameters, "name": name} for name, parameters in groups.items()]
 
 
@@ -178,8 +176,7 @@ def steps_noted(optimizers: Iterable[Optimizer]) -> Iterator[set[int]]:
     taken: set[int] = set()
 
     def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        found_inf = getattr(optimizer, "found_inf", None)  # a fused one is called anyway, and looks itself
-        if found_inf is None or not bool(found_inf):
+        if not getattr(optimizer, "found_inf", None):  # a fused one is called anyway, and looks itself
             taken.add(id(optimizer))
 
     with ExitStack() as stack:

@@ -335,21 +335,16 @@ def _model(module: ModuleType) -> str:
     usable = [name for name, kind in classes.items() if not _required(kind)]
     if len(usable) == 1:
         return usable[0]
-    if usable:
-        raise WorkloadError(
-            f"it defines {len(usable)} nn.Module classes that take no arguments: {listed(usable)}; "
-            "needed: build_model() that returns the one to train"
-        )
-    if classes:
-        needs = listed(f"{name}({', '.join(_required(kind))})" for name, kind in classes.items())
-        raise WorkloadError(
-            f"it defines no build_model(), and no nn.Module class that can be made without arguments: {needs}; "
-            "needed: build_model() that returns the model"
-        )
-    raise WorkloadError(
+    needs = listed(f"{name}({', '.join(_required(kind))})" for name, kind in classes.items())
+    problems = {
+        f"it defines {len(usable)} nn.Module classes that take no arguments: {listed(usable)}; "
+        "needed: build_model() that returns the one to train": usable,
+        f"it defines no build_model(), and no nn.Module class that can be made without arguments: {needs}; "
+        "needed: build_model() that returns the model": classes,
         "it defines neither build_model() nor an nn.Module class; "
-        f"needed: build_model() that returns the model.{_instead(module, 'build_model')}"
-    )
+        f"needed: build_model() that returns the model.{_instead(module, 'build_model')}": True,
+    }
+    raise WorkloadError(first_problem(problems))
 
 
 def _data(module: ModuleType) -> str:
