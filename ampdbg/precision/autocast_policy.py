@@ -205,12 +205,9 @@ def _fp32_set_opt_dtype(op: torch._ops.OpOverload) -> Callable[..., Any]:
     position = next(i for i, argument in enumerate(op._schema.arguments) if argument.name == "dtype")
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        given = args[position] if position < len(args) else kwargs.get("dtype")
-        if given is None and _is_eligible(args[0]):
-            if position < len(args):
-                args = (*args[:position], torch.float32, *args[position + 1 :])
-            else:
-                kwargs = {**kwargs, "dtype": torch.float32}
+        # An argument left at its default is not handed to the kernel.
+        if position >= len(args) and "dtype" not in kwargs and _is_eligible(args[0]):
+            kwargs = {**kwargs, "dtype": torch.float32}
         with _without_autocast():
             return op(*args, **kwargs)
 

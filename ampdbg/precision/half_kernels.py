@@ -152,16 +152,10 @@ def _are_half(args: Any, mixed: bool) -> bool:
 
     torch gets operands of several float dtypes: its error says what is wrong, as CUDA's does.
     """
-    found = False
-    for argument in args:
-        for tensor in argument if isinstance(argument, (list, tuple)) else (argument,):
-            if not isinstance(tensor, torch.Tensor) or not tensor.dtype.is_floating_point:
-                continue
-            if tensor.dtype is HALF and tensor.device.type == "cpu":
-                found = True
-            elif not mixed:
-                return False
-    return found
+    values = [value for item in args for value in (item if isinstance(item, (list, tuple)) else (item,))]
+    floats = [value for value in values if isinstance(value, torch.Tensor) and value.dtype.is_floating_point]
+    halves = sum(value.dtype is HALF and value.device.type == "cpu" for value in floats)
+    return halves > 0 and (mixed or halves == len(floats))
 
 
 def _widened(value: Any) -> Any:
