@@ -123,7 +123,7 @@ _AUTOCAST_CPU = DispatchKeySet(DispatchKey.AutocastCPU)
 _CAST_ON_CPU_ONLY = "AutocastCPU"
 
 weight_casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-"""Each weight with its copy in half, by the weight's ``id``."""
+"""Each weight with its copy in half, by the weight's ``id``; forgotten when the outermost region is left."""
 
 
 @contextlib.contextmanager
@@ -141,12 +141,7 @@ def cuda_autocast_policy() -> Iterator[None]:
         yield
     finally:
         library._destroy()
-        clear_weight_cache()
-
-
-def clear_weight_cache() -> None:
-    """Forgets the half copies of weights, as autocast does when its outermost region is left."""
-    weight_casts.clear()
+        weight_casts.clear()
 
 
 _ALLOW_OVERRIDE = (

@@ -21,8 +21,7 @@ from torch.amp import autocast_mode, grad_scaler
 from torch.jit import _builtins
 from torch.utils import _device
 
-from ampdbg.precision import autocast_policy
-from ampdbg.precision.autocast_policy import cuda_autocast_policy
+from ampdbg.precision.autocast_policy import cuda_autocast_policy, weight_casts
 from ampdbg.precision.half_kernels import half_kernels, half_transforms
 
 _entered: list[ExitStack] = []
@@ -56,7 +55,9 @@ def cuda_names_on_cpu() -> Iterator[None]:
     # The first optimizer makes torch look up its own functions by name, once and for good: before we rename any.
     torch.optim.SGD([torch.zeros(1)])
     with ExitStack() as stack:
-        stack.enter_context(_lowering_to_float16())
+        # Autocast's default on the CPU is that of CUDA. It is a state of each thread.
+        stack.callback(torch.set_autocast_dtype, "cpu", torch.get_autocast_dtype("cpu"))
+        torch.set_autocast_dtype("cpu", torch.float16)
         for owner, name, replace in _replacements():
             original = getattr(owner, name, None)
             if original is None:  # another version of torch
@@ -65,17 +66,6 @@ def cuda_names_on_cpu() -> Iterator[None]:
             stack.enter_context(_scripted_as(original, replacement))
             stack.enter_context(patch.object(owner, name, replacement))
         yield
-
-
-@contextlib.contextmanager
-def _lowering_to_float16() -> Iterator[None]:
-    """While this is entered, autocast's default on the CPU is that of CUDA. It is a state of each thread."""
-    own = torch.get_autocast_dtype("cpu")
-    torch.set_autocast_dtype("cpu", torch.float16)
-    try:
-        yield
-    finally:
-        torch.set_autocast_dtype("cpu", own)
 
 
 @contextlib.contextmanager
@@ -183,7 +173,7 @@ def _dtype_lowered_to(original: Callable[[str], torch.dtype]) -> Callable[[str],
 def _also_clearing_ours(original: Callable[[], None]) -> Callable[[], None]:
     def clear_autocast_cache() -> None:
         original()
-        autocast_policy.clear_weight_cache()
+        weight_casts.clear()
 
     return clear_autocast_cache
 

@@ -110,6 +110,11 @@ def _misuse(name: str, phase: Phase, message: str, remedy: str, severity: Severi
     return Code(name, remedy=remedy, severity=severity, phase=phase, message=message, **known)
 
 
+def _of_half_weights(name: str, remedy: str, headline: str) -> Code:
+    """What half weights, or what is kept for them in half, lose of the updates."""
+    return Code(name, "precision", remedy, headline, why_no_pin=KEEP_WEIGHTS)
+
+
 _FORWARD = (
     Code(
         "forward-overflow",
@@ -254,45 +259,35 @@ _GRADIENTS = (
         information="Healthy so far; values that grow steadily{where} would reach FP16's limit.",
         why_no_pin="Nothing to pin yet: the growing values have not reached the limit at {step}.",
     ),
-    Code(
+    _of_half_weights(
         "optimizer-underflow",
-        "precision",
         "keep the parameters in float32 (no .half()) and let autocast lower the ops",
         "Half-precision weights lose the optimizer's updates.",
-        why_no_pin=KEEP_WEIGHTS,
     ),
-    Code(
+    _of_half_weights(
         "frozen-weights",
-        "precision",
         "keep the parameters, or only those named here, in float32 and let autocast lower the ops "
         "(from_pretrained(..., dtype=torch.float32)); or use an optimizer with stochastic rounding (torchao's "
         "AdamW8bit with bf16_stochastic_round=True) or with compensation (torch-optimi's AdamW); a fused "
         "optimizer rounds alike, and a learning rate at which these move breaks what moves now",
         "Some half-precision weights do not move: their updates are too small to change the rounded values.",
-        why_no_pin=KEEP_WEIGHTS,
     ),
-    Code(
+    _of_half_weights(
         "frozen-average",
-        "precision",
         "keep the average in float32, even of half weights: copy.deepcopy(model).float(), or .float() on each of "
         "its tensors before the first step; cast it to half where it is used",
         "An average of the weights (EMA, SWA) is kept in half precision and does not move.",
-        why_no_pin=KEEP_WEIGHTS,
     ),
-    Code(
+    _of_half_weights(
         "lost-accumulation",
-        "precision",
         "keep the parameters in float32 and let autocast lower the ops, so that gradients add up in float32; or "
         "use fewer, larger micro-batches (dividing the loss by their number does not help)",
         "Half precision loses part of the sum when the gradients of many micro-batches add up.",
-        why_no_pin=KEEP_WEIGHTS,
     ),
-    Code(
+    _of_half_weights(
         "stuck-moment",
-        "precision",
         "keep the parameters in float32 and let autocast lower the ops, or use beta2 = 0.95",
         "Adam's second moment is stuck in half precision: each decay by beta2 rounds back to the old value.",
-        why_no_pin=KEEP_WEIGHTS,
     ),
 )
 
