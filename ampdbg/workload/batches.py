@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from ampdbg.workload.targets import Found, a
 
@@ -38,7 +38,7 @@ class BatchSource:
         self._delivered_id: int | None = None
         self._is_factory = is_factory(found.value)
         self._data = self._make()
-        self._used = False
+        self._is_spent = False
 
     def batches(self) -> Iterator[Any]:
         """Every batch, moved to the device, over and over.
@@ -67,9 +67,9 @@ class BatchSource:
         return f"batch{number} holds {'; '.join(leaves[:8]) if leaves else a(batch)}"
 
     def _start(self) -> Iterator[Any]:
-        if isinstance(self._data, Iterator) and self._used and self._is_factory:
+        if self._is_spent:
             self._data = self._make()
-        self._used = True
+        self._is_spent = self._is_factory and isinstance(self._data, Iterator)
         with self.found.user.running(f"{self.found.named}: starting it"):
             return iter(self._data)
 
@@ -113,9 +113,8 @@ class BatchSource:
 
 def is_factory(value: object) -> bool:
     """``value`` makes the data, and is not the data."""
-    return isinstance(value, type) or (
-        callable(value) and not hasattr(value, "__iter__") and not hasattr(value, "train_dataloader")
-    )
+    is_data = any(hasattr(value, name) for name in ("__iter__", "train_dataloader"))
+    return isinstance(value, type) or (callable(value) and not is_data)
 
 
 def why_no_batches(data: Any) -> str | None:
@@ -123,10 +122,10 @@ def why_no_batches(data: Any) -> str | None:
     items = data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ()
     if any(isinstance(item, DataLoader) for item in items):
         return f"{a(data)} of several DataLoaders; needed: one"
-    is_tuple_of_tensors = isinstance(data, tuple) and data and all(isinstance(item, torch.Tensor) for item in data)
+    is_tuple_of_tensors = isinstance(data, tuple) and {*map(type, data)} == {torch.Tensor}
     if is_tuple_of_tensors or isinstance(data, (torch.Tensor, Mapping)):
         return f"{a(data)}, which looks like one batch; needed: an iterable of batches, such as [batch]"
-    if isinstance(data, Dataset) and not isinstance(data, IterableDataset) and not hasattr(data, "__iter__"):
+    if isinstance(data, Dataset) and not hasattr(data, "__iter__"):
         return f"{a(data)}, a Dataset of single samples; needed: batches; wrap it in a DataLoader"
     if isinstance(data, (str, bytes)) or not (hasattr(data, "__iter__") or hasattr(data, "__getitem__")):
         return f"{a(data)}; needed: an iterable of batches, a factory of one, or an object with train_dataloader()"
@@ -144,8 +143,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
             return moved.detach().requires_grad_()  # a leaf there too: its gradient is looked for there
         return batch if moved is None else moved  # some move in place
     if isinstance(batch, tuple):
-        items = (to_device(item, device) for item in batch)
-        return type(batch)(*items) if hasattr(batch, "_fields") else tuple.__new__(type(batch), items)
+        return tuple.__new__(type(batch), (to_device(item, device) for item in batch))
     if isinstance(batch, list):
         moved = copy.copy(batch)
         moved[:] = [to_device(item, device) for item in batch]

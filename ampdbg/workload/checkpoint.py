@@ -77,11 +77,11 @@ class Checkpoint:
                 if inside := _inside(content, part.names):
                     self._parts[name] = SavedPart(inside, f"{where}: the {name} in {given.name}")
         elif isinstance(given, CheckpointFiles):
-            for name, files in given:
+            for name, files in ((name, files) for name, files in given if files):
                 where = config.where(f"checkpoint.{name}")
-                if name == "model" and files:
+                if name == "model":
                     self._model = files, where
-                elif files:
+                else:
                     self._parts[name] = self._part(PARTS[name], files if name != "scaler" else (files,), where)
 
     def load_model(self, model: nn.Module, user: UserCode) -> None:
@@ -117,14 +117,14 @@ class Checkpoint:
             load = functools.partial(load_optimizer, model=model, grouping=grouping)
             optimizer.put_into(training.optimizers, "optimizers", load)
         known = [one for one in training.schedules if isinstance(one.scheduler, torch.optim.lr_scheduler.LRScheduler)]
-        if scheduler is not None and known:
-            scheduler.put_into([one.scheduler for one in known], "schedulers", load_schedule)
-        elif scheduler is not None:
-            return (
-                f"{scheduler.where} is not used: the config names no scheduler, so the learning rate stays constant",
-            )
-        elif optimizer is not None and any(one.every for one in known):
-            return ("the checkpoint has no state of a learning-rate scheduler: the schedule starts over",)
+        if scheduler is None:
+            starts_over = optimizer is not None and any(one.every for one in known)
+            note = "the checkpoint has no state of a learning-rate scheduler: the schedule starts over"
+            return (note,) if starts_over else ()
+        if not known:
+            no_schedule = "the config names no scheduler, so the learning rate stays constant"
+            return (f"{scheduler.where} is not used: {no_schedule}",)
+        scheduler.put_into([one.scheduler for one in known], "schedulers", load_schedule)
         return ()
 
     def scaler(self) -> Mapping[str, Any] | None:
@@ -298,13 +298,14 @@ def load_optimizer(optimizer: Optimizer, state: Any, model: nn.Module, grouping:
         raise ValueError("it is no state_dict() of a torch optimizer")
     own, groups = optimizer.param_groups, state["param_groups"]
     is_by_config = [group["name"] for group in groups_of(model, grouping)] == [group["name"] for group in own]
+    hint = ""
     if is_by_config:
         groups = _regrouped(groups, optimizer, model)
+        hint = "; make it as the training script does: optimizer: {target: FILE.py:NAME}, a function of the model"
     given, needed = [len(group["params"]) for group in groups], [len(group["params"]) for group in own]
     if given != needed:
-        made = "; make it as the training script does: optimizer: {target: FILE.py:NAME}, a function of the model"
         counts = f"{_counts(given)} in the file, {_counts(needed)} in the run"
-        raise ValueError(f"other parameter groups: {counts}{made if is_by_config else ''}")
+        raise ValueError(f"other parameter groups: {counts}{hint}")
     # Another kind of optimizer lacks some of the numbers; flags come and go with versions of torch.
     numbers = [key for key, value in optimizer.defaults.items() if _is_numeric(value)]
     wrong = [key for key in numbers if not all(_is_numeric(group.get(key)) for group in groups)]
@@ -353,7 +354,7 @@ def _is_numeric(value: Any) -> bool:
 def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return type(value) in (int, float)
 
 
 def _fitted(state: Mapping[str, Any], groups: Sequence[Any], optimizer: Optimizer) -> dict[str, Any]:
@@ -404,7 +405,7 @@ def _check_states(optimizer: Optimizer, names: Mapping[int, str]) -> None:
 
 def _is_like(given: Any, made: Any) -> bool:
     if isinstance(made, torch.Tensor) and made.dim() > 0:
-        return isinstance(given, torch.Tensor) and given.shape == made.shape
+        return getattr(given, "shape", None) == made.shape
     return made is None or _is_numeric(given)
 
 

@@ -93,10 +93,10 @@ def _by_training_step(model: nn.Module) -> StepFunction:
             "watch; write a `step` target, step(model, batch), that returns the losses"
         )
     training_step: Any = model.training_step
-    takes_index = len(inspect.signature(training_step).parameters) > 1
+    taken = max(1, len(inspect.signature(training_step).parameters))
     return StepFunction(
         f"{type(model).__name__}.training_step",
-        lambda batch, index: training_step(batch, index) if takes_index else training_step(batch),
+        lambda batch, index: training_step(*(batch, index)[:taken]),
         named="without loss",
     )
 

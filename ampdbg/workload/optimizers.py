@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ampdbg.config.schema import Config
 from ampdbg.errors import WorkloadError
-from ampdbg.workload.targets import Found, a, first_problem, signature_of
+from ampdbg.workload.targets import Found, a, first_problem, required, signature_of
 from ampdbg.workload.user_code import UserCode
 
 
@@ -52,10 +52,10 @@ def training_of(model: nn.Module, found: Mapping[str, Found], config: Config, us
         WorkloadError: the result is no optimizer, or one over another model's parameters, or no scheduler.
         UserCodeError: making it raised.
     """
-    configure, own = getattr(model, "configure_optimizers", None), f"{type(model).__name__}.configure_optimizers()"
-    has_own = callable(configure) and _takes_nothing(configure)
+    configure: Any = getattr(model, "configure_optimizers", None)
+    own, has_own = f"{type(model).__name__}.configure_optimizers()", callable(configure) and not required(configure)
     schedules: tuple[Schedule, ...] = ()
-    if callable(configure) and has_own and "optimizer" not in config.model_fields_set:
+    if has_own and "optimizer" not in config.model_fields_set:
         with user.running(own):
             made = configure()
         optimizers = _optimizers_over(model, made, own)
@@ -93,14 +93,6 @@ def _made(model: nn.Module, found: Found, grouping: str) -> Any:
     if next(iter(signature_of(found.value).parameters), "") == "model" and not isinstance(found.value, type):
         return found.made(model, names=("model",))
     return found.made(groups_of(model, grouping), names=("params",))
-
-
-def _takes_nothing(function: Callable[..., Any]) -> bool:
-    try:
-        signature_of(function).bind()
-    except TypeError:
-        return False
-    return True
 
 
 def _parts_of(made: Any) -> tuple[list[Any], list[Any]]:
@@ -199,9 +191,7 @@ def _schedule_of(found: Found, optimizer: Optimizer) -> Schedule:
 def _schedules_in(made: Any, optimizers: Sequence[Optimizer], source: str) -> Iterator[Schedule]:
     """The schedules among what ``configure_optimizers`` returned; Lightning steps one once an epoch by default."""
     own = {id(optimizer) for optimizer in optimizers}
-    for given in _parts_of(made)[1]:
-        if given is None:
-            continue
+    for given in filter(None, _parts_of(made)[1]):
         settings = given if isinstance(given, Mapping) else {"scheduler": given}
         scheduler, frequency = settings.get("scheduler"), settings.get("frequency", 1)
         if isinstance(frequency, bool) or not isinstance(frequency, int) or frequency < 1:

@@ -105,6 +105,13 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
         return inspect.signature(lambda *args, **kwargs: None)
 
 
+def required(function: Callable[..., Any]) -> list[str]:
+    """The names of the arguments that it cannot be called without."""
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = signature_of(function).parameters.values()
+    return [item.name for item in parameters if item.default is item.empty and item.kind not in variadic]
+
+
 def _misfit(signature: inspect.Signature, names: Sequence[str], args: Mapping[str, Any], said: str) -> str:
     parameters = list(signature.parameters.values())
     by_name = [
@@ -332,10 +339,10 @@ def _model(module: ModuleType) -> str:
     if hasattr(module, "build_model"):
         return "build_model"
     classes = _module_classes(module)
-    usable = [name for name, kind in classes.items() if not _required(kind)]
+    usable = [name for name, kind in classes.items() if not required(kind)]
     if len(usable) == 1:
         return usable[0]
-    needs = listed(f"{name}({', '.join(_required(kind))})" for name, kind in classes.items())
+    needs = listed(f"{name}({', '.join(required(kind))})" for name, kind in classes.items())
     problems = {
         f"it defines {len(usable)} nn.Module classes that take no arguments: {listed(usable)}; "
         "needed: build_model() that returns the one to train": usable,
@@ -363,12 +370,6 @@ def _module_classes(module: ModuleType) -> dict[str, type[nn.Module]]:
         if isinstance(value, type) and issubclass(value, nn.Module) and value.__module__ == module.__name__:
             own.setdefault(value, name)
     return {name: kind for kind, name in own.items()}
-
-
-def _required(kind: type[nn.Module]) -> list[str]:
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = inspect.signature(kind).parameters.values()
-    return [item.name for item in parameters if item.default is item.empty and item.kind not in variadic]
 
 
 def _instead(module: ModuleType, missing: str) -> str:
