@@ -151,12 +151,9 @@ _ALLOW_OVERRIDE = (
 
 def _kernels(lists: OpLists, native: set[str]) -> Iterator[tuple[str, Any]]:
     """Pairs of an op's name and its autocast kernel."""
-    lowered = partial(_cast_to, lambda op, given: torch.get_autocast_dtype("cpu"))
+    lowered = lists["LOWER_PRECISION_FP"].union(RECURRENT_LAYERS.split())
     policies: list[tuple[frozenset[str], Callable[[torch._ops.OpOverload], Any]]] = [
-        (
-            lists["LOWER_PRECISION_FP"].union(RECURRENT_LAYERS.split()),
-            lowered,
-        ),
+        (lowered, partial(_cast_to, lambda op, given: torch.get_autocast_dtype("cpu"))),
         (lists["FP32"], partial(_cast_to, lambda op, given: torch.float32)),
         (lists["FP32_SET_OPT_DTYPE"], _fp32_set_opt_dtype),
         (lists["PROMOTE"], partial(_cast_to, _widest)),

@@ -63,28 +63,14 @@ def cuda_names_on_cpu() -> Iterator[None]:
             if original is None:  # another version of torch
                 continue
             replacement = replace(original)
-            stack.enter_context(_scripted_as(original, replacement))
+            # TorchScript knows torch's functions by a table of their ids (torch/jit/_builtins.py), made at the first
+            # look: here, before anything is replaced. It would go into the source of any other function.
+            if op := _builtins._find_builtin(original):
+                _builtins._register_builtin(replacement, op)
+                # Another object may be given the id of this one.
+                stack.callback(_builtins._get_builtin_table().pop, id(replacement))
             stack.enter_context(patch.object(owner, name, replacement))
         yield
-
-
-@contextlib.contextmanager
-def _scripted_as(original: Any, replacement: Any) -> Iterator[None]:
-    """While this is entered, TorchScript compiles ``replacement`` to the op that it compiles ``original`` to.
-
-    It knows torch's functions by a table of their ids (``torch/jit/_builtins.py``), and would go into
-    the source of any other. The table is made at the first look: here, before anything is replaced.
-    """
-    op = _builtins._find_builtin(original)
-    if op is None:
-        yield
-        return
-    _builtins._register_builtin(replacement, op)
-    try:
-        yield
-    finally:
-        # Another object may be given the id of this one.
-        del _builtins._get_builtin_table()[id(replacement)]
 
 
 Replacement = Callable[[Any], Any]
