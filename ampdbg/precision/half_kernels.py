@@ -266,6 +266,7 @@ def _is_narrow(tensor: torch.Tensor) -> bool:
 
 def _transform(at_the_first: Callable[[], None], op: torch._ops.OpOverload) -> Kernel:
     gives_signal = op._schema.name == "aten::_fft_c2r"
+    gives = torch.float32 if gives_signal else torch.complex64
 
     def kernel(
         keyset: Any, x: torch.Tensor, dims: Sequence[int], norm: int, last: Any, out: torch.Tensor | None = None
@@ -279,25 +280,15 @@ def _transform(at_the_first: Callable[[], None], op: torch._ops.OpOverload) -> K
         if any(size & (size - 1) for size in sizes):
             raise RuntimeError(NO_SUCH_SIZE.format(sizes))
         at_the_first()
-        result = _rounded_transform(op, below, (x, dims, norm, last), out is not None)
-        scale = _scale(norm, math.prod(sizes))
-        if scale != 1.0:
-            result.mul_(scale)
+        into = {} if out is None else {"out": torch.empty(0, dtype=gives)}
+        wide = op.redispatch(below, x.to(WIDER[x.dtype]), dims, _NONE, last, **into)
+        result = wide.to(NARROWER[gives])  # before anything scales it: what is beyond half by then is infinite
+        if norm != _NONE:
+            numel = math.prod(sizes)
+            result.mul_(1.0 / (math.sqrt(numel) if norm == _BY_ROOT_N else numel))
         return result if out is None else round_into(out, result)
 
     return kernel
-
-
-def _rounded_transform(op: torch._ops.OpOverload, below: Any, args: Sequence[Any], takes_out: bool) -> Any:
-    """The transform in float32, rounded before anything scales it: what is beyond half by then is infinite."""
-    x, dims, _, last = args
-    gives = torch.float32 if op._schema.name == "aten::_fft_c2r" else torch.complex64
-    into = {"out": torch.empty(0, dtype=gives)} if takes_out else {}
-    return op.redispatch(below, x.to(WIDER[x.dtype]), dims, _NONE, last, **into).to(NARROWER[gives])
-
-
-def _scale(norm: int, numel: int) -> float:
-    return 1.0 if norm == _NONE else 1.0 / (math.sqrt(numel) if norm == _BY_ROOT_N else numel)
 
 
 def _of_complex_half(op: torch._ops.OpOverload) -> Kernel:
