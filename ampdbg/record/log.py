@@ -13,6 +13,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -121,8 +122,7 @@ class RunLog:
         self._close()
 
     def _note_record(self, record: Record) -> None:
-        fields = {key: value for key, value in vars(record).items() if key not in ("steps", "investigations")}
-        self._record = _line("record", Record(**fields))
+        self._record = _line("record", replace(record, steps=(), investigations=()))
         self._write(self._record)
 
     @property
@@ -261,7 +261,7 @@ def _record_of(content: bytes) -> Record:
         },
         "log",
     )
-    return Record(**{**vars(made), "investigations": kept(made.investigations)})
+    return replace(made, investigations=kept(made.investigations))
 
 
 def _parsed(line: bytes, number: int) -> dict[str, Any]:

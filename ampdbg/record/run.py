@@ -234,7 +234,7 @@ class LevelCost:
     level: str
     dtype: str
     pins: tuple[str, ...] = ()
-    verdict: Literal["healthy", "precision", "other", "inconclusive"] = "inconclusive"
+    verdict: Verdict = "inconclusive"
     finding: Finding | None = None
     error: str = ""
     steps: Count = 0
