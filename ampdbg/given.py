@@ -147,7 +147,9 @@ def _path_of(config: str | Path | None) -> Path:
 
 
 def _of_script(name: str, capture: Path | None, script: str, changes: Changes, record: Record | None = None) -> Given:
-    given = [f"--{key}" for key in _named(**changes)] + ["--set"] * bool(changes.get("overrides"))
+    given = [f"--{key}" for key in _named(**changes)]
+    if changes.get("overrides"):
+        given.append("--set")
     if given:
         raise ConfigError(
             f"got {' and '.join(given)} with a capture, which is one recorded step and takes none of them"

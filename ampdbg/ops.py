@@ -58,9 +58,6 @@ POLES_ELSEWHERE: Mapping[str, tuple[float, ...]] = {
 POLES = LOGARITHMS | DIVISIONS | _names("pow rsqrt") | POLES_ELSEWHERE.keys()
 """Infinite where the last operand is zero, or as ``POLES_ELSEWHERE`` says."""
 
-ROOTS = _names("sqrt rsqrt")
-"""NaN below zero."""
-
 SOFTMAXES = _names("_softmax _log_softmax _safe_softmax softmax log_softmax")
 """NaN for a row of nothing but -inf, which masks what it is given."""
 

@@ -91,6 +91,7 @@ class _Also:
 
 NOTHING = _Also({"type": "null"})
 
+TargetText = Annotated[str, AfterValidator(_target), Field(title="where it is defined", description=TARGET_FORMS)]
 Number = Annotated[float, BeforeValidator(_not_boolean)]
 PositiveInteger = Annotated[
     int, BeforeValidator(_not_boolean), Field(ge=1, lt=2**63, description="a whole number of at least 1, below 2**63")
@@ -119,7 +120,7 @@ class _Section(BaseModel):
 class TargetSpec(_Section):
     """Something of the user's: where it is defined, and the keyword arguments it is called with."""
 
-    target: Annotated[str, AfterValidator(_target), Field(title="where it is defined", description=TARGET_FORMS)]
+    target: TargetText
     args: Annotated[
         dict[str, Any],
         Empty,
@@ -131,9 +132,7 @@ class TargetSpec(_Section):
 class OptimizerSpec(TargetSpec):
     """``groups``: one parameter group for each parameter, for each module, or a single one."""
 
-    target: Annotated[str, AfterValidator(_target), Field(title="where it is defined", description=TARGET_FORMS)] = (
-        "torch.optim:AdamW"
-    )
+    target: TargetText = "torch.optim:AdamW"
     groups: Annotated[
         Literal["parameter", "module", "single"],
         Field(

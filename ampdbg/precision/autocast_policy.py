@@ -123,7 +123,7 @@ _AUTOCAST_CPU = DispatchKeySet(DispatchKey.AutocastCPU)
 _CAST_ON_CPU_ONLY = "AutocastCPU"
 
 weight_casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-"""Each weight with its copy in half, by the weight's ``id``."""
+"""Each weight with its copy in half, by the weight's ``id``; forgotten when the outermost region is left."""
 
 
 @contextlib.contextmanager
@@ -141,12 +141,7 @@ def cuda_autocast_policy() -> Iterator[None]:
         yield
     finally:
         library._destroy()
-        clear_weight_cache()
-
-
-def clear_weight_cache() -> None:
-    """Forgets the half copies of weights, as autocast does when its outermost region is left."""
-    weight_casts.clear()
+        weight_casts.clear()
 
 
 _ALLOW_OVERRIDE = (
@@ -156,12 +151,9 @@ _ALLOW_OVERRIDE = (
 
 def _kernels(lists: OpLists, native: set[str]) -> Iterator[tuple[str, Any]]:
     """Pairs of an op's name and its autocast kernel."""
-    lowered = partial(_cast_to, lambda op, given: torch.get_autocast_dtype("cpu"))
+    lowered = lists["LOWER_PRECISION_FP"].union(RECURRENT_LAYERS.split())
     policies: list[tuple[frozenset[str], Callable[[torch._ops.OpOverload], Any]]] = [
-        (
-            lists["LOWER_PRECISION_FP"].union(RECURRENT_LAYERS.split()),
-            lowered,
-        ),
+        (lowered, partial(_cast_to, lambda op, given: torch.get_autocast_dtype("cpu"))),
         (lists["FP32"], partial(_cast_to, lambda op, given: torch.float32)),
         (lists["FP32_SET_OPT_DTYPE"], _fp32_set_opt_dtype),
         (lists["PROMOTE"], partial(_cast_to, _widest)),
@@ -205,12 +197,9 @@ def _fp32_set_opt_dtype(op: torch._ops.OpOverload) -> Callable[..., Any]:
     position = next(i for i, argument in enumerate(op._schema.arguments) if argument.name == "dtype")
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        given = args[position] if position < len(args) else kwargs.get("dtype")
-        if given is None and _is_eligible(args[0]):
-            if position < len(args):
-                args = (*args[:position], torch.float32, *args[position + 1 :])
-            else:
-                kwargs = {**kwargs, "dtype": torch.float32}
+        # An argument left at its default is not handed to the kernel.
+        if position >= len(args) and "dtype" not in kwargs and _is_eligible(args[0]):
+            kwargs = {**kwargs, "dtype": torch.float32}
         with _without_autocast():
             return op(*args, **kwargs)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import sys
 import threading
 import time
@@ -22,8 +21,7 @@ from torch.amp import autocast_mode, grad_scaler
 from torch.jit import _builtins
 from torch.utils import _device
 
-from ampdbg.precision import autocast_policy
-from ampdbg.precision.autocast_policy import cuda_autocast_policy
+from ampdbg.precision.autocast_policy import cuda_autocast_policy, weight_casts
 from ampdbg.precision.half_kernels import half_kernels, half_transforms
 
 _entered: list[ExitStack] = []
@@ -57,45 +55,22 @@ def cuda_names_on_cpu() -> Iterator[None]:
     # The first optimizer makes torch look up its own functions by name, once and for good: before we rename any.
     torch.optim.SGD([torch.zeros(1)])
     with ExitStack() as stack:
-        stack.enter_context(_lowering_to_float16())
+        # Autocast's default on the CPU is that of CUDA. It is a state of each thread.
+        stack.callback(torch.set_autocast_dtype, "cpu", torch.get_autocast_dtype("cpu"))
+        torch.set_autocast_dtype("cpu", torch.float16)
         for owner, name, replace in _replacements():
             original = getattr(owner, name, None)
             if original is None:  # another version of torch
                 continue
             replacement = replace(original)
-            stack.enter_context(_scripted_as(original, replacement))
+            # TorchScript knows torch's functions by a table of their ids (torch/jit/_builtins.py), made at the first
+            # look: here, before anything is replaced. It would go into the source of any other function.
+            if op := _builtins._find_builtin(original):
+                _builtins._register_builtin(replacement, op)
+                # Another object may be given the id of this one.
+                stack.callback(_builtins._get_builtin_table().pop, id(replacement))
             stack.enter_context(patch.object(owner, name, replacement))
         yield
-
-
-@contextlib.contextmanager
-def _lowering_to_float16() -> Iterator[None]:
-    """While this is entered, autocast's default on the CPU is that of CUDA. It is a state of each thread."""
-    own = torch.get_autocast_dtype("cpu")
-    torch.set_autocast_dtype("cpu", torch.float16)
-    try:
-        yield
-    finally:
-        torch.set_autocast_dtype("cpu", own)
-
-
-@contextlib.contextmanager
-def _scripted_as(original: Any, replacement: Any) -> Iterator[None]:
-    """While this is entered, TorchScript compiles ``replacement`` to the op that it compiles ``original`` to.
-
-    It knows torch's functions by a table of their ids (``torch/jit/_builtins.py``), and would go into
-    the source of any other. The table is made at the first look: here, before anything is replaced.
-    """
-    op = _builtins._find_builtin(original)
-    if op is None:
-        yield
-        return
-    _builtins._register_builtin(replacement, op)
-    try:
-        yield
-    finally:
-        # Another object may be given the id of this one.
-        del _builtins._get_builtin_table()[id(replacement)]
 
 
 Replacement = Callable[[Any], Any]
@@ -103,17 +78,18 @@ Replacement = Callable[[Any], Any]
 
 def _replacements() -> Iterator[tuple[Any, str, Replacement]]:
     """Every (owner, attribute, replacement of its value)."""
-    yield autocast_mode.autocast, "__init__", _device_named("device_type")
-    yield grad_scaler.GradScaler, "__init__", _device_named("device")
-    yield autocast_mode, "_cast", _device_named("device_type")
-    yield torch, "load", _device_named("map_location")
+    # A scaler that is given no device is one of CUDA's.
+    yield grad_scaler.GradScaler.__init__, "__defaults__", lambda original: ("cpu", *original[1:])
+    yield from ((owner, "__init__", _any_device) for owner in (autocast_mode.autocast, grad_scaler.GradScaler))
+    yield autocast_mode, "_cast", _any_device
+    yield torch, "load", _any_device
     yield torch, "clear_autocast_cache", _also_clearing_ours
     yield torch, "get_autocast_dtype", _dtype_lowered_to
     yield torch, "get_autocast_gpu_dtype", lambda original: lambda: torch.get_autocast_dtype("cuda")
     yield torch, "set_autocast_gpu_dtype", lambda original: lambda dtype: torch.set_autocast_dtype("cuda", dtype)
     yield from ((torch, name, _device_first) for name in _AUTOCAST_STATE)
     yield from ((owner, "cuda", _stays) for owner in _MOVABLE)
-    yield from ((owner, "to", _moved_to_any_device) for owner in _MOVABLE)
+    yield from ((owner, "to", functools.partial(_any_device, second=_device_on_cpu)) for owner in _MOVABLE)
     yield torch.Tensor, "pin_memory", _stays
     yield torch.Tensor, "record_stream", _stays
     yield torch.Tensor, "type", _tensor_type_named
@@ -137,6 +113,7 @@ def _factories_of_torch() -> list[str]:
 
 
 _AUTOCAST_STATE = ("is_autocast_enabled", "set_autocast_enabled", "set_autocast_dtype")
+_DEVICES = ("device", "device_type", "map_location")
 _MOVABLE = (torch.Tensor, torch.nn.Module)
 _TENSOR_FACTORIES = ("new_tensor", "new_empty", "new_zeros", "new_ones", "new_full")
 _FACTORIES_BY_EXAMPLE = tuple(name for name in dir(torch) if name.endswith("_like"))
@@ -152,25 +129,6 @@ def _on_cpu(value: Any) -> Any:
 def _device_on_cpu(device: Any) -> Any:
     """As :func:`_on_cpu`, where nothing but a device can stand: there a bare number is the index of a GPU."""
     return "cpu" if type(device) is int else _on_cpu(device)
-
-
-def _device_named(parameter: str) -> Replacement:
-    # Wrapped: TorchScript compiles the source of what is wrapped, and torch.compile reads its signature.
-    def replace(original: Callable[..., Any]) -> Callable[..., Any]:
-        parameters = inspect.signature(original).parameters
-        position, default = list(parameters).index(parameter), parameters[parameter].default
-
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if len(args) > position:
-                args = (*args[:position], _on_cpu(args[position]), *args[position + 1 :])
-            elif parameter in kwargs or default is not inspect.Parameter.empty:
-                kwargs[parameter] = _on_cpu(kwargs.get(parameter, default))
-            return original(*args, **kwargs)
-
-        return call
-
-    return replace
 
 
 def _device_first(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -201,7 +159,7 @@ def _dtype_lowered_to(original: Callable[[str], torch.dtype]) -> Callable[[str],
 def _also_clearing_ours(original: Callable[[], None]) -> Callable[[], None]:
     def clear_autocast_cache() -> None:
         original()
-        autocast_policy.clear_weight_cache()
+        weight_casts.clear()
 
     return clear_autocast_cache
 
@@ -214,25 +172,18 @@ def _stays(original: Callable[..., Any]) -> Callable[..., Any]:
     return cuda
 
 
-def _any_device(original: Callable[..., Any]) -> Callable[..., Any]:
+def _any_device(original: Callable[..., Any], second: Callable[[Any], Any] = _on_cpu) -> Callable[..., Any]:
+    """Its device is its second argument, or has one of ``_DEVICES`` as its name."""
+
+    # Wrapped: TorchScript compiles the source of what is wrapped, and torch.compile reads its signature.
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if "device" in kwargs:
-            kwargs["device"] = _device_on_cpu(kwargs["device"])
+        for name in _DEVICES:
+            if name in kwargs:
+                kwargs[name] = _device_on_cpu(kwargs[name])
         # Pinned memory is for copies to a GPU, and torch has none without one.
         kwargs.pop("pin_memory", None)
-        return original(*args[:1], *map(_on_cpu, args[1:2]), *args[2:], **kwargs)
-
-    return call
-
-
-def _moved_to_any_device(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``tensor.to("cuda")`` and ``module.to(0)``: the device is the first argument behind self."""
-    to = _any_device(original)
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return to(*args[:1], *map(_device_on_cpu, args[1:2]), *args[2:], **kwargs)
+        return original(*args[:1], *map(second, args[1:2]), *args[2:], **kwargs)
 
     return call
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch._C import DispatchKey
+from torch._refs.fft import _canonicalize_fft_shape_and_dim_args, _resize_fft_input
 
 from ampdbg.formats import FLOAT16
 
@@ -151,16 +152,10 @@ def _are_half(args: Any, mixed: bool) -> bool:
 
     torch gets operands of several float dtypes: its error says what is wrong, as CUDA's does.
     """
-    found = False
-    for argument in args:
-        for tensor in argument if isinstance(argument, (list, tuple)) else (argument,):
-            if not isinstance(tensor, torch.Tensor) or not tensor.dtype.is_floating_point:
-                continue
-            if tensor.dtype is HALF and tensor.device.type == "cpu":
-                found = True
-            elif not mixed:
-                return False
-    return found
+    values = [value for item in args for value in (item if isinstance(item, (list, tuple)) else (item,))]
+    floats = [value for value in values if isinstance(value, torch.Tensor) and value.dtype.is_floating_point]
+    halves = sum(value.dtype is HALF and value.device.type == "cpu" for value in floats)
+    return halves > 0 and (mixed or halves == len(floats))
 
 
 def _widened(value: Any) -> Any:
@@ -226,6 +221,13 @@ NO_SUCH_SIZE = (
 _NONE, _BY_ROOT_N, _BY_N = range(3)
 """``fft_norm_mode`` of torch."""
 
+_NORMS = {
+    **dict.fromkeys((None, "backward"), (_BY_N, _NONE)),
+    "forward": (_NONE, _BY_N),
+    "ortho": (_BY_ROOT_N, _BY_ROOT_N),
+}
+"""By what the user asks for: that of an inverse transform and that of a forward one."""
+
 Kernel = Callable[..., Any]
 
 
@@ -264,6 +266,7 @@ def _is_narrow(tensor: torch.Tensor) -> bool:
 
 def _transform(at_the_first: Callable[[], None], op: torch._ops.OpOverload) -> Kernel:
     gives_signal = op._schema.name == "aten::_fft_c2r"
+    gives = torch.float32 if gives_signal else torch.complex64
 
     def kernel(
         keyset: Any, x: torch.Tensor, dims: Sequence[int], norm: int, last: Any, out: torch.Tensor | None = None
@@ -277,25 +280,15 @@ def _transform(at_the_first: Callable[[], None], op: torch._ops.OpOverload) -> K
         if any(size & (size - 1) for size in sizes):
             raise RuntimeError(NO_SUCH_SIZE.format(sizes))
         at_the_first()
-        result = _rounded_transform(op, below, (x, dims, norm, last), out is not None)
-        scale = _scale(norm, math.prod(sizes))
-        if scale != 1.0:
-            result.mul_(scale)
+        into = {} if out is None else {"out": torch.empty(0, dtype=gives)}
+        wide = op.redispatch(below, x.to(WIDER[x.dtype]), dims, _NONE, last, **into)
+        result = wide.to(NARROWER[gives])  # before anything scales it: what is beyond half by then is infinite
+        if norm != _NONE:
+            numel = math.prod(sizes)
+            result.mul_(1.0 / (math.sqrt(numel) if norm == _BY_ROOT_N else numel))
         return result if out is None else round_into(out, result)
 
     return kernel
-
-
-def _rounded_transform(op: torch._ops.OpOverload, below: Any, args: Sequence[Any], takes_out: bool) -> Any:
-    """The transform in float32, rounded before anything scales it: what is beyond half by then is infinite."""
-    x, dims, _, last = args
-    gives = torch.float32 if op._schema.name == "aten::_fft_c2r" else torch.complex64
-    into = {"out": torch.empty(0, dtype=gives)} if takes_out else {}
-    return op.redispatch(below, x.to(WIDER[x.dtype]), dims, _NONE, last, **into).to(NARROWER[gives])
-
-
-def _scale(norm: int, numel: int) -> float:
-    return 1.0 if norm == _NONE else 1.0 / (math.sqrt(numel) if norm == _BY_ROOT_N else numel)
 
 
 def _of_complex_half(op: torch._ops.OpOverload) -> Kernel:
@@ -343,62 +336,22 @@ def _of_real(op: torch._ops.OpOverload) -> Kernel:
     name = op._schema.name.removeprefix("aten::fft_")
     parameters = [argument.name for argument in op._schema.arguments[1:]]
     defaults = {argument.name: argument.default_value for argument in op._schema.arguments[1:]}
+    is_forward = name in ("fft", "rfft", "rfft2", "rfftn")
 
     def function(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if x.dtype is not HALF or not _is_narrow(x):
             return op.decompose(x, *args, **kwargs)
         given = {**defaults, **dict(zip(parameters, args, strict=False)), **kwargs}
-        dims = _dims(x, given.get("s", given.get("n")), given["dim"])
-        sizes = _sizes(x, dims, given.get("s", given.get("n")))
-        if not _fit(x, dims, sizes, given["norm"]):
+        try:
+            sizes, dims = _canonicalize_fft_shape_and_dim_args(x, given.get("s", given.get("n")), given["dim"])
+            mode, (*others, last) = _NORMS[given["norm"]][is_forward], dims
+        except (LookupError, RuntimeError, ValueError):
             return op.decompose(x.float(), *args, **kwargs)  # and raises what it does
-        return _transformed(name, _resized(x, dims, sizes), dims, given["norm"])
+        resized, onesided = _resize_fft_input(x, dims, sizes), name not in ("fft", "ifft")
+        if is_forward:
+            return torch.ops.aten._fft_r2c(resized, dims, mode, onesided)
+        spectrum = torch.ops.aten._fft_r2c(resized, [last], mode, onesided)
+        # Conjugated, the forward transform of a real signal is its inverse one.
+        return torch.ops.aten._fft_c2c(spectrum.conj_physical(), others, mode, False) if others else spectrum.conj()
 
     return function
-
-
-def _transformed(name: str, x: torch.Tensor, dims: list[int], norm: str | None) -> Any:
-    aten, forward = torch.ops.aten, name in ("fft", "rfft", "rfft2", "rfftn")
-    mode, onesided = _norm_mode(norm, forward), name not in ("fft", "ifft")
-    if forward:
-        return aten._fft_r2c(x, dims, mode, onesided)
-    last = aten._fft_r2c(x, dims[-1:], mode, onesided)
-    return aten._fft_c2c(last.conj_physical(), dims[:-1], mode, False) if dims[:-1] else last.conj()
-
-
-def _norm_mode(norm: str | None, forward: bool) -> int:
-    if norm == "ortho":
-        return _BY_ROOT_N
-    return _BY_N if forward == (norm == "forward") else _NONE
-
-
-def _dims(x: torch.Tensor, asked: Any, dim: Any) -> list[int]:
-    """The dims to transform: without any the last ones, as many as there are sizes; else all."""
-    if dim is None:
-        return list(range(x.dim()))[-len(asked) :] if asked else list(range(x.dim()))
-    return [one % x.dim() if -x.dim() <= one < x.dim() else x.dim() for one in _listed(dim)]
-
-
-def _sizes(x: torch.Tensor, dims: list[int], asked: Any) -> list[int]:
-    kept = [x.shape[dim] if dim < x.dim() else 0 for dim in dims]
-    if asked is None:
-        return kept
-    return [kept[i] if size == -1 and i < len(kept) else size for i, size in enumerate(_listed(asked))]
-
-
-def _listed(value: Any) -> list[int]:
-    return [value] if isinstance(value, int) else list(value)
-
-
-def _fit(x: torch.Tensor, dims: list[int], sizes: list[int], norm: str | None) -> bool:
-    are_of_it = all(dim < x.dim() for dim in dims) and 0 < len(set(dims)) == len(dims) == len(sizes)
-    return are_of_it and min(sizes) > 0 and norm in (None, "backward", "forward", "ortho")
-
-
-def _resized(x: torch.Tensor, dims: list[int], sizes: list[int]) -> torch.Tensor:
-    """Cut, or filled up with zeros."""
-    padding = [0, 0] * x.dim()
-    for dim, size in zip(dims, sizes, strict=True):
-        padding[2 * (x.dim() - 1 - dim) + 1] = max(0, size - x.shape[dim])
-        x = x.narrow(dim, 0, size) if size < x.shape[dim] else x
-    return torch.constant_pad_nd(x, padding) if any(padding) else x

@@ -7,7 +7,7 @@ decides it; and a Markdown file of its name in ``ampdbg/record/explanations/``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ampdbg.record.findings import Finding, Phase, Severity
@@ -19,14 +19,14 @@ class Code:
 
     Attributes:
         name: the public name, as in records and ``ampdbg explain``.
-        family: the heading that it is listed under.
         verdict: the record's verdict where this is the root finding.
         remedy: what cures it.
         headline: the report's first sentence, a template of :data:`FACTS`; empty where the explanation's title says it.
+        family: the heading that it is listed under: that of its table.
         information: the same where the finding is no more than information.
         pin_helps: running modules in FP32 may cure its step.
-        counts_against_a_patch: a run with the patch that shows it disproves the patch; what no pin could cure does not.
-        passes: nor does it where the run continues: its last steps are finite and taken.
+        disproves_patch: a run with the patch that shows it disproves the patch, although no pin cures it.
+        passes: a run with the patch that shows it disproves the patch, unless its last steps are finite and taken.
         fails_in_fp32: its step fails in FP32 as well.
         keeps_scale: its step has to be cured at its own loss scale, since a lower one would cure it too.
         erases_itself: the step's loss and gradients are finite.
@@ -48,13 +48,13 @@ class Code:
     """
 
     name: str
-    family: str
     verdict: Literal["precision", "other", "inconclusive"]
     remedy: str
     headline: str
+    family: str = ""
     information: str = ""
     pin_helps: bool = False
-    counts_against_a_patch: bool = True
+    disproves_patch: bool = False
     passes: bool = False
     fails_in_fp32: bool = False
     keeps_scale: bool = False
@@ -75,6 +75,11 @@ class Code:
     harmless_share: float = 0.0
     is_of_a_region: bool = False
     remedy_in_library: str = ""
+
+    @property
+    def counts_against_a_patch(self) -> bool:
+        """A run with the patch that shows it disproves the patch."""
+        return self.pin_helps or self.passes or self.disproves_patch
 
 
 FACTS = ("step", "phase", "where", "skips", "losses", "falling", "first", "last", "settles", "verdict")
@@ -99,19 +104,20 @@ KEEP_WEIGHTS = (
 )
 
 
-def _misuse(
-    name: str, family: str, phase: Phase, message: str, remedy: str, severity: Severity = "error", **more: Any
-) -> Code:
+def _misuse(name: str, phase: Phase, message: str, remedy: str, severity: Severity = "error", **more: Any) -> Code:
     """A misuse of autocast or of the scaler: nothing that it causes says anything about precision."""
-    other = {"verdict": "other", "headline": "", "why_no_pin": WHY_NO_PIN, "counts_against_a_patch": False}
-    known: dict[str, Any] = other | more
-    return Code(name, family, remedy=remedy, severity=severity, phase=phase, message=message, **known)
+    known: dict[str, Any] = {"verdict": "other", "headline": "", "why_no_pin": WHY_NO_PIN} | more
+    return Code(name, remedy=remedy, severity=severity, phase=phase, message=message, **known)
 
 
-_ALL = (
+def _of_half_weights(name: str, remedy: str, headline: str) -> Code:
+    """What half weights, or what is kept for them in half, lose of the updates."""
+    return Code(name, "precision", remedy, headline, why_no_pin=KEEP_WEIGHTS)
+
+
+_FORWARD = (
     Code(
         "forward-overflow",
-        FORWARD,
         "precision",
         "run this op in FP32 with its inputs cast up",
         "The forward pass overflows{where} at step {step}{losses}.",
@@ -120,7 +126,6 @@ _ALL = (
     ),
     Code(
         "silent-overflow",
-        FORWARD,
         "precision",
         "compute this statistic in FP32: x.float() before it",
         "An op overflows{where}, although the loss and every gradient are finite.",
@@ -130,7 +135,6 @@ _ALL = (
     ),
     Code(
         "buffer-poisoned",
-        FORWARD,
         "inconclusive",
         "cure what overflowed in this step, then reset the buffer",
         "A buffer is non-finite{where} after step {step} and stays so, although the weights are finite.",
@@ -139,7 +143,6 @@ _ALL = (
     ),
     Code(
         "eps-underflow",
-        FORWARD,
         "precision",
         "compute this statistic in FP32, or use an eps of at least 1e-6, which FP16 can hold",
         "FP16 rounds a divisor or a logarithm's argument to zero{where} at step {step}{losses}.",
@@ -153,7 +156,6 @@ _ALL = (
     ),
     Code(
         "mask-constant",
-        FORWARD,
         "other",
         "use masked_fill(mask, torch.finfo(x.dtype).min), or a boolean mask, in place of the constant",
         "The code writes a constant{where} that half precision cannot hold, at step {step}{losses}.",
@@ -162,7 +164,6 @@ _ALL = (
     ),
     Code(
         "precision-loss",
-        FORWARD,
         "precision",
         "run this op in FP32; if it already is, run the ops that compute its inputs in FP32",
         "Step {step} differs from FP32, and no overflow explains it.",
@@ -172,9 +173,11 @@ _ALL = (
             for op in ("binary_cross_entropy.", "binary_cross_entropy_backward")
         ),
     ),
+)
+
+_GRADIENTS = (
     Code(
         "gradient-overflow",
-        GRADIENTS,
         "precision",
         "run this op in FP32 with its inputs cast up",
         "Gradients overflow{where} although the loss is finite: {skips}{falling}.",
@@ -186,16 +189,13 @@ _ALL = (
     ),
     Code(
         "gradient-underflow",
-        GRADIENTS,
         "precision",
         "use a larger loss scale, or a dynamic one: torch.amp.GradScaler starts at 65536",
         "The loss scale is too low: part of the gradient is zero in half precision and not in FP32.",
-        counts_against_a_patch=False,
         why_no_pin="No pin helps: the loss scale is too low for the gradients of {step}.",
     ),
     Code(
         "no-usable-scale",
-        GRADIENTS,
         "precision",
         "run this op in FP32, or give each loss its own backward pass and GradScaler",
         "No loss scale suits every part of the model: {skips}{falling}.",
@@ -205,7 +205,6 @@ _ALL = (
     ),
     Code(
         "scale-calibration",
-        GRADIENTS,
         "other",
         "use a dynamic loss scale, which finds the right one by itself",
         "The loss scale {last} is too large, and nothing lowers it: {skips}.",
@@ -215,37 +214,30 @@ _ALL = (
     ),
     Code(
         "gradient-growth",
-        GRADIENTS,
         "other",
         "none is needed while the loss falls; if it does not, find out why the gradients grow",
         "Gradients grow from step {step} on, and the loss scale follows them: {skips}{falling}.",
         information="Healthy: {skips}; gradients grow, and the loss scale follows them{falling}.",
-        counts_against_a_patch=False,
         severity="info",
     ),
     Code(
         "scale-oscillation",
-        GRADIENTS,
         "other",
         "leave growth_interval at its default of 2000, or use a few hundred for a short run",
         "The loss scale grows too often: {skips}.",
-        counts_against_a_patch=False,
         harms_forward=False,
         severity="warning",
     ),
     Code(
         "scale-restart",
-        GRADIENTS,
         "other",
         "create the GradScaler once, before the loop",
         "The loss scale starts over too often: {skips}.",
-        counts_against_a_patch=False,
         harms_forward=False,
         severity="warning",
     ),
     Code(
         "scale-collapse",
-        GRADIENTS,
         "other",
         "cure the root cause: a smaller initial scale only delays the collapse",
         "The loss scale keeps falling: {first} at first, {last} at the end, {skips}.",
@@ -253,7 +245,6 @@ _ALL = (
     ),
     Code(
         "scale-runaway",
-        GRADIENTS,
         "other",
         "bring the loss near 1, as with a mean instead of a sum; check gradients after unscaling",
         "The loss scale goes from {first} to {last}, beyond what training needs.",
@@ -261,111 +252,87 @@ _ALL = (
     ),
     Code(
         "limit-ahead",
-        GRADIENTS,
         "inconclusive",
         "save a checkpoint before that step and scan from it: ampdbg scan, with checkpoint: {model: FILE, "
         "optimizer: FILE}",
         "Values grow{where} and come near FP16's limit.",
         information="Healthy so far; values that grow steadily{where} would reach FP16's limit.",
         why_no_pin="Nothing to pin yet: the growing values have not reached the limit at {step}.",
-        counts_against_a_patch=False,
     ),
-    Code(
+    _of_half_weights(
         "optimizer-underflow",
-        GRADIENTS,
-        "precision",
         "keep the parameters in float32 (no .half()) and let autocast lower the ops",
         "Half-precision weights lose the optimizer's updates.",
-        why_no_pin=KEEP_WEIGHTS,
-        counts_against_a_patch=False,
     ),
-    Code(
+    _of_half_weights(
         "frozen-weights",
-        GRADIENTS,
-        "precision",
         "keep the parameters, or only those named here, in float32 and let autocast lower the ops "
         "(from_pretrained(..., dtype=torch.float32)); or use an optimizer with stochastic rounding (torchao's "
         "AdamW8bit with bf16_stochastic_round=True) or with compensation (torch-optimi's AdamW); a fused "
         "optimizer rounds alike, and a learning rate at which these move breaks what moves now",
         "Some half-precision weights do not move: their updates are too small to change the rounded values.",
-        why_no_pin=KEEP_WEIGHTS,
-        counts_against_a_patch=False,
     ),
-    Code(
+    _of_half_weights(
         "frozen-average",
-        GRADIENTS,
-        "precision",
         "keep the average in float32, even of half weights: copy.deepcopy(model).float(), or .float() on each of "
         "its tensors before the first step; cast it to half where it is used",
         "An average of the weights (EMA, SWA) is kept in half precision and does not move.",
-        why_no_pin=KEEP_WEIGHTS,
-        counts_against_a_patch=False,
     ),
-    Code(
+    _of_half_weights(
         "lost-accumulation",
-        GRADIENTS,
-        "precision",
         "keep the parameters in float32 and let autocast lower the ops, so that gradients add up in float32; or "
         "use fewer, larger micro-batches (dividing the loss by their number does not help)",
         "Half precision loses part of the sum when the gradients of many micro-batches add up.",
-        why_no_pin=KEEP_WEIGHTS,
-        counts_against_a_patch=False,
     ),
-    Code(
+    _of_half_weights(
         "stuck-moment",
-        GRADIENTS,
-        "precision",
         "keep the parameters in float32 and let autocast lower the ops, or use beta2 = 0.95",
         "Adam's second moment is stuck in half precision: each decay by beta2 rounds back to the old value.",
-        why_no_pin=KEEP_WEIGHTS,
-        counts_against_a_patch=False,
     ),
+)
+
+_DATA = (
     Code(
         "data-nonfinite",
-        DATA,
         "other",
         "filter or repair these samples; no precision setting helps",
         "Bad data: the batch of step {step} holds inf or NaN.",
-        counts_against_a_patch=False,
         fails_in_fp32=True,
     ),
     Code(
         "data-range",
-        DATA,
         "other",
         "normalise the data: half precision cannot hold it",
         "Bad data: the batch of step {step} holds values that half precision cannot hold.",
-        counts_against_a_patch=False,
         why_no_pin="Nothing to pin: half precision cannot hold the data of {step}, and a pin would only hide that.",
         changes_function=True,
         phase="data",
     ),
     Code(
         "weights-nonfinite",
-        DATA,
         "other",
         "start from finite weights",
         "Bad state: weights, buffers or other values are non-finite before the forward pass of step {step}.",
+        disproves_patch=True,
         fails_in_fp32=True,
     ),
+)
+
+_OTHER = (
     Code(
         "infinite-loss",
-        OTHER,
         "other",
         "leave out the samples with an infinite loss, or change the formula; no precision helps",
         "The loss of step {step} is infinite in every precision, in FP32 and FP64 too.",
-        counts_against_a_patch=False,
         fails_in_fp32=True,
         remedy_at=(("ctc_loss", "filter these samples, or let the loss zero them (zero_infinity)"),),
         is_of_a_formula=True,
     ),
     Code(
         "true-nan",
-        OTHER,
         "other",
         "change the formula where its value or derivative is undefined; no precision helps",
         "Step {step} fails in every precision: the mathematics is wrong, not FP16.",
-        counts_against_a_patch=False,
         fails_in_fp32=True,
         remedy_at=(
             ("nll_loss", "leave out batches in which every target is ignored (ignore_index): a mean over none is 0/0"),
@@ -374,24 +341,21 @@ _ALL = (
     ),
     Code(
         "divergence",
-        OTHER,
         "other",
         "lower the learning rate, warm up, or clip gradients; no precision helps",
         "Training diverges at step {step}, in FP32 too.",
-        counts_against_a_patch=False,
         fails_in_fp32=True,
     ),
     Code(
         "hardware",
-        OTHER,
         "inconclusive",
         "run the step on another device or with other kernels",
         "The device computes step {step} wrongly, far below every limit.",
+        disproves_patch=True,
         why_no_pin="No pin helps: the device computes {step} wrongly.",
     ),
     Code(
         "unknown",
-        OTHER,
         "inconclusive",
         "compare with a run in FP32: --set precision.level=O0",
         "The {phase} pass of step {step} is not finite{losses}. The cause is unknown: {skips}{falling}.",
@@ -399,9 +363,11 @@ _ALL = (
         why_no_pin="ampdbg suggests no pin: the failure at {step} may not come from precision.",
         keeps_scale=True,
     ),
+)
+
+_CALLS = (
     _misuse(
         "misuse-clip-scaled",
-        CALLS,
         "optimizer",
         "the code clips gradients that still carry the loss scale, so they end up far below the limit",
         "clip after unscaling: scaler.unscale_(optimizer), then clip_grad_norm_, then scaler.step(optimizer)",
@@ -409,21 +375,18 @@ _ALL = (
     ),
     _misuse(
         "misuse-unscale-twice",
-        CALLS,
         "optimizer",
         "the code calls unscale_ on gradients that are already unscaled",
         "call scaler.unscale_(optimizer) at most once, between backward() and scaler.step(optimizer)",
     ),
     _misuse(
         "misuse-accumulate",
-        CALLS,
         "optimizer",
         "gradients add up across a call of unscale_, step or update, so their sum mixes loss scales",
         "call unscale_, clipping, step and update only after the last micro-batch of each step, and then zero_grad()",
     ),
     _misuse(
         "misuse-bare-step",
-        CALLS,
         "optimizer",
         "the code calls optimizer.step() past the scaler: no bad step is skipped, and gradients that no unscale_ has "
         "divided carry the loss scale",
@@ -432,7 +395,6 @@ _ALL = (
     ),
     _misuse(
         "misuse-unscaled-loss",
-        CALLS,
         "optimizer",
         "scaler.step() divides the gradients by the loss scale, but nothing scaled their loss",
         "scale the loss of each optimizer that the scaler steps: scaler.scale(loss).backward()",
@@ -441,7 +403,6 @@ _ALL = (
     ),
     _misuse(
         "misuse-unused-optimizer",
-        CALLS,
         "optimizer",
         "the code calls scaler.step(optimizer), but no parameter of that optimizer has a gradient",
         "step only the optimizers that the backward pass of this iteration has reached",
@@ -449,7 +410,6 @@ _ALL = (
     ),
     _misuse(
         "misuse-no-update",
-        CALLS,
         "optimizer",
         "no scaler.update() follows scaler.step(optimizer): the scale never adapts, and torch refuses the next step",
         "call scaler.update() once at the end of each iteration, after the steps of all optimizers",
@@ -457,7 +417,6 @@ _ALL = (
     ),
     _misuse(
         "misuse-many-updates",
-        CALLS,
         "optimizer",
         "scaler.update() runs before the step of another optimizer, which then unscales its gradients by the new scale",
         "call scaler.update() once, after the steps of all optimizers",
@@ -465,7 +424,6 @@ _ALL = (
     ),
     _misuse(
         "misuse-stale-gradients",
-        CALLS,
         "backward",
         "the code does not clear the gradients of a skipped step: they stay inf, and every later step is skipped too",
         "call optimizer.zero_grad() in every iteration, also after a skipped step",
@@ -473,7 +431,6 @@ _ALL = (
     ),
     _misuse(
         "misuse-scheduler-on-skip",
-        CALLS,
         "optimizer",
         "the learning-rate scheduler steps even though the scaler skipped the optimizer's step",
         "compare scaler.get_scale() before and after update(), and call scheduler.step() unless it fell",
@@ -484,14 +441,15 @@ _ALL = (
     ),
     _misuse(
         "misuse-gradient-penalty",
-        CALLS,
         "backward",
         "the code computes a penalty from gradients of the scaled loss without dividing them by the scale",
         "divide the gradients from torch.autograd.grad by scaler.get_scale() before the penalty, inside autocast",
     ),
+)
+
+_SETUP = (
     _misuse(
         "misuse-no-scaler",
-        SETUP,
         "backward",
         "the loss is computed in float16, and backward() runs without a loss scale: gradients below 3e-8 become zero",
         "use a torch.amp.GradScaler: scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update()",
@@ -500,7 +458,6 @@ _ALL = (
     ),
     _misuse(
         "misuse-scaler-bfloat16",
-        SETUP,
         "backward",
         "the code scales a loss that is computed in bfloat16, whose range is float32's and needs no loss scale",
         "leave the scaler out, or create it with enabled=False",
@@ -509,7 +466,6 @@ _ALL = (
     ),
     _misuse(
         "misuse-lost-upcast",
-        SETUP,
         "optimizer",
         "the upcast has no effect: it creates a new tensor that the loop discards, and the parameters stay in half",
         "write p.data = p.data.float(), before the optimizer is made, or model.float() for all of them",
@@ -517,14 +473,12 @@ _ALL = (
     ),
     _misuse(
         "misuse-half-parameters",
-        SETUP,
         "optimizer",
         "the parameters and their gradients are float16, and a scaler refuses to unscale those",
         "keep the parameters in float32 (no model.half()) and let autocast lower the ops",
     ),
     _misuse(
         "misuse-custom-function",
-        SETUP,
         "backward",
         "an autograd.Function without custom_fwd and custom_bwd meets mixed dtypes under autocast",
         "decorate forward with torch.amp.custom_fwd(device_type=..., cast_inputs=torch.float32) and backward with "
@@ -532,7 +486,6 @@ _ALL = (
     ),
     _misuse(
         "misuse-backward-in-autocast",
-        SETUP,
         "backward",
         "the code calls backward() inside autocast, where only the forward pass and the loss belong",
         "end the autocast block before backward(): each backward op runs in the dtype of its forward op",
@@ -541,49 +494,41 @@ _ALL = (
     ),
     Code(
         "not-half",
-        SETUP,
         "inconclusive",
         "run it with its weights on a GPU, or with ampdbg run --emulate: these steps say nothing about FP16; if "
         "it ran so already, the script itself disabled autocast, perhaps after asking a tensor for its device",
         "Half precision was asked for, but every step ran in FP32.",
         why_no_pin=WHY_NO_PIN,
-        counts_against_a_patch=False,
         severity="warning",
     ),
     Code(
         "half-weights",
-        SETUP,
         "precision",
         "load and keep the weights in float32, as with from_pretrained(..., dtype=torch.float32), and let "
         "autocast lower the ops",
         "Mixed precision was asked for, but the trained weights themselves are half.",
         information="{verdict}: {skips}; the trained weights are half, and nothing asked for mixed precision.",
         why_no_pin=KEEP_WEIGHTS,
-        counts_against_a_patch=False,
         harms_forward=False,
         severity="warning",
     ),
     Code(
         "rounded-buffer",
-        SETUP,
         "precision",
         "compute the buffer again in float32 after the cast, or cast only the parameters",
         "A cast of the model also cast a float32 buffer, whose values half precision cannot hold.",
         why_no_pin="No pin helps: the buffer itself is stored in half precision.",
-        counts_against_a_patch=False,
         harms_forward=False,
         severity="warning",
     ),
     _misuse(
         "misuse-bce",
-        SETUP,
         "forward",
         "binary_cross_entropy on probabilities is unsafe in float16, and autocast refuses it",
         "return logits and use torch.nn.BCEWithLogitsLoss, which is safe under autocast",
     ),
     _misuse(
         "misuse-autocast-float32",
-        SETUP,
         "forward",
         "autocast(dtype=torch.float32) makes no FP32 region: on CUDA, half tensors stay half in it",
         "use enabled=False, and cast the block's inputs with .float()",
@@ -591,29 +536,28 @@ _ALL = (
     ),
     _misuse(
         "misuse-autocast-device",
-        SETUP,
         "forward",
         "autocast names another device than the tensors' own, so it lowers none of their ops",
         "give autocast the device type of the tensors: torch.autocast(device_type=x.device.type)",
     ),
     _misuse(
         "misuse-autocast-decorator",
-        SETUP,
         "forward",
         "this autocast decorator does not run the forward pass under autocast",
         'decorate the function with a call: @torch.autocast("cuda")',
     ),
     _misuse(
         "misuse-unsaved-scaler",
-        SETUP,
         "optimizer",
         "the checkpoint lacks the scaler's state: a resumed run starts again at the initial scale",
         "save scaler.state_dict() beside the optimizer's, and load it with scaler.load_state_dict()",
         "warning",
     ),
+)
+
+_OLD = (
     _misuse(
         "deprecated-amp",
-        OLD,
         "forward",
         "torch.cuda.amp is deprecated since torch 2.4",
         'use torch.amp, and name the device: torch.amp.autocast("cuda"), torch.amp.GradScaler("cuda")',
@@ -621,7 +565,6 @@ _ALL = (
     ),
     _misuse(
         "apex-amp",
-        OLD,
         "forward",
         "apex.amp is no longer maintained and patches torch's functions; torch.amp replaces it",
         "use torch.autocast around the forward pass and the loss, and torch.amp.GradScaler around backward and step",
@@ -629,7 +572,6 @@ _ALL = (
     ),
     _misuse(
         "apex-class",
-        OLD,
         "forward",
         "torch has a class that does the same",
         "use torch's class",
@@ -637,7 +579,19 @@ _ALL = (
     ),
 )
 
-CODES: Mapping[str, Code] = {code.name: code for code in _ALL}
+CODES: Mapping[str, Code] = {
+    code.name: replace(code, family=family)
+    for family, codes in {
+        FORWARD: _FORWARD,
+        GRADIENTS: _GRADIENTS,
+        DATA: _DATA,
+        OTHER: _OTHER,
+        CALLS: _CALLS,
+        SETUP: _SETUP,
+        OLD: _OLD,
+    }.items()
+    for code in codes
+}
 """The catalogue: every code by its name, in the order in which they are listed."""
 
 

@@ -132,19 +132,15 @@ def write_record(record: Record, path: Path | str) -> None:
     write_atomically(Path(path), to_json(record))
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str, replace: Callable[[Path, bytes], None] = replace_file) -> None:
     """Replaces ``path`` by ``text`` in one step, through a temporary file in the same folder.
 
     Raises:
         RecordError: it cannot be written; the message names it.
     """
-    _written(replace_file, path, text)
-
-
-def _written(write: Callable[[Path, bytes], None], path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(path, text.encode("utf-8"))
+        replace(path, text.encode("utf-8"))
     except OSError as error:
         raise RecordError(f"{path}: cannot be written: {error.strerror or error}") from None
 
@@ -172,7 +168,7 @@ def write_latest(record: Record) -> None:
     Raises:
         RecordError: it cannot be written.
     """
-    _written(replace_name, LATEST, to_json(record))
+    write_atomically(LATEST, to_json(record), replace_name)
 
 
 def of_rank(name: str, rank: int) -> str:
@@ -215,7 +211,7 @@ def keep_out_of_git(beside: Path) -> None:
     marker = beside / FOLDER / ".gitignore"
     if not os.path.lexists(marker):  # nor is a link there that leads nowhere
         with contextlib.suppress(RecordError):
-            _written(replace_name, marker, "# Made by ampdbg.\n*\n")
+            write_atomically(marker, "# Made by ampdbg.\n*\n", replace_name)
 
 
 @functools.cache

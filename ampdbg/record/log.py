@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import re
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -59,11 +59,10 @@ class RunLog:
     """
 
     def __init__(self, path: Path | None, command: str, warn: Callable[[str], None], *, is_kept: bool = True) -> None:
-        self._given = None if path is None else path.absolute()
+        self._path = None if path is None else path.absolute()
         self._folder, self._command, self._warn = Path.cwd(), command, warn
         self._created = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._owner = os.getpid()
-        self._path: Path | None = None
         self._file: int | None = None
         self._is_over = not is_kept
         self._record = b""
@@ -81,16 +80,16 @@ class RunLog:
     def step(self, step: Step) -> None:
         """A step has ended."""
         self._last = step
-        self._write(_step_line(step))
+        self._write(_line("step", step))
 
     def thinned(self, steps: Sequence[Step]) -> None:
         """Healthy steps have been left out of the record: these are in it."""
-        if self._is_written and self._path is not None and self._path.is_file():
+        if self._path and self._file is not None and self._goes_on and self._path.is_file():
             lines = [_HEAD, self._record, *(_line("investigation", one) for one in self._seen)]
             lines += [_line("step", one) for one in steps]
             try:
                 replace_file(self._path, b"".join(lines))
-                self._reopen()
+                self._reopen(self._path)
             except (OSError, RecordError) as error:
                 self._goes_no_further(error)
 
@@ -120,27 +119,20 @@ class RunLog:
             self.step(record.steps[-1])
         self.note(object(), lambda: record, record.investigations)
         self._is_over = True
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        self._close()
 
     def _note_record(self, record: Record) -> None:
-        fields = {key: value for key, value in vars(record).items() if key not in ("steps", "investigations")}
-        self._record = _line("record", Record(**fields))
+        self._record = _line("record", replace(record, steps=(), investigations=()))
         self._write(self._record)
 
     @property
-    def _is_own(self) -> bool:
-        """The run began in this process: a forked child writes nothing."""
-        return os.getpid() == self._owner
-
-    @property
-    def _is_written(self) -> bool:
-        return self._file is not None and not self._is_over and self._is_own
+    def _goes_on(self) -> bool:
+        """It is not over, and the run began in this process: a forked child writes nothing."""
+        return not self._is_over and os.getpid() == self._owner
 
     def _write(self, line: bytes) -> None:
         """One write for each line: what is killed in between has written it, or has not."""
-        if self._is_over or not self._is_own:
+        if not self._goes_on:
             return
         try:
             if self._file is None:
@@ -152,36 +144,32 @@ class RunLog:
             self._goes_no_further(error)
 
     def _open(self) -> None:
-        path = self._given
-        if path is None:
-            path = path_in_folder(self._folder, self._created, self._command, ".jsonl")
+        if self._path is None:
+            self._path = path_in_folder(self._folder, self._created, self._command, ".jsonl")
             keep_out_of_git(self._folder)
         else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _check_place(path)
-        self._path = path
-        with path.open("wb" if path.is_file() or not path.exists() else "ab") as file:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            _check_place(self._path)
+        with self._path.open("wb" if self._path.is_file() or not self._path.exists() else "ab") as file:
             file.write(_HEAD)
-        self._reopen()
+        self._reopen(self._path)
 
-    def _reopen(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-        if self._path is not None:
-            self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | getattr(os, "O_BINARY", 0))
+    def _reopen(self, path: Path) -> None:
+        self._close()
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | getattr(os, "O_BINARY", 0))
 
-    def _goes_no_further(self, error: OSError | RecordError) -> None:
-        """What cannot be written ends the log, and not the run."""
-        self._is_over = True
+    def _close(self) -> None:
         if self._file is not None:
             with contextlib.suppress(OSError):
                 os.close(self._file)
             self._file = None
+
+    def _goes_no_further(self, error: OSError | RecordError) -> None:
+        """What cannot be written ends the log, and not the run."""
+        self._is_over = True
+        self._close()
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-        self._warn(
-            f"cannot write the log any more: {self._path or self._given or self._folder}: {reason}; the run continues"
-        )
+        self._warn(f"cannot write the log any more: {self._path or self._folder}: {reason}; the run continues")
 
 
 _HEAD = json.dumps({"format": LOG_FORMAT, "version": LOG_VERSION}).encode() + b"\n"
@@ -191,21 +179,6 @@ def _line(kind: str, value: Step | Investigation | Record) -> bytes:
     data = adapter(KINDS[kind]).dump_python(value, warnings=False, exclude_defaults=True)
     return _compact({kind: strict(data)}).encode() + b"\n"
 
-
-def _step_line(step: Step) -> bytes:
-    """As :func:`_line`; with nothing but finite numbers, as of nearly every step, written at once: a loop waits."""
-    is_of_one_loop = not (step.losses or step.succeeds or step.others or step.optimizer)
-    is_bad = step.groups or step.nonfinite or step.groups_hit
-    if is_bad or not is_of_one_loop or not math.isfinite(step.loss + (step.grad_norm or 0.0) + step.scale):
-        return _line("step", step)
-    norm = "" if step.grad_norm is None else f',"grad_norm":{step.grad_norm!r}'
-    scaler = f',"scaler":{step.scaler}' if step.scaler else ""
-    found_inf, skipped = _BOOLEANS[step.found_inf], _BOOLEANS[step.skipped]
-    numbers = f'"step":{step.step},"loss":{step.loss!r},"scale":{step.scale!r}'
-    return f'{{"step":{{{numbers},"found_inf":{found_inf},"skipped":{skipped}{norm}{scaler}}}}}\n'.encode()
-
-
-_BOOLEANS = ("false", "true")
 
 _compact = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
@@ -288,7 +261,7 @@ def _record_of(content: bytes) -> Record:
         },
         "log",
     )
-    return Record(**{**vars(made), "investigations": kept(made.investigations)})
+    return replace(made, investigations=kept(made.investigations))
 
 
 def _parsed(line: bytes, number: int) -> dict[str, Any]:

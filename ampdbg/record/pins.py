@@ -270,4 +270,4 @@ class Proof:
     def unproven(self) -> str:
         """Why nothing shows that the patch is needed, where it was run and no more; else ""."""
         left_out = [step.detail for step in self.steps if not step.ran]
-        return next(iter(left_out), "") * (len(self.steps) - len(left_out) < 2)
+        return left_out[0] if left_out and len(self.steps) - len(left_out) < 2 else ""

@@ -234,7 +234,7 @@ class LevelCost:
     level: str
     dtype: str
     pins: tuple[str, ...] = ()
-    verdict: Literal["healthy", "precision", "other", "inconclusive"] = "inconclusive"
+    verdict: Verdict = "inconclusive"
     finding: Finding | None = None
     error: str = ""
     steps: Count = 0
@@ -634,8 +634,9 @@ class ScriptRun:
 
     def again(self, environment: Environment) -> str:
         """What starts it again with ampdbg, as a shell takes it."""
-        options = [*["--emulate"] * environment.emulated, *["-m"] * self.is_module]
-        return " ".join(["ampdbg run", *options, self.command_line])
+        options = {"--emulate": environment.emulated, "-m": self.is_module}
+        typed = [option for option, is_given in options.items() if is_given]
+        return " ".join(["ampdbg run", *typed, self.command_line])
 
 
 @dataclass(frozen=True)

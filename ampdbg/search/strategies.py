@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 from ampdbg.record.pins import OWN, Trial, is_line
 
@@ -163,6 +164,7 @@ class OutOfTrials(Exception):  # noqa: N818 - not an error: a search ends at the
     """A set is to be tried that no trial is left for."""
 
 
+@dataclass
 class Trials:
     """The experiments of a search: which were made, which set is the best so far, and how to make another.
 
@@ -180,24 +182,20 @@ class Trials:
         best: the pins of the healthy set of the fewest atoms so far; None before there is one.
     """
 
-    def __init__(
-        self,
-        try_: Try,
-        tree: AtomTree,
-        *,
-        max_trials: int | None = None,
-        repeats: int = 1,
-        on_trial: Callable[[Trial], None] = lambda trial: None,
-        together: Iterable[Sequence[str]] = (),
-    ) -> None:
-        self.tree = tree
-        self.best: tuple[str, ...] | None = None
-        self._try = try_
-        self._max_trials = max_trials
-        self._repeats = repeats
-        self._on_trial = on_trial
-        self._made: dict[Atoms, Trial] = {}
-        self._units = {atom: unit for unit in map(tree.expand, together) if len(unit) > 1 for atom in unit}
+    try_: Try
+    tree: AtomTree
+    _: KW_ONLY
+    max_trials: int | None = None
+    repeats: int = 1
+    on_trial: Callable[[Trial], None] = lambda trial: None
+    together: Iterable[Sequence[str]] = ()
+    best: tuple[str, ...] | None = field(default=None, init=False)
+    _made: dict[Atoms, Trial] = field(default_factory=dict, init=False)
+
+    @functools.cached_property
+    def _units(self) -> dict[str, Atoms]:
+        """What each tied atom moves with."""
+        return {atom: unit for unit in map(self.tree.expand, self.together) if len(unit) > 1 for atom in unit}
 
     @property
     def made(self) -> tuple[Trial, ...]:
@@ -214,13 +212,13 @@ class Trials:
         """
         atoms = self.closed(pins)
         if atoms not in self._made:
-            if self._max_trials is not None and len(self._made) >= self._max_trials:
+            if self.max_trials is not None and len(self._made) >= self.max_trials:
                 raise OutOfTrials
             pins = self.tree.compress(atoms)
             trial = self._made[atoms] = trial_of(stage, self._run(pins))
             if trial.healthy and (self.best is None or len(atoms) < len(self.tree.expand(self.best))):
                 self.best = trial.pins
-            self._on_trial(trial)
+            self.on_trial(trial)
         return self._made[atoms]
 
     def known(self, pins: Iterable[str]) -> Trial | None:
@@ -238,9 +236,9 @@ class Trials:
         return tuple(dict.fromkeys(self._units.get(atom, frozenset((atom,))) for atom in ordered))
 
     def _run(self, pins: tuple[str, ...]) -> list[Trial]:
-        runs = [self._try(pins)]
-        while runs[-1].healthy and len(runs) < self._repeats:
-            runs.append(self._try(pins))
+        runs = [self.try_(pins)]
+        while runs[-1].healthy and len(runs) < self.repeats:
+            runs.append(self.try_(pins))
         return runs
 
 

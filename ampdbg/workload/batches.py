@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from ampdbg.workload.targets import Found, a
 
@@ -38,7 +38,7 @@ class BatchSource:
         self._delivered_id: int | None = None
         self._is_factory = is_factory(found.value)
         self._data = self._make()
-        self._used = False
+        self._is_spent = False
 
     def batches(self) -> Iterator[Any]:
         """Every batch, moved to the device, over and over.
@@ -67,9 +67,9 @@ class BatchSource:
         return f"batch{number} holds {'; '.join(leaves[:8]) if leaves else a(batch)}"
 
     def _start(self) -> Iterator[Any]:
-        if isinstance(self._data, Iterator) and self._used and self._is_factory:
+        if self._is_spent:
             self._data = self._make()
-        self._used = True
+        self._is_spent = self._is_factory and isinstance(self._data, Iterator)
         with self.found.user.running(f"{self.found.named}: starting it"):
             return iter(self._data)
 
@@ -113,9 +113,8 @@ class BatchSource:
 
 def is_factory(value: object) -> bool:
     """``value`` makes the data, and is not the data."""
-    return isinstance(value, type) or (
-        callable(value) and not hasattr(value, "__iter__") and not hasattr(value, "train_dataloader")
-    )
+    is_data = any(hasattr(value, name) for name in ("__iter__", "train_dataloader"))
+    return isinstance(value, type) or (callable(value) and not is_data)
 
 
 def why_no_batches(data: Any) -> str | None:
@@ -123,10 +122,10 @@ def why_no_batches(data: Any) -> str | None:
     items = data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ()
     if any(isinstance(item, DataLoader) for item in items):
         return f"{a(data)} of several DataLoaders; needed: one"
-    is_tuple_of_tensors = isinstance(data, tuple) and data and all(isinstance(item, torch.Tensor) for item in data)
+    is_tuple_of_tensors = isinstance(data, tuple) and {*map(type, data)} == {torch.Tensor}
     if is_tuple_of_tensors or isinstance(data, (torch.Tensor, Mapping)):
         return f"{a(data)}, which looks like one batch; needed: an iterable of batches, such as [batch]"
-    if isinstance(data, Dataset) and not isinstance(data, IterableDataset) and not hasattr(data, "__iter__"):
+    if isinstance(data, Dataset) and not hasattr(data, "__iter__"):
         return f"{a(data)}, a Dataset of single samples; needed: batches; wrap it in a DataLoader"
     if isinstance(data, (str, bytes)) or not (hasattr(data, "__iter__") or hasattr(data, "__getitem__")):
         return f"{a(data)}; needed: an iterable of batches, a factory of one, or an object with train_dataloader()"
@@ -144,8 +143,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
             return moved.detach().requires_grad_()  # a leaf there too: its gradient is looked for there
         return batch if moved is None else moved  # some move in place
     if isinstance(batch, tuple):
-        items = (to_device(item, device) for item in batch)
-        return type(batch)(*items) if hasattr(batch, "_fields") else tuple.__new__(type(batch), items)
+        return tuple.__new__(type(batch), (to_device(item, device) for item in batch))
     if isinstance(batch, list):
         moved = copy.copy(batch)
         moved[:] = [to_device(item, device) for item in batch]
@@ -154,13 +152,18 @@ def to_device(batch: Any, device: torch.device) -> Any:
         moved = copy.copy(batch)
         moved.update({key: to_device(value, device) for key, value in batch.items()})
         return moved
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        moved = copy.copy(batch)
-        for item in dataclasses.fields(batch):
-            # Frozen ones too, and without running __post_init__ again.
-            object.__setattr__(moved, item.name, to_device(getattr(batch, item.name), device))
-        return moved
-    return batch
+    fields = _fields(batch)
+    moved = copy.copy(batch) if fields else batch
+    for name in fields:
+        # Frozen ones too, and without running __post_init__ again.
+        object.__setattr__(moved, name, to_device(getattr(batch, name), device))
+    return moved
+
+
+def _fields(value: Any) -> tuple[str, ...]:
+    """Of an instance of a dataclass; of anything else none."""
+    is_one = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return tuple(field.name for field in dataclasses.fields(value)) if is_one else ()
 
 
 def tensor_leaves(batch: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -174,6 +177,5 @@ def tensor_leaves(batch: Any, path: str = "") -> Iterator[tuple[str, torch.Tenso
     elif isinstance(batch, (list, tuple)):
         for index, value in enumerate(batch):
             yield from tensor_leaves(value, f"{path}[{index}]")
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        for item in dataclasses.fields(batch):
-            yield from tensor_leaves(getattr(batch, item.name), f"{path}.{item.name}")
+    for name in _fields(batch):
+        yield from tensor_leaves(getattr(batch, name), f"{path}.{name}")

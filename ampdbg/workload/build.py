@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from ampdbg.workload.batches import Batches, BatchSource
 from ampdbg.workload.checkpoint import Checkpoint
 from ampdbg.workload.losses import StepFunction, choose_step, losses_in
 from ampdbg.workload.optimizers import Schedule, steps_noted, trainable, training_of
-from ampdbg.workload.targets import Found, Importer, a, forget_user_modules
+from ampdbg.workload.targets import Found, Importer, a, first_problem, forget_user_modules
 from ampdbg.workload.user_code import UserCode
 
 
@@ -163,37 +163,36 @@ def _modules_below(
 
 def _why_unusable(model: nn.Module) -> str | None:
     found = list(_modules_below(model))
-    endless = [name for name, _, is_in_itself in found if is_in_itself]
-    if endless:
-        return (
-            f"with a module inside itself: {listed(endless)}; torch's .to(), .train() and .state_dict() never "
-            "finish on it: keep a parent where torch registers no module, as in a list: self.parent = [parent]"
-        )
-    bare = [type(module).__name__ for _, module, _ in found if not hasattr(module, "_parameters")]
-    if bare:
-        return f"with modules whose __init__ does not call super().__init__(): {listed(dict.fromkeys(bare))}"
-    unhashable = [type(module).__name__ for _, module, _ in found if type(module).__hash__ is None]
-    if unhashable:
-        names = listed(dict.fromkeys(unhashable))
-        return f"with modules that define __eq__ and no __hash__: {names}; add `__hash__ = nn.Module.__hash__`"
-    traced = [name for name, module, _ in found if isinstance(module, TopLevelTracedModule)]
-    if traced:
-        which = listed(name or "the model itself" for name in traced)
-        return (
-            f"with code from torch.jit.trace: {which}; torch cannot run a traced module while ampdbg watches its "
-            "ops: give the module that was traced"
-        )
-    return None
+    endless = listed(name for name, _, is_in_itself in found if is_in_itself)
+    bare = _classes(module for _, module, _ in found if not hasattr(module, "_parameters"))
+    unhashable = _classes(module for _, module, _ in found if type(module).__hash__ is None)
+    traced = listed(name or "the model itself" for name, module, _ in found if isinstance(module, TopLevelTracedModule))
+    return first_problem(
+        {
+            f"with a module inside itself: {endless}; torch's .to(), .train() and .state_dict() never finish on it: "
+            "keep a parent where torch registers no module, as in a list: self.parent = [parent]": endless,
+            f"with modules whose __init__ does not call super().__init__(): {bare}": bare,
+            f"with modules that define __eq__ and no __hash__: {unhashable}; add `__hash__ = nn.Module.__hash__`": (
+                unhashable
+            ),
+            f"with code from torch.jit.trace: {traced}; torch cannot run a traced module while ampdbg watches its "
+            "ops: give the module that was traced": traced,
+        }
+    )
+
+
+def _classes(modules: Iterable[nn.Module]) -> str:
+    return listed(dict.fromkeys(type(module).__name__ for module in modules))
 
 
 def _why_untrainable(model: nn.Module) -> str | None:
     parameters: list[tuple[str, Any]] = list(model.named_parameters())
-    lazy = [name for name, parameter in parameters if is_lazy(parameter)]
-    if lazy:
-        return f"with lazy parameters, which have no shape yet: {listed(lazy)}; run one batch through it in the factory"
-    meta = [name for name, parameter in parameters if parameter.device.type == "meta"]
-    if meta:
-        return f"with parameters on the meta device, which hold no values: {listed(meta)}"
-    if not trainable(model):
-        return "without a trainable parameter; needed: at least one with requires_grad"
-    return None
+    lazy = listed(name for name, parameter in parameters if is_lazy(parameter))
+    meta = listed(name for name, parameter in parameters if parameter.device.type == "meta")
+    return first_problem(
+        {
+            f"with lazy parameters, which have no shape yet: {lazy}; run one batch through it in the factory": lazy,
+            f"with parameters on the meta device, which hold no values: {meta}": meta,
+            "without a trainable parameter; needed: at least one with requires_grad": not trainable(model),
+        }
+    )

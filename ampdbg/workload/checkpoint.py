@@ -6,13 +6,16 @@ message.
 
 from __future__ import annotations
 
+import functools
+import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, NamedTuple
 
 import torch
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
@@ -21,21 +24,35 @@ from torch.optim import Optimizer
 from ampdbg.config.schema import CheckpointFiles, Config
 from ampdbg.errors import WorkloadError, first_line
 from ampdbg.quantities import listed
-from ampdbg.workload.optimizers import Schedule, Training, groups_of
+from ampdbg.workload.optimizers import Training, groups_of
 from ampdbg.workload.user_code import UserCode
 
-Part = Literal["optimizer", "scaler", "scheduler"]
+WEIGHTS = ("state_dict", "model_state_dict", "model")
+"""Where training scripts put the weights within what they save."""
 
-_NESTINGS: Mapping[str, tuple[str, ...]] = {
-    "model": ("state_dict", "model_state_dict", "model"),
-    "optimizer": ("optimizer", "optimizer_state_dict", "optimizer_states", "optimizers", "optim"),
-    "scaler": ("scaler", "scaler_state_dict", "grad_scaler", "amp_scaler", "MixedPrecision", "amp"),
-    "scheduler": ("scheduler", "scheduler_state_dict", "lr_scheduler", "lr_scheduler_state_dict", "lr_schedulers"),
+
+class Part(NamedTuple):
+    """What else is saved: in words, the key by which its state is known alone, and the names that it is saved under."""
+
+    words: str
+    mark: str
+    names: list[str]
+
+
+PARTS = {
+    "optimizer": Part(
+        "an optimizer", "param_groups", "optimizer optimizer_state_dict optimizer_states optimizers optim".split()
+    ),
+    "scaler": Part(
+        "a loss scaler", "scale", "scaler scaler_state_dict grad_scaler amp_scaler MixedPrecision amp".split()
+    ),
+    "scheduler": Part(
+        "a scheduler",
+        "last_epoch",
+        "scheduler scheduler_state_dict lr_scheduler lr_scheduler_state_dict lr_schedulers".split(),
+    ),
 }
-"""Where training scripts, Lightning (plurals, MixedPrecision) and Apex (amp) put each part within what they save."""
-
-_MARKS: Mapping[Part, str] = {"optimizer": "param_groups", "scaler": "scale", "scheduler": "last_epoch"}
-"""The key by which the state of each part is known that is no part of something larger."""
+"""By the config's keys. Lightning has plurals and MixedPrecision, Apex has amp."""
 
 # What DistributedDataParallel and torch.compile put before every name.
 _WRAPPERS = ("module.", "_orig_mod.")
@@ -52,24 +69,20 @@ class Checkpoint:
         self._read: dict[Path, Any] = {}
         self._folder, given = config.folder, config.checkpoint
         self._model: tuple[Path, str] | None = None
-        self._parts: dict[Part, SavedPart] = {}
+        self._parts: dict[str, SavedPart] = {}
         if isinstance(given, Path):
-            self._model = given, config.where("checkpoint")
-            content = self._content(*self._model)
-            for part in _MARKS:
-                inside = _inside(content, part)
-                if inside:
-                    self._parts[part] = SavedPart(inside, f"{config.where('checkpoint')}: the {part} in {given.name}")
+            where = config.where("checkpoint")
+            self._model, content = (given, where), self._content(given, where)
+            for name, part in PARTS.items():
+                if inside := _inside(content, part.names):
+                    self._parts[name] = SavedPart(inside, f"{where}: the {name} in {given.name}")
         elif isinstance(given, CheckpointFiles):
-            if given.model is not None:
-                self._model = given.model, config.where("checkpoint.model")
-            for part, files in (
-                ("optimizer", given.optimizer or ()),
-                ("scaler", (given.scaler,) if given.scaler else ()),
-                ("scheduler", given.scheduler or ()),
-            ):
-                if files:
-                    self._parts[part] = self._part(part, files, config.where(f"checkpoint.{part}"))
+            for name, files in ((name, files) for name, files in given if files):
+                where = config.where(f"checkpoint.{name}")
+                if name == "model":
+                    self._model = files, where
+                else:
+                    self._parts[name] = self._part(PARTS[name], files if name != "scaler" else (files,), where)
 
     def load_model(self, model: nn.Module, user: UserCode) -> None:
         """Loads the weights.
@@ -101,16 +114,17 @@ class Checkpoint:
         """
         optimizer, scheduler = self._parts.get("optimizer"), self._parts.get("scheduler")
         if optimizer is not None:
-            load_optimizers(optimizer, training.optimizers, model, grouping)
+            load = functools.partial(load_optimizer, model=model, grouping=grouping)
+            optimizer.put_into(training.optimizers, "optimizers", load)
         known = [one for one in training.schedules if isinstance(one.scheduler, torch.optim.lr_scheduler.LRScheduler)]
-        if scheduler is not None and known:
-            load_schedules(scheduler, known)
-        elif scheduler is not None:
-            return (
-                f"{scheduler.where} is not used: the config names no scheduler, so the learning rate stays constant",
-            )
-        elif optimizer is not None and any(one.every for one in known):
-            return ("the checkpoint has no state of a learning-rate scheduler: the schedule starts over",)
+        if scheduler is None:
+            starts_over = optimizer is not None and any(one.every for one in known)
+            note = "the checkpoint has no state of a learning-rate scheduler: the schedule starts over"
+            return (note,) if starts_over else ()
+        if not known:
+            no_schedule = "the config names no scheduler, so the learning rate stays constant"
+            return (f"{scheduler.where} is not used: {no_schedule}",)
+        scheduler.put_into([one.scheduler for one in known], "schedulers", load_schedule)
         return ()
 
     def scaler(self) -> Mapping[str, Any] | None:
@@ -131,32 +145,32 @@ class Checkpoint:
         states: list[Any] = []
         for file in files:
             content = self._content(file, where)
-            is_bare = isinstance(content, Mapping) and _MARKS[part] in content
-            found = (content,) if is_bare else _inside(content, part)
+            found = (content,) if part.mark in _mapping(content) else _inside(content, part.names)
             if not found:
-                keys = f" with the keys {listed(map(_text, content), most=8)}" if isinstance(content, Mapping) else ""
                 raise WorkloadError(
-                    f"{where}: {file.name} holds no state of {_AN[part]} but a {type(content).__name__}{keys}; "
-                    f"allowed: its state_dict(), at the top or under {', '.join(_NESTINGS[part])}"
+                    f"{where}: {file.name} holds no state of {part.words} but {_in_words(content)}; "
+                    f"allowed: its state_dict(), at the top or under {', '.join(part.names)}"
                 )
             states += found
         return SavedPart(tuple(states), f"{where}: {listed(file.name for file in files)}")
 
 
-_AN: Mapping[Part, str] = {"optimizer": "an optimizer", "scaler": "a loss scaler", "scheduler": "a scheduler"}
+def _mapping(value: Any) -> Mapping[Any, Any]:
+    """The value where it is a mapping, else an empty one."""
+    return value if isinstance(value, Mapping) else {}
 
 
-def _text(key: object) -> str:
-    return repr(key)[:80] if not isinstance(key, str) else key[:80]
+def _in_words(content: Any) -> str:
+    keys = [f"{key!s:.80}" for key in _mapping(content)]
+    return f"a {type(content).__name__}{' with the keys ' if keys else ''}{listed(keys, most=8)}"
 
 
-def _inside(content: Any, part: Part) -> tuple[Any, ...]:
+def _inside(content: Any, names: Sequence[str]) -> tuple[Any, ...]:
     """The states of a part in what a training script has saved; empty where there are none, or only empty ones."""
-    saved = content if isinstance(content, Mapping) else {}
-    for key in _NESTINGS[part]:
-        value = saved.get(key)
-        states = (value,) if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-        if any(isinstance(state, Mapping) and any(_has_any(inner) for inner in state.values()) for state in states):
+    for name in names:
+        value = _mapping(content).get(name)
+        states = value if isinstance(value, (list, tuple)) else (value,)
+        if any(_has_any(inner) for state in states for inner in _mapping(state).values()):
             return tuple(states)
     return ()
 
@@ -186,19 +200,17 @@ def _read(path: Path, where: str) -> Any:
 
 def _state_dict(content: Any, where: str, path: Path) -> Mapping[str, Any]:
     """The mapping of names to tensors, also where a training script saved more than that."""
-    saved = content if isinstance(content, Mapping) else {}
-    inner = next((saved[key] for key in _NESTINGS["model"] if isinstance(saved.get(key), Mapping)), saved)
-    if any(isinstance(value, torch.Tensor) for value in inner.values()):
-        odd = [key for key in inner if not isinstance(key, str)]
-        if odd:
-            raise WorkloadError(f"{where}: {path.name} holds a tensor under {odd[0]!r:.80}; allowed: names to tensors")
-        return dict(inner)
-    keys = f" with the keys {listed(map(_text, saved), most=8)}" if saved else ""
-    kind = type(content).__name__
-    raise WorkloadError(
-        f"{where}: {path.name} holds no state dict but a {kind}{keys}; "
-        f"allowed: names to tensors, at the top or under {', '.join(_NESTINGS['model'])}"
-    )
+    saved = _mapping(content)
+    inner = next((saved[name] for name in WEIGHTS if isinstance(saved.get(name), Mapping)), saved)
+    if not any(isinstance(value, torch.Tensor) for value in inner.values()):
+        raise WorkloadError(
+            f"{where}: {path.name} holds no state dict but {_in_words(content)}; "
+            f"allowed: names to tensors, at the top or under {', '.join(WEIGHTS)}"
+        )
+    odd = [key for key in inner if not isinstance(key, str)]
+    if odd:
+        raise WorkloadError(f"{where}: {path.name} holds a tensor under {odd[0]!r:.80}; allowed: names to tensors")
+    return dict(inner)
 
 
 def _unwrapped(state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -211,8 +223,12 @@ def _unwrapped(state: Mapping[str, Any]) -> Mapping[str, Any]:
 def _load(model: nn.Module, state: Mapping[str, Any]) -> list[str]:
     """Loads what fits, and says what does not; a missing name that shares its tensor with a present one does."""
     own = model.state_dict()
-    misshapen = {name: _shapes(state[name], own[name]) for name in own if name in state}
-    misshapen = {name: shapes for name, shapes in misshapen.items() if shapes}
+    tensors = {name: (value, own.get(name)) for name, value in state.items()}
+    misshapen = {
+        name: f"{name} ({list(given.shape)} in the file, {list(needed.shape)} in the model)"
+        for name, (given, needed) in tensors.items()
+        if isinstance(given, torch.Tensor) and isinstance(needed, torch.Tensor) and given.shape != needed.shape
+    }
     fitting = {name: value for name, value in state.items() if name not in misshapen}
     result = model.load_state_dict(fitting, strict=False)
     loaded = {_memory(own[name]) for name in own if name in fitting}
@@ -220,15 +236,9 @@ def _load(model: nn.Module, state: Mapping[str, Any]) -> list[str]:
     found = (
         ("missing", missing),
         ("not in the model", list(result.unexpected_keys)),
-        ("of another shape", [f"{name} ({shapes})" for name, shapes in misshapen.items()]),
+        ("of another shape", list(misshapen.values())),
     )
     return [f"{len(names)} {problem}: {listed(names, most=4)}" for problem, names in found if names]
-
-
-def _shapes(given: Any, needed: Any) -> str:
-    if not isinstance(given, torch.Tensor) or not isinstance(needed, torch.Tensor) or given.shape == needed.shape:
-        return ""
-    return f"{list(given.shape)} in the file, {list(needed.shape)} in the model"
 
 
 def _memory(value: Any) -> object:
@@ -248,6 +258,21 @@ class SavedPart:
     states: tuple[Any, ...]
     where: str
 
+    def put_into(self, owners: Sequence[Any], noun: str, load: Callable[[Any, Any], None]) -> None:
+        """Loads each state into its owner; ``noun`` is what owners are called.
+
+        Raises:
+            WorkloadError: there are more or fewer owners, or ``load`` raised, as it does where the state does not fit.
+        """
+        if len(self.states) != len(owners):
+            counts = f"{len(self.states)} in the file, {len(owners)} in the run"
+            raise self.misfit(type(owners[0]), f"another number of {noun}: {counts}")
+        for owner, state in zip(owners, self.states, strict=True):
+            try:
+                load(owner, state)
+            except Exception as error:  # noqa: BLE001 - what a stranger's file makes it raise
+                raise self.misfit(type(owner), first_line(error)) from None
+
     def misfit(self, kind: type, problem: str) -> WorkloadError:
         alone = "to load the weights only: checkpoint: {model: FILE}"
         return WorkloadError(f"{self.where} does not fit the {kind.__name__}\n  {problem}\n  {alone}")
@@ -257,70 +282,55 @@ _OF_THE_MACHINE = ("foreach", "fused", "capturable", "differentiable")
 """Settings of a group that say how a step is computed, and not what: those of the run hold."""
 
 
-def load_optimizers(saved: SavedPart, optimizers: Sequence[Optimizer], model: nn.Module, grouping: str) -> None:
-    """Puts the states into the optimizers; the settings of their groups, such as the learning rate, come with them.
+def load_optimizer(optimizer: Optimizer, state: Any, model: nn.Module, grouping: str) -> None:
+    """Puts a state into an optimizer; the settings of its groups, such as the learning rate, come with it.
 
     Args:
-        saved: a state for each optimizer.
-        optimizers: those of the run, over parameters of the model.
+        optimizer: one of the run, over parameters of the model.
+        state: what a file holds.
         model: names the parameters, and says in which order a script has them.
         grouping: how a config groups parameters by itself: a script with one group of all is understood there too.
 
     Raises:
-        WorkloadError: they do not fit.
+        Exception: it does not fit.
     """
-    if len(saved.states) != len(optimizers):
-        counts = f"{len(saved.states)} in the file, {len(optimizers)} in the run"
-        raise saved.misfit(type(optimizers[0]), f"another number of optimizers: {counts}")
-    by_config = [group["name"] for group in groups_of(model, grouping)]
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for optimizer, state in zip(optimizers, saved.states, strict=True):
-        is_by_config = by_config == [group["name"] for group in optimizer.param_groups]
-        problem = _loaded(state, optimizer, model if is_by_config else None)
-        problem = problem or _unlike_states(optimizer, names)
-        if problem:
-            raise saved.misfit(type(optimizer), problem)
-
-
-def _loaded(state: Any, optimizer: Optimizer, model: nn.Module | None) -> str:
-    """Loads one state, or says why it cannot be; with a model its own groups are those of a config."""
     if not _is_optimizer_state(state):
-        return "it is no state_dict() of a torch optimizer"
-    groups = state["param_groups"] if model is None else _regrouped(state["param_groups"], optimizer, model)
-    problem = _unlike_groups(groups, optimizer, is_by_config=model is not None) or _unlike_settings(groups, optimizer)
-    if not problem:
-        try:
-            optimizer.load_state_dict(_fitted(state, groups, optimizer))
-        except Exception as error:  # noqa: BLE001 - what a stranger's file makes it raise
-            return first_line(error)
-    return problem
+        raise ValueError("it is no state_dict() of a torch optimizer")
+    own, groups = optimizer.param_groups, state["param_groups"]
+    is_by_config = [group["name"] for group in groups_of(model, grouping)] == [group["name"] for group in own]
+    hint = ""
+    if is_by_config:
+        groups = _regrouped(groups, optimizer, model)
+        hint = "; make it as the training script does: optimizer: {target: FILE.py:NAME}, a function of the model"
+    given, needed = [len(group["params"]) for group in groups], [len(group["params"]) for group in own]
+    if given != needed:
+        counts = f"{_counts(given)} in the file, {_counts(needed)} in the run"
+        raise ValueError(f"other parameter groups: {counts}{hint}")
+    # Another kind of optimizer lacks some of the numbers; flags come and go with versions of torch.
+    numbers = [key for key, value in optimizer.defaults.items() if _is_numeric(value)]
+    wrong = [key for key in numbers if not all(_is_numeric(group.get(key)) for group in groups)]
+    if wrong:
+        raise ValueError(f"settings that are missing, or no numbers: {listed(wrong, most=6)}")
+    optimizer.load_state_dict(_fitted(state, groups, optimizer))
+    _check_states(optimizer, {id(parameter): name for name, parameter in model.named_parameters()})
 
 
 def _is_optimizer_state(state: Any) -> bool:
-    if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
+    """It has groups of parameters, each parameter once, and for some of those a mapping."""
+    try:
+        ids = [index for group in state["param_groups"] for index in group["params"]]
+        are_states = all(isinstance(of_parameter, Mapping) for of_parameter in state["state"].values())
+        return are_states and set(state["state"]) <= set(ids) and 0 < len(set(ids)) == len(ids)
+    except (AttributeError, LookupError, TypeError):
         return False
-    groups = state.get("param_groups")
-    if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
-        return False
-    ids = [index for group in groups for index in _ids(group)]
-    are_ids = all(isinstance(index, (int, str)) for index in (*ids, *state["state"]))
-    are_states = all(isinstance(of_parameter, Mapping) for of_parameter in state["state"].values())
-    return are_ids and are_states and bool(ids) and len(set(ids)) == len(ids) and set(state["state"]) <= set(ids)
-
-
-def _ids(group: Mapping[str, Any]) -> Sequence[Any]:
-    ids = group.get("params")
-    return ids if isinstance(ids, (list, tuple)) else ()
 
 
 def _regrouped(groups: Sequence[Any], optimizer: Optimizer, model: nn.Module) -> Sequence[Any]:
     """The one group of ``Optimizer(model.parameters())``, with or without frozen parameters, as those of the run."""
-    if len(groups) != 1:
-        return groups
     every = list(model.parameters())
-    ids = _ids(groups[0])
+    ids = [index for group in groups for index in group["params"]]
     trained = every if len(ids) == len(every) else [parameter for parameter in every if parameter.requires_grad]
-    if len(ids) != len(trained):
+    if len(groups) != 1 or len(ids) != len(trained):
         return groups
     by_parameter = {id(parameter): index for parameter, index in zip(trained, ids, strict=True)}
     return [
@@ -329,24 +339,10 @@ def _regrouped(groups: Sequence[Any], optimizer: Optimizer, model: nn.Module) ->
     ]
 
 
-def _unlike_groups(groups: Sequence[Any], optimizer: Optimizer, *, is_by_config: bool) -> str:
-    given, needed = [len(_ids(group)) for group in groups], [len(group["params"]) for group in optimizer.param_groups]
-    made = "; make it as the training script does: optimizer: {target: FILE.py:NAME}, a function of the model"
-    counts = f"{_counts(given)} in the file, {_counts(needed)} in the run"
-    return f"other parameter groups: {counts}{made if is_by_config else ''}" if given != needed else ""
-
-
 def _counts(sizes: Sequence[int]) -> str:
     if len(sizes) == 1:
         return f"one of {sizes[0]} parameters"
     return f"{len(sizes)} of {listed(map(str, sizes), most=4)} parameters"
-
-
-def _unlike_settings(groups: Sequence[Any], optimizer: Optimizer) -> str:
-    """Settings that another kind of optimizer does not have; flags come and go with versions of torch."""
-    needed = [key for key, value in optimizer.defaults.items() if _is_numeric(value)]
-    wrong = [key for key in needed if not all(_is_numeric(group.get(key)) for group in groups)]
-    return f"settings that are missing, or no numbers: {listed(wrong, most=6)}" if wrong else ""
 
 
 def _is_numeric(value: Any) -> bool:
@@ -358,32 +354,30 @@ def _is_numeric(value: Any) -> bool:
 def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return type(value) in (int, float)
 
 
 def _fitted(state: Mapping[str, Any], groups: Sequence[Any], optimizer: Optimizer) -> dict[str, Any]:
     """The state in the layout of the optimizer's own; what only the run's groups have stays as it is."""
     own = optimizer.state_dict()
-    kept = [
-        {key: value for key, value in group.items() if key not in given or key in ("name", "params", *_OF_THE_MACHINE)}
-        for group, given in zip(own["param_groups"], groups, strict=True)
-    ]
-    index = {
-        old: new
-        for group, given in zip(own["param_groups"], groups, strict=True)
-        for new, old in zip(group["params"], _ids(given), strict=True)
-    }
+    pairs = list(zip(groups, own["param_groups"], strict=True))
+    index = {old: new for given, mine in pairs for old, new in zip(given["params"], mine["params"], strict=True)}
+    kept = ("name", "params", *_OF_THE_MACHINE)
     return {
         **own,
         "state": {index[old]: value for old, value in state["state"].items() if old in index},
-        "param_groups": [{**given, **mine} for given, mine in zip(groups, kept, strict=True)],
+        "param_groups": [{**mine, **given, **{key: mine[key] for key in kept if key in mine}} for given, mine in pairs],
     }
 
 
-def _unlike_states(optimizer: Optimizer, names: Mapping[int, str]) -> str:
-    """What a torch optimizer would have made otherwise, found by a step of its like on tensors without memory."""
+def _check_states(optimizer: Optimizer, names: Mapping[int, str]) -> None:
+    """Refuses what a torch optimizer would have made otherwise, as a step of its like on tensors without memory shows.
+
+    Raises:
+        ValueError: something of a parameter's state is missing, or of another shape.
+    """
     if not type(optimizer).__module__.startswith("torch.optim"):
-        return ""
+        return
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     twins = {one: nn.Parameter(torch.empty_like(one, device="meta")) for one in parameters}
     groups = [
@@ -397,51 +391,60 @@ def _unlike_states(optimizer: Optimizer, names: Mapping[int, str]) -> str:
         other = like(groups)
         other.step()
     except Exception:  # noqa: BLE001 - it looks at numbers, wants sparse gradients, or a closure
-        return ""
-    unlike: dict[str, list[str]] = {}
-    for parameter, twin in twins.items():
-        state = optimizer.state.get(parameter)
-        wrong = [key for key, made in other.state[twin].items() if not _is_like(state.get(key), made)] if state else []
-        if wrong:
-            unlike[names.get(id(parameter), "a parameter")] = wrong
-    if not unlike:
-        return ""
-    name, keys = next(iter(unlike.items()))
-    more = f"; the same for {len(unlike) - 1} more parameters" if len(unlike) > 1 else ""
-    return f"{listed(keys, most=4)} of {name}: missing, or of another shape{more}"
+        return
+    unlike = {
+        names.get(id(one), "a parameter"): wrong
+        for one, state in optimizer.state.items()
+        if state
+        and (wrong := [key for key, made in other.state[twins[one]].items() if not _is_like(state.get(key), made)])
+    }
+    for name, keys in unlike.items():
+        more = f"; the same for {len(unlike) - 1} more parameters" if len(unlike) > 1 else ""
+        raise ValueError(f"{listed(keys, most=4)} of {name}: missing, or of another shape{more}")
 
 
 def _is_like(given: Any, made: Any) -> bool:
-    if not isinstance(made, torch.Tensor):
-        return made is None or _is_numeric(given)
-    if made.dim() == 0:
-        return _is_number(given)
-    return isinstance(given, torch.Tensor) and given.shape == made.shape
+    if isinstance(made, torch.Tensor) and made.dim() > 0:
+        return getattr(given, "shape", None) == made.shape
+    return made is None or _is_numeric(given)
 
 
-def load_schedules(saved: SavedPart, schedules: Sequence[Schedule]) -> None:
-    """Puts the states into the schedulers.
+def load_schedule(scheduler: Any, state: Any) -> None:
+    """Puts a state into a scheduler: what the scheduler itself keeps, and nothing else.
 
     Raises:
-        WorkloadError: they do not fit.
+        Exception: it does not fit.
     """
-    if len(saved.states) != len(schedules):
-        counts = f"{len(saved.states)} in the file, {len(schedules)} in the run"
-        raise saved.misfit(type(schedules[0].scheduler), f"another number of schedulers: {counts}")
-    for schedule, state in zip(schedules, saved.states, strict=True):
-        own = schedule.scheduler.state_dict()
-        given = state if isinstance(state, Mapping) else {}
-        wrong = [key for key, value in own.items() if _is_numeric(value) and not _is_numeric(given.get(key))]
-        missing = [key for key in wrong if not key.startswith("_")]  # those come and go with versions of torch
-        problem = f"missing, or no numbers: {listed(missing, most=4)}" if missing else ""
-        if not problem:
-            fitted = {key: given[key] if key in given and key not in wrong else value for key, value in own.items()}
-            try:
-                schedule.scheduler.load_state_dict(fitted)
-            except Exception as error:  # noqa: BLE001 - what a stranger's file makes it raise
-                problem = first_line(error)
-        if problem:
-            raise saved.misfit(type(schedule.scheduler), problem)
+    own, given = scheduler.state_dict(), _mapping(state)
+    wrong = [key for key, value in own.items() if _is_numeric(value) and not _is_numeric(given.get(key))]
+    missing = [key for key in wrong if not key.startswith("_")]  # those come and go with versions of torch
+    if missing:
+        raise ValueError(f"missing, or no numbers: {listed(missing, most=4)}")
+    scheduler.load_state_dict({**own, **{key: given[key] for key in (own.keys() & given.keys()).difference(wrong)}})
+
+
+def _finite(value: Any) -> float:
+    if not _is_number(value) or not math.isfinite(value):
+        raise ValueError("no finite number")
+    return float(value)
+
+
+_Finite = Annotated[float, BeforeValidator(_finite)]
+_Whole = Annotated[int, BeforeValidator(lambda value: int(_finite(value)))]
+
+
+class ScalerState(BaseModel):
+    """The state of a GradScaler, and what of it may be."""
+
+    scale: Annotated[_Finite, Field(gt=0)]
+    growth_factor: Annotated[_Finite, Field(gt=1)]
+    backoff_factor: Annotated[_Finite, Field(gt=0, lt=1)]
+    growth_interval: Annotated[_Whole, Field(ge=1, lt=2**31)]
+    growth_tracker: Annotated[_Whole, Field(ge=0, lt=2**31, alias="_growth_tracker")]
+
+
+_APEX = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+"""What Apex's dynamic scaler has built in (``apex/amp/scaler.py``)."""
 
 
 def scaler_state(saved: SavedPart) -> Mapping[str, Any]:
@@ -450,27 +453,12 @@ def scaler_state(saved: SavedPart) -> Mapping[str, Any]:
     Raises:
         WorkloadError: it is neither.
     """
-    given = saved.states[0] if len(saved.states) == 1 and isinstance(saved.states[0], Mapping) else {}
-    apex = given.get("loss_scaler0")
-    if isinstance(apex, Mapping):
+    first, *others = saved.states
+    given = {} if others else _mapping(first)
+    if apex := _mapping(given.get("loss_scaler0")):
         given = {**_APEX, "scale": apex.get("loss_scale"), "_growth_tracker": apex.get("unskipped")}
-    state = {key: float(given[key]) for key in _ALLOWED if _is_number(given.get(key))}
-    wrong = [key for key, is_allowed in _ALLOWED.items() if key not in state or not is_allowed(state[key])]
-    if wrong:
-        raise saved.misfit(torch.amp.GradScaler, f"missing, or not allowed: {listed(wrong, most=5)}")
-    return {key: int(value) if key in _WHOLE else value for key, value in state.items()}
-
-
-_WHOLE = ("growth_interval", "_growth_tracker")
-
-_ALLOWED: Mapping[str, Any] = {
-    "scale": lambda value: 0.0 < value < float("inf"),
-    "growth_factor": lambda value: 1.0 < value < float("inf"),
-    "backoff_factor": lambda value: 0.0 < value < 1.0,
-    "growth_interval": lambda value: 1.0 <= value < 2.0**31,
-    "_growth_tracker": lambda value: 0.0 <= value < 2.0**31,
-}
-"""The keys of a GradScaler's state, and what each may be."""
-
-_APEX = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
-"""What Apex's dynamic scaler has built in (``apex/amp/scaler.py``)."""
+    try:
+        return ScalerState.model_validate(given).model_dump(by_alias=True)
+    except ValidationError as error:
+        wrong = listed((str(item["loc"][0]) for item in error.errors()), most=5)
+        raise saved.misfit(torch.amp.GradScaler, f"missing, or not allowed: {wrong}") from None

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ampdbg.errors import WorkloadError
-from ampdbg.workload.targets import Found, a
+from ampdbg.workload.targets import Found, a, first_problem
 
 _MISSING = object()
 _NEEDED = 'needed: a scalar tensor, or an output that carries one as .loss or ["loss"]'
@@ -55,8 +55,8 @@ def call_model(model: nn.Module, batch: Any) -> Any:
     """A dict is spread by name; of a pair the inputs are used, spread if a tuple; anything else is passed as it is."""
     if isinstance(batch, Mapping):
         return model(**batch)
-    inputs = batch[0] if is_pair(batch) else batch
-    return model(*inputs) if is_pair(batch) and isinstance(inputs, tuple) else model(inputs)
+    inputs = batch[0] if is_pair(batch) else (batch,)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
 def is_pair(batch: Any) -> bool:
@@ -93,10 +93,10 @@ def _by_training_step(model: nn.Module) -> StepFunction:
             "watch; write a `step` target, step(model, batch), that returns the losses"
         )
     training_step: Any = model.training_step
-    takes_index = len(inspect.signature(training_step).parameters) > 1
+    taken = max(1, len(inspect.signature(training_step).parameters))
     return StepFunction(
         f"{type(model).__name__}.training_step",
-        lambda batch, index: training_step(batch, index) if takes_index else training_step(batch),
+        lambda batch, index: training_step(*(batch, index)[:taken]),
         named="without loss",
     )
 
@@ -122,11 +122,12 @@ def _named(output: Any, step: StepFunction) -> Mapping[str, Any]:
     carried = getattr(output, "loss", _MISSING)
     if carried is not _MISSING:
         return {"loss": carried}
-    if isinstance(output, Mapping) and "loss" in output and step.named != "all":
-        return {"loss": output["loss"]}
-    if isinstance(output, Mapping) and output and step.named != "none":
-        return {str(name): value for name, value in output.items()}
-    keys = f" with the keys {', '.join(map(str, output))}" if isinstance(output, Mapping) and output else ""
+    items = output if isinstance(output, Mapping) else {}
+    if "loss" in items and step.named != "all":
+        return {"loss": items["loss"]}
+    if items and step.named != "none":
+        return {str(name): value for name, value in items.items()}
+    keys = f" with the keys {', '.join(map(str, items))}" if items else ""
     raise WorkloadError(f"{step.source} returned {a(output)}{keys}; {_NEEDED}{step.hint}")
 
 
@@ -135,14 +136,17 @@ def _why_no_loss(value: Any) -> str | None:
         return "is None; an output carries no loss when its batch has no labels"
     if not isinstance(value, torch.Tensor):
         return f"is {a(value)}; needed: a scalar tensor (.item() and float() cut it off from the model)"
-    if value.layout is not torch.strided:
-        return f"has the layout {str(value.layout)[6:]}; needed: a dense scalar, such as its .to_dense()"
-    if value.device.type == "meta":
-        return "is on the meta device, which holds no values; needed: a scalar of the device that the model is on"
-    if value.numel() != 1:
-        return f"has the shape {list(value.shape)}; needed: a scalar, such as its .mean()"
-    if not value.is_floating_point():
-        return f"has the dtype {str(value.dtype)[6:]}; needed: a floating-point scalar"
-    if torch.is_grad_enabled() and not value.requires_grad:
-        return "does not require a gradient; it was detached, computed under no_grad, or reaches no trainable parameter"
-    return None
+    problems = {
+        f"has the layout {str(value.layout)[6:]}; needed: a dense scalar, such as its .to_dense()": (
+            value.layout is not torch.strided
+        ),
+        "is on the meta device, which holds no values; needed: a scalar of the device that the model is on": (
+            value.device.type == "meta"
+        ),
+        f"has the shape {list(value.shape)}; needed: a scalar, such as its .mean()": value.numel() != 1,
+        f"has the dtype {str(value.dtype)[6:]}; needed: a floating-point scalar": not value.is_floating_point(),
+        "does not require a gradient; it was detached, computed under no_grad, or reaches no trainable parameter": (
+            torch.is_grad_enabled() and not value.requires_grad
+        ),
+    }
+    return first_problem(problems)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -16,18 +15,16 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ampdbg.config.schema import Config
 from ampdbg.errors import WorkloadError
-from ampdbg.workload.targets import Found, a
+from ampdbg.workload.targets import Found, a, first_problem, required, signature_of
 from ampdbg.workload.user_code import UserCode
 
 
 def groups_of(model: nn.Module, grouping: str) -> list[dict[str, Any]]:
     """The trainable parameters in named groups: one for each, one for each module, or a single one."""
-    if grouping == "single":
-        return [{"params": [parameter for _, parameter in trainable(model)], "name": "all"}]
     groups: dict[str, list[nn.Parameter]] = {}
     for name, parameter in trainable(model):
-        owner = name.rpartition(".")[0] or "(root)"
-        groups.setdefault(name if grouping == "parameter" else owner, []).append(parameter)
+        names = {"parameter": name, "module": name.rpartition(".")[0] or "(root)", "single": "all"}
+        groups.setdefault(names[grouping], []).append(parameter)
     return [{"params": parameters, "name": name} for name, parameters in groups.items()]
 
 
@@ -55,10 +52,10 @@ def training_of(model: nn.Module, found: Mapping[str, Found], config: Config, us
         WorkloadError: the result is no optimizer, or one over another model's parameters, or no scheduler.
         UserCodeError: making it raised.
     """
-    configure, own = getattr(model, "configure_optimizers", None), f"{type(model).__name__}.configure_optimizers()"
-    has_own = callable(configure) and _takes_nothing(configure)
+    configure: Any = getattr(model, "configure_optimizers", None)
+    own, has_own = f"{type(model).__name__}.configure_optimizers()", callable(configure) and not required(configure)
     schedules: tuple[Schedule, ...] = ()
-    if callable(configure) and has_own and "optimizer" not in config.model_fields_set:
+    if has_own and "optimizer" not in config.model_fields_set:
         with user.running(own):
             made = configure()
         optimizers = _optimizers_over(model, made, own)
@@ -76,8 +73,8 @@ def training_of(model: nn.Module, found: Mapping[str, Found], config: Config, us
 
 
 def _optimizers_over(model: nn.Module, made: Any, source: str) -> tuple[Optimizer, ...]:
-    optimizers = optimizers_in(made)
-    if not optimizers:
+    optimizers = tuple(_parts_of(made)[0])
+    if not optimizers or not all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
         raise WorkloadError(f"{source} gave {a(made)}; needed: a torch.optim.Optimizer, or a list of them")
     bare = [type(optimizer).__name__ for optimizer in optimizers if not hasattr(optimizer, "param_groups")]
     if bare:
@@ -93,42 +90,26 @@ def _made(model: nn.Module, found: Found, grouping: str) -> Any:
         return found.value
     if not callable(found.value):
         raise found.refuse(f"is {a(found.value)}; needed: an Optimizer class, or a function that returns an optimizer")
-    if next(iter(_signature(found.value).parameters), "") == "model" and not isinstance(found.value, type):
+    if next(iter(signature_of(found.value).parameters), "") == "model" and not isinstance(found.value, type):
         return found.made(model, names=("model",))
     return found.made(groups_of(model, grouping), names=("params",))
 
 
-def _takes_nothing(function: Callable[..., Any]) -> bool:
-    try:
-        _signature(function).bind()
-    except TypeError:
-        return False
-    return True
+def _parts_of(made: Any) -> tuple[list[Any], list[Any]]:
+    """The optimizers and the schedulers in any of the shapes that Lightning's ``configure_optimizers`` may return.
 
-
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    try:
-        return inspect.signature(function)
-    except (ValueError, TypeError):  # some builtins have none
-        return inspect.Signature()
-
-
-def optimizers_in(made: Any) -> tuple[Optimizer, ...]:
-    """The optimizers in any of the shapes that Lightning's ``configure_optimizers`` may return; empty for others.
-
-    An optimizer; a list or tuple of them; ``(optimizer, scheduler)``, or lists of both;
-    a dict with ``"optimizer"``; a list of such dicts.
+    An optimizer; a list or tuple of them; ``(optimizer, scheduler)``, or lists of both; a dict with ``"optimizer"`` and
+    ``"lr_scheduler"``; a list of such dicts. A scheduler stands by itself or in Lightning's mapping.
     """
-    if isinstance(made, Optimizer):
-        return (made,)
     if isinstance(made, Mapping):
-        return optimizers_in(made.get("optimizer"))
-    if isinstance(made, Sequence) and not isinstance(made, str):
-        if _is_pair(made):
-            return optimizers_in(made[0])
-        inner = [optimizers_in(item) for item in made]
-        return tuple(optimizer for found in inner for optimizer in found) if all(inner) else ()
-    return ()
+        return [made.get("optimizer")], [made.get("lr_scheduler")]
+    if not isinstance(made, (list, tuple)):
+        return [made], []
+    if len(made) == 2 and (isinstance(made[0], (list, tuple)) or isinstance(made[1], LRScheduler)):
+        optimizers, schedulers = (side if isinstance(side, (list, tuple)) else [side] for side in made)
+        return [*optimizers], [*schedulers]
+    parts = [_parts_of(item) for item in made]
+    return [one for optimizers, _ in parts for one in optimizers], [one for _, found in parts for one in found]
 
 
 def _check_owner(model: nn.Module, optimizers: Sequence[Optimizer], source: str) -> None:
@@ -187,8 +168,7 @@ def steps_noted(optimizers: Iterable[Optimizer]) -> Iterator[set[int]]:
     taken: set[int] = set()
 
     def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        found_inf = getattr(optimizer, "found_inf", None)  # a fused one is called anyway, and looks itself
-        if found_inf is None or not bool(found_inf):
+        if not getattr(optimizer, "found_inf", None):  # a fused one is called anyway, and looks itself
             taken.add(id(optimizer))
 
     with ExitStack() as stack:
@@ -211,38 +191,18 @@ def _schedule_of(found: Found, optimizer: Optimizer) -> Schedule:
 def _schedules_in(made: Any, optimizers: Sequence[Optimizer], source: str) -> Iterator[Schedule]:
     """The schedules among what ``configure_optimizers`` returned; Lightning steps one once an epoch by default."""
     own = {id(optimizer) for optimizer in optimizers}
-    for given in _schedulers_in(made):
+    for given in filter(None, _parts_of(made)[1]):
         settings = given if isinstance(given, Mapping) else {"scheduler": given}
         scheduler, frequency = settings.get("scheduler"), settings.get("frequency", 1)
         if isinstance(frequency, bool) or not isinstance(frequency, int) or frequency < 1:
             raise WorkloadError(f"{source} gave the frequency {frequency!r:.80}; needed: a whole number of at least 1")
         optimizer = getattr(scheduler, "optimizer", None)
-        why = ""
-        if not isinstance(scheduler, LRScheduler) or id(optimizer) not in own:
-            why = "it is no LRScheduler over an optimizer of the run"
-        elif isinstance(scheduler, ReduceLROnPlateau):
-            why = "it waits for the metric of a validation"
-        elif settings.get("interval", "epoch") != "step":
-            why = "it waits for the end of an epoch"
-        note = (
-            f"ampdbg does not step the {type(scheduler).__name__} of {source}: {why}; the learning rate stays constant"
-        )
+        is_of_the_run = isinstance(scheduler, LRScheduler) and id(optimizer) in own
+        problems = {
+            "it is no LRScheduler over an optimizer of the run": not is_of_the_run,
+            "it waits for the metric of a validation": isinstance(scheduler, ReduceLROnPlateau),
+            "it waits for the end of an epoch": settings.get("interval", "epoch") != "step",
+        }
+        why, what = first_problem(problems), f"the {type(scheduler).__name__} of {source}"
+        note = f"ampdbg does not step {what}: {why}; the learning rate stays constant"
         yield Schedule(scheduler, optimizer, 0 if why else frequency, note if why else "")
-
-
-def _schedulers_in(made: Any) -> Iterator[Any]:
-    """The schedulers in the shapes that :func:`optimizers_in` takes, each by itself or in Lightning's mapping."""
-    if isinstance(made, Mapping):
-        if made.get("lr_scheduler") is not None:
-            yield made["lr_scheduler"]
-    elif isinstance(made, Sequence) and not isinstance(made, str):
-        if _is_pair(made):
-            yield from made[1] if isinstance(made[1], (list, tuple)) else filter(None, (made[1],))
-        else:
-            for item in made:
-                yield from _schedulers_in(item)
-
-
-def _is_pair(made: Sequence[Any]) -> bool:
-    """Optimizers are on the left and schedulers on the right."""
-    return len(made) == 2 and (isinstance(made[0], (list, tuple)) or isinstance(made[1], LRScheduler))

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -89,15 +89,27 @@ class Found:
 
     def _check(self, function: Callable[..., Any], names: Sequence[str], args: Mapping[str, Any]) -> None:
         """Refuses a call ``function(*names, **args)`` that the signature does not allow."""
-        try:
-            signature = inspect.signature(function)
-        except (ValueError, TypeError):  # some builtins have none
-            return
+        signature = signature_of(function)
         try:
             signature.bind(*names, **args)
         except TypeError as error:
             where = self.config.where(f"{self.key}.args" if args else f"{self.key}.target")
             raise WorkloadError(f"{where}: {self.spec.target} {_misfit(signature, names, args, str(error))}") from None
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """How it may be called; some builtins do not say, and may be called with anything."""
+    try:
+        return inspect.signature(function)
+    except (ValueError, TypeError):
+        return inspect.signature(lambda *args, **kwargs: None)
+
+
+def required(function: Callable[..., Any]) -> list[str]:
+    """The names of the arguments that it cannot be called without."""
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = signature_of(function).parameters.values()
+    return [item.name for item in parameters if item.default is item.empty and item.kind not in variadic]
 
 
 def _misfit(signature: inspect.Signature, names: Sequence[str], args: Mapping[str, Any], said: str) -> str:
@@ -123,6 +135,11 @@ def a(value: object) -> str:
         return f"the class {value.__name__}"
     name = type(value).__name__
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+
+
+def first_problem(problems: Mapping[str, object]) -> str | None:
+    """The first of the sentences that holds; None where none does."""
+    return next((sentence for sentence, holds in problems.items() if holds), None)
 
 
 _ABSENT = object()
@@ -218,20 +235,17 @@ def _noting(folders: Sequence[Path]) -> Iterator[None]:
 
 
 def _import_file(path: Path) -> ModuleType:
-    loaded = sys.modules.get(path.stem)
-    if loaded is not None and _file_of(loaded) == path:
-        return loaded
+    if _file_of(sys.modules.get(path.stem)) == path:
+        return sys.modules[path.stem]
     _make_way(path.parent)
     name = path.stem if _is_free(path) else f"{path.stem}_{hashlib.sha1(str(path).encode()).hexdigest()[:8]}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    # The config has checked that the file is there and ends in .py.
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    loader = importlib.machinery.SourceFileLoader(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    module = importlib.util.module_from_spec(cast(importlib.machinery.ModuleSpec, spec))
     sys.modules[name] = module
     _imported.add(name)
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except BaseException:
         sys.modules.pop(name, None)
         raise
@@ -248,11 +262,11 @@ def _make_way(folder: Path) -> None:
 
 def _is_free(path: Path) -> bool:
     """The file's stem names no other module, now or in a later import."""
-    name = path.stem
-    if not name.isidentifier() or name in sys.modules or name in sys.stdlib_module_names:
+    name, elsewhere = path.stem, [entry for entry in sys.path if Path(entry) != path.parent]
+    if not name.isidentifier() or name in {*sys.modules, *sys.stdlib_module_names}:
         return False
-    spec = importlib.machinery.PathFinder.find_spec(name, [entry for entry in sys.path if Path(entry) != path.parent])
-    return spec is None or spec.origin is None or Path(spec.origin) == path
+    found = importlib.machinery.PathFinder.find_spec(name, elsewhere)
+    return getattr(found, "origin", None) in (None, str(path))
 
 
 def _file_of(module: ModuleType | None) -> Path | None:
@@ -325,24 +339,19 @@ def _model(module: ModuleType) -> str:
     if hasattr(module, "build_model"):
         return "build_model"
     classes = _module_classes(module)
-    usable = [name for name, kind in classes.items() if not _required(kind)]
+    usable = [name for name, kind in classes.items() if not required(kind)]
     if len(usable) == 1:
         return usable[0]
-    if usable:
-        raise WorkloadError(
-            f"it defines {len(usable)} nn.Module classes that take no arguments: {listed(usable)}; "
-            "needed: build_model() that returns the one to train"
-        )
-    if classes:
-        needs = listed(f"{name}({', '.join(_required(kind))})" for name, kind in classes.items())
-        raise WorkloadError(
-            f"it defines no build_model(), and no nn.Module class that can be made without arguments: {needs}; "
-            "needed: build_model() that returns the model"
-        )
-    raise WorkloadError(
+    needs = listed(f"{name}({', '.join(required(kind))})" for name, kind in classes.items())
+    problems = {
+        f"it defines {len(usable)} nn.Module classes that take no arguments: {listed(usable)}; "
+        "needed: build_model() that returns the one to train": usable,
+        f"it defines no build_model(), and no nn.Module class that can be made without arguments: {needs}; "
+        "needed: build_model() that returns the model": classes,
         "it defines neither build_model() nor an nn.Module class; "
-        f"needed: build_model() that returns the model.{_instead(module, 'build_model')}"
-    )
+        f"needed: build_model() that returns the model.{_instead(module, 'build_model')}": True,
+    }
+    raise WorkloadError(first_problem(problems))
 
 
 def _data(module: ModuleType) -> str:
@@ -361,12 +370,6 @@ def _module_classes(module: ModuleType) -> dict[str, type[nn.Module]]:
         if isinstance(value, type) and issubclass(value, nn.Module) and value.__module__ == module.__name__:
             own.setdefault(value, name)
     return {name: kind for kind, name in own.items()}
-
-
-def _required(kind: type[nn.Module]) -> list[str]:
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = inspect.signature(kind).parameters.values()
-    return [item.name for item in parameters if item.default is item.empty and item.kind not in variadic]
 
 
 def _instead(module: ModuleType, missing: str) -> str:

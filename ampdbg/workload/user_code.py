@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from ampdbg.errors import AmpdbgError, UserCodeError, text_of
+from ampdbg.errors import AmpdbgError, UserCodeError, named_error
 from ampdbg.obstacles import obstacle_in
 from ampdbg.source.ownership import is_ampdbgs, is_part_of, is_users_file
 
@@ -27,7 +28,7 @@ NO_HALF_FFT = (
 )
 
 MOST_SHOWN = 500
-"""Characters of what an exception says that stand in the message; the traceback has them all."""
+"""Characters of an exception that stand in the message; the traceback has them all."""
 
 
 @dataclass(frozen=True)
@@ -122,18 +123,17 @@ def _came_from_users(error: BaseException) -> bool:
 
 
 def _filter(report: traceback.TracebackException, error: BaseException) -> None:
-    waiting: list[tuple[traceback.TracebackException | None, BaseException | None]] = [(report, error)]
+    waiting: list[tuple[Any, Any]] = [(report, error)]
     while waiting:  # a loop that tries again and again chains thousands
         part, raised = waiting.pop()
-        if part is None or raised is None:
-            continue
         frames = [frame for frame, _ in traceback.walk_tb(raised.__traceback__)]
         shown = [(line, frame) for line, frame in zip(part.stack, frames, strict=False) if not _is_plumbing(frame)]
         kept = [line for line, frame in shown if frame is shown[-1][1] or not is_part_of(frame, "torch")]
         # An empty list would print a heading above nothing; format() leaves the heading out for None.
         vars(part)["stack"] = traceback.StackSummary.from_list(kept) if kept else None
-        inner = zip(getattr(part, "exceptions", None) or (), getattr(raised, "exceptions", None) or (), strict=False)
-        waiting += [(part.__cause__, raised.__cause__), (part.__context__, raised.__context__), *inner]
+        inner = zip(getattr(part, "exceptions", None) or (), getattr(raised, "exceptions", ()), strict=False)
+        chained = (part.__cause__, raised.__cause__), (part.__context__, raised.__context__), *inner
+        waiting += [pair for pair in chained if pair[0] is not None]
 
 
 def _is_plumbing(frame: FrameType) -> bool:
@@ -142,11 +142,10 @@ def _is_plumbing(frame: FrameType) -> bool:
 
 
 def _in_a_line(error: BaseException) -> str:
-    said = text_of(error).strip().partition("\n")[0][:MOST_SHOWN]
-    line = f"{type(error).__name__}: {said}" if said else type(error).__name__
+    line = named_error(error)[:MOST_SHOWN]
     if isinstance(error, SystemExit):
         return f'{line}; put code that only the script should run under `if __name__ == "__main__":`'
     obstacle = obstacle_in(line)
     if obstacle is not None and obstacle.install:
         return f"{line}. {obstacle.says} Next: {obstacle.install}"
-    return f"{line}; {NO_HALF_FFT}" if any(text in said for text in FFT_ERRORS) else line
+    return f"{line}; {NO_HALF_FFT}" if any(text in line for text in FFT_ERRORS) else line

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from importlib import resources
 from pathlib import Path
@@ -32,21 +30,12 @@ def write_starter(folder: Path) -> list[Path]:
         with ExitStack() as undoing:
             if not folder.is_dir():
                 folder.mkdir(parents=True)
-                undoing.enter_context(_gone_unless_whole(folder.rmdir))
+                undoing.callback(folder.rmdir)
             for name, source in FILES.items():
                 with (folder / name).open("x", encoding="utf-8") as file:
-                    undoing.enter_context(_gone_unless_whole((folder / name).unlink))
+                    undoing.callback((folder / name).unlink, missing_ok=True)
                     file.write((resources.files(__package__ or __name__) / source).read_text(encoding="utf-8"))
+            undoing.pop_all()  # all is there, and stays
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written: {error.strerror or error}") from None
     return [folder / name for name in FILES]
-
-
-@contextlib.contextmanager
-def _gone_unless_whole(remove: Callable[[], None]) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(OSError):
-            remove()
-        raise
