@@ -8,6 +8,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -51,11 +52,10 @@ class CallNames:
         line = line.caller if isinstance(line, LibraryLine) else line
         if line is None or not is_users_file(line[0]):
             return
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) != line:
-            frame = frame.f_back
-        if frame is not None:
-            self.note_frame(frame)
+        for frame, number in walk_stack(sys._getframe(1)):
+            if (frame.f_code.co_filename, number, frame.f_code.co_name) == line:
+                self.note_frame(frame)
+                return
 
     def note_frame(self, frame: FrameType) -> None:
         """To be called before the line of a frame is run."""

@@ -10,8 +10,10 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from operator import attrgetter
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -163,16 +165,12 @@ def _outside(event: _Event, model: nn.Module) -> Iterator[_Caller]:
     return (caller for caller in event.callers if not any(held() is model for held in caller.given))
 
 
-def _callers(frame: FrameType | None) -> tuple[_Caller, ...]:
+def _callers(frame: FrameType) -> tuple[_Caller, ...]:
     """The frames of the user's code, the innermost first; none within a forward, or where ampdbg is the caller."""
-    found: list[_Caller] = []
-    while frame is not None and not is_ampdbgs(frame):
-        if frame.f_code.co_name == FORWARD:
-            return ()
-        if is_users(frame):
-            found.append(_caller(frame))
-        frame = frame.f_back
-    return tuple(found)
+    frames = [*takewhile(lambda one: not is_ampdbgs(one), (one for one, _ in walk_stack(frame)))]
+    if any(one.f_code.co_name == FORWARD for one in frames):
+        return ()
+    return tuple(map(_caller, filter(is_users, frames)))
 
 
 def _caller(frame: FrameType) -> _Caller:
