@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import keyword
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -206,23 +205,15 @@ def roots_of(model: nn.Module, pins: Iterable[str], makings: Makings | None) -> 
     if not isinstance(model, Together):
         return ()
     names = dict.fromkeys(root_of(pin) for pin in pins if not is_line(pin))
-    arguments = _arguments(names)
     return tuple(
-        RootModel(name, argument, _what(name, model, makings), is_global_of_script(name, model.get_submodule(name)))
-        for name, argument in zip(names, arguments, strict=True)
+        RootModel(
+            name,
+            argument=f"{name}_" if name in TAKEN else name,
+            what=_what(name, model, makings),
+            is_global=is_global_of_script(name, model.get_submodule(name)),
+        )
+        for name in names
     )
-
-
-def _arguments(names: Iterable[str]) -> Iterator[str]:
-    """A name of its own for the argument of each; what begins with an underscore is a function of the file."""
-    taken = set(TAKEN)
-    for name in names:
-        argument = name.lstrip("_")
-        argument = argument if argument.isidentifier() and not keyword.iskeyword(argument) else "model"
-        while argument in taken:
-            argument += "_"
-        taken.add(argument)
-        yield argument
 
 
 def _what(name: str, model: Together, makings: Makings | None) -> str:
