@@ -21,6 +21,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ampdbg.probes.models import Together, is_global_of_script
 from ampdbg.record.pins import OWN, RootModel, is_line, root_of, within
@@ -76,7 +77,7 @@ class Makings:
     """
 
     def __init__(self) -> None:
-        self._events: dict[int, tuple[weakref.ref[nn.Module], dict[str, _Event]]] = {}
+        self._events = WeakIdKeyDictionary()
         self._numbers = itertools.count()
         self._entered = ExitStack()
 
@@ -128,7 +129,7 @@ class Makings:
         return None
 
     def _is_wrapped(self, model: nn.Module, by: _Caller) -> bool:
-        every = (event for _, events in self._events.values() for event in events.values())
+        every = (event for events in self._events.values() for event in events.values())
         wrapping = (event for event in every if event.module is not None and event.module() is model)
         return any(caller.at == by.at for event in wrapping for caller in event.callers)
 
@@ -141,8 +142,8 @@ class Makings:
             model = model.get_submodule(name)
 
     def _of(self, module: nn.Module) -> dict[str, _Event]:
-        held, events = self._events.get(id(module), (None, {}))
-        return events if held is not None and held() is module else {}  # else it was one that is gone
+        events: dict[str, _Event] = self._events.get(module, {})
+        return events
 
     def _put(self, module: nn.Module, name: str, value: Any) -> None:
         with contextlib.suppress(Exception):  # whatever the names of a script stand for, it goes on
@@ -150,10 +151,8 @@ class Makings:
                 self._note(module, name, value, callers)
 
     def _note(self, module: nn.Module, name: str, value: Any, callers: tuple[_Caller, ...]) -> None:
-        if not (events := self._of(module)):
-            self._events[id(module)] = weakref.ref(module), events
         held = weakref.ref(value) if isinstance(value, nn.Module) else None
-        events[name] = _Event(next(self._numbers), callers, held)
+        self._events.setdefault(module, {})[name] = _Event(next(self._numbers), callers, held)
 
 
 _number_of = attrgetter("number")
