@@ -101,7 +101,7 @@ class Calls:
         place = self._places.get(id(optimizer))
         if place is not None:
             self._note(kind, (place,), **facts)
-            self._marks[place].note(self._marks[place].now())
+            self._marks[place].renew()
 
     def unscaled(self, optimizer: torch.optim.Optimizer) -> None:
         """Gradients are unscaled: those of every optimizer that has no others, as the one that another one wraps."""
@@ -109,7 +109,7 @@ class Calls:
         places = tuple(place for place, marks in enumerate(self._marks) if marks.are_within(held))
         self._note("unscale", places)
         for place in places:
-            self._marks[place].note(self._marks[place].now())
+            self._marks[place].renew()
 
     def succeeded_by(self, scaler: Any, optimizer: torch.optim.Optimizer) -> int:
         """The number of the scaler that this one, which steps an optimizer, has taken the place of; 0 of none."""
@@ -183,7 +183,7 @@ class Calls:
             raise
         written, added = [], []
         for place, (marks, state) in enumerate(zip(self._marks, before, strict=False)):
-            marks.note(marks.now())
+            marks.renew()
             if marks.noted != state:
                 written.append(place)
                 if place in filled and marks.have_grown(state):
@@ -220,7 +220,7 @@ class Calls:
             self._note("clip", places, rewritten=self._rewritten(self._marks_now()))
         result = run()
         for place in places:
-            self._marks[place].note(self._marks[place].now())
+            self._marks[place].renew()
         return result
 
     def place_of(self, optimizer: torch.optim.Optimizer) -> int:
@@ -334,9 +334,9 @@ class GradientMarks:
         """Some are of a parameter, and so themselves, of this dtype."""
         return any(getattr(alive(), "dtype", None) is dtype for alive in self._parameters)
 
-    def note(self, now: Marks) -> None:
-        """From here on the gradients are those of ``now``."""
-        self.noted = now
+    def renew(self) -> None:
+        """From here on the gradients are those of now."""
+        self.noted = self.now()
 
     def are_rewritten(self, now: Marks) -> bool:
         """The gradients of ``now`` were cleared, or written by someone, since they were noted."""
