@@ -135,9 +135,8 @@ class ProducerTrace(OpTrace):
             return any(_is_one_value_times(self._given, number) for number in beyond)
         if name not in SCALINGS:  # a tensor of no dimensions that is no weight, as torch.tensor(-1e9)
             single = [one for one in self._given if one.dim() == 0 and not self._origins.is_of_weights(one)]
-            beyond += [
-                one for one in (self.known.of(one).largest for one in single) if one >= FLOAT16.overflow_threshold
-            ]
+            largest = [self.known.of(one).largest for one in single]
+            beyond += [number for number in largest if number >= FLOAT16.overflow_threshold]
         return bool(beyond) or self._goes_below_the_lowest(seen, made)
 
     def _casts_a_constant(self) -> bool:
