@@ -151,11 +151,6 @@ class SampledParameter(NamedTuple):
     sums: Sums
     second: SecondMoment
 
-    def together_with(self, earlier: SampledParameter | None) -> SampledParameter:
-        """With the sums over earlier windows, unless that is the same."""
-        others = () if earlier is None or earlier is self else (earlier.sums,)
-        return self._replace(sums=Sums.of((self.sums, *others)))
-
     @property
     def whole(self) -> Sums:
         """Those of all its entries, about."""
@@ -524,10 +519,10 @@ class UpdateLedger:
         unread, self._unread = self._unread, []
         self._read = _added(self._read, unread)
         first = [each for book in self._books.values() for each in book.first or book.columns()]
-        early = _added({}, first)
-        later = {**early, **self._read}
-        whole = {name: one.together_with(early.get(name)) for name, one in later.items()}
-        whole = {name: one for name, one in whole.items() if math.isfinite(sum(one.sums)) and not one.sums.foreign}
+        later = {**_added({}, first), **self._read}
+        every = _added(self._read, first)
+        sound = {name for name, one in every.items() if math.isfinite(sum(one.sums)) and not one.sums.foreign}
+        whole = {name: every[name] for name in later if name in sound}
         known = [later[name] for name in whole]
         averages = self.averages.seen(partial(names_and_kinds, self._models))
         if not (known or averages or self._spoilt):
