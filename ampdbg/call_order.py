@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-UNSCALED_LOSS, BARE_STEP = "misuse-unscaled-loss", "misuse-bare-step"
+UNSCALED_LOSS, BARE_STEP, NO_UPDATE = "misuse-unscaled-loss", "misuse-bare-step", "misuse-no-update"
 
 CallKind = Literal["backward", "grad", "clip", "unscale", "step", "bare step", "update", "get_scale", "schedule"]
 
@@ -146,7 +146,7 @@ class CallOrder:
         same = all(one.unscaled is not None for one in held)
         if not same and self.bare_instead(call):
             return BARE_STEP
-        return "misuse-unscale-twice" if same else "misuse-no-update"
+        return "misuse-unscale-twice" if same else NO_UPDATE
 
     def bare_instead(self, call: Call) -> Call | None:
         """The optimizer's own step instead of the scaler's, behind which the scaler refuses a call."""
@@ -155,15 +155,7 @@ class CallOrder:
     def code_of_late_unscale(self, call: Call) -> str:
         """New gradients since the step belong to the next step, and the update between them is missing."""
         new = any(self.progress[index].written_since for index in call.optimizers)
-        return "misuse-no-update" if new else "misuse-unscale-twice"
-
-    def code_of_second_step(self, call: Call) -> str:
-        """The update between two steps is missing."""
-        return "misuse-no-update"
-
-    def code_of_first_step(self, call: Call) -> str:
-        """A step before any loss was scaled."""
-        return UNSCALED_LOSS
+        return NO_UPDATE if new else "misuse-unscale-twice"
 
     def code_of_empty_update(self, call: Call) -> str:
         """An update that no gradient was checked for."""

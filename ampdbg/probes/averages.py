@@ -87,9 +87,12 @@ class AverageTrace(TorchDispatchMode):
         return result
 
     def may_begin(self, tensor: torch.Tensor) -> bool:
-        """This is a half tensor of one of the shapes."""
-        is_of_shape = tensor.dtype in HALVES and tensor.shape in self._shapes
-        return is_of_shape and storage_of(tensor) not in {0, *self._but}
+        """This is a half tensor of one of the shapes; one of a class that raises at any question is none."""
+        with suppress(Exception):
+            part = stored(tensor) if tensor.dtype in HALVES else tensor
+            is_of_shape = part.dtype in HALVES and part.shape in self._shapes
+            return is_of_shape and storage_of(part) not in {0, *self._but}
+        return False
 
     def _is_followed(self, tensor: torch.Tensor) -> bool:
         """It has a twin, or was there before the stretch and is to have one."""
@@ -169,13 +172,6 @@ def _is_near(aim: torch.Tensor, values: torch.Tensor) -> bool:
     return bool((aim - values).abs().amax() <= NEAR * values.abs().amax())
 
 
-def _may_begin(trace: AverageTrace, tensor: torch.Tensor) -> bool:
-    """A tensor of the process can be an average; one of a class that raises at any question is none."""
-    with suppress(Exception):
-        return tensor.dtype in HALVES and trace.may_begin(stored(tensor))
-    return False
-
-
 @dataclass
 class FollowedAverage:
     """What is known of the average of a parameter, over windows that begin where it was ``last`` found.
@@ -247,7 +243,7 @@ class Averages:
         if not self._may_be:
             now = time.monotonic()
             self._looks_at = max(now + LOOKS_AGAIN, 2.0 * now - self._began)
-            self._may_be = any(_may_begin(trace, tensor) for tensor in alive_in_process(torch.Tensor))
+            self._may_be = any(map(trace.may_begin, alive_in_process(torch.Tensor)))
         return self._may_be
 
     def _ending(self, original: Callable[..., Any]) -> Callable[..., Any]:

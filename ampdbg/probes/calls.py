@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from inspect import signature
 from itertools import count
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch._C import is_autocast_enabled  # as it is, where an emulated GPU has other names
 from torch.amp.grad_scaler import GradScaler
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ampdbg.call_order import Call, CallKind, CallOrder, Hit
 from ampdbg.errors import text_of
@@ -61,7 +62,7 @@ class Calls:
         self.clip_grad_norm: float | None = None
         """What the loop clips the norm of its gradients to; None where it does not."""
         self._actors: dict[int, weakref.ref[Any]] = {}
-        self._numbers: dict[int, int] = {}
+        self._numbers = WeakIdKeyDictionary()
         self._count = count(1)
         self._stepped_by: dict[int, int] = {}
         self._times: dict[CallKind, int] = {}
@@ -100,7 +101,7 @@ class Calls:
         place = self._places.get(id(optimizer))
         if place is not None:
             self._note(kind, (place,), **facts)
-            self._marks[place].note(self._marks[place].now())
+            self._marks[place].renew()
 
     def unscaled(self, optimizer: torch.optim.Optimizer) -> None:
         """Gradients are unscaled: those of every optimizer that has no others, as the one that another one wraps."""
@@ -108,7 +109,7 @@ class Calls:
         places = tuple(place for place, marks in enumerate(self._marks) if marks.are_within(held))
         self._note("unscale", places)
         for place in places:
-            self._marks[place].note(self._marks[place].now())
+            self._marks[place].renew()
 
     def succeeded_by(self, scaler: Any, optimizer: torch.optim.Optimizer) -> int:
         """The number of the scaler that this one, which steps an optimizer, has taken the place of; 0 of none."""
@@ -182,7 +183,7 @@ class Calls:
             raise
         written, added = [], []
         for place, (marks, state) in enumerate(zip(self._marks, before, strict=False)):
-            marks.note(marks.now())
+            marks.renew()
             if marks.noted != state:
                 written.append(place)
                 if place in filled and marks.have_grown(state):
@@ -219,7 +220,7 @@ class Calls:
             self._note("clip", places, rewritten=self._rewritten(self._marks_now()))
         result = run()
         for place in places:
-            self._marks[place].note(self._marks[place].now())
+            self._marks[place].renew()
         return result
 
     def place_of(self, optimizer: torch.optim.Optimizer) -> int:
@@ -282,22 +283,16 @@ class Calls:
 
     def number_of(self, actor: Any) -> int:
         """A number for a scaler or scheduler, from 1, which no other gets when this one has gone."""
-        key = id(actor)
-        number = self._numbers.get(key, 0)
+        number: int = self._numbers.get(actor, 0)
         if not number:
-            number = self._numbers.setdefault(key, next(self._count))  # in one step: threads may ask at once
-            self._actors[number] = weakref.ref(actor, partial(_forget, self._numbers, self._actors, key))
+            number = self._numbers.setdefault(actor, next(self._count))  # in one step: threads may ask at once
+            self._actors[number] = weakref.ref(actor)
         return number
 
     def _actor(self, number: int) -> Any:
         """Whose number that is; None of 0, and of one that has gone."""
         alive = self._actors.get(number)
         return None if alive is None else alive()
-
-
-def _forget(numbers: dict[int, int], actors: dict[int, weakref.ref[Any]], key: int, _: object) -> None:
-    """An id is another object's once its own has gone."""
-    actors.pop(numbers.pop(key, 0), None)
 
 
 @lru_cache(maxsize=64)
@@ -339,9 +334,9 @@ class GradientMarks:
         """Some are of a parameter, and so themselves, of this dtype."""
         return any(getattr(alive(), "dtype", None) is dtype for alive in self._parameters)
 
-    def note(self, now: Marks) -> None:
-        """From here on the gradients are those of ``now``."""
-        self.noted = now
+    def renew(self) -> None:
+        """From here on the gradients are those of now."""
+        self.noted = self.now()
 
     def are_rewritten(self, now: Marks) -> bool:
         """The gradients of ``now`` were cleared, or written by someone, since they were noted."""

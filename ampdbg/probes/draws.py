@@ -8,7 +8,6 @@ keeps its mask to itself, nobody can tell what it has dropped: replays draw that
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,7 +15,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
 
 from ampdbg.probes.seams import Function, replaced
 
@@ -62,6 +63,9 @@ def mask_of(like: torch.Tensor, dtype: torch.dtype, p: float) -> torch.Tensor:
     """What dropout keeps of a tensor of this shape and layout in a dtype, as bool; draws as it does."""
     given = torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=like.device)
     return torch.native_dropout(given, p, True)[1]
+
+
+_attention = torch._C._nn.scaled_dot_product_attention  # as it is, where F has another one
 
 
 class _Drawing:
@@ -110,16 +114,7 @@ class _Drawing:
         return type(given) is torch.Tensor and self._thread == threading.get_ident() and depends_on_dtype(given)
 
 
-def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
+def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """``F.scaled_dot_product_attention`` as fused kernels compute it, with a mask of dropout that float32 draws.
 
     Scores are float32, as in a fused kernel, whatever is given; what comes out is of the dtype that is given, or that
@@ -129,17 +124,11 @@ def attention(
     is_lowered = torch.is_autocast_enabled(kind) and query.dtype is not torch.float64
     dtype = torch.get_autocast_dtype(kind) if is_lowered else query.dtype
     wide = torch.promote_types(dtype, torch.float32)
-    with torch.autocast(kind, enabled=False):
-        query, key, value = (tensor.to(dtype).to(wide) for tensor in (query, key, value))
-        if enable_gqa:
-            key, value = (one.repeat_interleave(query.shape[-3] // one.shape[-3], -3) for one in (key, value))
-        scores = query @ key.transpose(-2, -1) * (1.0 / math.sqrt(query.shape[-1]) if scale is None else scale)
-        if is_causal:
-            allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-            scores = scores.masked_fill(~allowed, -math.inf)
-        if attn_mask is not None and attn_mask.dtype is torch.bool:
-            scores = scores.masked_fill(~attn_mask, -math.inf)
-        elif attn_mask is not None:
-            scores = scores + attn_mask.to(dtype)  # which autocast lowers as well
-        weights = F.dropout(torch.softmax(scores, dim=-1), dropout_p)
-        return (weights @ value).to(dtype)
+
+    def widened(given: Any) -> Any:
+        is_float = isinstance(given, torch.Tensor) and given.is_floating_point()
+        return given.to(dtype).to(wide) if is_float else given  # autocast lowers a mask as well
+
+    given = tree_map(widened, ((query, key, value, *args), kwargs))
+    with torch.autocast(kind, enabled=False), sdpa_kernel(SDPBackend.MATH):
+        return _attention(*given[0], **given[1]).to(dtype)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -51,11 +52,10 @@ class CallNames:
         line = line.caller if isinstance(line, LibraryLine) else line
         if line is None or not is_users_file(line[0]):
             return
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) != line:
-            frame = frame.f_back
-        if frame is not None:
-            self.note_frame(frame)
+        for frame, number in walk_stack(sys._getframe(1)):
+            if (frame.f_code.co_filename, number, frame.f_code.co_name) == line:
+                self.note_frame(frame)
+                return
 
     def note_frame(self, frame: FrameType) -> None:
         """To be called before the line of a frame is run."""
@@ -88,30 +88,19 @@ def names_seen(lines: Collection[tuple[str, int]]) -> Iterator[NamesByLine]:
 
 
 def _read_in(file: str) -> Mapping[int, tuple[int, Mapping[str, ast.expr]]]:
-    """Of each line of a file the first of its innermost statement, and what that statement reads."""
+    """Of each line of a file the first of its innermost statement, and what of that can be looked at."""
     try:
         nodes = [*ast.walk(syntax_tree(Path(file).read_bytes()))]
     except (OSError, *UNPARSABLE):
         return {}
-    # An outer one is met before those in it.
-    statements = ((node, (node.lineno, dict(_expressions(node)))) for node in nodes if isinstance(node, ast.stmt))
-    spans = ((range(node.lineno, (node.end_lineno or node.lineno) + 1), read) for node, read in statements)
-    return {line: read for span, read in spans for line in span}
-
-
-def _expressions(statement: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
-    """What a statement itself reads and can be looked at."""
-    return ((ast.unparse(node), node) for node in _own(statement) if isinstance(node, _PLAIN))
-
-
-def _own(statement: ast.stmt) -> Iterator[ast.AST]:
-    """The nodes of a statement without those of the statements inside it."""
-    ahead: list[ast.AST] = list(ast.iter_child_nodes(statement))
-    while ahead:
-        node = ahead.pop()
-        if not isinstance(node, ast.stmt):
-            yield node
-            ahead.extend(ast.iter_child_nodes(node))
+    read: dict[int, tuple[int, dict[str, ast.expr]]] = {}
+    for node in nodes:  # an outer one is met before those in it
+        if isinstance(node, ast.stmt):
+            read |= dict.fromkeys(range(node.lineno, (node.end_lineno or node.lineno) + 1), (node.lineno, {}))
+    for node in nodes:
+        if isinstance(node, _PLAIN) and node.lineno in read:  # else it decorates a function of the module
+            read[node.lineno][1][ast.unparse(node)] = node
+    return read
 
 
 def _note(names: LineNames, text: str, node: ast.expr, frame: FrameType) -> None:

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from itertools import takewhile
 from operator import attrgetter
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -127,10 +128,7 @@ def _half_of(module: nn.Module) -> set[int]:
 
 def _frames() -> Iterator[FrameType]:
     """The frames under way, the innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    return (frame for frame, _ in walk_stack(sys._getframe(1)))
 
 
 def _cast_line() -> CastLine | None:

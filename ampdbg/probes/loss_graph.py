@@ -45,15 +45,16 @@ def mark_scaled(outputs: Any, scaler: Any) -> None:
     """Marks what ``scaler.scale`` returned, on its graph: the mark goes when the graph does, and any watch reads it."""
     _have_scaled.add(id(scaler))
     for leaf in tensors_in(outputs):
-        if leaf.grad_fn is not None:
-            _metadata(leaf.grad_fn)[_SCALER] = scaler
+        node = _node_of(leaf)
+        if node is not None:
+            node.metadata[_SCALER] = scaler
 
 
 def scaler_of(roots: Sequence[Any]) -> Any:
     """The scaler that scaled these losses, or None."""
     for nodes in (filter(None, map(_node_of, roots)), islice(_nodes(roots), NEAR)):  # seldom is one altered since
         for node in nodes if _have_scaled else ():
-            scaler = _metadata(node).get(_SCALER)
+            scaler = node.metadata.get(_SCALER)
             if scaler is not None:
                 return scaler
     return None
@@ -104,7 +105,7 @@ def is_plain(roots: Sequence[Any], starts: Sequence[torch.Tensor | None]) -> boo
     if not all(map(is_one, starts)) or is_scaled_by_hand(roots):
         return False
     nodes = list(islice(_nodes(roots), FAR))
-    is_known = all(_SCALER not in _metadata(node) and _is_torchs(node) for node in nodes)
+    is_known = all(_SCALER not in node.metadata and _is_torchs(node) for node in nodes)
     return is_known and not any(map(_has_constant_factor, nodes[:NEAREST]))
 
 
@@ -141,12 +142,6 @@ def _saved(node: Any) -> list[torch.Tensor] | None:
     except RuntimeError:
         return None
     return [value for value in kept if isinstance(value, torch.Tensor)]
-
-
-def _metadata(node: Any) -> dict[Any, Any]:
-    """A node's own place for notes; torch's annotation takes it for a method."""
-    notes: dict[Any, Any] = node.metadata
-    return notes
 
 
 def _factor(node: Any) -> float:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import keyword
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from operator import attrgetter
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ampdbg.probes.models import Together, is_global_of_script
 from ampdbg.record.pins import OWN, RootModel, is_line, root_of, within
@@ -75,7 +77,7 @@ class Makings:
     """
 
     def __init__(self) -> None:
-        self._events: dict[int, tuple[weakref.ref[nn.Module], dict[str, _Event]]] = {}
+        self._events = WeakIdKeyDictionary()
         self._numbers = itertools.count()
         self._entered = ExitStack()
 
@@ -127,7 +129,7 @@ class Makings:
         return None
 
     def _is_wrapped(self, model: nn.Module, by: _Caller) -> bool:
-        every = (event for _, events in self._events.values() for event in events.values())
+        every = (event for events in self._events.values() for event in events.values())
         wrapping = (event for event in every if event.module is not None and event.module() is model)
         return any(caller.at == by.at for event in wrapping for caller in event.callers)
 
@@ -140,8 +142,8 @@ class Makings:
             model = model.get_submodule(name)
 
     def _of(self, module: nn.Module) -> dict[str, _Event]:
-        held, events = self._events.get(id(module), (None, {}))
-        return events if held is not None and held() is module else {}  # else it was one that is gone
+        events: dict[str, _Event] = self._events.get(module, {})
+        return events
 
     def _put(self, module: nn.Module, name: str, value: Any) -> None:
         with contextlib.suppress(Exception):  # whatever the names of a script stand for, it goes on
@@ -149,10 +151,8 @@ class Makings:
                 self._note(module, name, value, callers)
 
     def _note(self, module: nn.Module, name: str, value: Any, callers: tuple[_Caller, ...]) -> None:
-        if not (events := self._of(module)):
-            self._events[id(module)] = weakref.ref(module), events
         held = weakref.ref(value) if isinstance(value, nn.Module) else None
-        events[name] = _Event(next(self._numbers), callers, held)
+        self._events.setdefault(module, {})[name] = _Event(next(self._numbers), callers, held)
 
 
 _number_of = attrgetter("number")
@@ -163,16 +163,12 @@ def _outside(event: _Event, model: nn.Module) -> Iterator[_Caller]:
     return (caller for caller in event.callers if not any(held() is model for held in caller.given))
 
 
-def _callers(frame: FrameType | None) -> tuple[_Caller, ...]:
+def _callers(frame: FrameType) -> tuple[_Caller, ...]:
     """The frames of the user's code, the innermost first; none within a forward, or where ampdbg is the caller."""
-    found: list[_Caller] = []
-    while frame is not None and not is_ampdbgs(frame):
-        if frame.f_code.co_name == FORWARD:
-            return ()
-        if is_users(frame):
-            found.append(_caller(frame))
-        frame = frame.f_back
-    return tuple(found)
+    frames = [*takewhile(lambda one: not is_ampdbgs(one), (one for one, _ in walk_stack(frame)))]
+    if any(one.f_code.co_name == FORWARD for one in frames):
+        return ()
+    return tuple(map(_caller, filter(is_users, frames)))
 
 
 def _caller(frame: FrameType) -> _Caller:
@@ -208,23 +204,15 @@ def roots_of(model: nn.Module, pins: Iterable[str], makings: Makings | None) -> 
     if not isinstance(model, Together):
         return ()
     names = dict.fromkeys(root_of(pin) for pin in pins if not is_line(pin))
-    arguments = _arguments(names)
     return tuple(
-        RootModel(name, argument, _what(name, model, makings), is_global_of_script(name, model.get_submodule(name)))
-        for name, argument in zip(names, arguments, strict=True)
+        RootModel(
+            name,
+            argument=f"{name}_" if name in TAKEN else name,
+            what=_what(name, model, makings),
+            is_global=is_global_of_script(name, model.get_submodule(name)),
+        )
+        for name in names
     )
-
-
-def _arguments(names: Iterable[str]) -> Iterator[str]:
-    """A name of its own for the argument of each; what begins with an underscore is a function of the file."""
-    taken = set(TAKEN)
-    for name in names:
-        argument = name.lstrip("_")
-        argument = argument if argument.isidentifier() and not keyword.iskeyword(argument) else "model"
-        while argument in taken:
-            argument += "_"
-        taken.add(argument)
-        yield argument
 
 
 def _what(name: str, model: Together, makings: Makings | None) -> str:

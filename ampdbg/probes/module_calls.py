@@ -133,9 +133,7 @@ def _is_scripted(module: torch.nn.Module) -> bool:
 
 def _is_container(module: torch.nn.Module) -> bool:
     """Containers are indexed, never called."""
-    return type(module).forward is torch.nn.Module.forward or isinstance(
-        module, (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)
-    )
+    return type(module).forward is torch.nn.Module.forward
 
 
 def run_eagerly() -> AbstractContextManager[Any]:

@@ -10,6 +10,7 @@ from itertools import takewhile
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ampdbg.probes.models import Models
 from ampdbg.probes.open_step import NormOfEach
@@ -38,9 +39,9 @@ class Optimizers:
         self._known: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
         self._known.update((id(optimizer), optimizer) for optimizer in given)
         self._groups: tuple[str, ...] = ()
-        self._numbers: dict[int, int] = {}
+        self._numbers = WeakIdKeyDictionary()
         self._stepped = itertools.count()
-        self._began: dict[int, Scalar] = {}
+        self._began = WeakIdKeyDictionary()
         self._are_noted = False
 
     def __iter__(self) -> Iterator[Optimizer]:
@@ -71,22 +72,21 @@ class Optimizers:
             if parameters and optimizer not in self and not parameters[0].is_meta:
                 self._models.learn(optimizer)
                 self.device = self.device if self._known else parameters[0].device
-                self._began = {key: norm for key, norm in self._began.items() if key in self._known}
                 self._known[id(optimizer)] = optimizer
-                self._numbers.pop(id(optimizer), None)  # that of one that has gone
                 self._are_noted = False
                 self._groups = self.groups
                 yield optimizer
 
     def number_of(self, optimizer: Optimizer) -> int:
         """What tells it from the others: they are numbered in the order in which they first step."""
-        number = self._numbers.get(id(optimizer))
-        return self._numbers.setdefault(id(optimizer), next(self._stepped) if number is None else number)
+        if optimizer not in self._numbers:
+            self._numbers[optimizer] = next(self._stepped)
+        return int(self._numbers[optimizer])
 
     def stepping_with(self, number: int, steps: Iterable[Step]) -> tuple[Optimizer, ...]:
         """The optimizer of this number, and those that have no steps of their own: others take turns with it."""
         of_others = {step.optimizer for step in steps} - {number}
-        return tuple(one for one in self if self._numbers.get(id(one), number) not in of_others)
+        return tuple(one for one in self if self._numbers.get(one, number) not in of_others)
 
     def adopt(self, called: Sequence[torch.nn.Module]) -> None:
         """Takes the modules that the loop calls for its models, where the optimizers train none of their parameters:
@@ -96,7 +96,9 @@ class Optimizers:
 
     def note_weights(self) -> None:
         """Keeps how large the weights are; to be called before they are stepped on. Not synced."""
-        self._began.update({id(one): _norm_of_weights([one]) for one in self if id(one) not in self._began})
+        for one in self:
+            if one not in self._began:
+                self._began[one] = _norm_of_weights([one])
         self._are_noted = True
 
     @property
@@ -106,9 +108,9 @@ class Optimizers:
         Those that began smaller than is common, as near zero, are taken to have begun ``COMMON``: they have to grow.
         On a GPU this syncs.
         """
-        noted = [one for one in self if id(one) in self._began]
+        noted = [one for one in self if one in self._began]
         count = sum(weight.numel() for one in noted for group in one.param_groups for weight in group["params"])
-        began = math.hypot(*(float(self._began[id(one)]) for one in noted))
+        began = math.hypot(*(float(self._began[one]) for one in noted))
         common = COMMON * math.sqrt(count)
         grew = float(_norm_of_weights(noted)) / max(began, common) if began else math.nan
         return grew if math.isfinite(grew) else 1.0

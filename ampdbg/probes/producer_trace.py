@@ -133,13 +133,11 @@ class ProducerTrace(OpTrace):
         if name in SCALINGS and beyond:
             # (1 - mask) * -1e9 is a mask; activations * 1e5 are a product that overflows.
             return any(_is_one_value_times(self._given, number) for number in beyond)
-        return bool(beyond) or self._takes_a_number(name) or self._goes_below_the_lowest(seen, made)
-
-    def _takes_a_number(self, name: str) -> bool:
-        """A tensor of no dimensions that is no weight, as ``torch.tensor(-1e9)``, is beyond FP16."""
-        single = [] if name in SCALINGS else [tensor for tensor in self._given if tensor.dim() == 0]
-        single = [tensor for tensor in single if not self._origins.is_of_weights(tensor)]
-        return any(self.known.of(tensor).largest >= FLOAT16.overflow_threshold for tensor in single)
+        if name not in SCALINGS:  # a tensor of no dimensions that is no weight, as torch.tensor(-1e9)
+            single = [one for one in self._given if one.dim() == 0 and not self._origins.is_of_weights(one)]
+            largest = [self.known.of(one).largest for one in single]
+            beyond += [number for number in largest if number >= FLOAT16.overflow_threshold]
+        return bool(beyond) or self._goes_below_the_lowest(seen, made)
 
     def _casts_a_constant(self) -> bool:
         """What is beyond FP16 is one negative constant several times, or beyond anything that is computed.

@@ -15,6 +15,8 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
+from itertools import dropwhile
+from traceback import walk_stack
 from types import FrameType
 from typing import Any, Literal
 
@@ -118,12 +120,9 @@ def _shown_for_the_caller(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _caller_of(file: str, line: int) -> FrameType | None:
     """The innermost frame of somebody else's that has led to this line of ours; None where none has."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (frame.f_code.co_filename != file or frame.f_lineno != line):
-        frame = frame.f_back
-    while frame is not None and is_ampdbgs(frame):
-        frame = frame.f_back
-    return frame
+    frames = (frame for frame, _ in walk_stack(sys._getframe(1)))
+    that_led_there = dropwhile(lambda frame: (frame.f_code.co_filename, frame.f_lineno) != (file, line), frames)
+    return next((frame for frame in that_led_there if not is_ampdbgs(frame)), None)
 
 
 _dispatch_mode, _KEYS = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey

@@ -101,7 +101,8 @@ def _in_its_module(innermost: FrameType) -> FrameType:
             # What stands around a forward pass may be another's, as of a library that prepares models to be trained.
             owners = (_owner_of(str(type(frame.f_locals.get("self")).__module__)), _owner(frames[-1]))
             return next(frame for owner in owners for frame in frames if _owner(frame) == owner)
-        frames += [frame] * (role == "users")
+        if role == "users":
+            frames.append(frame)
     return innermost
 
 

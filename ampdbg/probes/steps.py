@@ -110,11 +110,15 @@ class StepLog:
     def notes(self) -> tuple[str, ...]:
         """What the steps leave out."""
         every, counted = self._listed_steps + self._unlisted_steps, self.left_out.unhealthy
-        groups = f"this run lists the groups of {self._listed_steps} of {every:,} non-finite steps"
-        steps = f"{counted:,} of the failing steps are counted, but not recorded"
         known = [step.grad_norm for step in self._steps if step.grad_norm is not None and not step.skipped]
-        is_flat = len(known) >= FEW_STEPS and not any(known[-FEW_STEPS:])
-        return (*[FLAT] * is_flat, *[groups] * bool(self._unlisted_steps), *[steps] * bool(counted))
+        notes = []
+        if len(known) >= FEW_STEPS and not any(known[-FEW_STEPS:]):
+            notes.append(FLAT)
+        if self._unlisted_steps:
+            notes.append(f"this run lists the groups of {self._listed_steps} of {every:,} non-finite steps")
+        if counted:
+            notes.append(f"{counted:,} of the failing steps are counted, but not recorded")
+        return tuple(notes)
 
     def wants_norm(self, *, seldom: bool = False) -> bool:
         """The step under way is one of those whose gradient norm is to be recorded though it is healthy;

@@ -235,9 +235,7 @@ def nonfinite_in_batch(batch: Any) -> tuple[TensorCounts, ...]:
 
 def bad_data(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[TensorCounts, ...]:
     """What is counted of those of the data that may be bad: see :func:`may_be_bad`."""
-    return tuple(
-        counts for name, tensor in named if may_be_bad(tensor) for counts in _counts("batch", [(name, tensor)])
-    )
+    return tuple(_counts("batch", [pair for pair in named if may_be_bad(pair[1])]))
 
 
 def may_be_bad(tensor: torch.Tensor) -> bool:
@@ -335,8 +333,6 @@ def magnitude_of(tensor: torch.Tensor) -> Magnitude:
     if low - low == 0.0 and high - high == 0.0:
         return Magnitude(max(abs(low), abs(high)), 0, 0, values.numel() * repeats, dtype)
     nan = int(torch.count_nonzero(values != values))
-    if nan == values.numel():  # as is most of what comes behind the first
-        return Magnitude(0.0, 0, nan * repeats, nan * repeats, dtype)
     finite = torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
     inf = int(torch.count_nonzero(values != finite)) - nan
     low, high = (end.item() for end in torch.aminmax(finite))

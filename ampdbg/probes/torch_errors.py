@@ -12,7 +12,7 @@ from types import FrameType
 import torch
 from torch.autograd.function import FunctionCtx
 
-from ampdbg.call_order import BARE_STEP, Call, CallOrder, Hit
+from ampdbg.call_order import BARE_STEP, NO_UPDATE, UNSCALED_LOSS, Call, CallOrder, Hit
 from ampdbg.errors import AmpdbgError, text_of
 from ampdbg.precision.half_kernels import NO_SPARSE_KERNEL
 from ampdbg.probes.source_lines import source_of
@@ -90,10 +90,10 @@ TORCH_ERRORS = (
     ),
     TorchError(DTYPES_DIFFER, "misuse-custom-function", in_loop=True, applies=_in_undecorated_function),
     TorchError(r"Attempting to unscale FP16 gradients", "misuse-half-parameters", by_autocast=True),
-    TorchError(r"Attempted (step|unscale_) but _scale is None", decide=CallOrder.code_of_first_step),
+    TorchError(r"Attempted (step|unscale_) but _scale is None", UNSCALED_LOSS),
     TorchError(r"unscale_\(\) has already been called", decide=CallOrder.code_of_second_unscale),
     TorchError(r"unscale_\(\) is being called after step\(\)", decide=CallOrder.code_of_late_unscale),
-    TorchError(r"step\(\) has already been called", decide=CallOrder.code_of_second_step),
+    TorchError(r"step\(\) has already been called", NO_UPDATE),
     TorchError(r"No inf checks were recorded for this optimizer", "misuse-unused-optimizer"),
     TorchError(r"No inf checks were recorded prior to update", decide=CallOrder.code_of_empty_update),
 )

@@ -131,9 +131,9 @@ class TrendSamples:
             if name is None or self._is_of_none() or only_follows():
                 return
             with DisableTorchFunction():  # what is asked here is no function of the module's
-                for tensor in _pytree.tree_leaves(output):
-                    if isinstance(tensor, torch.Tensor) and tensor is not self._last():
-                        self._note_activation(Key("activation", name), tensor)
+                for tensor in filter(_is_half, _pytree.tree_leaves(output)):
+                    if tensor is not self._last():
+                        self._note(Key("activation", name), tensor)
 
         self._sampling = ExitStack()
         self._sampling.callback(register_module_forward_hook(note).remove)
@@ -144,18 +144,13 @@ class TrendSamples:
         """Notes what a function of torch's has made, and not what it only views."""
         name = getattr(function, "__name__", "").strip("_")
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            is_half = isinstance(tensor, torch.Tensor) and tensor.dtype is torch.float16
-            if is_half and not (name in VIEWS and tensor._is_view()):
+            if _is_half(tensor) and not (name in VIEWS and tensor._is_view()):
                 self._watcher.guard.hooked(self._note_made, name, tensor)
 
     def _note_made(self, name: str, tensor: torch.Tensor) -> None:
         if self._paths is not None and not only_follows() and peek_interpreter_stack() is None:
             key = Key("activation", self._paths.current[0], name, innermost_line())
             self._last = weakref.ref(tensor)
-            self._note_activation(key, tensor)
-
-    def _note_activation(self, key: Key, tensor: torch.Tensor) -> None:
-        if tensor.dtype is torch.float16:
             self._note(key, tensor)
 
     def _around(self, seam: Seam, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -205,6 +200,10 @@ class TrendSamples:
     def _add(self, key: Key, step: int, value: float) -> None:
         if math.isfinite(value) and value > 0:
             self._series.setdefault(key, {})[step] = value
+
+
+def _is_half(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype is torch.float16
 
 
 class _Functions(TorchFunctionMode):

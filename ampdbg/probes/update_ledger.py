@@ -156,11 +156,6 @@ class SampledParameter(NamedTuple):
     sums: Sums
     second: SecondMoment
 
-    def together_with(self, earlier: SampledParameter | None) -> SampledParameter:
-        """With the sums over earlier windows, unless that is the same."""
-        others = () if earlier is None or earlier is self else (earlier.sums,)
-        return self._replace(sums=Sums.of((self.sums, *others)))
-
     @property
     def whole(self) -> Sums:
         """Those of all its entries, about."""
@@ -257,9 +252,8 @@ class SampledRow:
     def _note_decay(self, start: torch.Tensor, update: torch.Tensor) -> None:
         """What a decoupled weight decay takes off, and what rounding leaves of it: a fused kernel rounds once, for both
         parts of an update."""
-        is_decoupled = self.group.get("decoupled_weight_decay", isinstance(self.optimizer, torch.optim.AdamW))
-        rate = float(self.group["lr"]) * self.group.get("weight_decay", 0.0) * is_decoupled
-        if rate:
+        rate = float(self.group["lr"]) * self.group.get("weight_decay", 0.0)
+        if rate and self.group.get("decoupled_weight_decay", isinstance(self.optimizer, torch.optim.AdamW)):
             dtype, decay = self._last.dtype, -rate * self._previous
             by_gradient, together = (update - decay, update) if self.group.get("fused") else (0.0, -rate * start)
             self._decay += decay
@@ -494,7 +488,8 @@ class UpdateLedger:
             book.window, book.is_kept = None, False
             book.why_not = f"on float32 copies it raises {named_error(error)}"
         spent = time.perf_counter() - began
-        self._spent += spent * bool(book.moments)  # the first window has to be
+        if book.moments:  # the first window has to be
+            self._spent += spent
         book.cost += spent
 
     def _before(self, book: Book, optimizer: Optimizer) -> None:
@@ -528,9 +523,12 @@ class UpdateLedger:
             book.is_kept, book.window = False, None
         elif window.steps == WINDOW:
             ended = book.end(window)
-            book.first = book.first or ended
-            self._unread += ended if book.windows > 1 else []
-            self._steps -= WINDOW * (book.windows == 2)  # those of the first one count no more
+            if not book.first:
+                book.first = ended
+            else:
+                self._unread += ended
+            if book.windows == 2:  # those of the first one count no more
+                self._steps -= WINDOW
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -547,10 +545,10 @@ class UpdateLedger:
         unread, self._unread = self._unread, []
         self._read = _added(self._read, unread)
         first = [each for book in self._books.values() for each in book.first or book.columns()]
-        early = _added({}, first)
-        later = {**early, **self._read}
-        whole = {name: one.together_with(early.get(name)) for name, one in later.items()}
-        whole = {name: one for name, one in whole.items() if math.isfinite(sum(one.sums)) and not one.sums.foreign}
+        later = {**_added({}, first), **self._read}
+        every = _added(self._read, first)
+        sound = {name for name, one in every.items() if math.isfinite(sum(one.sums)) and not one.sums.foreign}
+        whole = {name: every[name] for name in later if name in sound}
         known = [later[name] for name in whole]
         names = partial(names_and_kinds, self._models)
         averages = self.averages.seen(names)

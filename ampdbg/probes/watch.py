@@ -47,6 +47,7 @@ from ampdbg.record.run import Misuse, Record, Step, Unseen
 Original = Callable[..., Any]
 
 UNWATCHED = "from step {} on ampdbg noted nothing, because it failed itself: {}; please report it"
+SEVERAL = "several threads run loops, so ampdbg does not judge the order of their calls"
 LEFT = "replays may have changed {}: another thread of the script may use it, so they did not restore it"
 
 
@@ -169,17 +170,19 @@ class Watch:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the steps leave out, and whether they say anything of half precision."""
-        several = ("several threads run loops, so ampdbg does not judge the order of their calls",)
-        left = (LEFT.format(listed(sorted(self.left_by_replays))),)
-        own = (*self.log.notes, *self.ledger.notes)
-        return (*own, *several[: len(self._loop.trained) > 1], *left[: len(self.left_by_replays)])
+        notes = [*self.log.notes, *self.ledger.notes]
+        if len(self._loop.trained) > 1:
+            notes.append(SEVERAL)
+        if self.left_by_replays:
+            notes.append(LEFT.format(listed(sorted(self.left_by_replays))))
+        return tuple(notes)
 
     @property
     def is_in_fp32(self) -> bool:
         """Nothing that was looked at was lowered: autocast and scaler may be off, or have no effect here."""
-        kinds = {self.optimizers.device.type, *["cuda"] * is_emulating()}
+        scaled_on = set(self.calls.scalers.values())
         # Beside a GPU a scaler for it is on, though the weights are on the CPU.
-        is_scaled = not kinds.isdisjoint(self.calls.scalers.values())
+        is_scaled = self.optimizers.device.type in scaled_on or (is_emulating() and "cuda" in scaled_on)
         return self.calls.graphs > 0 and not self.calls.lowered and not is_scaled
 
     def record(self) -> Record:

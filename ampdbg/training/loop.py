@@ -6,8 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -88,20 +87,17 @@ def train_prepared(
         ending,
         unseen=replace(unseen, notes=(*unseen.notes, *run.workload.notes, *notes, *watcher.notes, *investigator.notes)),
         investigations=tuple(investigator.found),
-        **watcher.contract.seen,
-        updates=watcher.ledger.seen,
     )
 
 
 @dataclass
 class RunEnd:
-    """When a run's first step began, and how it ended.
+    """How a run ended.
 
     ``failure`` is an error that no finding explains, and ``may_be_of_half`` whether replays might; ``error`` is the
     text of one that they do.
     """
 
-    created: datetime = field(default_factory=lambda: datetime.now(timezone.utc))
     interrupted: bool = False
     autocast_error: AutocastError | None = None
     failure: AmpdbgError | None = None
@@ -138,19 +134,13 @@ def _kept_if_interrupted(watcher: Watch, ending: RunEnd) -> Iterator[None]:
 
 def _record(run: Run, command: str, watcher: Watch, ending: RunEnd, **seen: Any) -> Record:
     """The record of a run that has ended; a failure is raised, and carries it if a step had ended by then."""
-    record = Record(
+    record = replace(
+        watcher.record(),
         command=command,
-        created=ending.created.isoformat(timespec="seconds"),
         environment=describe_environment(run.config, run.device),
         config=run.config.resolved(),
         config_folder=run.config.folder_from_start(),
-        verdict="inconclusive",
         planned_steps=run.config.train.steps,
-        steps=watcher.steps,
-        left_out=watcher.log.left_out,
-        scales_gradients=watcher.calls.scales_gradients,
-        groups=watcher.groups,
-        misuses=watcher.misuses,
         interrupted=ending.interrupted,
         error=str(ending.failure or ending.error),
         autocast_error=ending.autocast_error,

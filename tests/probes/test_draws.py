@@ -165,9 +165,9 @@ def test_attention_is_torchs_and_its_scores_are_wide(options: dict[str, Any], dt
 
 def test_a_mask_beyond_half_is_lowered_with_the_rest() -> None:
     query, mask = torch.ones(1, 1, 2, 4), torch.full((2, 2), -1e9)
-    assert attention(query, query, query, mask).isfinite().all()
-    with torch.autocast("cpu", torch.float16):
-        assert attention(query, query, query, mask).isnan().all()
+    assert (attention(query, query, query, mask) == 1.0).all()
+    with torch.autocast("cpu", torch.float16):  # of rows of -inf every kernel of torch's makes zeros
+        assert (attention(query, query, query, mask) == 0.0).all()
 
 
 @pytest.mark.usefixtures("_on_a_gpu")
