@@ -50,7 +50,6 @@ def investigate(
     scale: float,
     *,
     before: Sequence[Step],
-    weights_grew: float,
     observer: Observer,
 ) -> Investigation:
     """Replays a step until its cause can be told; the model, its optimizers and the random state stay as they are.
@@ -61,8 +60,7 @@ def investigate(
         why: what called for it. ``loss``: it is not finite. ``gradients``: the loss is finite and they are
             not. ``end``: nothing is wrong so far; looks for what no loss and no gradient shows.
         scale: the loss scale of the step.
-        before: the steps before it.
-        weights_grew: how many times as large the weights are in it as when the run began.
+        before: the steps of its optimizer before it; none where its loss is not to be compared with theirs.
         observer: sees each replay before it runs.
     """
     replays = _Replays(run, snapshot, scale, observer)
@@ -73,7 +71,6 @@ def investigate(
         largest[name] = max(largest.get(name, value), value)
     return replace(
         made,
-        weights_grew=weights_grew,
         batch_largest={name: value for name, (value, _) in largest.items()},
         batch_index={name: index for name, (_, index) in largest.items()},
     )
@@ -378,10 +375,9 @@ class Investigator:
         self.found.append(made)
 
     def _replayed(self, snapshot: Snapshot, why: Why, scale: float, before: Sequence[Step]) -> Investigation:
-        grew, observer = self._watcher.optimizers.weights_grew, self._observer
-        made = investigate(self._run, snapshot, why, scale, before=before, weights_grew=grew, observer=observer)
+        made = investigate(self._run, snapshot, why, scale, before=before, observer=self._observer)
         self._watcher.left_by_replays |= snapshot.left
-        return made
+        return replace(made, weights_grew=self._watcher.optimizers.weights_grew)
 
 
 def _root(made: Investigation) -> tuple[Any, ...] | None:

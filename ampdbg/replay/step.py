@@ -22,7 +22,7 @@ from ampdbg.precision.emulation import is_emulating
 from ampdbg.precision.modes import mode_of
 from ampdbg.precision.widening import lifted
 from ampdbg.probes.tensors import HALVES, float_values
-from ampdbg.record.run import Reach
+from ampdbg.record.run import Reach, Step
 from ampdbg.replay.copies import Copying
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import Run, Tail, name_of_line
@@ -194,6 +194,10 @@ class RecordedStep:
             if call.line is not None and any(call.module is one for one in beside):
                 found.setdefault(call.line, set()).add(number)
         return {name_of_line(*line[:2]): (line, frozenset(numbers)) for line, numbers in found.items()}
+
+    def before(self, steps: Sequence[Step], optimizer: int) -> tuple[Step, ...]:
+        """Those of the steps of a loop that its optimizer has made; none where its loss is a sum of other numbers."""
+        return tuple(step for step in steps if step.optimizer == optimizer) if self.reach == "whole" else ()
 
     def snapshot(self, number: int, random_state: RandomState, state: ModelState) -> Snapshot:
         """The step with what its calls are given as its batches, a part each, and the modules that they are of."""

@@ -314,8 +314,7 @@ class FailingSteps:
             self._capture(live, loss, scaler)
         if not is_free:
             return None, ""
-        whole = live.recorded.reach == "whole"
-        made = live.investigated(live.before if whole else ())
+        made = live.investigated()
         if made is None:
             return None, ""  # a signal has come, and the script is not kept waiting
         made = replace(made, loss=loss, is_of_others=is_in_group() and not made.reproduced)
@@ -448,7 +447,7 @@ class FailingSteps:
         """Compares a step with FP32; why that shows nothing, or ""."""
         if live.recorded.reach != "whole" or hooks_half_weights(live.model):
             return live.why_no_further or HALF_BY_HOOKS
-        made = live.investigated(live.before)
+        made = live.investigated()
         if made is None:
             return ""  # a signal has come, and the script is not kept waiting
         made = replace(made, loss=self._loss_of(live))

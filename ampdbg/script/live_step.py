@@ -6,7 +6,7 @@ import contextlib
 import io
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
@@ -60,11 +60,11 @@ class LiveStep:
 
     @property
     def before(self) -> tuple[Step, ...]:
-        """The steps that its optimizer has made before it."""
-        return tuple(step for step in self.watcher.steps if step.optimizer == self.optimizer)
+        """The steps that its loss is to be compared with."""
+        return self.recorded.before(self.watcher.steps, self.optimizer)
 
-    def investigated(self, before: Sequence[Step]) -> Investigation | None:
-        """What replays of it show; ``before`` are the steps that its loss is to be compared with. The script waits.
+    def investigated(self) -> Investigation | None:
+        """What replays of it show. The script waits.
 
         None where a signal has come meanwhile that the script handles itself: it is not kept waiting any longer.
 
@@ -73,12 +73,10 @@ class LiveStep:
         """
         grew = self.watcher.optimizers.weights_grew
         with self._again() as (run, snapshot), contextlib.suppress(_SignalCameError):
-            made = investigate(
-                run, snapshot, self.why, self.scale, before=before, weights_grew=grew, observer=_UntilASignal()
-            )
+            made = investigate(run, snapshot, self.why, self.scale, before=self.before, observer=_UntilASignal())
             if made.reproduced and not is_finite(made.fp32):
                 self.watcher.log.batch += blamed_data(run, snapshot, self.recorded)
-            return replace(made, reach=self.recorded.reach, why_no_further=self.why_no_further)
+            return replace(made, reach=self.recorded.reach, why_no_further=self.why_no_further, weights_grew=grew)
         return None
 
     @contextlib.contextmanager

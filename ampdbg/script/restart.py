@@ -70,17 +70,9 @@ class RestoredStep:
     def investigated(self, observer: Observer) -> Investigation:
         """Replays the step until its cause can be told."""
         head = self.capture.head
-        before = self.record.steps if head.reach == "whole" else ()  # else its loss is a sum of other numbers
-        made = investigate(
-            self.run,
-            self.snapshot,
-            head.why,
-            head.scale,
-            before=before,
-            weights_grew=head.weights_grew,
-            observer=observer,
-        )
-        return replace(made, loss=head.loss, reach=head.reach)
+        before = self.recorded.before(self.record.steps[:-1], head.optimizer)
+        made = investigate(self.run, self.snapshot, head.why, head.scale, before=before, observer=observer)
+        return replace(made, loss=head.loss, reach=head.reach, weights_grew=head.weights_grew)
 
     def failing(self, made: Investigation) -> FailingStep:
         """The step, with its weights."""

@@ -379,6 +379,8 @@ def test_a_step_that_follows_one_of_another_optimizer_is_found_again(tmp_path: P
     assert where(record) == ("forward-overflow", 0, "critic", line)
     assert where(again) == ("forward-overflow", 0, "critic", line)  # where its row of withheld steps begins
     assert "step 3 was replayed" in again.findings[0].message
+    # Its loss is compared with those of the critic, which are lost, and not with those of the temperature.
+    assert again.investigations[0].continuation == record.investigations[2].continuation == ()
 
 
 ASKS = {"a signal": "os.kill(os.getpid(), signal.SIGUSR1)", "code": "__import__('ampdbg').capture()"}
