@@ -361,17 +361,17 @@ class Investigator:
             return
         if are_weights_spoilt(self._run.workload.model):
             return  # they are what is wrong, and no replay says more
+        # Where an earlier step has spoilt it, it is as the run began: replays show how that comes.
+        is_spoilt = snapshot.state.held.bad > self._first.held.bad
+        begun = replace(snapshot, state=self._first) if is_spoilt else snapshot
         self._tried[why] += 1
         steps = tuple(step for step in self._watcher.steps if step.step < snapshot.step)
-        # What an earlier step has spoilt is as the run began: replays show how it comes.
-        state = snapshot.state.unpoisoned(self._first)
-        unpoisoned = replace(snapshot, state=state)
         with self._watcher.paused():
-            made = self._replayed(unpoisoned, why, scale, steps)
-            if made.reproduced == 0 and state is not snapshot.state and self.found:
+            made = self._replayed(begun, why, scale, steps)
+            if made.reproduced == 0 and is_spoilt and self.found:
                 return  # it went wrong by what the step that was found first has left behind
             if self._on_investigated is not None:
-                self._on_investigated(unpoisoned, scale, made)
+                self._on_investigated(begun, scale, made)
         self.found.append(made)
 
     def _replayed(self, snapshot: Snapshot, why: Why, scale: float, before: Sequence[Step]) -> Investigation:

@@ -85,11 +85,6 @@ class ModelState:
                     attributes[name][key] = packing.of(value)
         return PackedState(self.buffers, attributes, packing.tensors)
 
-    def unpoisoned(self, first: ModelState) -> ModelState:
-        """The same, but for modules that have come to hold inf or NaN since ``first``: see :class:`Held`."""
-        held = self.held.unpoisoned(first.held)
-        return self if self.model is None or held is self.held else ModelState.of(self.model, held)
-
 
 @dataclass(frozen=True, eq=False)
 class PackedState:
