@@ -711,15 +711,15 @@ class Recorder(TorchFunctionMode):
         modules = {id(module): module for n in numbers if (module := calls.calls[n].module) is not None}
         now = {id(tensor) for tensor in tensors_in(model)}
         beside = [module for module in modules.values() if now.isdisjoint(map(id, tensors_in(module)))]
-        states = [(module, *self.before.state(module, numbers)) for module in beside]
-        if unknown := next((unknown for _, _, unknown in states if unknown), ""):
+        states = [self.before.state(module, numbers) for module in beside]
+        if unknown := next((unknown for _, unknown in states if unknown), ""):
             return None, f"it wrote {unknown} of a module beside its model, which ampdbg copies from now on", state
         step = RecordedStep(
             {n: calls.call(n, device) for n in numbers},
             {min(part): losses for part, losses in parts},
             device,
             given,
-            tuple((module, before) for module, before, _ in states),
+            tuple(before for before, _ in states),
         )
         return step, "", state
 

@@ -133,7 +133,7 @@ class RecordedStep:
     losses: Mapping[int, tuple[Made, ...]]
     device: str
     given: tuple[CallArguments, ...] = field(repr=False)
-    beside: tuple[tuple[torch.nn.Module, ModelState], ...] = field(default=(), repr=False)
+    beside: tuple[ModelState, ...] = field(default=(), repr=False)
     replaced: tuple[str, ...] = ()
     reach: Reach = "whole"
     own_scale: float = 1.0
@@ -189,7 +189,7 @@ class RecordedStep:
         """The lines of the script beside its model, with the numbers of their calls, by file name and number: what they
         compute between it and the losses, and the other modules that they call."""
         found: dict[Line, set[int]] = {}
-        beside = [None, *(module for module, _ in self.beside)]
+        beside = [None, *(state.model for state in self.beside)]
         for number, call in self.calls.items() if self.reach == "whole" else ():
             if call.line is not None and any(call.module is one for one in beside):
                 found.setdefault(call.line, set()).add(number)

@@ -269,7 +269,7 @@ class Capture:
         parts = tuple({n: given.get(n, before) for n, before in part.items()} for part in live.given)
         modules = {place: live.calls[n].module for n, place in match.own.items() if place in self.head.beside}
         beside = tuple(
-            (module, self._state(f"beside.{place}.", self.head.beside[place], module))
+            self._state(f"beside.{place}.", self.head.beside[place], module)
             for place, module in modules.items()
             if module is not None
         )
@@ -731,8 +731,8 @@ class Captured:
 
 def _states_beside(recorded: RecordedStep, numbers: Mapping[int, int]) -> Iterator[tuple[int, ModelState]]:
     """What modules beside the model held, each with the place of the first call of it."""
-    for module, state in recorded.beside:
-        places = [place for number, place in numbers.items() if recorded.calls[number].module is module]
+    for state in recorded.beside:
+        places = [place for number, place in numbers.items() if recorded.calls[number].module is state.model]
         if places:
             yield min(places), state
 
