@@ -58,14 +58,12 @@ class CaptureError(AmpdbgError):
 
 @dataclass(frozen=True)
 class CapturedCall:
-    """One call: ``name`` says of what, ``reads`` which earlier ones it takes results from, ``given`` is packed."""
+    """One call: ``name`` says of what, ``given`` is packed."""
 
     name: str
-    reads: tuple[Count, ...]
     given: Any
     lowers: bool
     has_gradients: bool
-    writes: bool
     random_state: Count
     training: bool | None = None
 
@@ -82,10 +80,9 @@ class CapturedCall:
 class Head:
     """What a capture holds besides tensors. ``record`` is that of the run up to the step, as JSON.
 
-    ``calls`` are those that lead to the losses, in order; ``parts`` has the numbers of those of each part of the step,
-    and ``losses`` where its losses are: the number of a call, and the path in what that gave. ``reach`` says whether
-    the step is whole, or its modules are here alone. ``weights_grew`` is as of an investigation, ``scaler_number`` is
-    that of its scaler in the record, 0 where that is not known, ``optimizer`` the place of that which steps in it.
+    ``calls`` are those that lead to the losses, in order; ``parts`` has the numbers of those of each part of the step.
+    ``reach`` says whether the step is whole, or its modules are here alone. ``weights_grew`` is as of an investigation,
+    ``scaler_number`` is that of its scaler in the record, 0 of none, ``optimizer`` the place of that which steps in it.
     ``beside`` has attributes of modules that are not the model's, by the place of the first call of each.
     """
 
@@ -98,12 +95,10 @@ class Head:
     start: Start
     calls: tuple[CapturedCall, ...]
     parts: tuple[tuple[Count, ...], ...]
-    losses: tuple[tuple[tuple[Count, str], ...], ...]
     random_states: tuple[Any, ...]
     random_state: Any
     attributes: Mapping[str, Mapping[str, Any]]
     optimizers: tuple[Any, ...]
-    scaler: Any
     record: Mapping[str, Any]
     created: str
     reach: Reach = "whole"
@@ -173,7 +168,7 @@ class Capture:
 
     def match(self, recorded: RecordedStep) -> Match:
         """Which call of a step of the script that was started again is which of the captured ones."""
-        return Match(self.head.calls, self.head.parts, recorded)
+        return Match(self.head, recorded)
 
     def put_into(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[str, ...]:
         """Gives the model and its optimizers what the step had; returns notes on what could not be given.
@@ -244,7 +239,7 @@ class Capture:
             CaptureError: it was given what is not written, and the other step has nothing like it.
         """
         match = self.match(live)
-        unpacking = _GivenAgain(self, live, match, device)
+        unpacking = _GivenAgain(self, match, device)
         calls, given = dict(live.calls), {}
         states = [unpacked_random_state(packed, unpacking) for packed in self.head.random_states]
         # Where the script calls anything under autocast it has a say in what that lowers: a patch switches it off.
@@ -258,13 +253,13 @@ class Capture:
                 random_state=states[captured.random_state],
                 training=captured.training,
             )
-            before = unpacking.live[number]
+            before = match.given[number]
             try:
                 given[number] = _with_dtypes(tuple(unpacking.of(captured.given, list(before))), before)
             except PackedError as error:
                 raise CaptureError(f"{self.path}: call {place + 1}, of {captured.name}: {error}") from None
         for number, value in unpacking.casts.items():
-            (_, *others), kwargs = unpacking.live[number]
+            (_, *others), kwargs = match.given[number]
             given[number] = (value, *others), kwargs
         parts = tuple({n: given.get(n, before) for n, before in part.items()} for part in live.given)
         modules = {place: live.calls[n].module for n, place in match.own.items() if place in self.head.beside}
@@ -345,16 +340,17 @@ def name_of(call: RecordedCall, paths: Mapping[int, str]) -> str:
     return torch_name(function) or str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
-def reads_of(call: RecordedCall, numbers: Mapping[int, int]) -> tuple[int, ...]:
-    """The places of the calls that a call takes results from."""
-    return tuple(sorted({numbers[other] for other in call.reads if other in numbers}))
-
-
 MADE = "made"
 """The key of what stands for the result of a call: its place among the captured ones."""
 
 OWN = {"live": type_name(Own)}
 """What stands for a tensor of the model's own."""
+
+
+def place_of(packed: Any) -> int:
+    """The place of the call whose result that stands for; -1 of anything else."""
+    place = packed.get(MADE) if isinstance(packed, dict) else None
+    return place if isinstance(place, int) else -1
 
 
 class _GivenPacking(Packing):
@@ -383,66 +379,54 @@ class Match:
     a patch, that puts casts in and leaves others out.
 
     Args:
-        captured: the calls of the captured step, in order.
-        parts: the places of those of each part of it.
+        head: of the captured step.
         recorded: the step.
     """
 
-    def __init__(
-        self, captured: Sequence[CapturedCall], parts: Sequence[Sequence[int]], recorded: RecordedStep
-    ) -> None:
-        self._captured, self._parts, self._recorded = captured, parts, recorded
-        self.casts = {n for n in order_of(recorded) if _is_cast(name_of(recorded.calls[n], {}))}
-        """The numbers of those calls of the step that only cast."""
-        self.left_out = {place for place, call in enumerate(captured) if _is_cast(call.name)}
-        """The places of those of the captured step."""
-        numbers = [number for number in order_of(recorded) if number not in self.casts]
-        places = [place for place in range(len(captured)) if place not in self.left_out]
+    def __init__(self, head: Head, recorded: RecordedStep) -> None:
+        self._captured, self._parts, self._recorded = head.calls, head.parts, recorded
+        self._casts = {n for n in order_of(recorded) if _is_cast(name_of(recorded.calls[n], {}))}
+        self._left_out = {place for place, call in enumerate(head.calls) if _is_cast(call.name)}
+        numbers = [number for number in order_of(recorded) if number not in self._casts]
+        places = [place for place in range(len(head.calls)) if place not in self._left_out]
         self.own = dict(zip(numbers, places, strict=False))
-        """The number of each other call that the step needs, with its place among the captured ones."""
+        """The number of each call that the step needs and that is no cast, with its place among the captured ones."""
         self._is_as_long = len(numbers) == len(places)
-        given = {number: args for part in recorded.given for number, (args, _) in part.items()}
-        self.first_arguments = {number: next(iter(given[number]), None) for number in self.casts}
+        self.given = {number: given for part in recorded.given for number, given in part.items()}
+        """What the calls of the step are given."""
 
     def why_not(self, model: torch.nn.Module) -> Difference | None:
         """Why the step is not of the same calls; None where it is."""
         paths = paths_in(model)
         for number, place in self.own.items():
-            if other := self._other(number, place, paths):
-                return Difference(place, other)
+            now, then = name_of(self._recorded.calls[number], paths), self._captured[place].name
+            if now != then:
+                return Difference(place, f"call {place + 1} is a call of {now}, and was one of {then}")
         reason = self._unlike_as_a_whole()
         return Difference(len(self.own), reason) if reason else None
 
-    def _other(self, number: int, place: int, paths: Mapping[int, str]) -> str:
-        """How a call is not the captured one of its place."""
-        call, known = self._recorded.calls[number], self._captured[place]
-        now = name_of(call, paths)
-        if now != known.name:
-            return f"call {place + 1} is a call of {now}, and was one of {known.name}"
-        reads = {self.own.get(other) for other in map(self._source, call.reads) if other is not None}
-        known_reads = {other for other in map(self._captured_source, known.reads) if other is not None}
-        return "" if reads == known_reads else f"call {place + 1}, of {now}, takes the results of other calls"
+    def source(self, value: Any) -> tuple[Any, int | None]:
+        """What lies behind the casts of what a call of the step is given, and the first of these casts, if any."""
+        cast = None
+        while isinstance(value, Made) and value.call in self._casts:
+            cast = value.call
+            value = next(iter(self.given[cast][0]), None)
+        return value, cast
 
-    def _source(self, number: int) -> int | None:
-        """The call that a result comes from, through casts; None where these take data."""
-        if number not in self.casts:
-            return number
-        first = self.first_arguments[number]
-        return self._source(first.call) if isinstance(first, Made) else None
-
-    def _captured_source(self, place: int) -> int | None:
-        if place not in self.left_out:
-            return place
-        first = self._captured[place].first_argument
-        maker = first.get(MADE) if isinstance(first, dict) else None
-        return self._captured_source(maker) if isinstance(maker, int) and maker < place else None
+    def captured_source(self, packed: Any) -> Any:
+        """The same of what a captured call was given."""
+        place = len(self._captured)
+        while place_of(packed) in self._left_out and place_of(packed) < place:  # else it is damaged
+            place = place_of(packed)
+            packed = self._captured[place].first_argument
+        return packed
 
     def _unlike_as_a_whole(self) -> str:
         """What is other about the step where each of its calls is as captured."""
         if not self._is_as_long:
             return f"it makes {len(order_of(self._recorded))} calls, and the captured one {len(self._captured)}"
         parts = [[self.own[number] for number in sorted(part) if number in self.own] for part in self._recorded.given]
-        if parts != [[place for place in part if place not in self.left_out] for part in self._parts]:
+        if parts != [[place for place in part if place not in self._left_out] for part in self._parts]:
             return "its calls lead to other losses"
         return ""
 
@@ -462,11 +446,10 @@ class _GivenAgain(Unpacking):
     ``casts`` has what those casts of the step are given that take data: the captured values.
     """
 
-    def __init__(self, capture: Capture, live: RecordedStep, match: Match, device: torch.device) -> None:
+    def __init__(self, capture: Capture, match: Match, device: torch.device) -> None:
         super().__init__(capture, device)
         self.casts: dict[int, torch.Tensor] = {}
-        self._calls, self._match = capture.head.calls, match
-        self.live = {number: given for part in live.given for number, given in part.items()}
+        self._match = match
 
     def of(self, packed: Any, live: Any = None) -> Any:
         """The value; what an earlier call gave is what that of the step gives.
@@ -474,30 +457,20 @@ class _GivenAgain(Unpacking):
         Raises:
             PackedError: as of any; or what others gave stands in the place of data.
         """
-        place = packed.get(MADE) if isinstance(packed, dict) else None
-        cast = self._cast_of_data(live) if isinstance(live, Made) else None
-        is_result = isinstance(live, Made) and cast is None
-        if place in self._match.left_out and not is_result:
-            return self.of(self._calls[place].first_argument, live)
-        if is_result and place is not None:
-            return live
-        if is_result or place is not None:
+        now, cast = self._match.source(live)
+        then = self._match.captured_source(packed)
+        place = self._match.own.get(now.call, -1) if isinstance(now, Made) else -1
+        if place != place_of(then):
             raise PackedError("a result of another call takes the place of data")
-        now = live if cast is None else self._match.first_arguments[cast]
-        if packed == OWN and not isinstance(now, Own):
+        if place >= 0:
+            return live
+        if then == OWN and not isinstance(now, Own):
             raise PackedError("data takes the place of a tensor of the model's own")
-        value = super().of(packed, now)
+        value = super().of(then, now)
         if cast is None:
             return value
         self.casts[cast] = value
         return live
-
-    def _cast_of_data(self, made: Made) -> int | None:
-        """The cast that takes data, or a tensor of the model's own, for who takes this; None of what was computed."""
-        if made.call not in self._match.casts:
-            return None
-        first = self._match.first_arguments[made.call]
-        return self._cast_of_data(first) if isinstance(first, Made) else made.call
 
 
 # Writing
@@ -714,16 +687,11 @@ class Captured:
             start=self.start,
             calls=calls,
             parts=tuple(tuple(numbers[number] for number in sorted(part)) for part in self.live.recorded.given),
-            losses=tuple(
-                tuple((numbers[made.call], made.path) for made in self.live.recorded.losses[min(part)])
-                for part in self.live.recorded.given
-            ),
             random_states=tuple(packed_random_state(state, packing) for state in states),
             random_state=packed_random_state(RandomState.now(), packing),
             attributes=attributes,
             beside=beside,
             optimizers=tuple(map(packing.of, self._states)),
-            scaler=packing.of(self.scaler.state_dict() if self.scaler is not None else None),
             record=json.loads(to_json(self.live.watcher.record())),
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )
@@ -751,11 +719,9 @@ def _captured_call(
         states.append(call.random_state)
     return CapturedCall(
         name=name_of(call, paths),
-        reads=reads_of(call, numbers),
         given=packing.of(list(given)),
         lowers=call.lowers,
         has_gradients=call.has_gradients,
-        writes=call.writes,
         random_state=len(states) - 1,
         training=call.training,
     )

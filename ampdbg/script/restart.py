@@ -302,7 +302,6 @@ def _of_capture(capture: Capture) -> Record:
     """The record of the run up to the step, and that as well."""
     head, start, before = capture.head, capture.start, capture.record
     is_bad = head.why != "end"
-    latest = head.scaler_number or (before.steps[-1].scaler if before.steps else 1)
     earlier = [one for one in before.steps if one.step < head.step]
     iteration = max((one.iteration + 1 for one in earlier if one.optimizer == head.optimizer), default=0)
     step = Step(
@@ -310,8 +309,8 @@ def _of_capture(capture: Capture) -> Record:
         loss=head.loss,
         scale=head.scale,
         found_inf=is_bad,
-        skipped=is_bad and head.scaler is not None,
-        scaler=latest if head.scaler is not None else 0,
+        skipped=is_bad and head.scaler_number > 0,
+        scaler=head.scaler_number,
         optimizer=head.optimizer,
         others=head.step - iteration,
     )
