@@ -514,11 +514,6 @@ class Captures:
         """Any may be written; who allows none need not be told that one was not."""
         return self._most > 0
 
-    @property
-    def has_room(self) -> bool:
-        """One more may be written."""
-        return len(self._paths) < self._most
-
     def has(self, step: int) -> bool:
         """The step of this number was captured."""
         return step in self._paths
@@ -528,14 +523,6 @@ class Captures:
         if step in self._paths:
             with contextlib.suppress(OSError):
                 self._paths.pop(step).unlink()
-
-    def _new_path(self, step: int) -> Path:
-        """A name of its own, also beside a run that captures in the same second."""
-        begin, end = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}", of_rank(f"step-{step}", self.start.rank)
-        try:
-            return free_path(self._folder, begin, f"-{end}{CAPTURE_SUFFIX}")
-        except OSError as error:
-            raise CaptureError(f"cannot be written: {error.strerror or error}: {self._folder}") from None
 
     def ask(self) -> None:
         """The next whole step is to be captured."""
@@ -556,18 +543,21 @@ class Captures:
             self._write(Captured(live, loss, scaler, self.start), live.number)
         except CaptureError as error:
             self.cannot(live.number, str(error))
+        except OSError as error:
+            self.cannot(live.number, f"cannot be written: {error.strerror or error}: {self._folder}")
         except Exception as error:  # noqa: BLE001 - whatever the user's own classes raise
-            self.cannot(live.number, named_error(error))
+            self.cannot(live.number, f"cannot be written: {named_error(error)}")
 
     def _write(self, captured: Captured, step: int) -> None:
-        if not self.has_room and not self.has(step):
-            allowed = f"{counted(self._most, 'capture')} a run"
-            self.cannot(step, f"at most {allowed}; allow more with --max-captures")
-            return
+        if len(self._paths) >= self._most and not self.has(step):
+            raise CaptureError(f"at most {counted(self._most, 'capture')} a run; allow more with --max-captures")
+        content = captured.content(self._largest)
+        begin, end = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}", of_rank(f"step-{step}", self.start.rank)
+        # A name of its own, also beside a run that captures in the same second.
+        path = free_path(self._folder, begin, f"-{end}{CAPTURE_SUFFIX}")
         with contextlib.ExitStack() as stack:
-            path = self._new_path(step)
             stack.callback(path.unlink, missing_ok=True)
-            captured.write(path, self._largest)
+            replace_file(path, content)
             stack.pop_all()
         self.drop(step)  # of another turn
         self._paths[step] = path
@@ -624,29 +614,17 @@ class Captured:
         is_alone = self.start.processes == 1
         return [one.state_dict() if is_alone or has_its_state(one) else None for one in self.live.watcher.optimizers]
 
-    def write(self, path: Path, largest: int) -> None:
-        """Writes it whole, or not at all.
+    def content(self, largest: int) -> bytes:
+        """The bytes of its file.
 
         Raises:
-            CaptureError: it is larger than ``largest`` bytes, it holds what cannot be written, or the disk is full.
+            CaptureError: these are more than ``largest``, or parts of the model are in other processes.
         """
         if self.start.processes > 1 and (why := why_in_parts(self.live.model)):
             raise CaptureError(why)
         if self.size > largest:
             told = f"it would take {byte_size(self.size)}, and at most {byte_size(largest)} are allowed"
             raise CaptureError(f"{told}; allow more with --max-capture-size")
-        try:
-            content = self._content()
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, content)
-        except OSError as error:
-            raise CaptureError(f"cannot be written: {error.strerror or error}: {path}") from None
-        except CaptureError:
-            raise
-        except Exception as error:
-            raise CaptureError(f"cannot be written: {named_error(error)}: {path}") from error
-
-    def _content(self) -> bytes:
         numbers = order_of(self.live.recorded)
         packing = _GivenPacking("value", numbers)
         own = self.live.state.packed()

@@ -515,8 +515,8 @@ def test_runs_that_capture_in_the_same_second_keep_their_own_captures(tmp_path: 
         def __init__(self, *_: object) -> None:
             pass
 
-        def write(self, path: Path, largest: int) -> None:
-            path.write_text("whole")
+        def content(self, largest: int) -> bytes:
+            return b"whole"
 
     one, other = (Captures(tmp_path, Start("train.py"), most=2, largest=99) for _ in range(2))
     with patch.multiple("ampdbg.script.capture", datetime=At, Captured=Written):
