@@ -21,7 +21,6 @@ from dataclasses import dataclass, field, replace
 from importlib.machinery import PathFinder, SourceFileLoader
 from importlib.util import decode_source, find_spec
 from pathlib import Path
-from pkgutil import get_importer
 from types import FrameType, ModuleType, TracebackType
 from typing import Any
 from unittest.mock import patch
@@ -198,9 +197,6 @@ def _end_of(script: Script, at_end: Callable[[ScriptEnd], None]) -> ScriptEnd:
 
 def _run_file(script: Script) -> None:
     sys.argv = [script.name, *script.arguments]
-    if _is_importable(script):
-        _run_as_main("__main__", is_named=False)
-        return
     path = os.path.abspath(script.name)
     module = _new_main()
     vars(module).update(__file__=path, __loader__=SourceFileLoader("__main__", path), __cached__=None)
@@ -212,14 +208,10 @@ def _run_file(script: Script) -> None:
 
 
 def _run_module(script: Script) -> None:
+    """By what Python itself calls for ``-m``, with its messages."""
     sys.argv = ["-m", *script.arguments]
-    _run_as_main(script.name, is_named=True)
-
-
-def _run_as_main(name: str, *, is_named: bool) -> None:
-    """By what Python itself calls for ``-m``, a folder and a zip file, with its messages."""
     _new_main()
-    vars(runpy)["_run_module_as_main"](name, is_named)
+    vars(runpy)["_run_module_as_main"](script.name)
 
 
 def _new_main() -> ModuleType:
@@ -237,19 +229,14 @@ def _obstacle(script: Script) -> str:
     if not path.exists():
         return "there is no such file"
     if path.is_dir():
-        return "" if _has_main(path) else "is a folder without __main__.py"
+        return "is a folder"
     if path.is_char_device() and not (
         sys.stdin and sys.stdin.isatty() and path.samefile(f"/dev/fd/{sys.stdin.fileno()}")
     ):
         return "is a device"
-    if path.is_file() and path.stat().st_size > LARGEST_SCRIPT and not _is_importable(script):
+    if path.is_file() and path.stat().st_size > LARGEST_SCRIPT:
         return f"is larger than {LARGEST_SCRIPT:,} bytes"
     return ""
-
-
-def _is_importable(script: Script) -> bool:
-    """It is a folder or a zip file, with a ``__main__.py`` in it."""
-    return not script.is_module and get_importer(script.name) is not None
 
 
 def _emptied_at_exit(script: Script, modules: Mapping[str, ModuleType]) -> None:
@@ -270,27 +257,18 @@ def _handed_to_python(modules: Mapping[str, ModuleType]) -> None:
 def _path_of(script: Script) -> Iterator[None]:
     """What Python would have put first on the path, in the place of what it put there for ampdbg."""
     is_safe = getattr(sys.flags, "safe_path", False)  # there Python puts nothing
-    if is_safe and not _is_importable(script):
+    if is_safe:
         yield
         return
-    folder = _folder_of(script)
+    folder = os.getcwd() if script.is_module else os.path.dirname(os.path.realpath(script.name))
     with _own_modules(script, folder):
-        before = [] if is_safe else sys.path[:1]
-        sys.path[: len(before)] = [folder]
+        before = sys.path[:1]
+        sys.path[:1] = [folder]
         try:
             yield
         finally:
             if sys.path and sys.path[0] == folder:
                 sys.path[:1] = before
-
-
-def _folder_of(script: Script) -> str:
-    """Where its modules are looked for first: of ``python -m`` in the working folder, else beside it or in it."""
-    if script.is_module:
-        return os.getcwd()
-    if _is_importable(script):
-        return os.path.join(os.getcwd(), script.name)
-    return os.path.dirname(os.path.realpath(script.name))
 
 
 @contextlib.contextmanager
@@ -324,10 +302,6 @@ def _is_other(name: str, path: list[str]) -> bool:
         if found is not None and found.origin and loaded is not None:  # without an origin it is a mere folder
             return os.path.realpath(found.origin) != os.path.realpath(loaded.origin or "")
     return False
-
-
-def _has_main(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("__main__.py", "__main__.pyc"))
 
 
 def _has_module(name: str) -> bool:
