@@ -537,10 +537,10 @@ class Captures:
         if step == self.wanted or not self.why_not:
             self.why_not, self._failed = f"step {step} {NOT_CAPTURED}: {why}", step
 
-    def add(self, live: LiveStep, loss: float, scaler: torch.amp.GradScaler | None) -> None:
+    def add(self, live: LiveStep) -> None:
         """Writes a step; where that cannot be, ``why_not`` says why, and the script goes on."""
         try:
-            self._write(Captured(live, loss, scaler, self.start), live.number)
+            self._write(Captured(live, self.start), live.number)
         except CaptureError as error:
             self.cannot(live.number, str(error))
         except OSError as error:
@@ -586,14 +586,9 @@ def ask_for_capture() -> bool:
 
 @dataclass(frozen=True)
 class Captured:
-    """A step at hand, right before its optimizer would step, and all that is to be known of it elsewhere.
-
-    ``scaler`` is that of its loss.
-    """
+    """A step at hand, right before its optimizer would step, and all that is to be known of it elsewhere."""
 
     live: LiveStep
-    loss: float
-    scaler: torch.amp.GradScaler | None
     start: Start
 
     @property
@@ -654,13 +649,13 @@ class Captured:
         return Head(
             step=self.live.number,
             scale=self.live.scale,
-            loss=self.loss,
+            loss=self.live.loss,
             why=self.live.why,
             half=self.live.half,
             reach=self.live.recorded.reach,
             weights_grew=self.live.watcher.optimizers.weights_grew,
             optimizer=self.live.optimizer,
-            scaler_number=0 if self.scaler is None else self.live.watcher.calls.number_of(self.scaler),
+            scaler_number=self.live.scaler_number,
             device=str(next(self.live.model.parameters()).device),
             start=self.start,
             calls=calls,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import sys
 import threading
 from collections.abc import Iterator
@@ -63,6 +64,18 @@ class LiveStep:
         """The steps that its loss is to be compared with."""
         return self.recorded.before(self.watcher.steps, self.optimizer)
 
+    @property
+    def loss(self) -> float:
+        """Its loss, without the scale that the script itself has put into it; NaN of none."""
+        losses = self.watcher.open_step.scaled
+        return sum(map(float, losses)) / self.recorded.own_scale if losses else math.nan
+
+    @property
+    def scaler_number(self) -> int:
+        """That of the scaler of its loss in the record; 0 of none."""
+        scaler = self.watcher.open_step.scaler
+        return 0 if scaler is None else self.watcher.calls.number_of(scaler)
+
     def investigated(self) -> Investigation | None:
         """What replays of it show. The script waits.
 
@@ -71,12 +84,13 @@ class LiveStep:
         Raises:
             Exception: whatever the script's own code raises, or that there is no memory for it.
         """
-        grew = self.watcher.optimizers.weights_grew
+        loss, grew = self.loss, self.watcher.optimizers.weights_grew
         with self._again() as (run, snapshot), contextlib.suppress(_SignalCameError):
             made = investigate(run, snapshot, self.why, self.scale, before=self.before, observer=_UntilASignal())
             if made.reproduced and not is_finite(made.fp32):
                 self.watcher.log.batch += blamed_data(run, snapshot, self.recorded)
-            return replace(made, reach=self.recorded.reach, why_no_further=self.why_no_further, weights_grew=grew)
+            made = replace(made, loss=loss, weights_grew=grew)
+            return replace(made, reach=self.recorded.reach, why_no_further=self.why_no_further)
         return None
 
     @contextlib.contextmanager
