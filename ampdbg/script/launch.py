@@ -380,13 +380,54 @@ def _of_script(trace: TracebackType | None) -> TracebackType | None:
 ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 """The signals that end a process from outside: a batch system's, and a terminal's that goes."""
 
+ASKING = tuple(getattr(signal, name) for name in ("SIGUSR1",) if hasattr(signal, name))
+"""The signals by which somebody asks a process for something, which end one that does not know of it."""
+
+Handler = Callable[[int, FrameType | None], None]
+
 
 @contextlib.contextmanager
-def told_before_a_signal(tell: Callable[[int], None]) -> Iterator[None]:
-    """While this is entered a signal of ENDING ends the process as it always would, but ``tell`` is called first.
+def signals_noted(ends: Callable[[int], None], asks: Callable[[], None]) -> Iterator[None]:
+    """While this is entered a signal of ENDING ends the process as it always would, but ``ends`` is called first, and
+    one of ASKING calls ``asks``.
 
-    A script that handles the signal itself replaces this, and a forked child is not told.
+    A script that handles the signal itself replaces this. For these signals SIG_DFL means what is done here, and Python
+    says SIG_DFL of it: a script that calls the handler that was there before its own, or restores it, does then what it
+    always does. In a forked child SIG_DFL is itself at once: a worker of a pool that is ended while it begins to wait
+    for a lock would never come to run a handler in Python.
     """
+    owner, install, ask = os.getpid(), signal.signal, signal.getsignal
+    every: dict[int, Handler] = {
+        **dict.fromkeys(ENDING, _ending(ends)),
+        **dict.fromkeys(ASKING, lambda number, frame: asks()),
+    }
+    handles = threading.current_thread() is threading.main_thread()  # Python lets no other
+    ours = {number: handler for number, handler in every.items() if handles and ask(number) is signal.SIG_DFL}
+
+    def leave() -> None:
+        for number, handler in ours.items():
+            if ask(number) is handler:
+                install(number, signal.SIG_DFL)
+
+    def told(current: Any) -> Any:
+        return signal.SIG_DFL if current in ours.values() else current
+
+    def replaced(number: int, new: Any) -> Any:
+        is_ours = number in ours and new == signal.SIG_DFL and os.getpid() == owner
+        return told(install(number, ours[number] if is_ours else new))
+
+    with patch.object(signal, "signal", replaced), patch.object(signal, "getsignal", lambda number: told(ask(number))):
+        for number, handler in ours.items():
+            install(number, handler)
+        try:
+            with first_in_forked(leave):
+                yield
+        finally:
+            leave()
+
+
+def _ending(ends: Callable[[int], None]) -> Handler:
+    """A handler that ends the process as its signal always would, and calls this first, but in a forked child."""
     owner, install, ask = os.getpid(), signal.signal, signal.getsignal
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -395,56 +436,9 @@ def told_before_a_signal(tell: Callable[[int], None]) -> Iterator[None]:
         install(number, signal.SIG_IGN)  # a shell sends SIGHUP once more
         try:
             if os.getpid() == owner:
-                tell(number)
+                ends(number)
         finally:
             install(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    handles = threading.current_thread() is threading.main_thread()  # Python lets no other
-    with _in_place_of_default(end, [number for number in ENDING if handles and ask(number) is signal.SIG_DFL]):
-        yield
-
-
-ASKING = tuple(getattr(signal, name) for name in ("SIGUSR1",) if hasattr(signal, name))
-"""The signals by which somebody asks a process for something, which end one that does not know of it."""
-
-
-@contextlib.contextmanager
-def asked_by_a_signal(ask: Callable[[], None]) -> Iterator[None]:
-    """While this is entered a signal of ASKING calls ``ask``, unless the script handles it itself."""
-    handles = threading.current_thread() is threading.main_thread()
-    free = [number for number in ASKING if handles and signal.getsignal(number) is signal.SIG_DFL]
-    with _in_place_of_default(lambda number, frame: ask(), free):
-        yield
-
-
-@contextlib.contextmanager
-def _in_place_of_default(handler: Callable[[int, FrameType | None], None], numbers: list[int]) -> Iterator[None]:
-    """While this is entered SIG_DFL means ``handler`` for signals of these numbers, and Python says SIG_DFL of it.
-
-    A script that calls the handler that was there before its own, or restores it, does then what it always does. In a
-    forked child SIG_DFL is itself at once: a worker of a pool that is ended while it begins to wait for a lock would
-    never come to run a handler in Python.
-    """
-    owner, install, ask = os.getpid(), signal.signal, signal.getsignal
-
-    def leave() -> None:
-        for number in numbers:
-            if ask(number) is handler:
-                install(number, signal.SIG_DFL)
-
-    def told(current: Any) -> Any:
-        return signal.SIG_DFL if current is handler else current
-
-    def replaced(number: int, new: Any) -> Any:
-        is_ours = number in numbers and new == signal.SIG_DFL and os.getpid() == owner
-        return told(install(number, handler if is_ours else new))
-
-    with patch.object(signal, "signal", replaced), patch.object(signal, "getsignal", lambda number: told(ask(number))):
-        for number in numbers:
-            install(number, handler)
-        try:
-            with first_in_forked(leave):
-                yield
-        finally:
-            leave()
+    return end
