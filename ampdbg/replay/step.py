@@ -125,16 +125,14 @@ def torch_name(function: Callable[..., Any]) -> str:
 class RecordedStep:
     """``calls`` by number, in order; ``losses`` of each part by the number of its first call; ``given`` has what the
     calls are given, an entry for each part. ``beside`` are the modules that it calls and the model does not have, such
-    as a loss with a running mean, with what they held before; ``replaced`` are the names of those of its data that were
-    not finite, and have finite numbers here. ``own_scale`` is the loss scale that the script itself has put into its
-    losses, and that is not among the calls."""
+    as a loss with a running mean, with what they held before. ``own_scale`` is the loss scale that the script itself
+    has put into its losses, and that is not among the calls."""
 
     calls: Mapping[int, RecordedCall]
     losses: Mapping[int, tuple[Made, ...]]
     device: str
     given: tuple[CallArguments, ...] = field(repr=False)
     beside: tuple[ModelState, ...] = field(default=(), repr=False)
-    replaced: tuple[str, ...] = ()
     reach: Reach = "whole"
     own_scale: float = 1.0
 

@@ -166,10 +166,6 @@ class Capture:
         """The record of the run up to the step."""
         return from_json(json.dumps(dict(self.head.record)))
 
-    def match(self, recorded: RecordedStep) -> Match:
-        """Which call of a step of the script that was started again is which of the captured ones."""
-        return Match(self.head, recorded)
-
     def put_into(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[str, ...]:
         """Gives the model and its optimizers what the step had; returns notes on what could not be given.
 
@@ -200,13 +196,9 @@ class Capture:
                 yield f"the state of {type(optimizer).__name__} was not restored: it was sharded over the processes"
                 continue
             try:
-                optimizer.load_state_dict(self.unpacking(torch.device("cpu")).of(packed, optimizer.state_dict()))
+                optimizer.load_state_dict(Unpacking(self, torch.device("cpu")).of(packed, optimizer.state_dict()))
             except Exception as error:  # noqa: BLE001 - an optimizer of the user's own may raise anything
                 yield f"the state of {type(optimizer).__name__} was not restored: {first_line(error)}"
-
-    def unpacking(self, device: torch.device) -> Unpacking:
-        """What makes values of those that were packed; ``device`` is for tensors that were not on the CPU."""
-        return Unpacking(self, device)
 
     def keys(self) -> list[str]:
         """The names of its tensors."""
@@ -230,7 +222,7 @@ class Capture:
 
     def random_state(self, device: torch.device) -> RandomState:
         """That of the process when the step had gone backward."""
-        return unpacked_random_state(self.head.random_state, self.unpacking(device))
+        return unpacked_random_state(self.head.random_state, Unpacking(self, device))
 
     def step(self, live: RecordedStep, device: torch.device) -> RecordedStep:
         """The captured step, made of a step of the same calls.
@@ -238,7 +230,7 @@ class Capture:
         Raises:
             CaptureError: it was given what is not written, and the other step has nothing like it.
         """
-        match = self.match(live)
+        match = Match(self.head, live)
         unpacking = _GivenAgain(self, match, device)
         calls, given = dict(live.calls), {}
         states = [unpacked_random_state(packed, unpacking) for packed in self.head.random_states]
@@ -620,10 +612,12 @@ class Captured:
         if self.size > largest:
             told = f"it would take {byte_size(self.size)}, and at most {byte_size(largest)} are allowed"
             raise CaptureError(f"{told}; allow more with --max-capture-size")
-        numbers = order_of(self.live.recorded)
-        packing = _GivenPacking("value", numbers)
+        recorded = self.live.recorded
+        packing = _GivenPacking("value", order_of(recorded))
         own = self.live.state.packed()
-        beside = {place: one.packed(f"attribute.{place}") for place, one in _states_beside(self.live.recorded, numbers)}
+        first = {id(recorded.calls[number].module): place for number, place in reversed([*packing.places.items()])}
+        found = {first[id(state.model)]: state for state in recorded.beside}
+        beside = {place: state.packed(f"attribute.{place}") for place, state in found.items()}
         head = self._head(packing, own.attributes, {place: one.attributes for place, one in beside.items()})
         weights = self.live.model.named_parameters()
         tensors = {f"weight.{name}": written_form(self.live.state.before(one)) for name, one in weights}
@@ -642,24 +636,29 @@ class Captured:
         attributes: Mapping[str, Mapping[str, Any]],
         beside: Mapping[int, Mapping[str, Mapping[str, Any]]],
     ) -> Head:
-        numbers = packing.places
-        states: list[RandomState] = []
-        paths = paths_in(self.live.model)
-        calls = tuple(_captured_call(self.live.recorded, number, numbers, paths, packing, states) for number in numbers)
+        recorded, paths, numbers = self.live.recorded, paths_in(self.live.model), packing.places
+        given = {number: given for part in recorded.given for number, given in part.items()}
+        calls, states = list[CapturedCall](), list[RandomState]()
+        for number in numbers:
+            call = recorded.calls[number]
+            if not states or call.random_state.others(states[-1]):  # between two draws all calls have one state
+                states.append(call.random_state)
+            what, of = packing.of(list(given[number])), len(states) - 1
+            calls.append(CapturedCall(name_of(call, paths), what, call.lowers, call.has_gradients, of, call.training))
         return Head(
             step=self.live.number,
             scale=self.live.scale,
             loss=self.live.loss,
             why=self.live.why,
             half=self.live.half,
-            reach=self.live.recorded.reach,
+            reach=recorded.reach,
             weights_grew=self.live.watcher.optimizers.weights_grew,
             optimizer=self.live.optimizer,
             scaler_number=self.live.scaler_number,
             device=str(next(self.live.model.parameters()).device),
             start=self.start,
-            calls=calls,
-            parts=tuple(tuple(numbers[number] for number in sorted(part)) for part in self.live.recorded.given),
+            calls=tuple(calls),
+            parts=tuple(tuple(numbers[number] for number in sorted(part)) for part in recorded.given),
             random_states=tuple(packed_random_state(state, packing) for state in states),
             random_state=packed_random_state(RandomState.now(), packing),
             attributes=attributes,
@@ -668,33 +667,3 @@ class Captured:
             record=json.loads(to_json(self.live.watcher.record())),
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )
-
-
-def _states_beside(recorded: RecordedStep, numbers: Mapping[int, int]) -> Iterator[tuple[int, ModelState]]:
-    """What modules beside the model held, each with the place of the first call of it."""
-    for state in recorded.beside:
-        places = [place for number, place in numbers.items() if recorded.calls[number].module is state.model]
-        if places:
-            yield min(places), state
-
-
-def _captured_call(
-    recorded: RecordedStep,
-    number: int,
-    numbers: Mapping[int, int],
-    paths: Mapping[int, str],
-    packing: Packing,
-    states: list[RandomState],
-) -> CapturedCall:
-    call = recorded.calls[number]
-    given = next(part[number] for part in recorded.given if number in part)
-    if not states or call.random_state.others(states[-1]):  # between two draws all calls have one state
-        states.append(call.random_state)
-    return CapturedCall(
-        name=name_of(call, paths),
-        given=packing.of(list(given)),
-        lowers=call.lowers,
-        has_gradients=call.has_gradients,
-        random_state=len(states) - 1,
-        training=call.training,
-    )

@@ -27,7 +27,6 @@ from unittest.mock import patch
 
 from ampdbg.errors import EXIT_INTERRUPTED, ScriptError, named_error
 from ampdbg.record.findings import Count
-from ampdbg.script.children import first_in_forked
 from ampdbg.script.signals import held_signals, take_timers
 from ampdbg.source.ownership import is_ampdbgs, is_part_of
 
@@ -419,9 +418,10 @@ def signals_noted(ends: Callable[[int], None], asks: Callable[[], None]) -> Iter
     with patch.object(signal, "signal", replaced), patch.object(signal, "getsignal", lambda number: told(ask(number))):
         for number, handler in ours.items():
             install(number, handler)
+        if hasattr(os, "register_at_fork"):  # Python takes none back: afterwards there is nothing to leave
+            os.register_at_fork(after_in_child=leave)
         try:
-            with first_in_forked(leave):
-                yield
+            yield
         finally:
             leave()
 
