@@ -154,7 +154,7 @@ class Before:
         for first, root in sorted(begun, key=lambda one: -one[0]):  # of what two others hold the earlier counts
             held = held.with_earlier(root.kept[first].held)
             unknown = next(root.unknown(root.kept[first]), unknown)
-        return ModelState.of(model, held), unknown
+        return ModelState(held, model), unknown
 
     def poisoned(self, buffers: Iterable[tuple[str, torch.Tensor]]) -> Iterator[str]:
         """The names of those buffers that noted calls have made inf or NaN."""
@@ -167,9 +167,10 @@ class Before:
     def changing(self, state: ModelState) -> Iterator[tuple[str, torch.Tensor]]:
         """Those buffers of a state that calls were seen to write; others may be masks, and infinite."""
         changes = {key for root in self._roots.values() for key in root.changes}
+        buffers = state.buffers
         for name, buffer in state.model.named_buffers() if state.model is not None else ():
-            if id(buffer) in changes and name in state.buffers:
-                yield name, state.buffers[name]
+            if id(buffer) in changes and name in buffers:
+                yield name, buffers[name]
 
 
 def _reference(value: Any) -> Callable[[], Any]:

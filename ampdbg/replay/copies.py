@@ -30,12 +30,7 @@ def altered_batch(batch: Any, alter: Alteration) -> Any:
 def duplicate(batch: Any) -> Any:
     """A batch with tensors, arrays and containers of its own; other objects that cannot be copied are shared."""
     with torch.no_grad():
-        return duplicating().of(batch)
-
-
-def duplicating() -> Copying:
-    """What duplicates several values: what they share stays shared."""
-    return Copying(_duplicate_of_leaf)
+        return Copying(_duplicate_of_leaf).of(batch)
 
 
 def _duplicate_of_leaf(value: Any) -> Any:

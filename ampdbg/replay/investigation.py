@@ -23,7 +23,7 @@ from ampdbg.probes.producer_trace import Mended, ProducerTrace, SampleTrace
 from ampdbg.probes.tensors import are_weights_spoilt, distinct, float_values, leaves_of, nonfinite
 from ampdbg.probes.watch import Watch
 from ampdbg.quantities import number
-from ampdbg.record.run import Investigation, Producer, Replay, Step
+from ampdbg.record.run import Investigation, Replay, Step
 from ampdbg.replay.comparison import Noise, departure, held_against, overflows_on_the_way, producers_of
 from ampdbg.replay.replay import FP32, Manner, Replayed, TraceKind, continued_in_fp32, replay_step
 from ampdbg.replay.run import Run
@@ -33,6 +33,8 @@ Why = Literal["loss", "gradients", "end"]
 
 CONTINUED_STEPS = 10
 """So many FP32 steps on the same batch tell a learning rate that diverges from an overflow of FP16."""
+
+INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 ROUNDED = "FP32 on rounded weights"
 
@@ -50,7 +52,6 @@ def investigate(
     scale: float,
     *,
     before: Sequence[Step],
-    weights_grew: float,
     observer: Observer,
 ) -> Investigation:
     """Replays a step until its cause can be told; the model, its optimizers and the random state stay as they are.
@@ -61,8 +62,7 @@ def investigate(
         why: what called for it. ``loss``: it is not finite. ``gradients``: the loss is finite and they are
             not. ``end``: nothing is wrong so far; looks for what no loss and no gradient shows.
         scale: the loss scale of the step.
-        before: the steps before it.
-        weights_grew: how many times as large the weights are in it as when the run began.
+        before: the steps of its optimizer before it; none where its loss is not to be compared with theirs.
         observer: sees each replay before it runs.
     """
     replays = _Replays(run, snapshot, scale, observer)
@@ -73,7 +73,6 @@ def investigate(
         largest[name] = max(largest.get(name, value), value)
     return replace(
         made,
-        weights_grew=weights_grew,
         batch_largest={name: value for name, (value, _) in largest.items()},
         batch_index={name: index for name, (_, index) in largest.items()},
     )
@@ -233,8 +232,7 @@ def _is_mask(values: torch.Tensor) -> bool:
 
 def _numbers_of(leaf: torch.Tensor) -> torch.Tensor | None:
     """The leaf's values in float32; None where it has none, or none on this device."""
-    is_integer = not (leaf.is_floating_point() or leaf.is_complex() or leaf.is_quantized or leaf.dtype is torch.bool)
-    if is_integer and leaf.layout is torch.strided and leaf.device.type != "meta":
+    if leaf.dtype in INTEGERS and leaf.layout is torch.strided and not leaf.is_meta:
         return leaf.float()
     values = float_values(leaf)
     return values if values is None else values.float()
@@ -256,7 +254,7 @@ OnInvestigated = Callable[[Snapshot, float, Investigation], None]
 
 
 class Investigator:
-    """Replays steps of one run, at most ``limit`` of each kind, and no third one with the same root."""
+    """Replays steps of one run, at most ``limit`` of each kind."""
 
     def __init__(
         self, run: Run, watcher: Watch, limit: int, observer: Observer, on_investigated: OnInvestigated | None
@@ -358,32 +356,23 @@ class Investigator:
             self.found[-1] = replace(self.found[-1], loss=step.loss)
 
     def _investigate(self, snapshot: Snapshot, why: Why, scale: float) -> None:
-        before = [made for made in self.found if made.why == why]
-        same_root = len(before) > 1 and _root(before[-1]) == _root(before[-2])
-        if self._tried[why] >= self._limit or same_root:
+        # Where the weights are spoilt these are what is wrong, and no replay says more.
+        if self._tried[why] >= self._limit or are_weights_spoilt(self._run.workload.model):
             return
-        if are_weights_spoilt(self._run.workload.model):
-            return  # they are what is wrong, and no replay says more
+        # Where an earlier step has spoilt it, it is as the run began: replays show how that comes.
+        is_spoilt = snapshot.state.held.bad > self._first.held.bad
+        begun = replace(snapshot, state=self._first) if is_spoilt else snapshot
         self._tried[why] += 1
         steps = tuple(step for step in self._watcher.steps if step.step < snapshot.step)
-        # What an earlier step has spoilt is as the run began: replays show how it comes.
-        state = snapshot.state.unpoisoned(self._first)
-        unpoisoned = replace(snapshot, state=state)
         with self._watcher.paused():
-            made = self._replayed(unpoisoned, why, scale, steps)
-            if made.reproduced == 0 and state is not snapshot.state and self.found:
+            made = self._replayed(begun, why, scale, steps)
+            if made.reproduced == 0 and is_spoilt and self.found:
                 return  # it went wrong by what the step that was found first has left behind
             if self._on_investigated is not None:
-                self._on_investigated(unpoisoned, scale, made)
+                self._on_investigated(begun, scale, made)
         self.found.append(made)
 
     def _replayed(self, snapshot: Snapshot, why: Why, scale: float, before: Sequence[Step]) -> Investigation:
-        grew, observer = self._watcher.optimizers.weights_grew, self._observer
-        made = investigate(self._run, snapshot, why, scale, before=before, weights_grew=grew, observer=observer)
+        made = investigate(self._run, snapshot, why, scale, before=before, observer=self._observer)
         self._watcher.left_by_replays |= snapshot.left
-        return made
-
-
-def _root(made: Investigation) -> tuple[Any, ...] | None:
-    producer: Producer | None = next(iter(made.low.producers), None)
-    return None if producer is None else (producer.phase, producer.module, producer.op, producer.source)
+        return replace(made, weights_grew=self._watcher.optimizers.weights_grew)

@@ -204,13 +204,14 @@ class Recorder(TorchFunctionMode):
         entered.append(self)
         stack.callback(self._off)
         stack.callback(entered.clear)
-        stack.enter_context(replaced(torch.Tensor, "backward", self._leading_back))
-        stack.enter_context(replaced(torch.autograd, "backward", self._leading_back))
         stack.enter_context(replaced(torch.nn.Module, "__call__", lambda original: _noting(original, entered)))
-        stack.enter_context(replaced(torch, "compile", lambda original: _compiling(original, entered)))
-        stack.enter_context(
-            replaced(torch.amp.autocast_mode.autocast, "__enter__", lambda original: _lowering(original, entered))
-        )
+        for owner, name, do in (
+            (torch.Tensor, "backward", Recorder._rest),
+            (torch.autograd, "backward", Recorder._rest),
+            (torch, "compile", Recorder._compile),
+            (torch.amp.autocast_mode.autocast, "__enter__", Recorder._lower),
+        ):
+            stack.enter_context(replaced(owner, name, functools.partial(_first, do, entered)))
         stack.enter_context(hooked_steps(self._before_step, self._behind_step))
         stack.enter_context(attached(self._around))
         return self
@@ -238,9 +239,9 @@ class Recorder(TorchFunctionMode):
         for mode in reversed(above):
             _push_mode(mode)
 
-    def lowers(self, is_enabled: bool) -> None:
-        """An autocast region was entered: what it lowers before a module is called is part of a step too."""
-        is_step = is_enabled and torch.is_grad_enabled() and not self._now.inside
+    def _lower(self, region: Any) -> None:
+        """An autocast region is entered: what it lowers before a module is called is part of a step too."""
+        is_step = region._enabled and torch.is_grad_enabled() and not self._now.inside
         if is_step and not (self._guard.failure or self._is_paused() or only_follows()):
             self._guard.hooked(self._on)
 
@@ -255,18 +256,8 @@ class Recorder(TorchFunctionMode):
         for mode in reversed(above):
             _push_mode(mode)
 
-    def _leading_back(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _rest(self, loss: Any) -> None:
         """A backward pass begins without the mode, which torch would put back behind it otherwise."""
-        entered = self._entered
-
-        def backward(*args: Any, **kwargs: Any) -> Any:
-            if entered and not torch.compiler.is_compiling():
-                entered[0]._rest()
-            return original(*args, **kwargs)
-
-        return backward
-
-    def _rest(self) -> None:
         now = self._now
         if now.is_on and not now.inside:
             self._off()
@@ -423,7 +414,7 @@ class Recorder(TorchFunctionMode):
         finally:
             self._now.inside -= 1
 
-    def compiles(self, model: Any) -> None:
+    def _compile(self, model: Any) -> None:
         """The script compiles: torch would follow a mode too, so that of a function only modules are noted."""
         self.looking = nullcontext
         if not isinstance(model, torch.nn.Module):
@@ -486,7 +477,7 @@ class Recorder(TorchFunctionMode):
         if self._doubtful is not None:
             (number, lead_back), self._doubtful = self._doubtful, None
             makers = (self._maker(root) for root in roots if isinstance(root, torch.Tensor))
-            lead_back(number in self._behind(made.call for made in makers if made is not None))
+            lead_back(number in _behind(now.calls, (made.call for made in makers if made is not None)))
         if now.has_stepped or now.is_stepping:  # by a closure, which an optimizer runs again for other weights
             now.losses.clear()
             now.has_stepped = False
@@ -511,7 +502,8 @@ class Recorder(TorchFunctionMode):
         """Modules gave something that leads backward, and that no loss so far was made of."""
         calls = self._now.calls.items()
         led = {n for n, call in calls if call.module is not None and call.has_gradients and call.is_held}
-        return bool(led) and not led <= self._behind(made.call for made, *_ in self._now.losses if made is not None)
+        gone = (made.call for made, *_ in self._now.losses if made is not None)
+        return bool(led) and not led <= _behind(self._now.calls, gone)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_paused() or threading.get_ident() in self._scaling:
@@ -558,23 +550,13 @@ class Recorder(TorchFunctionMode):
         """Forgets the calls that no loss and nothing which somebody holds was made of."""
         now = self._now
         held = (n for n, call in now.calls.items() if call.is_held and (call.leads_back or not self._is_past(call)))
-        needed = self._behind((*held, *(made.call for made, *_ in now.losses if made is not None)))
+        needed = _behind(now.calls, (*held, *(made.call for made, *_ in now.losses if made is not None)))
         now.calls = {number: call for number, call in now.calls.items() if number in needed}
         now.taken = {id(one) for call in now.calls.values() for one, _ in call.inputs}
         now.made = {key: known for key, known in now.made.items() if known[1].call in needed}
         now.changed = {number: writers for number, writers in now.changed.items() if number in needed}
         now.scaled = {key: held for key, held in now.scaled.items() if held() is not None}
         now.prune_at = max(PRUNED_FROM, 2 * len(now.calls))
-
-    def _behind(self, numbers: Iterable[int]) -> set[int]:
-        """The calls of these numbers, all that they read from, and what has written into that."""
-        calls, waiting, found = self._now.calls, list(numbers), set[int]()
-        while waiting:
-            number = waiting.pop()
-            if number not in found and number in calls:
-                found.add(number)
-                waiting += calls[number].reads
-        return found
 
     # The step.
 
@@ -711,15 +693,15 @@ class Recorder(TorchFunctionMode):
         modules = {id(module): module for n in numbers if (module := calls.calls[n].module) is not None}
         now = {id(tensor) for tensor in tensors_in(model)}
         beside = [module for module in modules.values() if now.isdisjoint(map(id, tensors_in(module)))]
-        states = [(module, *self.before.state(module, numbers)) for module in beside]
-        if unknown := next((unknown for _, _, unknown in states if unknown), ""):
+        states = [self.before.state(module, numbers) for module in beside]
+        if unknown := next((unknown for _, unknown in states if unknown), ""):
             return None, f"it wrote {unknown} of a module beside its model, which ampdbg copies from now on", state
         step = RecordedStep(
             {n: calls.call(n, device) for n in numbers},
             {min(part): losses for part, losses in parts},
             device,
             given,
-            tuple((module, before) for module, before, _ in states),
+            tuple(before for before, _ in states),
         )
         return step, "", state
 
@@ -771,7 +753,7 @@ class _Calls:
 
     def why_not(self, number: int) -> str:
         """Why a call cannot be made again as it was; "" where it can."""
-        for one in sorted(self._behind([number], through=lambda _: True)):
+        for one in sorted(_behind(self.calls, [number])):
             self._whys.setdefault(one, self._why_not(one))
         return self._whys.get(number, NOT_ALL_SEEN)
 
@@ -809,26 +791,13 @@ class _Calls:
     def _leading_to(self, loss: Made) -> set[int]:
         """The calls that a loss needs, and those that write into what they give."""
         self.why_not(loss.call)
-        needed = self._behind([loss.call], through=lambda _: False)
+        needed = _behind(self.calls, [loss.call], self._leads)
         while more := {w for n in needed for w in self._changed.get(n, ()) if w < loss.call} - needed:
-            needed |= self._behind(more, through=lambda _: False)
+            needed |= _behind(self.calls, more, self._leads)
         return needed
 
-    def _behind(self, numbers: Iterable[int], through: Callable[[int], bool]) -> set[int]:
-        """The calls of these numbers and all that they read from; those that are data by now, where it goes through."""
-        waiting, found = list(numbers), set[int]()
-        while waiting:
-            number = waiting.pop()
-            if number in found or number not in self.calls:
-                continue
-            found.add(number)
-            call = self.calls[number]
-            waiting += [
-                read
-                for read in call.reads
-                if through(read) or not self._whys.get(read) or not self._is_data(call, read)
-            ]
-        return found
+    def _leads(self, call: Noted, read: int) -> bool:
+        return not self._whys.get(read) or not self._is_data(call, read)
 
     def given(self, number: int, own: Collection[int]) -> tuple[Any, Any]:
         """What a call is given, with ``Own`` in the place of what is the model's."""
@@ -855,6 +824,19 @@ class _Calls:
             noted.writes,
             noted.training,
         )
+
+
+def _behind(
+    calls: Mapping[int, Noted], numbers: Iterable[int], leads: Callable[[Noted, int], bool] = lambda call, read: True
+) -> set[int]:
+    """The calls of these numbers and all that they read from, with what has written into that, as far as it leads."""
+    waiting, found = list(numbers), set[int]()
+    while waiting:
+        number = waiting.pop()
+        if number not in found and number in calls:
+            found.add(number)
+            waiting += [read for read in calls[number].reads if leads(calls[number], read)]
+    return found
 
 
 class _Taking:
@@ -949,21 +931,15 @@ def _noting(original: Callable[..., Any], entered: Sequence[Recorder]) -> Callab
     return call
 
 
-def _lowering(original: Callable[..., Any], entered: Sequence[Recorder]) -> Callable[..., Any]:
-    def enter(region: Any) -> Any:
-        result = original(region)
+def _first(
+    do: Callable[[Recorder, Any], None], entered: Sequence[Recorder], original: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A function of torch's that has an entered recorder do this first, with what the function is given."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
         if entered and not torch.compiler.is_compiling():
-            entered[0].lowers(region._enabled)
-        return result
-
-    return enter
-
-
-def _compiling(original: Callable[..., Any], entered: Sequence[Recorder]) -> Callable[..., Any]:
-    def call(model: Any = None, *args: Any, **kwargs: Any) -> Any:
-        for recorder in entered:
-            recorder.compiles(model)
-        return original(model, *args, **kwargs)
+            do(entered[0], next(iter((*args, *kwargs.values())), None))
+        return original(*args, **kwargs)
 
     return call
 

@@ -19,7 +19,7 @@ from ampdbg.probes.draws import Draws
 from ampdbg.probes.module_calls import run_eagerly
 from ampdbg.probes.pause import unwatched
 from ampdbg.record.run import Investigation
-from ampdbg.replay.copies import duplicate, duplicating
+from ampdbg.replay.copies import duplicate
 from ampdbg.replay.packing import NotAtHandError, Packing, Tensors, Unpacking
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import Run
@@ -28,53 +28,32 @@ from ampdbg.replay.state import Held, held_before_a_step, restored, surroundings
 
 @dataclass(frozen=True, eq=False)
 class ModelState:
-    """What a step found in a model besides its weights.
+    """What a step found in a ``model`` besides its weights: ``held`` is restored into its very objects."""
 
-    ``held`` is restored into the very objects of the ``model``. Another model, as one that is built anew, gets of it
-    the ``buffers`` by name, and by module the ``attributes`` that are plain data: numbers, strings, tensors, arrays,
-    generators of random numbers, and containers of them.
-    """
-
-    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    attributes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     held: Held = field(default_factory=lambda: Held({}))
     model: torch.nn.Module | None = None
 
     @staticmethod
     def now(model: torch.nn.Module) -> ModelState:
-        """What they are at this moment."""
-        return ModelState.of(model, held_before_a_step(model))
+        """What it is at this moment."""
+        return ModelState(held_before_a_step(model), model)
 
-    @staticmethod
-    def of(model: torch.nn.Module, held: Held) -> ModelState:
-        """What was held of a model."""
-        buffers = {name: held.copy_of(one) for name, one in _buffers(model, held) if one in held}
-        return ModelState(buffers, held=held, model=model)
+    @property
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """Copies of the buffers by name."""
+        found = _buffers(self.model, self.held) if self.model is not None else ()
+        return {name: self.held.copy_of(buffer) for name, buffer in found if buffer in self.held}
 
     def before(self, weight: torch.Tensor) -> torch.Tensor:
         """What a parameter of the model was: its own values, but where the forward pass has written it."""
         return self.held.copy_of(weight) if weight in self.held else weight.detach()
 
-    def write(self, model: torch.nn.Module) -> None:
-        """Makes the model's buffers and attributes so.
-
-        What another model does not have, or has in another shape, as one that is built anew, stays as it is.
-        """
-        if self.model is model:
-            self.held.restore()
-            return
-        attributes_of = self.attributes if self.model is None else self.packed().unpacked(model).attributes
-        copying = duplicating()
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                if name in self.buffers and _has_shape_of(self.buffers[name], buffer):
-                    written(buffer.data, self.buffers[name])
-            for name, module in model.named_modules():
-                attributes = attributes_of.get(name, {})
-                vars(module).update({key: copying.of(value) for key, value in attributes.items()})
-
     def packed(self, prefix: str = "attribute") -> PackedState:
-        """The same for a model that is built anew; ``prefix`` is what the names of tensors in attributes begin with."""
+        """The same for a model that is built anew, as far as it is plain data: numbers, strings, tensors, arrays,
+        generators of random numbers, and containers of them.
+
+        ``prefix`` is what the names of tensors in attributes begin with.
+        """
         model = torch.nn.Module() if self.model is None else self.model
         buffers = [one for _, one in _buffers(model, self.held)]
         packing, attributes = Packing(prefix, self.held.plain(but=buffers)), dict[str, dict[str, Any]]()
@@ -84,11 +63,6 @@ class ModelState:
                 with contextlib.suppress(KeyError, RecursionError):  # it leads to what only this model can have
                     attributes[name][key] = packing.of(value)
         return PackedState(self.buffers, attributes, packing.tensors)
-
-    def unpoisoned(self, first: ModelState) -> ModelState:
-        """The same, but for modules that have come to hold inf or NaN since ``first``: see :class:`Held`."""
-        held = self.held.unpoisoned(first.held)
-        return self if self.model is None or held is self.held else ModelState.of(self.model, held)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,15 +74,20 @@ class PackedState:
     tensors: Tensors
 
     def unpacked(self, model: torch.nn.Module) -> ModelState:
-        """The same for a model that was built anew; what fits nothing that this has is left out."""
+        """The same of a model that was built anew, which stays as it is; what fits nothing that this has is its own."""
         device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-        unpacking, found = Unpacking(self.tensors, device), dict[str, dict[str, Any]]()
-        for name, module in model.named_modules():
-            found[name] = {}
-            for key, packed in self.attributes.get(name, {}).items():
-                with contextlib.suppress(NotAtHandError):
-                    found[name][key] = unpacking.of(packed, vars(module).get(key))
-        return ModelState(self.buffers, found)
+        unpacking, now = Unpacking(self.tensors, device), held_before_a_step(model)
+        try:
+            for name, buffer in model.named_buffers():
+                if name in self.buffers and _has_shape_of(self.buffers[name], buffer):
+                    written(buffer.data, self.buffers[name])
+            for name, module in model.named_modules():
+                for key, packed in self.attributes.get(name, {}).items():
+                    with contextlib.suppress(NotAtHandError):
+                        vars(module)[key] = unpacking.of(packed, vars(module).get(key))
+            return ModelState.now(model)
+        finally:
+            now.restore()
 
 
 def _buffers(model: torch.nn.Module, held: Held) -> Iterator[tuple[str, torch.Tensor]]:
@@ -138,7 +117,7 @@ class Snapshot:
     state: ModelState = field(default_factory=ModelState)
     weights: tuple[torch.Tensor, ...] = ()
     beside: tuple[Any, ...] = ()
-    states_beside: tuple[tuple[torch.nn.Module, ModelState], ...] = ()
+    states_beside: tuple[ModelState, ...] = ()
     draws: Draws = field(default_factory=Draws)
     """What its dropouts draw from, noted when it is first run again."""
 
@@ -159,13 +138,13 @@ def rewound(model: torch.nn.Module, snapshot: Snapshot) -> Iterator[None]:
     Gradients are cleared. Afterwards all is as it is now, the weights too, should the step write into them. No watch
     notes what is done meanwhile, and nothing is compiled: the compiler would choose other code for steps to come.
     """
-    random_state, states = RandomState.now(), ((model, snapshot.state), *snapshot.states_beside)
-    also = [one for _, state in states for one in state.held.values]
+    random_state, states = RandomState.now(), (snapshot.state, *snapshot.states_beside)
+    also = [one for state in states for one in state.held.values]
     held_apart = restored(model, *snapshot.beside, batches=snapshot.batches, also=also)
     with unwatched(), run_eagerly(), surroundings_restored(snapshot.left), held_apart:
         try:
-            for module, state in states:
-                state.write(module)
+            for state in states:
+                state.held.restore()
             snapshot.random_state.restore()
             yield
         finally:

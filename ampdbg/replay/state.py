@@ -184,28 +184,10 @@ class Held:
             return _is_same(saved.kind.save(value), saved.contents)
         return saved is None or not isinstance(value, torch.Tensor) or _is_equal(value, self.copy_of(value))
 
-    def unpoisoned(self, first: Held) -> Held:
-        """The same, but modules that have come to hold inf or NaN since ``first`` are as in that.
-
-        It is this very object where there are none. A mask of -inf is meant to be so, and what was so at first.
-        """
-        modules = [value for value, kind in first.values if kind is STATE and value in self]
-        spoilt = [first._within(one) for one in modules if self._bad_in(one) - first._bad_in(one)]
-        return functools.reduce(Held.with_earlier, map(Held, spoilt), self)
-
-    def _bad_in(self, module: torch.nn.Module) -> set[int]:
-        tensors = [one.value for one in self._within(module).values() if isinstance(one.value, torch.Tensor)]
-        return {id(tensor) for tensor in tensors if may_be_bad(self.copy_of(tensor))}
-
-    def _within(self, module: torch.nn.Module) -> dict[int, SavedValue]:
-        """A module and the part of it that this leads to, without other modules."""
-        found, waiting = {id(module): self._saved[id(module)]}, list(self.contents(module).values())
-        while waiting:
-            saved = self._saved.get(id(waiting.pop()))
-            if saved is not None and saved.kind is not STATE and id(saved.value) not in found:
-                found[id(saved.value)] = saved
-                waiting += saved.kind.inner(saved.contents)
-        return found
+    @property
+    def bad(self) -> int:
+        """How many of its tensors held inf or NaN. A mask of -inf is meant to be so."""
+        return sum(may_be_bad(self.copy_of(tensor)) for tensor in self.tensors)
 
 
 @contextlib.contextmanager

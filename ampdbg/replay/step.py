@@ -22,7 +22,7 @@ from ampdbg.precision.emulation import is_emulating
 from ampdbg.precision.modes import mode_of
 from ampdbg.precision.widening import lifted
 from ampdbg.probes.tensors import HALVES, float_values
-from ampdbg.record.run import Reach
+from ampdbg.record.run import Reach, Step
 from ampdbg.replay.copies import Copying
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import Run, Tail, name_of_line
@@ -125,16 +125,14 @@ def torch_name(function: Callable[..., Any]) -> str:
 class RecordedStep:
     """``calls`` by number, in order; ``losses`` of each part by the number of its first call; ``given`` has what the
     calls are given, an entry for each part. ``beside`` are the modules that it calls and the model does not have, such
-    as a loss with a running mean, with what they held before; ``replaced`` are the names of those of its data that were
-    not finite, and have finite numbers here. ``own_scale`` is the loss scale that the script itself has put into its
-    losses, and that is not among the calls."""
+    as a loss with a running mean, with what they held before. ``own_scale`` is the loss scale that the script itself
+    has put into its losses, and that is not among the calls."""
 
     calls: Mapping[int, RecordedCall]
     losses: Mapping[int, tuple[Made, ...]]
     device: str
     given: tuple[CallArguments, ...] = field(repr=False)
-    beside: tuple[tuple[torch.nn.Module, ModelState], ...] = field(default=(), repr=False)
-    replaced: tuple[str, ...] = ()
+    beside: tuple[ModelState, ...] = field(default=(), repr=False)
     reach: Reach = "whole"
     own_scale: float = 1.0
 
@@ -189,11 +187,15 @@ class RecordedStep:
         """The lines of the script beside its model, with the numbers of their calls, by file name and number: what they
         compute between it and the losses, and the other modules that they call."""
         found: dict[Line, set[int]] = {}
-        beside = [None, *(module for module, _ in self.beside)]
+        beside = [None, *(state.model for state in self.beside)]
         for number, call in self.calls.items() if self.reach == "whole" else ():
             if call.line is not None and any(call.module is one for one in beside):
                 found.setdefault(call.line, set()).add(number)
         return {name_of_line(*line[:2]): (line, frozenset(numbers)) for line, numbers in found.items()}
+
+    def before(self, steps: Sequence[Step], optimizer: int) -> tuple[Step, ...]:
+        """Those of the steps of a loop that its optimizer has made; none where its loss is a sum of other numbers."""
+        return tuple(step for step in steps if step.optimizer == optimizer) if self.reach == "whole" else ()
 
     def snapshot(self, number: int, random_state: RandomState, state: ModelState) -> Snapshot:
         """The step with what its calls are given as its batches, a part each, and the modules that they are of."""

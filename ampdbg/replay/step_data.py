@@ -26,10 +26,14 @@ from ampdbg.replay.step import RecordedCall, RecordedStep
 
 
 def data_of(played: RecordedStep) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that come from outside of a step, each once with its name: the batch's by its path, and those that
-    enter its loss by what takes them."""
+    """The tensors that come from outside of a step, each once with its name: those of a batch that one call alone is
+    given by their path, and others by what takes them."""
+    calls = [(played.calls[number], given[number]) for given in played.given for number in given]
+    calls.sort(key=lambda one: bool(one[0].reads))  # what takes the results of others has the targets of a loss, say
+    first = [part for call, given in calls if not call.reads for part in given if part]
+    batch = leaves_of(first[0]) if len(first) == 1 else ()
     met: set[int] = set()
-    for name, tensor in (*_of_first_calls(played), *_of_later_calls(played)):
+    for name, tensor in (*batch, *(one for call, given in calls for one in _arguments(call, given))):
         if id(tensor) not in met:
             met.add(id(tensor))
             yield name, tensor
@@ -56,25 +60,6 @@ def blamed_data(run: Run, snapshot: Snapshot, played: RecordedStep) -> tuple[Ten
         return ()
     alone = [one for one in suspects if len(suspects) == 1 or not comes_through({id(one[1])})]
     return tuple(bad_data(alone or suspects))
-
-
-def _of_first_calls(played: RecordedStep) -> Iterator[tuple[str, torch.Tensor]]:
-    """What those calls are given that take nothing which others have made: of one call alone that is the batch."""
-    first = [(number, given[number]) for given in played.given for number in given if not played.calls[number].reads]
-    parts = [part for _, given in first for part in given if part]
-    if len(parts) == 1:
-        yield from leaves_of(parts[0])
-        return
-    for number, given in first:
-        yield from _arguments(played.calls[number], given)
-
-
-def _of_later_calls(played: RecordedStep) -> Iterator[tuple[str, torch.Tensor]]:
-    """What enters calls that take results of others, such as the targets of a loss."""
-    for given in played.given:
-        for number in given:
-            if played.calls[number].reads:
-                yield from _arguments(played.calls[number], given[number])
 
 
 def _arguments(call: RecordedCall, given: tuple[Any, Any]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -58,14 +58,12 @@ class CaptureError(AmpdbgError):
 
 @dataclass(frozen=True)
 class CapturedCall:
-    """One call: ``name`` says of what, ``reads`` which earlier ones it takes results from, ``given`` is packed."""
+    """One call: ``name`` says of what, ``given`` is packed."""
 
     name: str
-    reads: tuple[Count, ...]
     given: Any
     lowers: bool
     has_gradients: bool
-    writes: bool
     random_state: Count
     training: bool | None = None
 
@@ -82,10 +80,9 @@ class CapturedCall:
 class Head:
     """What a capture holds besides tensors. ``record`` is that of the run up to the step, as JSON.
 
-    ``calls`` are those that lead to the losses, in order; ``parts`` has the numbers of those of each part of the step,
-    and ``losses`` where its losses are: the number of a call, and the path in what that gave. ``reach`` says whether
-    the step is whole, or its modules are here alone. ``weights_grew`` is as of an investigation, ``scaler_number`` is
-    that of its scaler in the record, 0 where that is not known, ``optimizer`` the place of that which steps in it.
+    ``calls`` are those that lead to the losses, in order; ``parts`` has the numbers of those of each part of the step.
+    ``reach`` says whether the step is whole, or its modules are here alone. ``weights_grew`` is as of an investigation,
+    ``scaler_number`` is that of its scaler in the record, 0 of none, ``optimizer`` the place of that which steps in it.
     ``beside`` has attributes of modules that are not the model's, by the place of the first call of each.
     """
 
@@ -98,12 +95,10 @@ class Head:
     start: Start
     calls: tuple[CapturedCall, ...]
     parts: tuple[tuple[Count, ...], ...]
-    losses: tuple[tuple[tuple[Count, str], ...], ...]
     random_states: tuple[Any, ...]
     random_state: Any
     attributes: Mapping[str, Mapping[str, Any]]
     optimizers: tuple[Any, ...]
-    scaler: Any
     record: Mapping[str, Any]
     created: str
     reach: Reach = "whole"
@@ -171,10 +166,6 @@ class Capture:
         """The record of the run up to the step."""
         return from_json(json.dumps(dict(self.head.record)))
 
-    def match(self, recorded: RecordedStep) -> Match:
-        """Which call of a step of the script that was started again is which of the captured ones."""
-        return Match(self.head.calls, self.head.parts, recorded)
-
     def put_into(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[str, ...]:
         """Gives the model and its optimizers what the step had; returns notes on what could not be given.
 
@@ -205,13 +196,9 @@ class Capture:
                 yield f"the state of {type(optimizer).__name__} was not restored: it was sharded over the processes"
                 continue
             try:
-                optimizer.load_state_dict(self.unpacking(torch.device("cpu")).of(packed, optimizer.state_dict()))
+                optimizer.load_state_dict(Unpacking(self, torch.device("cpu")).of(packed, optimizer.state_dict()))
             except Exception as error:  # noqa: BLE001 - an optimizer of the user's own may raise anything
                 yield f"the state of {type(optimizer).__name__} was not restored: {first_line(error)}"
-
-    def unpacking(self, device: torch.device) -> Unpacking:
-        """What makes values of those that were packed; ``device`` is for tensors that were not on the CPU."""
-        return Unpacking(self, device)
 
     def keys(self) -> list[str]:
         """The names of its tensors."""
@@ -235,7 +222,7 @@ class Capture:
 
     def random_state(self, device: torch.device) -> RandomState:
         """That of the process when the step had gone backward."""
-        return unpacked_random_state(self.head.random_state, self.unpacking(device))
+        return unpacked_random_state(self.head.random_state, Unpacking(self, device))
 
     def step(self, live: RecordedStep, device: torch.device) -> RecordedStep:
         """The captured step, made of a step of the same calls.
@@ -243,8 +230,8 @@ class Capture:
         Raises:
             CaptureError: it was given what is not written, and the other step has nothing like it.
         """
-        match = self.match(live)
-        unpacking = _GivenAgain(self, live, match, device)
+        match = Match(self.head, live)
+        unpacking = _GivenAgain(self, match, device)
         calls, given = dict(live.calls), {}
         states = [unpacked_random_state(packed, unpacking) for packed in self.head.random_states]
         # Where the script calls anything under autocast it has a say in what that lowers: a patch switches it off.
@@ -258,18 +245,18 @@ class Capture:
                 random_state=states[captured.random_state],
                 training=captured.training,
             )
-            before = unpacking.live[number]
+            before = match.given[number]
             try:
                 given[number] = _with_dtypes(tuple(unpacking.of(captured.given, list(before))), before)
             except PackedError as error:
                 raise CaptureError(f"{self.path}: call {place + 1}, of {captured.name}: {error}") from None
         for number, value in unpacking.casts.items():
-            (_, *others), kwargs = unpacking.live[number]
+            (_, *others), kwargs = match.given[number]
             given[number] = (value, *others), kwargs
         parts = tuple({n: given.get(n, before) for n, before in part.items()} for part in live.given)
         modules = {place: live.calls[n].module for n, place in match.own.items() if place in self.head.beside}
         beside = tuple(
-            (module, self._state(f"beside.{place}.", self.head.beside[place], module))
+            self._state(f"beside.{place}.", self.head.beside[place], module)
             for place, module in modules.items()
             if module is not None
         )
@@ -345,16 +332,17 @@ def name_of(call: RecordedCall, paths: Mapping[int, str]) -> str:
     return torch_name(function) or str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
-def reads_of(call: RecordedCall, numbers: Mapping[int, int]) -> tuple[int, ...]:
-    """The places of the calls that a call takes results from."""
-    return tuple(sorted({numbers[other] for other in call.reads if other in numbers}))
-
-
 MADE = "made"
 """The key of what stands for the result of a call: its place among the captured ones."""
 
 OWN = {"live": type_name(Own)}
 """What stands for a tensor of the model's own."""
+
+
+def place_of(packed: Any) -> int:
+    """The place of the call whose result that stands for; -1 of anything else."""
+    place = packed.get(MADE) if isinstance(packed, dict) else None
+    return place if isinstance(place, int) else -1
 
 
 class _GivenPacking(Packing):
@@ -383,66 +371,54 @@ class Match:
     a patch, that puts casts in and leaves others out.
 
     Args:
-        captured: the calls of the captured step, in order.
-        parts: the places of those of each part of it.
+        head: of the captured step.
         recorded: the step.
     """
 
-    def __init__(
-        self, captured: Sequence[CapturedCall], parts: Sequence[Sequence[int]], recorded: RecordedStep
-    ) -> None:
-        self._captured, self._parts, self._recorded = captured, parts, recorded
-        self.casts = {n for n in order_of(recorded) if _is_cast(name_of(recorded.calls[n], {}))}
-        """The numbers of those calls of the step that only cast."""
-        self.left_out = {place for place, call in enumerate(captured) if _is_cast(call.name)}
-        """The places of those of the captured step."""
-        numbers = [number for number in order_of(recorded) if number not in self.casts]
-        places = [place for place in range(len(captured)) if place not in self.left_out]
+    def __init__(self, head: Head, recorded: RecordedStep) -> None:
+        self._captured, self._parts, self._recorded = head.calls, head.parts, recorded
+        self._casts = {n for n in order_of(recorded) if _is_cast(name_of(recorded.calls[n], {}))}
+        self._left_out = {place for place, call in enumerate(head.calls) if _is_cast(call.name)}
+        numbers = [number for number in order_of(recorded) if number not in self._casts]
+        places = [place for place in range(len(head.calls)) if place not in self._left_out]
         self.own = dict(zip(numbers, places, strict=False))
-        """The number of each other call that the step needs, with its place among the captured ones."""
+        """The number of each call that the step needs and that is no cast, with its place among the captured ones."""
         self._is_as_long = len(numbers) == len(places)
-        given = {number: args for part in recorded.given for number, (args, _) in part.items()}
-        self.first_arguments = {number: next(iter(given[number]), None) for number in self.casts}
+        self.given = {number: given for part in recorded.given for number, given in part.items()}
+        """What the calls of the step are given."""
 
     def why_not(self, model: torch.nn.Module) -> Difference | None:
         """Why the step is not of the same calls; None where it is."""
         paths = paths_in(model)
         for number, place in self.own.items():
-            if other := self._other(number, place, paths):
-                return Difference(place, other)
+            now, then = name_of(self._recorded.calls[number], paths), self._captured[place].name
+            if now != then:
+                return Difference(place, f"call {place + 1} is a call of {now}, and was one of {then}")
         reason = self._unlike_as_a_whole()
         return Difference(len(self.own), reason) if reason else None
 
-    def _other(self, number: int, place: int, paths: Mapping[int, str]) -> str:
-        """How a call is not the captured one of its place."""
-        call, known = self._recorded.calls[number], self._captured[place]
-        now = name_of(call, paths)
-        if now != known.name:
-            return f"call {place + 1} is a call of {now}, and was one of {known.name}"
-        reads = {self.own.get(other) for other in map(self._source, call.reads) if other is not None}
-        known_reads = {other for other in map(self._captured_source, known.reads) if other is not None}
-        return "" if reads == known_reads else f"call {place + 1}, of {now}, takes the results of other calls"
+    def source(self, value: Any) -> tuple[Any, int | None]:
+        """What lies behind the casts of what a call of the step is given, and the first of these casts, if any."""
+        cast = None
+        while isinstance(value, Made) and value.call in self._casts:
+            cast = value.call
+            value = next(iter(self.given[cast][0]), None)
+        return value, cast
 
-    def _source(self, number: int) -> int | None:
-        """The call that a result comes from, through casts; None where these take data."""
-        if number not in self.casts:
-            return number
-        first = self.first_arguments[number]
-        return self._source(first.call) if isinstance(first, Made) else None
-
-    def _captured_source(self, place: int) -> int | None:
-        if place not in self.left_out:
-            return place
-        first = self._captured[place].first_argument
-        maker = first.get(MADE) if isinstance(first, dict) else None
-        return self._captured_source(maker) if isinstance(maker, int) and maker < place else None
+    def captured_source(self, packed: Any) -> Any:
+        """The same of what a captured call was given."""
+        place = len(self._captured)
+        while place_of(packed) in self._left_out and place_of(packed) < place:  # else it is damaged
+            place = place_of(packed)
+            packed = self._captured[place].first_argument
+        return packed
 
     def _unlike_as_a_whole(self) -> str:
         """What is other about the step where each of its calls is as captured."""
         if not self._is_as_long:
             return f"it makes {len(order_of(self._recorded))} calls, and the captured one {len(self._captured)}"
         parts = [[self.own[number] for number in sorted(part) if number in self.own] for part in self._recorded.given]
-        if parts != [[place for place in part if place not in self.left_out] for part in self._parts]:
+        if parts != [[place for place in part if place not in self._left_out] for part in self._parts]:
             return "its calls lead to other losses"
         return ""
 
@@ -462,11 +438,10 @@ class _GivenAgain(Unpacking):
     ``casts`` has what those casts of the step are given that take data: the captured values.
     """
 
-    def __init__(self, capture: Capture, live: RecordedStep, match: Match, device: torch.device) -> None:
+    def __init__(self, capture: Capture, match: Match, device: torch.device) -> None:
         super().__init__(capture, device)
         self.casts: dict[int, torch.Tensor] = {}
-        self._calls, self._match = capture.head.calls, match
-        self.live = {number: given for part in live.given for number, given in part.items()}
+        self._match = match
 
     def of(self, packed: Any, live: Any = None) -> Any:
         """The value; what an earlier call gave is what that of the step gives.
@@ -474,30 +449,20 @@ class _GivenAgain(Unpacking):
         Raises:
             PackedError: as of any; or what others gave stands in the place of data.
         """
-        place = packed.get(MADE) if isinstance(packed, dict) else None
-        cast = self._cast_of_data(live) if isinstance(live, Made) else None
-        is_result = isinstance(live, Made) and cast is None
-        if place in self._match.left_out and not is_result:
-            return self.of(self._calls[place].first_argument, live)
-        if is_result and place is not None:
-            return live
-        if is_result or place is not None:
+        now, cast = self._match.source(live)
+        then = self._match.captured_source(packed)
+        place = self._match.own.get(now.call, -1) if isinstance(now, Made) else -1
+        if place != place_of(then):
             raise PackedError("a result of another call takes the place of data")
-        now = live if cast is None else self._match.first_arguments[cast]
-        if packed == OWN and not isinstance(now, Own):
+        if place >= 0:
+            return live
+        if then == OWN and not isinstance(now, Own):
             raise PackedError("data takes the place of a tensor of the model's own")
-        value = super().of(packed, now)
+        value = super().of(then, now)
         if cast is None:
             return value
         self.casts[cast] = value
         return live
-
-    def _cast_of_data(self, made: Made) -> int | None:
-        """The cast that takes data, or a tensor of the model's own, for who takes this; None of what was computed."""
-        if made.call not in self._match.casts:
-            return None
-        first = self._match.first_arguments[made.call]
-        return self._cast_of_data(first) if isinstance(first, Made) else made.call
 
 
 # Writing
@@ -541,11 +506,6 @@ class Captures:
         """Any may be written; who allows none need not be told that one was not."""
         return self._most > 0
 
-    @property
-    def has_room(self) -> bool:
-        """One more may be written."""
-        return len(self._paths) < self._most
-
     def has(self, step: int) -> bool:
         """The step of this number was captured."""
         return step in self._paths
@@ -555,14 +515,6 @@ class Captures:
         if step in self._paths:
             with contextlib.suppress(OSError):
                 self._paths.pop(step).unlink()
-
-    def _new_path(self, step: int) -> Path:
-        """A name of its own, also beside a run that captures in the same second."""
-        begin, end = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}", of_rank(f"step-{step}", self.start.rank)
-        try:
-            return free_path(self._folder, begin, f"-{end}{CAPTURE_SUFFIX}")
-        except OSError as error:
-            raise CaptureError(f"cannot be written: {error.strerror or error}: {self._folder}") from None
 
     def ask(self) -> None:
         """The next whole step is to be captured."""
@@ -577,24 +529,27 @@ class Captures:
         if step == self.wanted or not self.why_not:
             self.why_not, self._failed = f"step {step} {NOT_CAPTURED}: {why}", step
 
-    def add(self, live: LiveStep, loss: float, scaler: torch.amp.GradScaler | None) -> None:
+    def add(self, live: LiveStep) -> None:
         """Writes a step; where that cannot be, ``why_not`` says why, and the script goes on."""
         try:
-            self._write(Captured(live, loss, scaler, self.start), live.number)
+            self._write(Captured(live, self.start), live.number)
         except CaptureError as error:
             self.cannot(live.number, str(error))
+        except OSError as error:
+            self.cannot(live.number, f"cannot be written: {error.strerror or error}: {self._folder}")
         except Exception as error:  # noqa: BLE001 - whatever the user's own classes raise
-            self.cannot(live.number, named_error(error))
+            self.cannot(live.number, f"cannot be written: {named_error(error)}")
 
     def _write(self, captured: Captured, step: int) -> None:
-        if not self.has_room and not self.has(step):
-            allowed = f"{counted(self._most, 'capture')} a run"
-            self.cannot(step, f"at most {allowed}; allow more with --max-captures")
-            return
+        if len(self._paths) >= self._most and not self.has(step):
+            raise CaptureError(f"at most {counted(self._most, 'capture')} a run; allow more with --max-captures")
+        content = captured.content(self._largest)
+        begin, end = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}", of_rank(f"step-{step}", self.start.rank)
+        # A name of its own, also beside a run that captures in the same second.
+        path = free_path(self._folder, begin, f"-{end}{CAPTURE_SUFFIX}")
         with contextlib.ExitStack() as stack:
-            path = self._new_path(step)
             stack.callback(path.unlink, missing_ok=True)
-            captured.write(path, self._largest)
+            replace_file(path, content)
             stack.pop_all()
         self.drop(step)  # of another turn
         self._paths[step] = path
@@ -623,14 +578,9 @@ def ask_for_capture() -> bool:
 
 @dataclass(frozen=True)
 class Captured:
-    """A step at hand, right before its optimizer would step, and all that is to be known of it elsewhere.
-
-    ``scaler`` is that of its loss.
-    """
+    """A step at hand, right before its optimizer would step, and all that is to be known of it elsewhere."""
 
     live: LiveStep
-    loss: float
-    scaler: torch.amp.GradScaler | None
     start: Start
 
     @property
@@ -651,33 +601,23 @@ class Captured:
         is_alone = self.start.processes == 1
         return [one.state_dict() if is_alone or has_its_state(one) else None for one in self.live.watcher.optimizers]
 
-    def write(self, path: Path, largest: int) -> None:
-        """Writes it whole, or not at all.
+    def content(self, largest: int) -> bytes:
+        """The bytes of its file.
 
         Raises:
-            CaptureError: it is larger than ``largest`` bytes, it holds what cannot be written, or the disk is full.
+            CaptureError: these are more than ``largest``, or parts of the model are in other processes.
         """
         if self.start.processes > 1 and (why := why_in_parts(self.live.model)):
             raise CaptureError(why)
         if self.size > largest:
             told = f"it would take {byte_size(self.size)}, and at most {byte_size(largest)} are allowed"
             raise CaptureError(f"{told}; allow more with --max-capture-size")
-        try:
-            content = self._content()
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, content)
-        except OSError as error:
-            raise CaptureError(f"cannot be written: {error.strerror or error}: {path}") from None
-        except CaptureError:
-            raise
-        except Exception as error:
-            raise CaptureError(f"cannot be written: {named_error(error)}: {path}") from error
-
-    def _content(self) -> bytes:
-        numbers = order_of(self.live.recorded)
-        packing = _GivenPacking("value", numbers)
+        recorded = self.live.recorded
+        packing = _GivenPacking("value", order_of(recorded))
         own = self.live.state.packed()
-        beside = {place: one.packed(f"attribute.{place}") for place, one in _states_beside(self.live.recorded, numbers)}
+        first = {id(recorded.calls[number].module): place for number, place in reversed([*packing.places.items()])}
+        found = {first[id(state.model)]: state for state in recorded.beside}
+        beside = {place: state.packed(f"attribute.{place}") for place, state in found.items()}
         head = self._head(packing, own.attributes, {place: one.attributes for place, one in beside.items()})
         weights = self.live.model.named_parameters()
         tensors = {f"weight.{name}": written_form(self.live.state.before(one)) for name, one in weights}
@@ -696,66 +636,34 @@ class Captured:
         attributes: Mapping[str, Mapping[str, Any]],
         beside: Mapping[int, Mapping[str, Mapping[str, Any]]],
     ) -> Head:
-        numbers = packing.places
-        states: list[RandomState] = []
-        paths = paths_in(self.live.model)
-        calls = tuple(_captured_call(self.live.recorded, number, numbers, paths, packing, states) for number in numbers)
+        recorded, paths, numbers = self.live.recorded, paths_in(self.live.model), packing.places
+        given = {number: given for part in recorded.given for number, given in part.items()}
+        calls, states = list[CapturedCall](), list[RandomState]()
+        for number in numbers:
+            call = recorded.calls[number]
+            if not states or call.random_state.others(states[-1]):  # between two draws all calls have one state
+                states.append(call.random_state)
+            what, of = packing.of(list(given[number])), len(states) - 1
+            calls.append(CapturedCall(name_of(call, paths), what, call.lowers, call.has_gradients, of, call.training))
         return Head(
             step=self.live.number,
             scale=self.live.scale,
-            loss=self.loss,
+            loss=self.live.loss,
             why=self.live.why,
             half=self.live.half,
-            reach=self.live.recorded.reach,
+            reach=recorded.reach,
             weights_grew=self.live.watcher.optimizers.weights_grew,
             optimizer=self.live.optimizer,
-            scaler_number=0 if self.scaler is None else self.live.watcher.calls.number_of(self.scaler),
+            scaler_number=self.live.scaler_number,
             device=str(next(self.live.model.parameters()).device),
             start=self.start,
-            calls=calls,
-            parts=tuple(tuple(numbers[number] for number in sorted(part)) for part in self.live.recorded.given),
-            losses=tuple(
-                tuple((numbers[made.call], made.path) for made in self.live.recorded.losses[min(part)])
-                for part in self.live.recorded.given
-            ),
+            calls=tuple(calls),
+            parts=tuple(tuple(numbers[number] for number in sorted(part)) for part in recorded.given),
             random_states=tuple(packed_random_state(state, packing) for state in states),
             random_state=packed_random_state(RandomState.now(), packing),
             attributes=attributes,
             beside=beside,
             optimizers=tuple(map(packing.of, self._states)),
-            scaler=packing.of(self.scaler.state_dict() if self.scaler is not None else None),
             record=json.loads(to_json(self.live.watcher.record())),
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )
-
-
-def _states_beside(recorded: RecordedStep, numbers: Mapping[int, int]) -> Iterator[tuple[int, ModelState]]:
-    """What modules beside the model held, each with the place of the first call of it."""
-    for module, state in recorded.beside:
-        places = [place for number, place in numbers.items() if recorded.calls[number].module is module]
-        if places:
-            yield min(places), state
-
-
-def _captured_call(
-    recorded: RecordedStep,
-    number: int,
-    numbers: Mapping[int, int],
-    paths: Mapping[int, str],
-    packing: Packing,
-    states: list[RandomState],
-) -> CapturedCall:
-    call = recorded.calls[number]
-    given = next(part[number] for part in recorded.given if number in part)
-    if not states or call.random_state.others(states[-1]):  # between two draws all calls have one state
-        states.append(call.random_state)
-    return CapturedCall(
-        name=name_of(call, paths),
-        reads=reads_of(call, numbers),
-        given=packing.of(list(given)),
-        lowers=call.lowers,
-        has_gradients=call.has_gradients,
-        writes=call.writes,
-        random_state=len(states) - 1,
-        training=call.training,
-    )

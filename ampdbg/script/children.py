@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -55,26 +53,3 @@ def _is_new(process: Any) -> bool:
 
 def _is_helper(process: Any) -> bool:
     return f"{getattr(getattr(process, '_target', None), '__module__', '')}.".startswith(HELPERS)
-
-
-@contextlib.contextmanager
-def first_in_forked(do: Callable[[], None]) -> Iterator[None]:
-    """While this is entered, ``do`` is what a child does first when it has been forked."""
-    _first.append(do)
-    try:
-        yield
-    finally:
-        _first.remove(do)
-
-
-_first: list[Callable[[], None]] = []
-
-
-def _begin_forked() -> None:
-    for do in _first:
-        with contextlib.suppress(Exception):
-            do()
-
-
-if hasattr(os, "register_at_fork"):  # once for the process: Python takes none back
-    os.register_at_fork(after_in_child=_begin_forked)

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import get_args
 
 import torch
@@ -202,8 +203,8 @@ class FailingSteps:
         self.captures = captures
         self.recorder = Recorder(lambda: watcher.is_paused, self._begins_anew, self._about_to_step)
         """Notes the steps, and is to be entered while the loop runs."""
-        watcher.lost = self._lost
-        watcher.withheld = self._withheld
+        watcher.lost = partial(self._fails, "loss")
+        watcher.withheld = partial(self._fails, "gradients")
         watcher.ended = self.step_ended
         watcher.went_backward = self.recorder.went_backward
         watcher.log.poisoned = lambda: set(self.recorder.before.poisoned(watcher.models.named_buffers()))
@@ -222,14 +223,6 @@ class FailingSteps:
 
     # When a step fails.
 
-    def _lost(self, optimizer: Optimizer | None = None) -> None:
-        """Called when the loss of the step is not finite, while its weights are still its own."""
-        self._fails("loss", optimizer)
-
-    def _withheld(self, optimizer: Optimizer) -> None:
-        """Called when the gradients of the step are not finite, though its loss is."""
-        self._fails("gradients", optimizer)
-
     def _begins_anew(self) -> None:
         """Called when a module is called though no optimizer has stepped: the loop may have given up a loss, or, where
         it has a loss scale of its own, the gradients that came of it."""
@@ -237,20 +230,21 @@ class FailingSteps:
         if not self.recorder.is_under_way:
             step.read_losses_aside()
             if step.scaler is None and not step.is_known_finite() and not self._watcher.is_paused:
-                self._watcher.learn()
-                self._watcher.optimizers.adopt(self.recorder.trained)
+                self._learn()
                 self._fails("loss", None)
             return
         loss = self.recorder.lost_loss
         if loss is None or self._watcher.is_paused or self.recorder.is_in_doubt(loss):
             return
         self._count_given_up()
+        self._learn()
+        self._fails("loss", None, loss)
+        self._given_up = float(loss.detach())
+        self.recorder.doubt(loss, lambda is_part: self._count_given_up(is_part=is_part))
+
+    def _learn(self) -> None:
         self._watcher.learn()
         self._watcher.optimizers.adopt(self.recorder.trained)
-        self._fails("loss", None, loss)
-        value = float(loss.detach())
-        self._given_up = value
-        self.recorder.doubt(loss, lambda is_part: self._count_given_up(is_part=is_part))
 
     def _count_given_up(self, *, is_part: bool = False) -> None:
         """Ends the step that the loop has given up, if it has; a part of a loss is none."""
@@ -259,6 +253,7 @@ class FailingSteps:
             self._watcher.log.break_off(value, is_skipped=True)
 
     def _fails(self, why: Why, optimizer: Optimizer | None, loss: torch.Tensor | None = None) -> None:
+        """Called when the loss of the step is not finite, or its gradients alone, while its weights are its own."""
         place = 0 if optimizer is None else self._watcher.optimizers.number_of(optimizer)
         number, scale = self._watcher.log.closed(), self._scale(place)
         is_nan = is_nan_alone(self._watcher.open_step.groups)
@@ -272,34 +267,32 @@ class FailingSteps:
         self._looked_at = number
         if optimizer is not None:
             self.recorder.withheld(optimizer)
-        made = self._look_beside_the_script(number, why, scale, loss)
+        made = self._look_beside_the_script(number, why, loss)
         if made is not None and made.reproduced and not is_finite(made.fp32):
             self._policy.row_ended(place)
 
-    def _look_beside_the_script(
-        self, number: int, why: Why, scale: float, loss: torch.Tensor | None = None
-    ) -> Investigation | None:
+    def _look_beside_the_script(self, number: int, why: Why, loss: torch.Tensor | None = None) -> Investigation | None:
         """Looks at a step while the script waits; a note says why that shows nothing."""
         if self._investigates:
             self._observer.replay(number, RUN_AGAIN)
-        made, why_not = self._look(number, why, scale, loss)
+        made, why_not = self._look(number, why, loss)
         if why_not and self._investigates:
             self._notes.append(NOT_AGAIN.format(number, "loss is" if why == "loss" else "gradients are", why_not))
         return made
 
-    def _scale(self, place: int = 0) -> float:
+    def _scale(self, place: int) -> float:
         if self._watcher.open_step.scaler is not None:
             return float(self._watcher.open_step.loss_scale())
         return next((step.scale for step in reversed(self._watcher.steps) if step.optimizer == place), 1.0)
 
     def _look(
-        self, number: int, why: Why, scale: float, loss: torch.Tensor | None = None, *, is_cut: bool = False
+        self, number: int, why: Why, loss: torch.Tensor | None = None, *, is_cut: bool = False
     ) -> tuple[Investigation | None, str]:
         """Runs a step again, and captures it: what that shows, or why it shows nothing."""
         made, why_not = None, ""
         with held_signals(), self._policy.looking(why):
             try:
-                live, why_not = self._live(number, why, scale, loss, is_cut=is_cut)
+                live, why_not = self._live(number, why, loss, is_cut=is_cut)
                 if live is not None:
                     made, why_not = self._tried(live)
             except Exception as error:  # noqa: BLE001 - as that there is no memory for it: the script goes on
@@ -308,49 +301,35 @@ class FailingSteps:
 
     def _tried(self, live: LiveStep) -> tuple[Investigation | None, str]:
         """What replays of a step show, and why they show nothing."""
-        loss, scaler = self._loss_of(live), self._watcher.open_step.scaler
         is_free = self._investigates and not hooks_half_weights(live.model)
         if self.captures.are_wanted and (live.recorded.reach == "whole" or is_free):
-            self._capture(live, loss, scaler)
+            self._capture(live)
         if not is_free:
             return None, ""
-        whole = live.recorded.reach == "whole"
-        made = live.investigated(live.before if whole else ())
+        made = live.investigated()
         if made is None:
             return None, ""  # a signal has come, and the script is not kept waiting
-        made = replace(made, loss=loss, is_of_others=is_in_group() and not made.reproduced)
+        made = replace(made, is_of_others=is_in_group() and not made.reproduced)
         if settles(made):
             self._policy.settled()
         raises = bool(made.low.error and made.fp32 is not None and made.fp32.error)  # so FP32 shows no more
         tells_nothing = settles(made) or (raises and not self._watcher.log.batch)
         if made.is_of_others or (tells_nothing and not self.captures.is_wanted):
             self.captures.drop(live.number)
-        why_not = "" if made.is_of_others else self._why_no_answer(live, made)
-        if why_not:
-            return None, why_not
+        if not (made.reproduced or made.is_of_others):
+            is_whole = live.recorded.reach == "whole"
+            return None, FINITE_AGAIN if is_whole else MODULES_FINITE.format(live.why_no_further)
+        if made.reproduced and made.low.error and not is_blamed(made):
+            return None, made.low.error
         self.found[:] = kept([*self.found, made])
         return made, ""
 
-    def _why_no_answer(self, live: LiveStep, made: Investigation) -> str:
-        """Why replays do not show what is wrong with a step; "" where they may."""
-        if not made.reproduced:
-            return FINITE_AGAIN if live.recorded.reach == "whole" else MODULES_FINITE.format(live.why_no_further)
-        return made.low.error if made.low.error and not is_blamed(made) else ""
-
-    def _capture(self, live: LiveStep, loss: float, scaler: torch.amp.GradScaler | None) -> None:
+    def _capture(self, live: LiveStep) -> None:
         with self._watcher.paused(), held_signals(), torch.no_grad():
-            self.captures.add(live, loss, scaler)
-
-    def _loss(self) -> float:
-        losses = self._watcher.open_step.scaled
-        return sum(map(float, losses)) if losses else math.nan
-
-    def _loss_of(self, live: LiveStep) -> float:
-        """The same of a step, without the scale that the script itself has put into it."""
-        return self._loss() / live.recorded.own_scale
+            self.captures.add(live)
 
     def _live(
-        self, number: int, why: Why, scale: float, loss: torch.Tensor | None, *, is_cut: bool = False
+        self, number: int, why: Why, loss: torch.Tensor | None = None, *, is_cut: bool = False
     ) -> tuple[LiveStep | None, str]:
         """The step as it can be run again, and why it cannot; ``is_cut``: the script has ended in it."""
         self._watcher.optimizers.adopt(self.recorder.trained)
@@ -371,9 +350,9 @@ class FailingSteps:
             step, why_not = None, BEGAN_SPOILT.format(spoilt, number - 1)
         if step is None:
             return None, why_not
-        scale *= step.own_scale
         watcher, steps = self._watcher, self._watcher.steps
         of = next((one.optimizer for one in steps if one.step == number), watcher.open_step.optimizer or 0)
+        scale = self._scale(of) * step.own_scale
         return LiveStep(number, watcher, step, model, device, state, half, scale, why, why_not, of), ""
 
     def _why_not_now(self, model: torch.nn.Module, half: Half | None) -> str:
@@ -407,17 +386,17 @@ class FailingSteps:
         if watcher.is_paused or number == self._looked_at:
             return
         if self.captures.is_wanted:
-            self._capture_at_once(number, scaler)
+            self._capture_at_once(number)
         elif place is not None and self._may_be_compared(place, number):
-            self._compare(place, number, scaler)
+            self._compare(place, number)
 
-    def _capture_at_once(self, number: int, scaler: torch.amp.GradScaler | None) -> None:
+    def _capture_at_once(self, number: int) -> None:
         is_lost = not self._watcher.open_step.is_known_finite()
-        live, why_not = self._live(number, "loss" if is_lost else "end", _scale_of(scaler), None)
+        live, why_not = self._live(number, "loss" if is_lost else "end")
         if live is None:
             self.captures.cannot(number, f"it cannot be replayed: {why_not}")
         else:
-            self._capture(live, self._loss(), scaler)
+            self._capture(live)
 
     # One healthy step, compared with FP32.
 
@@ -430,12 +409,12 @@ class FailingSteps:
             self._not_compared.setdefault(place, NOT_COMPARED.format(number, why_not))
         return not why_not
 
-    def _compare(self, place: int, number: int, scaler: torch.amp.GradScaler | None) -> None:
+    def _compare(self, place: int, number: int) -> None:
         """Holds a step that looks healthy against FP32, and captures it where it hides a fault."""
         why_not = ""
         with held_signals(), self._policy.comparing(place):
             try:
-                live, why_not = self._live(number, "end", _scale_of(scaler), None)
+                live, why_not = self._live(number, "end")
                 if live is not None:
                     why_not = self._compared(live)
                 else:  # as where a tensor was changed in place, which is copied from now on
@@ -448,10 +427,9 @@ class FailingSteps:
         """Compares a step with FP32; why that shows nothing, or ""."""
         if live.recorded.reach != "whole" or hooks_half_weights(live.model):
             return live.why_no_further or HALF_BY_HOOKS
-        made = live.investigated(live.before)
+        made = live.investigated()
         if made is None:
             return ""  # a signal has come, and the script is not kept waiting
-        made = replace(made, loss=self._loss_of(live))
         if not is_finite(made.low):
             self._policy.still_compares(live.optimizer)
             return ""  # it is a failing step, and looked at as such
@@ -462,7 +440,7 @@ class FailingSteps:
         if fault is None:
             return NOT_THE_SAME.format(number(made.loss), number(made.low.loss))
         if fault.is_one and self.captures.are_wanted:
-            self._capture(live, made.loss, self._watcher.open_step.scaler)
+            self._capture(live)
         self.found[:] = kept([*self.found, made])
         return ""
 
@@ -500,13 +478,12 @@ class FailingSteps:
 
     def _ended_in_a_step(self, ending: ScriptEnd) -> None:
         """Looks at the step in which the script has ended, from which nothing has gone backward."""
-        self._watcher.learn()
-        self._watcher.optimizers.adopt(self.recorder.trained)
+        self._learn()
         step, loss = self._watcher.log.closed(), self.recorder.lost_loss
         how = f"the script raised {named_error(ending.error)}" if ending.error else f"{EXITED} {ending.code}"
         if self._investigates:
             self._observer.ended_in(step)
-        made, why_not = self._look(step, "loss", self._scale(), loss, is_cut=loss is None)
+        made, why_not = self._look(step, "loss", loss, is_cut=loss is None)
         if made is not None or self._watcher.log.batch or not ending.code:
             loss_of_step = made.low.loss if made is not None else math.nan
             self._watcher.log.break_off(loss_of_step, is_skipped=not ending.code)
@@ -523,7 +500,7 @@ class FailingSteps:
             return
         why: Why = "gradients" if math.isfinite(last.loss) else "loss"
         if self._looked_at < last.step and self._policy.is_open(why):
-            self._look_beside_the_script(last.step, why, last.scale)
+            self._look_beside_the_script(last.step, why)
 
     def seen(self, record: Record, exit_code: int = 0) -> Record:
         """A record of the loop with what was found and captured in it."""
@@ -545,10 +522,6 @@ class FailingSteps:
         )
         unseen = replace(record.unseen, notes=(*record.unseen.notes, *notes))
         return replace(record, unseen=unseen, script=run, investigations=tuple(self.found), error=error)
-
-
-def _scale_of(scaler: torch.amp.GradScaler | None) -> float:
-    return 1.0 if scaler is None else float(scaler._get_scale_async() or 1.0)
 
 
 def settles(made: Investigation) -> bool:

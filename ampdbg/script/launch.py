@@ -21,14 +21,12 @@ from dataclasses import dataclass, field, replace
 from importlib.machinery import PathFinder, SourceFileLoader
 from importlib.util import decode_source, find_spec
 from pathlib import Path
-from pkgutil import get_importer
 from types import FrameType, ModuleType, TracebackType
 from typing import Any
 from unittest.mock import patch
 
 from ampdbg.errors import EXIT_INTERRUPTED, ScriptError, named_error
 from ampdbg.record.findings import Count
-from ampdbg.script.children import first_in_forked
 from ampdbg.script.signals import held_signals, take_timers
 from ampdbg.source.ownership import is_ampdbgs, is_part_of
 
@@ -198,9 +196,6 @@ def _end_of(script: Script, at_end: Callable[[ScriptEnd], None]) -> ScriptEnd:
 
 def _run_file(script: Script) -> None:
     sys.argv = [script.name, *script.arguments]
-    if _is_importable(script):
-        _run_as_main("__main__", is_named=False)
-        return
     path = os.path.abspath(script.name)
     module = _new_main()
     vars(module).update(__file__=path, __loader__=SourceFileLoader("__main__", path), __cached__=None)
@@ -212,14 +207,10 @@ def _run_file(script: Script) -> None:
 
 
 def _run_module(script: Script) -> None:
+    """By what Python itself calls for ``-m``, with its messages."""
     sys.argv = ["-m", *script.arguments]
-    _run_as_main(script.name, is_named=True)
-
-
-def _run_as_main(name: str, *, is_named: bool) -> None:
-    """By what Python itself calls for ``-m``, a folder and a zip file, with its messages."""
     _new_main()
-    vars(runpy)["_run_module_as_main"](name, is_named)
+    vars(runpy)["_run_module_as_main"](script.name)
 
 
 def _new_main() -> ModuleType:
@@ -237,19 +228,14 @@ def _obstacle(script: Script) -> str:
     if not path.exists():
         return "there is no such file"
     if path.is_dir():
-        return "" if _has_main(path) else "is a folder without __main__.py"
+        return "is a folder"
     if path.is_char_device() and not (
         sys.stdin and sys.stdin.isatty() and path.samefile(f"/dev/fd/{sys.stdin.fileno()}")
     ):
         return "is a device"
-    if path.is_file() and path.stat().st_size > LARGEST_SCRIPT and not _is_importable(script):
+    if path.is_file() and path.stat().st_size > LARGEST_SCRIPT:
         return f"is larger than {LARGEST_SCRIPT:,} bytes"
     return ""
-
-
-def _is_importable(script: Script) -> bool:
-    """It is a folder or a zip file, with a ``__main__.py`` in it."""
-    return not script.is_module and get_importer(script.name) is not None
 
 
 def _emptied_at_exit(script: Script, modules: Mapping[str, ModuleType]) -> None:
@@ -270,27 +256,18 @@ def _handed_to_python(modules: Mapping[str, ModuleType]) -> None:
 def _path_of(script: Script) -> Iterator[None]:
     """What Python would have put first on the path, in the place of what it put there for ampdbg."""
     is_safe = getattr(sys.flags, "safe_path", False)  # there Python puts nothing
-    if is_safe and not _is_importable(script):
+    if is_safe:
         yield
         return
-    folder = _folder_of(script)
+    folder = os.getcwd() if script.is_module else os.path.dirname(os.path.realpath(script.name))
     with _own_modules(script, folder):
-        before = [] if is_safe else sys.path[:1]
-        sys.path[: len(before)] = [folder]
+        before = sys.path[:1]
+        sys.path[:1] = [folder]
         try:
             yield
         finally:
             if sys.path and sys.path[0] == folder:
                 sys.path[:1] = before
-
-
-def _folder_of(script: Script) -> str:
-    """Where its modules are looked for first: of ``python -m`` in the working folder, else beside it or in it."""
-    if script.is_module:
-        return os.getcwd()
-    if _is_importable(script):
-        return os.path.join(os.getcwd(), script.name)
-    return os.path.dirname(os.path.realpath(script.name))
 
 
 @contextlib.contextmanager
@@ -324,10 +301,6 @@ def _is_other(name: str, path: list[str]) -> bool:
         if found is not None and found.origin and loaded is not None:  # without an origin it is a mere folder
             return os.path.realpath(found.origin) != os.path.realpath(loaded.origin or "")
     return False
-
-
-def _has_main(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("__main__.py", "__main__.pyc"))
 
 
 def _has_module(name: str) -> bool:
@@ -406,13 +379,55 @@ def _of_script(trace: TracebackType | None) -> TracebackType | None:
 ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 """The signals that end a process from outside: a batch system's, and a terminal's that goes."""
 
+ASKING = tuple(getattr(signal, name) for name in ("SIGUSR1",) if hasattr(signal, name))
+"""The signals by which somebody asks a process for something, which end one that does not know of it."""
+
+Handler = Callable[[int, FrameType | None], None]
+
 
 @contextlib.contextmanager
-def told_before_a_signal(tell: Callable[[int], None]) -> Iterator[None]:
-    """While this is entered a signal of ENDING ends the process as it always would, but ``tell`` is called first.
+def signals_noted(ends: Callable[[int], None], asks: Callable[[], None]) -> Iterator[None]:
+    """While this is entered a signal of ENDING ends the process as it always would, but ``ends`` is called first, and
+    one of ASKING calls ``asks``.
 
-    A script that handles the signal itself replaces this, and a forked child is not told.
+    A script that handles the signal itself replaces this. For these signals SIG_DFL means what is done here, and Python
+    says SIG_DFL of it: a script that calls the handler that was there before its own, or restores it, does then what it
+    always does. In a forked child SIG_DFL is itself at once: a worker of a pool that is ended while it begins to wait
+    for a lock would never come to run a handler in Python.
     """
+    owner, install, ask = os.getpid(), signal.signal, signal.getsignal
+    every: dict[int, Handler] = {
+        **dict.fromkeys(ENDING, _ending(ends)),
+        **dict.fromkeys(ASKING, lambda number, frame: asks()),
+    }
+    handles = threading.current_thread() is threading.main_thread()  # Python lets no other
+    ours = {number: handler for number, handler in every.items() if handles and ask(number) is signal.SIG_DFL}
+
+    def leave() -> None:
+        for number, handler in ours.items():
+            if ask(number) is handler:
+                install(number, signal.SIG_DFL)
+
+    def told(current: Any) -> Any:
+        return signal.SIG_DFL if current in ours.values() else current
+
+    def replaced(number: int, new: Any) -> Any:
+        is_ours = number in ours and new == signal.SIG_DFL and os.getpid() == owner
+        return told(install(number, ours[number] if is_ours else new))
+
+    with patch.object(signal, "signal", replaced), patch.object(signal, "getsignal", lambda number: told(ask(number))):
+        for number, handler in ours.items():
+            install(number, handler)
+        if hasattr(os, "register_at_fork"):  # Python takes none back: afterwards there is nothing to leave
+            os.register_at_fork(after_in_child=leave)
+        try:
+            yield
+        finally:
+            leave()
+
+
+def _ending(ends: Callable[[int], None]) -> Handler:
+    """A handler that ends the process as its signal always would, and calls this first, but in a forked child."""
     owner, install, ask = os.getpid(), signal.signal, signal.getsignal
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -421,56 +436,9 @@ def told_before_a_signal(tell: Callable[[int], None]) -> Iterator[None]:
         install(number, signal.SIG_IGN)  # a shell sends SIGHUP once more
         try:
             if os.getpid() == owner:
-                tell(number)
+                ends(number)
         finally:
             install(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    handles = threading.current_thread() is threading.main_thread()  # Python lets no other
-    with _in_place_of_default(end, [number for number in ENDING if handles and ask(number) is signal.SIG_DFL]):
-        yield
-
-
-ASKING = tuple(getattr(signal, name) for name in ("SIGUSR1",) if hasattr(signal, name))
-"""The signals by which somebody asks a process for something, which end one that does not know of it."""
-
-
-@contextlib.contextmanager
-def asked_by_a_signal(ask: Callable[[], None]) -> Iterator[None]:
-    """While this is entered a signal of ASKING calls ``ask``, unless the script handles it itself."""
-    handles = threading.current_thread() is threading.main_thread()
-    free = [number for number in ASKING if handles and signal.getsignal(number) is signal.SIG_DFL]
-    with _in_place_of_default(lambda number, frame: ask(), free):
-        yield
-
-
-@contextlib.contextmanager
-def _in_place_of_default(handler: Callable[[int, FrameType | None], None], numbers: list[int]) -> Iterator[None]:
-    """While this is entered SIG_DFL means ``handler`` for signals of these numbers, and Python says SIG_DFL of it.
-
-    A script that calls the handler that was there before its own, or restores it, does then what it always does. In a
-    forked child SIG_DFL is itself at once: a worker of a pool that is ended while it begins to wait for a lock would
-    never come to run a handler in Python.
-    """
-    owner, install, ask = os.getpid(), signal.signal, signal.getsignal
-
-    def leave() -> None:
-        for number in numbers:
-            if ask(number) is handler:
-                install(number, signal.SIG_DFL)
-
-    def told(current: Any) -> Any:
-        return signal.SIG_DFL if current is handler else current
-
-    def replaced(number: int, new: Any) -> Any:
-        is_ours = number in numbers and new == signal.SIG_DFL and os.getpid() == owner
-        return told(install(number, handler if is_ours else new))
-
-    with patch.object(signal, "signal", replaced), patch.object(signal, "getsignal", lambda number: told(ask(number))):
-        for number in numbers:
-            install(number, handler)
-        try:
-            with first_in_forked(leave):
-                yield
-        finally:
-            leave()
+    return end

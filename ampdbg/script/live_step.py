@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
@@ -60,24 +61,35 @@ class LiveStep:
 
     @property
     def before(self) -> tuple[Step, ...]:
-        """The steps that its optimizer has made before it."""
-        return tuple(step for step in self.watcher.steps if step.optimizer == self.optimizer)
+        """The steps that its loss is to be compared with."""
+        return self.recorded.before(self.watcher.steps, self.optimizer)
 
-    def investigated(self, before: Sequence[Step]) -> Investigation | None:
-        """What replays of it show; ``before`` are the steps that its loss is to be compared with. The script waits.
+    @property
+    def loss(self) -> float:
+        """Its loss, without the scale that the script itself has put into it; NaN of none."""
+        losses = self.watcher.open_step.scaled
+        return sum(map(float, losses)) / self.recorded.own_scale if losses else math.nan
+
+    @property
+    def scaler_number(self) -> int:
+        """That of the scaler of its loss in the record; 0 of none."""
+        scaler = self.watcher.open_step.scaler
+        return 0 if scaler is None else self.watcher.calls.number_of(scaler)
+
+    def investigated(self) -> Investigation | None:
+        """What replays of it show. The script waits.
 
         None where a signal has come meanwhile that the script handles itself: it is not kept waiting any longer.
 
         Raises:
             Exception: whatever the script's own code raises, or that there is no memory for it.
         """
-        grew = self.watcher.optimizers.weights_grew
+        loss, grew = self.loss, self.watcher.optimizers.weights_grew
         with self._again() as (run, snapshot), contextlib.suppress(_SignalCameError):
-            made = investigate(
-                run, snapshot, self.why, self.scale, before=before, weights_grew=grew, observer=_UntilASignal()
-            )
+            made = investigate(run, snapshot, self.why, self.scale, before=self.before, observer=_UntilASignal())
             if made.reproduced and not is_finite(made.fp32):
                 self.watcher.log.batch += blamed_data(run, snapshot, self.recorded)
+            made = replace(made, loss=loss, weights_grew=grew)
             return replace(made, reach=self.recorded.reach, why_no_further=self.why_no_further)
         return None
 

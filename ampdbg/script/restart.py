@@ -40,7 +40,7 @@ from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep, Snapshot, failing_step
 from ampdbg.replay.step import RecordedStep
 from ampdbg.replay.step_data import blamed_data
-from ampdbg.script.capture import Capture, CaptureError, Difference
+from ampdbg.script.capture import Capture, CaptureError, Difference, Match
 from ampdbg.script.gpu import emulated_gpu
 from ampdbg.script.guard import FileGuard
 from ampdbg.script.launch import Script, ScriptEnd, run_script
@@ -70,17 +70,9 @@ class RestoredStep:
     def investigated(self, observer: Observer) -> Investigation:
         """Replays the step until its cause can be told."""
         head = self.capture.head
-        before = self.record.steps if head.reach == "whole" else ()  # else its loss is a sum of other numbers
-        made = investigate(
-            self.run,
-            self.snapshot,
-            head.why,
-            head.scale,
-            before=before,
-            weights_grew=head.weights_grew,
-            observer=observer,
-        )
-        return replace(made, loss=head.loss, reach=head.reach)
+        before = self.recorded.before(self.record.steps[:-1], head.optimizer)
+        made = investigate(self.run, self.snapshot, head.why, head.scale, before=before, observer=observer)
+        return replace(made, loss=head.loss, reach=head.reach, weights_grew=head.weights_grew)
 
     def failing(self, made: Investigation) -> FailingStep:
         """The step, with its weights."""
@@ -247,14 +239,10 @@ class _StepFinder:
         model, optimizers = self.watcher.models.together(), tuple(self.watcher.optimizers)
         device, head = _device_type(model), self._capture.head
         if head.reach == "whole":
-            self._take(*self.recorder.step(model, optimizers, device, loss, self.watcher.stepping)[:2], model)
-            return
-        for most in range(len(head.calls), 0, -1):
-            if not self.is_used:
-                self._take(*self.recorder.modules(model, optimizers, device, most)[:2], model)
-
-    def _take(self, recorded: RecordedStep | None, why_not: str, model: torch.nn.Module) -> None:
-        different = self._capture.match(recorded).why_not(model) if recorded is not None else Difference(0, why_not)
+            recorded, why_not, _ = self.recorder.step(model, optimizers, device, loss, self.watcher.stepping)
+        else:
+            recorded, why_not, _ = self.recorder.modules(model, optimizers, device, len(head.calls))
+        different = Match(head, recorded).why_not(model) if recorded is not None else Difference(0, why_not)
         if different is not None:
             self._nearest = max(different, self._nearest, key=attrgetter("alike"))
         elif recorded is not None:
@@ -270,17 +258,16 @@ class _StepFinder:
         outside = torch.autocast(_device_type(model), enabled=False)
         try:
             with self.watcher.paused(), torch.enable_grad(), outside:
-                self._use(self._restored_or_why_not(recorded, model))
+                step: RestoredStep | CaptureError
+                try:
+                    step = self._restored(recorded, model)
+                except CaptureError as error:
+                    step = error
+                except Exception as error:  # noqa: BLE001 - torch and the user's own code may raise anything
+                    step = CaptureError(f"{self._capture.path}: {first_line(error)}")
+                self._use(step)
         finally:
             self._is_over.set()
-
-    def _restored_or_why_not(self, recorded: RecordedStep, model: torch.nn.Module) -> RestoredStep | CaptureError:
-        try:
-            return self._restored(recorded, model)
-        except CaptureError as error:
-            return error
-        except Exception as error:  # noqa: BLE001 - torch and the user's own code may raise anything
-            return CaptureError(f"{self._capture.path}: {first_line(error)}")
 
     def _restored(self, recorded: RecordedStep, model: torch.nn.Module) -> RestoredStep:
         capture, optimizers = self._capture, tuple(self.watcher.optimizers)
@@ -310,7 +297,6 @@ def _of_capture(capture: Capture) -> Record:
     """The record of the run up to the step, and that as well."""
     head, start, before = capture.head, capture.start, capture.record
     is_bad = head.why != "end"
-    latest = head.scaler_number or (before.steps[-1].scaler if before.steps else 1)
     earlier = [one for one in before.steps if one.step < head.step]
     iteration = max((one.iteration + 1 for one in earlier if one.optimizer == head.optimizer), default=0)
     step = Step(
@@ -318,8 +304,8 @@ def _of_capture(capture: Capture) -> Record:
         loss=head.loss,
         scale=head.scale,
         found_inf=is_bad,
-        skipped=is_bad and head.scaler is not None,
-        scaler=latest if head.scaler is not None else 0,
+        skipped=is_bad and head.scaler_number > 0,
+        scaler=head.scaler_number,
         optimizer=head.optimizer,
         others=head.step - iteration,
     )

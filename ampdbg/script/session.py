@@ -21,7 +21,7 @@ from ampdbg.script.capture import Captures, asked_from_code
 from ampdbg.script.children import NewProcesses
 from ampdbg.script.failing_steps import FailingSteps, explains_itself
 from ampdbg.script.gpu import emulated_gpu
-from ampdbg.script.launch import Script, ScriptEnd, asked_by_a_signal, run_script, told_before_a_signal
+from ampdbg.script.launch import Script, ScriptEnd, run_script, signals_noted
 
 
 class Session:
@@ -143,8 +143,9 @@ def watch_script(
     with ExitStack() as stack:
         if captures.start.emulate:
             stack.enter_context(emulated_gpu())
-        stack.enter_context(told_before_a_signal(lambda number: ended(over(ScriptEnd(128 + number, signal=number)))))
-        stack.enter_context(asked_by_a_signal(captures.ask))
+        stack.enter_context(
+            signals_noted(lambda number: ended(over(ScriptEnd(128 + number, signal=number))), captures.ask)
+        )
         stack.enter_context(asked_from_code(captures.ask))
         # Both touch the filters of warnings, if only once: behind that what has warned already is shown again.
         log.get_ready()

@@ -367,7 +367,7 @@ class Noted:
         step, why_not, state = self.step()
         assert step is not None, why_not
         assert step.reach == "whole"
-        state.write(self.model)
+        state.held.restore()
         return step
 
 
@@ -566,7 +566,7 @@ def test_what_is_changed_in_place_is_refused_by_name_and_copied_from_then_on(wha
 
     def look(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> None:
         step, why_not, state = recorder.step(model, (optimizer,), "cpu")
-        state.write(model)
+        state.held.restore()
         with PAUSE:
             found.append("alike" if step is not None and torch.equal(step.loss(step.given[0]), loss) else why_not)
 
@@ -671,7 +671,7 @@ def test_each_thread_has_a_step_of_its_own() -> None:
         loss.backward()
         step, why_not, state = recorder.step(models[number], (), "cpu")
         assert step is not None, why_not
-        state.write(models[number])
+        state.held.restore()
         barrier.wait()
         found[number] = loss, step
 
@@ -753,9 +753,9 @@ def trained(model: nn.Module, steps: int, loss_of: Callable[[int], torch.Tensor]
         assert step is not None, why_not
         now, after = RandomState.now(), ModelState.now(model)
         with PAUSE:
-            state.write(model)
+            state.held.restore()
             alike.append(torch.equal(step.loss(step.given[0]), losses[-1]))
-            after.write(model)
+            after.held.restore()
         now.restore()
 
     with Recorder(PAUSE, about_to_step=look) as recorder:

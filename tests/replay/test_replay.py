@@ -161,7 +161,7 @@ def test_a_replay_as_it_was_is_the_step_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("why", "is_run"), [("loss", False), ("gradients", True)])
 def test_behind_a_loss_that_is_not_finite_no_backward_pass_is_run(tmp_path: Path, why: Why, is_run: bool) -> None:
     with prepared(config(tmp_path, factor=1e6)) as run:
-        low = investigate(run, after_a_step(run), why, 1024.0, before=(), weights_grew=1.0, observer=observing()).low
+        low = investigate(run, after_a_step(run), why, 1024.0, before=(), observer=observing()).low
         assert not math.isfinite(low.loss)
         assert math.isnan(low.grad_norm)
         assert bool(low.gradients) == is_run
@@ -177,7 +177,7 @@ def test_an_interrupt_in_a_replay_leaves_no_trace(tmp_path: Path, why: Why) -> N
         snapshot = after_a_step(run)
         before = state(run)
         with pytest.raises(KeyboardInterrupt):
-            investigate(run, snapshot, why, 1024.0, before=(), weights_grew=1.0, observer=observing(replay=interrupt))
+            investigate(run, snapshot, why, 1024.0, before=(), observer=observing(replay=interrupt))
         assert same(state(run), before)
 
 

@@ -193,7 +193,7 @@ def test_a_nested_tensor_is_left_alone_and_its_model_replayed() -> None:
     net.nested = nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
     saved = ModelState.now(net)
     with restored(net):
-        saved.write(net)
+        saved.held.restore()
         net.nested, net.count = None, 7
     assert net.nested is nested
     assert net.count == 1000
@@ -276,7 +276,7 @@ def test_every_replay_starts_with_what_the_step_found() -> None:
     drawn, ended = moved(net), values(net)
     for _ in range(2):
         with restored(net):
-            saved.write(net)
+            saved.held.restore()
             assert values(net) == found
             assert moved(net) == drawn
         assert values(net) == ended
@@ -288,7 +288,7 @@ def test_an_object_that_the_model_holds_starts_with_what_the_step_found_too() ->
     net.state.count = 5
     net.state.seen[0].add_(1)
     with restored(net):
-        saved.write(net)
+        saved.held.restore()
         assert (net.state.count, net.state.seen[0].tolist()) == (0, [0, 0])
         net.state.count = 9
     assert (net.state.count, net.state.seen[0].tolist()) == (5, [1, 1])
@@ -300,7 +300,7 @@ def test_what_was_added_to_the_model_since_stays_and_its_weights_are_those_of_no
     net.late = torch.nn.Linear(2, 2)
     net.linear.weight.data.fill_(3)
     with restored(net):
-        saved.write(net)
+        saved.held.restore()
         assert "late" in net._modules
         assert net.linear.weight.tolist() == [[3, 3]] * 2
 
@@ -312,7 +312,7 @@ def test_a_step_that_is_kept_does_not_change_with_the_run() -> None:
     net.cache["b"][0].fill_(5)
     moved(net)
     with restored(net):
-        saved.write(net)
+        saved.held.restore()
         assert values(net) == found
 
 
@@ -329,7 +329,7 @@ def test_a_model_that_was_built_anew_starts_with_it_too_and_keeps_what_is_its_ow
         other.added = 1  # type: ignore[assignment]
         carried = packed.unpacked(other)
         with restored(other):
-            carried.write(other)
+            carried.held.restore()
             assert values(other) == found
             assert moved(other) == drawn
             assert other.added == 1
@@ -346,7 +346,7 @@ def test_a_tensor_is_written_into_where_it_is_still_the_one_that_the_step_found(
     with restored(net):
         bank.data.fill_(9)
         mask.data = torch.ones(2)
-        saved.write(net)
+        saved.held.restore()
         assert net.bank is bank
         assert bank.tolist() == [[2.0, 2.0]] * 3
         assert net.transposed is transposed
@@ -362,7 +362,7 @@ def test_what_two_attributes_share_stays_shared() -> None:
     saved = ModelState.now(net)
     with restored(net):
         net.one = None
-        saved.write(net)
+        saved.held.restore()
         assert net.two["same"] is net.one
         assert net.two["inner"] is net.one[0]
 
@@ -372,38 +372,23 @@ def test_a_tensor_that_wants_gradients_wants_them_in_a_replay() -> None:
     net.prompt = torch.zeros(2, requires_grad=True)
     saved = ModelState.now(net)
     with restored(net):
-        saved.write(net)
+        saved.held.restore()
         net.prompt.sum().backward()
     assert net.prompt.grad is None
 
 
-def test_a_module_that_an_earlier_step_has_spoilt_is_as_the_run_began() -> None:
+def test_what_a_step_has_spoilt_is_counted_and_no_mask() -> None:
     net: Any = torch.nn.Module()
     net.inner = torch.nn.Module()
     net.bank, net.inner.sound, net.bound = torch.zeros(2), torch.zeros(2), [torch.zeros(1)]
-    net.mask = torch.full((2,), -torch.inf)
+    net.mask, net.late = torch.full((2,), -torch.inf), None
     net.register_buffer("causal", torch.tensor([0.0, -torch.inf, torch.nan]))
     net.register_buffer("mean", torch.zeros(1))
-    first = ModelState.now(net)
-    sound = ModelState.now(net)
-    assert sound.unpoisoned(first) is sound
+    assert ModelState.now(net).held.bad == 1
+    net.inner.sound.fill_(1)
+    net.late = torch.full((3, 3), -torch.inf).triu(1)
+    assert ModelState.now(net).held.bad == 1
     net.bank.fill_(torch.nan)
     net.mean.fill_(torch.inf)
-    net.inner.sound.fill_(1)
-    net.bound[0], net.late = torch.full((1,), torch.inf), torch.tensor(torch.nan)
-    saved = ModelState.now(net)
-    with restored(net):
-        saved.unpoisoned(first).write(net)
-        assert [net.bank.tolist(), net.inner.sound.tolist(), net.bound[0].tolist()] == [[0, 0], [1, 1], [0]]
-        assert "late" not in vars(net)
-        assert net.mean.tolist() == [0]
-    assert "late" in vars(net)
-
-
-def test_a_mask_that_a_first_pass_makes_has_spoilt_nothing() -> None:
-    net: Any = torch.nn.Module()
-    net.mask, net.calls = None, 0
-    first = ModelState.now(net)
-    net.mask, net.calls = torch.full((3, 3), -torch.inf).triu(1), 1
-    saved = ModelState.now(net)
-    assert saved.unpoisoned(first) is saved
+    net.bound[0] = torch.full((1,), torch.inf)
+    assert ModelState.now(net).held.bad == 4

@@ -379,6 +379,8 @@ def test_a_step_that_follows_one_of_another_optimizer_is_found_again(tmp_path: P
     assert where(record) == ("forward-overflow", 0, "critic", line)
     assert where(again) == ("forward-overflow", 0, "critic", line)  # where its row of withheld steps begins
     assert "step 3 was replayed" in again.findings[0].message
+    # Its loss is compared with those of the critic, which are lost, and not with those of the temperature.
+    assert again.investigations[0].continuation == record.investigations[2].continuation == ()
 
 
 ASKS = {"a signal": "os.kill(os.getpid(), signal.SIGUSR1)", "code": "__import__('ampdbg').capture()"}
@@ -513,13 +515,13 @@ def test_runs_that_capture_in_the_same_second_keep_their_own_captures(tmp_path: 
         def __init__(self, *_: object) -> None:
             pass
 
-        def write(self, path: Path, largest: int) -> None:
-            path.write_text("whole")
+        def content(self, largest: int) -> bytes:
+            return b"whole"
 
     one, other = (Captures(tmp_path, Start("train.py"), most=2, largest=99) for _ in range(2))
     with patch.multiple("ampdbg.script.capture", datetime=At, Captured=Written):
         for captures in (one, other, one):
-            captures.add(SimpleNamespace(number=3), 0.0, None)  # type: ignore[arg-type]
+            captures.add(SimpleNamespace(number=3))  # type: ignore[arg-type]
     assert [path.name for path in one.written] == ["20260101T000000Z-3-step-3.safetensors"]
     other.drop(3)
     assert [path.read_text() for path in tmp_path.iterdir()] == ["whole"]
