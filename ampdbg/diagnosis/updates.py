@@ -23,10 +23,6 @@ MOST_OF_THE_UPDATE = 0.5
 STANDS_STILL = 0.9
 """An average that loses a larger share of its way than this stands still."""
 
-COUNTS = 0.01
-"""Where half weights cost a smaller share of the loss's fall so far, to first order, what stands still is a warning: of
-small runs beside float32 masters the loss was then within half a percent of theirs."""
-
 A_PART = 0.1
 """A weight decay that makes a smaller share of the updates' energy is not missed within some steps."""
 
@@ -221,27 +217,15 @@ SPOILING: tuple[Decision[HalfUpdates], ...] = (
     ),
 )
 
-STILL = (
-    "{count:half parameter} hardly moved in {seen.steps:sampled step}: {still}. Of the way that float32 weights go, "
-    "{shares}. To first order half weights cost {cost} of the loss's fall so far, and these parameters "
-    "{cost_of_still}; both grow with each step{forecast}"
-)
-
 SMALL: tuple[Decision[HalfUpdates], ...] = (
     Decision(
         FROZEN,
-        "a parameter loses over 90 % of its way, and half weights cost over 1 % of the loss's fall",
-        lambda it: bool(it.seen.frozen) and it.seen.cost >= COUNTS,
-        STILL,
+        "a parameter loses over 90 % of its way, and what stands still costs over 0.02 % of the loss's fall",
+        lambda it: bool(it.seen.frozen),
+        "{count:half parameter} hardly moved in {seen.steps:sampled step}: {still}. Of the way that float32 weights "
+        "go, {shares}. To first order half weights cost {cost} of the loss's fall so far, and these parameters "
+        "{cost_of_still}; both grow with each step{forecast}",
         {"parameters": "names", **LOST},
-    ),
-    Decision(
-        FROZEN,
-        "the same, where half weights cost less of the loss's fall so far",
-        lambda it: bool(it.seen.frozen) and it.seen.cost < COUNTS,
-        STILL,
-        {"parameters": "names", **LOST},
-        severity="warning",
     ),
     Decision(
         SMALL_UPDATES,
