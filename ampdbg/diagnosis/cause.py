@@ -14,7 +14,7 @@ from itertools import count, pairwise, takewhile
 from typing import Any
 
 from ampdbg.agreement import is_finite
-from ampdbg.diagnosis.decisions import Decision, first
+from ampdbg.diagnosis.decisions import Decision, Evident, first
 from ampdbg.diagnosis.losses import DIVERGED, FEW_LOSSES, LEAPT, climbs_on, finite, leapt, rose
 from ampdbg.diagnosis.producers import (
     FAR_FROM_FP32,
@@ -29,7 +29,7 @@ from ampdbg.diagnosis.producers import (
     survivor,
 )
 from ampdbg.diagnosis.tensors import WEIGHTS, bad_weights, blamed_in_batch
-from ampdbg.diagnosis.updates import spoilt_weights
+from ampdbg.diagnosis.updates import half_updates
 from ampdbg.formats import FLOAT16
 from ampdbg.levels import has_static_scale
 from ampdbg.quantities import number
@@ -67,7 +67,7 @@ KEPT_SCALE = "kept_scale"
 
 
 @dataclass(frozen=True, eq=False)
-class Evidence:
+class Evidence(Evident):
     """What is known of a step that was replayed: each fact once, under one name.
 
     Attributes:
@@ -702,7 +702,7 @@ def nonfinite_loss(record: Record) -> Iterator[Finding]:
 
 
 @dataclass(frozen=True, eq=False)
-class Lost:
+class Lost(Evident):
     """The steps of one optimizer whose loss is lost, with nothing before them that explains it.
 
     Attributes:
@@ -716,7 +716,8 @@ class Lost:
     @cached_property
     def steps(self) -> list[Step]:
         """In order."""
-        spoilt = [bad.step.step for bad in bad_weights(self.whole)] + [one.step for one in spoilt_weights(self.whole)]
+        by_updates = [one.seen.spoilt_step for one in half_updates(self.whole) if one.seen.spoilt_step is not None]
+        spoilt = [*(bad.step.step for bad in bad_weights(self.whole)), *by_updates]
         before = (step for step in self.run.steps if step.step < min(spoilt, default=math.inf))
         unexplained = (step for step in before if not math.isfinite(step.loss))
         return [step for step in unexplained if not blamed_in_batch(step, self.whole) and not self._is_of_scale(step)]

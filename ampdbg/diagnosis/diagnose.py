@@ -6,29 +6,21 @@ One exception: what replays show of a forward pass stands before misuses that ca
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ampdbg.diagnosis.cause import CAUSES, LOST, nonfinite_loss
-from ampdbg.diagnosis.decisions import Decision, first
-from ampdbg.diagnosis.dtype_contract import CASTS, CONTRACT, cast_buffers, contradictions
+from ampdbg.diagnosis.decisions import Decision, Subject, holding
+from ampdbg.diagnosis.dtype_contract import CASTS, CONTRACT, casts, contracts
 from ampdbg.diagnosis.hidden_faults import HIDDEN, hidden_faults
 from ampdbg.diagnosis.losses import risen
 from ampdbg.diagnosis.misuse import autocast_errors, doubtful_misuses, misuses
 from ampdbg.diagnosis.producers import UNKNOWN
-from ampdbg.diagnosis.scale import LIMITS, SKIPS, UNTOLD, limits, skips
-from ampdbg.diagnosis.tensors import DATA, POISONED, TENSORS, WEIGHTS, BadTensor, bad_batch, bad_buffers, bad_weights
+from ampdbg.diagnosis.scale import LIMITS, SKIPS, UNTOLD, scalings, skips
+from ampdbg.diagnosis.tensors import BATCHES, BUFFERS, DATA, STORED, WEIGHTS, bad_batch, bad_buffers, bad_weights
 from ampdbg.diagnosis.trend import ahead
-from ampdbg.diagnosis.updates import (
-    SMALL,
-    SMALL_UPDATES,
-    SPOILING,
-    SUMS,
-    lost_sums,
-    small_updates,
-    spoilt_weights,
-)
+from ampdbg.diagnosis.updates import SMALL, SMALL_UPDATES, SPOILING, SUMS, half_updates
 from ampdbg.formats import FLOAT32
 from ampdbg.levels import format_of_config
 from ampdbg.record.codes import CODES
@@ -49,27 +41,29 @@ class Family:
     decisions: tuple[Decision[Any], ...] = ()
 
 
-def _of_tensors(title: str, found: Callable[[Record], Iterator[BadTensor]], code: str) -> Family:
-    decisions = tuple(one for one in TENSORS if one.code == code)
-    return Family(title, lambda record: (first(TENSORS, bad).finding(bad) for bad in found(record)), decisions)
+def _table(title: str, subjects: Callable[[Record], Iterable[Subject]], rows: tuple[Decision[Subject], ...]) -> Family:
+    """Every row that holds of one of the subjects."""
+    return Family(
+        title, lambda record: (row.finding(one) for one in subjects(record) for row in holding(rows, one)), rows
+    )
 
 
 ORDER_OF_DECISION = (
-    Family("Updates of half weights", spoilt_weights, SPOILING),
-    _of_tensors("Weights before a step", bad_weights, WEIGHTS),
-    _of_tensors("The batch", bad_batch, DATA),
+    _table("Updates of half weights", half_updates, SPOILING),
+    _table("Weights before a step", bad_weights, STORED),
+    _table("The batch", bad_batch, BATCHES),
     Family("Calls in the wrong order", misuses),
     Family("Errors that autocast causes", autocast_errors),
     Family("A failing step, by its replays", nonfinite_loss, CAUSES),
     Family("Lost losses without replays", lambda _: iter(()), LOST),
-    _of_tensors("Buffers after a step", bad_buffers, POISONED),
+    _table("Buffers after a step", bad_buffers, BUFFERS),
     Family("Skipped steps", skips, SKIPS),
-    Family("The loss scale at the end", limits, LIMITS),
-    Family("Gradients that half adds up", lost_sums, SUMS),
-    Family("A healthy step, by its replays", hidden_faults, HIDDEN),
-    Family("Updates that half weights lose", small_updates, SMALL),
-    Family("Buffers that were cast with the model", cast_buffers, CASTS),
-    Family("What was asked for", contradictions, CONTRACT),
+    _table("The loss scale at the end", scalings, LIMITS),
+    _table("Gradients that half adds up", half_updates, SUMS),
+    _table("A healthy step, by its replays", hidden_faults, HIDDEN),
+    _table("Updates that half weights lose", half_updates, SMALL),
+    _table("Buffers that were cast with the model", casts, CASTS),
+    _table("What was asked for", contracts, CONTRACT),
     Family("Calls that do little harm", doubtful_misuses),
     Family("What grows towards a limit", ahead),
 )

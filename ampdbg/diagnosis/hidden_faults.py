@@ -34,7 +34,6 @@ from ampdbg.formats import FLOAT16
 from ampdbg.levels import has_static_scale
 from ampdbg.quantities import listed, number
 from ampdbg.record.codes import CODES
-from ampdbg.record.findings import Finding
 from ampdbg.record.run import Investigation, Record, Replay
 
 STARTS_LOW = (
@@ -236,12 +235,11 @@ HIDDEN: tuple[Decision[HiddenFault], ...] = (
 )
 
 
-def hidden_faults(record: Record) -> Iterator[Finding]:
-    """What the steps of a run hide that looked healthy and were replayed; what half loses of values that a learning
-    rate has thrown up is no fault of half."""
+def hidden_faults(record: Record) -> Iterator[HiddenFault]:
+    """The steps of a run that looked healthy and were replayed; what half loses of values that a learning rate has
+    thrown up is no fault of half."""
     made = (hidden_fault(one, run) for run in record.timelines for one in run.investigations)
-    for fault in (one for one in made if one is not None and not one.is_thrown):
-        yield from (row.finding(fault) for row in holding(HIDDEN, fault))
+    return (one for one in made if one is not None and not one.is_thrown)
 
 
 def hidden_fault(made: Investigation, run: Record) -> HiddenFault | None:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from ampdbg import quantities
 from ampdbg.diagnosis.cause import CALIBRATION, SKIPS_IN_A_ROW, Evidence, scale_floor
-from ampdbg.diagnosis.decisions import Decision, holding
+from ampdbg.diagnosis.decisions import Decision, Evident, holding
 from ampdbg.diagnosis.producers import UNKNOWN
 from ampdbg.levels import has_static_scale
 from ampdbg.quantities import counted, listed, number
@@ -196,7 +196,7 @@ follows, a scale that keeps falling, steps that no lower scale cures, or a scale
 
 
 @dataclass(frozen=True, eq=False)
-class Scaling:
+class Scaling(Evident):
     """What is known of the loss scale of one optimizer, each fact once: ``run`` is the record of it alone."""
 
     run: Record
@@ -507,11 +507,6 @@ class Scaling:
         saving = f"; GradScaler(init_scale={settled:g}) saves the skipped steps" * is_lower
         return f"none is needed{' while they are so few' if self.unexplained else saving}"
 
-    @property
-    def numbers(self) -> Mapping[str, Any]:
-        """Each finding has its own."""
-        return {}
-
     def place(self, row: Decision[Any]) -> Mapping[str, Any]:
         """The step at which it begins; all of it is of the backward pass."""
         begins = {
@@ -607,17 +602,16 @@ LIMITS: tuple[Decision[Scaling], ...] = (
 )
 
 
+def scalings(record: Record) -> Iterator[Scaling]:
+    """What is known of the loss scale of each optimizer."""
+    return map(Scaling, record.timelines)
+
+
 def skips(record: Record) -> Iterator[Finding]:
     """For each optimizer the cause of its skips, and for each scaler what follows from it, or ``scale-calibration``."""
     found: dict[tuple[str, int], Finding] = {}
-    for scaling in map(Scaling, record.timelines):
+    for scaling in scalings(record):
         yield from scaling.causes() if scaling.skipped else ()
         new = {(row.code, scaling.steps[-1].scaler): row.finding(scaling) for row in holding(SKIPS, scaling)}
         yield from (new[key] for key in new if key not in found)
         found |= new
-
-
-def limits(record: Record) -> Iterator[Finding]:
-    """``scale-runaway`` for each optimizer whose loss scale is limited by nothing, or only works below 1."""
-    for scaling in map(Scaling, record.timelines):
-        yield from (row.finding(scaling) for row in holding(LIMITS, scaling))
