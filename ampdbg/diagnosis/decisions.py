@@ -49,7 +49,7 @@ class _Facts(string.Formatter):
 
     def format_field(self, value: Any, format_spec: str) -> str:
         if isinstance(value, (list, tuple)):
-            return counted(len(value), format_spec) if format_spec else listed(value, NAMED)
+            return self.format_field(len(value), format_spec) if format_spec else listed(value, NAMED)
         if format_spec == "percent":
             return percent(value)
         if isinstance(value, int) and len(format_spec) > 1:  # the noun that it counts

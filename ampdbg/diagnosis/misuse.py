@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampdbg.diagnosis.cause import SKIPS_IN_A_ROW
-from ampdbg.diagnosis.scale import Scaling
+from ampdbg.diagnosis.scale import scalings
 from ampdbg.record.codes import CODES, Code, finding_of
 from ampdbg.record.findings import Finding, Severity
 from ampdbg.record.run import Misuse, Record
@@ -70,7 +70,7 @@ def _severity(found: Misuse, code: Code, record: Record) -> Severity:
 
 def _settles_the_scale(found: Misuse, record: Record) -> bool:
     """It is about a few skips alone, at the start or right after growth: those that every healthy run has."""
-    lows = (step for timeline in record.timelines for step in Scaling(timeline).course.lows)
+    lows = (step for scaling in scalings(record) for step in scaling.lows)
     later = (step for step in lows if step.step >= found.step)
     return found.count < SKIPS_IN_A_ROW and next(later, None) is None
 
