@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import count, pairwise, takewhile
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
 
 from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.decisions import Decision, Evident, first
@@ -66,6 +66,14 @@ KEPT_SCALE = "kept_scale"
 """The evidence of a loss scale that nothing lowers."""
 
 
+class KeptScale(NamedTuple):
+    """A loss ``scale`` that nothing lowers: ``whose`` it is, and what is to be done about it, in words."""
+
+    scale: float
+    whose: str
+    cure: str
+
+
 @dataclass(frozen=True, eq=False)
 class Evidence(Evident):
     """What is known of a step that was replayed: each fact once, under one name.
@@ -91,19 +99,9 @@ class Evidence(Evident):
         return format_of(self.low.dtype).short
 
     @property
-    def has_failed_again(self) -> bool:
-        """The step failed again as it was, and was replayed in FP32."""
-        return self.made.reproduced > 0 and self.made.fp32 is not None
-
-    @property
-    def fp32_error(self) -> str:
-        """What the same step in FP32 raised; "" where it ran."""
-        return self.made.fp32.error if self.made.fp32 else ""
-
-    @property
     def is_answered(self) -> bool:
         """FP32 has shown what the step comes to."""
-        return self.has_failed_again and not self.fp32_error
+        return self.made.reproduced > 0 and self.made.fp32 is not None and not self.made.fp32.error
 
     @property
     def is_fp32_finite(self) -> bool:
@@ -140,36 +138,27 @@ class Evidence(Evident):
         return next((producer for producer in found if producer.nan), next(iter(found), None))
 
     @property
-    def begins_spoilt(self) -> bool:
-        """It begins with inf or NaN that no op of it has made, where FP32 was not followed from."""
-        return not self.is_fp32_finite and self.begins_in_fp32 is not None and self.begins_in_fp32.is_given
+    def begins(self) -> str:
+        """The same in words."""
+        return named(self.begins_in_fp32) if self.begins_in_fp32 else ""
 
     @property
-    def where(self) -> str:
-        """The same in words, to be said behind that FP32 fails."""
+    def left_out(self) -> str:
+        """That the loss has nothing of it, to be said behind that."""
         begins = self.begins_in_fp32
-        if begins is None:
-            return ""
-        is_left_out = begins.phase == "forward" and begins.reaches_gradients
-        return f", first in {named(begins)}" + ", which the loss leaves out and the gradients do not" * is_left_out
+        is_left_out = begins is not None and begins.phase == "forward" and begins.reaches_gradients
+        return ", which the loss leaves out and the gradients do not" if is_left_out else ""
 
     @property
-    def share(self) -> str:
-        """How many of the values there are infinite; torch's CTC loss has one a sample, before any mean."""
-        begins = self.begins_in_fp32
-        unit = "samples" if begins and "ctc_loss" in begins.op else "values"
-        return f": {begins.inf} of {begins.size} {unit}" if begins else ""
+    def unit(self) -> str:
+        """What it has values of: torch's CTC loss has one a sample, before any mean."""
+        return "samples" if "ctc_loss" in self.begins else "values"
 
     @property
     def largest(self) -> float | None:
         """The largest input of the op where FP32 goes wrong, where squares and sums of that size are beyond FP32."""
         begins = self.begins_in_fp32
         return begins.input_largest if begins and begins.input_largest > LARGE else None
-
-    @property
-    def of_large(self) -> str:
-        """The same in words."""
-        return "" if self.largest is None else f" on values of up to {number(self.largest)}"
 
     @property
     def is_beyond_fp32(self) -> bool:
@@ -183,8 +172,11 @@ class Evidence(Evident):
         """What FP64 shows of a step that FP32 does not come through."""
         if self.made.wide and self.made.wide.error:
             return f"FP64 raised an error: {self.made.wide.error}"
-        why = ("FP32 rounds too coarsely, not only {}", "its values exceed FP32's range, not only {}'s")
-        return f"it is finite in FP64: {why[self.is_beyond_fp32].format(self.half)}"
+        beyond, coarse = (
+            f"its values exceed FP32's range, not only {self.half}'s",
+            "FP32 rounds too coarsely, not only ",
+        )
+        return f"it is finite in FP64: {beyond if self.is_beyond_fp32 else coarse + self.half}"
 
     @property
     def repair_in_fp32(self) -> str:
@@ -217,10 +209,9 @@ class Evidence(Evident):
         """The leaf of the batch with the largest value, where half cannot hold that, and FP32's loss of the step is
         many times all before it: what a dropout or a product makes of such a value is not the batch's own cast."""
         largest, before = self.made.batch_largest, [abs(loss) for loss in self.losses]
-        name = max(largest, key=lambda one: largest[one], default=None)
-        fp32 = self.made.fp32
-        is_apart = bool(before) and fp32 is not None and abs(fp32.loss) > LEAPT * max(before) and not self.is_thrown
-        return name if is_apart and largest.get(name or "", 0.0) >= FLOAT16.overflow_threshold else None
+        beyond = {name: value for name, value in largest.items() if value >= FLOAT16.overflow_threshold}
+        is_apart = self.in_fp32 > LEAPT * max(before, default=math.inf) and not self.is_thrown
+        return max(beyond, key=largest.__getitem__, default=None) if is_apart else None
 
     @property
     def in_batch(self) -> str:
@@ -228,9 +219,14 @@ class Evidence(Evident):
         return in_batch(self.made, self.outlier or "")
 
     @property
-    def leap_of_loss(self) -> str:
-        """From the last loss to FP32's."""
-        return f"from {number(self.losses[-1])} to {number(self.made.fp32.loss if self.made.fp32 else math.nan)}"
+    def last_loss(self) -> float:
+        """The last of the losses before."""
+        return self.losses[-1]
+
+    @property
+    def in_fp32(self) -> float:
+        """How large the loss is in FP32; NaN where it did not run."""
+        return abs(self.made.fp32.loss) if self.made.fp32 else math.nan
 
     # What a lower loss scale would do
 
@@ -245,50 +241,23 @@ class Evidence(Evident):
         return self.survivor.scale if self.survivor and not self.survivor.lost else None
 
     @property
-    def loses_below(self) -> bool:
-        """Gradients are flushed to zero there."""
-        return self.survivor is not None and bool(self.survivor.lost)
-
-    @property
-    def at_a_lower_scale(self) -> str:
-        """What replays at lower loss scales show, to be said behind what goes wrong at the step's own."""
-        if self.survivor is None:
-            return ""
+    def there(self) -> str:
+        """What that replay shows, to be said behind what goes wrong at the step's own loss scale."""
         is_backward = self.op.producer.phase == "backward"
-        finite = "it is finite" if is_backward else "the gradients are finite, but differ from FP32's"
-        return f"; at a loss scale of {number(self.survivor.scale)} {finite}"
+        return "it is finite" if is_backward else "the gradients are finite, but differ from FP32's"
 
     @cached_property
-    def floor(self) -> float | None:
-        """The loss scale that the run's scaler does not leave, if it does not."""
-        return scale_floor(self.run.steps)
-
-    @cached_property
-    def kept_scale(self) -> float | None:
-        """A loss scale that nothing lowers: a scaler's floor, that of the config, or the script's own; None of a
-        dynamic one."""
-        is_kept = self.is_own_scale or has_static_scale(self.run.config)
-        return self.floor if self.floor is not None else self.low.scale if is_kept else None
-
-    @property
-    def is_own_scale(self) -> bool:
-        """The script scales its losses without any scaler."""
-        return self.low.scale > 1.0 and self.run.script is not None and not any(one.scaler for one in self.run.steps)
-
-    @property
-    def whose_scale(self) -> str:
-        """Whose loss scale it is, in words."""
-        if self.floor is not None:
-            return f"the loss scale, whose lower limit is {number(self.floor)},"
-        whose = "the script's own" if self.is_own_scale else "the static"
-        return f"{whose} loss scale {number(self.low.scale)}"
-
-    @property
-    def cure_of_scale(self) -> str:
-        """What to do about one that nothing lowers."""
-        if self.floor is not None:
-            return "let GradScaler lower the scale"
-        return f"use a loss scale of {self.usable_scale or 1.0:g}, or a dynamic one"
+    def kept_scale(self) -> KeptScale | None:
+        """A loss scale that nothing lowers: a scaler's floor, that of the config, or the script's own."""
+        floor, is_unscaled = scale_floor(self.run.steps), not any(one.scaler for one in self.run.steps)
+        if floor is not None:
+            return KeptScale(
+                floor, f"the loss scale, whose lower limit is {number(floor)},", "let GradScaler lower the scale"
+            )
+        is_own = self.low.scale > 1.0 and self.run.script is not None and is_unscaled
+        whose = "the script's own" if is_own else "the static" if has_static_scale(self.run.config) else ""
+        cure = f"use a loss scale of {self.usable_scale or 1.0:g}, or a dynamic one"
+        return KeptScale(self.low.scale, f"{whose} loss scale {number(self.low.scale)}", cure) if whose else None
 
     # What the run did before
 
@@ -355,28 +324,21 @@ class Evidence(Evident):
         return f"{rose_from}, and keeps rising in further steps in FP32"
 
     @cached_property
-    def leap(self) -> str:
-        """That in FP32 too the loss has left all earlier ones for good, to be said behind what has made it; "" if not.
+    def taken(self) -> list[float]:
+        """The finite losses of the steps before it that were taken: those of skipped ones may be of its own weights."""
+        return finite([step.loss for step in self.before if not step.skipped])
 
-        Of a step whose modules alone were replayed no losses are known; those of another on the same weights may be.
-        """
-        skipped = {step.step for step in self.run.steps if step.skipped}
-        start = first_in_a_row(self.made.step, skipped, self.run)
-        pairs = pairwise(step for step in self.run.steps if step.step >= start)
-        same_weights = {start, *(now.step for _, now in takewhile(lambda pair: pair[0].skipped, pairs))}
-        before = [abs(loss) for loss in finite([step.loss for step in self.before if step.step < start])]
-        shown = (one for one in self.run.investigations if one.continuation and one.step in same_weights)
-        made = next(shown, None)
-        now = math.nan if made is None or made.fp32 is None else made.fp32.loss
-        if not before or made is None or now <= LEAPS * max(before):
-            return ""
-        comes_back = any(loss <= DIVERGED * max(before) for loss in made.continuation)
-        return "" if comes_back else f", and in FP32 too the loss jumps from {number(before[-1])} to {number(now)}"
+    @property
+    def last_taken(self) -> float:
+        """The last of them."""
+        return self.taken[-1]
 
     @property
     def has_leapt(self) -> bool:
-        """The weights have grown, and with them the loss of FP32 has left all earlier ones."""
-        return self.made.weights_grew > GREW_IN_A_LEAP and bool(self.leap)
+        """The weights have grown, and in FP32 too the loss has left all earlier ones, and does not come back."""
+        largest, further = max(map(abs, self.taken), default=math.inf), self.made.continuation
+        comes_back = not further or any(loss <= DIVERGED * largest for loss in further)
+        return self.made.weights_grew > GREW_IN_A_LEAP and self.in_fp32 > LEAPS * largest and not comes_back
 
     # The finding
 
@@ -480,8 +442,10 @@ def first_in_a_row(last: int, numbers: Container[int], timeline: Record, elsewhe
 
 def _of_op(code: str, when: str, holds: Callable[[Suspect], bool], message: str) -> Decision[Evidence]:
     """A row of a step that is finite in FP32 and not in half, at the op that explains it."""
-    return Decision(code, when, lambda it: it.suspect is not None and holds(it.suspect), message + "{at_a_lower_scale}")
+    return Decision(code, when, lambda it: it.suspect is not None and holds(it.suspect), message + LOWER)
 
+
+LOWER = "[; at a loss scale of {survivor.scale} {there}]"
 
 OPS = (
     _of_op(
@@ -552,7 +516,7 @@ PRECISE: tuple[Decision[Evidence], ...] = (
     Decision(
         NO_USABLE_SCALE,
         "the backward pass overflows, and at the first lower loss scale that is finite gradients are flushed to zero",
-        lambda it: it.loses_below and first(OPS, it).code == OVERFLOWS["backward"],
+        lambda it: it.survivor is not None and not it.usable_scale and first(OPS, it).code == OVERFLOWS["backward"],
         "{op.bare_name} overflows at a loss scale of {low.scale}; at {survivor.scale} it does not, but there half "
         "precision flushes the gradient of {survivor.lost} to zero",
         {"lost": "survivor.lost"},
@@ -583,20 +547,24 @@ UNDECIDED: tuple[Decision[Evidence], ...] = (
 )
 """Of a step that FP32 comes through, where nothing shows what half does to it."""
 
+WHERE = "[, first in {begins}]{left_out}"
+"""Of a step that FP32 does not come through."""
+
 OF_HALF: tuple[Decision[Evidence], ...] = (
     *UNDECIDED,
     Decision(
         OUT_OF_RANGE,
         "the batch holds values beyond FP16's limit, and FP32's loss of the step is over 1000 times all before it",
         lambda it: it.outlier is not None and it.leaf is None,
-        "the batch holds {in_batch}, above FP16's limit of 65,504, and in FP32 the loss jumps {leap_of_loss}: "
-        "{of_half}",
+        "the batch holds {in_batch}, above FP16's limit of 65,504, and in FP32 the loss jumps from {last_loss} "
+        "to {made.fp32.loss}: {of_half}",
     ),
     Decision(
         DIVERGENCE,
         "the weights are over twice as large as at the start, and FP32's loss is beyond all before it too",
         lambda it: it.has_leapt and CODES[first(PRECISE, it).code].verdict == "precision",
-        "the weights are {made.weights_grew} times as large as at the start of the run{leap}; with them {of_half}",
+        "the weights are {made.weights_grew} times as large as at the start of the run, and in FP32 too the loss jumps "
+        "from {last_taken} to {made.fp32.loss}; with them {of_half}",
         {WEIGHTS_GREW: "made.weights_grew"},
     ),
     Decision(
@@ -623,15 +591,15 @@ CAUSES: tuple[Decision[Evidence], ...] = (
     Decision(
         UNKNOWN,
         "no replay of the unchanged step fails",
-        lambda it: not it.has_failed_again,
+        lambda it: not it.made.reproduced or it.made.fp32 is None,
         "none of {made.tries} replays reproduced the failure",
         {"reproduced": "made.reproduced", "tries": "made.tries"},
     ),
     Decision(
         UNKNOWN,
         "the same step raises an error in FP32",
-        lambda it: bool(it.fp32_error),
-        "the same step in FP32 raised an error: {fp32_error}",
+        lambda it: not it.is_answered,
+        "the same step in FP32 raised an error: {made.fp32.error}",
     ),
     Decision(
         DIVERGENCE,
@@ -644,34 +612,38 @@ CAUSES: tuple[Decision[Evidence], ...] = (
         DIVERGENCE,
         "FP32 is not finite, on weights over 10 times as large as at the start of the run",
         lambda it: not it.is_fp32_finite and it.made.weights_grew > GREW,
-        "the step is not finite in FP32 either{where}, on weights {made.weights_grew} times as large as at the start",
+        "the step is not finite in FP32 either"
+        + WHERE
+        + ", on weights {made.weights_grew} times as large as at the start",
         {WEIGHTS_GREW: "made.weights_grew"},
     ),
     Decision(
         WEIGHTS,
         "FP32 is not finite either, and the first op that is not takes inf or NaN from outside the step",
-        lambda it: it.begins_spoilt,
-        "step {made.step} is not finite in FP32 either{where}; it began with inf or NaN, which an earlier pass left, "
-        "perhaps in {half}",
+        lambda it: it.begins_in_fp32 is not None and it.begins_in_fp32.is_given,
+        "step {made.step} is not finite in FP32 either" + WHERE + "; it began with inf or NaN, which an earlier pass "
+        "left, perhaps in {half}",
         remedy="find the earlier pass that left it, which {half} may have overflowed, or compare with a run in FP32",
     ),
     Decision(
         "infinite-loss",
         "the loss is infinite in FP32 and in FP64",
-        lambda it: not it.is_fp32_finite and it.is_infinite,
-        "the loss is infinite in FP32 and FP64 too{where}{share}",
+        lambda it: it.is_infinite,
+        "the loss is infinite in FP32 and FP64 too"
+        + WHERE
+        + "[: {begins_in_fp32.inf} of {begins_in_fp32.size} {unit}]",
     ),
     Decision(
         "true-nan",
         "the step is not finite in FP32, nor in FP64",
-        lambda it: not it.is_fp32_finite and it.is_fp64_decisive,
-        "the step is not finite in FP32 and FP64 either{where}",
+        lambda it: it.is_fp64_decisive,
+        "the step is not finite in FP32 and FP64 either" + WHERE,
     ),
     Decision(
         UNKNOWN,
         "the step is not finite in FP32, and FP64 is finite or raised an error",
         lambda it: not it.is_fp32_finite,
-        "the step is not finite in FP32 either{where}{of_large}; {why_in_fp32}",
+        "the step is not finite in FP32 either" + WHERE + "[ on values of up to {largest}]; {why_in_fp32}",
         {"finite_in_fp32": "is_fp32_finite", "largest": "largest"},
         "{repair_in_fp32}; no pin helps, since FP32 fails too",
     ),
@@ -679,9 +651,9 @@ CAUSES: tuple[Decision[Evidence], ...] = (
         CALIBRATION,
         "no scaler lowers the loss scale (static, the script's own, or with a floor), and a lower one would do",
         lambda it: it.kept_scale is not None and it.usable_scale is not None and it.keeps_scale,
-        "{whose_scale} is too large for the gradients of this step: {of_half}",
-        {KEPT_SCALE: "kept_scale"},
-        "{cure_of_scale}, which adapts by itself; no pin is needed",
+        "{kept_scale.whose} is too large for the gradients of this step: {of_half}",
+        {KEPT_SCALE: "kept_scale.scale"},
+        "{kept_scale.cure}, which adapts by itself; no pin is needed",
     ),
     *OF_HALF,
 )
