@@ -194,12 +194,6 @@ class Evidence(Evident):
         return culprit(self.made)
 
     @property
-    def op(self) -> Suspect:
-        """The same, where there is one."""
-        assert self.suspect is not None
-        return self.suspect
-
-    @property
     def leaf(self) -> str | None:
         """The leaf of the batch that half cannot hold, where the op is its cast."""
         return None if self.suspect is None else self.suspect.leaf
@@ -243,7 +237,7 @@ class Evidence(Evident):
     @property
     def there(self) -> str:
         """What that replay shows, to be said behind what goes wrong at the step's own loss scale."""
-        is_backward = self.op.producer.phase == "backward"
+        is_backward = self.suspect is not None and self.suspect.producer.phase == "backward"
         return "it is finite" if is_backward else "the gradients are finite, but differ from FP32's"
 
     @cached_property
@@ -452,62 +446,64 @@ OPS = (
         OUT_OF_RANGE,
         "the op is the cast of the batch itself, which holds values beyond FP16's limit",
         lambda op: op.leaf is not None,
-        "the batch holds {op.in_batch}, above {op.limit}",
+        "the batch holds {suspect.in_batch}, above {suspect.limit}",
     ),
     _of_op(
         "mask-constant",
         "the op overflows on a constant that the code writes, and nothing else explains it",
         lambda op: op.is_constant,
-        "{op.name} writes a constant of magnitude {op.constant} into a {op.format.short} tensor: there it "
-        "becomes infinite, and fully masked rows become NaN",
+        "{suspect.name} writes a constant of magnitude {suspect.constant} into a {suspect.format.short} tensor: there "
+        "it becomes infinite, and fully masked rows become NaN",
     ),
     _of_op(
         FAR_FROM_FP32,
         "the op is NaN, for the root of a number that half has below zero and FP32 does not",
         lambda op: op.is_below_zero,
-        "{op.name} takes the root of a number that is below zero in {op.format.short} and not in FP32",
+        "{suspect.name} takes the root of a number that is below zero in {suspect.format.short} and not in FP32",
     ),
     _of_op(
         "eps-underflow",
         "the op divides by, or takes the logarithm of, a value that half alone rounds to a pole",
         lambda op: op.is_flushed and not op.departs,
-        "{op.name} {op.takes_a_pole} and FP32 does not",
+        "{suspect.name} {suspect.takes_a_pole} and FP32 does not",
     ),
     _of_op(
         "eps-underflow",
         "the same, for an op whose finite result is at least 16 times FP32's, so that a later op overflows",
         lambda op: op.is_flushed,
-        "{op.departed}: it {op.takes} a value that half precision has rounded to almost nothing",
+        "{suspect.departed}: it {suspect.takes} a value that half precision has rounded to almost nothing",
     ),
     _of_op(
         FAR_FROM_FP32,
         "the op is finite and at least 16 times FP32's own value: its operands cancel, and a later op overflows",
         lambda op: op.departs,
-        "{op.departed}: its operands cancel, or lost their digits before it",
+        "{suspect.departed}: its operands cancel, or lost their digits before it",
     ),
     _of_op(
         OVERFLOWS["forward"],
         "an op of the forward pass is finite in FP32, above 0.9 of FP16's limit",
         lambda op: op.overflows and op.producer.phase == "forward",
-        "{op.reaches}",
+        "{suspect.reaches}",
     ),
     _of_op(
         OVERFLOWS["backward"],
         "an op of the backward pass is finite in FP32, above 0.9 of FP16's limit at the step's loss scale",
         lambda op: op.overflows,
-        "{op.reaches}",
+        "{suspect.reaches}",
     ),
     _of_op(
         OVERFLOWS["backward"],
         "an op of the backward pass makes inf of finite numbers, which a lower loss scale makes finite",
         lambda op: op.overflows_in_half_alone,
-        "{op.name} exceeds {op.limit} at a loss scale of {op.low.scale}{op.in_fp32}",
+        "{suspect.name} exceeds {suspect.limit} at a loss scale of {suspect.low.scale}"
+        "[, where FP32 reaches only {suspect.value}]",
     ),
     _of_op(
         UNKNOWN,
         "no overflow explains the op that fails in half alone",
         lambda _: True,
-        "{op.name} is not finite in {op.format.short}{op.only_in_fp32}, and no overflow explains it",
+        "{suspect.name} is not finite in {suspect.format.short}[ and reaches only {suspect.magnitude} in FP32], and "
+        "no overflow explains it",
     ),
 )
 """By the numbers of the op."""
@@ -517,7 +513,7 @@ PRECISE: tuple[Decision[Evidence], ...] = (
         NO_USABLE_SCALE,
         "the backward pass overflows, and at the first lower loss scale that is finite gradients are flushed to zero",
         lambda it: it.survivor is not None and not it.usable_scale and first(OPS, it).code == OVERFLOWS["backward"],
-        "{op.bare_name} overflows at a loss scale of {low.scale}; at {survivor.scale} it does not, but there half "
+        "{suspect.bare_name} overflows at a loss scale of {low.scale}; at {survivor.scale} it does not, but there half "
         "precision flushes the gradient of {survivor.lost} to zero",
         {"lost": "survivor.lost"},
         CODES[NO_USABLE_SCALE].remedy,
@@ -528,15 +524,10 @@ PRECISE: tuple[Decision[Evidence], ...] = (
 UNDECIDED: tuple[Decision[Evidence], ...] = (
     Decision(
         UNKNOWN,
-        "the step raises an error in half and not in FP32, and no op is known to fail in half",
-        lambda it: it.suspect is None and bool(it.low.error),
-        "the step raises an error in {half} and not in FP32, and ampdbg found no op that fails: {low.error}",
-    ),
-    Decision(
-        UNKNOWN,
         "the step is finite in FP32, and no op is known to fail in half",
         lambda it: it.suspect is None,
-        "the step is finite in FP32, and ampdbg found no op that fails in {half}",
+        "the step is finite in FP32, and ampdbg found no op that fails in {half}"
+        "[, where it raises an error: {low.error}]",
     ),
     Decision(
         UNKNOWN,
