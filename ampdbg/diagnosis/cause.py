@@ -7,14 +7,14 @@ which FP16 op is the producer and which code its numbers mean.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
 from typing import Any, NamedTuple
 
 from ampdbg.agreement import is_finite
-from ampdbg.diagnosis.decisions import Decision, Evident, first
+from ampdbg.diagnosis.decisions import Decision, Evident, fact, first
 from ampdbg.diagnosis.losses import DIVERGED, FEW_LOSSES, LEAPT, climbs_on, finite, leapt, rose
 from ampdbg.diagnosis.producers import (
     FAR_FROM_FP32,
@@ -28,7 +28,7 @@ from ampdbg.diagnosis.producers import (
     placed,
     survivor,
 )
-from ampdbg.diagnosis.tensors import WEIGHTS, bad_weights, blamed_in_batch
+from ampdbg.diagnosis.tensors import WEIGHTS, BadTensor, bad_weights, blamed_in_batch
 from ampdbg.diagnosis.updates import half_updates
 from ampdbg.formats import FLOAT16
 from ampdbg.levels import has_static_scale
@@ -132,10 +132,15 @@ class Evidence(Evident):
         Of gradients that is what has reached them, from either pass, where that is known.
         """
         made = self.made.fp32.producers if self.made.fp32 and not self.is_fp32_finite else ()
-        is_of_loss = self.made.why == "loss"
-        reaching = [producer for producer in made if producer.reaches_gradients and not is_of_loss]
-        found = reaching or [one for one in made if one.phase == ("forward" if is_of_loss else "backward")]
-        return next((producer for producer in found if producer.nan), next(iter(found), None))
+        phase = "forward" if self.made.why == "loss" else "backward"
+
+        def order(one: Producer) -> tuple[bool, bool]:
+            return not self._reaches(one), not one.nan
+
+        return min((one for one in made if one.phase == phase or self._reaches(one)), key=order, default=None)
+
+    def _reaches(self, one: Producer) -> bool:
+        return one.reaches_gradients and self.made.why != "loss"
 
     @property
     def begins(self) -> str:
@@ -344,16 +349,7 @@ class Evidence(Evident):
     @property
     def of_half(self) -> str:
         """What is said of half precision, whatever the weights and the loss scale may have to do with it."""
-        return self._in_half.says(self)
-
-    @property
-    def keeps_scale(self) -> bool:
-        """A lower loss scale would cure what half precision does."""
-        return CODES[self._in_half.code].keeps_scale
-
-    @property
-    def _in_half(self) -> Decision[Evidence]:
-        return first((*UNDECIDED, *PRECISE), self)
+        return first(IN_HALF, self).says(self)
 
     @property
     def at(self) -> Producer | None:
@@ -370,44 +366,44 @@ class Evidence(Evident):
     @property
     def numbers(self) -> Mapping[str, Any]:
         """How large the op's values are, where its format ends, and which loss scale would do."""
-        op, survived = self.suspect, self.survivor
+        op = self.suspect
         if op is None or not self.is_of_precision:
             return {}
-        of_batch = {"name": op.leaf, "first_index": list(self.made.batch_index.get(op.leaf or "", ()))}
-        return {
-            "value": op.value,
-            "limit": None if op.departs else op.format.largest,
-            "reached": op.producer.output_largest if op.departs else None,
-            "loss_scale": op.low.scale,
-            "survives_scale": survived.scale if survived else None,
-            **(of_batch if op.leaf is not None else {}),
-        }
+        reached = {"reached": op.producer.output_largest} if op.departs else {"limit": op.format.largest}
+        scales = {"loss_scale": op.low.scale, "survives_scale": fact(self, "survivor.scale")}
+        index = self.made.batch_index.get(op.leaf or "", ())
+        of_batch = {} if op.leaf is None else {"name": op.leaf, "first_index": list(index)}
+        return {"value": op.value, **reached, **scales, **of_batch}
 
     @cached_property
     def cause(self) -> Finding:
-        """The first row of the table that holds.
-
-        All withheld steps in a row have the same weights: the finding counts from the first of those that end in the
-        replayed one and fail like it. A batch is that of its own step, and a divergence begins where replays show it.
-        Of a run of ours each lost loss is replayed itself.
-        """
+        """The first row of the table that holds, of the first step that fails like it: a batch is that of its own step,
+        and a divergence begins where replays show it."""
         found = first(CAUSES, self).finding(self)
-        is_of_one = self.made.why == "loss" and self.run.script is None
-        skipped = (step for step in self.run.steps if step.skipped and not is_of_one)
-        like_it = {step.step for step in skipped if math.isfinite(step.loss) == (self.made.why != "loss")}
-        start = first_in_a_row(found.step, like_it, self.run, self._failing_elsewhere)
-        if start == found.step or found.phase not in OVERFLOWS or found.code == DIVERGENCE:
+        if found.phase not in OVERFLOWS or found.code == DIVERGENCE or self.began == found.step:
             return found
-        message = f"{found.message}; step {found.step} was replayed, and every step from {start} on was skipped"
-        return replace(found, step=start, message=message, evidence={**found.evidence, "replayed_step": found.step})
+        message = f"{found.message}; step {found.step} was replayed, and every step from {self.began} on was skipped"
+        evidence = {**found.evidence, "replayed_step": found.step}
+        return replace(found, step=self.began, message=message, evidence=evidence)
 
-    @property
-    def _failing_elsewhere(self) -> set[int]:
-        """The steps whose replays have shown that they go wrong in another place, as while a loss scale settles."""
-        here = next(iter(self.made.low.producers), None)
-        replayed = (one for one in self.run.investigations if one.reproduced and one.step != self.made.step)
-        begins = {one.step: one.low.producers[0].site for one in replayed if one.low.producers}
-        return {step for step, site in begins.items() if here is not None and site != here.site}
+    @cached_property
+    def began(self) -> int:
+        """The first of the steps that end in it without a gap, and were withheld and fail like it: on the same weights.
+
+        It is this one where one of them has been shown to go wrong in another place, as while a loss scale settles: of
+        those between nobody knows where they do. Of a run of ours each lost loss is replayed itself.
+        """
+        is_of_loss, number = self.made.why == "loss", self.made.step
+        skipped = [] if is_of_loss and self.run.script is None else [step for step in self.run.steps if step.skipped]
+        like_it = {step.iteration: step.step for step in skipped if math.isfinite(step.loss) != is_of_loss}
+        traced = (one for one in self.run.investigations if one.reproduced and one.low.producers)
+        sites = {one.step: one.low.producers[0].site for one in traced}
+        iteration = next((step.iteration for step in self.run.steps if step.step == number), number)
+        row = [number]
+        while iteration - len(row) in like_it:
+            row.append(like_it[iteration - len(row)])
+        is_elsewhere = number in sites and any(sites.get(step, sites[number]) != sites[number] for step in row)
+        return number if is_elsewhere else row[-1]
 
 
 def scale_floor(steps: Sequence[Step]) -> float | None:
@@ -417,18 +413,6 @@ def scale_floor(steps: Sequence[Step]) -> float | None:
     is_stuck = len(last) == SKIPS_IN_A_ROW and len({(step.scaler, step.scale) for step in last}) == 1
     is_of_scaler = is_stuck and all(step.skipped and step.scaler for step in last)
     return last[-1].scale if is_of_scaler and last[-1].scale > 1.0 else None
-
-
-def first_in_a_row(last: int, numbers: Container[int], timeline: Record, elsewhere: Container[int] = ()) -> int:
-    """The first of the steps with these numbers that end, without a gap, right before ``last``; or ``last`` itself, as
-    where one of them fails ``elsewhere``: of those between nobody knows where they do."""
-    of_iteration = {step.iteration: step.step for step in timeline.steps}
-    iteration = next((at for at, step in of_iteration.items() if step == last), last)
-    while of_iteration.get(iteration - 1) in numbers:
-        iteration -= 1
-        if of_iteration[iteration] in elsewhere:
-            return last
-    return of_iteration.get(iteration, last)
 
 
 # The table
@@ -538,6 +522,9 @@ UNDECIDED: tuple[Decision[Evidence], ...] = (
 )
 """Of a step that FP32 comes through, where nothing shows what half does to it."""
 
+IN_HALF = (*UNDECIDED, *PRECISE)
+"""What half does to it, whatever the weights and the loss scale may have to do with it."""
+
 WHERE = "[, first in {begins}]{left_out}"
 """Of a step that FP32 does not come through."""
 
@@ -641,7 +628,9 @@ CAUSES: tuple[Decision[Evidence], ...] = (
     Decision(
         CALIBRATION,
         "no scaler lowers the loss scale (static, the script's own, or with a floor), and a lower one would do",
-        lambda it: it.kept_scale is not None and it.usable_scale is not None and it.keeps_scale,
+        lambda it: (
+            it.kept_scale is not None and it.usable_scale is not None and CODES[first(IN_HALF, it).code].keeps_scale
+        ),
         "{kept_scale.whose} is too large for the gradients of this step: {of_half}",
         {KEPT_SCALE: "kept_scale.scale"},
         "{kept_scale.cure}, which adapts by itself; no pin is needed",
@@ -691,12 +680,9 @@ class Lost(Evident):
         return len(self.steps) + self.whole.left_out.lost
 
     @property
-    def numbers(self) -> Mapping[str, Any]:
-        """The first such loss, how many there are, and how many of them no scaler withheld; nothing where replays show
-        that an earlier step is to blame."""
-        taken = sum(not step.skipped for step in self.steps)
-        counts = {"loss": self.steps[0].loss, "steps": self.many, "steps_not_skipped": taken}
-        return {} if self.replayed else counts
+    def taken(self) -> int:
+        """How many of them no scaler withheld."""
+        return sum(not step.skipped for step in self.steps)
 
     @property
     def silently(self) -> str:
@@ -711,16 +697,10 @@ class Lost(Evident):
         return [Evidence(made, self.run) for made in of_loss]
 
     @cached_property
-    def first_spoilt(self) -> tuple[int, str] | None:
-        """The first step behind which a parameter is not finite, and its name."""
-        stored = [(step.step, counts) for step in self.whole.steps for counts in step.nonfinite]
-        written = ((at, one.name) for at, one in stored if (one.kind, one.when) == ("parameter", "after"))
-        return next(written, None)
-
-    @property
-    def spoilt(self) -> str:
-        """That parameter."""
-        return self.first_spoilt[1] if self.first_spoilt else ""
+    def first_spoilt(self) -> BadTensor | None:
+        """The first parameter that is not finite behind a step."""
+        stored = (BadTensor(self.whole, step, counts) for step in self.whole.steps for counts in step.nonfinite)
+        return next((one for one in stored if (one.counts.kind, one.counts.when) == ("parameter", "after")), None)
 
     @cached_property
     def origin(self) -> Step:
@@ -739,7 +719,8 @@ class Lost(Evident):
     def place(self, row: Decision[Any]) -> Mapping[str, Any]:
         """The step where it begins."""
         phase = "backward" if math.isfinite(self.origin.loss) else "forward"
-        return {"step": self.origin.step, "phase": phase, "parameter": self.spoilt if self.replayed else ""}
+        spoilt = fact(self, "first_spoilt.counts.name") if self.replayed else ""
+        return {"step": self.origin.step, "phase": phase, "parameter": spoilt or ""}
 
     def findings(self) -> Iterator[Finding]:
         """What replays show, else what nothing decides."""
@@ -747,16 +728,16 @@ class Lost(Evident):
         if taken is not None and all(taken.made.step <= step.step for step in self.steps):
             yield taken.cause
             return
-        shown = [one for one in self.replayed if one.is_fp32_finite or not self._is_spoilt(one)]
-        certain = next((one for one in shown if not (one.is_fp32_finite and one.is_in_doubt)), next(iter(shown), None))
-        if certain is not None:
-            yield certain.cause
+        shown = (one for one in self.replayed if one.is_fp32_finite or not self._is_spoilt(one))
+        surest = min(shown, key=lambda one: one.is_fp32_finite and one.is_in_doubt, default=None)
+        if surest is not None:
+            yield surest.cause
         elif self.steps and (self.replayed or not (self.run.script and self._is_of_a_batch(self.steps[0]))):
             yield first(LOST, self).finding(self)
 
     def _is_spoilt(self, step: Evidence) -> bool:
         """An earlier step has spoilt its weights."""
-        return self.first_spoilt is not None and self.first_spoilt[0] < step.made.step
+        return self.first_spoilt is not None and self.first_spoilt.step.step < step.made.step
 
     def _taken_with_bad_gradients(self) -> Iterator[Evidence]:
         """Where no scaler looks at the gradients, those that are not finite make the weights so."""
@@ -785,8 +766,8 @@ LOST: tuple[Decision[Lost], ...] = (
         UNKNOWN,
         "an earlier step spoilt the weights, and ampdbg replayed no step before it",
         lambda lost: bool(lost.replayed),
-        "{what} at step {origin.step}, and no scaler skipped it; since then {spoilt} and others are NaN, so "
-        "later steps show nothing more",
+        "{what} at step {origin.step}, and no scaler skipped it; since then {first_spoilt.counts.name} "
+        "and others are NaN, so later steps show nothing more",
     ),
     Decision(
         UNKNOWN,
@@ -794,6 +775,7 @@ LOST: tuple[Decision[Lost], ...] = (
         lambda _: True,
         "the loss is {origin.loss} at step {origin.step:d}, and not finite in {many:d} of {run.steps_run:d} "
         "steps{silently}: the forward pass itself fails",
+        {"loss": "origin.loss", "steps": "many", "steps_not_skipped": "taken"},
     ),
 )
 """Of lost losses that no replay explains."""

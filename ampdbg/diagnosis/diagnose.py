@@ -6,7 +6,7 @@ One exception: what replays show of a forward pass stands before misuses that ca
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -121,18 +121,14 @@ def _of_its_turn(finding: Finding, record: Record) -> Finding:
 def _stands_before(finding: Finding, faults: list[Finding], record: Record) -> bool:
     """Replays show why the forward pass fails, and nothing found so far can be behind that.
 
-    Clipping too early, for one, makes no loss NaN: the weights move less than they should, and that is all.
+    Clipping too early, for one, makes no loss NaN: the weights move less than they should, and that is all. Weights
+    that a later step has spoilt are not behind it, nor is what a script is given later, for it may be the model's, as
+    in reinforcement learning.
     """
-    shown = finding.phase == "forward" and finding.code != UNKNOWN
     made_later = SPOILT if record.script is None else (*SPOILT, DATA)
-    return shown and not any(_precedes(known, finding, made_later) for known in faults)
-
-
-def _precedes(known: Finding, finding: Finding, made_later: Collection[str]) -> bool:
-    """A fault may be behind one of a forward pass: weights that a later step has spoilt are not, nor is what a
-    script is given later, for it may be the model's, as in reinforcement learning."""
-    is_later = known.code in made_later and known.step > finding.step
-    return CODES[known.code].harms_forward and not is_later
+    before = [one for one in faults if one.code not in made_later or one.step <= finding.step]
+    is_harmed = any(CODES[one.code].harms_forward for one in before)
+    return finding.phase == "forward" and finding.code != UNKNOWN and not is_harmed
 
 
 def _led_by(finding: Finding, faults: list[Finding]) -> list[Finding]:
@@ -142,29 +138,21 @@ def _led_by(finding: Finding, faults: list[Finding]) -> list[Finding]:
 
 
 def _behind(finding: Finding, faults: list[Finding], record: Record) -> Finding:
-    """The finding with the fault that it follows from. What an op does in a step that is withheld leaves nothing to
-    follow from to another one."""
-    withheld = {step.step for step in record.steps if step.skipped and math.isfinite(step.loss)}
-    are_apart = bool(faults) and finding.root is None and faults[0].step != finding.step
-    if are_apart and all(one.op and one.phase == "backward" and one.step in withheld for one in (faults[0], finding)):
-        return finding
-    return replace(finding, root=_root(finding, faults))
+    """The finding with the fault that it follows from: the first one, as a rule.
 
-
-def _root(finding: Finding, faults: list[Finding]) -> int | None:
-    """What a later family finds follows from what an earlier one found: from the first fault, as a rule.
-
-    Only what FP16 did in an earlier step cannot follow from what it did in a later one: it stands beside it, and a
-    scale that began to fall there follows from it.
+    What FP16 did in an earlier step cannot follow from what it did in a later one: it stands beside it, and a scale
+    that began to fall there follows from it. And what an op does in a step that is withheld leaves nothing to follow
+    from to another one.
     """
-    if not faults:
-        return None
+    withheld = {step.step for step in record.steps if step.skipped and math.isfinite(step.loss)}
+    ops = [one for one in (*faults[:1], finding) if one.op and one.phase == "backward" and one.step in withheld]
+    if finding.root is None and len({one.step for one in ops}) > 1:
+        return finding
     is_of_fp16 = _is_of_precision(finding)
-    if not _is_of_precision(faults[0]) or faults[0].step <= finding.step or not (is_of_fp16 or finding.root == 0):
-        return 0
-    if is_of_fp16:
-        return None
-    return next((index for index, cause in enumerate(faults) if cause.root is None and cause.step <= finding.step), 0)
+    known = [(index, cause) for index, cause in enumerate(faults) if cause.root is None][: 1 if is_of_fp16 else None]
+    is_free = not (is_of_fp16 or finding.root == 0)
+    before = [index for index, one in known if is_free or not _is_of_precision(one) or one.step <= finding.step]
+    return replace(finding, root=next(iter(before), None if is_of_fp16 or not faults else 0))
 
 
 def _is_of_precision(finding: Finding) -> bool:
@@ -172,20 +160,15 @@ def _is_of_precision(finding: Finding) -> bool:
 
 
 def _verdict(record: Record, found: Sequence[Finding]) -> Verdict:
-    faults = [finding for finding in found if finding.severity != "info"]
-    if not faults:
-        shows_nothing = (
-            any(UNTOLD in finding.evidence for finding in found)
-            or record.took_no_step
-            or (record.script and not record.steps)
-        )
-        return "inconclusive" if record.error or shows_nothing else "healthy"
-    verdict, finite_in_fp32 = CODES[faults[0].code].verdict, faults[0].evidence.get("finite_in_fp32")
-    if faults[0].code == UNKNOWN and _was_in_fp32(record):
+    fault = next((finding for finding in found if finding.severity != "info"), None)
+    if fault is None:
+        is_open = record.error or record.took_no_step or any(UNTOLD in finding.evidence for finding in found)
+        return "inconclusive" if is_open or (record.script and not record.steps) else "healthy"
+    verdict, in_fp32 = CODES[fault.code].verdict, fault.evidence.get("finite_in_fp32")
+    if fault.code == UNKNOWN and _was_in_fp32(record):
         return "other"
-    if verdict == "inconclusive" and finite_in_fp32 is not None:
-        return "precision" if finite_in_fp32 else "other"
-    return verdict
+    by_fp32: dict[object, Verdict] = {True: "precision", False: "other"}
+    return by_fp32.get(in_fp32, verdict) if verdict == "inconclusive" else verdict
 
 
 def _was_in_fp32(record: Record) -> bool:

@@ -87,9 +87,11 @@ class HiddenFault(Evidence):
     @cached_property
     def erased(self) -> Suspect | None:
         """The op that overflows where FP32 makes a zero of it too, as behind a ReLU."""
-        agree = self.low.gradient_distance is not None and self.low.gradient_distance <= AGREEMENT
-        is_harmless = self.hidden is not None and self.hidden.producer.phase == "backward" and agree and not self.is_far
-        return self.hidden if is_harmless else overflow_in(self.made, erased=True) if self.hidden is None else None
+        if self.hidden is None:
+            return overflow_in(self.made, erased=True)
+        distance = math.inf if self.low.gradient_distance is None else self.low.gradient_distance
+        is_harmless = self.hidden.producer.phase == "backward" and distance <= AGREEMENT and not self.is_far
+        return self.hidden if is_harmless else None
 
     @property
     def is_hidden_well(self) -> bool:

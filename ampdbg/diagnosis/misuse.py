@@ -48,35 +48,25 @@ def _findings(record: Record) -> Iterator[Finding]:
             "optimizer",
             f"{code.message}{times}{refused}",
             severity=_severity(found, code, record),
-            remedy=_remedy(found, code),
+            remedy=(_is_librarys(found) and code.remedy_in_library) or code.remedy,
             source=found.source,
             evidence={"count": found.count, "steps": steps},
         )
 
 
 def _severity(found: Misuse, code: Code, record: Record) -> Severity:
-    """What torch refuses ends the run."""
+    """What torch refuses ends the run; a few times do little harm, and neither does a region that a library opens."""
     if found.raised:
         return "error"
-    is_harmless = found.count < code.harmless_share * record.steps_run
-    if (
-        (code.is_of_a_region and _is_librarys(found))
-        or is_harmless
-        or (code.harmless_share and _settles_the_scale(found, record))
-    ):
-        return "info"
-    return code.severity
+    few = found.count < code.harmless_share * record.steps_run or _settles_the_scale(found, record)
+    is_harmless = (code.is_of_a_region and _is_librarys(found)) or (code.harmless_share > 0.0 and few)
+    return "info" if is_harmless else code.severity
 
 
 def _settles_the_scale(found: Misuse, record: Record) -> bool:
     """It is about a few skips alone, at the start or right after growth: those that every healthy run has."""
     lows = (step for scaling in scalings(record) for step in scaling.lows)
-    later = (step for step in lows if step.step >= found.step)
-    return found.count < SKIPS_IN_A_ROW and next(later, None) is None
-
-
-def _remedy(found: Misuse, code: Code) -> str:
-    return code.remedy_in_library if _is_librarys(found) and code.remedy_in_library else code.remedy
+    return found.count < SKIPS_IN_A_ROW and all(step.step < found.step for step in lows)
 
 
 def _is_librarys(found: Misuse) -> bool:

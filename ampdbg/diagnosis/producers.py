@@ -220,10 +220,13 @@ def culprit(made: Investigation) -> Suspect | None:
     survived = survivor(made)
     is_sound = survived and not survived.lost and (survived.gradient_distance or 0.0) < NOTHING_IN_COMMON
     phases = ("forward",) if made.why == "loss" else ("backward",) if is_sound else ("forward", "backward")
-    found = [suspect for suspect in suspects(made) if suspect.producer.phase in phases]
-    if made.why == "gradients" and survived is None:
-        found = [suspect for suspect in found if suspect.producer.reaches_gradients] or found
-    return next((suspect for suspect in found if not suspect.is_constant), next(iter(found), None))
+    found = (suspect for suspect in suspects(made) if suspect.producer.phase in phases)
+    is_of_any = made.why == "loss" or survived is not None
+
+    def order(one: Suspect) -> tuple[bool, bool]:
+        return not (is_of_any or one.producer.reaches_gradients), one.is_constant
+
+    return min(found, key=order, default=None)
 
 
 def survivor(made: Investigation) -> Replay | None:

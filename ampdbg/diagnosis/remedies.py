@@ -57,13 +57,16 @@ def remedy_of(code: str, at: Producer | None) -> str:
     if at is None:
         return known.remedy
     near_one = _are_from_one(at) if known.remedy_near_one else []
-    if known.remedy_near_one and (pole_of(at) or (near_one and all(near_one))):
-        return known.remedy_near_one
-    # A gradient has the format of what it is of: where that is FP32, so was what the op was given.
-    if known.remedy_behind_half and at.phase == "backward" and at.dtype == "float32":
-        return known.remedy_behind_half
+    instead = {
+        known.remedy_near_one: pole_of(at) or (bool(near_one) and all(near_one)),
+        # A gradient has the format of what it is of: where that is FP32, so was what the op was given.
+        known.remedy_behind_half: at.phase == "backward" and at.dtype == "float32",
+    }
+    for remedy in filter(None, instead):
+        if instead[remedy]:
+            return remedy
     of_op = [remedy for op, remedy in known.remedy_at if op in at.op]
-    of_op += [remedy for ops, remedy in FORMULAS.items() if known.is_of_a_formula and ops == formula_of(at)]
+    of_op += [remedy for kind, remedy in FORMULAS.items() if known.is_of_a_formula and kind == formula_of(at)]
     alternatives = _at_its_line(at) if known.verdict == "precision" else ()
     return OR.join([next(iter(of_op), known.remedy) + NEAR_ONE_TOO * any(near_one), *alternatives])
 

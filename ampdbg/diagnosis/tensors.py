@@ -148,7 +148,7 @@ def bad_buffers(record: Record) -> Iterator[BadTensor]:
     meant = {name for made in record.investigations if is_finite(made.fp32) for name in made.fp32.buffers}
     found = [BadTensor(record, step, counts) for step in record.steps for counts in step.nonfinite]
     left = [bad for bad in found if bad.is_left and bad.counts.name not in meant]
-    yield from [bad for bad in left if bad.is_shown or bad.is_of_a_norm][:1] or left[:1]
+    yield from sorted(left, key=lambda bad: not (bad.is_shown or bad.is_of_a_norm))[:1]
 
 
 def is_healthy(step: Step) -> bool:

@@ -109,16 +109,6 @@ class HalfUpdates(Evident):
         return _moved(self.averages, "that of ")
 
     @property
-    def named_spoilt(self) -> str:
-        """The parameters that an update made inf or NaN."""
-        return _named(self.seen.spoilt)
-
-    @property
-    def named_stuck(self) -> str:
-        """The parameters whose second moments stick."""
-        return _named(self.stuck)
-
-    @property
     def repair(self) -> str:
         """Float32 weights, or a larger eps."""
         larger = ", or use an eps that half holds: eps=1e-6 (it changes the updates slightly)"
@@ -167,10 +157,6 @@ class HalfUpdates(Evident):
         return 1.0 - self.worst.beta
 
 
-def _named(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more half parameters"
-
-
 def _moved(those: Sequence[FrozenParameter | KeptAverage], of: str = "") -> list[str]:
     """How many values of each have moved, of those that were to."""
     return [f"{of}{one.name} ({one.moved} of {counted(one.entries, 'value')})" for one in those]
@@ -183,7 +169,7 @@ SPOILING: tuple[Decision[HalfUpdates], ...] = (
         SMALL_UPDATES,
         "an update makes half weights inf or NaN, while all gradients and the same update in FP32 are finite",
         lambda it: bool(it.seen.spoilt),
-        "the update of step {seen.spoilt_step:d} makes {named_spoilt} non-finite; all gradients, and the same "
+        "the update of step {seen.spoilt_step:d} makes {seen.spoilt} non-finite; all gradients, and the same "
         "update in FP32, are finite[: eps={seen.vanishing_eps:g} is 0 in half]",
         {"parameters": "seen.spoilt", "eps": "seen.vanishing_eps"},
         "{repair}",
@@ -223,7 +209,7 @@ SMALL: tuple[Decision[HalfUpdates], ...] = (
         STUCK,
         "a second moment in half cannot decay at its beta2, and differs from float32's by over 4 times",
         lambda it: bool(it.stuck),
-        "the second moments of {named_stuck} are stuck: with beta2 = {worst.beta:g} a step takes {taken_off:.1%} "
+        "the second moments of {stuck} are stuck: with beta2 = {worst.beta:g} a step takes {taken_off:.1%} "
         "off, which rounds back; after {worst.steps:step} they are {apart}",
         {"parameters": "stuck", "times": "worst.times", "beta2": "worst.beta"},
         severity="warning",
