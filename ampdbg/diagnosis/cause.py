@@ -380,7 +380,8 @@ class Evidence(Evident):
         """The first row of the table that holds, of the first step that fails like it: a batch is that of its own step,
         and a divergence begins where replays show it."""
         found = first(CAUSES, self).finding(self)
-        if found.phase not in OVERFLOWS or found.code == DIVERGENCE or self.began == found.step:
+        is_apart = found.phase not in OVERFLOWS or found.code == DIVERGENCE or found.step != self.made.step
+        if is_apart or self.began == found.step:
             return found
         message = f"{found.message}; step {found.step} was replayed, and every step from {self.began} on was skipped"
         evidence = {**found.evidence, "replayed_step": found.step}
@@ -402,7 +403,8 @@ class Evidence(Evident):
         row = [number]
         while iteration - len(row) in like_it:
             row.append(like_it[iteration - len(row)])
-        is_elsewhere = number in sites and any(sites.get(step, sites[number]) != sites[number] for step in row)
+        here = self.low.producers[0].site if self.low.producers else None
+        is_elsewhere = here is not None and any(sites.get(step, here) != here for step in row[1:])
         return number if is_elsewhere else row[-1]
 
 

@@ -34,11 +34,8 @@ def autocast_errors(record: Record) -> Iterator[Finding]:
 
 def _findings(record: Record) -> Iterator[Finding]:
     # An error that ended the run has a finding of its own, with the same line.
-    reported = record.autocast_error.code if record.autocast_error else ""
-    steps = record.steps_run
-    for found in record.misuses:
-        if found.code == reported or found.code not in CODES:
-            continue
+    reported = {record.autocast_error.code if record.autocast_error else ""}
+    for found in (one for one in record.misuses if one.code in CODES.keys() - reported):
         code = CODES[found.code]
         times = f" ({found.count} times)" if found.count > 1 and code.is_counted else ""
         refused = f"; torch says: {found.raised}" if found.raised else ""
@@ -50,7 +47,7 @@ def _findings(record: Record) -> Iterator[Finding]:
             severity=_severity(found, code, record),
             remedy=(_is_librarys(found) and code.remedy_in_library) or code.remedy,
             source=found.source,
-            evidence={"count": found.count, "steps": steps},
+            evidence={"count": found.count, "steps": record.steps_run},
         )
 
 

@@ -102,8 +102,10 @@ class Suspect:
     @property
     def leaf(self) -> str | None:
         """The batch's leaf that it casts, where it is the cast of the batch itself and FP16 cannot hold that."""
-        is_beyond = self.made.batch_largest.get(self.producer.leaf or "", 0.0) >= self.format.overflow_threshold
-        return self.producer.leaf if is_beyond and self.is_cast and self.producer.phase == "forward" else None
+        largest = self.made.batch_largest if self.is_cast and self.producer.phase == "forward" else {}
+        alike = [name for name, value in largest.items() if value == self.producer.input_largest]
+        names = alike if self.producer.leaf is None else [self.producer.leaf]
+        return next((name for name in names if largest.get(name, 0.0) >= self.format.overflow_threshold), None)
 
     @property
     def is_flushed(self) -> bool:

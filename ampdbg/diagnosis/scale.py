@@ -8,7 +8,7 @@ Skips are normal at the start and right after the scale has grown. A skip at any
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, pairwise, takewhile
@@ -253,21 +253,15 @@ class Scaling(Evident, ScaleCourse):
         taken = [step.scale for step in self.steps if not step.skipped]
         return self.are_many(self.tries) and bool(taken) and taken[-1] * GROWTH**2 >= taken[0]
 
+    @property
+    def will_work(self) -> bool:
+        """No scale has worked yet, and the replays show that one will."""
+        return bool(self.lasting) and all(map(self.is_calibration, self.replayed)) and not self.has_worked
+
     @cached_property
     def skips_are(self) -> Skips:
-        """The first of these that holds."""
-        if not self.skipped:
-            return "none"
-        if self.are_many(self.lost_to_scalers) and not self.faults:
-            return "restarting"
-        if self.oscillates and not self.faults:
-            return "raised"
-        if self.follows_gradients:
-            return "following"
-        will_work = bool(self.lasting) and all(map(self.is_calibration, self.replayed)) and not self.has_worked
-        if self.keeps_falling and not will_work:
-            return "falling"
-        return "faulty" if self.faults else "settling"
+        """The first kind that holds."""
+        return next(kind for kind, holds in KINDS.items() if holds(self))
 
     @cached_property
     def fails_by_itself(self) -> bool:
@@ -476,6 +470,17 @@ class Scaling(Evident, ScaleCourse):
             return {**found, "module": self.module, "parameter": self.groups[0] if len(self.groups) == 1 else ""}
         return found
 
+
+KINDS: Mapping[Skips, Callable[[Scaling], bool]] = {
+    "none": lambda it: not it.skipped,
+    "restarting": lambda it: it.are_many(it.lost_to_scalers) and not it.faults,
+    "raised": lambda it: it.oscillates and not it.faults,
+    "following": lambda it: it.follows_gradients,
+    "falling": lambda it: it.keeps_falling and not it.will_work,
+    "faulty": lambda it: bool(it.faults),
+    "settling": lambda it: True,
+}
+"""In the order in which they are asked."""
 
 # The table
 
