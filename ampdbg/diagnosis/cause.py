@@ -7,14 +7,14 @@ which FP16 op is the producer and which code its numbers mean.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import count, pairwise, takewhile
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
 
 from ampdbg.agreement import is_finite
-from ampdbg.diagnosis.decisions import Decision, first
+from ampdbg.diagnosis.decisions import Decision, Evident, fact, first
 from ampdbg.diagnosis.losses import DIVERGED, FEW_LOSSES, LEAPT, climbs_on, finite, leapt, rose
 from ampdbg.diagnosis.producers import (
     FAR_FROM_FP32,
@@ -28,8 +28,8 @@ from ampdbg.diagnosis.producers import (
     placed,
     survivor,
 )
-from ampdbg.diagnosis.tensors import WEIGHTS, bad_weights, blamed_in_batch
-from ampdbg.diagnosis.updates import spoilt_weights
+from ampdbg.diagnosis.tensors import WEIGHTS, BadTensor, bad_weights, blamed_in_batch
+from ampdbg.diagnosis.updates import half_updates
 from ampdbg.formats import FLOAT16
 from ampdbg.levels import has_static_scale
 from ampdbg.quantities import number
@@ -66,8 +66,16 @@ KEPT_SCALE = "kept_scale"
 """The evidence of a loss scale that nothing lowers."""
 
 
+class KeptScale(NamedTuple):
+    """A loss ``scale`` that nothing lowers: ``whose`` it is, and what is to be done about it, in words."""
+
+    scale: float
+    whose: str
+    cure: str
+
+
 @dataclass(frozen=True, eq=False)
-class Evidence:
+class Evidence(Evident):
     """What is known of a step that was replayed: each fact once, under one name.
 
     Attributes:
@@ -91,19 +99,9 @@ class Evidence:
         return format_of(self.low.dtype).short
 
     @property
-    def has_failed_again(self) -> bool:
-        """The step failed again as it was, and was replayed in FP32."""
-        return self.made.reproduced > 0 and self.made.fp32 is not None
-
-    @property
-    def fp32_error(self) -> str:
-        """What the same step in FP32 raised; "" where it ran."""
-        return self.made.fp32.error if self.made.fp32 else ""
-
-    @property
     def is_answered(self) -> bool:
         """FP32 has shown what the step comes to."""
-        return self.has_failed_again and not self.fp32_error
+        return self.made.reproduced > 0 and self.made.fp32 is not None and not self.made.fp32.error
 
     @property
     def is_fp32_finite(self) -> bool:
@@ -134,42 +132,38 @@ class Evidence:
         Of gradients that is what has reached them, from either pass, where that is known.
         """
         made = self.made.fp32.producers if self.made.fp32 and not self.is_fp32_finite else ()
-        is_of_loss = self.made.why == "loss"
-        reaching = [producer for producer in made if producer.reaches_gradients and not is_of_loss]
-        found = reaching or [one for one in made if one.phase == ("forward" if is_of_loss else "backward")]
-        return next((producer for producer in found if producer.nan), next(iter(found), None))
+        phase = "forward" if self.made.why == "loss" else "backward"
+
+        def order(one: Producer) -> tuple[bool, bool]:
+            return not self._reaches(one), not one.nan
+
+        return min((one for one in made if one.phase == phase or self._reaches(one)), key=order, default=None)
+
+    def _reaches(self, one: Producer) -> bool:
+        return one.reaches_gradients and self.made.why != "loss"
 
     @property
-    def begins_spoilt(self) -> bool:
-        """It begins with inf or NaN that no op of it has made, where FP32 was not followed from."""
-        return not self.is_fp32_finite and self.begins_in_fp32 is not None and self.begins_in_fp32.is_given
+    def begins(self) -> str:
+        """The same in words."""
+        return named(self.begins_in_fp32) if self.begins_in_fp32 else ""
 
     @property
-    def where(self) -> str:
-        """The same in words, to be said behind that FP32 fails."""
+    def left_out(self) -> str:
+        """That the loss has nothing of it, to be said behind that."""
         begins = self.begins_in_fp32
-        if begins is None:
-            return ""
-        is_left_out = begins.phase == "forward" and begins.reaches_gradients
-        return f", first in {named(begins)}" + ", which the loss leaves out and the gradients do not" * is_left_out
+        is_left_out = begins is not None and begins.phase == "forward" and begins.reaches_gradients
+        return ", which the loss leaves out and the gradients do not" if is_left_out else ""
 
     @property
-    def share(self) -> str:
-        """How many of the values there are infinite; torch's CTC loss has one a sample, before any mean."""
-        begins = self.begins_in_fp32
-        unit = "samples" if begins and "ctc_loss" in begins.op else "values"
-        return f": {begins.inf} of {begins.size} {unit}" if begins else ""
+    def unit(self) -> str:
+        """What it has values of: torch's CTC loss has one a sample, before any mean."""
+        return "samples" if "ctc_loss" in self.begins else "values"
 
     @property
     def largest(self) -> float | None:
         """The largest input of the op where FP32 goes wrong, where squares and sums of that size are beyond FP32."""
         begins = self.begins_in_fp32
         return begins.input_largest if begins and begins.input_largest > LARGE else None
-
-    @property
-    def of_large(self) -> str:
-        """The same in words."""
-        return "" if self.largest is None else f" on values of up to {number(self.largest)}"
 
     @property
     def is_beyond_fp32(self) -> bool:
@@ -183,8 +177,11 @@ class Evidence:
         """What FP64 shows of a step that FP32 does not come through."""
         if self.made.wide and self.made.wide.error:
             return f"FP64 raised an error: {self.made.wide.error}"
-        why = ("FP32 rounds too coarsely, not only {}", "its values exceed FP32's range, not only {}'s")
-        return f"it is finite in FP64: {why[self.is_beyond_fp32].format(self.half)}"
+        beyond, coarse = (
+            f"its values exceed FP32's range, not only {self.half}'s",
+            "FP32 rounds too coarsely, not only ",
+        )
+        return f"it is finite in FP64: {beyond if self.is_beyond_fp32 else coarse + self.half}"
 
     @property
     def repair_in_fp32(self) -> str:
@@ -202,12 +199,6 @@ class Evidence:
         return culprit(self.made)
 
     @property
-    def op(self) -> Suspect:
-        """The same, where there is one."""
-        assert self.suspect is not None
-        return self.suspect
-
-    @property
     def leaf(self) -> str | None:
         """The leaf of the batch that half cannot hold, where the op is its cast."""
         return None if self.suspect is None else self.suspect.leaf
@@ -217,10 +208,9 @@ class Evidence:
         """The leaf of the batch with the largest value, where half cannot hold that, and FP32's loss of the step is
         many times all before it: what a dropout or a product makes of such a value is not the batch's own cast."""
         largest, before = self.made.batch_largest, [abs(loss) for loss in self.losses]
-        name = max(largest, key=lambda one: largest[one], default=None)
-        fp32 = self.made.fp32
-        is_apart = bool(before) and fp32 is not None and abs(fp32.loss) > LEAPT * max(before) and not self.is_thrown
-        return name if is_apart and largest.get(name or "", 0.0) >= FLOAT16.overflow_threshold else None
+        beyond = {name: value for name, value in largest.items() if value >= FLOAT16.overflow_threshold}
+        is_apart = self.in_fp32 > LEAPT * max(before, default=math.inf) and not self.is_thrown
+        return max(beyond, key=largest.__getitem__, default=None) if is_apart else None
 
     @property
     def in_batch(self) -> str:
@@ -228,9 +218,14 @@ class Evidence:
         return in_batch(self.made, self.outlier or "")
 
     @property
-    def leap_of_loss(self) -> str:
-        """From the last loss to FP32's."""
-        return f"from {number(self.losses[-1])} to {number(self.made.fp32.loss if self.made.fp32 else math.nan)}"
+    def last_loss(self) -> float:
+        """The last of the losses before."""
+        return self.losses[-1]
+
+    @property
+    def in_fp32(self) -> float:
+        """How large the loss is in FP32; NaN where it did not run."""
+        return abs(self.made.fp32.loss) if self.made.fp32 else math.nan
 
     # What a lower loss scale would do
 
@@ -245,50 +240,23 @@ class Evidence:
         return self.survivor.scale if self.survivor and not self.survivor.lost else None
 
     @property
-    def loses_below(self) -> bool:
-        """Gradients are flushed to zero there."""
-        return self.survivor is not None and bool(self.survivor.lost)
-
-    @property
-    def at_a_lower_scale(self) -> str:
-        """What replays at lower loss scales show, to be said behind what goes wrong at the step's own."""
-        if self.survivor is None:
-            return ""
-        is_backward = self.op.producer.phase == "backward"
-        finite = "it is finite" if is_backward else "the gradients are finite, but differ from FP32's"
-        return f"; at a loss scale of {number(self.survivor.scale)} {finite}"
+    def there(self) -> str:
+        """What that replay shows, to be said behind what goes wrong at the step's own loss scale."""
+        is_backward = self.suspect is not None and self.suspect.producer.phase == "backward"
+        return "it is finite" if is_backward else "the gradients are finite, but differ from FP32's"
 
     @cached_property
-    def floor(self) -> float | None:
-        """The loss scale that the run's scaler does not leave, if it does not."""
-        return scale_floor(self.run.steps)
-
-    @cached_property
-    def kept_scale(self) -> float | None:
-        """A loss scale that nothing lowers: a scaler's floor, that of the config, or the script's own; None of a
-        dynamic one."""
-        is_kept = self.is_own_scale or has_static_scale(self.run.config)
-        return self.floor if self.floor is not None else self.low.scale if is_kept else None
-
-    @property
-    def is_own_scale(self) -> bool:
-        """The script scales its losses without any scaler."""
-        return self.low.scale > 1.0 and self.run.script is not None and not any(one.scaler for one in self.run.steps)
-
-    @property
-    def whose_scale(self) -> str:
-        """Whose loss scale it is, in words."""
-        if self.floor is not None:
-            return f"the loss scale, whose lower limit is {number(self.floor)},"
-        whose = "the script's own" if self.is_own_scale else "the static"
-        return f"{whose} loss scale {number(self.low.scale)}"
-
-    @property
-    def cure_of_scale(self) -> str:
-        """What to do about one that nothing lowers."""
-        if self.floor is not None:
-            return "let GradScaler lower the scale"
-        return f"use a loss scale of {self.usable_scale or 1.0:g}, or a dynamic one"
+    def kept_scale(self) -> KeptScale | None:
+        """A loss scale that nothing lowers: a scaler's floor, that of the config, or the script's own."""
+        floor, is_unscaled = scale_floor(self.run.steps), not any(one.scaler for one in self.run.steps)
+        if floor is not None:
+            return KeptScale(
+                floor, f"the loss scale, whose lower limit is {number(floor)},", "let GradScaler lower the scale"
+            )
+        is_own = self.low.scale > 1.0 and self.run.script is not None and is_unscaled
+        whose = "the script's own" if is_own else "the static" if has_static_scale(self.run.config) else ""
+        cure = f"use a loss scale of {self.usable_scale or 1.0:g}, or a dynamic one"
+        return KeptScale(self.low.scale, f"{whose} loss scale {number(self.low.scale)}", cure) if whose else None
 
     # What the run did before
 
@@ -355,28 +323,21 @@ class Evidence:
         return f"{rose_from}, and keeps rising in further steps in FP32"
 
     @cached_property
-    def leap(self) -> str:
-        """That in FP32 too the loss has left all earlier ones for good, to be said behind what has made it; "" if not.
+    def taken(self) -> list[float]:
+        """The finite losses of the steps before it that were taken: those of skipped ones may be of its own weights."""
+        return finite([step.loss for step in self.before if not step.skipped])
 
-        Of a step whose modules alone were replayed no losses are known; those of another on the same weights may be.
-        """
-        skipped = {step.step for step in self.run.steps if step.skipped}
-        start = first_in_a_row(self.made.step, skipped, self.run)
-        pairs = pairwise(step for step in self.run.steps if step.step >= start)
-        same_weights = {start, *(now.step for _, now in takewhile(lambda pair: pair[0].skipped, pairs))}
-        before = [abs(loss) for loss in finite([step.loss for step in self.before if step.step < start])]
-        shown = (one for one in self.run.investigations if one.continuation and one.step in same_weights)
-        made = next(shown, None)
-        now = math.nan if made is None or made.fp32 is None else made.fp32.loss
-        if not before or made is None or now <= LEAPS * max(before):
-            return ""
-        comes_back = any(loss <= DIVERGED * max(before) for loss in made.continuation)
-        return "" if comes_back else f", and in FP32 too the loss jumps from {number(before[-1])} to {number(now)}"
+    @property
+    def last_taken(self) -> float:
+        """The last of them."""
+        return self.taken[-1]
 
     @property
     def has_leapt(self) -> bool:
-        """The weights have grown, and with them the loss of FP32 has left all earlier ones."""
-        return self.made.weights_grew > GREW_IN_A_LEAP and bool(self.leap)
+        """The weights have grown, and in FP32 too the loss has left all earlier ones, and does not come back."""
+        largest, further = max(map(abs, self.taken), default=math.inf), self.made.continuation
+        comes_back = not further or any(loss <= DIVERGED * largest for loss in further)
+        return self.made.weights_grew > GREW_IN_A_LEAP and self.in_fp32 > LEAPS * largest and not comes_back
 
     # The finding
 
@@ -388,16 +349,7 @@ class Evidence:
     @property
     def of_half(self) -> str:
         """What is said of half precision, whatever the weights and the loss scale may have to do with it."""
-        return self._in_half.says(self)
-
-    @property
-    def keeps_scale(self) -> bool:
-        """A lower loss scale would cure what half precision does."""
-        return CODES[self._in_half.code].keeps_scale
-
-    @property
-    def _in_half(self) -> Decision[Evidence]:
-        return first((*UNDECIDED, *PRECISE), self)
+        return first(IN_HALF, self).says(self)
 
     @property
     def at(self) -> Producer | None:
@@ -414,44 +366,46 @@ class Evidence:
     @property
     def numbers(self) -> Mapping[str, Any]:
         """How large the op's values are, where its format ends, and which loss scale would do."""
-        op, survived = self.suspect, self.survivor
+        op = self.suspect
         if op is None or not self.is_of_precision:
             return {}
-        of_batch = {"name": op.leaf, "first_index": list(self.made.batch_index.get(op.leaf or "", ()))}
-        return {
-            "value": op.value,
-            "limit": None if op.departs else op.format.largest,
-            "reached": op.producer.output_largest if op.departs else None,
-            "loss_scale": op.low.scale,
-            "survives_scale": survived.scale if survived else None,
-            **(of_batch if op.leaf is not None else {}),
-        }
+        reached = {"reached": op.producer.output_largest} if op.departs else {"limit": op.format.largest}
+        scales = {"loss_scale": op.low.scale, "survives_scale": fact(self, "survivor.scale")}
+        index = self.made.batch_index.get(op.leaf or "", ())
+        of_batch = {} if op.leaf is None else {"name": op.leaf, "first_index": list(index)}
+        return {"value": op.value, **reached, **scales, **of_batch}
 
     @cached_property
     def cause(self) -> Finding:
-        """The first row of the table that holds.
-
-        All withheld steps in a row have the same weights: the finding counts from the first of those that end in the
-        replayed one and fail like it. A batch is that of its own step, and a divergence begins where replays show it.
-        Of a run of ours each lost loss is replayed itself.
-        """
+        """The first row of the table that holds, of the first step that fails like it: a batch is that of its own step,
+        and a divergence begins where replays show it."""
         found = first(CAUSES, self).finding(self)
-        is_of_one = self.made.why == "loss" and self.run.script is None
-        skipped = (step for step in self.run.steps if step.skipped and not is_of_one)
-        like_it = {step.step for step in skipped if math.isfinite(step.loss) == (self.made.why != "loss")}
-        start = first_in_a_row(found.step, like_it, self.run, self._failing_elsewhere)
-        if start == found.step or found.phase not in OVERFLOWS or found.code == DIVERGENCE:
+        is_apart = found.phase not in OVERFLOWS or found.code == DIVERGENCE or found.step != self.made.step
+        if is_apart or self.began == found.step:
             return found
-        message = f"{found.message}; step {found.step} was replayed, and every step from {start} on was skipped"
-        return replace(found, step=start, message=message, evidence={**found.evidence, "replayed_step": found.step})
+        message = f"{found.message}; step {found.step} was replayed, and every step from {self.began} on was skipped"
+        evidence = {**found.evidence, "replayed_step": found.step}
+        return replace(found, step=self.began, message=message, evidence=evidence)
 
-    @property
-    def _failing_elsewhere(self) -> set[int]:
-        """The steps whose replays have shown that they go wrong in another place, as while a loss scale settles."""
-        here = next(iter(self.made.low.producers), None)
-        replayed = (one for one in self.run.investigations if one.reproduced and one.step != self.made.step)
-        begins = {one.step: one.low.producers[0].site for one in replayed if one.low.producers}
-        return {step for step, site in begins.items() if here is not None and site != here.site}
+    @cached_property
+    def began(self) -> int:
+        """The first of the steps that end in it without a gap, and were withheld and fail like it: on the same weights.
+
+        It is this one where one of them has been shown to go wrong in another place, as while a loss scale settles: of
+        those between nobody knows where they do. Of a run of ours each lost loss is replayed itself.
+        """
+        is_of_loss, number = self.made.why == "loss", self.made.step
+        skipped = [] if is_of_loss and self.run.script is None else [step for step in self.run.steps if step.skipped]
+        like_it = {step.iteration: step.step for step in skipped if math.isfinite(step.loss) != is_of_loss}
+        traced = (one for one in self.run.investigations if one.reproduced and one.low.producers)
+        sites = {one.step: one.low.producers[0].site for one in traced}
+        iteration = next((step.iteration for step in self.run.steps if step.step == number), number)
+        row = [number]
+        while iteration - len(row) in like_it:
+            row.append(like_it[iteration - len(row)])
+        here = self.low.producers[0].site if self.low.producers else None
+        is_elsewhere = here is not None and any(sites.get(step, here) != here for step in row[1:])
+        return number if is_elsewhere else row[-1]
 
 
 def scale_floor(steps: Sequence[Step]) -> float | None:
@@ -463,87 +417,79 @@ def scale_floor(steps: Sequence[Step]) -> float | None:
     return last[-1].scale if is_of_scaler and last[-1].scale > 1.0 else None
 
 
-def first_in_a_row(last: int, numbers: Container[int], timeline: Record, elsewhere: Container[int] = ()) -> int:
-    """The first of the steps with these numbers that end, without a gap, right before ``last``; or ``last`` itself, as
-    where one of them fails ``elsewhere``: of those between nobody knows where they do."""
-    of_iteration = {step.iteration: step.step for step in timeline.steps}
-    iteration = next((at for at, step in of_iteration.items() if step == last), last)
-    while of_iteration.get(iteration - 1) in numbers:
-        iteration -= 1
-        if of_iteration[iteration] in elsewhere:
-            return last
-    return of_iteration.get(iteration, last)
-
-
 # The table
 
 
 def _of_op(code: str, when: str, holds: Callable[[Suspect], bool], message: str) -> Decision[Evidence]:
     """A row of a step that is finite in FP32 and not in half, at the op that explains it."""
-    return Decision(code, when, lambda it: it.suspect is not None and holds(it.suspect), message + "{at_a_lower_scale}")
+    return Decision(code, when, lambda it: it.suspect is not None and holds(it.suspect), message + LOWER)
 
+
+LOWER = "[; at a loss scale of {survivor.scale} {there}]"
 
 OPS = (
     _of_op(
         OUT_OF_RANGE,
         "the op is the cast of the batch itself, which holds values beyond FP16's limit",
         lambda op: op.leaf is not None,
-        "the batch holds {op.in_batch}, above {op.limit}",
+        "the batch holds {suspect.in_batch}, above {suspect.limit}",
     ),
     _of_op(
         "mask-constant",
         "the op overflows on a constant that the code writes, and nothing else explains it",
         lambda op: op.is_constant,
-        "{op.name} writes a constant of magnitude {op.constant} into a {op.format.short} tensor: there it "
-        "becomes infinite, and fully masked rows become NaN",
+        "{suspect.name} writes a constant of magnitude {suspect.constant} into a {suspect.format.short} tensor: there "
+        "it becomes infinite, and fully masked rows become NaN",
     ),
     _of_op(
         FAR_FROM_FP32,
         "the op is NaN, for the root of a number that half has below zero and FP32 does not",
         lambda op: op.is_below_zero,
-        "{op.name} takes the root of a number that is below zero in {op.format.short} and not in FP32",
+        "{suspect.name} takes the root of a number that is below zero in {suspect.format.short} and not in FP32",
     ),
     _of_op(
         "eps-underflow",
         "the op divides by, or takes the logarithm of, a value that half alone rounds to a pole",
         lambda op: op.is_flushed and not op.departs,
-        "{op.name} {op.takes_a_pole} and FP32 does not",
+        "{suspect.name} {suspect.takes_a_pole} and FP32 does not",
     ),
     _of_op(
         "eps-underflow",
         "the same, for an op whose finite result is at least 16 times FP32's, so that a later op overflows",
         lambda op: op.is_flushed,
-        "{op.departed}: it {op.takes} a value that half precision has rounded to almost nothing",
+        "{suspect.departed}: it {suspect.takes} a value that half precision has rounded to almost nothing",
     ),
     _of_op(
         FAR_FROM_FP32,
         "the op is finite and at least 16 times FP32's own value: its operands cancel, and a later op overflows",
         lambda op: op.departs,
-        "{op.departed}: its operands cancel, or lost their digits before it",
+        "{suspect.departed}: its operands cancel, or lost their digits before it",
     ),
     _of_op(
         OVERFLOWS["forward"],
         "an op of the forward pass is finite in FP32, above 0.9 of FP16's limit",
         lambda op: op.overflows and op.producer.phase == "forward",
-        "{op.reaches}",
+        "{suspect.reaches}",
     ),
     _of_op(
         OVERFLOWS["backward"],
         "an op of the backward pass is finite in FP32, above 0.9 of FP16's limit at the step's loss scale",
         lambda op: op.overflows,
-        "{op.reaches}",
+        "{suspect.reaches}",
     ),
     _of_op(
         OVERFLOWS["backward"],
         "an op of the backward pass makes inf of finite numbers, which a lower loss scale makes finite",
         lambda op: op.overflows_in_half_alone,
-        "{op.name} exceeds {op.limit} at a loss scale of {op.low.scale}{op.in_fp32}",
+        "{suspect.name} exceeds {suspect.limit} at a loss scale of {suspect.low.scale}"
+        "[, where FP32 reaches only {suspect.value}]",
     ),
     _of_op(
         UNKNOWN,
         "no overflow explains the op that fails in half alone",
         lambda _: True,
-        "{op.name} is not finite in {op.format.short}{op.only_in_fp32}, and no overflow explains it",
+        "{suspect.name} is not finite in {suspect.format.short}[ and reaches only {suspect.magnitude} in FP32], and "
+        "no overflow explains it",
     ),
 )
 """By the numbers of the op."""
@@ -552,8 +498,8 @@ PRECISE: tuple[Decision[Evidence], ...] = (
     Decision(
         NO_USABLE_SCALE,
         "the backward pass overflows, and at the first lower loss scale that is finite gradients are flushed to zero",
-        lambda it: it.loses_below and first(OPS, it).code == OVERFLOWS["backward"],
-        "{op.bare_name} overflows at a loss scale of {low.scale}; at {survivor.scale} it does not, but there half "
+        lambda it: it.survivor is not None and not it.usable_scale and first(OPS, it).code == OVERFLOWS["backward"],
+        "{suspect.bare_name} overflows at a loss scale of {low.scale}; at {survivor.scale} it does not, but there half "
         "precision flushes the gradient of {survivor.lost} to zero",
         {"lost": "survivor.lost"},
         CODES[NO_USABLE_SCALE].remedy,
@@ -564,15 +510,10 @@ PRECISE: tuple[Decision[Evidence], ...] = (
 UNDECIDED: tuple[Decision[Evidence], ...] = (
     Decision(
         UNKNOWN,
-        "the step raises an error in half and not in FP32, and no op is known to fail in half",
-        lambda it: it.suspect is None and bool(it.low.error),
-        "the step raises an error in {half} and not in FP32, and ampdbg found no op that fails: {low.error}",
-    ),
-    Decision(
-        UNKNOWN,
         "the step is finite in FP32, and no op is known to fail in half",
         lambda it: it.suspect is None,
-        "the step is finite in FP32, and ampdbg found no op that fails in {half}",
+        "the step is finite in FP32, and ampdbg found no op that fails in {half}"
+        "[, where it raises an error: {low.error}]",
     ),
     Decision(
         UNKNOWN,
@@ -583,20 +524,27 @@ UNDECIDED: tuple[Decision[Evidence], ...] = (
 )
 """Of a step that FP32 comes through, where nothing shows what half does to it."""
 
+IN_HALF = (*UNDECIDED, *PRECISE)
+"""What half does to it, whatever the weights and the loss scale may have to do with it."""
+
+WHERE = "[, first in {begins}]{left_out}"
+"""Of a step that FP32 does not come through."""
+
 OF_HALF: tuple[Decision[Evidence], ...] = (
     *UNDECIDED,
     Decision(
         OUT_OF_RANGE,
         "the batch holds values beyond FP16's limit, and FP32's loss of the step is over 1000 times all before it",
         lambda it: it.outlier is not None and it.leaf is None,
-        "the batch holds {in_batch}, above FP16's limit of 65,504, and in FP32 the loss jumps {leap_of_loss}: "
-        "{of_half}",
+        "the batch holds {in_batch}, above FP16's limit of 65,504, and in FP32 the loss jumps from {last_loss} "
+        "to {made.fp32.loss}: {of_half}",
     ),
     Decision(
         DIVERGENCE,
         "the weights are over twice as large as at the start, and FP32's loss is beyond all before it too",
         lambda it: it.has_leapt and CODES[first(PRECISE, it).code].verdict == "precision",
-        "the weights are {made.weights_grew} times as large as at the start of the run{leap}; with them {of_half}",
+        "the weights are {made.weights_grew} times as large as at the start of the run, and in FP32 too the loss jumps "
+        "from {last_taken} to {made.fp32.loss}; with them {of_half}",
         {WEIGHTS_GREW: "made.weights_grew"},
     ),
     Decision(
@@ -623,15 +571,15 @@ CAUSES: tuple[Decision[Evidence], ...] = (
     Decision(
         UNKNOWN,
         "no replay of the unchanged step fails",
-        lambda it: not it.has_failed_again,
+        lambda it: not it.made.reproduced or it.made.fp32 is None,
         "none of {made.tries} replays reproduced the failure",
         {"reproduced": "made.reproduced", "tries": "made.tries"},
     ),
     Decision(
         UNKNOWN,
         "the same step raises an error in FP32",
-        lambda it: bool(it.fp32_error),
-        "the same step in FP32 raised an error: {fp32_error}",
+        lambda it: not it.is_answered,
+        "the same step in FP32 raised an error: {made.fp32.error}",
     ),
     Decision(
         DIVERGENCE,
@@ -644,44 +592,50 @@ CAUSES: tuple[Decision[Evidence], ...] = (
         DIVERGENCE,
         "FP32 is not finite, on weights over 10 times as large as at the start of the run",
         lambda it: not it.is_fp32_finite and it.made.weights_grew > GREW,
-        "the step is not finite in FP32 either{where}, on weights {made.weights_grew} times as large as at the start",
+        "the step is not finite in FP32 either"
+        + WHERE
+        + ", on weights {made.weights_grew} times as large as at the start",
         {WEIGHTS_GREW: "made.weights_grew"},
     ),
     Decision(
         WEIGHTS,
         "FP32 is not finite either, and the first op that is not takes inf or NaN from outside the step",
-        lambda it: it.begins_spoilt,
-        "step {made.step} is not finite in FP32 either{where}; it began with inf or NaN, which an earlier pass left, "
-        "perhaps in {half}",
+        lambda it: it.begins_in_fp32 is not None and it.begins_in_fp32.is_given,
+        "step {made.step} is not finite in FP32 either" + WHERE + "; it began with inf or NaN, which an earlier pass "
+        "left, perhaps in {half}",
         remedy="find the earlier pass that left it, which {half} may have overflowed, or compare with a run in FP32",
     ),
     Decision(
         "infinite-loss",
         "the loss is infinite in FP32 and in FP64",
-        lambda it: not it.is_fp32_finite and it.is_infinite,
-        "the loss is infinite in FP32 and FP64 too{where}{share}",
+        lambda it: it.is_infinite,
+        "the loss is infinite in FP32 and FP64 too"
+        + WHERE
+        + "[: {begins_in_fp32.inf} of {begins_in_fp32.size} {unit}]",
     ),
     Decision(
         "true-nan",
         "the step is not finite in FP32, nor in FP64",
-        lambda it: not it.is_fp32_finite and it.is_fp64_decisive,
-        "the step is not finite in FP32 and FP64 either{where}",
+        lambda it: it.is_fp64_decisive,
+        "the step is not finite in FP32 and FP64 either" + WHERE,
     ),
     Decision(
         UNKNOWN,
         "the step is not finite in FP32, and FP64 is finite or raised an error",
         lambda it: not it.is_fp32_finite,
-        "the step is not finite in FP32 either{where}{of_large}; {why_in_fp32}",
+        "the step is not finite in FP32 either" + WHERE + "[ on values of up to {largest}]; {why_in_fp32}",
         {"finite_in_fp32": "is_fp32_finite", "largest": "largest"},
         "{repair_in_fp32}; no pin helps, since FP32 fails too",
     ),
     Decision(
         CALIBRATION,
         "no scaler lowers the loss scale (static, the script's own, or with a floor), and a lower one would do",
-        lambda it: it.kept_scale is not None and it.usable_scale is not None and it.keeps_scale,
-        "{whose_scale} is too large for the gradients of this step: {of_half}",
-        {KEPT_SCALE: "kept_scale"},
-        "{cure_of_scale}, which adapts by itself; no pin is needed",
+        lambda it: (
+            it.kept_scale is not None and it.usable_scale is not None and CODES[first(IN_HALF, it).code].keeps_scale
+        ),
+        "{kept_scale.whose} is too large for the gradients of this step: {of_half}",
+        {KEPT_SCALE: "kept_scale.scale"},
+        "{kept_scale.cure}, which adapts by itself; no pin is needed",
     ),
     *OF_HALF,
 )
@@ -702,7 +656,7 @@ def nonfinite_loss(record: Record) -> Iterator[Finding]:
 
 
 @dataclass(frozen=True, eq=False)
-class Lost:
+class Lost(Evident):
     """The steps of one optimizer whose loss is lost, with nothing before them that explains it.
 
     Attributes:
@@ -716,7 +670,8 @@ class Lost:
     @cached_property
     def steps(self) -> list[Step]:
         """In order."""
-        spoilt = [bad.step.step for bad in bad_weights(self.whole)] + [one.step for one in spoilt_weights(self.whole)]
+        by_updates = [one.seen.spoilt_step for one in half_updates(self.whole) if one.seen.spoilt_step is not None]
+        spoilt = [*(bad.step.step for bad in bad_weights(self.whole)), *by_updates]
         before = (step for step in self.run.steps if step.step < min(spoilt, default=math.inf))
         unexplained = (step for step in before if not math.isfinite(step.loss))
         return [step for step in unexplained if not blamed_in_batch(step, self.whole) and not self._is_of_scale(step)]
@@ -727,12 +682,9 @@ class Lost:
         return len(self.steps) + self.whole.left_out.lost
 
     @property
-    def numbers(self) -> Mapping[str, Any]:
-        """The first such loss, how many there are, and how many of them no scaler withheld; nothing where replays show
-        that an earlier step is to blame."""
-        taken = sum(not step.skipped for step in self.steps)
-        counts = {"loss": self.steps[0].loss, "steps": self.many, "steps_not_skipped": taken}
-        return {} if self.replayed else counts
+    def taken(self) -> int:
+        """How many of them no scaler withheld."""
+        return sum(not step.skipped for step in self.steps)
 
     @property
     def silently(self) -> str:
@@ -747,16 +699,10 @@ class Lost:
         return [Evidence(made, self.run) for made in of_loss]
 
     @cached_property
-    def first_spoilt(self) -> tuple[int, str] | None:
-        """The first step behind which a parameter is not finite, and its name."""
-        stored = [(step.step, counts) for step in self.whole.steps for counts in step.nonfinite]
-        written = ((at, one.name) for at, one in stored if (one.kind, one.when) == ("parameter", "after"))
-        return next(written, None)
-
-    @property
-    def spoilt(self) -> str:
-        """That parameter."""
-        return self.first_spoilt[1] if self.first_spoilt else ""
+    def first_spoilt(self) -> BadTensor | None:
+        """The first parameter that is not finite behind a step."""
+        stored = (BadTensor(self.whole, step, counts) for step in self.whole.steps for counts in step.nonfinite)
+        return next((one for one in stored if (one.counts.kind, one.counts.when) == ("parameter", "after")), None)
 
     @cached_property
     def origin(self) -> Step:
@@ -775,7 +721,8 @@ class Lost:
     def place(self, row: Decision[Any]) -> Mapping[str, Any]:
         """The step where it begins."""
         phase = "backward" if math.isfinite(self.origin.loss) else "forward"
-        return {"step": self.origin.step, "phase": phase, "parameter": self.spoilt if self.replayed else ""}
+        spoilt = fact(self, "first_spoilt.counts.name") if self.replayed else ""
+        return {"step": self.origin.step, "phase": phase, "parameter": spoilt or ""}
 
     def findings(self) -> Iterator[Finding]:
         """What replays show, else what nothing decides."""
@@ -783,16 +730,16 @@ class Lost:
         if taken is not None and all(taken.made.step <= step.step for step in self.steps):
             yield taken.cause
             return
-        shown = [one for one in self.replayed if one.is_fp32_finite or not self._is_spoilt(one)]
-        certain = next((one for one in shown if not (one.is_fp32_finite and one.is_in_doubt)), next(iter(shown), None))
-        if certain is not None:
-            yield certain.cause
+        shown = (one for one in self.replayed if one.is_fp32_finite or not self._is_spoilt(one))
+        surest = min(shown, key=lambda one: one.is_fp32_finite and one.is_in_doubt, default=None)
+        if surest is not None:
+            yield surest.cause
         elif self.steps and (self.replayed or not (self.run.script and self._is_of_a_batch(self.steps[0]))):
             yield first(LOST, self).finding(self)
 
     def _is_spoilt(self, step: Evidence) -> bool:
         """An earlier step has spoilt its weights."""
-        return self.first_spoilt is not None and self.first_spoilt[0] < step.made.step
+        return self.first_spoilt is not None and self.first_spoilt.step.step < step.made.step
 
     def _taken_with_bad_gradients(self) -> Iterator[Evidence]:
         """Where no scaler looks at the gradients, those that are not finite make the weights so."""
@@ -821,8 +768,8 @@ LOST: tuple[Decision[Lost], ...] = (
         UNKNOWN,
         "an earlier step spoilt the weights, and ampdbg replayed no step before it",
         lambda lost: bool(lost.replayed),
-        "{what} at step {origin.step}, and no scaler skipped it; since then {spoilt} and others are NaN, so "
-        "later steps show nothing more",
+        "{what} at step {origin.step}, and no scaler skipped it; since then {first_spoilt.counts.name} "
+        "and others are NaN, so later steps show nothing more",
     ),
     Decision(
         UNKNOWN,
@@ -830,6 +777,7 @@ LOST: tuple[Decision[Lost], ...] = (
         lambda _: True,
         "the loss is {origin.loss} at step {origin.step:d}, and not finite in {many:d} of {run.steps_run:d} "
         "steps{silently}: the forward pass itself fails",
+        {"loss": "origin.loss", "steps": "many", "steps_not_skipped": "taken"},
     ),
 )
 """Of lost losses that no replay explains."""

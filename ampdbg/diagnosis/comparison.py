@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Generic, TypeVar
 
 from ampdbg.diagnosis.ranges import Window, module_windows, window
 from ampdbg.record.findings import Finding, Phase
@@ -20,52 +21,20 @@ SitePlace = tuple[Phase, str, str]
 """Phase, module and op: lines move between two versions of a code."""
 
 
-@dataclass(frozen=True)
-class Overflow:
-    """How many places overflow where ``site`` is an example: of now, or where there is none any more, of then."""
-
-    site: Site
-    then: int
-    now: int
+Of = TypeVar("Of")
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class Tightness:
-    """The headroom of a module's forward pass in bits, at its tightest."""
+class Change(Generic[Of, Value]):
+    """What is known ``of`` a place or a module, then and now: how much got worse, and how much better, in bits; of
+    overflows in places. Negative where it got the other."""
 
-    module: str
-    then: float
-    now: float
-
-    @property
-    def lost(self) -> float:
-        """Bits; negative where some were won."""
-        return self.then - self.now
-
-
-@dataclass(frozen=True)
-class Windows:
-    """The loss scales that work for a module, or for the whole model where it is ""."""
-
-    module: str
-    then: Window
-    now: Window
-
-    @property
-    def lost(self) -> float:
-        """By how many bits an end of the window came in."""
-        (low, high), (lower, higher) = _ends(self.now), _ends(self.then)
-        return max(low - lower, higher - high)
-
-    @property
-    def won(self) -> float:
-        """By how many bits an end of it went out."""
-        (low, high), (lower, higher) = _ends(self.now), _ends(self.then)
-        return max(lower - low, high - higher)
-
-
-def _ends(one: Window) -> tuple[float, float]:
-    return tuple(math.log2(min(max(end, LEAST_SCALE), MOST_SCALE)) for end in (one.floor, one.ceiling))  # type: ignore[return-value]
+    of: Of
+    then: Value
+    now: Value
+    lost: float
+    won: float
 
 
 @dataclass(frozen=True)
@@ -92,49 +61,52 @@ class Comparison:
         return tuple(_beyond(self.then, self.now))
 
     @cached_property
-    def overflows(self) -> tuple[Overflow, ...]:
-        """Each place where an overflow starts, then or now."""
+    def overflows(self) -> tuple[Change[Site, int], ...]:
+        """In how many places an overflow starts, then and now, by an example: of now, or else of then."""
         if not self.has_ranges:
             return ()
         starts = [[site for site in record.sites if site.overflow == "starts"] for record in (self.then, self.now)]
         then, now = (Counter(map(_place, sites)) for sites in starts)
         example = {_place(site): site for sites in starts for site in reversed(sites)}
-        return tuple(Overflow(site, then[place], now[place]) for place, site in example.items())
+        both = ((site, then[place], now[place]) for place, site in example.items())
+        return tuple(Change(site, before, after, after - before, before - after) for site, before, after in both)
 
     @cached_property
-    def headrooms(self) -> tuple[Tightness, ...]:
-        """Of each module that both have, the one that lost most first."""
+    def headrooms(self) -> tuple[Change[str, float], ...]:
+        """Of each module's forward pass that both have, in bits at its tightest: the one that lost most first."""
         then, now = (_tightest(record.sites) for record in (self.then, self.now))
-        both = (Tightness(module, then[module], bits) for module, bits in now.items() if module in then)
-        return tuple(sorted(both, key=lambda one: -one.lost))
+        both = ((module, then[module], bits) for module, bits in now.items() if module in then)
+        return _most_lost(
+            Change(module, before, after, before - after, after - before) for module, before, after in both
+        )
 
     @cached_property
-    def windows(self) -> tuple[Windows, ...]:
-        """Of the whole model, and then of each module that both have, the one that lost most first."""
+    def windows(self) -> tuple[Change[str, Window], ...]:
+        """The loss scales that work for the whole model, named "", and then for each module that both have, the one
+        that lost most first: by how many bits an end came in, and one went out."""
         if not self.has_ranges:
             return ()
         then, now = ({one.module: one for one in module_windows(record.sites)} for record in (self.then, self.now))
-        both = [Windows(module or "(root)", then[module], one) for module, one in now.items() if module in then]
-        whole = Windows("", window(self.then.sites), window(self.now.sites))
-        return (whole, *sorted(both, key=lambda one: -one.lost))
+        both = (_of_windows(module or "(root)", then[module], one) for module, one in now.items() if module in then)
+        return _of_windows("", window(self.then.sites), window(self.now.sites)), *_most_lost(both)
 
     @property
-    def began(self) -> tuple[Overflow, ...]:
+    def began(self) -> tuple[Change[Site, int], ...]:
         """Where more overflows now."""
-        return tuple(one for one in self.overflows if one.now > one.then)
+        return tuple(one for one in self.overflows if one.lost > 0)
 
     @property
-    def ceased(self) -> tuple[Overflow, ...]:
+    def ceased(self) -> tuple[Change[Site, int], ...]:
         """Where less overflows now."""
-        return tuple(one for one in self.overflows if one.now < one.then)
+        return tuple(one for one in self.overflows if one.won > 0)
 
     @property
-    def tighter(self) -> tuple[Tightness, ...]:
+    def tighter(self) -> tuple[Change[str, float], ...]:
         """The modules that lost more headroom than is allowed."""
         return tuple(one for one in self.headrooms if one.lost > self.within)
 
     @property
-    def narrower(self) -> Windows | None:
+    def narrower(self) -> Change[str, Window] | None:
         """The loss scales of the whole model, where they are fewer by more than is allowed: a scaler has but one."""
         return next((one for one in self.windows[:1] if one.lost > self.within), None)
 
@@ -151,8 +123,18 @@ class Comparison:
     @property
     def is_better(self) -> bool:
         """Something got better, whatever got worse."""
-        gains = any(-one.lost > self.within for one in self.headrooms)
-        return bool(self.gone or self.ceased or gains or any(one.won > self.within for one in self.windows[:1]))
+        won = (*(one.won for one in self.headrooms), *(one.won for one in self.windows[:1]))
+        return bool(self.gone or self.ceased) or max(won, default=0.0) > self.within
+
+
+def _of_windows(module: str, then: Window, now: Window) -> Change[str, Window]:
+    ends = [[min(max(end, LEAST_SCALE), MOST_SCALE) for end in (one.floor, one.ceiling)] for one in (then, now)]
+    (lower, higher), (low, high) = (map(math.log2, one) for one in ends)
+    return Change(module, then, now, max(low - lower, higher - high), max(lower - low, high - higher))
+
+
+def _most_lost(changes: Iterable[Change[str, Value]]) -> tuple[Change[str, Value], ...]:
+    return tuple(sorted(changes, key=lambda one: -one.lost))
 
 
 def _beyond(one: Record, other: Record) -> Iterator[Finding]:

@@ -6,29 +6,21 @@ One exception: what replays show of a forward pass stands before misuses that ca
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ampdbg.diagnosis.cause import CAUSES, LOST, nonfinite_loss
-from ampdbg.diagnosis.decisions import Decision, first
-from ampdbg.diagnosis.dtype_contract import CASTS, CONTRACT, cast_buffers, contradictions
+from ampdbg.diagnosis.decisions import Decision, Subject, holding
+from ampdbg.diagnosis.dtype_contract import CASTS, CONTRACT, casts, contracts
 from ampdbg.diagnosis.hidden_faults import HIDDEN, hidden_faults
 from ampdbg.diagnosis.losses import risen
 from ampdbg.diagnosis.misuse import autocast_errors, doubtful_misuses, misuses
 from ampdbg.diagnosis.producers import UNKNOWN
-from ampdbg.diagnosis.scale import LIMITS, SKIPS, UNTOLD, limits, skips
-from ampdbg.diagnosis.tensors import DATA, POISONED, TENSORS, WEIGHTS, BadTensor, bad_batch, bad_buffers, bad_weights
+from ampdbg.diagnosis.scale import LIMITS, SKIPS, UNTOLD, scalings, skips
+from ampdbg.diagnosis.tensors import BATCHES, BUFFERS, DATA, STORED, WEIGHTS, bad_batch, bad_buffers, bad_weights
 from ampdbg.diagnosis.trend import ahead
-from ampdbg.diagnosis.updates import (
-    SMALL,
-    SMALL_UPDATES,
-    SPOILING,
-    SUMS,
-    lost_sums,
-    small_updates,
-    spoilt_weights,
-)
+from ampdbg.diagnosis.updates import SMALL, SMALL_UPDATES, SPOILING, SUMS, half_updates
 from ampdbg.formats import FLOAT32
 from ampdbg.levels import format_of_config
 from ampdbg.record.codes import CODES
@@ -49,27 +41,29 @@ class Family:
     decisions: tuple[Decision[Any], ...] = ()
 
 
-def _of_tensors(title: str, found: Callable[[Record], Iterator[BadTensor]], code: str) -> Family:
-    decisions = tuple(one for one in TENSORS if one.code == code)
-    return Family(title, lambda record: (first(TENSORS, bad).finding(bad) for bad in found(record)), decisions)
+def _table(title: str, subjects: Callable[[Record], Iterable[Subject]], rows: tuple[Decision[Subject], ...]) -> Family:
+    """Every row that holds of one of the subjects."""
+    return Family(
+        title, lambda record: (row.finding(one) for one in subjects(record) for row in holding(rows, one)), rows
+    )
 
 
 ORDER_OF_DECISION = (
-    Family("Updates of half weights", spoilt_weights, SPOILING),
-    _of_tensors("Weights before a step", bad_weights, WEIGHTS),
-    _of_tensors("The batch", bad_batch, DATA),
+    _table("Updates of half weights", half_updates, SPOILING),
+    _table("Weights before a step", bad_weights, STORED),
+    _table("The batch", bad_batch, BATCHES),
     Family("Calls in the wrong order", misuses),
     Family("Errors that autocast causes", autocast_errors),
     Family("A failing step, by its replays", nonfinite_loss, CAUSES),
     Family("Lost losses without replays", lambda _: iter(()), LOST),
-    _of_tensors("Buffers after a step", bad_buffers, POISONED),
+    _table("Buffers after a step", bad_buffers, BUFFERS),
     Family("Skipped steps", skips, SKIPS),
-    Family("The loss scale at the end", limits, LIMITS),
-    Family("Gradients that half adds up", lost_sums, SUMS),
-    Family("A healthy step, by its replays", hidden_faults, HIDDEN),
-    Family("Updates that half weights lose", small_updates, SMALL),
-    Family("Buffers that were cast with the model", cast_buffers, CASTS),
-    Family("What was asked for", contradictions, CONTRACT),
+    _table("The loss scale at the end", scalings, LIMITS),
+    _table("Gradients that half adds up", half_updates, SUMS),
+    _table("A healthy step, by its replays", hidden_faults, HIDDEN),
+    _table("Updates that half weights lose", half_updates, SMALL),
+    _table("Buffers that were cast with the model", casts, CASTS),
+    _table("What was asked for", contracts, CONTRACT),
     Family("Calls that do little harm", doubtful_misuses),
     Family("What grows towards a limit", ahead),
 )
@@ -127,18 +121,14 @@ def _of_its_turn(finding: Finding, record: Record) -> Finding:
 def _stands_before(finding: Finding, faults: list[Finding], record: Record) -> bool:
     """Replays show why the forward pass fails, and nothing found so far can be behind that.
 
-    Clipping too early, for one, makes no loss NaN: the weights move less than they should, and that is all.
+    Clipping too early, for one, makes no loss NaN: the weights move less than they should, and that is all. Weights
+    that a later step has spoilt are not behind it, nor is what a script is given later, for it may be the model's, as
+    in reinforcement learning.
     """
-    shown = finding.phase == "forward" and finding.code != UNKNOWN
     made_later = SPOILT if record.script is None else (*SPOILT, DATA)
-    return shown and not any(_precedes(known, finding, made_later) for known in faults)
-
-
-def _precedes(known: Finding, finding: Finding, made_later: Collection[str]) -> bool:
-    """A fault may be behind one of a forward pass: weights that a later step has spoilt are not, nor is what a
-    script is given later, for it may be the model's, as in reinforcement learning."""
-    is_later = known.code in made_later and known.step > finding.step
-    return CODES[known.code].harms_forward and not is_later
+    before = [one for one in faults if one.code not in made_later or one.step <= finding.step]
+    is_harmed = any(CODES[one.code].harms_forward for one in before)
+    return finding.phase == "forward" and finding.code != UNKNOWN and not is_harmed
 
 
 def _led_by(finding: Finding, faults: list[Finding]) -> list[Finding]:
@@ -148,29 +138,21 @@ def _led_by(finding: Finding, faults: list[Finding]) -> list[Finding]:
 
 
 def _behind(finding: Finding, faults: list[Finding], record: Record) -> Finding:
-    """The finding with the fault that it follows from. What an op does in a step that is withheld leaves nothing to
-    follow from to another one."""
-    withheld = {step.step for step in record.steps if step.skipped and math.isfinite(step.loss)}
-    are_apart = bool(faults) and finding.root is None and faults[0].step != finding.step
-    if are_apart and all(one.op and one.phase == "backward" and one.step in withheld for one in (faults[0], finding)):
-        return finding
-    return replace(finding, root=_root(finding, faults))
+    """The finding with the fault that it follows from: the first one, as a rule.
 
-
-def _root(finding: Finding, faults: list[Finding]) -> int | None:
-    """What a later family finds follows from what an earlier one found: from the first fault, as a rule.
-
-    Only what FP16 did in an earlier step cannot follow from what it did in a later one: it stands beside it, and a
-    scale that began to fall there follows from it.
+    What FP16 did in an earlier step cannot follow from what it did in a later one: it stands beside it, and a scale
+    that began to fall there follows from it. And what an op does in a step that is withheld leaves nothing to follow
+    from to another one.
     """
-    if not faults:
-        return None
+    withheld = {step.step for step in record.steps if step.skipped and math.isfinite(step.loss)}
+    ops = [one for one in (*faults[:1], finding) if one.op and one.phase == "backward" and one.step in withheld]
+    if finding.root is None and len({one.step for one in ops}) > 1:
+        return finding
     is_of_fp16 = _is_of_precision(finding)
-    if not _is_of_precision(faults[0]) or faults[0].step <= finding.step or not (is_of_fp16 or finding.root == 0):
-        return 0
-    if is_of_fp16:
-        return None
-    return next((index for index, cause in enumerate(faults) if cause.root is None and cause.step <= finding.step), 0)
+    known = [(index, cause) for index, cause in enumerate(faults) if cause.root is None][: 1 if is_of_fp16 else None]
+    is_free = not (is_of_fp16 or finding.root == 0)
+    before = [index for index, one in known if is_free or not _is_of_precision(one) or one.step <= finding.step]
+    return replace(finding, root=next(iter(before), None if is_of_fp16 or not faults else 0))
 
 
 def _is_of_precision(finding: Finding) -> bool:
@@ -178,20 +160,15 @@ def _is_of_precision(finding: Finding) -> bool:
 
 
 def _verdict(record: Record, found: Sequence[Finding]) -> Verdict:
-    faults = [finding for finding in found if finding.severity != "info"]
-    if not faults:
-        shows_nothing = (
-            any(UNTOLD in finding.evidence for finding in found)
-            or record.took_no_step
-            or (record.script and not record.steps)
-        )
-        return "inconclusive" if record.error or shows_nothing else "healthy"
-    verdict, finite_in_fp32 = CODES[faults[0].code].verdict, faults[0].evidence.get("finite_in_fp32")
-    if faults[0].code == UNKNOWN and _was_in_fp32(record):
+    fault = next((finding for finding in found if finding.severity != "info"), None)
+    if fault is None:
+        is_open = record.error or record.took_no_step or any(UNTOLD in finding.evidence for finding in found)
+        return "inconclusive" if is_open or (record.script and not record.steps) else "healthy"
+    verdict, in_fp32 = CODES[fault.code].verdict, fault.evidence.get("finite_in_fp32")
+    if fault.code == UNKNOWN and _was_in_fp32(record):
         return "other"
-    if verdict == "inconclusive" and finite_in_fp32 is not None:
-        return "precision" if finite_in_fp32 else "other"
-    return verdict
+    by_fp32: dict[object, Verdict] = {True: "precision", False: "other"}
+    return by_fp32.get(in_fp32, verdict) if verdict == "inconclusive" else verdict
 
 
 def _was_in_fp32(record: Record) -> bool:

@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ampdbg.diagnosis.decisions import KEPT, Decision, holding
+from ampdbg.diagnosis.decisions import KEPT, Decision, Evident
 from ampdbg.formats import FLOAT32, FORMATS
 from ampdbg.quantities import listed
-from ampdbg.record.findings import Finding
 from ampdbg.record.run import CastBuffer, Record
 
 NOT_HALF, HALF_WEIGHTS, ROUNDED = "not-half", "half-weights", "rounded-buffer"
@@ -36,7 +35,7 @@ ROUTERS = ("expert", "e")
 
 
 @dataclass(frozen=True)
-class ContractOfRun:
+class ContractOfRun(Evident):
     """Who asks for half ops, for those on float32 weights (``mixed``) and for FP32, and what happened: nothing that was
     looked at ran in half, or weights of these ``kinds`` train in the half ``dtype`` and there is no master anywhere."""
 
@@ -46,7 +45,6 @@ class ContractOfRun:
     full: Sequence[str]
     dtype: str
     kinds: Sequence[str]
-    numbers: Mapping[str, Any]
 
     def place(self, row: Decision[Any]) -> Mapping[str, Any]:
         """From the first step on."""
@@ -54,7 +52,7 @@ class ContractOfRun:
 
 
 @dataclass(frozen=True)
-class CastTogether:
+class CastTogether(Evident):
     """Buffers of one ``kind``, by how their names begin, that were float32 and were cast to half ``dtype`` with their
     model. The cast takes the angle at position ``reach`` off by ``radians``, where they are the frequencies of angles.
     An average stops as far from what it follows as ``short``, relative to that: there its step is half a unit in the
@@ -68,7 +66,11 @@ class CastTogether:
     radians: float
     short: float
     is_written: bool
-    numbers: Mapping[str, Any]
+
+    @property
+    def numbers(self) -> Mapping[str, Any]:
+        """Which buffers they are."""
+        return {"buffers": list(self.names[:KEPT])}
 
     def place(self, row: Decision[Any]) -> Mapping[str, Any]:
         """The line of the cast, before all steps."""
@@ -125,8 +127,8 @@ CASTS: tuple[Decision[CastTogether], ...] = (
 )
 
 
-def contradictions(record: Record) -> Iterator[Finding]:
-    """``not-half`` and ``half-weights``: what was asked for, and did not happen."""
+def contracts(record: Record) -> Iterator[ContractOfRun]:
+    """What was asked for, and what happened."""
     half, mixed, full = (
         [f"{who} {what!r}" for who, what in record.asked.items() if words.match(what)] for words in (HALF, MIXED, FULL)
     )
@@ -134,26 +136,22 @@ def contradictions(record: Record) -> Iterator[Finding]:
     lowered = [(one.kind, {*one.stored} & FORMATS.keys() - {FLOAT32.name}) for one in record.dtypes if are_torchs]
     kinds = list(dict.fromkeys(kind for kind, names in lowered if names))
     dtype = listed(sorted({FORMATS[name].short for _, names in lowered for name in names}))
-    run = ContractOfRun(record.environment.policy == "none", half, mixed, full, dtype, kinds, {})
-    return (row.finding(run) for row in holding(CONTRACT, run))
+    yield ContractOfRun(record.environment.policy == "none", half, mixed, full, dtype, kinds)
 
 
-def cast_buffers(record: Record) -> Iterator[Finding]:
-    """``rounded-buffer``: float32 buffers that were cast with their model, where that harms."""
+def casts(record: Record) -> Iterator[CastTogether]:
+    """The float32 buffers that were cast with their model, those together that are called alike."""
     kinds: dict[str, list[CastBuffer]] = {}
     for one in record.cast_buffers:
         kinds.setdefault(one.name.rpartition(".")[2].partition("_")[0], []).append(one)
     for kind, buffers in kinds.items():
-        names = [one.name for one in buffers]
-        together = CastTogether(
+        yield CastTogether(
             kind=kind,
             first=buffers[0],
-            names=names,
+            names=[one.name for one in buffers],
             dtype=FORMATS[buffers[0].dtype].short,
             reach=max(buffers, key=lambda one: one.off * one.reach).reach,
             radians=max(one.off * one.reach for one in buffers),
             short=max(2.0 ** -FORMATS[one.dtype].precision / (one.momentum or 1.0) for one in buffers),
             is_written=any(one.is_written for one in buffers),
-            numbers={"buffers": names[:KEPT]},
         )
-        yield from (row.finding(together) for row in holding(CASTS, together))

@@ -20,11 +20,10 @@ from ampdbg.agreement import (
     noise_floor,
 )
 from ampdbg.diagnosis.cause import Evidence
-from ampdbg.diagnosis.decisions import Decision, holding
+from ampdbg.diagnosis.decisions import Decision, fact, holding
 from ampdbg.diagnosis.producers import (
     FAR_FROM_FP32,
     Suspect,
-    erased_in,
     named,
     overflow_in,
     placed,
@@ -32,9 +31,8 @@ from ampdbg.diagnosis.producers import (
 from ampdbg.diagnosis.scale import GROWTH
 from ampdbg.formats import FLOAT16
 from ampdbg.levels import has_static_scale
-from ampdbg.quantities import listed, number
 from ampdbg.record.codes import CODES
-from ampdbg.record.findings import Finding
+from ampdbg.record.findings import place_of
 from ampdbg.record.run import Investigation, Record, Replay
 
 STARTS_LOW = (
@@ -89,9 +87,11 @@ class HiddenFault(Evidence):
     @cached_property
     def erased(self) -> Suspect | None:
         """The op that overflows where FP32 makes a zero of it too, as behind a ReLU."""
-        agree = self.low.gradient_distance is not None and self.low.gradient_distance <= AGREEMENT
-        is_harmless = self.hidden is not None and self.hidden.producer.phase == "backward" and agree and not self.is_far
-        return self.hidden if is_harmless else erased_in(self.made) if self.hidden is None else None
+        if self.hidden is None:
+            return overflow_in(self.made, erased=True)
+        distance = math.inf if self.low.gradient_distance is None else self.low.gradient_distance
+        is_harmless = self.hidden.producer.phase == "backward" and distance <= AGREEMENT and not self.is_far
+        return self.hidden if is_harmless else None
 
     @property
     def is_hidden_well(self) -> bool:
@@ -121,11 +121,6 @@ class HiddenFault(Evidence):
         return self.low.lost_energy or 0.0
 
     @property
-    def gone(self) -> str:
-        """The parameters that lose most of their gradient, in words."""
-        return f", and the gradient of {listed(self.low.lost, 3)} is lost"
-
-    @property
     def repair(self) -> str:
         """What raises the loss scale. A dynamic one began so low, or is held down: steps were skipped at the next
         larger one, where other gradients overflow."""
@@ -140,23 +135,16 @@ class HiddenFault(Evidence):
     def first_far(self) -> str:
         """The first op that is far from FP32's, in words."""
         first, choice = self.made.first_far, self.made.choice
-        if first is None or choice is None:
-            return f"; {named(first)} is the first op that differs" if first else ""
-        line = f" at {choice.source.file}:{choice.source.line}" if choice.source else ""
-        decides = f", for {named(first)} decides which" if first != choice else ""
-        return f"; {named(choice)}{line} takes other elements than in FP32{decides}"
+        if choice is None:
+            return f"{named(first)} is the first op that differs" if first else ""
+        at = f" at {place_of(choice.source)}" if choice.source else ""
+        decides = f", for {named(first)} decides which" if first and first != choice else ""
+        return f"{named(choice)}{at} takes other elements than in FP32{decides}"
 
     @property
-    def both_losses(self) -> str:
-        """The loss in half and in FP32, in words."""
-        return f"the loss is {number(self.low.loss)}, and {number(self.fp32.loss)} in FP32"
-
-    @property
-    def suspect(self) -> Suspect:
+    def suspect(self) -> Suspect | None:
         """The op that overflows."""
-        found = self.hidden or self.erased
-        assert found is not None
-        return found
+        return self.hidden or self.erased
 
     @property
     def numbers(self) -> Mapping[str, Any]:
@@ -165,27 +153,31 @@ class HiddenFault(Evidence):
             "loss": self.low.loss,
             "loss_in_fp32": self.fp32.loss,
             "gradient_distance": self.low.gradient_distance,
-            "value": self.suspect.value if self.hidden or self.erased else None,
+            "value": fact(self, "suspect.value"),
         }
 
     def place(self, row: Decision[Any]) -> Mapping[str, Any]:
         """The op that overflows, or the first that is far from FP32's."""
-        at = self.suspect.producer if row.code == SILENT else self.made.first_far if row.code == FAR_FROM_FP32 else None
+        at = {SILENT: fact(self, "suspect.producer"), FAR_FROM_FP32: self.made.first_far}.get(row.code)
         return placed(self.made, row.code, at)
 
+
+BOTH_LOSSES = "the loss is {low.loss}, and {fp32.loss} in FP32"
+FIRST_FAR = "[; {first_far}]"
 
 HIDDEN: tuple[Decision[HiddenFault], ...] = (
     Decision(
         SILENT,
         "an op overflows FP16's limit, everything after it is finite, and the step is far from FP32",
         lambda fault: fault.hidden is not None and fault.is_far,
-        "{suspect.reaches}, and a later op turns the inf into a finite value; {both_losses}",
+        "{suspect.reaches}, and a later op turns the inf into a finite value; " + BOTH_LOSSES,
     ),
     Decision(
         SILENT,
         "the same in a step that agrees with FP32, while parameters lose most of their gradient",
         lambda fault: fault.is_hidden_well and bool(fault.low.lost),
-        "{suspect.reaches}, and a later op turns the inf into a finite value; the loss still agrees with FP32's{gone}",
+        "{suspect.reaches}, and a later op turns the inf into a finite value; the loss still agrees with FP32's, and "
+        "the gradient of {low.lost} is lost",
     ),
     Decision(
         SILENT,
@@ -215,33 +207,32 @@ HIDDEN: tuple[Decision[HiddenFault], ...] = (
         "nothing overflows, but the loss is over 5 % or gradients over 25 % from FP32's: over 4 times what "
         "rounding weights changes",
         lambda fault: fault.departs and fault.is_far and not fault.chooses_otherwise,
-        "the step differs from FP32 by more than rounding explains: {both_losses}{first_far}",
+        "the step differs from FP32 by more than rounding explains: " + BOTH_LOSSES + FIRST_FAR,
     ),
     Decision(
         FAR_FROM_FP32,
         "the loss agrees, and gradients are over 10 % from FP32's, over 16 times what rounding weights changes: a "
         "warning",
         lambda fault: fault.departs and fault.is_off and not fault.chooses_otherwise,
-        "the gradients are {beyond_noise}, though the loss agrees{first_far}",
+        "the gradients are {beyond_noise}, though the loss agrees" + FIRST_FAR,
         severity="warning",
     ),
     Decision(
         FAR_FROM_FP32,
         "gradients are so far, the loss agrees, and an op takes other elements than in FP32: information",
         lambda fault: fault.departs and fault.chooses_otherwise,
-        "the gradients are {beyond_noise}, though the loss agrees{first_far}",
+        "the gradients are {beyond_noise}, though the loss agrees" + FIRST_FAR,
         remedy="none where the other choice is as good; else run the op that decides it in FP32",
         severity="info",
     ),
 )
 
 
-def hidden_faults(record: Record) -> Iterator[Finding]:
-    """What the steps of a run hide that looked healthy and were replayed; what half loses of values that a learning
-    rate has thrown up is no fault of half."""
+def hidden_faults(record: Record) -> Iterator[HiddenFault]:
+    """The steps of a run that looked healthy and were replayed; what half loses of values that a learning rate has
+    thrown up is no fault of half."""
     made = (hidden_fault(one, run) for run in record.timelines for one in run.investigations)
-    for fault in (one for one in made if one is not None and not one.is_thrown):
-        yield from (row.finding(fault) for row in holding(HIDDEN, fault))
+    return (one for one in made if one is not None and not one.is_thrown)
 
 
 def hidden_fault(made: Investigation, run: Record) -> HiddenFault | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampdbg.diagnosis.cause import SKIPS_IN_A_ROW
-from ampdbg.diagnosis.scale import Scaling
+from ampdbg.diagnosis.scale import scalings
 from ampdbg.record.codes import CODES, Code, finding_of
 from ampdbg.record.findings import Finding, Severity
 from ampdbg.record.run import Misuse, Record
@@ -34,11 +34,8 @@ def autocast_errors(record: Record) -> Iterator[Finding]:
 
 def _findings(record: Record) -> Iterator[Finding]:
     # An error that ended the run has a finding of its own, with the same line.
-    reported = record.autocast_error.code if record.autocast_error else ""
-    steps = record.steps_run
-    for found in record.misuses:
-        if found.code == reported or found.code not in CODES:
-            continue
+    reported = {record.autocast_error.code if record.autocast_error else ""}
+    for found in (one for one in record.misuses if one.code in CODES.keys() - reported):
         code = CODES[found.code]
         times = f" ({found.count} times)" if found.count > 1 and code.is_counted else ""
         refused = f"; torch says: {found.raised}" if found.raised else ""
@@ -48,35 +45,25 @@ def _findings(record: Record) -> Iterator[Finding]:
             "optimizer",
             f"{code.message}{times}{refused}",
             severity=_severity(found, code, record),
-            remedy=_remedy(found, code),
+            remedy=(_is_librarys(found) and code.remedy_in_library) or code.remedy,
             source=found.source,
-            evidence={"count": found.count, "steps": steps},
+            evidence={"count": found.count, "steps": record.steps_run},
         )
 
 
 def _severity(found: Misuse, code: Code, record: Record) -> Severity:
-    """What torch refuses ends the run."""
+    """What torch refuses ends the run; a few times do little harm, and neither does a region that a library opens."""
     if found.raised:
         return "error"
-    is_harmless = found.count < code.harmless_share * record.steps_run
-    if (
-        (code.is_of_a_region and _is_librarys(found))
-        or is_harmless
-        or (code.harmless_share and _settles_the_scale(found, record))
-    ):
-        return "info"
-    return code.severity
+    few = found.count < code.harmless_share * record.steps_run or _settles_the_scale(found, record)
+    is_harmless = (code.is_of_a_region and _is_librarys(found)) or (code.harmless_share > 0.0 and few)
+    return "info" if is_harmless else code.severity
 
 
 def _settles_the_scale(found: Misuse, record: Record) -> bool:
     """It is about a few skips alone, at the start or right after growth: those that every healthy run has."""
-    lows = (step for timeline in record.timelines for step in Scaling(timeline).course.lows)
-    later = (step for step in lows if step.step >= found.step)
-    return found.count < SKIPS_IN_A_ROW and next(later, None) is None
-
-
-def _remedy(found: Misuse, code: Code) -> str:
-    return code.remedy_in_library if _is_librarys(found) and code.remedy_in_library else code.remedy
+    lows = (step for scaling in scalings(record) for step in scaling.lows)
+    return found.count < SKIPS_IN_A_ROW and all(step.step < found.step for step in lows)
 
 
 def _is_librarys(found: Misuse) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,13 +45,16 @@ class Suspect:
         return base_name(self.producer.op) in CASTS
 
     @property
+    def scale(self) -> float:
+        """The loss scale that its values are at: 1 in the forward pass."""
+        return self.low.scale if self.producer.phase == "backward" else 1.0
+
+    @property
     def value(self) -> float | None:
         """The largest magnitude that the op has in FP32 at the loss scale of the step; None where not known."""
         if self.is_cast:
             return self.producer.input_largest
-        if self.producer.fp32_largest is None:
-            return None
-        return self.producer.fp32_largest * (self.low.scale if self.producer.phase == "backward" else 1.0)
+        return None if self.producer.fp32_largest is None else self.producer.fp32_largest * self.scale
 
     @property
     def format(self) -> FloatFormat:
@@ -80,13 +83,6 @@ class Suspect:
         return not (made.inf or made.nan) and made.distance is None and made.fp32_largest is not None
 
     @property
-    def is_pole(self) -> bool:
-        """It has a pole, and FP32 keeps away from it. At a pole no loss scale helps."""
-        in_range = self.value is not None and not self.overflows
-        is_near = base_name(self.producer.op) in POLES and self.producer.finite_in_fp32 is True
-        return in_range and is_near and not self.needs_only_a_scale
-
-    @property
     def needs_only_a_scale(self) -> bool:
         """It goes wrong in the backward pass, and at a lower loss scale all gradients are FP32's."""
         survived = survivor(self.made) if self.producer.phase == "backward" else None
@@ -106,16 +102,19 @@ class Suspect:
     @property
     def leaf(self) -> str | None:
         """The batch's leaf that it casts, where it is the cast of the batch itself and FP16 cannot hold that."""
-        largest = self.made.batch_largest
-        may_be = self.is_cast and self.producer.phase == "forward"
-        found = [name for name in largest if may_be and largest[name] == self.producer.input_largest]
-        names = found if self.producer.leaf is None else [self.producer.leaf]
+        largest = self.made.batch_largest if self.is_cast and self.producer.phase == "forward" else {}
+        alike = [name for name, value in largest.items() if value == self.producer.input_largest]
+        names = alike if self.producer.leaf is None else [self.producer.leaf]
         return next((name for name in names if largest.get(name, 0.0) >= self.format.overflow_threshold), None)
 
     @property
     def is_flushed(self) -> bool:
-        """It has a pole there, or divides by a zero that is none in FP32, where it is finite."""
-        return self.is_pole or (self.producer.divides_by_zero and self.producer.finite_in_fp32 is True)
+        """It has a pole, or divides by a zero, and FP32 keeps away from there. At a pole no loss scale helps."""
+        if self.producer.finite_in_fp32 is not True:
+            return False
+        in_range = self.value is not None and not self.overflows
+        at_a_pole = in_range and base_name(self.producer.op) in POLES and not self.needs_only_a_scale
+        return self.producer.divides_by_zero or at_a_pole
 
     @property
     def is_below_zero(self) -> bool:
@@ -152,10 +151,9 @@ class Suspect:
 
     @property
     def magnitude(self) -> str:
-        """Its value in FP32, with the loss scale that it is at."""
-        scale = self.low.scale
-        is_scaled = self.producer.phase == "backward" and scale != 1.0
-        return f"{number(self.value or 0.0)}" + f" at a loss scale of {number(scale)}" * is_scaled
+        """Its value in FP32, with the loss scale that it is at; "" where that is not known."""
+        at = "" if self.scale == 1.0 else f" at a loss scale of {number(self.scale)}"
+        return "" if self.value is None else f"{number(self.value)}{at}"
 
     @property
     def reaches(self) -> str:
@@ -163,16 +161,6 @@ class Suspect:
         reach = f"has inputs of up to {self.magnitude}" if self.is_cast else f"reaches {self.magnitude} in FP32"
         is_above = self.value is not None and self.value > self.format.largest
         return f"{self.name} {reach}, {'above' if is_above else 'next to'} {self.limit}"
-
-    @property
-    def in_fp32(self) -> str:
-        """How far FP32 goes, where that is known."""
-        return "" if self.value is None else f", where FP32 reaches only {number(self.value)}"
-
-    @property
-    def only_in_fp32(self) -> str:
-        """The same of an op that no overflow explains."""
-        return "" if self.value is None else f" and reaches only {self.magnitude} in FP32"
 
     @property
     def departed(self) -> str:
@@ -205,14 +193,11 @@ def suspects(made: Investigation) -> list[Suspect]:
     return [suspect for suspect in _unlike_fp32(made) if not suspect.producer.is_erased]
 
 
-def overflow_in(made: Investigation) -> Suspect | None:
-    """The first suspect that FP32 shows to be beyond the range; a constant, such as a mask, is meant to be there."""
-    return _first_beyond(suspects(made))
-
-
-def erased_in(made: Investigation) -> Suspect | None:
-    """The first overflow that no gradient has anything of."""
-    return _first_beyond(suspect for suspect in _unlike_fp32(made) if suspect.producer.is_erased)
+def overflow_in(made: Investigation, *, erased: bool = False) -> Suspect | None:
+    """The first op that FP32 shows to be beyond the range, or the first of those ``erased`` before any gradient has
+    them; a constant, such as a mask, is meant to be there."""
+    known = (one for one in _unlike_fp32(made) if one.producer.is_erased is erased)
+    return next((one for one in known if one.overflows and not one.is_constant), None)
 
 
 def _unlike_fp32(made: Investigation) -> list[Suspect]:
@@ -227,10 +212,6 @@ def blamed_replay(made: Investigation) -> Replay:
     return made.low if survivor(made) else next(lower, made.low)
 
 
-def _first_beyond(found: Iterable[Suspect]) -> Suspect | None:
-    return next((suspect for suspect in found if suspect.overflows and not suspect.is_constant), None)
-
-
 def culprit(made: Investigation) -> Suspect | None:
     """The suspect that explains the step. Constants are mostly masks: one is blamed when nothing else can be.
 
@@ -241,10 +222,13 @@ def culprit(made: Investigation) -> Suspect | None:
     survived = survivor(made)
     is_sound = survived and not survived.lost and (survived.gradient_distance or 0.0) < NOTHING_IN_COMMON
     phases = ("forward",) if made.why == "loss" else ("backward",) if is_sound else ("forward", "backward")
-    found = [suspect for suspect in suspects(made) if suspect.producer.phase in phases]
-    if made.why == "gradients" and survived is None:
-        found = [suspect for suspect in found if suspect.producer.reaches_gradients] or found
-    return next((suspect for suspect in found if not suspect.is_constant), next(iter(found), None))
+    found = (suspect for suspect in suspects(made) if suspect.producer.phase in phases)
+    is_of_any = made.why == "loss" or survived is not None
+
+    def order(one: Suspect) -> tuple[bool, bool]:
+        return not (is_of_any or one.producer.reaches_gradients), one.is_constant
+
+    return min(found, key=order, default=None)
 
 
 def survivor(made: Investigation) -> Replay | None:

@@ -197,8 +197,8 @@ def _not_finite(record: Record, bad: Replay) -> Finding:
         "inf": bad.inf,
         "nan": bad.nan,
     }
-    fails = True if bad.dtype == "float16" else fails_in_fp32(record)
-    if bad.dtype == "bfloat16" and fails is not None:
+    fails = fails_in_fp32(record) if bad.dtype == "bfloat16" else None
+    if fails is not None:
         evidence["finite_in_fp32"] = not fails
     return finding_of(
         UNKNOWN,  # the cause is not looked for

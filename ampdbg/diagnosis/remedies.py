@@ -6,7 +6,8 @@ A line of source tells whether a product is scaled only after it is made, and wh
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from ampdbg.ops import DIVISIONS, LOGARITHMS, MATRIX_PRODUCTS, POLES_ELSEWHERE, ROOTS, SCALINGS, SUMS, base_name
 from ampdbg.record.codes import CODES, catalogued
@@ -21,16 +22,33 @@ NEAR_ONE_TOO = "; where it is of 1 - p, clamp p to at most 0.9990: FP16 has no n
 
 NO_PRECISION = "no precision helps"
 
-FORMULAS = (
-    (LOGARITHMS, "change the formula: clamp the logarithm's argument above zero, use a safe where; " + NO_PRECISION),
-    (
-        DIVISIONS,
-        "change the formula: keep the divisor away from zero (a mean over none is 0/0), use a safe where; "
-        + NO_PRECISION,
-    ),
-    (ROOTS, "change the formula: clamp inside the square root, use a safe where; " + NO_PRECISION),
-)
+FORMULAS: Mapping[frozenset[str], str] = {
+    LOGARITHMS: "change the formula: clamp the logarithm's argument above zero, use a safe where; " + NO_PRECISION,
+    DIVISIONS: "change the formula: keep the divisor away from zero (a mean over none is 0/0), use a safe where; "
+    + NO_PRECISION,
+    ROOTS: "change the formula: clamp inside the square root, use a safe where; " + NO_PRECISION,
+}
 """What cures a formula that has no value, by the kind of op that it fails in."""
+
+OPERATORS: Mapping[type[ast.operator], str] = {ast.Div: "div", ast.Mult: "mul", ast.MatMult: "matmul"}
+"""By the names of the functions that do the same."""
+
+DIVISORS = DIVISIONS | {"rsqrt"}
+"""What divides by its last operand, or by the root of it."""
+
+
+class Applied(NamedTuple):
+    """An op that a line applies, by the name of its function: to a ``tensor``, whose method it is or which stands left
+    of it, and its last ``operand``; where it has one alone, both are that."""
+
+    name: str
+    tensor: ast.AST
+    operand: ast.AST
+
+    @property
+    def scaled(self) -> tuple[ast.AST, ...]:
+        """What it multiplies or divides."""
+        return {"mul": (self.tensor, self.operand)}.get(self.name, (self.tensor,)) if self.name in SCALINGS else ()
 
 
 def remedy_of(code: str, at: Producer | None) -> str:
@@ -39,13 +57,16 @@ def remedy_of(code: str, at: Producer | None) -> str:
     if at is None:
         return known.remedy
     near_one = _are_from_one(at) if known.remedy_near_one else []
-    if known.remedy_near_one and (pole_of(at) or (near_one and all(near_one))):
-        return known.remedy_near_one
-    # A gradient has the format of what it is of: where that is FP32, so was what the op was given.
-    if known.remedy_behind_half and at.phase == "backward" and at.dtype == "float32":
-        return known.remedy_behind_half
+    instead = {
+        known.remedy_near_one: pole_of(at) or (bool(near_one) and all(near_one)),
+        # A gradient has the format of what it is of: where that is FP32, so was what the op was given.
+        known.remedy_behind_half: at.phase == "backward" and at.dtype == "float32",
+    }
+    for remedy in filter(None, instead):
+        if instead[remedy]:
+            return remedy
     of_op = [remedy for op, remedy in known.remedy_at if op in at.op]
-    of_op += [remedy for ops, remedy in FORMULAS if known.is_of_a_formula and ops == formula_of(at)]
+    of_op += [remedy for kind, remedy in FORMULAS.items() if known.is_of_a_formula and kind == formula_of(at)]
     alternatives = _at_its_line(at) if known.verdict == "precision" else ()
     return OR.join([next(iter(of_op), known.remedy) + NEAR_ONE_TOO * any(near_one), *alternatives])
 
@@ -79,15 +100,8 @@ def _at_its_line(at: Producer) -> Iterator[str]:
 
 def pole_of(at: Producer) -> str:
     """The function with a pole beside zero that the op is, or is the derivative of; "" where it is neither."""
-    called = (name for node in _nodes(at.source.text if at.source else "") for name in _called(node))
-    names = (base_name(at.op), *(called if at.phase == "backward" else ()))
-    return next((name for name in names if name in POLES_ELSEWHERE), "")
-
-
-def _called(node: ast.AST) -> Iterator[str]:
-    match node:
-        case ast.Call(ast.Name(name) | ast.Attribute(attr=name)):
-            yield name.rstrip("_")
+    called = (one.name for one in _ops_of(at) if at.phase == "backward")
+    return next((name for name in (base_name(at.op), *called) if name in POLES_ELSEWHERE), "")
 
 
 def formula_of(at: Producer) -> frozenset[str] | None:
@@ -95,21 +109,12 @@ def formula_of(at: Producer) -> frozenset[str] | None:
 
     Gradients, in a forward pass those of ``autograd.grad``, are made by ops of another kind than the line calls.
     """
-    kinds = [ops for ops, _ in FORMULAS]
-    own = next((ops for ops in kinds if base_name(at.op) in ops), None)
-    called = {ops for node in _nodes(at.source.text if at.source else "") for ops in kinds if _is_of(ops, node)}
+    named = [one.name for one in _ops_of(at) if not isinstance(one.operand, ast.Constant)]
+    own = next((ops for ops in FORMULAS if base_name(at.op) in ops), None)
+    called = {ops for ops in FORMULAS if not ops.isdisjoint(named)}
     if at.phase == "forward" and (own is None or own in called or not called):
         return own
     return called.pop() if len(called) == 1 else None
-
-
-def _is_of(ops: frozenset[str], node: ast.AST) -> bool:
-    match node:
-        case ast.BinOp(op=ast.Div(), right=term) | ast.AugAssign(op=ast.Div(), value=term):
-            return ops is DIVISIONS and not isinstance(term, ast.Constant)
-        case ast.BinOp(op=ast.Pow(), right=ast.Constant(0.5)):
-            return ops is ROOTS
-    return any(name in ops for name in _called(node))
 
 
 def scales_after_its_product(line: str) -> bool:
@@ -117,62 +122,25 @@ def scales_after_its_product(line: str) -> bool:
 
     A line that is no whole statement tells nothing, and neither does a scaling that stands on another line.
     """
-    return any(_is_product(part) for node in _nodes(line) for scaled in _scaled(node) for part in ast.walk(scaled))
+    scaled = (part for one in _ops(line) for part in one.scaled)
+    return any(inner.name in MATRIX_PRODUCTS for part in scaled for inner in _applied(part))
+
+
+def takes_a_sum(line: str) -> bool:
+    """The line calls a ``sum``, or asks a loss to sum."""
+    return any(one.name == "sum" for one in _ops(line))
 
 
 def _are_from_one(at: Producer) -> list[bool]:
     """Of each term that the op may divide by, or take the logarithm of, whether it is taken from 1, as ``1 - p`` is.
 
-    Where the line has several, nothing tells which of them the op is of.
+    Where the line has several, nothing tells which of them the op is of. The derivative of a logarithm is a quotient.
     """
-    nodes = _nodes(at.source.text if at.source else "")
-    logarithms, divisors = ([term for node in nodes for term in of(node)] for of in (_logarithms, _divisors))
-    # The derivative of a logarithm is a quotient.
-    both = at.phase == "backward"
-    terms = [*logarithms, *divisors] if both else logarithms if base_name(at.op) in LOGARITHMS else divisors
-    terms = [term for term in terms if not isinstance(term, ast.Constant)]
+    kinds = {"backward": LOGARITHMS | DIVISORS}.get(
+        at.phase, LOGARITHMS if base_name(at.op) in LOGARITHMS else DIVISORS
+    )
+    terms = [one.operand for one in _ops_of(at) if one.name in kinds and not isinstance(one.operand, ast.Constant)]
     return [any(map(_is_from_one, ast.walk(term))) for term in terms]
-
-
-def takes_a_sum(line: str) -> bool:
-    """The line calls a ``sum``, or asks a loss to sum."""
-    return any(map(_is_sum, _nodes(line)))
-
-
-def _nodes(line: str) -> list[ast.AST]:
-    try:
-        return list(ast.walk(syntax_tree(line.strip())))
-    except UNPARSABLE:
-        return []
-
-
-def _scaled(node: ast.AST) -> list[ast.AST]:
-    match node:
-        case ast.BinOp(dividend, ast.Div()):
-            return [dividend]
-        case ast.BinOp(one, ast.Mult(), other):
-            return [one, other]
-        case ast.Call(ast.Attribute(tensor, name)) if name.rstrip("_") in SCALINGS:
-            return [tensor]
-    return []
-
-
-def _logarithms(node: ast.AST) -> list[ast.AST]:
-    match node:
-        case ast.Call(ast.Attribute(owner, name), arguments) if name.rstrip("_") in LOGARITHMS:
-            return [*(arguments[:1] or [owner])]
-        case ast.Call(ast.Name(name), [argument, *_]) if name in LOGARITHMS:
-            return [argument]
-    return []
-
-
-def _divisors(node: ast.AST) -> list[ast.AST]:
-    match node:
-        case ast.BinOp(_, ast.Div(), term) | ast.AugAssign(_, ast.Div(), term):
-            return [term]
-        case ast.Call(ast.Attribute(owner, name), arguments) if name.rstrip("_") in {*DIVISIONS, "rsqrt"}:
-            return [*(arguments[-1:] or [owner])]
-    return []
 
 
 def _is_from_one(node: ast.AST) -> bool:
@@ -182,15 +150,27 @@ def _is_from_one(node: ast.AST) -> bool:
     return False
 
 
-def _is_product(node: ast.AST) -> bool:
-    match node:
-        case ast.BinOp(op=ast.MatMult()):
-            return True
-    return any(name in MATRIX_PRODUCTS for name in _called(node))
+def _ops_of(at: Producer) -> list[Applied]:
+    return _ops(at.source.text) if at.source else []
 
 
-def _is_sum(node: ast.AST) -> bool:
-    match node:
-        case ast.Call(ast.Name("sum") | ast.Attribute(attr="sum")) | ast.keyword("reduction", ast.Constant("sum")):
-            return True
-    return False
+def _ops(line: str) -> list[Applied]:
+    try:
+        return [*_applied(syntax_tree(line.strip()))]
+    except UNPARSABLE:
+        return []
+
+
+def _applied(tree: ast.AST) -> Iterator[Applied]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.BinOp(base, ast.Pow(), ast.Constant(0.5)):
+                yield Applied("sqrt", base, base)
+            case ast.BinOp(left, operator, right) | ast.AugAssign(left, operator, right):
+                yield Applied(OPERATORS.get(type(operator), ""), left, right)
+            case ast.Call(ast.Attribute(owner, name), arguments):
+                yield Applied(name.rstrip("_"), owner, [owner, *arguments][-1])
+            case ast.Call(ast.Name(name), arguments):
+                yield Applied(name.rstrip("_"), node, [node, *arguments][-1])
+            case ast.keyword("reduction", ast.Constant("sum") as asked):
+                yield Applied("sum", node, asked)

@@ -8,7 +8,7 @@ Skips are normal at the start and right after the scale has grown. A skip at any
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, pairwise, takewhile
@@ -18,9 +18,8 @@ from typing import Any, Literal
 
 from ampdbg import quantities
 from ampdbg.diagnosis.cause import CALIBRATION, SKIPS_IN_A_ROW, Evidence, scale_floor
-from ampdbg.diagnosis.decisions import Decision, holding
+from ampdbg.diagnosis.decisions import Decision, Evident, holding
 from ampdbg.diagnosis.producers import UNKNOWN
-from ampdbg.levels import has_static_scale
 from ampdbg.quantities import counted, listed, number
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
@@ -86,32 +85,20 @@ class ScaleCourse:
         return {now.step for before, now in pairwise(self.steps) if now.scale > before.scale}
 
     @cached_property
-    def starts(self) -> list[int]:
-        """Where a scaler begins: its first step, and those of a new model, as in each fold of a cross-validation.
-
-        There the scale leaps, and stays; it takes turns where an optimizer has two scalers.
-        """
-        threes = zip(self.steps, self.steps[1:], self.steps[2:], strict=False)
-        leaps = (
-            now.iteration for before, now, after in threes if after.scale * GROWTH >= now.scale > GROWTH * before.scale
-        )
-        return [*(step.iteration for step in self.steps[:1]), *leaps]
-
-    @cached_property
     def lows(self) -> list[Step]:
-        """New lows: the skipped steps that neither a start nor a scale just grown explains."""
+        """New lows: the skipped steps that neither the start of a scaler nor a scale just grown explains."""
         settling = max(SETTLING_STEPS, self.ran // 10)
         later = [step for step in self.steps if step.skipped and step.step not in self.grown]
-        begun = (max(start for start in self.starts if start <= step.iteration) for step in later)
-        return [step for step, start in zip(later, begun, strict=True) if step.iteration - start >= settling]
+        return [step for step in later if step.iteration - self.started[step.scaler] >= settling]
 
     @cached_property
     def relapses(self) -> list[Step]:
         """The skips after the first step that worked: until then a scale is being found, however short the run."""
-        starts, finding, found = {*self.starts}, True, []
+        finding, found = True, []
         for step in self.steps:
-            finding = step.skipped and (finding or step.iteration in starts)
-            found += [step] * (step.skipped and not finding)
+            finding = step.skipped and (finding or step.iteration == self.started[step.scaler])
+            if step.skipped and not finding:
+                found.append(step)
         return found
 
     @property
@@ -161,16 +148,22 @@ class ScaleCourse:
         return len(tries) > max(FEW_TRIES, self.ran // TOO_OFTEN)
 
     @cached_property
-    def scalers(self) -> list[list[Step]]:
-        """The steps of each scaler, in order; all in one where a scaler has come back, as where two take turns."""
-        scaled = [step for step in self.steps if step.scaler]
-        rows = [list(row) for _, row in groupby(scaled, attrgetter("scaler"))]
-        return rows if len(rows) == len({step.scaler for step in scaled}) > 0 else [scaled]
+    def scalers(self) -> dict[int, list[Step]]:
+        """The steps of each scaler, by its number, in the order in which they begin."""
+        found: dict[int, list[Step]] = {}
+        for step in self.steps:
+            found.setdefault(step.scaler, []).append(step)
+        return found
+
+    @cached_property
+    def started(self) -> dict[int, int]:
+        """The iteration at which each of them begins, by its number."""
+        return {scaler: steps[0].iteration for scaler, steps in self.scalers.items()}
 
     @property
     def later_scalers(self) -> list[list[Step]]:
         """The steps of each scaler that has taken the place of another; else it is of another model, as of a fold."""
-        return [steps for steps in self.scalers[1:] if any(step.succeeds for step in steps)]
+        return [steps for steps in self.scalers.values() if steps[0].succeeds]
 
     @cached_property
     def lost_to_scalers(self) -> list[Step]:
@@ -190,27 +183,18 @@ class ScaleCourse:
         return mode(found)
 
 
-Skips = Literal["none", "raised", "following", "falling", "faulty", "settling"]
-"""What the skips of an optimizer are: the price of a scale that is raised too often, growing gradients that the scale
-follows, a scale that keeps falling, steps that no lower scale cures, or a scale that settles."""
+Skips = Literal["none", "restarting", "raised", "following", "falling", "faulty", "settling"]
+"""What the skips of an optimizer are: the price of ever new scalers, or of a scale that is raised too often, growing
+gradients that the scale follows, a scale that keeps falling, steps that no lower scale cures, or a scale that
+settles."""
 
 
 @dataclass(frozen=True, eq=False)
-class Scaling:
-    """What is known of the loss scale of one optimizer, each fact once: ``run`` is the record of it alone."""
+class Scaling(Evident, ScaleCourse):
+    """What is known of the loss scale of one optimizer, each fact once: ``run`` is the record of it alone, and
+    ``steps`` are those whose loss a scaler has scaled."""
 
     run: Record
-
-    @cached_property
-    def course(self) -> ScaleCourse:
-        """Of the steps whose loss a scaler has scaled."""
-        scaled = replace(self.run, steps=self.run.scaled_steps)
-        return ScaleCourse(scaled.steps, scaled.steps_run)
-
-    @property
-    def steps(self) -> Sequence[Step]:
-        """The same steps."""
-        return self.course.steps
 
     @cached_property
     def skipped(self) -> list[Step]:
@@ -227,10 +211,19 @@ class Scaling:
         """Those of them that no lower scale, which a dynamic one will find, would have come through."""
         return [one for one in self.replayed if one.made.reproduced and not self.is_calibration(one)]
 
+    @cached_property
+    def lasting(self) -> list[Evidence]:
+        """Those whose cause may be that of all skips: else the run has skipped far below the scale that cures the step,
+        and something else is behind that, as where another optimizer has the same scaler. Where a scale has worked,
+        gradients may have grown since."""
+        lowest = min((one.scale for one in self.skipped if math.isfinite(one.loss)), default=math.inf)
+        limit = math.inf if self.has_worked else ROOM * lowest
+        known = self.faults or self.replayed
+        return [one for one in known if not self.is_calibration(one) or (one.usable_scale or 0.0) <= limit]
+
     def is_calibration(self, step: Evidence) -> bool:
         """FP32 is finite and so is FP16 at a lower scale, which a dynamic scale will find."""
-        is_kept = has_static_scale(self.run.config) or scale_floor(self.steps) is not None
-        if is_kept or step.usable_scale is None or not step.is_fp32_finite:
+        if step.kept_scale is not None or step.usable_scale is None or not step.is_fp32_finite:
             return False
         code = CODES[step.cause.code]
         is_of_scale = step.suspect is not None and step.suspect.needs_only_a_scale and code.verdict != "other"
@@ -241,76 +234,47 @@ class Scaling:
         """A step with gradients was taken."""
         return any(not step.skipped and step.grad_norm != 0.0 for step in self.steps)
 
-    def is_cured_before(self, step: Evidence) -> bool:
-        """The run has skipped far below the scale that cures the step: something else is behind those skips,
-        as where another optimizer has the same scaler. Where a scale has worked, gradients may have grown since."""
-        lowest = min((one.scale for one in self.skipped if math.isfinite(one.loss)), default=math.inf)
-        return step.usable_scale is not None and ROOM * lowest < step.usable_scale and not self.has_worked
-
     def works_soon_below(self, step: Evidence) -> bool:
         """A loss scale that is soon found below the step's own would have done."""
-        usable = step.usable_scale
-        return usable is not None and usable >= step.made.low.scale / SOON and self.is_calibration(step)
-
-    @cached_property
-    def is_first_descent(self) -> bool:
-        """No scale has worked yet, and the replays show that one will."""
-        will_work = bool(self.replayed) and all(map(self.is_calibration, self.replayed))
-        return will_work and not all(map(self.is_cured_before, self.replayed)) and not self.has_worked
+        return self.is_calibration(step) and (step.usable_scale or 0.0) >= step.low.scale / SOON
 
     @cached_property
     def follows_gradients(self) -> bool:
         """Gradients grow and the loss scale follows them: each new low works at once, and loses nothing."""
-        lows = self.course.lows
-        in_a_row = any(now.skipped and before.skipped for before, now in pairwise(self.steps) if now in lows)
-        are_many = len(lows) + self.run.left_out.skipped > self.course.ran // SELDOM
-        if len(lows) < LOWS_OF_A_COLLAPSE or in_a_row or are_many or self.steps[-1].scale < 1.0:
+        in_a_row = any(now.skipped and before.skipped for before, now in pairwise(self.steps) if now in self.lows)
+        are_many = len(self.lows) + self.run.left_out.skipped > self.ran // SELDOM
+        if len(self.lows) < LOWS_OF_A_COLLAPSE or in_a_row or are_many or self.last_scale < 1.0:
             return False
         return bool(self.replayed) and all(map(self.works_soon_below, self.replayed))
 
-    @cached_property
-    def restarts(self) -> bool:
-        """A new scaler takes the place of the last again and again, and much is lost until its scale has settled."""
-        return self.course.are_many(self.course.lost_to_scalers)
-
-    @cached_property
+    @property
     def oscillates(self) -> bool:
         """The scale grows so often that much is lost to its tries, and does not fall all the same."""
         taken = [step.scale for step in self.steps if not step.skipped]
-        return self.course.are_many(self.course.tries) and bool(taken) and taken[-1] * GROWTH**2 >= taken[0]
+        return self.are_many(self.tries) and bool(taken) and taken[-1] * GROWTH**2 >= taken[0]
+
+    @property
+    def will_work(self) -> bool:
+        """No scale has worked yet, and the replays show that one will."""
+        return bool(self.lasting) and all(map(self.is_calibration, self.replayed)) and not self.has_worked
 
     @cached_property
     def skips_are(self) -> Skips:
-        """The first of these that holds."""
-        if not self.skipped:
-            return "none"
-        if (self.restarts or self.oscillates) and not self.faults:
-            return "raised"
-        if self.follows_gradients:
-            return "following"
-        if self.course.keeps_falling and not self.is_first_descent:
-            return "falling"
-        return "faulty" if self.faults else "settling"
+        """The first kind that holds."""
+        return next(kind for kind, holds in KINDS.items() if holds(self))
 
     @cached_property
     def fails_by_itself(self) -> bool:
         """A scale that falls does so behind finite losses: where no loss is finite, the forward pass is the root."""
         if self.skips_are != "falling":
             return False
-        course = self.course.of_finite_losses
+        course = self.of_finite_losses
         return bool(self.faults) or (any(step.skipped for step in course.steps) and course.keeps_falling)
 
-    @cached_property
+    @property
     def to_blame(self) -> list[Evidence]:
-        """The steps whose cause is that of the skips. Of a scale that falls it is the first that lasts: where replays
-        are finite far above the scales of later skips, something else is behind those."""
-        if self.skips_are == "faulty":
-            return self.faults
-        lasting = (one for one in self.faults or self.replayed if not self._is_passing(one))
-        return [*lasting][: int(self.fails_by_itself)]
-
-    def _is_passing(self, step: Evidence) -> bool:
-        return self.is_calibration(step) and self.is_cured_before(step)
+        """The steps whose cause is that of the skips: of a scale that falls the first that lasts."""
+        return self.faults if self.skips_are == "faulty" else self.lasting[: int(self.fails_by_itself)]
 
     def causes(self) -> Iterator[Finding]:
         """Of several the first, and each that is of another kind and another line than those before it."""
@@ -338,18 +302,12 @@ class Scaling:
 
         Where two optimizers share a scaler and the steps of one always fail, those between are the other's.
         """
-        if not self.steps or self.steps[-1].scale >= 1.0 or self.steps[-1].skipped:
+        if self.last_scale >= 1.0 or self.steps[-1].skipped:
             return False
-        low = [one for one in self.steps if one.scale < 2.0 and not (one.skipped and one.step in self.course.grown)]
+        low = [one for one in self.steps if one.scale < 2.0 and not (one.skipped and one.step in self.grown)]
         *earlier, last = [list(row) for is_skip, row in groupby(low, attrgetter("skipped")) if not is_skip]
         has_gradients = any(0.0 < (step.grad_norm or 0.0) < math.inf for step in last)
         return has_gradients and all(len(row) < len(last) for row in earlier)
-
-    @property
-    def is_limitless(self) -> bool:
-        """The scale has grown beyond all that a half gradient can bear, and the last step was taken."""
-        ends = [step.scale for step in (*self.steps[:1], *self.steps[-1:])]
-        return bool(ends) and ends[-1] >= LIMITLESS and ends[-1] > ends[0] and not self.steps[-1].skipped
 
     @cached_property
     def are_many_unexplained(self) -> bool:
@@ -360,7 +318,7 @@ class Scaling:
 
     @property
     def _relapses(self) -> list[Step]:
-        return [step for step in self.course.relapses if step.step not in self.course.grown]
+        return [step for step in self.relapses if step.step not in self.grown]
 
     @property
     def _explained(self) -> set[int]:
@@ -371,25 +329,23 @@ class Scaling:
         """The numbers of the skips that are no plain calibration, and of which no replay has shown what they are: new
         lows, and NaN without any inf behind a step that worked or at the very first; all relapses where those are
         many."""
-        behind_sound = (now for before, now in pairwise(self.steps) if not before.skipped and now in self._relapses)
-        early = [step for step in (*self.skipped[:1], *behind_sound) if step is self.steps[0] or step in self._relapses]
-        of_nan = [step for step in early if is_nan_alone(step.groups)]
-        found = (*self.course.lows, *(self._relapses if self.are_many_unexplained else of_nan))
+        behind_sound = [now for before, now in pairwise(self.steps) if not before.skipped and now in self._relapses]
+        early = [*self.steps[:1], *behind_sound]
+        of_nan = [step for step in early if step.skipped and is_nan_alone(step.groups)]
+        found = (*self.lows, *(self._relapses if self.are_many_unexplained else of_nan))
         return [step.step for step in self.steps if step in found and step.step not in self._explained]
 
     @cached_property
     def telling(self) -> list[Step]:
         """The skips that say most: the new lows, where there are enough, with a finite loss."""
-        lows = self.course.lows
-        found = lows if len(lows) >= LOWS_OF_A_COLLAPSE else self.skipped
+        found = self.lows if len(self.lows) >= LOWS_OF_A_COLLAPSE else self.skipped
         return [step for step in found if math.isfinite(step.loss)] or self.skipped
 
     @cached_property
     def narrowest(self) -> Step:
         """The skipped step that hits the fewest groups: where few groups are hit, they name the place. A long run does
         not list the groups of every step."""
-        known = [step for step in self.telling if step.groups] or [step for step in self.skipped if step.groups]
-        return min(known or self.telling, key=lambda step: (len(step.groups), step.step))
+        return min(self.skipped, key=lambda one: (not one.groups, one not in self.telling, len(one.groups), one.step))
 
     @cached_property
     def groups(self) -> list[str]:
@@ -402,12 +358,6 @@ class Scaling:
         parts = zip(*(name.split(".")[:-1] for name in self.groups), strict=False)
         return ".".join(part[0] for part in takewhile(lambda part: len(set(part)) == 1, parts))
 
-    @property
-    def is_collapse(self) -> bool:
-        """The scale keeps falling, and has fallen."""
-        is_lower = self.skips_are == "falling" and self.last_scale < min(self.first_scale, self.skipped[0].scale)
-        return is_lower and scale_floor(self.steps) is None and self.fails_at_one is None
-
     # Numbers
 
     @property
@@ -418,12 +368,17 @@ class Scaling:
     @property
     def first_scale(self) -> float:
         """The loss scale that it comes down from: where it follows gradients that of the first new low."""
-        return (self.course.lows if self.skips_are == "following" else self.steps)[0].scale
+        return (self.lows if self.skips_are == "following" else self.steps)[0].scale
+
+    @property
+    def is_lower(self) -> bool:
+        """It keeps falling, and is below the first, and that of the first skip."""
+        return self.skips_are == "falling" and self.last_scale < min(self.first_scale, self.skipped[0].scale)
 
     @property
     def new_lows(self) -> int:
         """How many there are."""
-        return len(self.course.lows)
+        return len(self.lows)
 
     @property
     def many(self) -> int:
@@ -432,8 +387,8 @@ class Scaling:
 
     @property
     def cost(self) -> int:
-        """How many were skipped because the scale is raised too often."""
-        return len(self.course.lost_to_scalers if self.restarts else self.course.tries)
+        """How many were skipped because of new scalers, or because the scale is raised too often."""
+        return len(self.lost_to_scalers if self.skips_are == "restarting" else self.tries)
 
     @property
     def untold(self) -> int | None:
@@ -441,16 +396,11 @@ class Scaling:
         return len(self.unexplained) if self.are_many_unexplained else None
 
     @property
-    def scalers(self) -> int:
+    def succession(self) -> int:
         """How many scalers follow one another."""
-        return len(self.course.later_scalers) + 1
+        return len(self.later_scalers) + 1
 
     # In words
-
-    @property
-    def hit(self) -> str:
-        """How many groups the narrowest step hits."""
-        return f"{len(self.groups)} of {len(self.run.groups)}"
 
     @property
     def from_to(self) -> str:
@@ -460,31 +410,27 @@ class Scaling:
     @property
     def new_scaler(self) -> str:
         """The scale of the last scaler, and how often there is another."""
-        rows = [self.course.scalers[0], *self.course.later_scalers]
-        apart = mode(now[0].iteration - before[0].iteration for before, now in pairwise(rows))
+        begun = [self.steps[0], *(steps[0] for steps in self.later_scalers)]
+        apart = mode(now.iteration - before.iteration for before, now in pairwise(begun))
         every = counted(apart, "step") if apart > 1 else "step"
-        return f"a new one, at a loss scale of {quantities.scale(rows[-1][0].scale)}, every {every}"
+        return f"a new one, at a loss scale of {quantities.scale(begun[-1].scale)}, every {every}"
 
     @property
-    def repair_of_restarts(self) -> str:
-        """One scaler, or a lower scale to begin with, if a lower one worked."""
-        begun, worked = self.course.later_scalers[-1][0], [step.scale for step in self.steps if not step.skipped]
-        lower = [scale for scale in worked if scale < begun.scale]
-        return f"{CODES[RESTART].remedy}{f', or start with GradScaler(init_scale={min(lower):g})' if lower else ''}"
+    def lower_start(self) -> float | None:
+        """The lowest loss scale that has worked, where a new scaler begins above it."""
+        worked = (step.scale for step in self.steps if not step.skipped)
+        return min((scale for scale in worked if scale < self.later_scalers[-1][0].scale), default=None)
 
     @property
     def behind(self) -> str:
         """Behind how many steps the scale grows."""
-        return (
-            counted(self.course.growth_interval, "taken step")
-            if self.course.growth_interval > 1
-            else "every taken step"
-        )
+        interval = self.growth_interval
+        return counted(interval, "taken step") if interval > 1 else "every taken step"
 
     @property
     def settles(self) -> str:
         """Where the scale has settled, and what no replay explains."""
-        settled, steps = self.course.settled_at, self.unexplained
+        settled, steps = self.settled_at, self.unexplained
         where = "settles: it has not settled yet, and a longer run will show where it does"
         where = where if settled is None else f"settled at {number(settled)}" + ": this is normal" * (not steps)
         if not steps:
@@ -493,42 +439,48 @@ class Scaling:
         if steps[0] == self.steps[0].step:
             why = "the first step has NaN and no inf, which a lower scale may not cure"
         named = ("steps " if steps[1:] else "step ") + listed(map(str, steps), 3)
-        are_few = settled is not None and not self.are_many_unexplained and 2 * len(self.skipped) <= self.course.ran
+        are_few = settled is not None and not self.are_many_unexplained and 2 * len(self.skipped) <= self.ran
         few = ", but so few skipped steps do no harm" * are_few
         return f"{where}; {why}. No replay compared {named} with FP32{few}"
 
     @property
     def advice(self) -> str:
         """What would save the skips of a scale that has settled."""
-        settled = self.course.settled_at
+        settled = self.settled_at
         if settled is None or self.are_many_unexplained:
             return ""
         is_lower = settled < min(self.steps[0].scale, *(step.scale for step in self.skipped))
         saving = f"; GradScaler(init_scale={settled:g}) saves the skipped steps" * is_lower
         return f"none is needed{' while they are so few' if self.unexplained else saving}"
 
-    @property
-    def numbers(self) -> Mapping[str, Any]:
-        """Each finding has its own."""
-        return {}
-
     def place(self, row: Decision[Any]) -> Mapping[str, Any]:
         """The step at which it begins; all of it is of the backward pass."""
         begins = {
-            RESTART: self.course.lost_to_scalers,
-            OSCILLATION: self.course.tries,
+            RESTART: self.lost_to_scalers,
+            OSCILLATION: self.tries,
             UNKNOWN: self.telling,
             CALIBRATION: self.skipped,
             RUNAWAY: self.steps[-1:],
         }
-        first = next(iter(begins.get(row.code, self.course.lows or self.skipped)))
+        first = next(iter(begins.get(row.code, self.lows or self.skipped)))
         found = {"step": first.step, "phase": "backward"}
-        if row.code == RESTART and all(step.skipped for step in self.steps):
+        if row.code == RESTART and self.run.took_no_step:
             return {**found, "severity": "error"}
         if row.code == UNKNOWN:
             return {**found, "module": self.module, "parameter": self.groups[0] if len(self.groups) == 1 else ""}
         return found
 
+
+KINDS: Mapping[Skips, Callable[[Scaling], bool]] = {
+    "none": lambda it: not it.skipped,
+    "restarting": lambda it: it.are_many(it.lost_to_scalers) and not it.faults,
+    "raised": lambda it: it.oscillates and not it.faults,
+    "following": lambda it: it.follows_gradients,
+    "falling": lambda it: it.keeps_falling and not it.will_work,
+    "faulty": lambda it: bool(it.faults),
+    "settling": lambda it: True,
+}
+"""In the order in which they are asked."""
 
 # The table
 
@@ -538,19 +490,19 @@ SKIPS: tuple[Decision[Scaling], ...] = (
     Decision(
         RESTART,
         "new scalers replace one another, and over one step in eight is skipped while a later one settles",
-        lambda it: it.skips_are == "raised" and it.restarts,
-        "{scalers} scalers replace one another: {new_scaler}; {cost} of {course.ran} steps were skipped while "
-        "later ones settled",
-        {"skipped": "cost", "scalers": "scalers"},
-        "{repair_of_restarts}",
+        lambda it: it.skips_are == "restarting",
+        "{succession} scalers replace one another: {new_scaler}; {cost} of {ran} steps were skipped while later ones "
+        "settled",
+        {"skipped": "cost", "scalers": "succession"},
+        CODES[RESTART].remedy + "[, or start with GradScaler(init_scale={lower_start:g})]",
     ),
     Decision(
         OSCILLATION,
         "over one step in eight is skipped right after the loss scale grew, and the scale does not fall",
-        lambda it: it.skips_are == "raised" and not it.restarts,
-        "the loss scale grows after {behind} (growth_interval={course.growth_interval:d}), and {cost} of "
-        "{course.ran} steps were skipped right after that",
-        {"skipped": "cost", "growth_interval": "course.growth_interval"},
+        lambda it: it.skips_are == "raised",
+        "the loss scale grows after {behind} (growth_interval={growth_interval:d}), and {cost} of {ran} steps were "
+        "skipped right after that",
+        {"skipped": "cost", "growth_interval": "growth_interval"},
     ),
     Decision(
         "gradient-growth",
@@ -564,14 +516,14 @@ SKIPS: tuple[Decision[Scaling], ...] = (
         UNKNOWN,
         "the loss scale keeps falling although losses are finite, and no replay shows why",
         lambda it: it.fails_by_itself and not it.to_blame,
-        "gradients are not finite in {many:d} of {course.ran:d} steps, although the loss is; step {narrowest.step:d} "
-        "narrows them down to {hit} groups: {groups}",
+        "gradients are not finite in {many:d} of {ran:d} steps, although the loss is; step {narrowest.step:d} narrows "
+        "them down to {groups:d} of {run.groups:d} groups: {groups}",
         {"skipped": "many", "narrowest_step": "narrowest.step", "groups": "groups"},
     ),
     Decision(
         "scale-collapse",
         "the loss scale keeps falling: 3 new lows, 5 skips in a row at the end, or below 1; it follows from the root",
-        lambda it: it.is_collapse,
+        lambda it: it.is_lower and scale_floor(it.steps) is None and it.fails_at_one is None,
         "the loss scale keeps falling, from {from_to}",
         ENDS,
         fields={"root": 0},
@@ -581,7 +533,7 @@ SKIPS: tuple[Decision[Scaling], ...] = (
         "every skip is at the start, right after growth, or finite at a lower scale: information",
         lambda it: it.skips_are == "settling",
         "the scaler skipped {many:step} while the loss scale {settles}",
-        {"skipped": "many", "scale": "course.settled_at", UNEXPLAINED: "unexplained", UNTOLD: "untold"},
+        {"skipped": "many", "scale": "settled_at", UNEXPLAINED: "unexplained", UNTOLD: "untold"},
         "{advice}",
         "info",
     ),
@@ -591,7 +543,7 @@ LIMITS: tuple[Decision[Scaling], ...] = (
     Decision(
         RUNAWAY,
         "the loss scale grew beyond 2**32, and no gradient limits it",
-        lambda it: it.is_limitless,
+        lambda it: it.first_scale < it.last_scale >= LIMITLESS and not it.steps[-1].skipped,
         "the loss scale grew to {last_scale}, and no gradient limits it",
         {"scale": "last_scale"},
         severity="warning",
@@ -607,17 +559,18 @@ LIMITS: tuple[Decision[Scaling], ...] = (
 )
 
 
+def scalings(record: Record) -> Iterator[Scaling]:
+    """What is known of the loss scale of each optimizer that has stepped."""
+    for run in filter(attrgetter("steps"), record.timelines):
+        scaled = replace(run, steps=run.scaled_steps)
+        yield Scaling(scaled.steps, scaled.steps_run, run)
+
+
 def skips(record: Record) -> Iterator[Finding]:
     """For each optimizer the cause of its skips, and for each scaler what follows from it, or ``scale-calibration``."""
     found: dict[tuple[str, int], Finding] = {}
-    for scaling in map(Scaling, record.timelines):
+    for scaling in scalings(record):
         yield from scaling.causes() if scaling.skipped else ()
         new = {(row.code, scaling.steps[-1].scaler): row.finding(scaling) for row in holding(SKIPS, scaling)}
         yield from (new[key] for key in new if key not in found)
         found |= new
-
-
-def limits(record: Record) -> Iterator[Finding]:
-    """``scale-runaway`` for each optimizer whose loss scale is limited by nothing, or only works below 1."""
-    for scaling in map(Scaling, record.timelines):
-        yield from (row.finding(scaling) for row in holding(LIMITS, scaling))

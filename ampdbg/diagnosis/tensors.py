@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from ampdbg.agreement import is_finite
-from ampdbg.diagnosis.decisions import Decision
+from ampdbg.diagnosis.decisions import Decision, Evident
 from ampdbg.diagnosis.producers import suspects
 from ampdbg.record.codes import CODES
 from ampdbg.record.run import Investigation, Producer, Record, Step, TensorCounts
@@ -21,24 +21,25 @@ NORM_STATISTICS = ("running_mean", "running_var")
 
 
 @dataclass(frozen=True, eq=False)
-class BadTensor:
-    """A tensor that is not finite, of which nothing shows that it is meant; ``alike`` is how many more are."""
+class BadTensor(Evident):
+    """A tensor that is not finite, of which nothing shows that it is meant; ``alike`` is how many more are,
+    if any."""
 
     record: Record
     step: Step
     counts: TensorCounts
-    alike: int = 0
+    alike: int | None = None
 
     def place(self, row: Decision[Any]) -> Mapping[str, Any]:
         """The step and the tensor; of a buffer also its module, and the op that overflowed, where that is known. NaN in
         weights that hurt no step is a warning."""
-        kind, name = self.counts.kind, self.counts.name
-        found = {"step": self.step.step, "phase": "data" if kind == "batch" else "forward"}
-        found |= {"parameter": name} if kind != "batch" else {}
-        did_harm = not all(map(is_healthy, self.record.steps))
-        found |= {"module": name.rpartition(".")[0]} if self.is_left else {}
-        found |= {"severity": "warning"} if row.code == WEIGHTS and not did_harm else {}
-        return found | ({"op": self.writer.op, "source": self.writer.source} if self.is_left and self.writer else {})
+        if self.counts.kind == "batch":
+            return {"step": self.step.step, "phase": "data"}
+        found = {"step": self.step.step, "phase": "forward", "parameter": self.counts.name}
+        if self.is_left:
+            op = {} if self.writer is None else {"op": self.writer.op, "source": self.writer.source}
+            return {**found, **op, "module": self.counts.name.rpartition(".")[0]}
+        return found | ({"severity": "warning"} if all(map(is_healthy, self.record.steps)) else {})
 
     @property
     def numbers(self) -> Mapping[str, Any]:
@@ -83,20 +84,19 @@ class BadTensor:
         return f"{' and '.join(parts)} among {self.counts.size} values"
 
     @property
-    def place_in_batch(self) -> str:
-        """The leaf, and the first sample."""
-        sample = f", first in sample {self.counts.first_index[0]}" if self.counts.first_index else ""
-        return f"{self.counts.name or 'its tensor'}{sample}"
+    def leaf(self) -> str:
+        """The leaf of the batch that it is."""
+        return self.counts.name or "its tensor"
+
+    @property
+    def sample(self) -> int | None:
+        """The first sample in which it is not finite."""
+        return next(iter(self.counts.first_index), None)
 
     @property
     def left(self) -> str:
         """What a step has left in a buffer."""
         return f"buffer {self.counts.name} holds {self.values} after step {self.step.step}"
-
-    @property
-    def more(self) -> str:
-        """How many others are not finite."""
-        return f", and so do {self.alike} more" if self.alike else ""
 
     @property
     def repair(self) -> str:
@@ -138,7 +138,7 @@ def bad_weights(record: Record) -> Iterator[BadTensor]:
         if step.step <= last_healthy or finite_in_fp32(record, step):
             before = [one for one in before if one.nan or (one.kind == "parameter" and not one.frozen)]
         if before:
-            yield BadTensor(record, step, before[0], len(before) - 1)
+            yield BadTensor(record, step, before[0], len(before) - 1 or None)
             return
 
 
@@ -148,7 +148,7 @@ def bad_buffers(record: Record) -> Iterator[BadTensor]:
     meant = {name for made in record.investigations if is_finite(made.fp32) for name in made.fp32.buffers}
     found = [BadTensor(record, step, counts) for step in record.steps for counts in step.nonfinite]
     left = [bad for bad in found if bad.is_left and bad.counts.name not in meant]
-    yield from [bad for bad in left if bad.is_shown or bad.is_of_a_norm][:1] or left[:1]
+    yield from sorted(left, key=lambda bad: not (bad.is_shown or bad.is_of_a_norm))[:1]
 
 
 def is_healthy(step: Step) -> bool:
@@ -161,20 +161,27 @@ def finite_in_fp32(record: Record, step: Step) -> list[Investigation]:
     return [made for made in record.investigations if made.step == step.step and is_finite(made.fp32)]
 
 
-TENSORS: tuple[Decision[BadTensor], ...] = (
+BATCHES: tuple[Decision[BadTensor], ...] = (
     Decision(
         DATA,
         "the batch has inf or NaN, no healthy step's has, and the step fails in FP32 too",
-        lambda bad: bad.counts.kind == "batch",
-        "the batch of step {step.step:d} holds {values} in {place_in_batch}",
+        lambda _: True,
+        "the batch of step {step.step:d} holds {values} in {leaf}[, first in sample {sample}]",
     ),
+)
+
+STORED: tuple[Decision[BadTensor], ...] = (
     Decision(
         WEIGHTS,
         "a parameter or a buffer is inf or NaN before the forward pass, and is no mask that FP32 or a healthy step has",
-        lambda bad: not bad.is_left,
-        "{counts.kind} {counts.name} holds {values} before the forward pass of step {step.step:d}{more}",
+        lambda _: True,
+        "{counts.kind} {counts.name} holds {values} before the forward pass of step {step.step:d}"
+        "[, and so do {alike} more]",
         remedy="{repair}",
     ),
+)
+
+BUFFERS: tuple[Decision[BadTensor], ...] = (
     Decision(
         POISONED,
         "a buffer is finite before the step and not after it, but finite in FP32; the loss is lost or an op overflows",
@@ -185,7 +192,7 @@ TENSORS: tuple[Decision[BadTensor], ...] = (
     Decision(
         POISONED,
         "the statistic of a norm is not finite at the end, or after a step examined for another reason",
-        lambda bad: bad.is_of_a_norm,
+        lambda bad: bad.is_of_a_norm and not bad.is_shown,
         "{left}, whose own loss is finite; an overflow, inf or NaN in another pass may have written it, even in "
         "one whose loss is unused",
         remedy="check the model's inputs for inf and NaN, and its ops for overflows; then reset the buffer",
@@ -193,7 +200,7 @@ TENSORS: tuple[Decision[BadTensor], ...] = (
     Decision(
         POISONED,
         "another buffer is not finite, and no loss shows it: information",
-        lambda _: True,
+        lambda bad: not (bad.is_of_a_norm or bad.is_shown),
         "{left}, though the loss of that step is finite: the script may write that itself, or an op overflows "
         "that leads to no loss",
         remedy="",

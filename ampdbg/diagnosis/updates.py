@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ampdbg.diagnosis.decisions import Decision, holding
+from ampdbg.diagnosis.decisions import Decision, Evident
 from ampdbg.formats import FORMATS
-from ampdbg.quantities import counted, listed, number, percent, share
+from ampdbg.quantities import counted, listed, number, share
 from ampdbg.record.codes import CODES
-from ampdbg.record.findings import Finding
 from ampdbg.record.run import FrozenParameter, KeptAverage, Record, StuckMoment, Updates
 
 SMALL_UPDATES, FROZEN = "optimizer-underflow", "frozen-weights"
@@ -23,10 +22,6 @@ MOST_OF_THE_UPDATE = 0.5
 STANDS_STILL = 0.9
 """An average that loses a larger share of its way than this stands still."""
 
-COUNTS = 0.01
-"""Where half weights cost a smaller share of the loss's fall so far, to first order, what stands still is a warning: of
-small runs beside float32 masters the loss was then within half a percent of theirs."""
-
 A_PART = 0.1
 """A weight decay that makes a smaller share of the updates' energy is not missed within some steps."""
 
@@ -35,16 +30,16 @@ LOST_OF_A_SUM = 0.1
 
 
 @dataclass(frozen=True, eq=False)
-class HalfUpdates:
+class HalfUpdates(Evident):
     """What the ledger has seen of a run's half parameters."""
 
     record: Record
     seen: Updates
 
     @property
-    def is_spoilt(self) -> bool:
-        """An update made half weights inf or NaN, and float32's did not."""
-        return self.seen.spoilt_step is not None and bool(self.seen.spoilt)
+    def lost(self) -> float:
+        """The share of the way of float32 weights that half ones do not go."""
+        return self.seen.lost or 0.0
 
     @property
     def is_lost_by_gradients(self) -> bool:
@@ -55,21 +50,17 @@ class HalfUpdates:
     def is_lost(self) -> bool:
         """Most of the way is lost, that of gradients or of a weight decay that counts, though no parameter all."""
         counts = self.is_lost_by_gradients or self.seen.decay >= A_PART
-        return not self.seen.frozen and (self.seen.lost or 0.0) > MOST_OF_THE_UPDATE and counts
+        return not self.seen.frozen and self.lost > MOST_OF_THE_UPDATE and counts
 
     @cached_property
-    def names(self) -> list[str]:
+    def stillest(self) -> list[FrozenParameter]:
         """The parameters that stand still, the stillest first."""
-        return [one.name for one in self._stillest]
-
-    @property
-    def count(self) -> int:
-        """How many they are."""
-        return len(self.names)
-
-    @property
-    def _stillest(self) -> list[FrozenParameter]:
         return sorted(self.seen.frozen, key=lambda one: (one.moved > 0, -one.lost))
+
+    @property
+    def names(self) -> list[str]:
+        """Their names."""
+        return [one.name for one in self.stillest]
 
     @property
     def stuck(self) -> list[str]:
@@ -93,40 +84,29 @@ class HalfUpdates:
         return [one.name for one in self.averages]
 
     @property
-    def standing(self) -> int:
-        """How many they are."""
-        return len(self.averages)
-
-    @property
     def slowest(self) -> KeptAverage:
         """The one of them that adds least in a step."""
         return max(self.averages, key=lambda one: one.decay)
 
-    @property
-    def numbers(self) -> Mapping[str, Any]:
-        """Each finding has its own."""
-        return {}
-
     def place(self, row: Decision[Any]) -> Mapping[str, Any]:
         """The step and the parameter; what stands still does so from the first step on."""
-        steps, is_spoilt = self.record.steps, row in SPOILING
-        step = {STUCK: steps[-1:]}.get(row.code, steps[:1])
-        of = {STUCK: [self.worst.parameter] if self.stuck else [], FROZEN: self.names, AVERAGE: self.averaged}
-        parameter = next(iter(self.seen.spoilt if is_spoilt else of.get(row.code, [])), "")
-        at = self.seen.spoilt_step if is_spoilt else step[0].step
+        spoilt = self.seen.spoilt if row in SPOILING else ()
+        of = {STUCK: self.stuck, FROZEN: self.names, AVERAGE: self.averaged}
+        parameter = next(iter((*spoilt, *of.get(row.code, ()))), "")
+        at = self.seen.spoilt_step if spoilt else self.record.steps[-1 if row.code == STUCK else 0].step
         return {"step": at, "phase": "optimizer", "parameter": parameter}
 
     # In words
 
     @property
-    def named_spoilt(self) -> str:
-        """The parameters that an update made inf or NaN."""
-        return _named(self.seen.spoilt)
+    def still(self) -> list[str]:
+        """How many values of the stillest parameters have moved."""
+        return _moved(self.stillest)
 
     @property
-    def why_spoilt(self) -> str:
-        """An eps that is zero in half, where that is why."""
-        return f": eps={self.seen.vanishing_eps:g} is 0 in half" if self.seen.vanishing_eps else ""
+    def still_averages(self) -> list[str]:
+        """How many values of averages have moved."""
+        return _moved(self.averages, "that of ")
 
     @property
     def repair(self) -> str:
@@ -135,27 +115,17 @@ class HalfUpdates:
         return CODES[SMALL_UPDATES].remedy + (larger if self.seen.vanishing_eps else "")
 
     @property
-    def still(self) -> str:
-        """How many values of the stillest parameters have moved."""
-        return listed([f"{one.name} ({one.moved} of {counted(one.entries, 'value')})" for one in self._stillest], 3)
-
-    @property
-    def still_averages(self) -> str:
-        """How many values of averages have moved, of those that are to."""
-        known = (f"that of {one.name} ({one.moved} of {counted(one.entries, 'value')})" for one in self.averages)
-        return listed(known, 3)
-
-    @property
     def apart_by(self) -> str:
         """How far from its weight an average may be, for its size, while no step moves it: half a unit in the last
         place is 2**-(precision + 1) of a value or more."""
         return share(2.0 ** -(FORMATS[self.slowest.dtype].precision + 1) / (1.0 - self.slowest.decay))
 
     @property
-    def shares(self) -> str:
-        """How much of the way is lost of all, and of the kinds that lose most of theirs."""
-        kinds = [f"{one.lost:.0%} of {one.kind}" for one in self.seen.kinds if (one.lost or 0.0) > MOST_OF_THE_UPDATE]
-        return f"{self.seen.lost or 0.0:.0%} is lost" + (f": {listed(kinds)}" if kinds else "")
+    def lost_kinds(self) -> str:
+        """How much of the way is lost of the kinds that lose most of theirs."""
+        return listed(
+            f"{one.lost:.0%} of {one.kind}" for one in self.seen.kinds if (one.lost or 0) > MOST_OF_THE_UPDATE
+        )
 
     @property
     def parts(self) -> str:
@@ -171,24 +141,8 @@ class HalfUpdates:
     @property
     def forecast(self) -> str:
         """Below which learning rate the mean update of most entries of each kind is rounded away in one step."""
-        kinds = sorted(self.seen.kinds, key=lambda one: -(one.freezes_below or 0.0))
-        known = [f"{number(one.freezes_below)} ({one.kind})" for one in kinds if one.freezes_below is not None]
-        return f". A step moves few values below learning rates of {listed(known, 5)}" if known else ""
-
-    @property
-    def cost(self) -> str:
-        """The part of the fall of the loss that half weights cost."""
-        return percent(self.seen.cost)
-
-    @property
-    def cost_of_still(self) -> str:
-        """The same of the parameters that do not move."""
-        return percent(self.seen.cost_of_still)
-
-    @property
-    def named_stuck(self) -> str:
-        """The parameters whose second moments stick."""
-        return _named(self.stuck)
+        known = [(one.freezes_below, one.kind) for one in self.seen.kinds if one.freezes_below is not None]
+        return listed((f"{number(rate)} ({kind})" for rate, kind in sorted(known, key=lambda one: -one[0])), 5)
 
     @property
     def apart(self) -> str:
@@ -203,8 +157,9 @@ class HalfUpdates:
         return 1.0 - self.worst.beta
 
 
-def _named(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more half parameters"
+def _moved(those: Sequence[FrozenParameter | KeptAverage], of: str = "") -> list[str]:
+    """How many values of each have moved, of those that were to."""
+    return [f"{of}{one.name} ({one.moved} of {counted(one.entries, 'value')})" for one in those]
 
 
 LOST = {"lost": "seen.lost", "lost_gradient": "seen.lost_gradient", "lost_decay": "seen.lost_decay"}
@@ -213,42 +168,32 @@ SPOILING: tuple[Decision[HalfUpdates], ...] = (
     Decision(
         SMALL_UPDATES,
         "an update makes half weights inf or NaN, while all gradients and the same update in FP32 are finite",
-        lambda it: it.is_spoilt,
-        "the update of step {seen.spoilt_step:d} makes {named_spoilt} non-finite; all gradients, and the same "
-        "update in FP32, are finite{why_spoilt}",
+        lambda it: bool(it.seen.spoilt),
+        "the update of step {seen.spoilt_step:d} makes {seen.spoilt} non-finite; all gradients, and the same "
+        "update in FP32, are finite[: eps={seen.vanishing_eps:g} is 0 in half]",
         {"parameters": "seen.spoilt", "eps": "seen.vanishing_eps"},
         "{repair}",
     ),
 )
 
-STILL = (
-    "{count:half parameter} hardly moved in {seen.steps:sampled step}: {still}. Of the way that float32 weights go, "
-    "{shares}. To first order half weights cost {cost} of the loss's fall so far, and these parameters "
-    "{cost_of_still}; both grow with each step{forecast}"
-)
+FORECAST = "[. A step moves few values below learning rates of {forecast}]"
 
 SMALL: tuple[Decision[HalfUpdates], ...] = (
     Decision(
         FROZEN,
-        "a parameter loses over 90 % of its way, and half weights cost over 1 % of the loss's fall",
-        lambda it: bool(it.seen.frozen) and it.seen.cost >= COUNTS,
-        STILL,
+        "a parameter loses over 90 % of its way, and what stands still costs over 0.02 % of the loss's fall",
+        lambda it: bool(it.seen.frozen),
+        "{names:half parameter} hardly moved in {seen.steps:sampled step}: {still}. Of the way that float32 weights "
+        "go, {lost:.0%} is lost[: {lost_kinds}]. To first order half weights cost {seen.cost:percent} of the loss's "
+        "fall so far, and these parameters {seen.cost_of_still:percent}; both grow with each step" + FORECAST,
         {"parameters": "names", **LOST},
-    ),
-    Decision(
-        FROZEN,
-        "the same, where half weights cost less of the loss's fall so far",
-        lambda it: bool(it.seen.frozen) and it.seen.cost < COUNTS,
-        STILL,
-        {"parameters": "names", **LOST},
-        severity="warning",
     ),
     Decision(
         SMALL_UPDATES,
         "every parameter moves, but over half of the masters' way is lost, by gradients or by weight decay",
         lambda it: it.is_lost,
-        "of the way that float32 weights go in {seen.steps:sampled step}, {shares}; it is {parts}, for the "
-        "{what_is_small} mostly below half a unit in the last place of the weights{forecast}",
+        "of the way that float32 weights go in {seen.steps:sampled step}, {lost:.0%} is lost[: {lost_kinds}]; it is "
+        "{parts}, for the {what_is_small} mostly below half a unit in the last place of the weights" + FORECAST,
         LOST,
         severity="warning",
     ),
@@ -256,7 +201,7 @@ SMALL: tuple[Decision[HalfUpdates], ...] = (
         AVERAGE,
         "an average of parameters, kept in half, loses over 90 % of the way that it goes in float32",
         lambda it: bool(it.averages),
-        "{standing:half average} hardly moved in {slowest.steps:step}: {still_averages}; at a decay of "
+        "{averages:half average} hardly moved in {slowest.steps:step}: {still_averages}; at a decay of "
         "{slowest.decay:g} no value moves whose weight is less than {apart_by} away from it",
         {"parameters": "averaged", "decay": "slowest.decay", "steps": "slowest.steps"},
     ),
@@ -264,7 +209,7 @@ SMALL: tuple[Decision[HalfUpdates], ...] = (
         STUCK,
         "a second moment in half cannot decay at its beta2, and differs from float32's by over 4 times",
         lambda it: bool(it.stuck),
-        "the second moments of {named_stuck} are stuck: with beta2 = {worst.beta:g} a step takes {taken_off:.1%} "
+        "the second moments of {stuck} are stuck: with beta2 = {worst.beta:g} a step takes {taken_off:.1%} "
         "off, which rounds back; after {worst.steps:step} they are {apart}",
         {"parameters": "stuck", "times": "worst.times", "beta2": "worst.beta"},
         severity="warning",
@@ -284,22 +229,7 @@ SUMS: tuple[Decision[HalfUpdates], ...] = (
 )
 
 
-def spoilt_weights(record: Record) -> Iterator[Finding]:
-    """``optimizer-underflow``: an update of half weights that is not finite, where FP32's is."""
-    return _found(SPOILING, record)
-
-
-def lost_sums(record: Record) -> Iterator[Finding]:
-    """``lost-accumulation``: gradients of many backward passes that half cannot add up."""
-    return _found(SUMS, record)
-
-
-def small_updates(record: Record) -> Iterator[Finding]:
-    """What half weights and their second moments lose."""
-    return _found(SMALL, record)
-
-
-def _found(rows: tuple[Decision[HalfUpdates], ...], record: Record) -> Iterator[Finding]:
+def half_updates(record: Record) -> Iterator[HalfUpdates]:
+    """What the ledger has seen, where it was kept."""
     if record.updates is not None:
-        updates = HalfUpdates(record, record.updates)
-        yield from (row.finding(updates) for row in holding(rows, updates))
+        yield HalfUpdates(record, record.updates)

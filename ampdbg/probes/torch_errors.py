@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
 import re
 import traceback
 from collections.abc import Callable, Iterable
@@ -11,6 +12,7 @@ from types import FrameType
 
 import torch
 from torch.autograd.function import FunctionCtx
+from torch.optim import Optimizer
 
 from ampdbg.call_order import BARE_STEP, NO_UPDATE, UNSCALED_LOSS, Call, CallOrder, Hit
 from ampdbg.errors import AmpdbgError, text_of
@@ -26,7 +28,7 @@ class TorchError:
 
     ``code`` is the finding that the error is; for a call that the scaler refuses ``decide`` may name it instead, by
     the calls before, or "" where one of those is to blame already. ``by_autocast``: FP32 would not have raised it.
-    ``in_loop``: it says of itself which misuse it is, wherever a loop raises it, if ``applies`` to where it was raised.
+    ``in_loop``: it says of itself which misuse it is, wherever a loop raises it. ``applies`` to where it was raised.
     """
 
     text: str
@@ -59,6 +61,15 @@ def _is_decorated(context: type) -> bool:
     return all(hasattr(getattr(function, name, None), "__wrapped__") for name in ("forward", "backward"))
 
 
+def _writes_a_constant(error: BaseException) -> bool:
+    """The number that half cannot hold was to be written into a tensor. One by which an operand is multiplied, as the
+    learning rate of an update, is none: torch calls it ``alpha``, and says the same of it."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    is_of_update = any(isinstance(one, Optimizer) for frame, _ in frames for one in _first_argument(frame))
+    called = [linecache.getline(frame.f_code.co_filename, number) for frame, number in frames[-1:]]
+    return not is_of_update and "alpha=" not in "".join(called)
+
+
 DTYPES_DIFFER = (
     r"must have the same dtype|expected .*scalar type|expected .* to have the same dtype|same scalar type"
     r"|Input type .* should be the same|found (dtype )?(Half|BFloat16|c10::Half)|dtype of .* does not match"
@@ -81,7 +92,9 @@ WEIGHTS_ARE_HALF = (
 )
 
 TORCH_ERRORS = (
-    TorchError(r"cannot be converted to type (c10|at)::Half", "mask-constant", by_autocast=True),
+    TorchError(
+        r"cannot be converted to type (c10|at)::Half", "mask-constant", by_autocast=True, applies=_writes_a_constant
+    ),
     TorchError(
         r"binary_cross_entropy and torch\.nn\.BCELoss are unsafe to autocast",
         "misuse-bce",
@@ -110,7 +123,7 @@ def autocast_error(
     if cause is None:
         return None
     text = text_of(cause)
-    known = next((one for one in TORCH_ERRORS if one.by_autocast and one.is_in(text)), None)
+    known = next((one for one in TORCH_ERRORS if one.by_autocast and one.is_in(text) and one.applies(cause)), None)
     if known is None:
         return None
     line = line_of_error(cause)

@@ -6,12 +6,13 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ampdbg.diagnosis.comparison import Comparison, Overflow, Windows
+from ampdbg.diagnosis.comparison import Change, Comparison
 from ampdbg.diagnosis.producers import op_name
+from ampdbg.diagnosis.ranges import Window
 from ampdbg.levels import precision_of
 from ampdbg.quantities import counted, listed, number, scale
 from ampdbg.record.findings import Finding, place_of
-from ampdbg.record.run import Record
+from ampdbg.record.run import Record, Site
 
 from . import view
 from .view import line, more
@@ -52,11 +53,11 @@ def data(compared: Comparison, then: str, now: str) -> dict[str, Any]:
         "appeared": [fields(one, *finding) for one in compared.appeared],
         "gone": [fields(one, *finding) for one in compared.gone],
         "overflows": [
-            fields(one.site, "phase", "module", "op") | fields(one, "then", "now") for one in compared.overflows
+            fields(one.of, "phase", "module", "op") | fields(one, "then", "now") for one in compared.overflows
         ],
-        "headroom_bits": [fields(one, "module", "then", "now") for one in compared.headrooms],
+        "headroom_bits": [{"module": one.of, **fields(one, "then", "now")} for one in compared.headrooms],
         "loss_scales": [
-            {"module": one.module, "then": fields(one.then, *ends), "now": fields(one.now, *ends)}
+            {"module": one.of, "then": fields(one.then, *ends), "now": fields(one.now, *ends)}
             for one in compared.windows
         ],
     }
@@ -77,21 +78,21 @@ def counted_bits(bits: float) -> str:
 
 
 def _worse(compared: Comparison) -> Iterator[str]:
-    began = sum(one.now - one.then for one in compared.began)
+    began = round(sum(one.lost for one in compared.began))
     yield from ["an error stops the run"] * compared.broke
     yield from _listed(compared.appeared, "appeared")
     yield from [f"{counted(began, 'more place')} would overflow"] * bool(began)
     for first in compared.tighter[:1]:
         others = len(compared.tighter) - 1
         also = f", and {counted(others, 'more module')} lost headroom" * bool(others)
-        yield f"{view.module(first.module)} lost {counted_bits(round(first.lost, 1))} of headroom{also}"
+        yield f"{view.module(first.of)} lost {counted_bits(round(first.lost, 1))} of headroom{also}"
     if compared.narrower is not None:
         yield f"the range of loss scales that work shrank by {counted_bits(round(compared.narrower.lost, 1))}"
 
 
 def _better(compared: Comparison) -> Iterator[str]:
-    ceased = sum(one.then - one.now for one in compared.ceased)
-    won = sum(-one.lost > compared.within for one in compared.headrooms)
+    ceased = round(sum(one.won for one in compared.ceased))
+    won = sum(one.won > compared.within for one in compared.headrooms)
     yield from _listed(compared.gone, "gone")
     yield from [f"{counted(ceased, 'fewer place')} would overflow"] * bool(ceased)
     yield from [f"{counted(won, 'module')} gained headroom"] * bool(won)
@@ -108,9 +109,7 @@ def _sections(compared: Comparison, most: int | None = None) -> tuple[view.Secti
     within, is_whole = compared.within, most is None
     error = compared.now.error.splitlines()[: not compared.then.error]
     headrooms = (one for one in compared.headrooms if is_whole or abs(one.lost) > within)
-    held = [
-        (_sign(one.lost, within), view.module(one.module), f"{one.then:.1f}", f"{one.now:.1f}") for one in headrooms
-    ]
+    held = [(_sign(one.lost, within), view.module(one.of), f"{one.then:.1f}", f"{one.now:.1f}") for one in headrooms]
     windows = (one for one in compared.windows if is_whole or max(one.lost, one.won) > within)
     then, now = _run(compared.then), _run(compared.now)
     runs = [("", name, then[name], now[name]) for name in then] * (
@@ -139,15 +138,15 @@ def _sign(lost: float, within: float) -> view.StyledLine:
     return line(view.Words("✗", "bad") if lost > within else view.Words("✓", "good") if -lost > within else "")
 
 
-def _overflow_row(one: Overflow) -> Row:
-    site = one.site
+def _overflow_row(one: Change[Site, int]) -> Row:
+    site = one.of
     parts = (view.module(site.module), "backward" * (site.phase == "backward"), op_name(site.op), place_of(site.source))
-    return _sign(one.now - one.then, 0), " · ".join(filter(None, parts)), f"{one.then:,}", f"{one.now:,}"
+    return _sign(one.lost, 0), " · ".join(filter(None, parts)), f"{one.then:,}", f"{one.now:,}"
 
 
-def _window_row(one: Windows, within: float) -> Row:
+def _window_row(one: Change[str, Window], within: float) -> Row:
     lost = one.lost if one.lost > within else -one.won
-    named = line(one.module or view.Words("the whole model", "strong"))
+    named = line(one.of or view.Words("the whole model", "strong"))
     return _sign(lost, within), named, *(_span(end.floor, end.ceiling) for end in (one.then, one.now))
 
 

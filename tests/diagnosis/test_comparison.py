@@ -41,7 +41,7 @@ def lowered(bits: float, at: int = 0) -> Record:
 def test_headroom_may_be_lost_up_to_the_bits_that_are_allowed(bits: float, within: float, is_worse: bool) -> None:
     one = compared(lowered(bits), within)
     assert one.is_worse is is_worse
-    assert [tight.module for tight in one.tighter] == (["body"] if is_worse else [])
+    assert [tight.of for tight in one.tighter] == (["body"] if is_worse else [])
     assert not one.is_better
 
 
@@ -58,10 +58,10 @@ def test_a_module_that_is_new_or_gone_lost_nothing() -> None:
 def test_an_overflow_that_is_new_is_worse_and_one_that_was_there_is_not() -> None:
     bad = measured(*SITES, site(3, "new", "aten.mul.Tensor", 90000.0, 9, "x * x", overflow="starts"))
     (began,) = compared(bad).began
-    assert (began.site.module, began.then, began.now) == ("new", 0, 1)
+    assert (began.of.module, began.then, began.now) == ("new", 0, 1)
     moved = measured(*SITES, site(3, "new", "aten.mul.Tensor", 90000.0, 12, "y * y", overflow="starts"))
     assert not compared(moved, then=bad).is_worse
-    assert [gone.site.module for gone in compared(measured(*SITES), then=bad).ceased] == ["new"]
+    assert [gone.of.module for gone in compared(measured(*SITES), then=bad).ceased] == ["new"]
     carried = measured(*SITES, site(3, "new", "aten.mul.Tensor", 90000.0, 9, "x * x", overflow="carried"))
     assert compared(carried).began == ()
 

@@ -20,6 +20,7 @@ from ampdbg.record.findings import Finding, Source
 from ampdbg.record.run import (
     AutocastError,
     Environment,
+    FrozenParameter,
     GroupOverflow,
     Investigation,
     Misuse,
@@ -30,6 +31,7 @@ from ampdbg.record.run import (
     ScriptRun,
     Step,
     TensorCounts,
+    Updates,
 )
 from ampdbg.report.scan import headline, next_command
 from ampdbg.report.view import Typed
@@ -860,3 +862,13 @@ def test_what_a_script_is_given_after_an_overflow_may_be_its_models(
     assert [finding.code for finding in record.findings[:2]] == codes_of_it
     steps[1], steps[2] = replace(steps[1], nonfinite=(bad,)), replace(steps[2], nonfinite=())
     assert diagnosed(steps, overflowing(3), script=script).findings[0].code == "data-nonfinite"
+
+
+@pytest.mark.parametrize("cost", [0.0002, 0.0099, 0.011, 0.4])
+def test_how_severe_it_is_that_weights_stand_still_does_not_depend_on_how_many_windows_there_was_time_for(
+    cost: float,
+) -> None:
+    still = FrozenParameter("norm.weight", 64, 0, 1.0)
+    (found,) = diagnosed("." * 40, updates=Updates(20, lost=0.5, frozen=(still,), cost=cost)).findings
+    assert (found.code, found.severity) == ("frozen-weights", "error")
+    assert f"{100 * cost:g}% of the loss's fall so far" in found.message

@@ -72,3 +72,11 @@ def test_a_scale_has_not_settled_where_only_steps_without_gradients_were_taken()
     told = diagnose(record_of(with_norms(steps_of("xx.."), 0.0))).findings[0]
     assert told.code == "scale-calibration"
     assert "it has not settled yet" in told.message
+
+
+def test_a_scale_that_fell_below_one_and_was_never_shown_to_work_has_a_cause_that_is_not_known() -> None:
+    record = diagnose(record_of(with_norms(steps_of(DESCENT + "...."), 0.0)))
+    assert ([finding.code for finding in record.findings], record.verdict) == (
+        ["unknown", "scale-collapse"],
+        "inconclusive",
+    )

@@ -15,7 +15,7 @@ from ampdbg.diagnosis.diagnose import ORDER_OF_DECISION, conditions_of, diagnose
 from ampdbg.diagnosis.hidden_faults import HIDDEN, HiddenFault
 from ampdbg.diagnosis.producers import suspects
 from ampdbg.diagnosis.scale import LIMITS, SKIPS, Scaling
-from ampdbg.diagnosis.tensors import TENSORS, BadTensor
+from ampdbg.diagnosis.tensors import BATCHES, BUFFERS, STORED, BadTensor
 from ampdbg.diagnosis.updates import SMALL, SPOILING, SUMS, HalfUpdates
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Source
@@ -181,7 +181,7 @@ def test_more_evidence_may_withdraw_a_blame_and_never_moves_it_to_another_line(
 SUBJECTS: tuple[tuple[type, tuple[Decision[Any], ...]], ...] = (
     (Evidence, CAUSES),
     (Lost, LOST),
-    (BadTensor, TENSORS),
+    (BadTensor, (*BATCHES, *BUFFERS, *STORED)),
     (Scaling, (*SKIPS, *LIMITS)),
     (HiddenFault, HIDDEN),
     (HalfUpdates, (*SPOILING, *SUMS, *SMALL)),

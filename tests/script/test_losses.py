@@ -329,3 +329,36 @@ def test_no_scale_is_said_to_work_where_one_optimizer_never_steps(
     assert record.steps[-1].scale < 1.0
     assert not record.steps[-1].skipped
     assert [found.code for found in record.findings] == ["unknown" if options else "true-nan", "scale-collapse"]
+
+
+BEYOND_HALF = scripts.loop("""
+net = torch.nn.Linear(8, 4).cuda().half()
+optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
+for step in range(3):
+    out = net(torch.randn(16, 8).cuda().half())
+    out = out.masked_fill(out > 0.5, FILL)
+    out.softmax(-1).square().mean().backward()
+    UPDATE
+""")
+BY_HAND = "with torch.no_grad(): [one.add_(one.grad, alpha=-RATE) for one in net.parameters()]"
+
+
+@pytest.mark.parametrize(
+    ("rate", "fill", "update", "code"),
+    [
+        ("1e-3", "-1e9", "optimizer.step()", "mask-constant"),
+        ("1e6", "-1e4", "optimizer.step()", None),
+        ("1e6", "-1e4", BY_HAND, None),
+    ],
+    ids=["a fill", "a rate", "a rate by hand"],
+)
+def test_a_learning_rate_that_half_cannot_hold_is_no_constant_of_a_mask(
+    tmp_path: Path, rate: str, fill: str, update: str, code: str | None
+) -> None:
+    text = BEYOND_HALF.replace("UPDATE", update).replace("RATE", rate).replace("FILL", fill)
+    result, record = run(tmp_path, text)
+    assert "value cannot be converted to type c10::Half without overflow" in result.stderr
+    assert result.code == 1
+    assert ("mask-constant" in [found.code for found in record.findings]) is (code is not None)
+    assert record.verdict == ("other" if code else "inconclusive")
+    assert code or "cannot be converted" in record.error
