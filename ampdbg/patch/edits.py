@@ -23,6 +23,7 @@ from ampdbg.patch.statements import (
     casts_of,
     is_product,
     pieces_of_line,
+    refuse_suspended,
     root_name,
     value_of,
     writes_in_place,
@@ -221,9 +222,9 @@ def _with_body_in_fp32(function: cst.FunctionDef, updated: cst.FunctionDef, suit
     """The function with its body in a block with autocast off, the parameters cast first that held half tensors.
 
     Raises:
-        EditError: it is a coroutine or a generator, no argument of it is a tensor, or it writes into one.
+        EditError: it yields or awaits, no argument of it is a tensor, or it writes into one.
     """
-    _refuse_suspended(function)
+    refuse_suspended(function.body, (cst.Yield, cst.Await))
     body, bindings, seen = block_of(updated.body), suite.bindings, suite.names_of(function)
     first = 1 if function.get_docstring() is not None else 0
     statements = list(body.body[first:])
@@ -236,7 +237,7 @@ def _with_body_in_fp32(function: cst.FunctionDef, updated: cst.FunctionDef, suit
     tensors = [*half, *(name for name in bindings.parameters if name in seen.full)]
     if not tensors:
         raise EditError("none of its arguments held a tensor")
-    _refuse_writes(function, half, bindings)
+    _refuse_writes(function, half)
     casts = cast_lines(half, [name for name in half if bindings.parameters[name].default is not None], bindings)
     block = suite.with_off(f"{tensors[0]}.device.type", [*casts, *statements])
     # Comments at the end of the function stay in the block that they were written in.
@@ -244,19 +245,11 @@ def _with_body_in_fp32(function: cst.FunctionDef, updated: cst.FunctionDef, suit
     return updated.with_changes(body=body.with_changes(body=[*body.body[:first], block], footer=()))
 
 
-def _refuse_writes(function: cst.FunctionDef, names: Sequence[str], bindings: Bindings) -> None:
+def _refuse_writes(function: cst.FunctionDef, names: Sequence[str]) -> None:
     """What is written into an argument reaches the caller; written into its cast, it would not."""
     written = set(written_into(function.body))
-    for name in names:
-        if not written.isdisjoint({name, *bindings.aliases(name)}):
-            raise EditError(f"it writes into its argument {name} in place; assign the result to a new name first")
-
-
-def _refuse_suspended(function: cst.FunctionDef) -> None:
-    if function.asynchronous is not None:
-        raise EditError("it is a coroutine, and other code would run with autocast off")
-    if any(isinstance(node, cst.Yield) for node in walk(function.body)):
-        raise EditError("it is a generator, and the caller's code would run with autocast off")
+    for name in (name for name in names if name in written):
+        raise EditError(f"it writes into its argument {name} in place; assign the result to a new name first")
 
 
 # Blocks

@@ -13,7 +13,6 @@ from typing import TypeVar
 
 import libcst as cst
 
-from ampdbg.ops import SHARES_MEMORY
 from ampdbg.syntax_tree import syntax_tree
 
 _EMPTY = cst.Module([])
@@ -371,30 +370,6 @@ class Bindings:
                 yield names_assigned(item), item.value
             elif isinstance(item, cst.For):
                 yield names_assigned(cst.AssignTarget(item.target)), item.iter
-
-    def aliases(self, name: str) -> set[str]:
-        """What else may hold the same memory: assigned from ``name``, or what that was assigned from, or a view."""
-        found: set[str] = set()
-        for item in find(self.scope, cst.Assign):
-            if viewed := _viewed(item.value):
-                both = assigned_codes(item) | {viewed}
-                found |= both if name in both else set()
-        return found - {name}
-
-
-def _viewed(value: cst.BaseExpression) -> str:
-    """The name whose memory an expression hands on: ``h`` of ``h``, ``h[0]`` and ``h.view(2, -1).T``; else ""."""
-    match value:
-        case cst.Name(value=name):
-            return "" if name in ("None", "True", "False") else name
-        case cst.Subscript(value=base):
-            return _viewed(base)
-        case cst.Call(func=cst.Attribute() as method):
-            return _viewed(method)
-        case cst.Attribute(value=base, attr=cst.Name(value=name)) if name in SHARES_MEMORY:
-            return _viewed(base)
-        case _:
-            return ""
 
 
 def _alternatives(value: cst.BaseExpression | None) -> Iterator[cst.BaseExpression]:
