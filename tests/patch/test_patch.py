@@ -313,16 +313,7 @@ def tower(lines: str, first: str, given: str) -> str:
     )
 
 
-@pytest.mark.parametrize(
-    ("first", "given"), [("x.half()", "y"), ("x", "y.half()")], ids=["with no half argument", "that is longer"]
-)
-def test_one_call_is_wrapped_rather_than_a_long_forward(write: Write, first: str, given: str) -> None:
-    net = write(tower("h = h * h\n" * 15 + "h = h + h", first, given))
-    patch = net.planned(net.pin("tower", "h = h + h"))
-    assert titles(patch) == ["self.tower() in Net.forward of net.py"]
-
-
-def test_a_short_forward_is_wrapped_rather_than_the_call(write: Write) -> None:
+def test_a_forward_is_wrapped_rather_than_the_call(write: Write) -> None:
     net = write(tower("h = h + h", "x", "y.half()"))
     assert titles(net.planned(net.pin("tower", "h = h + h"))) == ["Tower.forward in net.py"]
 
