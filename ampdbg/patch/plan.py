@@ -9,7 +9,6 @@ import ast
 import functools
 import inspect
 import itertools
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,9 +16,7 @@ from types import FunctionType
 
 import torch
 
-from ampdbg.config.schema import Config
-from ampdbg.config.targets import parse_target
-from ampdbg.patch.by_name import edit_factory
+from ampdbg.patch.by_name import edit_maker
 from ampdbg.patch.constants import edit_constants
 from ampdbg.patch.edits import Edited, FunctionPin, LinePin, Refused, SourcePin, edit_source
 from ampdbg.patch.file_edits import FileEdit, counterpart
@@ -27,7 +24,7 @@ from ampdbg.patch.own_lines import MOST_GENERATIONS, OwnLines, UsersCall
 from ampdbg.patch.statements import NOTHING_COMPUTED, NamesSeen
 from ampdbg.pinning.pin_set import parted, tied_together
 from ampdbg.probes.half_names import NamesByLine
-from ampdbg.probes.makings import Making, Makings
+from ampdbg.probes.makings import Makings
 from ampdbg.record.findings import Source
 from ampdbg.record.pins import PatchUnit, Pin, in_words, within
 from ampdbg.source.ownership import is_users_file
@@ -41,15 +38,14 @@ FEW = 2
 class Materials:
     """What a plan is made from: the model, its pins, the lines to wrap, and what holds half tensors on them.
 
-    ``makings`` say where the model is made, where no target of the config does.
+    ``makings`` say where the model is made.
     """
 
-    config: Config
     model: torch.nn.Module
     pins: tuple[Pin, ...]
     lines: OwnLines
     names: NamesByLine
-    makings: Makings | None = None
+    makings: Makings
 
     @functools.cached_property
     def edited(self) -> Callable[[str, tuple[SourcePin, ...]], Edited]:
@@ -194,13 +190,12 @@ def _call(pin: Pin, materials: Materials) -> Iterator[Placement]:
 
 def _helper(pin: Pin, materials: Materials) -> Iterator[Placement]:
     """The helper, by the module's name, in the file that makes the model."""
-    making = _making((pin.name,), materials)
-    file = making.file if making is not None else _file_of_the_target(materials.config)
-    if not is_users_file(file) or pin.source:
-        return
-    refused = _in_file(file, _with_helper(file, Path(file).read_bytes(), (pin.name,), materials).refused)
-    title = in_words(pin.name, type(materials.model).__name__)
-    yield Placement(f"{title}, by name", file, None, (pin.name,), refused=refused)
+    making = None if pin.source else materials.makings.of(materials.model, (pin.name,))
+    if making is not None:
+        edited = _with_helper(Path(making.file).read_bytes(), (pin.name,), materials)
+        title = in_words(pin.name, type(materials.model).__name__)
+        refused = _in_file(making.file, edited.refused)
+        yield Placement(f"{title}, by name", making.file, None, (pin.name,), refused=refused)
 
 
 GENERATIONS = (*(slice(number, number + 1) for number in range(MOST_GENERATIONS + 1)), slice(None))
@@ -231,27 +226,16 @@ def _in_file(file: str, refused: Iterable[Refused]) -> tuple[Refused, ...]:
     return tuple(replace(one, file=file) for one in refused)
 
 
-def _with_helper(file: str, source: bytes, names: Sequence[str], materials: Materials) -> Edited:
+def _with_helper(source: bytes, names: Sequence[str], materials: Materials) -> Edited:
     """The file that makes the model, which may be edited already, with the helper that pins modules by name."""
-    if (making := _making(names, materials)) is None:
-        return edit_factory(source, parse_target(materials.config.model.target).name, names)
-    line = counterpart(making.line, Path(file).read_bytes(), source)
+    making = materials.makings.of(materials.model, names)
+    if making is None:
+        return Edited(source, (Refused(0, "no one line creates the model; call the helper by hand"),), changed=False)
+    line = counterpart(making.line, Path(making.file).read_bytes(), source)
     if not line:
         reason = "the line that creates the model is edited already; call the helper by hand"
         return Edited(source, (Refused(making.line, reason),), changed=False)
-    return edit_factory(source, replace(making, line=line), [within(making.path, name) for name in names])
-
-
-def _making(names: Sequence[str], materials: Materials) -> Making | None:
-    return materials.makings.of(materials.model, names) if materials.makings is not None else None
-
-
-def _file_of_the_target(config: Config) -> str:
-    target = parse_target(config.model.target)
-    if target.file:
-        return str(target.path(config.folder))
-    module = sys.modules.get(target.module)
-    return (module.__file__ or "") if module is not None else ""
+    return edit_maker(source, replace(making, line=line), [within(making.path, name) for name in names])
 
 
 def lines_title(file: str, lines: Sequence[int]) -> str:
@@ -440,7 +424,7 @@ def _applied(placements: Sequence[Placement], materials: Materials) -> tuple[tup
         here_refused = list(edited.refused)
         names = [name for place in here if place.source is None for name in place.pins]
         if names:
-            edited = _with_helper(file, edited.source, names, materials)
+            edited = _with_helper(edited.source, names, materials)
             here_refused += edited.refused
         refused += (replace(one, file=file) for one in here_refused)
         if edited.source != before:

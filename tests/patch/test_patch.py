@@ -10,12 +10,12 @@ from types import MappingProxyType
 import pytest
 import torch
 
-from ampdbg.config.file import load_config
 from ampdbg.patch.edits import LinePin
 from ampdbg.patch.own_lines import OwnLines, UsersCall
 from ampdbg.patch.plan import Materials, Patch, lines_that_may_be_edited, lines_title, planned
 from ampdbg.precision.emulation import cuda_on_cpu
 from ampdbg.probes.half_names import names_seen
+from ampdbg.probes.makings import Makings
 from ampdbg.record.findings import Source
 from ampdbg.record.pins import Pin, PinSite
 from ampdbg.source.ownership import Line
@@ -29,12 +29,6 @@ from torch import nn
 
 """
 
-CONFIG = """\
-model: {target: net.py:build}
-data: {target: net.py:build}
-train: {steps: 1}
-"""
-
 
 @dataclass(frozen=True)
 class Written:
@@ -42,6 +36,7 @@ class Written:
 
     file: Path
     model: torch.nn.Module
+    makings: Makings
 
     def line(self, text: str) -> int:
         """The only line that holds a text."""
@@ -63,8 +58,7 @@ class Written:
         wanted = lines_that_may_be_edited(pins, lines, self.model)
         with names_seen(wanted) as names, cuda_on_cpu(), torch.autocast("cpu", dtype=torch.float16):
             self.model(torch.ones(2, 3, 4))
-        config = load_config(self.file.parent / "config.yaml")
-        return planned(Materials(config, self.model, tuple(pins), lines, names))
+        return planned(Materials(self.model, tuple(pins), lines, names, self.makings))
 
     def changed(self, patch: Patch) -> str:
         """The lines that the patch adds, without what they are indented by in common."""
@@ -81,13 +75,13 @@ def write(tmp_path: Path) -> Write:
     def written(text: str) -> Written:
         file = tmp_path / "net.py"
         file.write_text(HEAD + text)
-        (tmp_path / "config.yaml").write_text(CONFIG)
         spec = importlib.util.spec_from_file_location("net", file)
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        return Written(file, module.build())
+        with Makings() as makings:
+            return Written(file, module.build(), makings)
 
     return written
 
