@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import builtins
 import functools
+import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
@@ -24,8 +25,8 @@ COMPREHENSIONS = (cst.ListComp, cst.SetComp, cst.DictComp, cst.GeneratorExp)
 
 Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
 
-# `from __future__`, the standard library, installed packages, the package's own.
-_FUTURE, _STANDARD, _INSTALLED, _OWN = range(4)
+# `from __future__`, the standard library, installed packages, the package's own, and what is no import.
+_FUTURE, _STANDARD, _INSTALLED, _OWN, _OTHER = range(5)
 
 
 def imports_of(body: Iterable[cst.CSTNode]) -> dict[str, str]:
@@ -105,29 +106,17 @@ def with_imported(module: cst.Module, name: str) -> cst.Module:
     if imports_of(module.body).get(name) == name:
         return module
     line = cst.SimpleStatementLine([cst.Import([cst.ImportAlias(cst.Name(name))])])
-    first = int(module.get_docstring() is not None)
-    block = _import_block(module.body, first)
-    rank = _rank(line)
-    place = next((index for index in block if _rank(module.body[index]) >= rank), block[-1] + 1 if block else first)
-    starts_section = not block or _rank(module.body[max(place - 1, block[0])])[0] != rank[0]
     body: list[Statement] = list(module.body)
-    if place in block:  # the blank lines and comments that stood there stay above
+    section, first = _rank(line)[0], int(module.get_docstring() is not None)
+    place = next((index for index in range(first, len(body)) if _rank(body[index]) >= _rank(line)), len(body))
+    if place < len(body) and _rank(body[place])[0] == section:  # what stood above that one stays above
         line = line.with_changes(leading_lines=body[place].leading_lines)
         body[place] = body[place].with_changes(leading_lines=())
-        ends_section = _rank(body[place])[0] != rank[0]
-    else:
-        line = line.with_changes(leading_lines=[cst.EmptyLine(indent=False)] if starts_section and place else ())
-        ends_section = starts_section
     body.insert(place, line)
-    if ends_section and place + 1 < len(body):
-        body[place + 1] = apart(body[place + 1], 1)
+    for index, (above, below) in enumerate(itertools.pairwise(body), 1):
+        if index in (place, place + 1) and _rank(above)[0] != _rank(below)[0]:
+            body[index] = apart(below, 1)
     return module.with_changes(body=body)
-
-
-def _import_block(body: Sequence[cst.CSTNode], first: int) -> range:
-    """The indices of the imports at the top, from the ``first`` statement behind a docstring on."""
-    end = next((index for index, line in enumerate(body) if index >= first and not _root_of(line)), len(body))
-    return range(first, end)
 
 
 def _root_of(line: cst.CSTNode) -> str:
@@ -144,7 +133,7 @@ def _rank(line: cst.CSTNode) -> tuple[int, bool, str]:
     """The order of imports: by section, ``import`` before ``from``, by name."""
     root = _root_of(line)
     standard = _STANDARD if root in sys.stdlib_module_names else _INSTALLED
-    section = {"__future__": _FUTURE, ".": _OWN}.get(root, standard)
+    section = {"": _OTHER, "__future__": _FUTURE, ".": _OWN}.get(root, standard)
     is_from = isinstance(line, cst.SimpleStatementLine) and isinstance(line.body[0], cst.ImportFrom)
     return section, is_from, root
 
