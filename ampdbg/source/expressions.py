@@ -188,7 +188,8 @@ def names_read(node: cst.CSTNode) -> set[str]:
 
 def names_assigned(node: cst.CSTNode) -> set[str]:
     """Every plain name that a statement binds, those in nested functions too."""
-    return {name for item in walk(node) for target in _targets(item) for name in _target_names(target)}
+    binding = (item for item in walk(node) if type(item) in BINDS)
+    return {name for item in binding for name in _names_in(getattr(item, BINDS[type(item)]))}
 
 
 def assigned_codes(statement: cst.CSTNode) -> set[str]:
@@ -209,25 +210,25 @@ def names_bound_inside(statement: cst.CSTNode) -> set[str]:
     return {name for item in walk(statement) if isinstance(item, kinds) for name in names_assigned(item)}
 
 
-def _targets(node: cst.CSTNode) -> Iterator[cst.BaseExpression]:
-    if isinstance(node, (cst.AssignTarget, cst.AnnAssign, cst.AugAssign, cst.NamedExpr, cst.For, cst.CompFor)):
-        yield node.target
-    elif isinstance(node, (cst.WithItem, cst.ExceptHandler)):
-        name = node.asname if isinstance(node, cst.WithItem) else node.name
-        if isinstance(name, cst.AsName):
-            yield name.name
-    elif isinstance(node, cst.Del):
-        yield node.target
-    elif isinstance(node, (cst.FunctionDef, cst.ClassDef, cst.Param)):
-        yield node.name
+BINDS: Mapping[type[cst.CSTNode], str] = {
+    **dict.fromkeys(
+        (cst.AssignTarget, cst.AnnAssign, cst.AugAssign, cst.NamedExpr, cst.For, cst.CompFor, cst.Del), "target"
+    ),
+    **dict.fromkeys((cst.FunctionDef, cst.ClassDef, cst.Param, cst.ExceptHandler), "name"),
+    cst.WithItem: "asname",
+}
+"""What binds names, and where it has them."""
 
 
-def _target_names(target: cst.BaseExpression) -> Iterator[str]:
-    if isinstance(target, cst.Name):
-        yield target.value
-    elif isinstance(target, (cst.Tuple, cst.List)):
-        for element in target.elements:
-            yield from _target_names(element.value)
+def _names_in(target: cst.CSTNode | None) -> Iterator[str]:
+    match target:
+        case cst.Name(value=name):
+            yield name
+        case cst.AsName(name=inner):
+            yield from _names_in(inner)
+        case cst.Tuple(elements=elements) | cst.List(elements=elements):
+            for element in elements:
+                yield from _names_in(element.value)
 
 
 def bare(node: cst.BaseExpression) -> cst.BaseExpression:
@@ -256,7 +257,6 @@ TRANSPOSED = frozenset({"T", "mT", "H", "mH"})
 PLAIN_MODULES = frozenset("math operator itertools functools typing warnings collections einops cmath numbers".split())
 """Modules whose functions run none of the user's."""
 
-_NUMBER_TYPES = frozenset({"int", "float", "bool", "str"})
 _NUMBER_MAKERS = frozenset({"len", "int", "float", "bool", "range", "round"})
 
 
@@ -328,20 +328,9 @@ class Bindings:
         return self.function is None or name in self.local or name not in self.taken
 
     @cached_property
-    def numbers(self) -> frozenset[str]:
-        """Names that hold numbers and no tensors: sizes, loop indices, annotated ones, constants in capitals."""
-        numbers = {name for name, parameter in self.parameters.items() if _is_number_parameter(parameter)}
-        others: set[str] = set()
-        for targets, value in self._assignments():
-            (numbers if is_number(value) else others).update(targets)
-        constants = {name for name in names_assigned(self.module) if name.isupper() and len(name) > 1}
-        # What starts at 0 and is added to may be a tensor.
-        return frozenset((numbers - others) | constants)
-
-    @cached_property
     def maybe_numbers(self) -> frozenset[str]:
-        """Names that may hold a number at one time and a tensor at another: ``total = 0``, ``scale=1.0``."""
-        return self._may_hold(is_number) - self.numbers
+        """Names that may hold a number: ``total = 0``, ``scale=1.0``, an index of a loop."""
+        return self._may_hold(is_number)
 
     @cached_property
     def maybe_none(self) -> frozenset[str]:
@@ -350,15 +339,12 @@ class Bindings:
     def _may_hold(self, is_one: Callable[[cst.BaseExpression], bool]) -> frozenset[str]:
         """The parameters with such a default, and the names to which such a value is assigned, on a condition too."""
         found = {name for name, item in self.parameters.items() if any(map(is_one, _alternatives(item.default)))}
-        plain = (item for item in find(self.scope, cst.Assign) if any(map(is_one, _alternatives(item.value))))
-        return frozenset(found.union(*map(names_assigned, plain)))
+        assigned = (names for names, value in self._assignments() if any(map(is_one, _alternatives(value))))
+        return frozenset(found.union(*assigned))
 
     def _assignments(self) -> Iterator[tuple[set[str], cst.BaseExpression]]:
-        for item in walk(self.scope):
-            if isinstance(item, (cst.Assign, cst.AugAssign)):
-                yield names_assigned(item), item.value
-            elif isinstance(item, cst.For):
-                yield names_assigned(cst.AssignTarget(item.target)), item.iter
+        yield from ((names_assigned(item), item.value) for item in find(self.scope, cst.Assign))
+        yield from ((set(_names_in(item.target)), item.iter) for item in find(self.scope, cst.For))
 
 
 def _alternatives(value: cst.BaseExpression | None) -> Iterator[cst.BaseExpression]:
@@ -371,11 +357,6 @@ def _alternatives(value: cst.BaseExpression | None) -> Iterator[cst.BaseExpressi
 
 def _is_none(value: cst.BaseExpression) -> bool:
     return isinstance(value, cst.Name) and value.value == "None"
-
-
-def _is_number_parameter(parameter: cst.Param) -> bool:
-    note = parameter.annotation.annotation if parameter.annotation is not None else None
-    return isinstance(note, cst.Name) and note.value in _NUMBER_TYPES
 
 
 def is_number(value: cst.BaseExpression) -> bool:
