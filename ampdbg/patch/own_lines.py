@@ -63,8 +63,6 @@ class OwnLines:
 
     def calls_of(self, pin: Pin) -> list[UsersCall]:
         """The calls of libraries in which the lines of a pin go wrong, or else the only ones on its lines."""
-        if not (pin.own or pin.source):
-            return []
         lines = [pin.source] if pin.source else [site.source for site in pin.sites]
         library = [(line.file, line.line) for line in lines if line is not None and not is_users_file(line.file)]
         calls = [self.calls[line] for line in library if line in self.calls] or map(_call_on, _sites(pin))

@@ -1,6 +1,6 @@
 """From pins to a patch: for each the smallest edit of the user's own code that the code allows.
 
-A pin can stand in its lines, in the forward around them, at the call of the module, or go by its name.
+A pin can stand in its lines, at the call of the module, or go by its name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from ampdbg.patch.by_name import edit_maker
 from ampdbg.patch.constants import edit_constants
-from ampdbg.patch.edits import Edited, FunctionPin, LinePin, Refused, SourcePin, edit_source
+from ampdbg.patch.edits import Edited, LinePin, Refused, edit_source
 from ampdbg.patch.file_edits import FileEdit, counterpart
 from ampdbg.patch.own_lines import MOST_GENERATIONS, OwnLines, UsersCall
 from ampdbg.patch.statements import NOTHING_COMPUTED, NamesSeen
@@ -48,11 +48,11 @@ class Materials:
     makings: Makings
 
     @functools.cached_property
-    def edited(self) -> Callable[[str, tuple[SourcePin, ...]], Edited]:
+    def edited(self) -> Callable[[str, tuple[LinePin, ...]], Edited]:
         """A file of these as the edits of some pins make it; each is made once."""
 
         @functools.cache
-        def edited(file: str, sources: tuple[SourcePin, ...]) -> Edited:
+        def edited(file: str, sources: tuple[LinePin, ...]) -> Edited:
             here = {line: found for (other, line), found in self.names.items() if other == file}
             half = {line: found.half for line, found in here.items()}
             full = {line: found.full for line, found in here.items()}
@@ -89,7 +89,7 @@ class Placement:
 
     title: str
     file: str
-    source: SourcePin | None
+    source: LinePin | None
     pins: tuple[str, ...]
     method: str = ""
     sharing: Sharing | None = None
@@ -101,7 +101,7 @@ PlacementRule = Callable[[Pin, Materials], Iterator[Placement]]
 
 
 def lines_that_may_be_edited(pins: Iterable[Pin], lines: OwnLines, model: torch.nn.Module) -> set[tuple[str, int]]:
-    """A line, by its file, of each function that a pin may be edited in: its own lines', its caller, its forward."""
+    """A line, by its file, of each function that a pin may be edited in: its own lines', and its caller."""
     pins = tuple(pins)
     found = {(file, line) for pin in pins for (file, _), some in lines.of(pin).items() for line in some}
     makers = {maker[:2] for pin in pins for some in lines.generations_of(pin) for maker in some}
@@ -110,14 +110,12 @@ def lines_that_may_be_edited(pins: Iterable[Pin], lines: OwnLines, model: torch.
     found |= makers | {(file, line) for file, call in (*around, *called) for line in call.lines}
     names = {pin.module for pin in pins if pin.source is None}
     calls = [call for name in names if (call := call_of(name, model)) is not None]
-    found |= {(function.__code__.co_filename, line) for function, call in calls for line in call.lines}
-    forwards = [forward.__code__ for name in names if (forward := _forward_of(name, model)) is not None]
-    return found | {(code.co_filename, code.co_firstlineno) for code in forwards}
+    return found | {(function.__code__.co_filename, line) for function, call in calls for line in call.lines}
 
 
 def _own_code(pin: Pin, materials: Materials) -> Iterator[Placement]:
     """The lines that go wrong, and those about to, in the module's own code or outside of any module."""
-    if not (pin.own or pin.source):
+    if not _stands_in_lines(pin, materials):
         return
     sources = [pin.source] if pin.source else [site.source for site in pin.sites]
     if not sources or not all(source is not None and is_users_file(source.file) for source in sources):
@@ -132,7 +130,7 @@ def _own_code(pin: Pin, materials: Materials) -> Iterator[Placement]:
 
 def _library_call(pin: Pin, materials: Materials) -> Iterator[Placement]:
     """The user's own call of an installed library's function in which a line goes wrong."""
-    for call in materials.lines.calls_of(pin):
+    for call in materials.lines.calls_of(pin) if _stands_in_lines(pin, materials) else ():
         yield _around(call, pin, materials)
 
 
@@ -146,7 +144,7 @@ def _where_it_is_made(pin: Pin, materials: Materials, *, before: slice) -> Itera
 
     What was rounded to half there comes too late to a cast in the pin's own lines: ``1 - p`` where p is 1 by then.
     """
-    generations = materials.lines.generations_of(pin) if pin.own or pin.source else []
+    generations = materials.lines.generations_of(pin) if _stands_in_lines(pin, materials) else []
     for file, line, function in itertools.chain(*(generations[before] or generations[-1:])):
         place = _decided(lines_title(file, [line]), pin, file, LinePin(function, (line,), is_lifted=True), materials)
         around = materials.lines.calls.get((file, line)) if place.refused else None
@@ -154,22 +152,12 @@ def _where_it_is_made(pin: Pin, materials: Materials, *, before: slice) -> Itera
             yield _around(around, pin, materials) if around is not None else place
 
 
-def _forward(pin: Pin, materials: Materials) -> Iterator[Placement]:
-    """The forward of the user's own class, where it is pinned with all that it calls, in all of its instances."""
-    if pin.source or _leaves_children(pin, materials):
-        return
-    function = _forward_of(pin.module, materials.model)
-    if function is None:
-        return
-    pinned = {other.module for other in materials.pins if not (other.source or _leaves_children(other, materials))}
-    if set(modules_running(function, materials.model)) <= pinned:
-        file, name = function.__code__.co_filename, function.__qualname__
-        yield _decided(f"{name} in {Path(file).name}", pin, file, FunctionPin(name), materials, function)
-
-
-def _forward_of(module: str, model: torch.nn.Module) -> FunctionType | None:
-    function = next(functions_run(type(model.get_submodule(module)), "forward"), None)
-    return function if function is not None and is_users_file(function.__code__.co_filename) else None
+def _stands_in_lines(pin: Pin, materials: Materials) -> bool:
+    """The pin is of lines, or of a module that runs nothing else: one of the user's own class without children."""
+    module = materials.model.get_submodule(pin.module)
+    forward = next(functions_run(type(module), "forward"), None)
+    is_users = forward is not None and is_users_file(forward.__code__.co_filename)
+    return bool(pin.source) or pin.own or (is_users and not any(True for _ in module.children()))
 
 
 def _leaves_children(pin: Pin, materials: Materials) -> bool:
@@ -185,7 +173,7 @@ def _call(pin: Pin, materials: Materials) -> Iterator[Placement]:
         function, call = found
         file = function.__code__.co_filename
         title = f"{call.callee}() in {function.__qualname__} of {Path(file).name}"
-        yield _decided(title, pin, file, call, materials, function)
+        yield _decided(title, pin, file, call, materials)
 
 
 def _helper(pin: Pin, materials: Materials) -> Iterator[Placement]:
@@ -201,21 +189,18 @@ def _helper(pin: Pin, materials: Materials) -> Iterator[Placement]:
 GENERATIONS = (*(slice(number, number + 1) for number in range(MOST_GENERATIONS + 1)), slice(None))
 
 WAYS: tuple[tuple[PlacementRule, ...], ...] = (
-    (_own_code, _library_call, _forward, _call, _helper),
-    *((functools.partial(_where_it_is_made, before=before), _forward, _call, _helper) for before in GENERATIONS),
-    (_forward, _call, _helper),
+    (_own_code, _library_call, _call, _helper),
+    *((functools.partial(_where_it_is_made, before=before), _call, _helper) for before in GENERATIONS),
+    (_call, _helper),
     (_helper,),
 )
 """The narrowest first; each next one is for where the patch of the one before does not cure the step."""
 
 
-def _decided(
-    title: str, pin: Pin, file: str, source: SourcePin, materials: Materials, function: FunctionType | None = None
-) -> Placement:
+def _decided(title: str, pin: Pin, file: str, source: LinePin, materials: Materials) -> Placement:
     """The placement, with why it is refused."""
     refused = _in_file(file, materials.edited(file, (source,)).refused)
-    if isinstance(source, LinePin) and function is None:
-        function = method_at(file, source.lines[0], materials.model)
+    function = method_at(file, source.lines[0], materials.model)
     if function is None:
         return Placement(title, file, source, (pin.name,), refused=refused)
     sharing = _sharing(function, source, materials)
@@ -332,10 +317,10 @@ def _best(pin: Pin, materials: Materials, ways: Sequence[PlacementRule]) -> tupl
     return wide, [] if wide else refused or unknown
 
 
-def _sharing(function: FunctionType, source: SourcePin, materials: Materials) -> Sharing:
+def _sharing(function: FunctionType, source: LinePin, materials: Materials) -> Sharing:
     """What modules run the method that is edited, or are called there."""
     running, modules = modules_running(function, materials.model), dict(materials.model.named_modules())
-    child = source.callee.rpartition(".")[2] if isinstance(source, LinePin) else ""
+    child = source.callee.rpartition(".")[2]
     called = [".".join(filter(None, (name, child))) for name in running]
     # What a library call calls is no child.
     pinned = sum(_is_pinned(name, materials.pins) for name in (called if {*called} <= modules.keys() else running))
@@ -352,29 +337,24 @@ def _is_pinned(name: str, pins: Iterable[Pin]) -> bool:
 
 
 def _merged(placements: Sequence[Placement], materials: Materials) -> Iterator[Placement]:
-    """Pins of several instances of a class come to the same edit; lines of one function to one for each block, or to
-    the whole."""
-    whole = {(place.file, place.method) for place in placements if isinstance(place.source, FunctionPin)}
+    """Pins of several instances of a class come to the same edit; lines of one function to one for each block."""
     by_target: dict[tuple[object, ...], list[Placement]] = {}
     for place in placements:
-        method = place.file, place.method
-        by_target.setdefault(method if method in whole else _target(place), []).append(place)
+        source = place.source
+        target = source and (place.method or source.function, source.callee)
+        by_target.setdefault((place.file, target or place.pins), []).append(place)
     for same in by_target.values():
-        first = next((place for place in same if isinstance(place.source, FunctionPin)), same[0])
+        first, pinned = same[0], same[0].source
+        if pinned is None:
+            yield first
+            continue
         pins = tuple(dict.fromkeys(pin for place in same for pin in place.pins))
         notes = tuple(dict.fromkeys(note for place in same for note in place.notes))
-        merged = replace(first, pins=pins, notes=notes)
-        if not isinstance(first.source, LinePin):
-            yield merged
-            continue
-        pinned = [place.source for place in same if isinstance(place.source, LinePin)]
-        lines = tuple(sorted({line for source in pinned for line in source.lines}))
-        parts = _blocks(first.file, replace(first.source, lines=lines), materials)
-        on = f"{first.source.callee}() on " if first.source.callee else ""
-        for part in parts:
-            is_new = part != first.source.lines
-            title = on + lines_title(first.file, part) if is_new else first.title
-            yield replace(merged, title=title, source=replace(first.source, lines=part))
+        lines = tuple(sorted({line for place in same if place.source for line in place.source.lines}))
+        on = f"{pinned.callee}() on " if pinned.callee else ""
+        for part in _blocks(first.file, replace(pinned, lines=lines), materials):
+            title = first.title if part == pinned.lines else on + lines_title(first.file, part)
+            yield replace(first, title=title, pins=pins, notes=notes, source=replace(pinned, lines=part))
 
 
 def _blocks(file: str, source: LinePin, materials: Materials) -> list[tuple[int, ...]]:
@@ -383,12 +363,6 @@ def _blocks(file: str, source: LinePin, materials: Materials) -> list[tuple[int,
     for line in source.lines:
         found.setdefault(blocks.get(line, next(reversed(found), line)), []).append(line)
     return [tuple(lines) for lines in found.values()]
-
-
-def _target(place: Placement) -> tuple[object, ...]:
-    if isinstance(place.source, LinePin):
-        return place.file, place.method or place.source.function, place.source.callee
-    return place.file, "", place.pins
 
 
 def _parts(placements: Sequence[Placement], materials: Materials) -> tuple[tuple[Placement, ...], ...]:

@@ -233,7 +233,7 @@ def pieces_of_line(line: cst.SimpleStatementLine, pinned: PinnedLine) -> Sequenc
     if len(line.body) > 1:
         raise EditError("the line holds several statements; put each on its own line first")
     small, names = line.body[0], pinned.names
-    refuse_suspended(small)
+    _refuse_suspended(small)
     if pinned.is_lifted and (lifted := small.visit(_Lifting(names))) is not small:
         assert isinstance(lifted, cst.BaseSmallStatement)
         casts = value_of(lifted)
@@ -436,12 +436,11 @@ SUSPENDED: dict[type[cst.CSTNode], str] = {
 }
 
 
-def refuse_suspended(code: cst.CSTNode, kinds: Collection[type[cst.CSTNode]] = SUSPENDED) -> None:
-    """Refuses what would run other code within the block, or some of its own behind it."""
+def _refuse_suspended(code: cst.CSTNode) -> None:
     calls = (call for call in find(code, cst.Call) if called_name(call) in CONSUMERS)
     consumed = {id(arg.value) for call in calls for arg in call.args if isinstance(arg.value, cst.GeneratorExp)}
     for node in walk(code):
-        if type(node) in kinds and id(node) not in consumed:
+        if type(node) in SUSPENDED and id(node) not in consumed:
             raise EditError(SUSPENDED[type(node)])
 
 

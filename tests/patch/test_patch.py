@@ -263,10 +263,10 @@ WITH_SIZES = (
 )
 
 
-def test_of_a_whole_forward_the_parameters_are_cast_that_were_seen_in_half(write: Write) -> None:
+def test_of_a_line_the_names_are_cast_that_were_seen_in_half(write: Write) -> None:
     net = write(WITH_SIZES)
     patch = net.planned(net.pin("energy", "h * h"))
-    assert titles(patch) == ["Energy.forward in net.py"]
+    assert titles(patch) == ["line 9 of net.py"]
     assert "    h = h.float()\n" in net.changed(patch)
 
 
@@ -307,9 +307,9 @@ def tower(lines: str, first: str, given: str) -> str:
     )
 
 
-def test_a_forward_is_wrapped_rather_than_the_call(write: Write) -> None:
+def test_the_line_of_a_module_without_children_is_wrapped_rather_than_its_call(write: Write) -> None:
     net = write(tower("h = h + h", "x", "y.half()"))
-    assert titles(net.planned(net.pin("tower", "h = h + h"))) == ["Tower.forward in net.py"]
+    assert titles(net.planned(net.pin("tower", "h = h + h"))) == ["line 10 of net.py"]
 
 
 TWO_CALLS = (
