@@ -8,17 +8,13 @@ from collections.abc import Collection, Iterator, Sequence
 
 import libcst as cst
 
-from ampdbg.config.schema import THE_SCRIPT
 from ampdbg.patch.edits import Edited, Refused
 from ampdbg.probes.makings import Making
 from ampdbg.record.pins import OWN, RootModel, call_of_pins, root_of, within
 from ampdbg.source.expressions import (
     COMPREHENSIONS,
-    SCOPES,
     Statement,
     apart,
-    assigned_codes,
-    block_of,
     code_of,
     find,
     imports_of,
@@ -75,20 +71,19 @@ FUNCTION = "_keep_in_fp32"
 """What the helper in a user's file is called."""
 
 
-def edit_factory(source: bytes, maker: str | Making, pins: Sequence[str]) -> Edited:
+def edit_maker(source: bytes, making: Making, pins: Sequence[str]) -> Edited:
     """Adds a helper that pins modules to the user's file, and one call of it where the model is made.
 
     Args:
         source: the file's bytes.
-        maker: what creates the model there: the name of a function, of an ``nn.Module`` class, or of a variable that
-            holds the model; or the line, counted in ``source``.
+        making: the line that creates the model there, counted in ``source``.
         pins: as the ``names`` of :func:`module_text`.
     """
     try:
         text = read_source(source)
         functions = helper_functions(FUNCTION, pins)
         _check_names(text.module, functions)
-        index, module = with_model_kept(text, maker)
+        index, module = with_model_kept(text, making)
         added = [apart(_parsed(body, module.default_indent), 2) for body in functions.values()]
         # The code after the helper keeps its own comment lines.
         body = [*module.body[:index], *added, apart(module.body[index], 2), *module.body[index + 1 :]]
@@ -132,84 +127,29 @@ NOT_ONE = (cst.Tuple, cst.BaseList, cst.BaseSet, cst.BaseDict, cst.IfExp, cst.La
 """What gives more than one model, or one thing here and another there."""
 
 
-def with_model_kept(text: SourceFile, maker: str | Making) -> tuple[int, cst.Module]:
+def with_model_kept(text: SourceFile, making: Making) -> tuple[int, cst.Module]:
     """The module with the model that is made there passed through the helper.
 
-    What a ``return`` gives is; a class calls it at the end of ``__init__``; any other line is followed by the call.
+    What a ``return`` gives is; any other line is followed by the call.
 
     Returns:
         The index of the top-level statement that makes the model, and the module.
 
     Raises:
-        EditError: nothing there makes a model, or there is no plain place for the call.
+        EditError: there is no plain place for the call.
     """
-    known: Sequence[str] = ()
-    if isinstance(maker, Making):
-        known, line = maker.known, text.at(maker.line).line
-        if maker.is_wrapped:
-            raise EditError(
-                "the line creates the model and wraps it; create the model on its own line first", maker.line
-            )
-    else:
-        made = _named(text.module, maker)
-        if isinstance(made, cst.ClassDef):
-            block, self = _init_of(made)
-            longer = text.module.with_deep_changes(block, body=[*block.body, _call_line(self)])
-            return list(text.module.body).index(made), cst.ensure_type(longer, cst.Module)
-        line = _return_of(made) if isinstance(made, cst.FunctionDef) else made
+    line = text.at(making.line).line
+    if making.is_wrapped:
+        raise EditError("the line creates the model and wraps it; create the model on its own line first", making.line)
     number = text.span(line)[0]
     index = next(index for index, node in enumerate(text.module.body) if number in text.span(node))
-    return index, _with_line_kept(text, line, known, number)
-
-
-def _named(module: cst.Module, name: str) -> cst.FunctionDef | cst.ClassDef | cst.SimpleStatementLine:
-    """The last statement at the top of the file that defines the name."""
-    for node in reversed(module.body):
-        if isinstance(node, (cst.FunctionDef, cst.ClassDef)) and node.name.value == name:
-            return node
-        if isinstance(node, cst.SimpleStatementLine) and name in assigned_codes(node):
-            return node
-    if name == THE_SCRIPT:
-        raise EditError(
-            "ampdbg can blame no single line of it, and knows no single place where the script creates its model"
-        )
-    raise EditError(f"{name} is not defined at the top of this file; it may be imported, or defined under a condition")
-
-
-def _return_of(function: cst.FunctionDef) -> cst.SimpleStatementLine:
-    """The line of the function that returns its model."""
-    lines = [node for node in _own_nodes(function.body) if isinstance(node, cst.SimpleStatementLine)]
-    returns = [line for line in lines for small in line.body if isinstance(small, cst.Return) and small.value]
-    is_plain = function.asynchronous is None and not any(isinstance(node, cst.Yield) for node in _own_nodes(function))
-    if len(returns) != 1 or not is_plain:
-        name = function.name.value
-        raise EditError(
-            f"{name} has no single line that returns its model; create the model in a function that has one"
-        )
-    return returns[0]
-
-
-def _own_nodes(node: cst.CSTNode) -> list[cst.CSTNode]:
-    inner = {id(below) for item in walk(node) if isinstance(item, SCOPES) and item is not node for below in walk(item)}
-    return [item for item in walk(node) if id(item) not in inner]
-
-
-def _init_of(node: cst.ClassDef) -> tuple[cst.IndentedBlock, str]:
-    """The block of the class's own ``__init__``, and what that calls ``self``."""
-    methods = [item for item in block_of(node.body).body if isinstance(item, cst.FunctionDef)]
-    method = next((method for method in methods if method.name.value == "__init__"), None)
-    first = [*method.params.posonly_params, *method.params.params][:1] if method is not None else []
-    if method is None or not first or not isinstance(method.body, cst.IndentedBlock):
-        raise EditError(f"{node.name.value} has no __init__ of its own; create the model in a function")
-    if any(isinstance(item, cst.Return) for item in _own_nodes(method.body)):
-        raise EditError("its __init__ returns early; call the helper where the model is created")
-    return method.body, first[0].name.value
+    return index, _with_line_kept(text, line, making.known, number)
 
 
 def _with_line_kept(text: SourceFile, line: cst.SimpleStatementLine, known: Sequence[str], number: int) -> cst.Module:
     """``return Net()`` as ``return _keep_in_fp32(Net())``; behind any other line the call with the model's name.
 
-    A line that gives a part to a model with the names ``known`` is followed by the call for that.
+    A line that gives a part to a model with the names ``known`` is followed by the call for that, behind its loop.
     """
     if len(line.body) > 1:
         raise EditError("the line holds several statements; create the model on its own line", number)
@@ -221,14 +161,14 @@ def _with_line_kept(text: SourceFile, line: cst.SimpleStatementLine, known: Sequ
     if isinstance(small, cst.Return) and value is not None and not isinstance(value, NOT_ONE):
         kept = small.with_changes(value=_kept(value), whitespace_after_return=cst.SimpleWhitespace(" "))
         return cst.ensure_type(text.module.deep_replace(small, kept), cst.Module)
+    made: cst.BaseStatement = line
     if known and not {*names} & {*known}:
-        if text.is_in_loop(line):
-            raise EditError("a loop adds the model's parts; call the helper after that loop by hand", number)
+        made = text.loop_around(line)
         names = [name for name in known if name in read] or list(known)
     elif not names or value is None or isinstance(value, NOT_ONE):
         raise EditError("no single call there creates the model and names it; write one, such as model = Net()", number)
-    behind = cst.FlattenSentinel([line, _call_line(names[0])])
-    return cst.ensure_type(text.module.deep_replace(line, behind), cst.Module)  # type: ignore[type-var]
+    behind = cst.FlattenSentinel([made, _call_line(names[0])])
+    return cst.ensure_type(text.module.deep_replace(made, behind), cst.Module)  # type: ignore[type-var]
 
 
 def _kept(value: cst.BaseExpression) -> cst.Call:

@@ -19,30 +19,25 @@ from ampdbg.patch.statements import (
     Replaced,
     TensorNames,
     bound_inside,
-    cast_lines,
     casts_of,
     is_product,
     pieces_of_line,
     root_name,
     value_of,
     writes_in_place,
-    written_into,
 )
 from ampdbg.source.expressions import (
     Bindings,
     assigned_codes,
-    block_of,
     canonical,
     code_of,
-    disables_autocast,
     dotted,
-    find,
     spelled,
     targets,
     walk,
     with_imported,
 )
-from ampdbg.source.source_file import EditError, Located, SourceFile, parts_of, read_source
+from ampdbg.source.source_file import EditError, Located, SourceFile, read_source
 
 
 @dataclass(frozen=True)
@@ -61,16 +56,6 @@ class LinePin:
     lines: tuple[int, ...]
     callee: str = ""
     is_lifted: bool = False
-
-
-@dataclass(frozen=True)
-class FunctionPin:
-    """A function, by its qualified name (``Block.forward``), that must run in FP32 as a whole."""
-
-    function: str
-
-
-SourcePin = LinePin | FunctionPin
 
 
 @dataclass(frozen=True)
@@ -98,8 +83,8 @@ class Edited:
 NOTHING_SEEN = NamesSeen()
 
 
-def edit_source(source: bytes, pins: Sequence[SourcePin], names: NamesSeen = NOTHING_SEEN) -> Edited:
-    """Puts pinned statements, calls and functions of one file under autocast's ``enabled=False``, inputs cast up.
+def edit_source(source: bytes, pins: Sequence[LinePin], names: NamesSeen = NOTHING_SEEN) -> Edited:
+    """Puts pinned statements and calls of one file under autocast's ``enabled=False``, inputs cast up.
 
     Each pin is edited or refused for itself. The result needs torch alone, runs on any device, and keeps the file's
     formatting, comments, line endings and encoding. What is in FP32 already stays as it is.
@@ -123,7 +108,7 @@ def edit_source(source: bytes, pins: Sequence[SourcePin], names: NamesSeen = NOT
 
 @dataclass
 class _Rewriter(cst.CSTTransformer):
-    """Rewrites the suites that hold pinned ``lines``, and the functions that are pinned whole, by the nodes' ids.
+    """Rewrites the suites that hold pinned ``lines``, by the nodes' ids.
 
     What had to be left alone is in ``refused``: the line's number, 0 for the file's, and the reason.
     """
@@ -131,7 +116,6 @@ class _Rewriter(cst.CSTTransformer):
     source: SourceFile
     names: NamesSeen
     lines: dict[int, PinnedLine] = field(default_factory=dict)
-    wholes: dict[int, cst.FunctionDef] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
     blocks: dict[int, int] = field(default_factory=dict)
     needs_import: bool = False
@@ -140,15 +124,9 @@ class _Rewriter(cst.CSTTransformer):
     def __post_init__(self) -> None:
         super().__init__()
 
-    def mark(self, pins: Sequence[SourcePin]) -> None:
-        """Finds what the pins name; what is not there is refused, and lines in a whole function need no more."""
-        for whole in (pin for pin in pins if isinstance(pin, FunctionPin)):
-            try:
-                function = _function_of(self.source, whole)
-                self.wholes[id(function)] = function
-            except EditError as error:
-                self.refused[0] = str(error)
-        by_line = [(pin, number) for pin in pins if isinstance(pin, LinePin) for number in sorted(set(pin.lines))]
+    def mark(self, pins: Sequence[LinePin]) -> None:
+        """Finds what the pins name; what is not there is refused."""
+        by_line = [(pin, number) for pin in pins for number in sorted(set(pin.lines))]
         for pin, number in by_line:
             try:
                 self._mark_line(pin, number, _located(pin, number, self.source))
@@ -156,8 +134,6 @@ class _Rewriter(cst.CSTTransformer):
                 self.refused[number] = str(error)
 
     def _mark_line(self, pin: LinePin, number: int, located: Located) -> None:
-        if any(id(function) in self.wholes for function in located.functions):
-            return
         callees = frozenset({canonical(pin.callee)} if pin.callee else ())
         names = self.names.on(located.span, Bindings(self.source.module, located.function))
         new = PinnedLine(number, names, callees, operations=not pin.callee, is_lifted=pin.is_lifted)
@@ -171,12 +147,6 @@ class _Rewriter(cst.CSTTransformer):
     def leave_FunctionDef(  # noqa: N802 - LibCST's name
         self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef
     ) -> cst.FunctionDef:
-        if id(original_node) in self.wholes:
-            try:
-                suite = self._suite(getattr(original_node.body, "indent", None))
-                updated_node = _with_body_in_fp32(original_node, updated_node, suite)
-            except EditError as error:
-                self.refused[self.source.span(original_node)[0]] = str(error)
         self._functions.pop()
         return updated_node
 
@@ -206,57 +176,6 @@ def _located(pin: LinePin, number: int, source: SourceFile) -> Located:
     if function is not None and any("jit.script" in dotted(each.decorator) for each in function.decorators):
         raise EditError(f"{function.name.value} is scripted, and TorchScript does not support such a block")
     return located
-
-
-def _function_of(source: SourceFile, pin: FunctionPin) -> cst.FunctionDef:
-    every = find(source.module, cst.FunctionDef)
-    found = [node for node in every if (*source.qualname(node), node.name.value) == parts_of(pin.function)]
-    if len(found) != 1:
-        count = "no function" if not found else f"{len(found)} functions"
-        raise EditError(f"the file has {count} named {pin.function}")
-    return found[0]
-
-
-def _with_body_in_fp32(function: cst.FunctionDef, updated: cst.FunctionDef, suite: _Suite) -> cst.FunctionDef:
-    """The function with its body in a block with autocast off, the parameters cast first that held half tensors.
-
-    Raises:
-        EditError: it is a coroutine or a generator, no argument of it is a tensor, or it writes into one.
-    """
-    _refuse_suspended(function)
-    body, bindings, seen = block_of(updated.body), suite.bindings, suite.names_of(function)
-    first = 1 if function.get_docstring() is not None else 0
-    statements = list(body.body[first:])
-    if len(statements) == 1 and disables_autocast(statements[0], bindings.imports):
-        return updated
-    stars = (function.params.star_arg, function.params.star_kwarg)
-    if unknown := [star.name.value for star in stars if isinstance(star, cst.Param) and star.name.value in seen.half]:
-        raise EditError(f"{', '.join(unknown)} is no named parameter, so the function cannot cast it")
-    half = [name for name in bindings.parameters if name in seen.half]
-    tensors = [*half, *(name for name in bindings.parameters if name in seen.full)]
-    if not tensors:
-        raise EditError("none of its arguments held a tensor")
-    _refuse_writes(function, half, bindings)
-    casts = cast_lines(half, [name for name in half if bindings.parameters[name].default is not None], bindings)
-    block = suite.with_off(f"{tensors[0]}.device.type", [*casts, *statements])
-    # Comments at the end of the function stay in the block that they were written in.
-    block = block.with_changes(body=block.body.with_changes(footer=body.footer))
-    return updated.with_changes(body=body.with_changes(body=[*body.body[:first], block], footer=()))
-
-
-def _refuse_writes(function: cst.FunctionDef, names: Sequence[str], bindings: Bindings) -> None:
-    """What is written into an argument reaches the caller; written into its cast, it would not."""
-    written = set(written_into(function.body))
-    for name in names:
-        if not written.isdisjoint({name, *bindings.aliases(name)}):
-            raise EditError(f"it writes into its argument {name} in place; assign the result to a new name first")
-
-
-def _refuse_suspended(function: cst.FunctionDef) -> None:
-    if function.asynchronous is not None:
-        raise EditError("it is a coroutine, and other code would run with autocast off")
-    if any(isinstance(node, cst.Yield) for node in walk(function.body)):
-        raise EditError("it is a generator, and the caller's code would run with autocast off")
 
 
 # Blocks

@@ -13,11 +13,9 @@ import torch
 
 from ampdbg.errors import UserCodeError
 from ampdbg.formats import FLOAT16
-from ampdbg.ops import ATEN_MOVES, CASTS, base_name
 from ampdbg.patch.edits import LinePin
 from ampdbg.probes.module_calls import ModulePaths
 from ampdbg.probes.op_trace import OpPlace, OpTrace, OpTraits, storage_of
-from ampdbg.probes.shadow_trace import RangeSeen
 from ampdbg.probes.source_lines import tracing
 from ampdbg.probes.tensors import Magnitude
 from ampdbg.record.pins import Pin
@@ -65,8 +63,6 @@ class OwnLines:
 
     def calls_of(self, pin: Pin) -> list[UsersCall]:
         """The calls of libraries in which the lines of a pin go wrong, or else the only ones on its lines."""
-        if not (pin.own or pin.source):
-            return []
         lines = [pin.source] if pin.source else [site.source for site in pin.sites]
         library = [(line.file, line.line) for line in lines if line is not None and not is_users_file(line.file)]
         calls = [self.calls[line] for line in library if line in self.calls] or map(_call_on, _sites(pin))
@@ -141,7 +137,7 @@ def own_lines(run: Run, failing: Sequence[FailingStep], pins: Iterable[Pin] = ()
                     ranges = shadow_step(run, step.snapshot).ranges
                 except UserCodeError:
                     ranges = ()  # Code that names its dtype does not run in bfloat16; what FP16 showed has to do.
-            for seen in _of_lines_that_compute(ranges):
+            for seen in ranges:
                 value = seen.output.largest * (scale if seen.place.phase == "backward" else 1.0)
                 if value >= CLOSE and seen.place.line is not None and is_users_file(seen.place.line[0]):
                     close.setdefault(seen.place.module, set()).add(seen.place.line)
@@ -154,16 +150,6 @@ def own_lines(run: Run, failing: Sequence[FailingStep], pins: Iterable[Pin] = ()
     lines |= {maker[:2] for pin in pins for makers in found.generations_of(pin)[1:] for maker in makers}
     calls = {line: call for line in lines if (call := _users_call(line, callers)) is not None}
     return replace(found, calls=calls)
-
-
-def _of_lines_that_compute(ranges: Iterable[RangeSeen]) -> list[RangeSeen]:
-    """Those of lines that do more than move values, as ``x[mask].view(n, -1)`` does: those are as large as they were
-    before, and so are their gradients. There is nothing to compute in FP32."""
-    ranges = list(ranges)
-    forward = [(seen.place.line, base_name(seen.op)) for seen in ranges if seen.place.phase == "forward"]
-    computing = {line for line, op in forward if op not in ATEN_MOVES or op in CASTS}
-    moving = {line for line, _ in forward if line not in computing}
-    return [seen for seen in ranges if seen.place.line not in moving]
 
 
 @contextlib.contextmanager

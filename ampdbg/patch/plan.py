@@ -1,16 +1,14 @@
 """From pins to a patch: for each the smallest edit of the user's own code that the code allows.
 
-A pin can stand in its lines, in the forward around them, at the call of the module, or go by its name.
+A pin can stand in its lines, at the call of the module, or go by its name.
 """
 
 from __future__ import annotations
 
 import ast
-import difflib
 import functools
 import inspect
 import itertools
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,24 +16,19 @@ from types import FunctionType
 
 import torch
 
-from ampdbg.config.schema import Config
-from ampdbg.config.targets import parse_target
-from ampdbg.patch.by_name import edit_factory
+from ampdbg.patch.by_name import edit_maker
 from ampdbg.patch.constants import edit_constants
-from ampdbg.patch.edits import Edited, FunctionPin, LinePin, Refused, SourcePin, edit_source
+from ampdbg.patch.edits import Edited, LinePin, Refused, edit_source
 from ampdbg.patch.file_edits import FileEdit, counterpart
 from ampdbg.patch.own_lines import MOST_GENERATIONS, OwnLines, UsersCall
 from ampdbg.patch.statements import NOTHING_COMPUTED, NamesSeen
 from ampdbg.pinning.pin_set import parted, tied_together
 from ampdbg.probes.half_names import NamesByLine
-from ampdbg.probes.makings import Making, Makings
+from ampdbg.probes.makings import Makings
 from ampdbg.record.findings import Source
 from ampdbg.record.pins import PatchUnit, Pin, in_words, within
 from ampdbg.source.ownership import is_users_file
 from ampdbg.syntax_tree import UNPARSABLE, syntax_tree
-
-LONG = 20
-"""A longer edit is passed over where another of the user's code takes so many lines fewer."""
 
 FEW = 2
 """So many modules that are not pinned may run in FP32 with those that are, if these are no more than they."""
@@ -45,22 +38,21 @@ FEW = 2
 class Materials:
     """What a plan is made from: the model, its pins, the lines to wrap, and what holds half tensors on them.
 
-    ``makings`` say where the model is made, where no target of the config does.
+    ``makings`` say where the model is made.
     """
 
-    config: Config
     model: torch.nn.Module
     pins: tuple[Pin, ...]
     lines: OwnLines
     names: NamesByLine
-    makings: Makings | None = None
+    makings: Makings
 
     @functools.cached_property
-    def edited(self) -> Callable[[str, tuple[SourcePin, ...]], Edited]:
+    def edited(self) -> Callable[[str, tuple[LinePin, ...]], Edited]:
         """A file of these as the edits of some pins make it; each is made once."""
 
         @functools.cache
-        def edited(file: str, sources: tuple[SourcePin, ...]) -> Edited:
+        def edited(file: str, sources: tuple[LinePin, ...]) -> Edited:
             here = {line: found for (other, line), found in self.names.items() if other == file}
             half = {line: found.half for line, found in here.items()}
             full = {line: found.full for line, found in here.items()}
@@ -70,28 +62,46 @@ class Materials:
 
 
 @dataclass(frozen=True)
+class Sharing:
+    """How many modules run the code that an edit changes, of which class, and how many of them are pinned."""
+
+    kind: str
+    running: int
+    pinned: int
+
+    @property
+    def is_wide(self) -> bool:
+        """The edit takes many more modules into FP32 than the set holds."""
+        return self.running - self.pinned > max(FEW, self.pinned)
+
+    def __str__(self) -> str:
+        return f"applies to all {self.running} instances of {self.kind}, {self.pinned} of them in the set"
+
+
+@dataclass(frozen=True)
 class Placement:
     """One edit for one or more pins, decided once: ``refused`` says why it cannot be made, if so.
 
-    ``source`` is None for names in the helper's call, where the model is made. ``function`` is what it edits, where
-    that is known; ``notes`` are for the reader of the patch, ``length`` counts the lines that it takes out or puts in.
+    ``source`` is None for names in the helper's call, where the model is made. ``method`` is the qualified name of what
+    it edits, and ``sharing`` says what else runs that, where it is a method of the model's. ``notes`` are for the
+    reader of the patch.
     """
 
     title: str
     file: str
-    source: SourcePin | None
+    source: LinePin | None
     pins: tuple[str, ...]
-    function: SourceFunction | None = None
+    method: str = ""
+    sharing: Sharing | None = None
     notes: tuple[str, ...] = ()
     refused: tuple[Refused, ...] = ()
-    length: int = 0
 
 
 PlacementRule = Callable[[Pin, Materials], Iterator[Placement]]
 
 
 def lines_that_may_be_edited(pins: Iterable[Pin], lines: OwnLines, model: torch.nn.Module) -> set[tuple[str, int]]:
-    """A line, by its file, of each function that a pin may be edited in: its own lines', its caller, its forward."""
+    """A line, by its file, of each function that a pin may be edited in: its own lines', and its caller."""
     pins = tuple(pins)
     found = {(file, line) for pin in pins for (file, _), some in lines.of(pin).items() for line in some}
     makers = {maker[:2] for pin in pins for some in lines.generations_of(pin) for maker in some}
@@ -100,14 +110,12 @@ def lines_that_may_be_edited(pins: Iterable[Pin], lines: OwnLines, model: torch.
     found |= makers | {(file, line) for file, call in (*around, *called) for line in call.lines}
     names = {pin.module for pin in pins if pin.source is None}
     calls = [call for name in names if (call := call_of(name, model)) is not None]
-    found |= {(function.file, line) for function, call in calls for line in call.lines}
-    forwards = (_forward_of(name, model) for name in names)
-    return found | {(each.file, each.line) for each in forwards if each is not None}
+    return found | {(function.__code__.co_filename, line) for function, call in calls for line in call.lines}
 
 
 def _own_code(pin: Pin, materials: Materials) -> Iterator[Placement]:
     """The lines that go wrong, and those about to, in the module's own code or outside of any module."""
-    if not (pin.own or pin.source):
+    if not _stands_in_lines(pin, materials):
         return
     sources = [pin.source] if pin.source else [site.source for site in pin.sites]
     if not sources or not all(source is not None and is_users_file(source.file) for source in sources):
@@ -122,7 +130,7 @@ def _own_code(pin: Pin, materials: Materials) -> Iterator[Placement]:
 
 def _library_call(pin: Pin, materials: Materials) -> Iterator[Placement]:
     """The user's own call of an installed library's function in which a line goes wrong."""
-    for call in materials.lines.calls_of(pin):
+    for call in materials.lines.calls_of(pin) if _stands_in_lines(pin, materials) else ():
         yield _around(call, pin, materials)
 
 
@@ -136,7 +144,7 @@ def _where_it_is_made(pin: Pin, materials: Materials, *, before: slice) -> Itera
 
     What was rounded to half there comes too late to a cast in the pin's own lines: ``1 - p`` where p is 1 by then.
     """
-    generations = materials.lines.generations_of(pin) if pin.own or pin.source else []
+    generations = materials.lines.generations_of(pin) if _stands_in_lines(pin, materials) else []
     for file, line, function in itertools.chain(*(generations[before] or generations[-1:])):
         place = _decided(lines_title(file, [line]), pin, file, LinePin(function, (line,), is_lifted=True), materials)
         around = materials.lines.calls.get((file, line)) if place.refused else None
@@ -144,22 +152,12 @@ def _where_it_is_made(pin: Pin, materials: Materials, *, before: slice) -> Itera
             yield _around(around, pin, materials) if around is not None else place
 
 
-def _forward(pin: Pin, materials: Materials) -> Iterator[Placement]:
-    """The forward of the user's own class, where it is pinned with all that it calls, in all of its instances."""
-    if pin.source or _leaves_children(pin, materials):
-        return
-    function = _forward_of(pin.module, materials.model)
-    if function is None:
-        return
-    pinned = {other.module for other in materials.pins if not (other.source or _leaves_children(other, materials))}
-    if set(modules_running(function, materials.model)) <= pinned:
-        title = f"{function.qualname} in {Path(function.file).name}"
-        yield _decided(title, pin, function.file, FunctionPin(function.qualname), materials, function)
-
-
-def _forward_of(module: str, model: torch.nn.Module) -> SourceFunction | None:
-    function = next(functions_run(type(model.get_submodule(module)), "forward"), None)
-    return function if function is not None and is_users_file(function.file) else None
+def _stands_in_lines(pin: Pin, materials: Materials) -> bool:
+    """The pin is of lines, or of a module that runs nothing else: one of the user's own class without children."""
+    module = materials.model.get_submodule(pin.module)
+    forward = next(functions_run(type(module), "forward"), None)
+    is_users = forward is not None and is_users_file(forward.__code__.co_filename)
+    return bool(pin.source) or pin.own or (is_users and not any(True for _ in module.children()))
 
 
 def _leaves_children(pin: Pin, materials: Materials) -> bool:
@@ -173,71 +171,56 @@ def _call(pin: Pin, materials: Materials) -> Iterator[Placement]:
         return
     if (found := call_of(pin.module, materials.model)) is not None:
         function, call = found
-        title = f"{call.callee}() in {function.qualname} of {Path(function.file).name}"
-        yield _decided(title, pin, function.file, call, materials, function)
+        file = function.__code__.co_filename
+        title = f"{call.callee}() in {function.__qualname__} of {Path(file).name}"
+        yield _decided(title, pin, file, call, materials)
 
 
 def _helper(pin: Pin, materials: Materials) -> Iterator[Placement]:
     """The helper, by the module's name, in the file that makes the model."""
-    making = _making((pin.name,), materials)
-    file = making.file if making is not None else _file_of_the_target(materials.config)
-    if not is_users_file(file) or pin.source:
-        return
-    refused = _in_file(file, _with_helper(file, Path(file).read_bytes(), (pin.name,), materials).refused)
-    title = in_words(pin.name, type(materials.model).__name__)
-    yield Placement(f"{title}, by name", file, None, (pin.name,), refused=refused)
+    making = None if pin.source else materials.makings.of(materials.model, (pin.name,))
+    if making is not None:
+        edited = _with_helper(Path(making.file).read_bytes(), (pin.name,), materials)
+        title = in_words(pin.name, type(materials.model).__name__)
+        refused = _in_file(making.file, edited.refused)
+        yield Placement(f"{title}, by name", making.file, None, (pin.name,), refused=refused)
 
 
 GENERATIONS = (*(slice(number, number + 1) for number in range(MOST_GENERATIONS + 1)), slice(None))
 
 WAYS: tuple[tuple[PlacementRule, ...], ...] = (
-    (_own_code, _library_call, _forward, _call, _helper),
-    *((functools.partial(_where_it_is_made, before=before), _forward, _call, _helper) for before in GENERATIONS),
-    (_forward, _call, _helper),
+    (_own_code, _library_call, _call, _helper),
+    *((functools.partial(_where_it_is_made, before=before), _call, _helper) for before in GENERATIONS),
+    (_call, _helper),
     (_helper,),
 )
 """The narrowest first; each next one is for where the patch of the one before does not cure the step."""
 
 
-def _decided(
-    title: str, pin: Pin, file: str, source: SourcePin, materials: Materials, function: SourceFunction | None = None
-) -> Placement:
-    """The placement, with why it is refused or how many lines it takes."""
-    edited = materials.edited(file, (source,))
-    before = Path(file).read_bytes().splitlines()
-    matcher = difflib.SequenceMatcher(None, before, edited.source.splitlines(), autojunk=False)
-    length = sum(end - start + new - old for kind, start, end, old, new in matcher.get_opcodes() if kind != "equal")
-    refused = _in_file(file, edited.refused)
-    if isinstance(source, LinePin) and function is None:
-        function = function_at(file, source.lines[0])
-    return Placement(title, file, source, (pin.name,), function, refused=refused, length=length)
+def _decided(title: str, pin: Pin, file: str, source: LinePin, materials: Materials) -> Placement:
+    """The placement, with why it is refused."""
+    refused = _in_file(file, materials.edited(file, (source,)).refused)
+    function = method_at(file, source.lines[0], materials.model)
+    if function is None:
+        return Placement(title, file, source, (pin.name,), refused=refused)
+    sharing = _sharing(function, source, materials)
+    return Placement(title, file, source, (pin.name,), function.__qualname__, sharing, refused=refused)
 
 
 def _in_file(file: str, refused: Iterable[Refused]) -> tuple[Refused, ...]:
     return tuple(replace(one, file=file) for one in refused)
 
 
-def _with_helper(file: str, source: bytes, names: Sequence[str], materials: Materials) -> Edited:
+def _with_helper(source: bytes, names: Sequence[str], materials: Materials) -> Edited:
     """The file that makes the model, which may be edited already, with the helper that pins modules by name."""
-    if (making := _making(names, materials)) is None:
-        return edit_factory(source, parse_target(materials.config.model.target).name, names)
-    line = counterpart(making.line, Path(file).read_bytes(), source)
+    making = materials.makings.of(materials.model, names)
+    if making is None:
+        return Edited(source, (Refused(0, "no one line creates the model; call the helper by hand"),), changed=False)
+    line = counterpart(making.line, Path(making.file).read_bytes(), source)
     if not line:
         reason = "the line that creates the model is edited already; call the helper by hand"
         return Edited(source, (Refused(making.line, reason),), changed=False)
-    return edit_factory(source, replace(making, line=line), [within(making.path, name) for name in names])
-
-
-def _making(names: Sequence[str], materials: Materials) -> Making | None:
-    return materials.makings.of(materials.model, names) if materials.makings is not None else None
-
-
-def _file_of_the_target(config: Config) -> str:
-    target = parse_target(config.model.target)
-    if target.file:
-        return str(target.path(config.folder))
-    module = sys.modules.get(target.module)
-    return (module.__file__ or "") if module is not None else ""
+    return edit_maker(source, replace(making, line=line), [within(making.path, name) for name in names])
 
 
 def lines_title(file: str, lines: Sequence[int]) -> str:
@@ -260,29 +243,12 @@ class Patch:
     moves_constants: bool = False
 
 
-@dataclass(frozen=True)
-class Sharing:
-    """How many modules run the code that an edit changes, of which class, and how many of them are pinned."""
-
-    kind: str
-    running: int
-    pinned: int
-
-    @property
-    def is_wide(self) -> bool:
-        """The edit takes many more modules into FP32 than the set holds."""
-        return self.running - self.pinned > max(FEW, self.pinned)
-
-    def __str__(self) -> str:
-        return f"applies to all {self.running} instances of {self.kind}, {self.pinned} of them in the set"
-
-
 def planned(materials: Materials, ways: Sequence[PlacementRule] | None = None, unneeded: Collection[str] = ()) -> Patch:
     """The patch for the pins.
 
-    Each pin is edited in the first of ``ways`` that the code allows, unless another is much smaller or runs many
-    fewer modules in FP32; by default these are :data:`WAYS`'s first. What none allows is in ``refused``. Units by the
-    titles in ``unneeded`` are left out.
+    Each pin is edited in the first of ``ways`` that the code allows, unless another runs many fewer modules in FP32;
+    by default these are :data:`WAYS`'s first. What none allows is in ``refused``. Units by the titles in ``unneeded``
+    are left out.
     """
     chosen: list[Placement] = []
     refused: list[Refused] = []
@@ -293,7 +259,7 @@ def planned(materials: Materials, ways: Sequence[PlacementRule] | None = None, u
     chosen = list(_merged(chosen, materials))
     parts = [part for part in _parts(chosen, materials) if _title(part) not in unneeded]
     chosen = [place for part in parts for place in part]
-    units = tuple(_unit(part, materials) for part in parts)
+    units = tuple(map(_unit, parts))
     without = {_title(part): _applied([one for one in chosen if one not in part], materials)[0] for part in parts}
     edits, more = _applied(chosen, materials)
     return Patch(edits, units, without, (*refused, *more))
@@ -328,8 +294,7 @@ def wider_than(narrower: Patch, why: str, patch: Patch) -> Patch:
 
 def _best(pin: Pin, materials: Materials, ways: Sequence[PlacementRule]) -> tuple[list[Placement], list[Refused]]:
     """The placements of one way, and what was refused where there is none."""
-    narrow: list[list[Placement]] = []
-    wide: list[list[Placement]] = []
+    wide: list[Placement] = []
     refused: list[Refused] = []
     notes: list[str] = []
     for way in ways:
@@ -341,45 +306,25 @@ def _best(pin: Pin, materials: Materials, ways: Sequence[PlacementRule]) -> tupl
             telling = (one for one in why_not if one[1] != NOTHING_COMPUTED)  # what it calls is edited
             notes += dict.fromkeys(f"{place.title} cannot be edited: {reason}" for place, reason in telling)
             continue
-        reach = [
-            f"{place.title} {each}" for place in placements if (each := _sharing(place, materials)) and each.is_wide
-        ]
-        (wide if reach else narrow).append([replace(place, notes=(*notes, *place.notes)) for place in placements])
-        notes += reach
-        if not reach and _length(placements) <= LONG:
-            break
-    if not narrow and not wide:
-        what = f"line {pin.source.line}" if pin.source else pin.name or "the root module"
-        return [], refused or [Refused(0, f"none of your code creates or calls {what}")]
-    return _shortest(narrow or wide), []
+        beyond = [f"{place.title} {place.sharing}" for place in placements if place.sharing and place.sharing.is_wide]
+        placements = [replace(place, notes=(*notes, *place.notes)) for place in placements]
+        if not beyond:
+            return placements, []
+        wide = wide or placements
+        notes += beyond
+    what = f"line {pin.source.line}" if pin.source else pin.name or "the root module"
+    unknown = [Refused(0, f"none of your code creates or calls {what}")]
+    return wide, [] if wide else refused or unknown
 
 
-def _shortest(possible: Sequence[list[Placement]]) -> list[Placement]:
-    """The first, or one of the user's code that is much shorter."""
-    best = possible[0]
-    for other in possible[1:]:
-        if all(place.source is not None for place in other) and _length(other) + LONG < _length(best):
-            best = other
-    return best
-
-
-def _length(placements: Iterable[Placement]) -> int:
-    return sum(place.length for place in placements)
-
-
-def _sharing(place: Placement, materials: Materials) -> Sharing | None:
-    """What modules run the code that is edited; None where that is not known."""
-    if place.function is None:
-        return None
-    running = modules_running(place.function, materials.model)
-    if not running:
-        return None
-    modules = dict(materials.model.named_modules())
-    child = place.source.callee.rpartition(".")[2] if isinstance(place.source, LinePin) else ""
+def _sharing(function: FunctionType, source: LinePin, materials: Materials) -> Sharing:
+    """What modules run the method that is edited, or are called there."""
+    running, modules = modules_running(function, materials.model), dict(materials.model.named_modules())
+    child = source.callee.rpartition(".")[2]
     called = [".".join(filter(None, (name, child))) for name in running]
     # What a library call calls is no child.
-    pinned = sum(_is_pinned(name, materials.pins) for name in (called if called[0] in modules else running))
-    return Sharing(place.function.class_name or type(modules[running[0]]).__name__, len(running), pinned)
+    pinned = sum(_is_pinned(name, materials.pins) for name in (called if {*called} <= modules.keys() else running))
+    return Sharing(function.__qualname__.split(".")[-2:][0], len(running), pinned)
 
 
 def _is_pinned(name: str, pins: Iterable[Pin]) -> bool:
@@ -392,29 +337,24 @@ def _is_pinned(name: str, pins: Iterable[Pin]) -> bool:
 
 
 def _merged(placements: Sequence[Placement], materials: Materials) -> Iterator[Placement]:
-    """Pins of several instances of a class come to the same edit; lines of one function to one for each block, or to
-    the whole."""
-    whole = {place.function for place in placements if isinstance(place.source, FunctionPin)}
+    """Pins of several instances of a class come to the same edit; lines of one function to one for each block."""
     by_target: dict[tuple[object, ...], list[Placement]] = {}
     for place in placements:
-        target = ("function", place.function) if place.function in whole else _target(place)
-        by_target.setdefault(target, []).append(place)
+        source = place.source
+        target = source and (place.method or source.function, source.callee)
+        by_target.setdefault((place.file, target or place.pins), []).append(place)
     for same in by_target.values():
-        first = next((place for place in same if isinstance(place.source, FunctionPin)), same[0])
+        first, pinned = same[0], same[0].source
+        if pinned is None:
+            yield first
+            continue
         pins = tuple(dict.fromkeys(pin for place in same for pin in place.pins))
         notes = tuple(dict.fromkeys(note for place in same for note in place.notes))
-        merged = replace(first, pins=pins, notes=notes)
-        if not isinstance(first.source, LinePin):
-            yield merged
-            continue
-        pinned = [place.source for place in same if isinstance(place.source, LinePin)]
-        lines = tuple(sorted({line for source in pinned for line in source.lines}))
-        parts = _blocks(first.file, replace(first.source, lines=lines), materials)
-        on = f"{first.source.callee}() on " if first.source.callee else ""
-        for part in parts:
-            is_new = part != first.source.lines
-            title = on + lines_title(first.file, part) if is_new else first.title
-            yield replace(merged, title=title, source=replace(first.source, lines=part))
+        lines = tuple(sorted({line for place in same if place.source for line in place.source.lines}))
+        on = f"{pinned.callee}() on " if pinned.callee else ""
+        for part in _blocks(first.file, replace(pinned, lines=lines), materials):
+            title = first.title if part == pinned.lines else on + lines_title(first.file, part)
+            yield replace(first, title=title, pins=pins, notes=notes, source=replace(pinned, lines=part))
 
 
 def _blocks(file: str, source: LinePin, materials: Materials) -> list[tuple[int, ...]]:
@@ -425,12 +365,6 @@ def _blocks(file: str, source: LinePin, materials: Materials) -> list[tuple[int,
     return [tuple(lines) for lines in found.values()]
 
 
-def _target(place: Placement) -> tuple[object, ...]:
-    if isinstance(place.source, LinePin):
-        return place.file, place.function or place.source.function, place.source.callee
-    return place.file, "helper", place.pins
-
-
 def _parts(placements: Sequence[Placement], materials: Materials) -> tuple[tuple[Placement, ...], ...]:
     """The placements in parts that can be left out: of tied modules, which were pinned together, one may do alone."""
     names = [pin.name for pin in materials.pins if pin.source is None]
@@ -439,14 +373,14 @@ def _parts(placements: Sequence[Placement], materials: Materials) -> tuple[tuple
     return parted(placements, lambda place: (ties[pin] for pin in place.pins if pin in ties))
 
 
-def _unit(part: Sequence[Placement], materials: Materials) -> PatchUnit:
-    notes: list[str] = []
+def _unit(part: Sequence[Placement]) -> PatchUnit:
+    notes: dict[str, None] = {}
     for place in part:
-        sharing = _sharing(place, materials)
+        notes |= dict.fromkeys(place.notes)
         # The code that is edited runs for modules beside those that are pinned.
-        is_shared = sharing is not None and max(sharing.pinned, 1) < sharing.running
-        notes += [*place.notes, str(sharing)] if is_shared else place.notes
-    return PatchUnit(_title(part), tuple(pin for place in part for pin in place.pins), tuple(dict.fromkeys(notes)))
+        if place.sharing is not None and max(place.sharing.pinned, 1) < place.sharing.running:
+            notes[str(place.sharing)] = None
+    return PatchUnit(_title(part), tuple(pin for place in part for pin in place.pins), tuple(notes))
 
 
 def _title(part: Sequence[Placement]) -> str:
@@ -464,7 +398,7 @@ def _applied(placements: Sequence[Placement], materials: Materials) -> tuple[tup
         here_refused = list(edited.refused)
         names = [name for place in here if place.source is None for name in place.pins]
         if names:
-            edited = _with_helper(file, edited.source, names, materials)
+            edited = _with_helper(edited.source, names, materials)
             here_refused += edited.refused
         refused += (replace(one, file=file) for one in here_refused)
         if edited.source != before:
@@ -478,95 +412,68 @@ def _applied(placements: Sequence[Placement], materials: Materials) -> tuple[tup
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-@dataclass(frozen=True)
-class SourceFunction:
-    """A function in a file. ``line`` is its first one, that of a decorator where it has any."""
-
-    file: str
-    qualname: str
-    line: int
-
-    @property
-    def class_name(self) -> str:
-        """The class that it is written in; "" for a plain function."""
-        return ".".join(self.qualname.split(".")[-2:-1])
-
-
-def written(value: object) -> SourceFunction | None:
+def written(value: object) -> FunctionType | None:
     """A method, property or decorated function of a class as its author wrote it; None for anything else."""
     value = getattr(value, "fget", None) or getattr(value, "__func__", value)
-    function = inspect.unwrap(value) if callable(value) else None
-    if not isinstance(function, FunctionType):
-        return None
-    code = function.__code__
-    return SourceFunction(code.co_filename, function.__qualname__, code.co_firstlineno)
+    return inspect.unwrap(value) if isinstance(value, FunctionType) else None
 
 
-def functions_run(kind: type, name: str) -> Iterator[SourceFunction]:
-    """What a class runs as its method ``name``: its own or inherited one, and those that this calls by ``super()``."""
+def functions_run(kind: type, name: str) -> Iterator[FunctionType]:
+    """What a class runs as its method ``name``: its own or inherited one, and those above that this one calls."""
     for owner in kind.__mro__:
-        if name in vars(owner):
-            found = written(vars(owner)[name])
-            node = node_of(found) if found is not None else None
-            if found is None or node is None:
-                return
-            yield found
-            if not _calls_above(node, name):
-                return
+        function = written(vars(owner).get(name))
+        if function is not None:
+            yield function
+        if name in vars(owner) and (function is None or name not in function.__code__.co_names):
+            return  # it calls none above, as `super().forward(x)` or `Block.forward(self, x)` would
 
 
-def _calls_above(node: FunctionNode, name: str) -> bool:
-    """A method calls that of a class above: ``super().forward(x)``, ``Block.forward(self, x)``."""
-    named = (part for part in ast.walk(node) if isinstance(part, ast.Attribute) and part.attr == name)
-    return any(_root(part) != _self_of(node) for part in named)
-
-
-def call_of(module: str, model: torch.nn.Module) -> tuple[SourceFunction, LinePin] | None:
+def call_of(module: str, model: torch.nn.Module) -> tuple[FunctionType, LinePin] | None:
     """The ``forward`` of a module's parent, where that is the user's own code, and the calls of the module there.
 
     None where that forward reaches the module in another way: in a loop, through another method or function.
     """
     parent, _, child = module.rpartition(".")
-    if not child:
-        return None
-    for function in functions_run(type(model.get_submodule(parent)), "forward"):
-        node = node_of(function) if is_users_file(function.file) else None
-        callee = f"{_self_of(node)}.{child}" if node is not None else ""
-        lines = {part.lineno for part in _own(node) if isinstance(part, ast.Call) and ast.unparse(part.func) == callee}
-        if lines:
-            return function, LinePin(function.qualname, tuple(sorted(lines)), callee)
+    functions = functions_run(type(model.get_submodule(parent)), "forward") if child else ()
+    for function in (one for one in functions if is_users_file(one.__code__.co_filename)):
+        callee = f"{function.__code__.co_varnames[0]}.{child}"
+        calls = (part for part in _own(node_of(function)) if isinstance(part, ast.Call))
+        if lines := {call.lineno for call in calls if ast.unparse(call.func) == callee}:
+            return function, LinePin(function.__qualname__, tuple(sorted(lines)), callee)
     return None
 
 
-def modules_running(function: SourceFunction, model: torch.nn.Module) -> tuple[str, ...]:
+def modules_running(function: FunctionType, model: torch.nn.Module) -> tuple[str, ...]:
     """The names of all modules whose class runs this method, and not one of its own in its place."""
-    name = function.qualname.rpartition(".")[2]
     named = [(path, type(module)) for path, module in model.named_modules()]
-    kinds = {kind for _, kind in named if function in functions_run(kind, name)}
+    kinds = {kind for _, kind in named if function in functions_run(kind, function.__name__)}
     return tuple(path for path, kind in named if kind in kinds)
 
 
-def function_at(file: str, line: int) -> SourceFunction | None:
-    """The innermost named function that holds a line."""
-    found = [(function, node) for function, node in _functions(file) if function.line <= line <= (node.end_lineno or 0)]
-    return max(found, key=lambda item: item[0].line)[0] if found else None
+def method_at(file: str, line: int, model: torch.nn.Module) -> FunctionType | None:
+    """The method of the model's classes that holds a line."""
+    owners = {owner for module in model.modules() for owner in type(module).__mro__}
+    functions = (written(value) for owner in owners for value in vars(owner).values())
+    here = (one for one in functions if one is not None and one.__code__.co_filename == file)
+    return next((one for one in here if line in lines_of(node_of(one))), None)
 
 
-def node_of(function: SourceFunction) -> FunctionNode | None:
-    """The function as its file has it; None where that is no file, or none that parses, or another now."""
-    name = function.qualname.rpartition(".")[2]
-    at_line = (node for other, node in _functions(function.file) if other.line == function.line and node.name == name)
-    return next(at_line, None)
+def node_of(function: FunctionType) -> FunctionNode | None:
+    """The function as its file has it; None where that is none that parses, or another now."""
+    code = function.__code__
+    try:
+        nodes = ast.walk(syntax_tree(Path(code.co_filename).read_bytes()))
+    except (OSError, *UNPARSABLE):
+        return None
+    named = (node for node in nodes if isinstance(node, FunctionNode) and node.name == code.co_name)
+    return next((node for node in named if lines_of(node).start == code.co_firstlineno), None)
 
 
-def _root(node: ast.expr) -> str:
-    while isinstance(node, (ast.Attribute, ast.Subscript)):
-        node = node.value
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def _self_of(node: FunctionNode) -> str:
-    return next((item.arg for item in (*node.args.posonlyargs, *node.args.args)), "")
+def lines_of(node: FunctionNode | None) -> range:
+    """The lines of a function, from that of its first decorator on."""
+    if node is None:
+        return range(0)
+    return range(min(one.lineno for one in (node, *node.decorator_list)), (node.end_lineno or 0) + 1)
 
 
 def _own(node: ast.AST | None) -> Iterator[ast.AST]:
@@ -575,28 +482,3 @@ def _own(node: ast.AST | None) -> Iterator[ast.AST]:
         if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             yield child
             yield from _own(child)
-
-
-def _functions(file: str) -> Sequence[tuple[SourceFunction, FunctionNode]]:
-    """The functions of a file as it is now; none where it cannot be read or parsed."""
-    try:
-        return _functions_of(file, Path(file).read_bytes())
-    except (OSError, *UNPARSABLE):
-        return ()
-
-
-@functools.lru_cache(maxsize=32)
-def _functions_of(file: str, source: bytes) -> Sequence[tuple[SourceFunction, FunctionNode]]:
-    return tuple(_functions_in(syntax_tree(source), file, ""))
-
-
-def _functions_in(node: ast.AST, file: str, around: str) -> Iterator[tuple[SourceFunction, FunctionNode]]:
-    for child in ast.iter_child_nodes(node):
-        inner = around
-        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            first = min([child.lineno, *(decorator.lineno for decorator in child.decorator_list)])
-            yield SourceFunction(file, around + child.name, first), child
-            inner = f"{around}{child.name}.<locals>."
-        elif isinstance(child, ast.ClassDef):
-            inner = f"{around}{child.name}."
-        yield from _functions_in(child, file, inner)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import libcst as cst
 
-from ampdbg.ops import CAST_METHODS, CREATES, MATRIX_PRODUCTS, MOVES, PRODUCTS, RANDOM, TENSOR_METHODS
+from ampdbg.ops import CAST_METHODS, CREATES, MATRIX_PRODUCTS, MOVES, PRODUCTS, TENSOR_METHODS
 from ampdbg.source.expressions import (
     COMPREHENSIONS,
     METADATA,
@@ -55,11 +56,16 @@ class NamesSeen:
 TORCH_FUNCTIONS = ("torch", "torch.nn.functional", "torch.linalg", "torch.fft", "torch.special", "torch.Tensor")
 """Where the functions of tensors live; a call of anything else in torch (checkpoint) may run modules."""
 
-COMPUTING_BUILTINS = frozenset({"sum", "abs", "pow"})
-PLAIN_BUILTINS = COMPUTING_BUILTINS | frozenset(
-    """len int float bool str range zip enumerate isinstance issubclass hasattr getattr min max list tuple dict set
-    frozenset sorted reversed any all type slice round divmod id repr print iter next super""".split()
-)
+BUILTINS: Mapping[str, Literal["torch", "plain"]] = {
+    **dict.fromkeys(
+        """len int float bool str range zip enumerate isinstance issubclass hasattr getattr min max list tuple dict set
+        frozenset sorted reversed any all type slice round divmod id repr print iter next super""".split(),
+        "plain",
+    ),
+    **dict.fromkeys(["sum", "abs", "pow"], "torch"),
+}
+"""Python's own functions: those that compute do so with torch's operators."""
+
 CONSUMERS = frozenset("sum list tuple max min any all sorted set dict".split())
 """Builtins that run a generator to its end before they return."""
 
@@ -78,48 +84,38 @@ class TensorNames:
     full: frozenset[str]
     bindings: Bindings
 
-    def is_tensor(self, node: cst.BaseExpression) -> bool:
+    def is_tensor(self, node: cst.CSTNode) -> bool:
         """Arithmetic with it is arithmetic with tensors, as far as is known."""
-        if code_of(node) in self.half | self.full:
+        if isinstance(node, cst.BaseExpression) and code_of(node) in self.half | self.full:
             return True
-        match node:
-            case cst.Attribute(value=inner, attr=cst.Name(value=name)):
-                return name in MOVES and self.is_tensor(inner)
-            case cst.Call(func=cst.Attribute(attr=cst.Name(value=name))) if name in METADATA:
-                return False
-            case cst.Call():
-                return not self.bindings.is_plain_module(self.bindings.origin(node.func)) and not _is_builtin(node)
-            case cst.BinaryOperation(left=one, right=other) | cst.IfExp(body=one, orelse=other):
-                return self.is_tensor(one) or self.is_tensor(other)
-            case cst.Subscript(value=inner) | cst.UnaryOperation(expression=inner):
-                return self.is_tensor(inner)
-        return False
+        if isinstance(node, cst.Call):
+            return called_name(node) not in METADATA and self.runs(node) != "plain"
+        is_asked = isinstance(node, cst.Attribute) and node.attr.value not in MOVES
+        return not is_asked and any(map(self.is_tensor, node.children))
 
     def computes(self, node: cst.CSTNode) -> bool:
         """The node itself computes with tensors, and neither moves, makes nor casts them."""
-        if isinstance(node, cst.BinaryOperation):
-            is_product = isinstance(node.operator, cst.MatrixMultiply)
-            return is_product or (isinstance(node.operator, OPERATORS) and self.is_tensor(node))
-        if not isinstance(node, cst.Call) or self.is_users(node) or called_name(node) in METADATA | MOVES | CREATES:
-            return False
-        if isinstance(node.func, cst.Name) and not self.bindings.origin(node.func):
-            return node.func.value in COMPUTING_BUILTINS and any(self.is_tensor(arg.value) for arg in node.args)
-        return not self.bindings.is_plain_module(self.bindings.origin(node.func)) and called_name(node) not in VIEWS
+        if isinstance(node, cst.Call):
+            return self.runs(node) == "torch" and called_name(node) not in COMPUTES_NOTHING
+        is_arithmetic = isinstance(node, cst.BinaryOperation) and isinstance(node.operator, OPERATORS)
+        return isinstance(node, cst.MatrixMultiply) or (is_arithmetic and self.is_tensor(node))
 
     def is_users(self, node: cst.CSTNode) -> bool:
         """The node calls code of the user's: a child module, a method, a function."""
-        if not isinstance(node, cst.Call):
-            return False
-        if origin := self.bindings.origin(node.func):
+        return isinstance(node, cst.Call) and self.runs(node) == "users"
+
+    def runs(self, call: cst.Call) -> Literal["users", "torch", "plain"]:
+        """Whose code a call runs, as far as its text says: ``plain`` is Python's own, or that of a plain module."""
+        if origin := self.bindings.origin(call.func):
             module, _, name = origin.rpartition(".")
             is_torchs = module in TORCH_FUNCTIONS and name[:1].islower()
-            return not is_torchs and not self.bindings.is_plain_module(origin)
-        match node.func:
-            case cst.Name(value=name):
-                return name in self.bindings.local or name not in PLAIN_BUILTINS
-            case cst.Attribute(value=base, attr=cst.Name(value=name)):
-                return not self._is_method_of_tensor(base, name)
-        return True
+            return "torch" if is_torchs else "plain" if self.bindings.is_plain_module(origin) else "users"
+        match call.func:
+            case cst.Name(value=name) if name not in self.bindings.local:
+                return BUILTINS.get(name, "users")
+            case cst.Attribute(value=base, attr=cst.Name(value=name)) if self._is_method_of_tensor(base, name):
+                return "torch"
+        return "users"
 
     def _is_method_of_tensor(self, base: cst.BaseExpression, name: str) -> bool:
         if name in METADATA | VIEWS or code_of(base) in self.half | self.full:
@@ -136,9 +132,7 @@ class TensorNames:
 VIEWS = frozenset({"items", "keys", "values"})
 """Methods of dicts that only hand out what they hold."""
 
-
-def _is_builtin(call: cst.Call) -> bool:
-    return isinstance(call.func, cst.Name) and call.func.value in PLAIN_BUILTINS - COMPUTING_BUILTINS
+COMPUTES_NOTHING = METADATA | MOVES | CREATES | VIEWS
 
 
 def called_name(call: cst.Call) -> str:
@@ -231,51 +225,28 @@ def value_of(statement: cst.CSTNode) -> cst.BaseExpression | None:
 
 
 def pieces_of_line(line: cst.SimpleStatementLine, pinned: PinnedLine) -> Sequence[Piece]:
-    """The pieces of a pinned line: its small statements on lines of their own, before each the calls in it.
-
-    Raises:
-        EditError: none of them can be pinned.
-    """
-    pieces: list[Piece] = []
-    refused: list[EditError] = []
-    for small in line.body:
-        try:
-            pieces += _pieces_of_small(small, pinned)
-        except EditError as error:
-            refused.append(error)
-            pieces.append(Piece(_line(small), pinned.names, pinned))
-    if refused and not any(piece.is_fp32 for piece in pieces):
-        raise refused[0]
-    for index, margin in ((0, "leading_lines"), (-1, "trailing_whitespace")):
-        statement = pieces[index].statement.with_changes(**{margin: getattr(line, margin)})
-        pieces[index] = replace(pieces[index], statement=statement)
-    return pieces
-
-
-def _line(small: cst.BaseSmallStatement) -> cst.SimpleStatementLine:
-    return cst.SimpleStatementLine([small.with_changes(semicolon=cst.MaybeSentinel.DEFAULT)])
-
-
-def _pieces_of_small(small: cst.BaseSmallStatement, pinned: PinnedLine) -> list[Piece]:
-    """What a statement has to compute before it, each on a line of its own, and what is left of it.
+    """What a pinned line has to compute before its statement, each on a line of its own, and what is left of it.
 
     Raises:
         EditError: there is nothing to pin in it, or it cannot be written so without a change of what it does.
     """
+    if len(line.body) > 1:
+        raise EditError("the line holds several statements; put each on its own line first")
+    small, names = line.body[0], pinned.names
     _refuse_suspended(small)
-    if pinned.is_lifted and (lifted := small.visit(_Lifting(pinned.names))) is not small:
+    if pinned.is_lifted and (lifted := small.visit(_Lifting(names))) is not small:
         assert isinstance(lifted, cst.BaseSmallStatement)
         casts = value_of(lifted)
-        if casts is not None and not any(map(pinned.names.computes, _apart(casts, pinned))):
-            return [Piece(_line(lifted), pinned.names, pinned)]
+        if casts is not None and not any(map(names.computes, _apart(casts, pinned))):
+            return [Piece(line.with_changes(body=[lifted]), names, pinned)]
         small = lifted
     if pinned.operations:
-        _refuse_writes(small, pinned.names)
-        small = _without_augmented(small, pinned.names)
+        _refuse_writes(small, names)
+        small = _without_augmented(small, names)
     value = value_of(small)
     if value is None:
         raise EditError(NOTHING_COMPUTED)
-    names, pieces, new = pinned.names, list[Piece](), dict[int, cst.BaseExpression]()
+    pieces, new = list[Piece](), dict[int, cst.BaseExpression]()
     for node in _hoisted(value, pinned):
         if node is value:
             break
@@ -283,14 +254,16 @@ def _pieces_of_small(small: cst.BaseSmallStatement, pinned: PinnedLine) -> list[
         made = node.visit(Replaced(new))
         assert isinstance(made, cst.BaseExpression)
         assignment = cst.Assign([cst.AssignTarget(cst.Name(name))], _alone(made, names.bindings.module.default_indent))
-        pieces.append(Piece(_line(assignment), names, pinned, _is_fp32(node, pinned)))
+        pieces.append(Piece(cst.SimpleStatementLine([assignment]), names, pinned, _is_fp32(node, pinned)))
         new[id(node)] = cst.Name(name)
         # What autocast computed is in half.
         kind = "full" if pieces[-1].is_fp32 else "half"
         names = replace(names, **{kind: getattr(names, kind) | {name}})
     rest = small.visit(Replaced(new))
     assert isinstance(rest, cst.BaseSmallStatement)
-    return [*pieces, Piece(_line(rest), names, pinned, _is_fp32(value, pinned))]
+    pieces.append(Piece(line.with_changes(body=[rest], leading_lines=()), names, pinned, _is_fp32(value, pinned)))
+    first = pieces[0].statement.with_changes(leading_lines=line.leading_lines)
+    return [replace(pieces[0], statement=first), *pieces[1:]]
 
 
 NOT_TRACED = (
@@ -304,30 +277,23 @@ def _hoisted(value: cst.BaseExpression, pinned: PinnedLine) -> list[cst.BaseExpr
     """What gets lines of its own before the statement, in the order that it is computed.
 
     That is every pinned call and, so that none overtakes another, what is called before it; where the operations of
-    the line are pinned, all that it calls, and what such a call is given that computes. What stands inside another
-    such call stays there.
+    the line are pinned, all that it calls, and what such a call is given that computes.
 
     Raises:
-        EditError: one of them is made on a condition, or something else would be overtaken.
+        EditError: one of them is made on a condition.
     """
-    calls = list(_calls(value, pinned))
+    calls = _calls(value, pinned)
     fp32 = [node for node in calls if _is_fp32(node, pinned)]
     if not fp32 and not (pinned.operations and any(map(pinned.names.computes, _apart(value, pinned)))):
         is_traced = bool(pinned.names.half | pinned.names.full)
         nothing = NOTHING_COMPUTED if is_traced else NOT_TRACED
         raise EditError(nothing if pinned.operations else f"{' and '.join(sorted(pinned.callees))} is not called here")
-    before = calls if pinned.operations else calls[: calls.index(fp32[-1]) + 1]
-    inside = {id(node): {id(item) for item in walk(node) if item is not node} for node in before}
-    holding = [node for node in before if node in fp32 or any(id(one) in inside[id(node)] for one in fp32)]
-    whole = [inside[id(node)] for node in before if node not in holding]
-    hoisted = [node for node in before if not any(id(node) in parts for parts in whole)]
-    if hoisted:
-        _refuse_overtaking(value, hoisted[-1], set().union(*(inside[id(node)] for node in hoisted)))
-    return hoisted
+    return calls if pinned.operations else calls[: calls.index(fp32[-1]) + 1]
 
 
-def _calls(node: cst.CSTNode, pinned: PinnedLine) -> Iterator[cst.BaseExpression]:
-    """What hands on the result of a call of the user's, or of a pinned one, in the order of the calls.
+def _calls(node: cst.CSTNode, pinned: PinnedLine) -> list[cst.BaseExpression]:
+    """What hands on the result of a call of the user's, or of a pinned one, in the order of the calls. What stands
+    inside another such call stays there, unless some of it is FP32.
 
     Raises:
         EditError: such a call is made on a condition, or after the statement.
@@ -336,18 +302,18 @@ def _calls(node: cst.CSTNode, pinned: PinnedLine) -> Iterator[cst.BaseExpression
     if isinstance(node, CONDITIONAL):
         if any(_called(item, pinned) is not None for item in walk(node)):
             raise EditError("it calls on a condition or in a comprehension; make the call on its own line first")
-        return
-    for child in _parts_called_with(call or node):
-        yield from _calls(child, pinned)
+        return []
+    inner = [one for child in _parts_called_with(call or node) for one in _calls(child, pinned)]
     if call is None:
-        return
+        return inner
     assert isinstance(node, cst.BaseExpression)
     given = [item for arg in call.args for item in _apart(arg.value, pinned)]
-    if pinned.is_pinned(call) and any(map(is_product, given)):
-        raise EditError("the same expression computes a product; put that on its own line first")
-    if pinned.operations and not pinned.is_pinned(call):
-        yield from (arg.value for arg in call.args if any(map(pinned.names.computes, _apart(arg.value, pinned))))
-    yield node
+    if pinned.is_pinned(call):
+        if any(map(is_product, given)):
+            raise EditError("the same expression computes a product; put that on its own line first")
+    elif pinned.operations:
+        inner += (arg.value for arg in call.args if any(map(pinned.names.computes, _apart(arg.value, pinned))))
+    return [*inner, node] if any(_is_fp32(one, pinned) for one in (*inner, node)) else [node]
 
 
 def _parts_called_with(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
@@ -385,16 +351,6 @@ def _is_fp32(node: cst.BaseExpression, pinned: PinnedLine) -> bool:
 def is_product(node: cst.CSTNode) -> bool:
     """Autocast runs this in half, so it is not to move into FP32 by accident."""
     return isinstance(node, cst.MatrixMultiply) or (isinstance(node, cst.Call) and called_name(node) in PRODUCTS)
-
-
-def _refuse_overtaking(value: cst.BaseExpression, last: cst.CSTNode, hoisted: Collection[int]) -> None:
-    """Random numbers are drawn in the order that they were."""
-    order = list(walk(value))
-    earlier = order[: order.index(last)]
-    for node in earlier:
-        draws = isinstance(node, cst.Call) and called_name(node) in RANDOM and id(node) not in hoisted
-        if draws and last not in walk(node):
-            raise EditError("it draws random numbers before it calls; put that on its own line first")
 
 
 def _alone(node: cst.BaseExpression, indent: str) -> cst.BaseExpression:
@@ -480,10 +436,10 @@ SUSPENDED: dict[type[cst.CSTNode], str] = {
 }
 
 
-def _refuse_suspended(statement: cst.CSTNode) -> None:
-    calls = (call for call in find(statement, cst.Call) if called_name(call) in CONSUMERS)
+def _refuse_suspended(code: cst.CSTNode) -> None:
+    calls = (call for call in find(code, cst.Call) if called_name(call) in CONSUMERS)
     consumed = {id(arg.value) for call in calls for arg in call.args if isinstance(arg.value, cst.GeneratorExp)}
-    for node in walk(statement):
+    for node in walk(code):
         if type(node) in SUSPENDED and id(node) not in consumed:
             raise EditError(SUSPENDED[type(node)])
 
@@ -502,10 +458,6 @@ def _without_augmented(statement: cst.BaseSmallStatement, names: TensorNames) ->
     if not isinstance(statement, cst.AugAssign) or code_of(statement.target) in names.full:
         return statement
     target = statement.target
-    if isinstance(target, cst.Name) and (others := names.bindings.aliases(target.value)):
-        raise EditError(f"it also changes {' and '.join(sorted(others))} in place; write it as an assignment first")
-    if next(find(target, cst.Call), None) is not None:
-        raise EditError("a call computes what it assigns to; write it as an assignment first")
     # `AddAssign` is `Add` in place.
     operator = getattr(cst, type(statement.operator).__name__.removesuffix("Assign"))()
     plain = cst.BinaryOperation(target, operator, statement.value)
@@ -524,62 +476,63 @@ NOT_READ = METADATA - {"dtype"} | CAST_METHODS
 """What asks a tensor for no value, or casts it already."""
 
 
-@dataclass(frozen=True)
-class _Read:
-    """Where a half tensor is read: by ``node``, whose tensor has the text ``code``; by none where only its dtype is.
+def _reads(
+    node: cst.CSTNode, names: TensorNames, made: Collection[str]
+) -> Iterator[tuple[str, cst.BaseExpression | None]]:
+    """The half tensors that a statement reads, by their texts, in its order; those ``made`` in the block are not half.
 
-    It is ``asked`` for an attribute there, as no number is, or ``used`` as an operand in any case, as no None is.
+    Each is cast where it stands; where only its dtype is asked for, it is not.
     """
-
-    code: str
-    node: cst.BaseExpression | None
-    asked: bool = False
-    used: bool = False
-
-
-def _reads(node: cst.CSTNode, names: TensorNames, made: Collection[str]) -> Iterator[_Read]:
-    """The half tensors that a statement reads, in the order of its text; those ``made`` in the block are not half."""
     if isinstance(node, PLAIN) and (code := _half_tensor(node, names, made)):
-        yield _Read(code, node)
+        yield code, node
     elif (
         isinstance(node, cst.Attribute)
         and node.attr.value == "dtype"
         and (code := _half_tensor(node.value, names, made))
     ):
-        yield _Read(code, None)
+        yield code, None
     else:
-        is_sure = not isinstance(node, CONDITIONAL)
-        for part, asked, used in _parts_read(node, names):
-            for read in _reads(part, names, made):
-                is_part = read.node is part
-                asked_too, used_too = read.asked or (asked and is_part), read.used or (used and is_part)
-                yield replace(read, asked=is_sure and asked_too, used=is_sure and used_too)
+        for part in _parts_read(node):
+            yield from _reads(part, names, made)
 
 
-def _parts_read(node: cst.CSTNode, names: TensorNames) -> Iterator[tuple[cst.CSTNode, bool, bool]]:
-    """The parts of a node whose values are read; whether it asks each for an attribute, and computes with it."""
+def _parts_read(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
+    """The parts of a node whose values are read."""
     match node:
-        case cst.Attribute(value=base, attr=cst.Name(value=name)):
-            if name not in NOT_READ or not isinstance(base, PLAIN):
-                yield base, True, False
-        case cst.BinaryOperation(left=left, right=right):
-            yield from ((side, False, True) for side in (left, right))
-        case cst.Call(func=function, args=args) if dotted(function) not in LOOKED_AT:
-            yield function, False, False
-            computing = len(args) if called_name(node) in MATRIX_PRODUCTS else int(names.computes(node))
-            for place, arg in enumerate(args):
-                yield arg.value, False, place < computing and arg.keyword is None
+        case cst.Attribute(value=cst.Name() | cst.Attribute() | cst.Subscript(), attr=cst.Name(value=name)) if (
+            name in NOT_READ
+        ):
+            return ()
+        case cst.Attribute(value=base):
+            return (base,)
+        case cst.Call(func=function, args=args):
+            return () if dotted(function) in LOOKED_AT else (function, *(arg.value for arg in args))
         case cst.AssignTarget(target=target) | cst.AugAssign(target=target) | cst.CompFor(target=target):
-            yield from ((part, False, False) for part in node.children if part is not target)
+            return [part for part in node.children if part is not target]
         case (
-            cst.Call()
-            | cst.Annotation()
+            cst.Annotation()
             | cst.Param()
             | cst.Comparison(comparisons=[cst.ComparisonTarget(operator=cst.Is() | cst.IsNot())])
         ):
-            return
-        case _:
-            yield from ((part, False, False) for part in node.children)
+            return ()
+    return node.children
+
+
+def _surely_used(node: cst.CSTNode) -> Iterator[str]:
+    """What a statement computes with or asks for an attribute in any case, as no None is."""
+    if isinstance(node, CONDITIONAL):
+        return
+    used: Sequence[cst.BaseExpression] = ()
+    match node:
+        case cst.Attribute(value=base):
+            used = (base,)
+        case cst.BinaryOperation(left=left, right=right):
+            used = (left, right)
+        case cst.Call(args=args) if called_name(node) in MATRIX_PRODUCTS:
+            used = [arg.value for arg in args]
+    yield from map(code_of, used)
+    for child in node.children:
+        yield from _surely_used(child)
 
 
 def _half_tensor(node: cst.BaseExpression, names: TensorNames, made: Collection[str]) -> str:
@@ -633,35 +586,34 @@ def casts_of(pieces: Sequence[Piece], made: Collection[str]) -> Casts:
     Raises:
         EditError: what would be cast may be None there.
     """
-    reads: list[_Read] = []
+    reads: list[tuple[str, cst.BaseExpression | None]] = []
     known = set(made)
     for piece in pieces:
         reads += _reads(piece.small, piece.names, known)
         known |= assigned_codes(piece.small)
     bindings = pieces[0].names.bindings
     numbers = bindings.maybe_numbers
-    if given := [read.code for read in reads if read.code in numbers and not (read.asked or read.used)]:
-        raise EditError(f"{given[0]} may be a number there, and numbers have no .float()")
-    # Beside an FP32 tensor a number is promoted without a cast; what has a method is no number.
-    reads = [read for read in reads if read.code not in numbers or read.asked]
-    cast = dict.fromkeys(read.code for read in reads if read.node is not None)
-    sure = {read.code for read in reads if read.asked or read.used}
+    # What may be a number is promoted beside an FP32 tensor without a cast.
+    reads = [(code, node) for code, node in reads if code not in numbers]
+    cast = dict.fromkeys(code for code, node in reads if node is not None)
+    sure = {code for piece in pieces for code in _surely_used(piece.small)}
     optional = bindings.maybe_none & cast.keys() - sure
-    fixed = numbers | bound_inside(pieces) | set(written_into(bindings.scope))
+    fixed = bound_inside(pieces) | set(written_into(bindings.scope))
     # In the order of the parameters, as in `q, k, v = q.float(), k.float(), v.float()`.
     order = dict.fromkeys(name for name in (*bindings.parameters, *cast) if name in cast)
     own = [code for code in order if code.isidentifier() and code not in fixed and bindings.may_assign(code)]
     if stuck := sorted(optional - set(own)):
         raise EditError(f"{stuck[0]} may be None there, and None has no .float()")
-    count = Counter(read.code for read in reads)
+    count = Counter(code for code, _ in reads)
     rebound = own if optional or any(count[code] > 1 for code in own) else []
     inline = {
-        id(read.node): cst.Call(cst.Attribute(read.node, cst.Name("float")))
-        for read in reads
-        if read.node is not None and read.code not in rebound
+        id(node): cst.Call(cst.Attribute(node, cst.Name("float")))
+        for code, node in reads
+        if node is not None and code not in rebound
     }
     lines = cast_lines(rebound, optional, bindings)
-    return Casts(lines, inline, (numbers | bindings.maybe_none) - sure)
+    asked = {code_of(item.value) for piece in pieces for item in find(piece.small, cst.Attribute)}
+    return Casts(lines, inline, (numbers - asked) | (bindings.maybe_none - sure))
 
 
 def bound_inside(pieces: Sequence[Piece]) -> set[str]:

@@ -33,7 +33,7 @@ FORWARD = "_call_impl"
 
 @dataclass(frozen=True)
 class Making:
-    """The line of the user's code that has made a model what the pins take it for, from outside of the model.
+    """The line of the user's code that has made a model what the pins take it for, outside of the model or in it.
 
     ``known`` are expressions that gave the model there before; none where the model begins there. It ``is_wrapped``
     where the line has put it into another module. ``path`` is its name where the pins are of several models in one.
@@ -118,11 +118,13 @@ class Makings:
     def _of_one(self, model: nn.Module, pins: Sequence[str]) -> Making | None:
         events = [event for pin in pins for event in self._leading_to(pin.removesuffix(OWN), model)]
         own = self._of(model).values()
-        if not own or None in events:
+        # What is copied into the model, as layers of nn.Transformer are, has no event of its own.
+        last = max((event for event in events if event is not None), key=_number_of, default=None)
+        if not own or last is None:
             return None
-        last = max((event for event in events if event is not None), key=_number_of)
         begun = next(iter(_outside(min(own, key=_number_of), model)), None)
-        for caller in _outside(last, model):
+        # A model whose class a config names is made by nobody's line but those of its own methods.
+        for caller in _outside(last, model) if begun is not None else reversed(last.callers):
             known = tuple(name for name, held in caller.known if held() is model)
             if known or (begun is not None and caller.at == begun.at):
                 return Making(caller.file, caller.line, known, self._is_wrapped(model, caller))
@@ -199,7 +201,7 @@ TAKEN = ("module", "name", "functools")
 """What a file of pins means something else by."""
 
 
-def roots_of(model: nn.Module, pins: Iterable[str], makings: Makings | None) -> tuple[RootModel, ...]:
+def roots_of(model: nn.Module, pins: Iterable[str], makings: Makings) -> tuple[RootModel, ...]:
     """The models that the pins are of, in the order of the pins; none where there is but one model."""
     if not isinstance(model, Together):
         return ()
@@ -215,7 +217,7 @@ def roots_of(model: nn.Module, pins: Iterable[str], makings: Makings | None) -> 
     )
 
 
-def _what(name: str, model: Together, makings: Makings | None) -> str:
+def _what(name: str, model: Together, makings: Makings) -> str:
     root = model.get_submodule(name)
     if is_global_of_script(name, root):
         return f"the model that the script calls {name}"
@@ -223,7 +225,7 @@ def _what(name: str, model: Together, makings: Makings | None) -> str:
     same = [one for one in model.children() if type(one).__name__ == kind]
     if len(same) == 1:
         return f"the model of class {kind} that the script makes"
-    lines = makings.lines_apart(same) if makings is not None else ()
+    lines = makings.lines_apart(same)
     if not lines:
         return f"one of the {len(same)} models of class {kind} that the script makes; which of them is not known"
     file, line = next(place for place, one in zip(lines, same, strict=True) if one is root)

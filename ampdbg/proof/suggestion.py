@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ampdbg.config.schema import Config
@@ -175,17 +176,17 @@ def _with_patch(record: Record, materials: Materials, prover: Prover | None, *, 
         if not patch.edits or patch.refused or any(patch.edits == other.edits for other, _ in failed):
             continue
         if prover is None:
-            return _patched_by(patch, record, materials.config)
+            return _patched_by(patch, record)
         try:
             patched = replace(_patched(patch.edits), moves_constants=patch.moves_constants)
             proof = prover(patched, {title: _patched(edits) for title, edits in patch.without.items()})
         except KeyboardInterrupt:
-            shown = _patched_by(patch, replace(record, interrupted=True), materials.config)
+            shown = _patched_by(patch, replace(record, interrupted=True))
             return replace(shown, edits=())  # not proven, it is not to be written
         if proof.passed:
             narrower = ((p, why.failure) for p, why in failed if not (p.moves_constants or unneeded_unit(why)))
             patch = next((wider_than(*other, patch) for other in narrower), patch)
-            return _patched_by(patch, replace(record, verification=proof), materials.config)
+            return _patched_by(patch, replace(record, verification=proof))
         failed.append((patch, proof))
         plans[:0] = _without_the_unneeded(plan, patch, proof)
     tried = tuple(PatchUnit(" and ".join(one.title for one in p.units), (), (why.failure,)) for p, why in failed)
@@ -200,8 +201,9 @@ def _without_the_unneeded(plan: functools.partial[Patch], patch: Patch, proof: P
     return [functools.partial(plan, unneeded=left_out)] if title and len(patch.units) > 1 else []
 
 
-def _patched_by(patch: Patch, record: Record, config: Config) -> Suggestion:
-    folder, is_git = base_folder(patch.edits, config.folder)
+def _patched_by(patch: Patch, record: Record) -> Suggestion:
+    assert record.handover is not None
+    folder, is_git = base_folder(patch.edits, Path(record.handover.folder))
     files = tuple(file_diff(edit, folder) for edit in patch.edits)
     return Suggestion(_with(record, folder=str(folder), is_git=is_git, files=files, units=patch.units), patch.edits)
 
@@ -278,7 +280,7 @@ def _materials(ended: Bisected) -> Materials:
         replay_step(run, first.snapshot, half)
     # What a replay runs itself is known from it; of what it does not run it has seen nothing.
     seen = {line: found for line, found in names.items() if found.half or found.full}
-    return Materials(run.config, model, pins, lines, {**run.names, **seen}, run.makings)
+    return Materials(model, pins, lines, {**run.names, **seen}, run.makings)
 
 
 def _refuse_stale(known: Record | None) -> None:

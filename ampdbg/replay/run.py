@@ -51,8 +51,8 @@ def name_of_line(file: str, number: int) -> str:
 class Run:
     """A workload on its device, and the config it is trained by.
 
-    ``makings`` tell where the model was made, where that was noted: a config's target says it. ``names`` are those
-    that held half tensors in code which no replay runs: the loss of a script, whose calls alone are made again.
+    ``makings`` tell where the model was made. ``names`` are those that held half tensors in code which no replay runs:
+    the loss of a script, whose calls alone are made again.
     """
 
     config: Config
@@ -60,7 +60,7 @@ class Run:
     device: torch.device
     mode: PrecisionMode
     started: float
-    makings: Makings | None = None
+    makings: Makings = field(default_factory=Makings)
     names: NamesByLine = field(default_factory=dict)
     tail: Tail = field(default_factory=lambda: Tail({}))
 
@@ -102,7 +102,8 @@ def prepared(config: Config) -> Iterator[Run]:
         stack.enter_context(seeded(config.train.seed))
         if is_emulated(config, device):
             stack.enter_context(cuda_on_cpu())
-        workload, mode = build_workload(config, device), mode_of(config.precision, device)
+        with Makings() as makings:
+            workload, mode = build_workload(config, device), mode_of(config.precision, device)
         # TorchScript's optimizer writes the dtypes of autocast into the code: those of one replay into all that follow.
         stack.enter_context(optimized_execution(False))
         stack.enter_context(mode.converted(workload.model))
@@ -110,7 +111,7 @@ def prepared(config: Config) -> Iterator[Run]:
         if config.checkpoint and config.precision.has_half_weights and mode.updates_half_weights():
             _fit_states(workload.optimizers)
         with workload.user.reading("running the workload"):
-            yield Run(config, workload, device, mode, started)
+            yield Run(config, workload, device, mode, started, makings)
 
 
 def _fit_states(optimizers: Iterable[torch.optim.Optimizer]) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import ast
 import builtins
 import functools
+import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
 import libcst as cst
 
-from ampdbg.ops import SHARES_MEMORY
 from ampdbg.syntax_tree import syntax_tree
 
 _EMPTY = cst.Module([])
@@ -25,8 +25,8 @@ COMPREHENSIONS = (cst.ListComp, cst.SetComp, cst.DictComp, cst.GeneratorExp)
 
 Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
 
-# `from __future__`, the standard library, installed packages, the package's own.
-_FUTURE, _STANDARD, _INSTALLED, _OWN = range(4)
+# `from __future__`, the standard library, installed packages, the package's own, and what is no import.
+_FUTURE, _STANDARD, _INSTALLED, _OWN, _OTHER = range(5)
 
 
 def imports_of(body: Iterable[cst.CSTNode]) -> dict[str, str]:
@@ -106,29 +106,17 @@ def with_imported(module: cst.Module, name: str) -> cst.Module:
     if imports_of(module.body).get(name) == name:
         return module
     line = cst.SimpleStatementLine([cst.Import([cst.ImportAlias(cst.Name(name))])])
-    first = int(module.get_docstring() is not None)
-    block = _import_block(module.body, first)
-    rank = _rank(line)
-    place = next((index for index in block if _rank(module.body[index]) >= rank), block[-1] + 1 if block else first)
-    starts_section = not block or _rank(module.body[max(place - 1, block[0])])[0] != rank[0]
     body: list[Statement] = list(module.body)
-    if place in block:  # the blank lines and comments that stood there stay above
+    section, first = _rank(line)[0], int(module.get_docstring() is not None)
+    place = next((index for index in range(first, len(body)) if _rank(body[index]) >= _rank(line)), len(body))
+    if place < len(body) and _rank(body[place])[0] == section:  # what stood above that one stays above
         line = line.with_changes(leading_lines=body[place].leading_lines)
         body[place] = body[place].with_changes(leading_lines=())
-        ends_section = _rank(body[place])[0] != rank[0]
-    else:
-        line = line.with_changes(leading_lines=[cst.EmptyLine(indent=False)] if starts_section and place else ())
-        ends_section = starts_section
     body.insert(place, line)
-    if ends_section and place + 1 < len(body):
-        body[place + 1] = apart(body[place + 1], 1)
+    for index, (above, below) in enumerate(itertools.pairwise(body), 1):
+        if index in (place, place + 1) and _rank(above)[0] != _rank(below)[0]:
+            body[index] = apart(below, 1)
     return module.with_changes(body=body)
-
-
-def _import_block(body: Sequence[cst.CSTNode], first: int) -> range:
-    """The indices of the imports at the top, from the ``first`` statement behind a docstring on."""
-    end = next((index for index, line in enumerate(body) if index >= first and not _root_of(line)), len(body))
-    return range(first, end)
 
 
 def _root_of(line: cst.CSTNode) -> str:
@@ -145,7 +133,7 @@ def _rank(line: cst.CSTNode) -> tuple[int, bool, str]:
     """The order of imports: by section, ``import`` before ``from``, by name."""
     root = _root_of(line)
     standard = _STANDARD if root in sys.stdlib_module_names else _INSTALLED
-    section = {"__future__": _FUTURE, ".": _OWN}.get(root, standard)
+    section = {"": _OTHER, "__future__": _FUTURE, ".": _OWN}.get(root, standard)
     is_from = isinstance(line, cst.SimpleStatementLine) and isinstance(line.body[0], cst.ImportFrom)
     return section, is_from, root
 
@@ -200,7 +188,8 @@ def names_read(node: cst.CSTNode) -> set[str]:
 
 def names_assigned(node: cst.CSTNode) -> set[str]:
     """Every plain name that a statement binds, those in nested functions too."""
-    return {name for item in walk(node) for target in _targets(item) for name in _target_names(target)}
+    binding = (item for item in walk(node) if type(item) in BINDS)
+    return {name for item in binding for name in _names_in(getattr(item, BINDS[type(item)]))}
 
 
 def assigned_codes(statement: cst.CSTNode) -> set[str]:
@@ -221,25 +210,25 @@ def names_bound_inside(statement: cst.CSTNode) -> set[str]:
     return {name for item in walk(statement) if isinstance(item, kinds) for name in names_assigned(item)}
 
 
-def _targets(node: cst.CSTNode) -> Iterator[cst.BaseExpression]:
-    if isinstance(node, (cst.AssignTarget, cst.AnnAssign, cst.AugAssign, cst.NamedExpr, cst.For, cst.CompFor)):
-        yield node.target
-    elif isinstance(node, (cst.WithItem, cst.ExceptHandler)):
-        name = node.asname if isinstance(node, cst.WithItem) else node.name
-        if isinstance(name, cst.AsName):
-            yield name.name
-    elif isinstance(node, cst.Del):
-        yield node.target
-    elif isinstance(node, (cst.FunctionDef, cst.ClassDef, cst.Param)):
-        yield node.name
+BINDS: Mapping[type[cst.CSTNode], str] = {
+    **dict.fromkeys(
+        (cst.AssignTarget, cst.AnnAssign, cst.AugAssign, cst.NamedExpr, cst.For, cst.CompFor, cst.Del), "target"
+    ),
+    **dict.fromkeys((cst.FunctionDef, cst.ClassDef, cst.Param, cst.ExceptHandler), "name"),
+    cst.WithItem: "asname",
+}
+"""What binds names, and where it has them."""
 
 
-def _target_names(target: cst.BaseExpression) -> Iterator[str]:
-    if isinstance(target, cst.Name):
-        yield target.value
-    elif isinstance(target, (cst.Tuple, cst.List)):
-        for element in target.elements:
-            yield from _target_names(element.value)
+def _names_in(target: cst.CSTNode | None) -> Iterator[str]:
+    match target:
+        case cst.Name(value=name):
+            yield name
+        case cst.AsName(name=inner):
+            yield from _names_in(inner)
+        case cst.Tuple(elements=elements) | cst.List(elements=elements):
+            for element in elements:
+                yield from _names_in(element.value)
 
 
 def bare(node: cst.BaseExpression) -> cst.BaseExpression:
@@ -268,7 +257,6 @@ TRANSPOSED = frozenset({"T", "mT", "H", "mH"})
 PLAIN_MODULES = frozenset("math operator itertools functools typing warnings collections einops cmath numbers".split())
 """Modules whose functions run none of the user's."""
 
-_NUMBER_TYPES = frozenset({"int", "float", "bool", "str"})
 _NUMBER_MAKERS = frozenset({"len", "int", "float", "bool", "range", "round"})
 
 
@@ -340,20 +328,9 @@ class Bindings:
         return self.function is None or name in self.local or name not in self.taken
 
     @cached_property
-    def numbers(self) -> frozenset[str]:
-        """Names that hold numbers and no tensors: sizes, loop indices, annotated ones, constants in capitals."""
-        numbers = {name for name, parameter in self.parameters.items() if _is_number_parameter(parameter)}
-        others: set[str] = set()
-        for targets, value in self._assignments():
-            (numbers if is_number(value) else others).update(targets)
-        constants = {name for name in names_assigned(self.module) if name.isupper() and len(name) > 1}
-        # What starts at 0 and is added to may be a tensor.
-        return frozenset((numbers - others) | constants)
-
-    @cached_property
     def maybe_numbers(self) -> frozenset[str]:
-        """Names that may hold a number at one time and a tensor at another: ``total = 0``, ``scale=1.0``."""
-        return self._may_hold(is_number) - self.numbers
+        """Names that may hold a number: ``total = 0``, ``scale=1.0``, an index of a loop."""
+        return self._may_hold(is_number)
 
     @cached_property
     def maybe_none(self) -> frozenset[str]:
@@ -362,39 +339,12 @@ class Bindings:
     def _may_hold(self, is_one: Callable[[cst.BaseExpression], bool]) -> frozenset[str]:
         """The parameters with such a default, and the names to which such a value is assigned, on a condition too."""
         found = {name for name, item in self.parameters.items() if any(map(is_one, _alternatives(item.default)))}
-        plain = (item for item in find(self.scope, cst.Assign) if any(map(is_one, _alternatives(item.value))))
-        return frozenset(found.union(*map(names_assigned, plain)))
+        assigned = (names for names, value in self._assignments() if any(map(is_one, _alternatives(value))))
+        return frozenset(found.union(*assigned))
 
     def _assignments(self) -> Iterator[tuple[set[str], cst.BaseExpression]]:
-        for item in walk(self.scope):
-            if isinstance(item, (cst.Assign, cst.AugAssign)):
-                yield names_assigned(item), item.value
-            elif isinstance(item, cst.For):
-                yield names_assigned(cst.AssignTarget(item.target)), item.iter
-
-    def aliases(self, name: str) -> set[str]:
-        """What else may hold the same memory: assigned from ``name``, or what that was assigned from, or a view."""
-        found: set[str] = set()
-        for item in find(self.scope, cst.Assign):
-            if viewed := _viewed(item.value):
-                both = assigned_codes(item) | {viewed}
-                found |= both if name in both else set()
-        return found - {name}
-
-
-def _viewed(value: cst.BaseExpression) -> str:
-    """The name whose memory an expression hands on: ``h`` of ``h``, ``h[0]`` and ``h.view(2, -1).T``; else ""."""
-    match value:
-        case cst.Name(value=name):
-            return "" if name in ("None", "True", "False") else name
-        case cst.Subscript(value=base):
-            return _viewed(base)
-        case cst.Call(func=cst.Attribute() as method):
-            return _viewed(method)
-        case cst.Attribute(value=base, attr=cst.Name(value=name)) if name in SHARES_MEMORY:
-            return _viewed(base)
-        case _:
-            return ""
+        yield from ((names_assigned(item), item.value) for item in find(self.scope, cst.Assign))
+        yield from ((set(_names_in(item.target)), item.iter) for item in find(self.scope, cst.For))
 
 
 def _alternatives(value: cst.BaseExpression | None) -> Iterator[cst.BaseExpression]:
@@ -407,11 +357,6 @@ def _alternatives(value: cst.BaseExpression | None) -> Iterator[cst.BaseExpressi
 
 def _is_none(value: cst.BaseExpression) -> bool:
     return isinstance(value, cst.Name) and value.value == "None"
-
-
-def _is_number_parameter(parameter: cst.Param) -> bool:
-    note = parameter.annotation.annotation if parameter.annotation is not None else None
-    return isinstance(note, cst.Name) and note.value in _NUMBER_TYPES
 
 
 def is_number(value: cst.BaseExpression) -> bool:

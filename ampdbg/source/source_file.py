@@ -126,10 +126,10 @@ class SourceFile:
         body: Sequence[cst.CSTNode] = suite.body if isinstance(suite, (cst.Module, cst.IndentedBlock)) else ()
         return [self.span(node)[0] for node in reversed(body[: body.index(line)])]
 
-    def is_in_loop(self, node: cst.CSTNode) -> bool:
-        """A loop is around a node in its own function."""
-        around = itertools.takewhile(lambda item: not isinstance(item, cst.FunctionDef), self._around(node))
-        return any(isinstance(item, (cst.For, cst.While)) for item in around)
+    def loop_around(self, line: cst.SimpleStatementLine) -> cst.BaseStatement:
+        """The outermost loop around a line in its own function; without one the line itself."""
+        around = itertools.takewhile(lambda item: not isinstance(item, cst.FunctionDef), self._around(line))
+        return [line, *(item for item in around if isinstance(item, (cst.For, cst.While)))][-1]
 
     def qualname(self, node: cst.CSTNode) -> tuple[str, ...]:
         """The names of the functions and classes around a node, the outermost first."""

@@ -10,12 +10,12 @@ from types import MappingProxyType
 import pytest
 import torch
 
-from ampdbg.config.file import load_config
 from ampdbg.patch.edits import LinePin
 from ampdbg.patch.own_lines import OwnLines, UsersCall
 from ampdbg.patch.plan import Materials, Patch, lines_that_may_be_edited, lines_title, planned
 from ampdbg.precision.emulation import cuda_on_cpu
 from ampdbg.probes.half_names import names_seen
+from ampdbg.probes.makings import Makings
 from ampdbg.record.findings import Source
 from ampdbg.record.pins import Pin, PinSite
 from ampdbg.source.ownership import Line
@@ -29,12 +29,6 @@ from torch import nn
 
 """
 
-CONFIG = """\
-model: {target: net.py:build}
-data: {target: net.py:build}
-train: {steps: 1}
-"""
-
 
 @dataclass(frozen=True)
 class Written:
@@ -42,6 +36,7 @@ class Written:
 
     file: Path
     model: torch.nn.Module
+    makings: Makings
 
     def line(self, text: str) -> int:
         """The only line that holds a text."""
@@ -63,8 +58,7 @@ class Written:
         wanted = lines_that_may_be_edited(pins, lines, self.model)
         with names_seen(wanted) as names, cuda_on_cpu(), torch.autocast("cpu", dtype=torch.float16):
             self.model(torch.ones(2, 3, 4))
-        config = load_config(self.file.parent / "config.yaml")
-        return planned(Materials(config, self.model, tuple(pins), lines, names))
+        return planned(Materials(self.model, tuple(pins), lines, names, self.makings))
 
     def changed(self, patch: Patch) -> str:
         """The lines that the patch adds, without what they are indented by in common."""
@@ -81,13 +75,13 @@ def write(tmp_path: Path) -> Write:
     def written(text: str) -> Written:
         file = tmp_path / "net.py"
         file.write_text(HEAD + text)
-        (tmp_path / "config.yaml").write_text(CONFIG)
         spec = importlib.util.spec_from_file_location("net", file)
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        return Written(file, module.build())
+        with Makings() as makings:
+            return Written(file, module.build(), makings)
 
     return written
 
@@ -269,10 +263,10 @@ WITH_SIZES = (
 )
 
 
-def test_of_a_whole_forward_the_parameters_are_cast_that_were_seen_in_half(write: Write) -> None:
+def test_of_a_line_the_names_are_cast_that_were_seen_in_half(write: Write) -> None:
     net = write(WITH_SIZES)
     patch = net.planned(net.pin("energy", "h * h"))
-    assert titles(patch) == ["Energy.forward in net.py"]
+    assert titles(patch) == ["line 9 of net.py"]
     assert "    h = h.float()\n" in net.changed(patch)
 
 
@@ -313,18 +307,9 @@ def tower(lines: str, first: str, given: str) -> str:
     )
 
 
-@pytest.mark.parametrize(
-    ("first", "given"), [("x.half()", "y"), ("x", "y.half()")], ids=["with no half argument", "that is longer"]
-)
-def test_one_call_is_wrapped_rather_than_a_long_forward(write: Write, first: str, given: str) -> None:
-    net = write(tower("h = h * h\n" * 15 + "h = h + h", first, given))
-    patch = net.planned(net.pin("tower", "h = h + h"))
-    assert titles(patch) == ["self.tower() in Net.forward of net.py"]
-
-
-def test_a_short_forward_is_wrapped_rather_than_the_call(write: Write) -> None:
+def test_the_line_of_a_module_without_children_is_wrapped_rather_than_its_call(write: Write) -> None:
     net = write(tower("h = h + h", "x", "y.half()"))
-    assert titles(net.planned(net.pin("tower", "h = h + h"))) == ["Tower.forward in net.py"]
+    assert titles(net.planned(net.pin("tower", "h = h + h"))) == ["line 10 of net.py"]
 
 
 TWO_CALLS = (

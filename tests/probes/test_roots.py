@@ -37,14 +37,14 @@ def together(*models: nn.Module) -> nn.Module:
 
 
 def test_the_name_of_an_only_model_is_its_own() -> None:
-    assert roots_of(together(Net()), ["head"], None) == ()
+    assert roots_of(together(Net()), ["head"], Makings()) == ()
 
 
 def test_a_name_that_the_script_has_is_told_of_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
     net, critic = made(), Critic()
     monkeypatch.setattr(sys.modules["__main__"], "net_g", net, raising=False)
     monkeypatch.setattr(sys.modules["__main__"], "net_d", critic, raising=False)
-    roots = roots_of(together(net, critic), ["net_g.head", "net_d:own", "net_g:own"], None)
+    roots = roots_of(together(net, critic), ["net_g.head", "net_d:own", "net_g:own"], Makings())
     assert roots == (
         RootModel("net_g", "net_g", "the model that the script calls net_g", is_global=True),
         RootModel("net_d", "net_d", "the model that the script calls net_d", is_global=True),
@@ -54,7 +54,7 @@ def test_a_name_that_the_script_has_is_told_of_as_that(monkeypatch: pytest.Monke
 
 def test_else_it_is_its_class() -> None:
     net, critic = made(), Critic()
-    roots = roots_of(together(net, critic), ["Critic"], None)
+    roots = roots_of(together(net, critic), ["Critic"], Makings())
     assert roots == (RootModel("Critic", "Critic", "the model of class Critic that the script makes"),)
     assert call_of_pins(roots) == "pin_fp32(Critic=...)"
 
@@ -74,7 +74,7 @@ def test_where_nothing_tells_which_it_is_that_is_said() -> None:
     with Makings() as makings:
         both = together(*[made() for _ in range(2)])
     unknown = "one of the 2 models of class Net that the script makes; which of them is not known"
-    for known in (makings, None):
+    for known in (makings, Makings()):
         assert [root.what for root in roots_of(both, ["Net_.head"], known)] == [unknown]
 
 
@@ -82,5 +82,5 @@ def test_each_has_an_argument_that_means_nothing_else() -> None:
     whole = Together()
     for name in ("functools", "name", "_Net"):
         whole.add_module(name, nn.Identity())
-    roots = roots_of(whole, ["functools", "name", "_Net"], None)
+    roots = roots_of(whole, ["functools", "name", "_Net"], Makings())
     assert [root.argument for root in roots] == ["functools_", "name_", "_Net"]

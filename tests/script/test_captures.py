@@ -152,7 +152,9 @@ def test_a_librarys_module_is_kept_where_the_script_makes_the_model(tmp_path: Pa
     result, record = on(tmp_path, "suggest-fp32", capture_of(tmp_path), "--apply")
     assert (result.code, [pin.name for pin in record.pins]) == (0, ["1", "2"])
     assert record.handover is not None
-    assert [unit.title for unit in record.handover.units] == ["Mix.forward in train.py", "module 2, by name"]
+    first = LIBRARYS.splitlines().index("        large = x * float(sys.argv[1]) * 2e-3") + 1
+    units = [unit.title for unit in record.handover.units]
+    assert units == [f"lines {first} to {first + 2} of train.py", "module 2, by name"]
     assert record.verification is not None
     of_layer = next(step.detail for step in record.verification.steps if step.name == "without module 2, by name")
     assert (

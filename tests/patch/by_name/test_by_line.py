@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from ampdbg.patch.by_name import edit_factory
+from ampdbg.patch.by_name import edit_maker
 from ampdbg.patch.edits import Edited
 from ampdbg.probes.makings import Making, Makings
 from ampdbg.probes.models import unwrapped
@@ -63,7 +63,7 @@ def made(name: str, end: str = "in") -> tuple[nn.Module, Making]:
 
 
 def edited(text: bytes, making: Making, *pins: str) -> Edited:
-    return edit_factory(text, making, pins)
+    return edit_maker(text, making, pins)
 
 
 def test_every_fixture_has_a_case() -> None:
@@ -98,10 +98,6 @@ REFUSED = {
         "the line creates the model and wraps it",
     ),
     "in DataParallel": ("model = nn.DataParallel({}).eval()", "the line creates the model and wraps it"),
-    "layer by layer": (
-        "model = nn.Sequential()\nfor _ in range(2):\n    model.append({})",
-        "a loop adds the model's parts",
-    ),
     "beside another statement": ("steps = 1; model = {}", "the line holds several statements"),
     "behind a colon": ("if True: model = {}", "it follows a colon"),
     "in a head": ("for model in [{}]:\n    pass", "it is the head of a compound statement"),

@@ -1,9 +1,8 @@
 """The helper in a user's file: `NAME.in.py` becomes `NAME.out.py`, which makes the same model, with its pins."""
 
-import functools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from ampdbg.patch.by_name import edit_factory
+from ampdbg.patch.by_name import edit_maker
 from ampdbg.patch.edits import Edited
+from ampdbg.probes.makings import Making, Makings
 from ampdbg.record.pins import in_words
 from tests.conftest import Golden
 
@@ -22,17 +22,16 @@ FIXTURES = Path(__file__).parents[1] / "fixtures" / "by_name"
 
 @dataclass(frozen=True)
 class Case:
-    """What to edit in a fixture: the name that makes the model, its pins, and how a test makes it."""
+    """What to edit in a fixture: what a config would name as the model or its maker, and its pins."""
 
     target: str
     pins: tuple[str, ...]
-    make: Callable[[Any], Any] = lambda made: made()
 
 
 CASES = {
     "function": Case("build_model", ("0",)),
     "class_with_init": Case("Net", ("first", "layer0", "layer1")),
-    "variable": Case("network", ("0",), make=lambda model: model),
+    "variable": Case("network", ("0",)),
     "aliases": Case("build_model", ("0", "1")),
     "tabs_and_own_lines": Case("build_model", ("0:own", "0.query")),
     "long_list": Case("build_model", tuple(f"{n}.0" for n in range(8))),
@@ -69,20 +68,24 @@ def source(name: str, end: str = "in") -> bytes:
     return expanded((FIXTURES / f"{name}.{end}.py").read_text(encoding="utf-8")).encode()
 
 
-def modules_of(case: Case, text: bytes) -> dict[str, nn.Module]:
-    """The modules of the model that a file makes, by name."""
+def made(case: Case, path: Path) -> tuple[nn.Module, Making]:
+    """The model that a file makes, and where it does."""
     scope: dict[str, Any] = {"__name__": "fixture"}
-    exec(compile(text, "<fixture>", "exec"), scope)
-    made = functools.reduce(getattr, case.target.split(".")[1:], scope[case.target.partition(".")[0]])
-    model = case.make(made)
+    with Makings() as makings:
+        exec(compile(path.read_bytes(), path, "exec"), scope)
+        target = scope[case.target]
+        model = target if isinstance(target, nn.Module) else eval("make()", {"__name__": "ampdbg", "make": target})
     assert isinstance(model, nn.Module)
-    return dict(model.named_modules())
+    making = makings.of(model, case.pins)
+    assert making is not None
+    return model, making
 
 
-def edited(name: str, text: bytes | None = None) -> Edited:
-    case = CASES[name]
-    before = source(name) if text is None else text
-    return edit_factory(before, case.target, case.pins)
+def edited(name: str, folder: Path, text: bytes | None = None) -> Edited:
+    """The edit of a file that holds the text, or that of the fixture."""
+    path = folder / "net.py"
+    path.write_bytes(source(name) if text is None else text)
+    return edit_maker(path.read_bytes(), made(CASES[name], path)[1], CASES[name].pins)
 
 
 def test_every_fixture_has_a_case() -> None:
@@ -90,8 +93,8 @@ def test_every_fixture_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_edit_is_what_a_person_would_have_written(name: str, golden: Golden) -> None:
-    result = edited(name)
+def test_the_edit_is_what_a_person_would_have_written(name: str, golden: Golden, tmp_path: Path) -> None:
+    result = edited(name, tmp_path)
     assert result.refused == ()
     assert result.changed
     text = result.source.decode()
@@ -99,18 +102,21 @@ def test_the_edit_is_what_a_person_would_have_written(name: str, golden: Golden)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_edited_file_makes_the_same_model_with_its_pins(name: str) -> None:
-    case = CASES[name]
-    before, after = (modules_of(case, source(name, end)) for end in ("in", "out"))
-    assert list(after) == list(before)
-    assert list(after[""].state_dict()) == list(before[""].state_dict())
+def test_the_edited_file_makes_the_same_model_with_its_pins(name: str, tmp_path: Path) -> None:
+    case, path = CASES[name], tmp_path / "net.py"
+    models = []
+    for end in ("in", "out"):
+        path.write_bytes(source(name, end))
+        models.append(made(case, path)[0])
+    before, after = models
+    assert list(after.state_dict()) == list(before.state_dict())
     pinned = {name.removesuffix(":own") for name in case.pins}
-    assert {name for name, module in after.items() if "forward" in vars(module)} == pinned
+    assert {name for name, module in after.named_modules() if "forward" in vars(module)} == pinned
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_second_helper_is_refused(name: str) -> None:
-    again = edited(name, source(name, "out"))
+def test_a_second_helper_is_refused(name: str, tmp_path: Path) -> None:
+    again = edited(name, tmp_path, source(name, "out"))
     assert (again.changed, again.source) == (False, source(name, "out"))
     assert [refused.reason for refused in again.refused] == [
         "it already has a function _keep_in_fp32; add the modules to it by hand, or rename it"
@@ -127,9 +133,9 @@ KEPT = {
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_what_is_not_edited_is_kept_byte_for_byte(name: str) -> None:
+def test_what_is_not_edited_is_kept_byte_for_byte(name: str, tmp_path: Path) -> None:
     before = KEPT[name]
-    after = edit_factory(before, "build_model", ["0"]).source
+    after = edited("function", tmp_path, before).source
     end = b"\r\n" if name == "CRLF" else b"\n"
     kept = after.split(end)
     for line in before.split(end):
@@ -140,54 +146,41 @@ def test_what_is_not_edited_is_kept_byte_for_byte(name: str) -> None:
     assert after.endswith(b"\n") == before.endswith(b"\n")
 
 
-def test_the_edited_file_trains_without_ampdbg_and_fails_where_a_name_is_wrong() -> None:
-    model = modules_of(CASES["function"], source("function", "out"))[""]
+def test_the_edited_file_trains_without_ampdbg_and_fails_where_a_name_is_wrong(tmp_path: Path) -> None:
+    path = tmp_path / "net.py"
+    path.write_bytes(source("function", "out"))
+    model, _ = made(CASES["function"], path)
     assert b"ampdbg" not in source("function", "out")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model(torch.ones(2, 4)).sum().backward()
     assert model.get_parameter("0.weight").grad is not None
+    path.write_bytes(path.read_bytes().replace(b'"0"', b'"typo"'))
     with pytest.raises(AttributeError, match="typo"):
-        modules_of(CASES["function"], edit_factory(source("function"), "build_model", ["typo"]).source)
+        made(CASES["function"], path)
 
 
 # What is left alone, with the reason
 
 
 REFUSED = {
-    "an imported name": ("from parts import build\n", "build is not defined at the top of this file"),
-    "a coroutine": ("async def build():\n    return Net()\n", "build has no single line that returns its model"),
-    "a generator": (
-        "def build():\n    yield Net()\n    return None\n",
-        "build has no single line that returns its model",
-    ),
-    "no model": ("def build():\n    Net()\n", "build has no single line that returns its model"),
     "a tuple": ("def build():\n    return Net(), 1\n", "no single call there creates the model"),
-    "two returns": (
-        "def build():\n    if A:\n        return Net()\n    return Other()\n",
-        "build has no single line that returns its model",
-    ),
     "one of two": ("def build():\n    return Net() if A else Other()\n", "no single call there creates the model"),
-    "a torch by another name": ("import jax as torch\ndef build():\n    return Net()\n", "the name torch means"),
-    "a lambda": ("build = lambda: Net()\n", "no single call there creates the model"),
-    "an __init__ that returns": (
-        "class build:\n    def __init__(self, x):\n        if x:\n            return\n        self.y = 1\n",
-        "its __init__ returns early",
-    ),
-    "no __init__": ("class build(Base):\n    pass\n", "build has no __init__ of its own"),
-    "another helper of that name": ("def _keep_in_fp32(x):\n    return x\ndef build():\n    return Net()\n", "rename"),
+    "a torch by another name": ("import jax as torch\nmodel = Net()\n", "the name torch means"),
+    "a lambda": ("A = 1\nbuild = lambda: Net()\n", "no single call there creates the model"),
+    "another helper of that name": ("def _keep_in_fp32(x):\n    return x\nmodel = Net()\n", "rename"),
     "another function of that name": (
-        "def _forward_in_fp32(x):\n    return x\ndef build():\n    return Net()\n",
+        "def _forward_in_fp32(x):\n    return x\nmodel = Net()\n",
         "the name _forward_in_fp32 means something else",
     ),
-    "another torch": ("torch = None\ndef build():\n    return Net()\n", "the name torch means something else"),
-    "no Python": ("def build(:\n", "does not parse"),
+    "another torch": ("torch = None\nmodel = Net()\n", "the name torch means something else"),
+    "no Python": ("A = 1\ndef build(:\n", "does not parse"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_edited_is_left_alone_with_a_reason(name: str) -> None:
     text, reason = REFUSED[name]
-    result = edit_factory(text.encode(), "build", ["a"])
+    result = edit_maker(text.encode(), Making("net.py", 2), ["a"])
     assert (result.source, result.changed) == (text.encode(), False)
     (refused,) = result.refused
     assert reason in refused.reason
