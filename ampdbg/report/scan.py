@@ -67,7 +67,7 @@ def page(record: Record, typed: view.Typed) -> view.Page:
 
 
 def _sections(record: Record) -> tuple[view.Section, ...]:
-    charted = record.steps * any(step.skipped or _is_lost(step, record) for step in record.steps)
+    charted = record.scaled_steps * any(step.skipped or _is_lost(step, record) for step in record.scaled_steps)
     return view.filled(
         raised(record),
         view.Findings(record.findings),

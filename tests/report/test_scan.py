@@ -64,6 +64,15 @@ def test_of_several_optimizers_the_page_counts_iterations_and_has_each_ones_own_
     assert "optimizer 1: 0 skipped, loss 4" in said
 
 
+def test_an_optimizer_without_a_scaler_is_not_in_the_chart_of_the_loss_scale() -> None:
+    scaled = [replace(skipped_step(0, 8.0, ()), scaler=1), replace(healthy_step(1, 4.0), scaler=1)]
+    bare = replace(healthy_step(2, 1.0), optimizer=1)
+    text = rendered(run([*scaled, bare]))
+    assert "8 ┤" in text
+    assert "4 ┤" in text
+    assert "1 ┤" not in text
+
+
 def test_groups_are_sorted_by_first_step_then_most_often_then_place() -> None:
     steps = [skipped_step(at, 4.0, overflow(*hit)) for at, hit in enumerate(((5, 6, 7), (1, 6), (1,)))]
     hits = [(hit.index, hit.first, hit.steps) for hit in group_hits(steps)]
