@@ -146,15 +146,10 @@ class Document:
         return bound
 
     def home(self, name: ast.Name) -> Scope | None:
-        """The scope that binds a name; None where no line of the file does."""
-        scope: Scope = self.scopes[name]
-        first = True
-        while True:
-            if name.id in self._bindings.get(scope, {}) and (first or not isinstance(scope, ast.ClassDef)):
-                return scope
-            if scope is self.tree:
-                return None
-            scope, first = self.scopes[scope], False
+        """The scope that binds a name; None where no line of the file does. A class binds for its own lines alone."""
+        own = self.scopes[name]
+        outer = (one for one in self.around(own) if isinstance(one, (*FUNCTIONS, ast.Lambda, ast.Module)))
+        return next((scope for scope in (own, *outer) if name.id in self._bindings.get(scope, {})), None)
 
     def binders(self, name: ast.Name) -> list[ast.AST]:
         """What binds a name, by the scope that does."""
@@ -234,10 +229,11 @@ class Document:
 
     def target(self, value: ast.AST) -> ast.expr | None:
         """What a value is assigned to, as a whole and alone."""
-        parent = self.parents.get(value)
-        if isinstance(parent, ast.Assign) and parent.value is value and len(parent.targets) == 1:
-            return parent.targets[0]
-        return None
+        match self.parents.get(value):
+            case ast.Assign(targets=[target], value=whole) if whole is value:
+                return target
+            case _:
+                return None
 
     def last_value(self, name: ast.Name) -> ast.AST | None:
         """What a name was assigned last, on every way to where it is read; None where that is not one statement."""

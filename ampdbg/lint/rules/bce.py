@@ -24,9 +24,11 @@ def check(facts: Facts) -> Iterator[RuleHit]:
         if not is_module and document.call_origin(call) != FUNCTION:
             continue
         region = facts.region(call)
-        is_on = region is not None and region.enabled is True and region.device == "cuda"
-        is_lowered = region is not None and region.dtype in ("float16", "bfloat16")
-        if (is_on and is_lowered) or (region is None and facts.runs_in_half(call)):
+        is_lowered = facts.runs_in_half(call)
+        if region is not None:
+            known = (region.device, region.enabled, region.dtype)
+            is_lowered = known in (("cuda", True, "float16"), ("cuda", True, "bfloat16"))
+        if is_lowered:
             yield RuleHit(CODE, call, fix=_fix(facts, call, is_module=is_module))
 
 
