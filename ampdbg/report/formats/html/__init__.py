@@ -15,13 +15,13 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 from ampdbg import __version__
 from ampdbg.escapes import harmless
 from ampdbg.quantities import counted
 from ampdbg.record.findings import Finding
-from ampdbg.record.run import LevelCost, Record
+from ampdbg.record.run import Record
 from ampdbg.report import suggestion, view
 from ampdbg.report.formats import page_of
 from ampdbg.report.formats.text import SIGNS, blocks, exponent_bar
@@ -52,7 +52,6 @@ def write(record: Record, typed: view.Typed, look: view.Look) -> str:
     """The record as a page; of a large one in less detail."""
     names, page = TextTable(), page_of(record, typed)
     sites, levels = range_map(record, names)
-    patch = _patch(record, page)
     findings = harmless(record.findings[:MOST_FINDINGS], typed.folder)
     data: dict[str, Any] = {
         "sites": sites,
@@ -77,8 +76,8 @@ def write(record: Record, typed: view.Typed, look: view.Look) -> str:
             data=_packed(json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()),
             levels=_packed(levels),
             findings=tuple(_roots(findings)),
-            sections=tuple(_sections(record, typed, page, has_patch=patch is not None)),
-            patch=patch,
+            sections=tuple(_sections(record, typed, page)),
+            patch=_patch(record),
             ran=harmless(record.environment),
             created=harmless(record.created),
             device=harmless(view.device(record.environment)),
@@ -99,78 +98,41 @@ def _at_line(at: int, finding: Finding, record: Record, names: TextTable) -> dic
     return {"file": file, "line": line, "step": finding.step} | said
 
 
-@dataclass(frozen=True)
-class Root:
-    """A finding without a root, its place in the record, and what follows from it."""
-
-    at: int
-    finding: Finding
-    effects: tuple[tuple[int, Finding], ...]
+Root = tuple[int, Finding, list[tuple[int, Finding]]]
+"""The place in the record of a finding without a root, the finding, and each that follows from it with its place."""
 
 
 def _roots(findings: Sequence[Finding]) -> Iterator[Root]:
     places = {id(finding): at for at, finding in enumerate(findings)}
     for finding, effects in view.with_effects(findings):
-        yield Root(places[id(finding)], finding, tuple((places[id(one)], one) for one in effects))
+        yield places[id(finding)], finding, [(places[id(one)], one) for one in effects]
 
 
-def _sections(
-    record: Record, typed: view.Typed, page: view.Page, *, has_patch: bool
-) -> Iterator[view.Section | MemoryChart]:
+def _sections(record: Record, typed: view.Typed, page: view.Page) -> Iterator[view.Section]:
     """The terminal's, but for what the page draws itself; with all of the trials."""
     for section in page.sections:
-        if isinstance(section, (view.Findings, view.ScaleChart)) or (has_patch and _is_of_edits(section)):
-            continue
-        if not isinstance(section, view.Table):
-            yield _cut(section)
-        elif section.columns != TRIAL_COLUMNS:
-            left = view.more(len(section.rows) - MOST_ROWS)
-            cut = replace(section, rows=section.rows[:MOST_ROWS], below=(*section.below, *left))
-            yield from _with_memory_chart(cut, record)
+        match section:
+            case view.Table(columns=columns, rows=rows, below=below) if columns != TRIAL_COLUMNS:
+                yield replace(section, rows=rows[:MOST_ROWS], below=(*below, *view.more(len(rows) - MOST_ROWS)))
+            case view.Paragraph(lines=lines):
+                yield replace(section, lines=(*lines[:MOST_ROWS], *view.more(len(lines) - MOST_ROWS, "line")))
+            case view.Snippet(lines=lines) if len(lines) > MOST_LINES:
+                yield replace(section, lines=(*lines[:MOST_LINES], "…"))
+            case view.Snippet() | view.Prose():
+                yield section
     if record.trials:
         yield harmless(trial_table(record, MOST_ROWS), typed.folder)
 
 
-def _cut(section: view.Section) -> view.Section:
-    """The section with as many lines as there is room for."""
-    match section:
-        case view.Paragraph(lines=lines):
-            return replace(section, lines=(*lines[:MOST_ROWS], *view.more(len(lines) - MOST_ROWS, "line")))
-        case view.Snippet(lines=lines) if len(lines) > MOST_LINES:
-            return replace(section, lines=(*lines[:MOST_LINES], "…"))
-    return section
-
-
-@dataclass(frozen=True)
-class MemoryChart:
-    """The memory of a step at each level, part by part, instead of the terminal's bars."""
-
-    title: str
-    levels: tuple[LevelCost, ...]
-
-
-def _with_memory_chart(table: view.Table, record: Record) -> Iterator[view.Section | MemoryChart]:
-    cells = ((at, cell) for row in table.rows for at, cell in enumerate(row) if isinstance(cell, view.StyledLine))
-    bars = {at for at, cell in cells if any(part.tone == "chart" for part in cell.words)}
-    costs = harmless(record.costs)
-    if bars and costs is not None:
-        yield MemoryChart(table.title, tuple(one for one in costs.levels if one.memory is not None)[: len(table.rows)])
-        columns = tuple(column for at, column in enumerate(table.columns) if at not in bars)
-        rows = tuple(tuple(cell for at, cell in enumerate(row) if at not in bars) for row in table.rows)
-        table = view.Table("", columns, rows)
-    yield table
-
-
 @dataclass(frozen=True)
 class ShownPatch:
-    """What a suggestion hands over, as it is shown; ``edits`` are in words what it changes.
+    """What a suggestion hands over, as it is shown.
 
     ``why_not_copied`` is empty where the shown text is the patch, byte for byte.
     """
 
     lines: tuple[str, ...]
     folder: str
-    edits: tuple[view.StyledLine, ...]
     why_not_copied: str
 
 
@@ -178,22 +140,16 @@ NOT_EXACT = "This page shows some of its characters as escapes; to apply it, pri
 NOT_WHOLE = "It is too long for this page; print it with ampdbg suggest-fp32."
 
 
-def _patch(record: Record, page: view.Page) -> ShownPatch | None:
+def _patch(record: Record) -> ShownPatch | None:
     content = suggestion.content(record)
     if content is None or record.handover is None:
         return None
-    text = content.decode("utf-8", "replace")
-    shown = harmless(text, but="\n\t")
+    shown = harmless(content.decode("utf-8", "replace"), but="\n\t")
     folder = record.handover.folder if record.handover.form == "diff" else ""
-    edits = tuple(one for section in page.sections if _is_of_edits(section) for one in section.lines)
     lines = shown.removesuffix("\n").split("\n")
     cut = [clipped(line) for line in lines[:MOST_LINES]]
     why_not = NOT_EXACT if shown.encode() != content else NOT_WHOLE if cut != lines else ""
-    return ShownPatch(tuple(cut), harmless(folder), edits[:MOST_ROWS], why_not)
-
-
-def _is_of_edits(section: view.Section) -> TypeGuard[view.Paragraph]:
-    return isinstance(section, view.Paragraph) and section.title == suggestion.EDITS
+    return ShownPatch(tuple(cut), harmless(folder), why_not)
 
 
 def _config(record: Record, typed: view.Typed) -> list[str]:
