@@ -29,7 +29,7 @@ from ampdbg.report.view import Typed
 from ampdbg.source.ownership import loaded_files
 
 from . import options
-from .output import failure_of_page, look_of, save, say, say_what_is_missing, typed_as
+from .output import look_of, save, say, typed_as, with_page
 from .scan import FailOn, exit_code
 from .source_findings import say_source_findings
 
@@ -118,11 +118,11 @@ def command(
             with _working_in(started):
                 saved = save(seen, _of_rank(record, rank))
                 typed = replace(typed_as(command_typed, saved.path), verbose=verbose)
-                no_page = failure_of_page(seen, typed, _of_rank(html, rank))
+                saved = with_page(saved, seen, typed, _of_rank(html, rank))
             if not quiet:
                 _show_report(seen, typed)
                 _say_misplaced(misplaced, command_typed, is_module=is_module)
-            say_what_is_missing(saved, no_page)
+            saved.say_failures()
 
     if not watch:
         return api.run_unwatched(script, arguments or (), is_module=is_module, emulate=emulate)
