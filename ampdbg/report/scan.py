@@ -22,7 +22,6 @@ from ampdbg.record.codes import FACTS, catalogued
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import (
     EXITED,
-    NOT_CAPTURED,
     GroupOverflow,
     Investigation,
     ParameterCounts,
@@ -411,9 +410,6 @@ REPLAY_COLUMNS = (
     view.Column("gradients off by", "number"),
 )
 
-CLOSER_LOOK = 50
-"""The step that a healthy script is to capture: by then a loss scale has settled."""
-
 
 def captures_of(record: Record, typed: view.Typed) -> Iterator[str]:
     """Where its captures are."""
@@ -465,7 +461,7 @@ def only_settles(record: Record) -> bool:
 
 
 def after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
-    """What to type: with a GPU that is emulated, of its capture, what the finding means, or a closer look."""
+    """What to type: with a GPU that is emulated, of its capture, or what the finding means."""
     obstacle, captures = obstacle_in(record.error), record.script.captures if record.script else ()
     install = obstacle.install if obstacle else ""
     has_no_gpu = not record.environment.emulated and record.environment.device == "cpu"
@@ -481,40 +477,21 @@ def after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
     codes = [one.code for one in record.findings[:1] if record.verdict != "healthy" and not only_settles(record)]
     suggest, find = "ampdbg suggest-fp32", prove if is_cured else search
     needs_gpu = has_no_gpu and (obstacle or _ran_in_fp32(record))
-    emulated = ("--emulate",) * record.environment.emulated
-    closer = _again(record, typed, *emulated, f"--capture-step {CLOSER_LOOK}")
+    is_module = record.script is not None and record.script.is_module
+    emulated = f"ampdbg run --emulate {'-m ' * is_module}{typed.config}"
     return view.next_of(
         (install, "install it beside ampdbg", install),
-        (needs_gpu, "run it in FP16, on an emulated GPU", _again(record, typed, "--emulate")),
+        (needs_gpu, "run it in FP16, on an emulated GPU", emulated),
         (of_root, find, f"{suggest} {taken}"),
         (is_edited, "the edit that cures it, proven by a short run", f"{suggest} {typed.record_path}"),
         (not is_replayed, "replay the captured step, also in FP32", f"ampdbg replay {first}"),
         (codes, "read what it means, and what cures it", f"ampdbg explain {''.join(codes)}"),
-        (_is_unexamined(record), "capture one step for ampdbg replay, which finds faults that no loss shows", closer),
     )
 
 
 def _ran_in_fp32(record: Record) -> bool:
     """No step ran in half precision, which may be why nothing else was found."""
     return record.environment.policy == "none" and (not record.findings or record.verdict == "inconclusive")
-
-
-def _is_unexamined(record: Record) -> bool:
-    """No step of a healthy script was replayed, and one can be captured."""
-    script = record.script
-    holds = (
-        script is not None and script.processes == 1 and not script.captures,
-        record.command == "run" and record.verdict == "healthy" and not record.error,
-        record.steps_run > CLOSER_LOOK and record.environment.policy != "none",
-        not any(NOT_CAPTURED in note for note in record.unseen.notes),
-        not any(map(agrees_with_fp32, record.investigations)),
-    )
-    return all(holds)
-
-
-def _again(record: Record, typed: view.Typed, *options: str) -> str:
-    is_module = record.script is not None and record.script.is_module
-    return " ".join(["ampdbg run", *options, *["-m"] * is_module, typed.config])
 
 
 def _of_root(captures: Sequence[str], record: Record) -> str:
