@@ -477,8 +477,8 @@ def after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
     codes = [one.code for one in record.findings[:1] if record.verdict != "healthy" and not only_settles(record)]
     suggest, find = "ampdbg suggest-fp32", prove if is_cured else search
     needs_gpu = has_no_gpu and (obstacle or _ran_in_fp32(record))
-    is_module = record.script is not None and record.script.is_module
-    emulated = f"ampdbg run --emulate {'-m ' * is_module}{typed.config}"
+    as_module = "-m " if record.script is not None and record.script.is_module else ""
+    emulated = f"ampdbg run --emulate {as_module}{typed.config}"
     return view.next_of(
         (install, "install it beside ampdbg", install),
         (needs_gpu, "run it in FP16, on an emulated GPU", emulated),
