@@ -17,7 +17,7 @@ from ampdbg.escapes import printable
 from ampdbg.record.run import Record
 
 from .interrupts import INTERRUPTED, interruptible
-from .output import WRITTEN, failure_of_page, save, say, say_what_is_missing, typed_as
+from .output import WRITTEN, save, say, typed_as, with_page
 
 
 def guarded(command: Callable[..., int], *, takes_signals: bool = True) -> Callable[..., None]:
@@ -76,8 +76,7 @@ def _keep(error: AmpdbgError, options: Mapping[str, Any]) -> None:
         return
     saved = save(error.record, options.get("record"))
     typed = typed_as(shlex.quote(str(options.get("config") or "CONFIG")), saved.path)
-    no_page = failure_of_page(error.record, typed, options.get("html"))
-    say_what_is_missing(saved, no_page)
+    with_page(saved, error.record, typed, options.get("html")).say_failures()
     if saved.handed_over is not None:
         say(f"the patch is in {shlex.quote(str(saved.handed_over))}")
     if saved.path is not None:

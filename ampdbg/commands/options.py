@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import os
 import re
 import tempfile
@@ -18,45 +17,34 @@ import typer
 from ampdbg.errors import AmpdbgError, ConfigError
 from ampdbg.files import obstacle
 from ampdbg.given import Changes
-from ampdbg.record.log import is_free_for_log
+from ampdbg.record.log import LOG_FORMAT
 from ampdbg.record.pins import Strategy
 from ampdbg.record.run import RECORD_FORMAT
 
-Content = Literal["record", "page", "html", "markdown", "sarif", "diff", "module", "yaml", "json", "log"]
-
-
-@dataclass(frozen=True)
-class FileContent:
-    """What a file is called that an option has written, and how it begins; of JSON, what its ``format`` is."""
-
-    called: str
-    begins: bytes = b""
-    format: str = ""
-
-
 PATCH = "patch of that form"
 
-CONTENTS: Mapping[Content, FileContent] = {
-    "record": FileContent("record", format=RECORD_FORMAT),
-    "page": FileContent("report", "(✓|✗|\\?|!) ".encode()),
-    "markdown": FileContent("report in Markdown", "### (✓|✗|\\?|!) ".encode()),
-    "html": FileContent("HTML page", rb"<!doctype html>\n<!-- A report of ampdbg "),
-    "sarif": FileContent("SARIF log", rb'\{\s*"\$schema": "[^"]*sarif-schema'),
-    "diff": FileContent(PATCH, rb"# (Keeps|The script's) .*\n(#.*\n)*diff --git "),
-    "module": FileContent(PATCH, rb'# Keeps .*\n(#.*\n)*\n"""Keeps modules in FP32 '),
-    "yaml": FileContent(PATCH, rb"# Keeps .*\n(#.*\n)*precision:\n"),
-    "json": FileContent(PATCH, format="ampdbg.patch"),
-    "log": FileContent("log of a run"),
+CONTENTS: Mapping[str, tuple[str, bytes]] = {
+    "record": ("record", rb'(?s)\{.*"format":\s*"%b"' % re.escape(RECORD_FORMAT).encode()),
+    "text": ("report", "(✓|✗|\\?|!) ".encode()),
+    "markdown": ("report in Markdown", "### (✓|✗|\\?|!) ".encode()),
+    "html": ("HTML page", rb"<!doctype html>\n<!-- A report of ampdbg "),
+    "sarif": ("SARIF log", rb'\{\s*"\$schema": "[^"]*sarif-schema'),
+    "diff": (PATCH, rb"# (Keeps|The script's) .*\n(#.*\n)*diff --git "),
+    "module": (PATCH, rb'# Keeps .*\n(#.*\n)*\n"""Keeps modules in FP32 '),
+    "yaml": (PATCH, rb"# Keeps .*\n(#.*\n)*precision:\n"),
+    "json": (PATCH, rb'\{\s*"format": "ampdbg\.patch"'),
+    "log": ("log of a run", rb'\s*\{\s*"format"\s*:\s*"%b"' % re.escape(LOG_FORMAT).encode()),
 }
+"""What a file is called that an option has written, and how it begins."""
 
 
-def check_place(option: str, path: Path | None, content: Content, **others: Path | None) -> None:
+def check_place(option: str, path: Path | None, content: str, **others: Path | None) -> None:
     """Refuses, before anything is run, a place where writing would wait for ever or lose what the user has there.
 
     Args:
         option: as it is typed, for the message.
         path: what was given to it, if anything.
-        content: what it writes.
+        content: what it writes, by its name in :data:`CONTENTS`.
         others: files that it must leave alone whatever they hold, by what they are.
 
     Raises:
@@ -72,22 +60,17 @@ def check_place(option: str, path: Path | None, content: Content, **others: Path
             is_what = f"is the file of the {what.replace('_', ' ')}"
             raise ConfigError(f"{option} {path} {is_what}, and would be overwritten; name another file")
     if os.path.isfile(path) and not _is_own(path, content):
-        called = CONTENTS[content].called
+        called = CONTENTS[content][0]
         raise ConfigError(f"{option} {path} holds no {called}, and would be overwritten; name another file")
 
 
-def _is_own(path: Path, content: Content) -> bool:
+def _is_own(path: Path, content: str) -> bool:
     """The file holds nothing, or what an option with this ``content`` has written before."""
-    if content == "log":
-        return is_free_for_log(path)
-    own = CONTENTS[content]
     try:
         there = path.read_bytes()
-        data = json.loads(there) if there and own.format else None
-    except (OSError, ValueError):
+    except OSError:
         return False
-    is_of_format = isinstance(data, dict) and data.get("format") == own.format
-    return not there or (is_of_format if own.format else re.match(own.begins, there) is not None)
+    return not there or re.match(CONTENTS[content][1], there) is not None
 
 
 def _checked_record(value: Path | None) -> Path | None:

@@ -7,9 +7,9 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -163,12 +163,23 @@ def _carries(stream: TextIO | None, text: str) -> bool:
 class Saved:
     """The file that a record was written to, and the one beside it with what it hands over.
 
-    ``failure`` is why the one that was asked for could not be written.
+    ``failures`` are why files that were asked for could not be written, by what they are: "page" and "record".
     """
 
     path: Path | None
     handed_over: Path | None = None
-    failure: RecordError | None = None
+    failures: Mapping[str, RecordError] = field(default_factory=dict)
+
+    def raise_failure(self) -> None:
+        """Raises RecordError: a file could not be written where it was asked for."""
+        for what in sorted(self.failures, reverse=True):  # the record's first
+            raise self.failures[what]
+
+    def say_failures(self) -> None:
+        """A warning of each."""
+        for what, failure in sorted(self.failures.items()):
+            option = "--html" if what == "page" else "--record"
+            say(f"warning: no {what} was written: {failure}; choose another place with {option} FILE")
 
 
 WRITTEN: ContextVar[Path | None] = ContextVar("WRITTEN", default=None)
@@ -191,7 +202,7 @@ def save(record: Record, asked_for: Path | None) -> Saved:
     except RecordError as error:
         if asked_for is None:
             say(f"warning: no record was written: {error}; choose another place with --record FILE")
-        return Saved(None, failure=error if asked_for is not None else None)
+        return Saved(None, failures={"record": error} if asked_for is not None else {})
     try:
         if record.script is None or record.script.rank == 0:
             write_latest(record)
@@ -202,12 +213,12 @@ def save(record: Record, asked_for: Path | None) -> Saved:
 
 def _handed_over(record: Record, beside: Path) -> Path | None:
     """Writes what the record hands over beside it, but over nothing."""
-    from ampdbg.report.suggestion import content, suffix
+    from ampdbg.report.suggestion import FORMS, content
 
     text = content(record)
     if text is None or record.handover is None:
         return None
-    file = beside.with_suffix(suffix(record.handover.form))
+    file = beside.with_suffix(FORMS[record.handover.form].suffix)
     if file.exists():
         return None
     try:
@@ -218,21 +229,14 @@ def _handed_over(record: Record, beside: Path) -> Path | None:
     return file
 
 
-def failure_of_page(record: Record, typed: Typed, file: Path | None) -> RecordError | None:
+def with_page(saved: Saved, record: Record, typed: Typed, file: Path | None) -> Saved:
     """Writes the HTML page where it was asked for; why it could not be written must not cost what is printed."""
     if file is not None:
         try:
             write_atomically(file, written(record, typed, PLAIN, "html"))
         except RecordError as error:
-            return error
-    return None
-
-
-def say_what_is_missing(saved: Saved, no_page: RecordError | None) -> None:
-    """A warning of each file that was asked for, and could not be written."""
-    for what, option, failure in (("page", "html", no_page), ("record", "record", saved.failure)):
-        if failure is not None:
-            say(f"warning: no {what} was written: {failure}; choose another place with --{option} FILE")
+            return replace(saved, failures={**saved.failures, "page": error})
+    return saved
 
 
 def show(
@@ -252,9 +256,7 @@ def show(
     """
     saved = save(record, run.record)
     typed = replace(typed_as(given.typed, saved.path), order=order, top=top, verbose=run.verbose)
-    no_page = failure_of_page(record, typed, run.html)
+    saved = with_page(saved, record, typed, run.html)
     form = "json" if run.json else "text"
     write_result(in_form(written(record, typed, look_of(stdout), form), form), stdout)
-    for failure in (saved.failure, no_page):
-        if failure is not None:
-            raise failure
+    saved.raise_failure()

@@ -19,15 +19,6 @@ from ampdbg.report.formats import FORMATS, written
 from . import options
 from .output import PLAIN, in_form, look_of, typed_as, write_result
 
-CONTENTS: dict[str, options.Content] = {
-    "html": "html",
-    "json": "record",
-    "markdown": "markdown",
-    "sarif": "sarif",
-    "text": "page",
-}
-"""What is in a file of each format, before it is written over."""
-
 
 def _known(name: str) -> str:
     if name not in FORMATS:
@@ -70,7 +61,7 @@ def command(
 ) -> int:
     """Show a record again, in any format."""
     path = record or latest_record()
-    options.check_place("--output", output, CONTENTS[format], record=path, latest_record=LATEST)
+    options.check_place("--output", output, "record" if format == "json" else format, record=path, latest_record=LATEST)
     shown = api.read(path)
     look = look_of(sys.stdout) if output is None else PLAIN
     typed = replace(typed_as(_run_again(shown, path), path), is_record=True, verbose=verbose)

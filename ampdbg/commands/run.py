@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import redirect_stderr
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +29,7 @@ from ampdbg.report.view import Typed
 from ampdbg.source.ownership import loaded_files
 
 from . import options
-from .output import failure_of_page, look_of, save, say, say_what_is_missing, typed_as
+from .output import look_of, save, say, typed_as, with_page
 from .scan import FailOn, exit_code
 from .source_findings import say_source_findings
 
@@ -108,21 +107,22 @@ def command(
     own_files = (_of_rank(path, launched_rank) for path in (record, html, log))
     _check_places(*own_files, script=None if is_module else Path(script))
     started, stderr = Path.cwd(), sys.stderr
-    misplaced, own = _parted(arguments or (), context)
+    flags = _flags(context)
 
     def show(seen: Record) -> None:
         rank = _rank(seen)
-        failed = misplaced if seen.script is not None and seen.script.exit_code else []
-        command_typed = shlex.join([script, *(own if failed else arguments or ())])
+        has_failed = seen.script is not None and seen.script.exit_code != 0
+        misplaced = [one for one in arguments or () if has_failed and one in flags]
+        command_typed = shlex.join([script, *(one for one in arguments or () if one not in misplaced)])
         with redirect_stderr(stderr):  # the script's own may be a file of its own, or closed
             with _working_in(started):
                 saved = save(seen, _of_rank(record, rank))
                 typed = replace(typed_as(command_typed, saved.path), verbose=verbose)
-                no_page = failure_of_page(seen, typed, _of_rank(html, rank))
+                saved = with_page(saved, seen, typed, _of_rank(html, rank))
             if not quiet:
                 _show_report(seen, typed)
-                _say_misplaced(failed, command_typed, is_module=is_module)
-            say_what_is_missing(saved, no_page)
+                _say_misplaced(misplaced, command_typed, is_module=is_module)
+            saved.say_failures()
 
     if not watch:
         return api.run_unwatched(script, arguments or (), is_module=is_module, emulate=emulate)
@@ -164,27 +164,17 @@ def _code(seen: Record, fail_on: FailOn | None) -> int:
 
 
 def _say_misplaced(options: list[str], script: str, *, is_module: bool) -> None:
-    """Of a script that has failed: which of its options ampdbg would have understood before its name."""
+    """Of a script that has failed: which of its flags ampdbg would have understood before its name."""
     given, before = shlex.join(options), "-m " * is_module
     typed = f"ampdbg run {given} {before}{script}"
     if options:
         say(f"{given} follows the script, so the script got it. To give it to ampdbg: {typed}")
 
 
-def _parted(arguments: Sequence[str], context: typer.Context) -> tuple[list[str], list[str]]:
-    """The options, with their values, that ampdbg would have understood before the script's name; and all others."""
-    options = [one for one in context.command.params if one.param_type_name == "option"]
-    names = ((one, name) for one in options for name in (*one.opts, *one.secondary_opts) if name.startswith("--"))
-    takes_value = {name: not getattr(one, "is_flag", False) for one, name in names}
-    known: list[str] = []
-    others: list[str] = []
-    rest = iter(arguments)
-    for argument in rest:
-        name, has_value, _ = argument.partition("=")
-        (known if name in takes_value else others).append(argument)
-        if takes_value.get(name) and not has_value:
-            known.extend(itertools.islice(rest, 1))
-    return known, others
+def _flags(context: typer.Context) -> set[str]:
+    """The options of ampdbg that take no value."""
+    flags = (one for one in context.command.params if getattr(one, "is_flag", False))
+    return {name for one in flags for name in (*one.opts, *one.secondary_opts) if name.startswith("--")}
 
 
 def _rank(seen: Record) -> int:

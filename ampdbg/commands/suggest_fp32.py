@@ -19,7 +19,7 @@ from ampdbg.record.pins import Form
 from ampdbg.report.formats import written
 
 from . import bisect, options, progress
-from .output import Saved, failure_of_page, in_form, look_of, results_only, save, say, typed_as, write_result
+from .output import Saved, in_form, look_of, results_only, save, say, typed_as, with_page, write_result
 
 
 @options.with_run_options
@@ -88,15 +88,13 @@ def command(
             is_record=given.record is not None,
             verbose=run.verbose,
         )
-        no_page = failure_of_page(found, typed, run.html)
+        saved = with_page(saved, found, typed, run.html)
         try:  # first: in a terminal the story and the next command stay in sight below a long patch
             write_result(in_form(to_json(found), "json") if run.json else text or b"" if is_printed else b"", stdout)
         finally:
             if text is None or not run.quiet:
                 say(written(found, typed, look_of(sys.stderr), "text").rstrip())
-    for failure in (saved.failure, no_page):
-        if failure is not None:
-            raise failure
+    saved.raise_failure()
     return EXIT_HEALTHY if text is not None else bisect.exit_code(found)
 
 

@@ -146,15 +146,10 @@ class Document:
         return bound
 
     def home(self, name: ast.Name) -> Scope | None:
-        """The scope that binds a name; None where no line of the file does."""
-        scope: Scope = self.scopes[name]
-        first = True
-        while True:
-            if name.id in self._bindings.get(scope, {}) and (first or not isinstance(scope, ast.ClassDef)):
-                return scope
-            if scope is self.tree:
-                return None
-            scope, first = self.scopes[scope], False
+        """The scope that binds a name; None where no line of the file does. A class binds for its own lines alone."""
+        own = self.scopes[name]
+        outer = (one for one in self.around(own) if isinstance(one, (*FUNCTIONS, ast.Lambda, ast.Module)))
+        return next((scope for scope in (own, *outer) if name.id in self._bindings.get(scope, {})), None)
 
     def binders(self, name: ast.Name) -> list[ast.AST]:
         """What binds a name, by the scope that does."""
@@ -175,17 +170,12 @@ class Document:
         return next(iter(found)) if len(found) == 1 else _same(found)
 
     def _origin_of(self, binder: ast.AST, name: str, depth: int) -> str:
-        if isinstance(binder, ast.Import):
-            return next(
-                canonical(alias.name if alias.asname else name)
-                for alias in binder.names
-                if (alias.asname or alias.name.partition(".")[0]) == name
-            )
-        if isinstance(binder, ast.ImportFrom):
-            start = "." * binder.level + (binder.module or "")
-            original = next(alias.name for alias in binder.names if (alias.asname or alias.name) == name)
-            return canonical(f"{start}.{original}")
-        return self.origin(binder, depth) if isinstance(binder, (ast.Name, ast.Attribute)) else ""
+        if not isinstance(binder, ast.alias):
+            return self.origin(binder, depth) if isinstance(binder, (ast.Name, ast.Attribute)) else ""
+        line = self.parents[binder]
+        if isinstance(line, ast.ImportFrom):
+            return canonical(f"{'.' * line.level}{line.module or ''}.{binder.name}")
+        return canonical(binder.name if binder.asname else name)
 
     def _of_star(self, name: str) -> str:
         """What ``from apex.fp16_utils import *`` may have bound; "" where several could have."""
@@ -239,10 +229,11 @@ class Document:
 
     def target(self, value: ast.AST) -> ast.expr | None:
         """What a value is assigned to, as a whole and alone."""
-        parent = self.parents.get(value)
-        if isinstance(parent, ast.Assign) and parent.value is value and len(parent.targets) == 1:
-            return parent.targets[0]
-        return None
+        match self.parents.get(value):
+            case ast.Assign(targets=[target], value=whole) if whole is value:
+                return target
+            case _:
+                return None
 
     def last_value(self, name: ast.Name) -> ast.AST | None:
         """What a name was assigned last, on every way to where it is read; None where that is not one statement."""
@@ -325,11 +316,6 @@ class Document:
         found = re.search(r"\r\n|\r|\n", self.text)
         return found[0] if found else "\n"
 
-    def read(self, name: str, scope: Scope | None) -> list[ast.Name]:
-        """Every place where a variable of a scope is read."""
-        uses = (one for one in self.find(ast.Name) if one.id == name and isinstance(one.ctx, ast.Load))
-        return [one for one in uses if self.home(one) is scope]
-
 
 def _place(node: ast.AST) -> tuple[int, int]:
     return node.lineno, node.col_offset  # type: ignore[attr-defined]
@@ -360,7 +346,7 @@ def _bound(document: Document) -> Iterator[tuple[ast.AST, str, ast.AST]]:
     imports: list[ast.Import | ast.ImportFrom] = [*document.find(ast.Import), *document.find(ast.ImportFrom)]
     for node in imports:
         for alias in node.names:
-            yield node, alias.asname or alias.name.partition("." if isinstance(node, ast.Import) else "\n")[0], node
+            yield node, alias.asname or alias.name.partition("." if isinstance(node, ast.Import) else "\n")[0], alias
     for made in document.definitions:
         yield made, made.name, made
     for argument in document.find(ast.arg):

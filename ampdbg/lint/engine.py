@@ -11,7 +11,7 @@ from functools import partial
 from ampdbg.errors import AmpdbgError
 from ampdbg.lint.document import Document
 from ampdbg.lint.facts import USES_HALF, Facts
-from ampdbg.lint.fixes import breaks_f_string, fixed
+from ampdbg.lint.fixes import edits_f_string, fixed
 from ampdbg.lint.rule import Rule, RuleHit
 from ampdbg.lint.rules import RULES
 from ampdbg.lint.settings import Settings
@@ -166,7 +166,7 @@ def hits_of(document: Document, rules: Sequence[Rule], settings: Settings) -> li
     every = [hit for rule in rules for hit in rule.check(facts)]
     kept = [hit for hit in every if settings.wants(hit.code) and not is_ignored(document, hit)]
     ids = set(map(id, kept))
-    held_back = {id(hit.fix) for hit in every if id(hit) not in ids or breaks_f_string(document, hit)}
+    held_back = {id(hit.fix) for hit in every if id(hit) not in ids or edits_f_string(document, hit)}
     return [replace(hit, fix=None) if id(hit.fix) in held_back else hit for hit in kept]
 
 

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 
 def alternatives(value: ast.AST) -> Iterator[ast.AST]:
     """What an expression may give: both sides of a conditional one, and of an ``or``."""
-    if isinstance(value, ast.IfExp):
-        yield from (*alternatives(value.body), *alternatives(value.orelse))
-    elif isinstance(value, ast.BoolOp) and isinstance(value.op, ast.Or):
-        for one in value.values:
-            yield from alternatives(one)
-    else:
-        yield value
+    match value:
+        case ast.IfExp(body=one, orelse=other):
+            yield from (*alternatives(one), *alternatives(other))
+        case ast.BoolOp(op=ast.Or(), values=values):
+            yield from (given for one in values for given in alternatives(one))
+        case _:
+            yield value
 
 
 def is_none(node: ast.AST) -> bool:
@@ -43,9 +43,11 @@ def given(call: ast.Call) -> list[ast.expr]:
 
 def method(node: ast.AST | None, *names: str) -> ast.expr | None:
     """What a method of one of these names is called on; None for any other node."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in names:
-        return node.func.value
-    return None
+    match node:
+        case ast.Call(func=ast.Attribute(value=owner, attr=name)) if name in names:
+            return owner
+        case _:
+            return None
 
 
 def unmoved(node: ast.AST) -> ast.AST:

@@ -32,25 +32,16 @@ def fixed(text: str, hits_of: Callable[[Document], Sequence[RuleHit]]) -> str:
     return text
 
 
-def breaks_f_string(document: Document, hit: RuleHit) -> bool:
-    """The fix of a hit would put something into an f-string that Pythons before 3.12 refuse there.
+def edits_f_string(document: Document, hit: RuleHit) -> bool:
+    """The fix of a hit would change an f-string: Pythons before 3.12 know no node's place there, nor take all text.
 
-    That is a quote of the string's own kind, or a backslash. In an f-string over several lines they know no node's
-    place.
+    What only moves a line changes no string.
     """
     edits = hit.fix.edits if hit.fix is not None else ()
-    around = (one for one in document.around(hit.node) if isinstance(one, ast.JoinedStr))
-    broken = (string for string in document.find(ast.JoinedStr) if _is_broken_by(document, string, edits))
-    return (bool(edits) and any(string.lineno != string.end_lineno for string in around)) or any(broken)
-
-
-def _is_broken_by(document: Document, string: ast.JoinedStr, edits: Sequence[Edit]) -> bool:
-    span = document.span(string)
-    within = (edit for edit in edits if span.start < edit.start < span.end)
-    # What only moves a line changes no string.
-    new = [edit.new for edit in within if (document.text[edit.start : edit.end] + edit.new).strip()]
-    taken = {"\\", *(quote for quote in "\"'" if quote in document.source(string))}
-    return bool(new) and (string.lineno != string.end_lineno or not taken.isdisjoint("".join(new)))
+    spans = list(map(document.span, document.find(ast.JoinedStr)))
+    changed = (edit.start for edit in edits if (document.text[edit.start : edit.end] + edit.new).strip())
+    is_within = any(isinstance(one, ast.JoinedStr) for one in document.around(hit.node))
+    return is_within or any(span.start < at < span.end for at in changed for span in spans)
 
 
 def _together(hits: Sequence[RuleHit]) -> list[Fix]:

@@ -83,29 +83,18 @@ def files_below(paths: Sequence[str], exclude: Sequence[str] = ()) -> Iterator[S
 
 
 def _below(given: str, exclude: Sequence[str]) -> Iterator[SourcePath]:
+    """A file as it is; of a folder what is below it, but for linked folders."""
     if not os.path.isdir(given):
         yield SourcePath(given, _project_around(os.path.dirname(given) or "."))
         return
-    waiting, entered = [(given, _project_around(given))], {os.path.realpath(given)}
-    while waiting:
-        folder, root = waiting.pop()
-        try:
-            with os.scandir(folder) as scanned:
-                entries = sorted(scanned, key=lambda entry: entry.name)
-        except OSError as error:
-            yield SourcePath(folder, root, f"cannot be read: {error.strerror or error}")
-            continue
-        root = os.path.abspath(folder) if any(entry.name in MARKS for entry in entries) else root
-        entries = [entry for entry in entries if not _is_excluded(_shown(entry.path), entry.name, exclude)]
-        for entry in entries:
-            is_folder, path, target = os.path.isdir(entry), _shown(entry.path), os.path.realpath(entry)
-            if is_folder and entry.is_symlink() and Path(os.path.realpath(folder)).is_relative_to(target):
-                yield SourcePath(path, root, "a link that leads to itself, which ampdbg lint does not follow")
-            elif not is_folder and entry.name.endswith(SUFFIXES):
-                yield SourcePath(path, root)
-        below = [one.path for one in entries if os.path.isdir(one) and os.path.realpath(one) not in entered]
-        entered |= set(map(os.path.realpath, below))
-        waiting += [(path, root) for path in reversed(below) if not os.path.exists(os.path.join(path, "pyvenv.cfg"))]
+    unreadable: list[OSError] = []
+    for folder, folders, files in os.walk(given, onerror=unreadable.append):
+        root = _project_around(folder)
+        folders[:] = sorted(name for name in folders if not _is_excluded(folder, name, exclude))
+        kept = sorted(name for name in files if not _is_excluded(folder, name, exclude))
+        yield from (SourcePath(_shown(folder, name), root) for name in kept if name.endswith(SUFFIXES))
+    for error in unreadable:
+        yield SourcePath(error.filename, _project_around(error.filename), f"cannot be read: {error.strerror}")
 
 
 def _project_around(folder: str) -> str:
@@ -116,13 +105,14 @@ def _project_around(folder: str) -> str:
     return str(next(around, ""))
 
 
-def _shown(path: str) -> str:
-    return path.removeprefix("./")
+def _shown(folder: str, name: str) -> str:
+    return os.path.join(folder, name).removeprefix("./")
 
 
-def _is_excluded(path: str, name: str, exclude: Sequence[str]) -> bool:
-    by_pattern = (fnmatch.fnmatch(what, pattern) for pattern in exclude for what in (path, name))
-    return name.startswith(".") or name in NEVER or any(by_pattern)
+def _is_excluded(folder: str, name: str, exclude: Sequence[str]) -> bool:
+    path = _shown(folder, name)
+    by_pattern = any(fnmatch.fnmatch(what, pattern) for pattern in exclude for what in (path, name))
+    return by_pattern or name.startswith(".") or name in NEVER or os.path.exists(os.path.join(path, "pyvenv.cfg"))
 
 
 def read_bytes(path: str) -> bytes:

@@ -13,18 +13,7 @@ from ampdbg.record.findings import place_of
 from ampdbg.record.pins import EVERYTHING, Outcome, Search, root_of, within
 from ampdbg.record.run import SUM, Record
 
-from . import scan, view
-from .pins import (
-    about_roots,
-    cost_sentence,
-    names_of,
-    pin_lines,
-    pin_table,
-    pins_yaml,
-    proof_table,
-    roots_of,
-    trial_table,
-)
+from . import pins, scan, view
 from .view import line, ran_on, with_option
 
 MOST_FACTS, MOST_TO_PASTE = 1, 3
@@ -52,7 +41,7 @@ class EndedSearch:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return names_of(self.record)
+        return pins.names_of(self.record)
 
     @property
     def some(self) -> str:
@@ -102,16 +91,17 @@ def page(record: Record, typed: view.Typed) -> view.Page:
 def _sections(ended: EndedSearch, *, is_brief: bool = False) -> tuple[view.Section, ...]:
     """All of them, or the story."""
     record, names = ended.record, ended.names
-    details: tuple[view.Section, ...] = (_loss_table(ended), trial_table(record), proof_table(record.verification))
+    trials, proof = pins.trial_table(record), pins.proof_table(record.verification)
+    details: tuple[view.Section, ...] = (_loss_table(ended), trials, proof)
     is_pasted = names and ended.holds and not (is_brief and len(names) > MOST_TO_PASTE)
     title, snippet = (
-        ("In the script", _pinning(ended)) if record.script else ("In the config", pins_yaml(names, record.config))
+        ("In the script", _pinning(ended)) if record.script else ("In the config", pins.pins_yaml(names, record.config))
     )
     return view.filled(
         view.Paragraph(tuple(map(line, _message(ended)))),
-        pin_lines(record) if is_brief else pin_table(record),
+        pins.pin_lines(record) if is_brief else pins.pin_table(record),
         view.Findings(record.findings * (not record.pins), is_brief=is_brief),
-        view.Paragraph(() if is_brief else tuple(map(line, about_roots(record)))),
+        view.Paragraph(() if is_brief else tuple(map(line, pins.about_roots(record)))),
         view.Paragraph(tuple(_about_the_set(ended))[: MOST_FACTS if is_brief else None]),
         *(() if is_brief else details),
         view.Snippet(title, tuple(snippet) if is_pasted else ()),
@@ -119,7 +109,7 @@ def _sections(ended: EndedSearch, *, is_brief: bool = False) -> tuple[view.Secti
 
 
 def _pinning(ended: EndedSearch) -> Iterator[str]:
-    roots = roots_of(ended.record)
+    roots = pins.roots_of(ended.record)
     if not roots:
         yield f"ampdbg.pin_fp32(model, {_as_patterns(ended.names)})"
     for root in roots:
@@ -173,7 +163,7 @@ def _about_the_set(ended: EndedSearch) -> Iterator[view.StyledLine]:
         if len(counts) == 2 and counts[1] > 1:
             yield line(_share_of_class(name, *counts))
     if search.cost is not None and count:
-        yield line(cost_sentence(search.cost, format_of_config(ended.record.config)))
+        yield line(pins.cost_sentence(search.cost, format_of_config(ended.record.config)))
 
 
 def _share_of_class(name: str, pinned: int, every: int) -> str:

@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import PurePath
 
@@ -23,7 +22,6 @@ from ampdbg.record.codes import FACTS, catalogued
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import (
     EXITED,
-    NOT_CAPTURED,
     GroupOverflow,
     Investigation,
     ParameterCounts,
@@ -67,12 +65,12 @@ def page(record: Record, typed: view.Typed) -> view.Page:
 
 
 def _sections(record: Record) -> tuple[view.Section, ...]:
-    charted = record.steps * any(step.skipped or _is_lost(step, record) for step in record.steps)
+    charted = record.scaled_steps * any(step.skipped or _is_lost(step, record) for step in record.scaled_steps)
     return view.filled(
         raised(record),
         view.Findings(record.findings),
         view.ScaleChart("Loss scale", charted),
-        _group_table(record),
+        group_table(record),
         _tensor_table(record),
         contract(record),
         ledger(record.updates),
@@ -213,55 +211,38 @@ MAX_GROUPS = 12
 
 FEW_GROUPS = 4
 
+AMONG = ", among the {:,} recorded steps"
 
-@dataclass(frozen=True)
-class GroupHits:
-    """One parameter group over the steps in which its gradients were non-finite.
 
-    ``steps`` is how many, ``first`` the first of them. ``inf``, ``nan`` and ``size`` count elements in
-    the worst one; ``worst`` names the parameter with the largest share there.
+def group_table(record: Record) -> view.Table:
+    """The groups whose gradients were non-finite, the step with the fewest above them, and below what hit all at once.
+
+    A step that hits (almost) every group says nothing about where, and its groups are not listed. A row counts the
+    elements of the group's worst step. The rows are sorted by first step, then the most often, then their order in the
+    model.
     """
-
-    index: int
-    name: str
-    steps: int
-    first: int
-    inf: int
-    nan: int
-    size: int
-    worst: str
-
-
-@dataclass(frozen=True)
-class Overflows:
-    """The steps with non-finite gradients, by what they say.
-
-    A step that hits (almost) every group says nothing about where; a ``local`` one does, and
-    ``narrowest``, the local step with the fewest groups, says most.
-    """
-
-    total: int
-    everywhere: tuple[Step, ...]
-    local: tuple[Step, ...]
-    hits: tuple[GroupHits, ...]
-    narrowest: Step | None
-
-
-def overflows(record: Record) -> Overflows:
-    """Sorts the record's overflowing steps; ``hits`` is over the local steps, first and most often hit first."""
     hit = [step for step in record.steps if _hit(step)]
     total = max(len(record.groups), max(map(_hit, hit), default=0))
     untrained = set(record.unseen.parameters_without_gradient)
     reachable = total - sum(name in untrained for name in record.groups)
     # The groups of a model that has few are always named one by one.
     nearly_all = reachable - total // 10 if total > FEW_GROUPS else math.inf
-    local = tuple(step for step in hit if _hit(step) < nearly_all)
-    return Overflows(
-        total=total,
-        everywhere=tuple(step for step in hit if _hit(step) >= nearly_all),
-        local=local,
-        hits=group_hits(local),
-        narrowest=min((step for step in local if step.groups), key=lambda step: len(step.groups), default=None),
+    local = [step for step in hit if _hit(step) < nearly_all]
+    everywhere = [step for step in hit if _hit(step) >= nearly_all]
+    listing = [step for step in local if step.groups]
+    events: dict[int, list[tuple[int, GroupOverflow]]] = {}
+    for step in listing:
+        for group in step.groups:
+            events.setdefault(group.index, []).append((step.step, group))
+    groups = sorted(events.values(), key=lambda of_group: (of_group[0][0], -len(of_group), of_group[0][1].index))
+    steps = len({step.iteration for step in hit})
+    return view.Table(
+        f"Non-finite gradients, in {steps:,} of {counted(record.steps_run, 'step')}"
+        f"{AMONG.format(len(record.steps)) * bool(record.left_out.unhealthy)}",
+        GROUP_COLUMNS * bool(groups),
+        tuple(_group_row(of_group, len(listing)) for of_group in groups[:MAX_GROUPS]),
+        tuple(_narrowest(listing, len(groups), total)),
+        (*more(len(groups) - MAX_GROUPS, "group"), *_everywhere(everywhere, total)),
     )
 
 
@@ -270,83 +251,42 @@ def _hit(step: Step) -> int:
     return len(step.groups) or step.groups_hit
 
 
-def group_hits(steps: Sequence[Step]) -> tuple[GroupHits, ...]:
-    """The groups that ``steps`` list, sorted by first step, then the most often, then their order in the model."""
-    events: dict[int, list[tuple[int, GroupOverflow]]] = {}
-    for step in steps:
-        for group in step.groups:
-            events.setdefault(group.index, []).append((step.step, group))
-    return tuple(sorted(map(_hits, events.values()), key=lambda hit: (hit.first, -hit.steps, hit.index)))
+def _narrowest(listing: Sequence[Step], groups: int, total: int) -> Iterator[view.StyledLine]:
+    """The step that localises best: few groups at once are near the cause, many are its wake."""
+    for step in sorted(listing, key=lambda step: len(step.groups))[:1]:
+        if len(step.groups) < min(MAX_GROUPS, groups):
+            names = listed([group.name for group in step.groups])
+            start = f"Step {step.step} affects the fewest groups, {len(step.groups)} of {total:,}: "
+            yield line(start, view.Words(names, "strong"))
 
 
-def _hits(events: list[tuple[int, GroupOverflow]]) -> GroupHits:
+def _group_row(events: Sequence[tuple[int, GroupOverflow]], listing: int) -> tuple[str, ...]:
+    """A group, with the worst of its parameters unless that is the group's own name; in how many of ``listing``."""
     first, group = events[0]
-    worst = max((event for _, event in events), key=lambda event: _bad_share(event.parameters))
-    return GroupHits(
-        index=group.index,
-        name=group.name,
-        steps=len(events),
-        first=first,
-        inf=sum(p.inf for p in worst.parameters),
-        nan=sum(p.nan for p in worst.parameters),
-        size=sum(p.size for p in worst.parameters),
-        worst=max(worst.parameters, key=lambda p: _bad_share((p,))).name if worst.parameters else "",
-    )
+    parameters = max((event.parameters for _, event in events), key=_bad_share)
+    worst = max(parameters, key=lambda one: _bad_share((one,)), default=None)
+    named = f" (worst: {worst.name})" if worst is not None and worst.name not in ("", group.name) else ""
+    inf, nan = sum(one.inf for one in parameters), sum(one.nan for one in parameters)
+    counts = (f"{len(events):,} of {listing:,}", str(first), f"{inf:,}", f"{nan:,}")
+    return (f"{group.name}{named}", *counts, share(inf + nan, sum(one.size for one in parameters)))
 
 
 def _bad_share(parameters: Sequence[ParameterCounts]) -> float:
-    size = sum(p.size for p in parameters)
-    return sum(p.inf + p.nan for p in parameters) / size if size else 0.0
+    size = sum(one.size for one in parameters)
+    return sum(one.inf + one.nan for one in parameters) / size if size else 0.0
 
 
-def _group_table(record: Record) -> view.Table:
-    """The groups as a table, the step with the fewest above it, and below it what hit all at once."""
-    found = overflows(record)
-    steps = len({step.iteration for step in (*found.everywhere, *found.local)})
-    listing = sum(bool(step.groups) for step in found.local)
-    return view.Table(
-        f"Non-finite gradients, in {steps:,} of {counted(record.steps_run, 'step')}"
-        f"{AMONG.format(len(record.steps)) * bool(record.left_out.unhealthy)}",
-        GROUP_COLUMNS * bool(found.hits),
-        tuple(_group_row(hit, listing) for hit in found.hits[:MAX_GROUPS]),
-        _narrowest(found),
-        (*more(len(found.hits) - MAX_GROUPS, "group"), *_everywhere(found)),
-    )
-
-
-AMONG = ", among the {:,} recorded steps"
-
-
-def _narrowest(found: Overflows) -> tuple[view.StyledLine, ...]:
-    """The step that localises best: few groups at once are near the cause, many are its wake."""
-    step = found.narrowest
-    if step is None or len(step.groups) >= min(MAX_GROUPS, len(found.hits)):
-        return ()
-    names = listed([group.name for group in step.groups])
-    start = f"Step {step.step} affects the fewest groups, {len(step.groups)} of {found.total:,}: "
-    return (line(start, view.Words(names, "strong")),)
-
-
-def _group_row(hit: GroupHits, listing: int) -> tuple[str, ...]:
-    """A group, with the worst of its parameters unless that is the group's own name; in how many of ``listing``."""
-    worst = f" (worst: {hit.worst})" * (hit.worst not in ("", hit.name))
-    counts = (f"{hit.steps:,} of {listing:,}", str(hit.first), f"{hit.inf:,}", f"{hit.nan:,}")
-    return (f"{hit.name}{worst}", *counts, share(hit.inf + hit.nan, hit.size))
-
-
-def _everywhere(found: Overflows) -> tuple[view.StyledLine, ...]:
-    steps = found.everywhere
-    if not steps:
-        return ()
-    which = "All" if all(_hit(step) == found.total for step in steps) else "Nearly all of"
-    when = f"at once in {counted(len(steps), 'step')}, first at step {steps[0].step}"
-    lost = sum(not math.isfinite(step.loss) for step in steps)
-    losses = view.first(
-        (not lost, ""),
-        (lost == len(steps), "; the loss of each is non-finite too"),
-        (True, f"; in {lost} of them the loss is too"),
-    )
-    return (line(f"{which} {found.total:,} groups {when}{losses}."),)
+def _everywhere(steps: Sequence[Step], total: int) -> Iterator[view.StyledLine]:
+    if steps:
+        which = "All" if all(_hit(step) == total for step in steps) else "Nearly all of"
+        when = f"at once in {counted(len(steps), 'step')}, first at step {steps[0].step}"
+        lost = sum(not math.isfinite(step.loss) for step in steps)
+        losses = view.first(
+            (not lost, ""),
+            (lost == len(steps), "; the loss of each is non-finite too"),
+            (True, f"; in {lost} of them the loss is too"),
+        )
+        yield line(f"{which} {total:,} groups {when}{losses}.")
 
 
 def _tensor_table(record: Record) -> view.Table:
@@ -470,9 +410,6 @@ REPLAY_COLUMNS = (
     view.Column("gradients off by", "number"),
 )
 
-CLOSER_LOOK = 50
-"""The step that a healthy script is to capture: by then a loss scale has settled."""
-
 
 def captures_of(record: Record, typed: view.Typed) -> Iterator[str]:
     """Where its captures are."""
@@ -524,7 +461,7 @@ def only_settles(record: Record) -> bool:
 
 
 def after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
-    """What to type: with a GPU that is emulated, of its capture, what the finding means, or a closer look."""
+    """What to type: with a GPU that is emulated, of its capture, or what the finding means."""
     obstacle, captures = obstacle_in(record.error), record.script.captures if record.script else ()
     install = obstacle.install if obstacle else ""
     has_no_gpu = not record.environment.emulated and record.environment.device == "cpu"
@@ -540,40 +477,21 @@ def after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
     codes = [one.code for one in record.findings[:1] if record.verdict != "healthy" and not only_settles(record)]
     suggest, find = "ampdbg suggest-fp32", prove if is_cured else search
     needs_gpu = has_no_gpu and (obstacle or _ran_in_fp32(record))
-    emulated = ("--emulate",) * record.environment.emulated
-    closer = _again(record, typed, *emulated, f"--capture-step {CLOSER_LOOK}")
+    as_module = "-m " if record.script is not None and record.script.is_module else ""
+    emulated = f"ampdbg run --emulate {as_module}{typed.config}"
     return view.next_of(
         (install, "install it beside ampdbg", install),
-        (needs_gpu, "run it in FP16, on an emulated GPU", _again(record, typed, "--emulate")),
+        (needs_gpu, "run it in FP16, on an emulated GPU", emulated),
         (of_root, find, f"{suggest} {taken}"),
         (is_edited, "the edit that cures it, proven by a short run", f"{suggest} {typed.record_path}"),
         (not is_replayed, "replay the captured step, also in FP32", f"ampdbg replay {first}"),
         (codes, "read what it means, and what cures it", f"ampdbg explain {''.join(codes)}"),
-        (_is_unexamined(record), "capture one step for ampdbg replay, which finds faults that no loss shows", closer),
     )
 
 
 def _ran_in_fp32(record: Record) -> bool:
     """No step ran in half precision, which may be why nothing else was found."""
     return record.environment.policy == "none" and (not record.findings or record.verdict == "inconclusive")
-
-
-def _is_unexamined(record: Record) -> bool:
-    """No step of a healthy script was replayed, and one can be captured."""
-    script = record.script
-    holds = (
-        script is not None and script.processes == 1 and not script.captures,
-        record.command == "run" and record.verdict == "healthy" and not record.error,
-        record.steps_run > CLOSER_LOOK and record.environment.policy != "none",
-        not any(NOT_CAPTURED in note for note in record.unseen.notes),
-        not any(map(agrees_with_fp32, record.investigations)),
-    )
-    return all(holds)
-
-
-def _again(record: Record, typed: view.Typed, *options: str) -> str:
-    is_module = record.script is not None and record.script.is_module
-    return " ".join(["ampdbg run", *options, *["-m"] * is_module, typed.config])
 
 
 def _of_root(captures: Sequence[str], record: Record) -> str:

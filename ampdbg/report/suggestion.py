@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from ampdbg.escapes import printable
 from ampdbg.levels import format_of_config
@@ -18,7 +19,7 @@ from ampdbg.record.findings import place_of
 from ampdbg.record.pins import Form, Handover, Proof, call_of_pins, in_words
 from ampdbg.record.run import Record, Updates
 
-from . import bisection
+from . import bisection, view
 from .pins import (
     about_roots,
     cost_sentence,
@@ -29,24 +30,7 @@ from .pins import (
     proof_table,
     roots_of,
 )
-from .view import (
-    Findings,
-    Headline,
-    NextCommand,
-    Page,
-    Paragraph,
-    Section,
-    Snippet,
-    StyledLine,
-    Tone,
-    Typed,
-    filled,
-    first,
-    line,
-    more,
-    next_of,
-    ran_on,
-)
+from .view import filled, first, line, more, next_of, ran_on
 
 FORMAT, VERSION = "ampdbg.patch", 1
 
@@ -74,7 +58,7 @@ MANY = 6
 """Beyond so many pins the comments count them."""
 
 
-def page(record: Record, typed: Typed) -> Page:
+def page(record: Record, typed: view.Typed) -> view.Page:
     """What ``ampdbg suggest-fp32`` says beside the patch itself; without pins, how the search ended."""
     handed = record.handover
     if handed is None:
@@ -83,7 +67,7 @@ def page(record: Record, typed: Typed) -> Page:
         return replace(ended, headline=_harmless(record)) if is_harmless else ended
     if record.interrupted or not (record.pins or handed.files):
         return _without_patch(record, handed, typed)
-    return Page(
+    return view.Page(
         headline(record, handed),
         _sections(record, handed),
         tuple(ran_on(record)),
@@ -93,13 +77,13 @@ def page(record: Record, typed: Typed) -> Page:
     )
 
 
-def _without_patch(record: Record, handed: Handover, typed: Typed) -> Page:
+def _without_patch(record: Record, handed: Handover, typed: view.Typed) -> view.Page:
     """How the search ended, and what was made of it so far."""
     ended = bisection.page(record, typed)
     # A remedy that a finding shows already is not said twice.
     notes = tuple(note for note in handed.notes if not any(f.remedy and f.remedy in note for f in record.findings))
     # The patch of a proof that was interrupted, to be read: what is handed over, is proven.
-    unproven = (Snippet("The patch, not proven", tuple(file.diff.splitlines())) for file in handed.files)
+    unproven = (view.Snippet("The patch, not proven", tuple(file.diff.splitlines())) for file in handed.files)
     head = replace(sentence := headline(record, handed), sentence=f"Interrupted during the proof. {sentence.sentence}")
     return replace(
         ended,
@@ -109,7 +93,7 @@ def _without_patch(record: Record, handed: Handover, typed: Typed) -> Page:
     )
 
 
-def _sections(record: Record, handed: Handover, most: int | None = None) -> tuple[Section, ...]:
+def _sections(record: Record, handed: Handover, most: int | None = None) -> tuple[view.Section, ...]:
     """All of them; for a story at most so many of the patch's places, and of other remedies."""
     is_brief, proof = most is not None, record.verification
     by_name, pins = _is_by_name(record, handed), pin_lines(record) if is_brief else pin_table(record)
@@ -122,25 +106,25 @@ def _sections(record: Record, handed: Handover, most: int | None = None) -> tupl
         notes = ((instead,) * bool(names)) + handed.notes * (record.search is None)
     is_titled = is_brief or handed.pins_nothing
     return filled(
-        Findings(record.findings, is_brief=is_brief) if handed.pins_nothing else pins,
-        Paragraph(tuple(map(line, about_roots(record))) * (by_name or not is_brief)),
-        Paragraph((*_edits(handed, most), *left_out), _about_units(handed)),
-        Paragraph(tuple(map(line, refused[:most])), "Why ampdbg edits no code"),
+        view.Findings(record.findings, is_brief=is_brief) if handed.pins_nothing else pins,
+        view.Paragraph(tuple(map(line, about_roots(record))) * (by_name or not is_brief)),
+        view.Paragraph((*_edits(handed, most), *left_out), _about_units(handed)),
+        view.Paragraph(tuple(map(line, refused[:most])), "Why ampdbg edits no code"),
         _proof_section(proof, is_brief=is_brief),
-        Paragraph(tuple(map(line, _cost(record, handed))) * (not is_titled)),
+        view.Paragraph(tuple(map(line, _cost(record, handed))) * (not is_titled)),
         _remedies(notes[:most], _about_notes(record) if is_titled else "Other remedies"),
     )
 
 
-def _edits(handed: Handover, most: int | None) -> Iterator[StyledLine]:
+def _edits(handed: Handover, most: int | None) -> Iterator[view.StyledLine]:
     """What the patch changes, a line a place; each with its notes, unless there is room for ``most`` places."""
     for unit in handed.units[:most]:
         yield line(unit.title)
         yield from (line(note, tone="faint", depth=1) for note in unit.notes * (most is None))
 
 
-def _proof_section(proof: Proof | None, *, is_brief: bool) -> Section:
-    return Paragraph(proof_in_brief(proof), "The proof") if proof and is_brief else proof_table(proof)
+def _proof_section(proof: Proof | None, *, is_brief: bool) -> view.Section:
+    return view.Paragraph(proof_in_brief(proof), "The proof") if proof and is_brief else proof_table(proof)
 
 
 def _cost(record: Record, handed: Handover) -> Iterator[str]:
@@ -182,11 +166,11 @@ def _about_notes(record: Record) -> str:
     return ("Other remedies", "In memory")[record.search is None]
 
 
-def _remedies(notes: tuple[str, ...], title: str = "Other remedies") -> Paragraph:
-    return Paragraph(tuple(map(line, notes)), title)
+def _remedies(notes: tuple[str, ...], title: str = "Other remedies") -> view.Paragraph:
+    return view.Paragraph(tuple(map(line, notes)), title)
 
 
-def headline(record: Record, handed: Handover) -> Headline:
+def headline(record: Record, handed: Handover) -> view.Headline:
     """What came of it, in a sentence."""
     proof, count, stored = record.verification, len(record.pins), " and ".join(record.half_weights)
     need, them = ("needs", "it") if count == 1 else ("need", "them")
@@ -197,7 +181,7 @@ def headline(record: Record, handed: Handover) -> Headline:
     no_suggestion = "ampdbg does not suggest it."
     has_failed, is_unproven = proof is not None and not proof.passed, proof is None or bool(proof.unproven)
     by_run = "the patch is proven by a short run of the script before and after"
-    rows: tuple[tuple[object, Tone, str], ...] = (
+    rows: tuple[tuple[object, view.Tone, str], ...] = (
         (is_unproven, "warning", f"{of_weights}; the patch is not proven."),
         (has_failed, "bad", f"{of_weights}, but the patch failed its proof: {why}. {no_suggestion}"),
         (True, "good", f"{of_weights}; {by_run}."),
@@ -212,14 +196,14 @@ def headline(record: Record, handed: Handover) -> Headline:
             (proof is None, "warning", f"{pinned}; {patched} is not proven."),
             (True, "good", f"{pinned}; {patched} is proven on {_where(record)}."),
         )
-    return next(Headline(tone, sentence) for holds, tone, sentence in rows if holds)
+    return next(view.Headline(tone, sentence) for holds, tone, sentence in rows if holds)
 
 
-def _harmless(record: Record) -> Headline:
+def _harmless(record: Record) -> view.Headline:
     seen = record.updates or Updates(0)
     lost = f"{share(seen.lost or 0.0)} of the way of float32 weights is lost in {counted(seen.steps, 'sampled step')}"
     stored = " and ".join(record.half_weights)
-    return Headline("good", f"The {stored} weights do no harm here: {lost}. There is nothing to edit.")
+    return view.Headline("good", f"The {stored} weights do no harm here: {lost}. There is nothing to edit.")
 
 
 def _where(record: Record) -> str:
@@ -228,7 +212,7 @@ def _where(record: Record) -> str:
     return "the modules of the failing step, without its loss" if are_modules else "the failing step"
 
 
-def next_command(record: Record, handover: Handover, typed: Typed) -> NextCommand | None:
+def next_command(record: Record, handover: Handover, typed: view.Typed) -> view.NextCommand | None:
     """What to type next."""
     proof, script, form, roots = record.verification, record.script, handover.form, roots_of(record)
     again = f"ampdbg suggest-fp32 {typed.config}{bisection.chosen_strategy(record.search)}"
@@ -270,13 +254,8 @@ def content(record: Record) -> bytes | None:
     is_by_name = bool(handover.names) and all(pin.source is None for pin in record.pins)
     # JSON holds a patch or names.
     if (handover.form != "diff" and is_by_name) or (handover.form in ("diff", "json") and handover.files):
-        return FORMS[handover.form][1](record, handover)
+        return FORMS[handover.form].text(record, handover)
     return None
-
-
-def suffix(form: Form) -> str:
-    """The end of the name of a file in that form; the record beside it ends in ``.json``."""
-    return FORMS[form][0]
 
 
 def applying(handover: Handover, file: str = "") -> str:
@@ -368,10 +347,17 @@ def _proof(record: Record) -> Iterator[str]:
     yield from ("  - " + ": ".join(filter(None, (step.name, step.detail))) for step in steps)
 
 
-FORMS: Mapping[Form, tuple[str, Callable[[Record, Handover], bytes]]] = {
-    "diff": (".patch", diff),
-    "module": (".py", module),
-    "yaml": (".yaml", config_lines),
-    "json": (".patch.json", as_json),
+class FormOfSuggestion(NamedTuple):
+    """The end of the name of a file in a form, what the form is called, and what makes its text."""
+
+    suffix: str
+    called: str
+    text: Callable[[Record, Handover], bytes]
+
+
+FORMS: Mapping[Form, FormOfSuggestion] = {
+    "diff": FormOfSuggestion(".patch", "The diff", diff),
+    "module": FormOfSuggestion(".py", "The Python file", module),
+    "yaml": FormOfSuggestion(".yaml", "The lines for the config", config_lines),
+    "json": FormOfSuggestion(".patch.json", "The patch as JSON", as_json),
 }
-"""The end of the name of a file in each form, and its text."""

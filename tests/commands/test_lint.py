@@ -142,7 +142,7 @@ def test_a_fix_that_would_cure_what_is_ignored_too_is_not_made(here: Here) -> No
 
 
 @pytest.mark.parametrize("text", ['f"{autocast()}"', "f'{autocast()}' \"\"", 'f"""\n{autocast()}"""'])
-def test_a_fix_that_an_f_string_does_not_take_is_none(here: Here, text: str) -> None:
+def test_a_fix_within_an_f_string_is_none(here: Here, text: str) -> None:
     source = f"from torch.cuda.amp import autocast\n\nx = {text}\n"
     path = write(here, "a.py", source)
     assert [one["fixable"] for one in as_json(here, "a.py")["findings"]] == [False]
@@ -151,14 +151,12 @@ def test_a_fix_that_an_f_string_does_not_take_is_none(here: Here, text: str) -> 
     assert (done.code, "can be fixed" in done.stdout, path.read_text()) == (1, False, source)
 
 
-def test_the_rest_of_its_file_is_fixed_and_what_an_f_string_takes(here: Here) -> None:
+def test_the_rest_of_its_file_is_fixed(here: Here) -> None:
     source = 'import torch\n\nx = f"{torch.cuda.amp.autocast()}"\n'
-    path, other = write(here, "a.py", source + CLIPS), write(here, "b.py", f"{OLD}x = f'{{autocast()}}'\n")
-    assert [one["fixable"] for one in as_json(here, "a.py", "b.py")["findings"]] == [False, True, True, True]
+    path = write(here, "a.py", source + CLIPS)
+    assert [one["fixable"] for one in as_json(here, "a.py")["findings"]] == [False, True]
     here("lint", "--fix", ".")
     assert path.read_text() == source + FIXED
-    assert other.read_text().startswith("from torch.amp import autocast\n")
-    assert other.read_text().endswith("x = f'{autocast(\"cuda\")}'\n")
 
 
 def test_pyproject_holds_the_settings_of_a_project(here: Here) -> None:
@@ -308,14 +306,13 @@ def test_each_file_that_cannot_be_looked_at_has_one_line(here: Here) -> None:
     problems = {one["path"]: one["problem"] for one in found["problems"]}
     assert set(problems) == {
         "python2.py", "bytes.py", "cookie.py", "null.py", "deep.py", "huge.py", "book.ipynb", "gone.py", "self.py",
-        "below/up",
     }  # fmt: skip
     assert problems["python2.py"].startswith("line 5 does not parse: ")
     assert problems["deep.py"] == "does not parse: it is nested too deeply"
     assert problems["huge.py"] == "cannot be read: larger than 2,000,000 bytes"
     assert problems["gone.py"] == "cannot be read: No such file or directory"
     assert problems["self.py"].startswith("cannot be read: Too many levels of symbolic links")
-    assert problems["below/up"] == "a link that leads to itself, which ampdbg lint does not follow"
+    assert [one["path"] for one in found["findings"] if one["path"].startswith("below")] == [], "a linked folder"
     assert problems["book.ipynb"] == "is no notebook of version 4"
     assert all("\n" not in problem and problem for problem in problems.values())
     done = here("lint", ".")

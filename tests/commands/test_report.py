@@ -39,8 +39,9 @@ def test_what_to_type_next_is_of_this_very_run(here: Here) -> None:
     assert "Record: 'a record.json'" in shown
     steps = tuple(healthy_step(number) for number in range(60))
     script = replace(healthy(), command="run", steps=steps, script=ScriptRun("my train.py", ("--lr", "0.1")))
-    write_record(script, Path("r.json"))
-    assert "\n  ampdbg run --emulate --capture-step 50 'my train.py' --lr 0.1\n" in here("report", "r.json").stdout
+    in_fp32 = replace(script.environment, policy="none", emulated=False)
+    write_record(replace(script, environment=in_fp32), Path("r.json"))
+    assert "\n  ampdbg run --emulate 'my train.py' --lr 0.1\n" in here("report", "r.json").stdout
     write_record(replace(healthy(), config={}), Path("watched.json"))  # of a loop that was watched: no config
     assert "ampdbg scan CONFIG --steps 500" in here("report", "watched.json").stdout
 

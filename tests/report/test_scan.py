@@ -8,8 +8,8 @@ import pytest
 
 from ampdbg.record.findings import Finding, Source
 from ampdbg.record.run import GroupOverflow, Investigation, ParameterCounts, Record, ScriptRun, TensorCounts, Unseen
-from ampdbg.report.scan import GroupHits, group_hits, next_command, overflows
-from ampdbg.report.view import Typed
+from ampdbg.report.scan import MAX_GROUPS, group_table, next_command
+from ampdbg.report.view import StyledLine, Typed
 from tests.report.bisections import BISECTIONS
 from tests.report.pages import rendered
 from tests.report.records import LOST, NAMES, collapse, healthy, healthy_step, overflow, run, skipped_step
@@ -17,39 +17,45 @@ from tests.report.records import LOST, NAMES, collapse, healthy, healthy_step, o
 # Groups
 
 
+def said(lines: tuple[StyledLine, ...]) -> str:
+    return " ".join(words.text for one in lines for words in one.words)
+
+
 @pytest.mark.parametrize(
-    ("counts", "everywhere", "local"),
-    [((38, 1, 0), [0], [1]), ((35, 34), [0], [1]), ((), [], [])],
+    ("counts", "everywhere", "listed"),
+    [
+        ((38, 1, 0), "All 38 groups at once in 1 step, first at step 0.", 1),
+        ((35, 34), "Nearly all of 38 groups at once in 1 step, first at step 0.", 34),
+        ((), "", 0),
+    ],
     ids=["every group", "a tenth spared", "no overflow"],
 )
 def test_a_step_that_hits_nearly_every_group_is_another_kind(
-    counts: tuple[int, ...], everywhere: list[int], local: list[int]
+    counts: tuple[int, ...], everywhere: str, listed: int
 ) -> None:
     steps = [skipped_step(at, 4.0, overflow(*range(count))) for at, count in enumerate(counts) if count]
-    seen = overflows(run([*steps, healthy_step(len(counts))]))
-    assert [step.step for step in seen.everywhere] == everywhere
-    assert [step.step for step in seen.local] == local
-    assert [hit.name for hit in seen.hits] == list(NAMES[: counts[1]] if local else ())
-    assert (seen.narrowest is None) == (not local)
+    table = group_table(run([*steps, healthy_step(len(counts))]))
+    assert said(table.below).endswith(everywhere)
+    assert [str(row[0]).partition(" ")[0] for row in table.rows] == list(NAMES[: min(listed, MAX_GROUPS)])
+    assert (f"{listed - MAX_GROUPS} more groups" in said(table.below)) == (listed > MAX_GROUPS)
+    assert {row[2] for row in table.rows} == {"1"} if listed else table.columns == ()
 
 
 def test_a_parameter_without_a_gradient_cannot_be_hit() -> None:
     step = skipped_step(0, 4.0, overflow(*range(28)))
     untrained = Unseen(parameters_without_gradient=NAMES[30:])
-    assert overflows(run([step], unseen=untrained)).everywhere == (step,)
-    assert overflows(run([step])).local == (step,)
+    assert "at once in 1 step" in said(group_table(run([step], unseen=untrained)).below)
+    assert "at once" not in said(group_table(run([step])).below)
 
 
 def test_a_model_of_few_groups_is_listed_group_by_group() -> None:
-    seen = overflows(run([skipped_step(0, 4.0, overflow(0, 1))], groups=NAMES[:2]))
-    assert (seen.everywhere, len(seen.hits)) == ((), 2)
+    table = group_table(run([skipped_step(0, 4.0, overflow(0, 1))], groups=NAMES[:2]))
+    assert (table.below, len(table.rows)) == ((), 2)
 
 
 def test_the_narrowest_step_is_the_earliest_with_the_fewest_groups() -> None:
     steps = [skipped_step(number, 4.0, overflow(*range(count))) for number, count in enumerate((5, 2, 3, 2))]
-    narrowest = overflows(run(steps)).narrowest
-    assert narrowest is not None
-    assert narrowest.step == 1
+    assert said(group_table(run(steps)).above).startswith("Step 1 affects the fewest groups, 2 of 38: ")
 
 
 def test_of_several_optimizers_the_page_counts_iterations_and_has_each_ones_own_numbers() -> None:
@@ -64,23 +70,34 @@ def test_of_several_optimizers_the_page_counts_iterations_and_has_each_ones_own_
     assert "optimizer 1: 0 skipped, loss 4" in said
 
 
+def test_an_optimizer_without_a_scaler_is_not_in_the_chart_of_the_loss_scale() -> None:
+    scaled = [replace(skipped_step(0, 8.0, ()), scaler=1), replace(healthy_step(1, 4.0), scaler=1)]
+    bare = replace(healthy_step(2, 1.0), optimizer=1)
+    text = rendered(run([*scaled, bare]))
+    assert "8 ┤" in text
+    assert "4 ┤" in text
+    assert "1 ┤" not in text
+
+
 def test_groups_are_sorted_by_first_step_then_most_often_then_place() -> None:
     steps = [skipped_step(at, 4.0, overflow(*hit)) for at, hit in enumerate(((5, 6, 7), (1, 6), (1,)))]
-    hits = [(hit.index, hit.first, hit.steps) for hit in group_hits(steps)]
-    assert hits == [(6, 0, 2), (5, 0, 1), (7, 0, 1), (1, 1, 2)]
+    rows = [(row[0], row[2], row[1]) for row in group_table(run(steps)).rows]
+    order = [(6, "0", "2 of 3"), (5, "0", "1 of 3"), (7, "0", "1 of 3"), (1, "1", "2 of 3")]
+    assert [(str(name).partition(" ")[0], first, seen) for name, first, seen in rows] == [
+        (NAMES[index], first, seen) for index, first, seen in order
+    ]
 
 
 def test_counts_are_those_of_the_worst_step() -> None:
     mild = GroupOverflow(0, "net", (ParameterCounts("net.bias", 1, 0, 10),))
     bad = GroupOverflow(0, "net", (ParameterCounts("net.bias", 1, 1, 10), ParameterCounts("net.weight", 40, 50, 100)))
     steps = [skipped_step(0, 4.0, (mild,)), skipped_step(1, 2.0, (bad,)), skipped_step(2, 1.0, (mild,))]
-    worst = GroupHits(index=0, name="net", steps=3, first=0, inf=41, nan=51, size=110, worst="net.weight")
-    assert group_hits(steps) == (worst,)
+    assert group_table(run(steps)).rows == (("net (worst: net.weight)", "3 of 3", "0", "41", "51", "83.6%"),)
 
 
 def test_groups_of_the_same_name_stay_apart() -> None:
     twins = tuple(replace(group, name="0") for group in overflow(0, 1))
-    assert [hit.index for hit in group_hits([skipped_step(0, 4.0, twins)])] == [0, 1]
+    assert len(group_table(run([skipped_step(0, 4.0, twins)])).rows) == 2
 
 
 # Sentences
@@ -201,26 +218,14 @@ def test_a_capture_of_an_earlier_step_is_of_another_fault() -> None:
     assert of_captures(99, 99, Investigation(99, "loss", LOST)) == "ampdbg explain forward-overflow"
 
 
-@pytest.mark.parametrize(
-    ("emulated", "is_module", "typed"),
-    [
-        (True, False, "ampdbg run --emulate --capture-step 50 train.py 3"),
-        (False, False, "ampdbg run --capture-step 50 train.py 3"),
-        (False, True, "ampdbg run --capture-step 50 -m train.py 3"),
-    ],
-)
-def test_a_healthy_script_gets_a_closer_look(emulated: bool, is_module: bool, typed: str) -> None:
+@pytest.mark.parametrize("is_module", [False, True])
+def test_a_healthy_script_leaves_nothing_to_type_unless_no_step_ran_in_half(is_module: bool) -> None:
     record = run([healthy_step(step) for step in range(60)], script=ScriptRun("train.py", is_module=is_module))
-    environment = replace(record.environment, policy="cuda", emulated=emulated)
-    record = replace(record, command="run", environment=environment)
-    script = Typed("train.py 3")
-    assert typed_next(record, script) == typed
-    assert typed_next(replace(record, steps=record.steps[:40]), script) is None
-    tried = replace(record, unseen=Unseen(notes=("step 50 was not captured: it cannot be replayed",)))
-    assert typed_next(tried, script) is None
-    in_fp32 = replace(record, environment=replace(environment, policy="none"))
-    emulate = f"ampdbg run --emulate {'-m ' * is_module}train.py 3"
-    assert typed_next(in_fp32, script) == (None if emulated else emulate)
+    record, script = replace(record, command="run"), Typed("train.py 3")
+    half = replace(record, environment=replace(record.environment, policy="cuda", emulated=False))
+    assert typed_next(half, script) is None
+    in_fp32 = replace(record, environment=replace(record.environment, policy="none", emulated=False))
+    assert typed_next(in_fp32, script) == f"ampdbg run --emulate {'-m ' * is_module}train.py 3"
 
 
 def test_a_captured_step_with_nothing_to_pin_leaves_nothing_to_type() -> None:

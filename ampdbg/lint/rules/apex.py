@@ -97,7 +97,7 @@ def _is_optional(document: Document) -> bool:
 def _renamed(document: Document, uses: list[ast.expr], name: str) -> Fix | None:
     """Torch's name and no import: where one import alone binds it, and each use is a call that torch takes."""
     names = [use for use in uses if isinstance(use, ast.Name) and _is_taken(document.parents[use], use, name)]
-    lines = {line for use in names for line in document.binders(use)}
+    lines = {document.statement(binder) for use in names for binder in document.binders(use)}
     line = lines.pop() if len(lines) == 1 and len(names) == len(uses) else None
     if not isinstance(line, ast.ImportFrom) or document.parents[line] is not document.tree:
         return None

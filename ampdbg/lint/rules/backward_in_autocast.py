@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from ampdbg.lint.edits import dedented, indent_unit, is_movable
@@ -31,21 +32,22 @@ def _is_in_function(facts: Facts, call: ast.Call) -> bool:
     return is_self or any(base.startswith("torch.autograd") for base in bases)
 
 
+_COMPUTES = re.compile(r"(model|net|forward|loss_fn|criterion)$")
+
+
 def _fix(facts: Facts, call: ast.Call) -> Fix | None:
     """Where all that follows in the block can leave it: the backward pass and what comes after it."""
     document = facts.document
     statement = document.statement(call)
-    block = document.parents[statement]
-    if not isinstance(block, ast.With) or len(block.items) != 1 or statement not in block.body:
-        return None
-    place = block.body.index(statement)
-    moved = block.body[place:]
-    if not place or facts.autocast_of(block.items[0].context_expr) is None or not is_movable(document, moved):
-        return None
+    match document.parents[statement]:
+        case ast.With(items=[item], body=[first, *_]) as block if first is not statement:
+            moved = document.block(statement)[document.block(statement).index(statement) :]
+        case _:
+            return None
     # A later forward pass has to stay in the region.
     calls = [ast.unparse(node.func) for one in moved for node in ast.walk(one) if isinstance(node, ast.Call)]
-    computes = any(name.endswith(("model", "net", "forward", "loss_fn", "criterion")) for name in calls)
-    if computes or document.nearest(block, ast.With) is not None:
+    stays = facts.autocast_of(item.context_expr) is None or any(map(_COMPUTES.search, calls))
+    if stays or document.nearest(block, ast.With) is not None or not is_movable(document, moved):
         return None
     return Fix(tuple(dedented(document, moved, indent_unit(document, statement, block))))
 

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator, Mapping, Sequence
 
 from ampdbg.lint.document import Document
-from ampdbg.lint.edits import removed, replaced
+from ampdbg.lint.edits import replaced
 from ampdbg.lint.expressions import takes_stars
 from ampdbg.lint.facts import Facts
 from ampdbg.lint.rule import Edit, Fix, Rule, RuleHit
@@ -95,7 +95,7 @@ def _use(document: Document, node: ast.expr) -> list[Edit] | None:
 def _import(document: Document, line: ast.ImportFrom | ast.Import) -> list[Edit] | None:
     """``from torch.cuda.amp import autocast`` and its like; None where one cannot be kept."""
     if isinstance(line, ast.Import):
-        return _plain_import(document, line)
+        return None if any(alias.name in HOMES for alias in line.names) else []
     homes = {**dict.fromkeys(MODULES, "torch.amp"), "torch.cuda": "torch", "torch.cpu": "torch"}
     names, new = [alias.name for alias in line.names], homes.get(line.module or "")
     if new is None or (new == "torch" and "amp" not in names):
@@ -103,21 +103,6 @@ def _import(document: Document, line: ast.ImportFrom | ast.Import) -> list[Edit]
     start = document.text.index(line.module or "", document.span(line).start)
     is_known = names == ["amp"] if new == "torch" else MOVED.keys() >= set(names)
     return [Edit(start, start + len(line.module or ""), new)] if is_known else None
-
-
-def _plain_import(document: Document, line: ast.Import) -> list[Edit] | None:
-    """``import torch.cuda.amp``, which is no more than ``import torch``, and ``import torch.cuda.amp as amp``."""
-    edits = []
-    for alias in (one for one in line.names if one.name in HOMES):
-        if alias.asname is not None:
-            edits.append(replaced(document, alias, f"torch.amp as {alias.asname}"))
-        elif len(line.names) > 1:
-            return None
-        else:
-            others = (one for one in document.find(ast.Import) if one is not line)
-            is_imported = any(own.name == "torch" and not own.asname for one in others for own in one.names)
-            edits.append(removed(document, line) if is_imported else replaced(document, line, "import torch"))
-    return edits
 
 
 RULE = Rule(

@@ -52,15 +52,16 @@ def _hit(facts: Facts, node: ast.expr, tensor: ast.expr, eps: ast.expr) -> Itera
 
 def _use(facts: Facts, node: ast.expr) -> str:
     """What the sum is there for: the right side of a division, or the argument of a logarithm or root."""
-    parent = facts.document.parents[node]
-    if isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Div) and parent.right is node:
-        return "divisor"
-    if isinstance(parent, ast.Attribute):
-        return OF_A_DIVISOR.get(parent.attr, "")
-    if isinstance(parent, ast.Call) and node in parent.args[:1]:
-        origin = facts.document.call_origin(parent)
-        return OF_A_DIVISOR.get(origin.removeprefix("torch."), "") if origin.startswith("torch.") else ""
-    return ""
+    match facts.document.parents[node]:
+        case ast.BinOp(op=ast.Div(), right=divisor) if divisor is node:
+            return "divisor"
+        case ast.Attribute(attr=name):
+            return OF_A_DIVISOR.get(name, "")
+        case ast.Call(args=[first, *_]) as call if first is node:
+            library, _, name = facts.document.call_origin(call).rpartition(".")
+            return OF_A_DIVISOR.get(name, "") if library == "torch" else ""
+        case _:
+            return ""
 
 
 def is_half(facts: Facts, node: ast.AST, depth: int = 4) -> bool:

@@ -52,17 +52,22 @@ def _made_half(facts: Facts, model: ast.expr, before: ast.Call) -> ast.AST | Non
 
 def _is_of(facts: Facts, owner: ast.AST, key: tuple[object, str], call: ast.Call) -> bool:
     """``model.half()``, ``model = model.cuda().half()``, ``model = Net().half()``."""
-    document = facts.document
-    owner = unmoved(owner)
+    document, owner = facts.document, unmoved(owner)
     if isinstance(owner, (ast.Name, ast.Attribute)) and document.key(owner) == key:
         return True
-    statement = document.statement(call)
-    if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(owner, ast.Call):
-        whole = statement.value
-        while whole is not call and (inner := method(whole, "to", "cuda", "train", "eval")) is not None:
-            whole = inner
-        return whole is call and document.key(statement.targets[0]) == key
-    return False
+    match document.statement(call):
+        case ast.Assign(targets=[target], value=whole) if isinstance(owner, ast.Call):
+            return document.key(target) == key and call in _moves(whole)
+        case _:
+            return False
+
+
+def _moves(whole: ast.AST) -> Iterator[ast.AST]:
+    """The value, and what it moves or sets to training: ``Net().half()`` of ``Net().half().cuda()``."""
+    inner: ast.AST | None = whole
+    while inner is not None:
+        yield inner
+        inner = method(inner, "to", "cuda", "train", "eval")
 
 
 def _is_scaled(facts: Facts, optimizer: ast.Call) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from typing import TypeGuard
 
 from ampdbg.lint.expressions import method
 from ampdbg.lint.facts import Facts
@@ -21,16 +22,19 @@ def check(facts: Facts) -> Iterator[RuleHit]:
         if method(loop.iter, "parameters", "named_parameters") is None or not isinstance(of_loop, ast.Name):
             continue
         inside = [node for statement in loop.body for node in ast.walk(statement)]
-        reads = [one for one in inside if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)]
-        for cast in inside:
-            if isinstance(cast, ast.Assign) and _names(cast.targets, of_loop.id):
-                is_of_it = _names([method(cast.value, *CASTS)], of_loop.id)
-                if is_of_it and not any(one.id == of_loop.id and one.lineno > cast.lineno for one in reads):
-                    yield RuleHit(CODE, cast)
+        names = [one for one in inside if isinstance(one, ast.Name) and one.id == of_loop.id]
+        last = max((one.lineno for one in names if isinstance(one.ctx, ast.Load)), default=0)
+        yield from (RuleHit(CODE, one) for one in inside if _is_cast_of(one, of_loop.id) and one.lineno >= last)
 
 
-def _names(found: list[ast.expr] | list[ast.expr | None], name: str) -> bool:
-    return [one.id if isinstance(one, ast.Name) else "" for one in found] == [name]
+def _is_cast_of(node: ast.AST, name: str) -> TypeGuard[ast.Assign]:
+    """``p = p.float()``."""
+    match node:
+        case ast.Assign(targets=[ast.Name(id=bound)], value=cast):
+            of = method(cast, *CASTS)
+            return bound == name and isinstance(of, ast.Name) and of.id == name
+        case _:
+            return False
 
 
 _FOUND = """

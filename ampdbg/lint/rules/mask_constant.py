@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import math
 import re
 from collections.abc import Iterator
+from typing import TypeGuard
 
 from ampdbg.formats import FLOAT16
-from ampdbg.lint.document import FUNCTIONS
 from ampdbg.lint.edits import replaced
 from ampdbg.lint.expressions import argument, method, number
 from ampdbg.lint.facts import Facts
@@ -57,27 +58,25 @@ def _is_wide(facts: Facts, owner: ast.expr) -> bool:
 
 
 def _goes_into_softmax(facts: Facts, call: ast.Call) -> bool:
-    """A softmax takes the result, by its name or in place."""
+    """A softmax takes the result: around the call, by the name that it is given, or in place."""
     document = facts.document
     statement = document.statement(call)
-    calls = (one for one in document.around(call) if isinstance(one, ast.Call) and document.statement(one) is statement)
-    if any(call is not one.func and _SOFTMAX.search(ast.unparse(one.func)) for one in calls):
+    around = itertools.takewhile(lambda one: one is not statement, document.around(call))
+    if any(_is_softmax(one) and call is not one.func for one in around):
         return True
-    target = statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
-    if isinstance(statement, ast.Expr):
-        target = call.func.value  # type: ignore[attr-defined]
-    function = document.function(call)
-    if target is None or function is None:
-        return False
-    text = ast.unparse(target)
-    return any(
-        isinstance(node, ast.Call)
-        and node.lineno > call.lineno
-        and _SOFTMAX.search(ast.unparse(node.func))
-        and any(ast.unparse(given) == text for given in [*node.args, getattr(node.func, "value", node.func)])
-        for node in ast.walk(function)
-        if not isinstance(node, FUNCTIONS)
-    )
+    match statement:
+        case ast.Assign(targets=[target]):
+            text = ast.unparse(target)
+        case ast.Expr():
+            text = ast.unparse(call.func.value)  # type: ignore[attr-defined]
+        case _:
+            return False
+    later = (node for node in ast.walk(document.unit(call)) if _is_softmax(node) and node.lineno > call.lineno)
+    return any(text in map(ast.unparse, [*node.args, getattr(node.func, "value", node.func)]) for node in later)
+
+
+def _is_softmax(node: ast.AST) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and _SOFTMAX.search(ast.unparse(node.func)) is not None
 
 
 RULE = Rule(

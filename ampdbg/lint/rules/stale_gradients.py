@@ -46,11 +46,14 @@ def _after_taken_step(facts: Facts, node: ast.AST, loop: ast.AST) -> bool:
 
 def _asks_for_no_skip(facts: Facts, test: ast.expr) -> bool:
     """``scaler.get_scale() >= before``: True where the step was taken, and not otherwise."""
-    if not isinstance(test, ast.Compare) or len(test.ops) > 1:
-        return False
     # get_scale() before update() is the old scale, after it the new one: the names say which is which.
-    is_left, is_right = (facts.is_scaler(method(side, "get_scale")) for side in (test.left, test.comparators[0]))
-    return (is_left or is_right) and isinstance(test.ops[0], (ast.GtE if is_left else ast.LtE, ast.Eq))
+    match test:
+        case ast.Compare(left=new, ops=[ast.GtE() | ast.Eq()]) if facts.is_scaler(method(new, "get_scale")):
+            return True
+        case ast.Compare(ops=[ast.LtE() | ast.Eq()], comparators=[new]):
+            return facts.is_scaler(method(new, "get_scale"))
+        case _:
+            return False
 
 
 def _left_behind(facts: Facts, loop: ast.AST, backward: ast.AST, clears: Sequence[ast.AST]) -> Iterator[RuleHit]:

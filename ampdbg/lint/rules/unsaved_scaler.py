@@ -41,8 +41,13 @@ def _pieces(document: Document, node: ast.expr | None) -> list[ast.AST]:
 
 def _may_hold(facts: Facts, node: ast.AST) -> bool:
     """It is the scaler, or a dict of unknown keys."""
-    is_unknown = (isinstance(node, ast.Dict) and None in node.keys) or (isinstance(node, ast.keyword) and not node.arg)
-    return is_unknown or (isinstance(node, (ast.Name, ast.Attribute)) and facts.is_scaler(node))
+    match node:
+        case ast.Dict(keys=keys):
+            return None in keys
+        case ast.keyword(arg=name):
+            return name is None
+        case _:
+            return isinstance(node, (ast.Name, ast.Attribute)) and facts.is_scaler(node)
 
 
 _HEAD = LOOP + BACKWARD + STEP

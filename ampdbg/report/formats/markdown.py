@@ -5,16 +5,15 @@ from __future__ import annotations
 import functools
 import html
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from ampdbg.escapes import printable
-from ampdbg.record.pins import Form
 from ampdbg.record.run import Record
 from ampdbg.report import view
 from ampdbg.report.formats import page_of, text
-from ampdbg.report.suggestion import content
+from ampdbg.report.suggestion import FORMS, content
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -26,14 +25,6 @@ MOST_IN_A_LINE = 1_000
 """A name or a message that is longer is cut."""
 
 CHART_WIDTH = 80
-
-HANDED_OVER: Mapping[Form, str] = {
-    "diff": "The diff",
-    "module": "The Python file",
-    "yaml": "The lines for the config",
-    "json": "The patch as JSON",
-}
-"""What a suggestion hands over, by its form."""
 
 SPECIAL = re.compile(r"[\\`*_\[\]<>|~&]")
 """What Markdown takes for its own anywhere in a line; outside of ASCII it has nothing."""
@@ -53,7 +44,7 @@ def write(record: Record, typed: view.Typed, look: view.Look) -> str:
     if patch is None or record.handover is None:
         return draw(page_of(record, typed))
     lines = tuple(patch.decode("utf-8", "replace").splitlines())
-    return draw(page_of(record, typed), (view.Snippet(HANDED_OVER[record.handover.form], lines),))
+    return draw(page_of(record, typed), (view.Snippet(FORMS[record.handover.form].called, lines),))
 
 
 def draw(page: view.Page, details: Sequence[view.Snippet] = ()) -> str:

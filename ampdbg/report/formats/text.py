@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -272,19 +272,12 @@ STEP_AXIS = "step"
 LOWEST_LEVEL, HIGHEST_LEVEL = -150, 128
 
 
-@dataclass(frozen=True)
-class ChartMark:
-    """Something that is marked under the axis, at the steps to which it applies."""
+ChartMark = tuple[view.Tone, str, str, Callable[[Step], bool]]
+"""Something that is marked under the axis: its tone, name and glyph, and whether it is at a step."""
 
-    tone: view.Tone
-    name: str
-    glyph: str
-    applies: Callable[[Step], bool]
-
-
-CHART_MARKS = (
-    ChartMark("doubtful", "skipped", "×", lambda step: step.skipped),
-    ChartMark("bad", "loss inf/NaN", "!", lambda step: not math.isfinite(step.loss)),
+CHART_MARKS: tuple[ChartMark, ...] = (
+    ("doubtful", "skipped", "×", lambda step: step.skipped),
+    ("bad", "loss inf/NaN", "!", lambda step: not math.isfinite(step.loss)),
 )
 
 
@@ -294,19 +287,19 @@ def scale_chart(steps: Sequence[Step], width: int) -> list[view.Words]:
     height = math.ceil((max(levels) - min(levels) + 1) / MAX_ROWS)
     tops = range(max(levels), min(levels) - 1, -height)
     labels = [quantities.scale(math.ldexp(1.0, top)) for top in tops]
-    marks = [mark for mark in CHART_MARKS if any(map(mark.applies, steps))]
-    gutter = MARGIN + max(map(len, [*labels, *(mark.name for mark in marks), STEP_AXIS]))
+    marks = [mark for mark in CHART_MARKS if any(map(mark[-1], steps))]
+    gutter = MARGIN + max(map(len, [*labels, *(name for _, name, *_ in marks), STEP_AXIS]))
     room = max(8, width - gutter - 2)
     columns = _columns(steps, room)
     stretch = max(1, min(MAX_STRETCH, room // len(columns)))
     plot = ["".join(_level_cell(column, top, top - height + 1) * stretch for column in columns) for top in tops]
-    glyphs = ((mark.glyph if any(map(mark.applies, column)) else " " for column in columns) for mark in marks)
+    glyphs = ((glyph if any(map(applies, column)) else " " for column in columns) for *_, glyph, applies in marks)
     under = ["".join(glyph.ljust(stretch) for glyph in row) for row in glyphs]
     drawn = len(columns) * stretch
     rows: list[tuple[view.Tone, str]] = [
         *(("chart", f"{label:>{gutter}} ┤{cells}") for label, cells in zip(labels, plot, strict=True)),
         ("faint", f"{'':>{gutter}} └{'─' * drawn}"),
-        *((mark.tone, f"{mark.name:>{gutter}}  {cells}") for mark, cells in zip(marks, under, strict=True)),
+        *((tone, f"{name:>{gutter}}  {cells}") for (tone, name, *_), cells in zip(marks, under, strict=True)),
         ("faint", f"{STEP_AXIS:>{gutter}}  {_ticks(steps, drawn)}"),
     ]
     return [view.Words(text.rstrip(), tone) for tone, text in rows]
@@ -324,11 +317,8 @@ def _columns(steps: Sequence[Step], most: int) -> list[list[Step]]:
 
 def _level(scale: float) -> int:
     """log2 of the scale, rounded, within float32's range."""
-    if math.isnan(scale) or scale <= 0.0:
-        return LOWEST_LEVEL
-    if math.isinf(scale):
-        return HIGHEST_LEVEL
-    return min(HIGHEST_LEVEL, max(LOWEST_LEVEL, round(math.log2(scale))))
+    largest = math.ldexp(1.0, HIGHEST_LEVEL)
+    return max(LOWEST_LEVEL, round(math.log2(min(scale, largest)))) if scale > 0.0 else LOWEST_LEVEL
 
 
 def _level_cell(steps: Sequence[Step], top: int, bottom: int) -> str:

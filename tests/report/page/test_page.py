@@ -15,7 +15,7 @@ from ampdbg.escapes import printable
 from ampdbg.record.file import from_json
 from ampdbg.record.pins import FileDiff, Handover, Trial
 from ampdbg.record.run import Record
-from ampdbg.report.formats.html import MOST_BYTES, NOT_EXACT, NOT_WHOLE
+from ampdbg.report.formats.html import NOT_EXACT, NOT_WHOLE
 from tests.report.page.samples import HOSTILE, Parsed, data_of, hostile, html, large, unpacked
 from tests.report.pages import rendered
 from tests.report.records import healthy, healthy_step, run, skipped_step
@@ -189,7 +189,7 @@ def test_no_record_makes_a_page_that_is_too_large() -> None:
     full = replace(handover(), files=(diff,), refused=(long,) * 1000, notes=(long,) * 50)
     record = replace(record, handover=full, environment=replace(record.environment, notes=(long,) * 50))
     page = html(record)
-    assert len(page.encode()) < MOST_BYTES
+    assert len(page.encode()) < 12_000_000
     assert NOT_WHOLE in page or NOT_EXACT in page
 
 
@@ -204,6 +204,15 @@ def test_a_long_run_keeps_its_ends_and_extremes() -> None:
     assert {0, 12_345, 20_001, 29_999} <= set(timeline["step"])
     assert max(timeline["series"][0]["values"]) == 99.0
     assert timeline["series"][0]["words"][timeline["step"].index(12_345)] == "99"
+
+
+def test_an_optimizer_without_a_scaler_has_no_part_in_the_curve_of_the_loss_scale() -> None:
+    scaled = replace(healthy_step(0), scale=65536.0, scaler=1)
+    bare = replace(healthy_step(1), scale=1.0, scaler=0, optimizer=1)
+    _, scale, _ = data_of(html(run([scaled, bare])))["timeline"]["series"]
+    assert (scale["values"], scale["words"]) == ([65536.0, None], ["65,536", "-"])
+    _, scale, _ = data_of(html(run([bare])))["timeline"]["series"]
+    assert scale["words"] == ["1"], "the loop's own scale, where no scaler has any part"
 
 
 def test_infinite_and_missing_numbers_are_words_alone() -> None:

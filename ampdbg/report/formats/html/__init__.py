@@ -15,67 +15,58 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 from ampdbg import __version__
 from ampdbg.escapes import harmless
 from ampdbg.quantities import counted
 from ampdbg.record.findings import Finding
-from ampdbg.record.run import LevelCost, Record
+from ampdbg.record.run import Record
 from ampdbg.report import suggestion, view
 from ampdbg.report.formats import page_of
 from ampdbg.report.formats.text import SIGNS, blocks, exponent_bar
 from ampdbg.report.pins import TRIAL_COLUMNS, trial_table
 
-from .drawn import Detail, TextTable, clipped, listings, module_tree, range_map, timeline
+from .drawn import (
+    MOST_FINDINGS,
+    MOST_ROWS,
+    TextTable,
+    clipped,
+    listings,
+    module_tree,
+    range_map,
+    timeline,
+)
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-MOST_BYTES = 12_000_000
-"""A page is never larger: what browsers open at once, and issue trackers take."""
-
-DETAILS = (
-    Detail(sites=20_000, modules=4_000, steps=4_000, findings=200, rows=500, lines=8_000, characters=2_000),
-    Detail(sites=5_000, modules=1_000, steps=1_000, findings=50, rows=100, lines=2_000, characters=500),
-    Detail(sites=500, modules=200, steps=200, findings=10, rows=20, lines=200, characters=100),
-)
-"""The levels of detail: the first is taken that fits."""
+MOST_LINES = 8_000
+"""Of a patch."""
 
 SCRIPTS = ("page.js", "timeline.js", "range_map.js", "sites.js", "modules.js", "source.js")
 """In the order of the page."""
 
 
 def write(record: Record, typed: view.Typed, look: view.Look) -> str:
-    """The record as a page, in as much detail as fits into :data:`MOST_BYTES`."""
-    text = ""
-    for detail in DETAILS:
-        text = _page(record, typed, detail)
-        if len(text.encode("utf-8", "replace")) <= MOST_BYTES:
-            break
-    return text
-
-
-def _page(record: Record, typed: view.Typed, detail: Detail) -> str:
+    """The record as a page; of a large one in less detail."""
     names, page = TextTable(), page_of(record, typed)
-    drawn, steps = range_map(record, names, detail), timeline(record, detail)
-    tree, code = module_tree(record, names, detail), listings(record, names, typed.folder, detail)
-    patch = _patch(record, page, detail)
-    findings = harmless(record.findings[: detail.findings], typed.folder)
+    sites, levels = range_map(record, names)
+    findings = harmless(record.findings[:MOST_FINDINGS], typed.folder)
     data: dict[str, Any] = {
-        "sites": drawn.columns,
-        "modules": tree,
-        "files": code,
-        "timeline": steps,
-        "findings": [_at_line(at, one, record, names, detail) for at, one in enumerate(findings)],
+        "sites": sites,
+        "modules": module_tree(record, names),
+        "files": listings(record, names, typed.folder),
+        "timeline": timeline(record),
+        "findings": [_at_line(at, one, record, names) for at, one in enumerate(findings)],
     }
-    data["names"] = names.shown(typed.folder, detail.characters)
+    data["names"] = [clipped(text) for text in harmless(tuple(names), typed.folder)]
     style, script = _file("page.css"), "".join(map(_file, SCRIPTS))
     text: str = (
-        _templates(detail.characters)
+        _templates()
         .get_template("page.html")
         .render(
-            page=replace(page, footer=page.footer[: detail.rows]),
+            page=replace(page, footer=page.footer[:MOST_ROWS]),
             command=harmless(record.command),
             version=__version__,
             style=style,
@@ -83,104 +74,65 @@ def _page(record: Record, typed: view.Typed, detail: Detail) -> str:
             style_hash=_hash(style),
             script_hash=_hash(script),
             data=_packed(json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()),
-            levels=_packed(drawn.levels),
+            levels=_packed(levels),
             findings=tuple(_roots(findings)),
-            sections=tuple(_sections(record, typed, page, detail, has_patch=patch is not None)),
-            patch=patch,
+            sections=tuple(_sections(record, typed, page)),
+            patch=_patch(record),
             ran=harmless(record.environment),
             created=harmless(record.created),
             device=harmless(view.device(record.environment)),
             record_path=harmless(typed.record_path),
-            config=_config(record, typed, detail),
+            config=_config(record, typed),
             drawn=data,
-            shown=_left_out(record, data, detail),
+            shown=_left_out(record, data),
         )
     )
     return text
 
 
-def _at_line(at: int, finding: Finding, record: Record, names: TextTable, detail: Detail) -> dict[str, Any]:
+def _at_line(at: int, finding: Finding, record: Record, names: TextTable) -> dict[str, Any]:
     """A finding for the script; its file is named as the record names it, and so found among the files."""
     source = record.findings[at].source
-    said = {
-        name: clipped(getattr(finding, name), detail.characters) for name in ("code", "severity", "module", "message")
-    }
-    file, line = (names.number(source.file), source.line) if source else (-1, 0)
+    said = {name: clipped(getattr(finding, name)) for name in ("code", "severity", "module", "message")}
+    file, line = (names[source.file], source.line) if source else (-1, 0)
     return {"file": file, "line": line, "step": finding.step} | said
 
 
-@dataclass(frozen=True)
-class Root:
-    """A finding without a root, its place in the record, and what follows from it."""
-
-    at: int
-    finding: Finding
-    effects: tuple[tuple[int, Finding], ...]
+Root = tuple[int, Finding, list[tuple[int, Finding]]]
+"""The place in the record of a finding without a root, the finding, and each that follows from it with its place."""
 
 
 def _roots(findings: Sequence[Finding]) -> Iterator[Root]:
     places = {id(finding): at for at, finding in enumerate(findings)}
     for finding, effects in view.with_effects(findings):
-        yield Root(places[id(finding)], finding, tuple((places[id(one)], one) for one in effects))
+        yield places[id(finding)], finding, [(places[id(one)], one) for one in effects]
 
 
-def _sections(
-    record: Record, typed: view.Typed, page: view.Page, detail: Detail, *, has_patch: bool
-) -> Iterator[view.Section | MemoryChart]:
+def _sections(record: Record, typed: view.Typed, page: view.Page) -> Iterator[view.Section]:
     """The terminal's, but for what the page draws itself; with all of the trials."""
     for section in page.sections:
-        if isinstance(section, (view.Findings, view.ScaleChart)) or (has_patch and _is_of_edits(section)):
-            continue
-        if not isinstance(section, view.Table):
-            yield _cut(section, detail)
-        elif section.columns != TRIAL_COLUMNS:
-            left = view.more(len(section.rows) - detail.rows)
-            cut = replace(section, rows=section.rows[: detail.rows], below=(*section.below, *left))
-            yield from _with_memory_chart(cut, record)
+        match section:
+            case view.Table(columns=columns, rows=rows, below=below) if columns != TRIAL_COLUMNS:
+                yield replace(section, rows=rows[:MOST_ROWS], below=(*below, *view.more(len(rows) - MOST_ROWS)))
+            case view.Paragraph(lines=lines):
+                yield replace(section, lines=(*lines[:MOST_ROWS], *view.more(len(lines) - MOST_ROWS, "line")))
+            case view.Snippet(lines=lines) if len(lines) > MOST_LINES:
+                yield replace(section, lines=(*lines[:MOST_LINES], "…"))
+            case view.Snippet() | view.Prose():
+                yield section
     if record.trials:
-        yield harmless(trial_table(record, detail.rows), typed.folder)
-
-
-def _cut(section: view.Section, detail: Detail) -> view.Section:
-    """The section with as many lines as there is room for."""
-    match section:
-        case view.Paragraph(lines=lines):
-            return replace(section, lines=(*lines[: detail.rows], *view.more(len(lines) - detail.rows, "line")))
-        case view.Snippet(lines=lines) if len(lines) > detail.lines:
-            return replace(section, lines=(*lines[: detail.lines], "…"))
-    return section
-
-
-@dataclass(frozen=True)
-class MemoryChart:
-    """The memory of a step at each level, part by part, instead of the terminal's bars."""
-
-    title: str
-    levels: tuple[LevelCost, ...]
-
-
-def _with_memory_chart(table: view.Table, record: Record) -> Iterator[view.Section | MemoryChart]:
-    cells = ((at, cell) for row in table.rows for at, cell in enumerate(row) if isinstance(cell, view.StyledLine))
-    bars = {at for at, cell in cells if any(part.tone == "chart" for part in cell.words)}
-    costs = harmless(record.costs)
-    if bars and costs is not None:
-        yield MemoryChart(table.title, tuple(one for one in costs.levels if one.memory is not None)[: len(table.rows)])
-        columns = tuple(column for at, column in enumerate(table.columns) if at not in bars)
-        rows = tuple(tuple(cell for at, cell in enumerate(row) if at not in bars) for row in table.rows)
-        table = view.Table("", columns, rows)
-    yield table
+        yield harmless(trial_table(record, MOST_ROWS), typed.folder)
 
 
 @dataclass(frozen=True)
 class ShownPatch:
-    """What a suggestion hands over, as it is shown; ``edits`` are in words what it changes.
+    """What a suggestion hands over, as it is shown.
 
     ``why_not_copied`` is empty where the shown text is the patch, byte for byte.
     """
 
     lines: tuple[str, ...]
     folder: str
-    edits: tuple[view.StyledLine, ...]
     why_not_copied: str
 
 
@@ -188,48 +140,40 @@ NOT_EXACT = "This page shows some of its characters as escapes; to apply it, pri
 NOT_WHOLE = "It is too long for this page; print it with ampdbg suggest-fp32."
 
 
-def _patch(record: Record, page: view.Page, detail: Detail) -> ShownPatch | None:
+def _patch(record: Record) -> ShownPatch | None:
     content = suggestion.content(record)
     if content is None or record.handover is None:
         return None
-    text = content.decode("utf-8", "replace")
-    shown = harmless(text, but="\n\t")
+    shown = harmless(content.decode("utf-8", "replace"), but="\n\t")
     folder = record.handover.folder if record.handover.form == "diff" else ""
-    edits = tuple(one for section in page.sections if _is_of_edits(section) for one in section.lines)
     lines = shown.removesuffix("\n").split("\n")
-    cut = [clipped(line, detail.characters) for line in lines[: detail.lines]]
+    cut = [clipped(line) for line in lines[:MOST_LINES]]
     why_not = NOT_EXACT if shown.encode() != content else NOT_WHOLE if cut != lines else ""
-    return ShownPatch(tuple(cut), harmless(folder), edits[: detail.rows], why_not)
+    return ShownPatch(tuple(cut), harmless(folder), why_not)
 
 
-def _is_of_edits(section: view.Section) -> TypeGuard[view.Paragraph]:
-    return isinstance(section, view.Paragraph) and section.title == suggestion.EDITS
-
-
-def _config(record: Record, typed: view.Typed, detail: Detail) -> list[str]:
+def _config(record: Record, typed: view.Typed) -> list[str]:
     """The resolved config in lines of YAML."""
     import yaml
 
     plain = json.loads(json.dumps(record.config, default=str))
     text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True) if plain else ""
     lines = harmless(text, typed.folder, but="\n").splitlines()
-    return lines[: detail.rows] + (["…"] if len(lines) > detail.rows else [])
+    return lines[:MOST_ROWS] + (["…"] if len(lines) > MOST_ROWS else [])
 
 
-def _left_out(record: Record, data: Mapping[str, Any], detail: Detail) -> dict[str, tuple[int, int]]:
+def _left_out(record: Record, data: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     """For each part how much of it the page shows, and how much there is."""
     tree, steps = data["modules"], data["timeline"] or {"shown": 0, "ran": 0}
-    lines = sum(file["left_out"] for file in data["files"])
     return {
         "sites": (len(data["sites"]["line"]), len(record.sites)),
         "modules": (len(tree["name"]), tree["every"]),
         "steps": (steps["shown"], steps["ran"]),
-        "findings": (min(detail.findings, len(record.findings)), len(record.findings)),
-        "lines": (0, lines),
+        "findings": (min(MOST_FINDINGS, len(record.findings)), len(record.findings)),
     }
 
 
-def _templates(characters: int) -> Environment:
+def _templates() -> Environment:
     from jinja2 import Environment, FunctionLoader, StrictUndefined
 
     templates = Environment(
@@ -238,7 +182,7 @@ def _templates(characters: int) -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=StrictUndefined,
-        finalize=lambda value: clipped(value, characters) if type(value) is str else value,
+        finalize=lambda value: clipped(value) if type(value) is str else value,
     )
     filters: dict[str, Callable[..., Any]] = {"bar": exponent_bar, "blocks": blocks}
     templates.filters |= filters | {"kind": lambda value: type(value).__name__}

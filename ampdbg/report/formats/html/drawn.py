@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,6 @@ from ampdbg.diagnosis.producers import op_name
 from ampdbg.diagnosis.ranges import Window, window
 from ampdbg.escapes import harmless
 from ampdbg.formats import FLOAT16, headroom_bits
-from ampdbg.levels import precision_of
 from ampdbg.quantities import number, scale, share
 from ampdbg.record.findings import Listing
 from ampdbg.record.listings import sources_of
@@ -20,6 +19,10 @@ from ampdbg.record.run import Producer, Record, Site, Step
 
 Data = dict[str, Any]
 """Plain data, ready for JSON."""
+
+MOST_SITES, MOST_MODULES, MOST_STEPS = 20_000, 4_000, 4_000
+MOST_FINDINGS, MOST_ROWS, MOST_CHARACTERS = 100, 300, 1_000
+"""So much of a record is shown: a page is at most 12 MB, what browsers open at once, and issue trackers take."""
 
 BELOW_ALL, ABOVE_ALL = -9999, 9999
 """A floor or ceiling below every loss scale that can be tried, and one above all of them."""
@@ -30,77 +33,49 @@ LEVELS_PER_BIT = 12
 LOWEST_SCALE, HIGHEST_SCALE = -40, 60
 """The loss scales that can be tried, as powers of two; as many of them as are of use."""
 
-
 FIRST_SCALE = 16
 """Where a record does not hold the run's: GradScaler begins with 2**16."""
 
 
-MOST_OF_A_STRETCH = 8
-"""Steps are left out of a long run so that each stretch keeps at most so many."""
-
-
-@dataclass(frozen=True)
-class Detail:
-    """How much of a record a page shows; ``rows`` of tables and texts, ``lines`` of code, ``characters`` of a line."""
-
-    sites: int
-    modules: int
-    steps: int
-    findings: int
-    rows: int
-    lines: int
-    characters: int
-
-
-class TextTable:
+class TextTable(dict[str, int]):
     """The texts of the user's world, each kept once; data refers to them by number."""
 
-    def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
-
-    def number(self, text: str) -> int:
-        """Its place in the list."""
-        return self._numbers.setdefault(text, len(self._numbers))
-
-    def shown(self, folder: str, most: int) -> list[str]:
-        """All of them, harmless; files below ``folder`` are named from there."""
-        return [clipped(text, most) for text in harmless(tuple(self._numbers), folder)]
+    def __missing__(self, text: str) -> int:
+        self[text] = len(self)
+        return self[text]
 
 
-def clipped(text: str, most: int) -> str:
+def clipped(text: str) -> str:
     """The text, or its beginning and how much of it is left out."""
-    return text if len(text) <= most else f"{text[:most]}… ({len(text) - most:,} more characters in the record)"
+    left = len(text) - MOST_CHARACTERS
+    return text if left <= 0 else f"{text[:MOST_CHARACTERS]}… ({left:,} more characters in the record)"
 
 
-def timeline(record: Record, detail: Detail) -> Data | None:
+def timeline(record: Record) -> Data | None:
     """Loss, loss scale and gradient norm by step; None where no step has ended.
 
-    Of more steps than there is room for, each stretch keeps its first and last, its extremes and its worst.
+    The loss scale is that of the optimizers which a scaler serves.
     """
-    steps = _thinned(record.steps, detail.steps)
+    steps, has_scaler = _thinned(record.steps), any(step.scaler for step in record.steps)
+    scales = [step.scale if step.scaler or not has_scaler else None for step in steps]
     if not steps:
         return None
     return {
         "step": [one.step for one in steps],
         "skipped": [int(one.skipped) for one in steps],
         "series": [
-            _series("loss", "Loss", steps, lambda step: step.loss, number),
-            _series("scale", "Loss scale", steps, lambda step: step.scale, scale),
-            _series("norm", "Gradient norm", steps, lambda step: step.grad_norm, number),
+            _series("loss", "Loss", [step.loss for step in steps], number),
+            _series("scale", "Loss scale", scales, scale),
+            _series("norm", "Gradient norm", [step.grad_norm for step in steps], number),
         ],
         "shown": len(steps),
         "ran": record.steps_run,
         "kept": len(record.steps),
-        "findings": [
-            [one.step, clipped(harmless(one.code), detail.characters)] for one in record.findings[: detail.findings]
-        ],
+        "findings": [[one.step, clipped(harmless(one.code))] for one in record.findings[:MOST_FINDINGS]],
     }
 
 
-def _series(
-    name: str, title: str, steps: Sequence[Step], of: Callable[[Step], float | None], words: Callable[[float], str]
-) -> Data:
-    values = [of(step) for step in steps]
+def _series(name: str, title: str, values: Sequence[float | None], words: Callable[[float], str]) -> Data:
     return {
         "name": name,
         "title": title,
@@ -109,43 +84,48 @@ def _series(
     }
 
 
-def _thinned(steps: Sequence[Step], most: int) -> list[Step]:
-    if len(steps) <= most:
-        return list(steps)
-    size = math.ceil(len(steps) * MOST_OF_A_STRETCH / most)
-    stretches = (range(start, min(start + size, len(steps))) for start in range(0, len(steps), size))
-    return [steps[at] for stretch in stretches for at in sorted(_telling(steps, stretch))]
+def _thinned(steps: Sequence[Step]) -> list[Step]:
+    """Of more steps than there is room for, each stretch keeps the first of each of :data:`RANKS`."""
+    size = math.ceil(len(steps) * len(RANKS) / MOST_STEPS) if len(steps) > MOST_STEPS else 1
+    stretches = (steps[start : start + size] for start in range(0, len(steps), size))
+    kept = {id(min(stretch, key=rank)) for stretch in stretches for rank in RANKS}
+    return [step for step in steps if id(step) in kept]
 
 
-def _telling(steps: Sequence[Step], stretch: range) -> set[int]:
-    """Of a stretch of steps its ends, its extremes, and the first that was skipped or lost its loss."""
-    kept = [stretch[0], stretch[-1]]
-    losses = [(steps[at].loss, at) for at in stretch if math.isfinite(steps[at].loss)]
-    norms = [(norm, at) for at in stretch if (norm := steps[at].grad_norm) is not None and math.isfinite(norm)]
-    kept += [end(values)[1] for values in (losses, norms) if values for end in (min, max)]
-    kept += [at for at in stretch if steps[at].skipped][:1]
-    kept += [at for at in stretch if not math.isfinite(steps[at].loss)][:1]
-    return set(kept)
+def _extreme(value: float | None, sign: int) -> tuple[bool, float]:
+    """The least of them is the least finite value, or by a sign of -1 the largest."""
+    is_finite = value is not None and math.isfinite(value)
+    return not is_finite, sign * value if value is not None and is_finite else 0.0
 
 
-@dataclass(frozen=True)
-class RangeMap:
-    """The sites as columns, and of each how its values are spread over the exponents, a byte for each."""
+RANKS: tuple[Callable[[Step], Any], ...] = (
+    lambda step: step.step,
+    lambda step: -step.step,
+    lambda step: not step.skipped,
+    lambda step: math.isfinite(step.loss),
+    lambda step: _extreme(step.loss, 1),
+    lambda step: _extreme(step.loss, -1),
+    lambda step: _extreme(step.grad_norm, 1),
+    lambda step: _extreme(step.grad_norm, -1),
+)
+"""By what a step stands out in a stretch: its ends, its extremes, and the first that was skipped or lost its loss."""
 
-    columns: Data
-    levels: bytes
 
+def range_map(record: Record, names: TextTable) -> tuple[Data, bytes]:
+    """The sites in order of execution as columns, and how each's values are spread, a byte for each exponent.
 
-def range_map(record: Record, names: TextTable, detail: Detail) -> RangeMap:
-    """The sites in order of execution; of too many those that are nearest to a limit."""
-    whole = window(record.sites)
-    shown = sorted(_nearest(record.sites, whole, detail.sites), key=lambda site: site.order)
+    Of too many sites those are shown that are nearest to a limit.
+    """
+    whole, of_run = window(record.sites), _scale_of_run(record)
+    bounds = {id(whole.highest_floor), id(whole.lowest_ceiling)}
+    nearest = sorted(record.sites, key=lambda site: (id(site) not in bounds, _room(site, of_run)))[:MOST_SITES]
+    shown = sorted(nearest, key=lambda site: site.order)
     places = {id(site): at for at, site in enumerate(shown)}
     columns: Data = {
         "phase": "".join("f" if site.phase == "forward" else "b" for site in shown),
-        "module": [names.number(site.module) for site in shown],
-        "op": [names.number(op_name(site.op)) for site in shown],
-        "file": [names.number(site.source.file) if site.source else -1 for site in shown],
+        "module": [names[site.module] for site in shown],
+        "op": [names[op_name(site.op)] for site in shown],
+        "file": [names[site.source.file] if site.source else -1 for site in shown],
         "line": [site.source.line if site.source else 0 for site in shown],
         "bits": [headroom_of(site) for site in shown],
         "max": [number(site.abs_max) for site in shown],
@@ -161,7 +141,7 @@ def range_map(record: Record, names: TextTable, detail: Detail) -> RangeMap:
         "lowest": [site.lowest_exponent for site in shown],
         "counts": [len(site.exponents) for site in shown],
         "every": len(record.sites),
-        "scales": _scales(record, whole),
+        "scales": _scales(record, whole, of_run),
         "window": {
             "floor": power_of(whole.floor),
             "ceiling": power_of(whole.ceiling),
@@ -175,29 +155,13 @@ def range_map(record: Record, names: TextTable, detail: Detail) -> RangeMap:
         },
         "per_bit": LEVELS_PER_BIT,
     }
-    return RangeMap(columns, b"".join(map(_levels, shown)))
+    return columns, b"".join(map(_levels, shown))
 
 
-def _nearest(sites: Sequence[Site], whole: Window, most: int) -> Iterable[Site]:
-    if len(sites) <= most:
-        return sites
-    bounds = [site for site in (whole.lowest_ceiling, whole.highest_floor) if site is not None]
-    gradients = [site for site in sites if site.phase == "backward"]
-    kept = {id(site): site for site in bounds}
-    for ranked in (
-        sorted(sites, key=lambda site: (headroom_of(site) is None, headroom_of(site)))[: most // 2],
-        sorted(gradients, key=ceiling_of)[: most // 4],
-        sorted(gradients, key=lambda site: -floor_of(site))[: most // 4 - len(bounds)],
-    ):
-        kept |= {id(site): site for site in ranked}
-    return kept.values()
-
-
-def _scales(record: Record, whole: Window) -> Data:
+def _scales(record: Record, whole: Window, of_run: int) -> Data:
     """What every loss scale that can be tried does to the gradients: how many sites overflow, and how many are lost."""
     gradients = [site for site in record.sites if site.phase == "backward"]
     ends = [end for end in (power_of(whole.floor), power_of(whole.ceiling)) if abs(end) < ABOVE_ALL]
-    of_run = _scale_of_run(record)
     low = max(LOWEST_SCALE, min(0, *(end - 4 for end in ends), of_run))
     high = min(HIGHEST_SCALE, max(20, *(end + 4 for end in ends), of_run))
     powers = range(low, high + 1)
@@ -213,13 +177,16 @@ def _scales(record: Record, whole: Window) -> Data:
 
 
 def _scale_of_run(record: Record) -> int:
-    """The exponent of the loss scale that the run ended with, else of the one that its config begins with."""
-    given = precision_of(record.config).get("loss_scale")
-    first = given.get("init") if isinstance(given, Mapping) else given
-    last = record.steps[-1].scale if record.steps else first
-    if isinstance(last, (int, float)) and math.isfinite(last) and last > 0:
-        return round(math.log2(last))
-    return FIRST_SCALE
+    """The exponent of the loss scale that the run ended with."""
+    power = power_of(record.scaled_steps[-1].scale) if record.steps else FIRST_SCALE
+    return power if abs(power) < ABOVE_ALL else FIRST_SCALE
+
+
+def _room(site: Site, at: int) -> float:
+    """The powers of two up to FP16's limit; of a gradient to either limit, at a loss scale of so many."""
+    if site.phase == "backward":
+        return min(ceiling_of(site) - at, at - floor_of(site))
+    return math.inf if (bits := headroom_of(site)) is None else bits
 
 
 def ceiling_of(site: Site) -> int:
@@ -271,9 +238,9 @@ class Node:
 
     name: str
     depth: int
-    inside: list[Node] = field(default_factory=list)
+    place: int
     sites: int = 0
-    headroom: float | None = None
+    headroom: float = math.inf
     ceiling: int = ABOVE_ALL
     floor: int = BELOW_ALL
     findings: list[int] = field(default_factory=list)
@@ -281,42 +248,26 @@ class Node:
 
     def take(self, site: Site) -> None:
         self.sites += 1
-        bits = headroom_of(site)
-        if site.phase == "forward" and bits is not None:
-            self.headroom = bits if self.headroom is None else min(bits, self.headroom)
+        if site.phase == "forward":
+            self.headroom = min(self.headroom, _room(site, 0))
         self.ceiling, self.floor = min(self.ceiling, ceiling_of(site)), max(self.floor, floor_of(site))
 
-    def walked(self) -> Iterator[Node]:
-        """It, and all below it in the order in which they were met."""
-        stack = [self]
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(reversed(node.inside))
 
-
-class Modules:
-    """The tree of the modules that a record names."""
-
-    def __init__(self) -> None:
-        self.root = Node("", 0)
-        self._nodes = {"": self.root}
+class Modules(dict[str, Node]):
+    """The modules that a record names, and those that hold them."""
 
     def around(self, name: str) -> list[Node]:
         """The module and those that hold it, the outermost first."""
-        line, parts = [self.root], name.split(".") if name else []
-        around = [".".join(parts[:count]) for count in range(1, min(len(parts), MOST_DEPTH))]
-        for inner in (*around, *[name] * bool(name)):
-            if inner not in self._nodes:
-                self._nodes[inner] = Node(inner, len(line))
-                line[-1].inside.append(self._nodes[inner])
-            line.append(self._nodes[inner])
-        return line
+        parts = name.split(".")
+        holders = (".".join(parts[:count]) for count in range(1, min(len(parts), MOST_DEPTH)))
+        line = dict.fromkeys(("", *holders, name))
+        return [self.setdefault(one, Node(one, depth, len(self))) for depth, one in enumerate(line)]
 
 
-def module_tree(record: Record, names: TextTable, detail: Detail) -> Data:
-    """The modules as columns, each behind the one that holds it; of too many those with the least room are kept."""
+def module_tree(record: Record, names: TextTable) -> Data:
+    """The modules as columns, each behind the one that holds it; of too many the outermost are kept."""
     modules = Modules()
+    modules.around("")
     for site in record.sites:
         for node in modules.around(site.module):
             node.take(site)
@@ -328,37 +279,21 @@ def module_tree(record: Record, names: TextTable, detail: Detail) -> Data:
             modules.around(pin.module)[-1].pins.append(pin)
     for group in record.groups if record.sites else ():
         modules.around(group.rpartition(".")[0])
-    every = list(modules.root.walked())
-    shown = _worst(every, modules, detail.modules)
+    outermost = sorted(modules.values(), key=lambda node: node.depth)[:MOST_MODULES]
+    shown = sorted(outermost, key=lambda node: [one.place for one in modules.around(node.name)])
     return {
-        "name": [names.number(node.name) for node in shown],
+        "name": [names[node.name] for node in shown],
         "depth": [node.depth for node in shown],
         "sites": [node.sites for node in shown],
-        "bits": [node.headroom for node in shown],
+        "bits": [node.headroom if math.isfinite(node.headroom) else None for node in shown],
         "floor": [node.floor for node in shown],
         "ceiling": [node.ceiling for node in shown],
         "from": [_scale(node.floor, "any") for node in shown],
         "to": [_scale(node.ceiling, "0") for node in shown],
         "findings": [node.findings for node in shown],
         "pin": [", ".join(map(_pinned, node.pins)) for node in shown],
-        "every": len(every),
+        "every": len(modules),
     }
-
-
-def _worst(every: Sequence[Node], modules: Modules, most: int) -> list[Node]:
-    if len(every) <= most:
-        return list(every)
-
-    def rank(node: Node) -> tuple[bool, bool, float]:
-        return not node.findings, not node.pins, math.inf if node.headroom is None else node.headroom
-
-    kept: dict[int, Node] = {}
-    for node in sorted(every, key=rank):
-        line = {id(one): one for one in modules.around(node.name)}
-        if len(kept | line) > most:
-            break
-        kept |= line
-    return [node for node in every if id(node) in kept]
 
 
 def _scale(power: int, nothing: str) -> str:
@@ -372,10 +307,10 @@ def _pinned(pin: Pin) -> str:
     return f"{what}: {share(cost.flops)} of FLOPs, {share(cost.activations)} of activations" if cost else what
 
 
-def listings(record: Record, names: TextTable, folder: str, detail: Detail) -> list[Data]:
+def listings(record: Record, names: TextTable, folder: str) -> list[Data]:
     """The files that the record names, each in the pieces that it has: of records without listings single lines.
 
-    ``seen`` is what the replays saw on their lines; ``left_out`` counts lines for which there is no room.
+    ``seen`` is what the replays saw on their lines.
     """
     files: dict[str, list[Listing]] = {}
     for listing in record.listings:
@@ -384,33 +319,20 @@ def listings(record: Record, names: TextTable, folder: str, detail: Detail) -> l
         pieces = files.setdefault(source.file, [])
         if source.line and not any(0 <= source.line - one.first < len(one.lines) for one in pieces):
             pieces.append(Listing(source.file, source.line, (source.text,)))
-    room, seen = detail.lines, _seen(record)
-    shown: list[Data] = []
-    for file, pieces in files.items():
-        kept = list(_within(sorted(pieces, key=lambda one: one.first), room))
-        count = sum(len(one.lines) for one in kept)
-        room -= count
-        shown.append(
-            {
-                "file": names.number(file),
-                "pieces": [[one.first, _texts(one.lines, folder, detail)] for one in kept],
-                "left_out": sum(len(one.lines) for one in pieces) - count,
-                "seen": seen.get(file, [])[: detail.rows],
-            }
-        )
-    return shown
+    seen = _seen(record)
+    return [
+        {
+            "file": names[file],
+            "pieces": [[one.first, _texts(one.lines, folder)] for one in sorted(pieces, key=lambda one: one.first)],
+            "seen": seen.get(file, [])[:MOST_ROWS],
+        }
+        for file, pieces in files.items()
+    ]
 
 
-def _within(pieces: Iterable[Listing], room: int) -> Iterator[Listing]:
-    for piece in pieces:
-        if room > 0:
-            yield Listing(piece.file, piece.first, piece.lines[:room])
-        room -= len(piece.lines)
-
-
-def _texts(lines: tuple[str, ...], folder: str, detail: Detail) -> list[str]:
+def _texts(lines: Iterable[str], folder: str) -> list[str]:
     expanded = harmless(tuple(line.expandtabs(TAB) for line in lines), folder)
-    return [clipped(text, detail.characters) for text in expanded]
+    return [clipped(text) for text in expanded]
 
 
 def _seen(record: Record) -> dict[str, list[LineHeadroom]]:
