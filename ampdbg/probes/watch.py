@@ -191,7 +191,7 @@ class Watch:
         emulated = is_emulating() and device.type == "cpu"
         policy = "none" if in_fp32 else "cuda" if device.type == "cuda" or emulated else "native"
         seen = self.contract.seen
-        seen["asked"] |= {"GradScaler": "on"} if self.calls.scalers else {}
+        seen["asked"] |= {"GradScaler": "on"} if any(self.calls.scalers.values()) else {}
         return Record(
             command="watch",
             created=self._created,

@@ -231,7 +231,8 @@ def suggest_for_half_weights(
             notes=(*(_cost(one, before) for one in fitting), *_alternatives(codes, before)),
         )
         proof = Proof(is_proven, tuple(steps)) if steps else None
-        shown = replace(known, command="suggest-fp32", handover=handed, verification=proof)
+        dtypes = known.dtypes or before.record.dtypes  # a capture has none
+        shown = replace(known, command="suggest-fp32", dtypes=dtypes, handover=handed, verification=proof)
         made = Suggestion(shown, files if is_proven else ())
         if is_proven:
             break
