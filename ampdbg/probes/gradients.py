@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from operator import attrgetter
 
 import torch
+from torch._C import DispatchKey, DispatchKeySet
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
@@ -20,10 +20,14 @@ from ampdbg.probes.steps import StepLog
 from ampdbg.probes.tensors import Scalar, is_at_hand, is_on_device, to_host, total_norm
 from ampdbg.record.run import GroupOverflow
 
-_KIND = attrgetter("__class__", "dtype", "layout", "device")
+SMALL = 32_768
+"""On a CPU gradients up to this many elements are gathered into one buffer for the norm: one kernel for all of them
+costs less than one each. Larger ones are read where they are, which costs less than copying them."""
+
+_DOT, _CPU = torch.ops.aten.dot.default, DispatchKeySet(DispatchKey.CPU)
+"""The CPU's own kernel at once: neither autograd nor the emulation of half products has to do with this."""
 
 
-@torch.no_grad()
 def gradient_norm(optimizer: torch.optim.Optimizer, divisor: Scalar = 1.0) -> Scalar | None:
     """The 2-norm of all gradients of the optimizer divided by ``divisor``; of those on a GPU in float32, not synced.
 
@@ -31,9 +35,17 @@ def gradient_norm(optimizer: torch.optim.Optimizer, divisor: Scalar = 1.0) -> Sc
     when the squares overflow float32; on a CPU a second look in float64 parts the two.
     """
     gradients = _gradients_of(optimizer)
-    if [kind[:-1] for kind in set(map(_KIND, gradients))] == [(torch.Tensor, torch.float32, torch.strided)]:
-        # With as few calls as can be: a GPU's loop has to wait for each, and thousands of gradients are not rare.
-        norm: torch.Tensor | None = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    plain = _norm_of_plain(gradients)
+    return _norm_of_any(gradients, divisor) if plain is None else plain / float(divisor)
+
+
+@torch.no_grad()
+def _norm_of_any(gradients: list[torch.Tensor], divisor: Scalar) -> Scalar | None:
+    kinds = {(type(one), one.dtype, one.layout, one.device) for one in gradients if one.numel()}
+    if [kind[:-1] for kind in kinds] == [(torch.Tensor, torch.float32, torch.strided)]:
+        # With as few calls as can be: a GPU's loop has to wait for each.
+        values = [one for one in gradients if one.numel()]
+        norm: torch.Tensor | None = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values)))
     else:
         norm = total_norm(gradients)
     if norm is not None and is_at_hand(norm) and torch.isinf(norm):
@@ -67,6 +79,32 @@ def _gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
             if gradient is not None:
                 found.append(gradient)
     return found
+
+
+def _norm_of_plain(gradients: list[torch.Tensor]) -> float | None:
+    """The norm of ordinary float32 gradients in main memory; None where some are not, or the sum overflows.
+
+    Thousands of small gradients are not rare: what Python spends on each of them adds up to part of a step.
+    """
+    if not gradients or not is_at_hand(gradients[0]):
+        return None
+    small: list[torch.Tensor] = []
+    large: list[torch.Tensor] = []
+    squares = 0.0
+    try:
+        for gradient in gradients:
+            (small if gradient.numel() <= SMALL else large).append(gradient)
+        parts = [torch._C._nn.flatten_dense_tensors(small), *large] if small else large
+        for part in parts:
+            is_plain = type(part) is torch.Tensor and part.layout is torch.strided and part.is_cpu
+            if not is_plain or part.dtype is not torch.float32:
+                return None
+            flat = part.detach().reshape(-1)
+            # On a CPU a dot product takes half the time of a norm, and Python adds a few numbers sooner than torch.
+            squares += _DOT.redispatch(_CPU, flat, flat).item()
+    except (RuntimeError, TypeError):  # sparse ones, or several devices
+        return None
+    return None if math.isinf(squares) else math.sqrt(squares)
 
 
 class Measures:
