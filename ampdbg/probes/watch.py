@@ -191,7 +191,9 @@ class Watch:
         emulated = is_emulating() and device.type == "cpu"
         policy = "none" if in_fp32 else "cuda" if device.type == "cuda" or emulated else "native"
         seen = self.contract.seen
-        seen["asked"] |= {"GradScaler": "on"} if any(self.calls.scalers.values()) else {}
+        scalers = self.calls.scalers.values()
+        may_be_on = emulated or torch.cuda.is_available()  # else torch turns off what was asked for
+        seen["asked"] |= {"GradScaler": "on"} if any(scalers) or (scalers and not may_be_on) else {}
         return Record(
             command="watch",
             created=self._created,
