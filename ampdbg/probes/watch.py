@@ -377,6 +377,10 @@ class Watch:
             self.withheld(optimizer)
         step.begin_bare(id(optimizer))
 
+    def _written(self, original: Original, optimizer: Optimizer) -> None:
+        original(optimizer)
+        self.ledger.written(optimizer)
+
     def _after_step(self, optimizer: Optimizer, _: bool) -> None:
         self.ledger.after(optimizer, self.log.closed())
         if optimizer in self.optimizers:
@@ -513,6 +517,7 @@ _AROUND: Mapping[Seam, Original] = {
     "get_scale": Watch._get_scale,
     "engine": Watch._backward,
     "clip": Watch._clip,
+    "written": Watch._written,
     "schedule": Watch._schedule,
     "optimizer": Watch._made,
     "cast": lambda watch, *args, **kwargs: watch.contract.cast(*args, **kwargs),
