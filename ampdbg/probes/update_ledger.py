@@ -488,6 +488,7 @@ class UpdateLedger:
         book = self._books.get(id(optimizer))
         if book is not None and book.window is not None:
             self._timed(book, lambda _, window: window.written(), book.window)
+        self.averages.stepped(optimizer)
 
     def after(self, optimizer: Optimizer, step: int) -> None:
         """To be called behind those, while the gradients are still there; ``step`` is its number."""
@@ -496,7 +497,6 @@ class UpdateLedger:
             book.added, book.passes = self.passes - book.passes, self.passes
         if book is not None and book.window is not None:
             self._timed(book, self._after, step)
-        self.averages.stepped(optimizer)
 
     def in_a_pass(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a backward pass of the loop's own; those of replays add nothing up."""
