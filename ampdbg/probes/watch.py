@@ -379,6 +379,10 @@ class Watch:
             self.withheld(optimizer)
         step.begin_bare(id(optimizer))
 
+    def _written(self, original: Original, optimizer: Optimizer) -> None:
+        original(optimizer)
+        self.ledger.written(optimizer)
+
     def _after_step(self, optimizer: Optimizer, _: bool) -> None:
         self.ledger.after(optimizer, self.log.closed())
         if optimizer in self.optimizers:
@@ -515,6 +519,7 @@ _AROUND: Mapping[Seam, Original] = {
     "get_scale": Watch._get_scale,
     "engine": Watch._backward,
     "clip": Watch._clip,
+    "written": Watch._written,
     "schedule": Watch._schedule,
     "optimizer": Watch._made,
     "cast": lambda watch, *args, **kwargs: watch.contract.cast(*args, **kwargs),
