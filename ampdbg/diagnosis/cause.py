@@ -601,9 +601,9 @@ CAUSES: tuple[Decision[Evidence], ...] = (
         WEIGHTS,
         "FP32 is not finite either, and the first op that is not takes inf or NaN from outside the step",
         lambda it: it.begins_in_fp32 is not None and it.begins_in_fp32.is_given,
-        "step {made.step} is not finite in FP32 either" + WHERE + "; it began with inf or NaN, which an earlier pass "
-        "left, perhaps in {half}",
-        remedy="find the earlier pass that left it, which {half} may have overflowed, or compare with a run in FP32",
+        "step {made.step} is not finite in FP32 either" + WHERE + "; inf or NaN came into it from outside, perhaps "
+        "from an earlier pass in {half}",
+        remedy="find what left it: a value of the script's own, or an earlier pass, which {half} may have overflowed",
     ),
     Decision(
         "infinite-loss",

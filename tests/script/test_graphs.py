@@ -316,7 +316,7 @@ for step in range(10):
     STEP
     print(loss.item(), torch.cat([weight.flatten() for weight in net.parameters()]).double().sum().item())
 """)
-"""Given a loss scale that settles, and steps whose batch is infinite."""
+"""Given a loss scale that settles, and steps in which the script multiplies its batch by inf."""
 
 
 @pytest.mark.slow
@@ -337,7 +337,7 @@ def test_compiled_code_that_keeps_failing_is_replayed_whole_and_runs_on_compiled
     given = ("1024", *map(str, range(3, 10)))
     result, record = run(tmp_path, SETTLING, *given, options=())
     assert [(made.step, made.reach) for made in record.investigations] == [(3, "whole")]
-    assert [(found.code, found.step) for found in record.findings] == [("data-nonfinite", 3), ("scale-collapse", 3)]
+    assert [(found.code, found.step) for found in record.findings] == [("weights-nonfinite", 3), ("scale-collapse", 3)]
     assert record.unseen.notes == ()
     assert result.stdout == alone(tmp_path, "train.py", *given)
 

@@ -61,7 +61,7 @@ def spoilt(kind: str) -> str:
 def test_what_an_earlier_pass_in_half_has_spoilt_is_no_fault_of_the_mathematics(tmp_path: Path, kind: str) -> None:
     _, record = run(tmp_path, spoilt(kind), "bad")
     assert (record.findings[0].code, record.findings[0].step) == ("weights-nonfinite", 7)
-    assert "it began with inf or NaN, which an earlier pass left, perhaps in FP16" in record.findings[0].message
+    assert "inf or NaN came into it from outside, perhaps from an earlier pass in FP16" in record.findings[0].message
     assert not {"true-nan", "infinite-loss", "data-nonfinite"} & {found.code for found in record.findings}
     assert where(record)[3]
 
