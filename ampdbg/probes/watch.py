@@ -38,7 +38,7 @@ from ampdbg.probes.open_step import Loop, OpenStep
 from ampdbg.probes.optimizers import Optimizers, innermost
 from ampdbg.probes.pause import is_unwatched, unwatched
 from ampdbg.probes.seams import Seam, are_meta, attached, only_follows
-from ampdbg.probes.step_hooks import hooked_steps
+from ampdbg.probes.step_hooks import hook_own_step, hooked_steps, steps_around
 from ampdbg.probes.steps import StepLog
 from ampdbg.probes.update_ledger import UpdateLedger
 from ampdbg.quantities import listed
@@ -100,6 +100,8 @@ class Watch:
                 begun.enter_context(hooked_steps(*notes))
                 begun.enter_context(attached(partial(_around, alive)))
                 begun.callback(self.ledger.hooks.close)
+                for optimizer in self.optimizers:
+                    hook_own_step(optimizer)
                 self._restoring = begun.pop_all()
             weakref.finalize(self, self._restoring.close).atexit = False
         return self
@@ -134,6 +136,11 @@ class Watch:
     def stepping(self) -> frozenset[int]:
         """The places of the optimizers that share it; none where no losses are known to be theirs."""
         return frozenset(place for place, step in self._loop.open.items() if step is self._loop.now)
+
+    @property
+    def is_inside_a_step(self) -> bool:
+        """For a hook around a step: another one has led to that, of an optimizer of the loop or of its class."""
+        return any(optimizer in self.optimizers for optimizer in steps_around())
 
     @property
     def has_other_loops(self) -> bool:
@@ -360,6 +367,11 @@ class Watch:
         if not has_closure:  # which makes the gradients
             self.ledger.before(optimizer)
 
+    def _inside_a_step(self, optimizer: Optimizer) -> None:
+        """Before or behind a step that is part of another one."""
+        self._loop.fired.add(id(optimizer))
+        self.contract.inside(optimizer)
+
     def _before_bare_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         step = self.turn_of(optimizer)
         if step.stepped and (has_closure or id(optimizer) in step.bare):  # a closure makes losses of its own
@@ -478,7 +490,11 @@ def _hooked(alive: weakref.ref[Watch], note: Original, optimizer: Optimizer, arg
     """Stands before or behind every step of an optimizer. Returns what the step is given, where a closure of it is to
     be followed by what comes before a step: it makes the gradients."""
     watch = alive()
-    if watch is not None and not watch.is_paused and not only_follows():
+    if watch is None or watch.is_paused or only_follows():
+        return None
+    if watch.is_inside_a_step:
+        watch.guard.hooked(Watch._inside_a_step, watch, optimizer)
+    else:
         closures = [one for one in (*args[1:], *kwargs.values()) if callable(one)]
         watch.guard.hooked(note, watch, optimizer, bool(closures))
         if closures and note is Watch._before_step:

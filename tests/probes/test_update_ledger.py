@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -517,6 +517,25 @@ def test_nothing_is_said_where_a_hook_of_the_optimizer_writes_masters_back() -> 
     record, _ = trained(make=made, steps=30)
     assert (codes(record), record.updates) == ([], None)
     assert "a hook that may write float32 copies" in record.unseen.notes[0]
+
+
+@pytest.mark.parametrize("is_torchs", [False, True])
+def test_a_step_that_is_set_on_an_optimizer_is_not_sampled_and_one_that_a_scheduler_counts_is(is_torchs: bool) -> None:
+    def made(net: nn.Module) -> torch.optim.Optimizer:
+        optimizer: Any = adamw(net)
+        if is_torchs:
+            torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+        else:
+            optimizer.step = partial(optimizer.step)
+        return cast("torch.optim.Optimizer", optimizer)
+
+    record, _ = trained(make=made, steps=30)
+    assert (record.updates is not None, record.unseen.notes == ()) == (is_torchs, is_torchs)
+    if not is_torchs:
+        assert codes(record) == []
+        why = "it may round stochastically or keep float32 copies"
+        who = "the script's own step of torch.optim.adamw.AdamW"
+        assert record.unseen.notes == (f"ampdbg does not compare updates by {who} with float32's: {why}",)
 
 
 def test_nothing_is_said_where_the_loop_writes_the_weights_between_steps() -> None:
