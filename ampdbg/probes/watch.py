@@ -48,6 +48,10 @@ Original = Callable[..., Any]
 
 UNWATCHED = "from step {} on ampdbg noted nothing, because it failed itself: {}; please report it"
 SEVERAL = "several threads run loops, so ampdbg does not judge the order of their calls"
+UNSEEN = (
+    "the weights change, but ampdbg saw no call of an optimizer's step: it follows no loop that writes weights itself, "
+    "as in hooks of the backward pass"
+)
 LEFT = "replays may have changed {}: another thread of the script may use it, so they did not restore it"
 
 
@@ -76,6 +80,7 @@ class Watch:
         self._learning = threading.RLock()
         self.left_by_replays: set[str] = set()
         self._interrupted = False
+        self._writes_itself = False
         self.ended: Callable[[bool], None] = lambda is_bad: None
         """Called when a step has ended, with whether it was withheld or its loss is known not to be finite."""
         self.lost: Callable[[Optimizer], None] = lambda optimizer: None
@@ -143,6 +148,12 @@ class Watch:
         return any(optimizer in self.optimizers for optimizer in steps_around())
 
     @property
+    def has_unseen_steps(self) -> bool:
+        """The loop has written its weights itself, and no optimizer has stepped: what it goes backward from is not the
+        losses of one step."""
+        return self._writes_itself and not self.optimizers.have_stepped
+
+    @property
     def has_other_loops(self) -> bool:
         """Threads that are alive, and not this one, have trained: they are not to find their models altered."""
         others = self._loop.trained - {threading.get_ident()}
@@ -177,7 +188,7 @@ class Watch:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the steps leave out, and whether they say anything of half precision."""
-        notes = [*self.log.notes, *self.ledger.notes]
+        notes = [*self.log.notes, *self.ledger.notes, *[UNSEEN] * self.has_unseen_steps]
         if len(self._loop.trained) > 1:
             notes.append(SEVERAL)
         if self.left_by_replays:
@@ -323,12 +334,15 @@ class Watch:
         return result
 
     def _went_backward(self) -> None:
+        passes = self.ledger.passes  # looked at behind the first, the second, the fourth ... while there is no step
+        if not self.optimizers.have_stepped and passes & (passes - 1) == 0:
+            self._writes_itself = self._writes_itself or self.optimizers.have_other_weights
         wrote, cleared = self.calls.wrote
         if self.log.has_named_losses:
             wrote, cleared = tuple(range(len(self.optimizers))), ()
         self.went_backward(wrote, cleared)
         for step in self._loop.went_backward(wrote, cleared):
-            step.skipped = not step.is_known_finite()
+            step.skipped = not (self.has_unseen_steps or step.is_known_finite())
             if step.skipped:  # else its losses were those of no step
                 self._end(step)
         if self._loop.now.running and not self._loop.now.is_known_finite():
@@ -434,7 +448,8 @@ class Watch:
         self.ledger.pause()
         if not self.guard.failure:
             step = self._loop.now
-            step.skipped |= not step.stepped and not step.has_finite_loss()  # a loop that looks at its loss by itself
+            # A loop that looks at its loss by itself.
+            step.skipped |= not (step.stepped or self.has_unseen_steps or step.has_finite_loss())
             if step.skipped or (step.bare and step.stepped):
                 self._close()
             self.log.finish()

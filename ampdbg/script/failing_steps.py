@@ -232,6 +232,8 @@ class FailingSteps:
         """Called when a module is called though no optimizer has stepped: the loop may have given up a loss, or, where
         it has a loss scale of its own, the gradients that came of it."""
         step = self._watcher.open_step
+        if self._watcher.has_unseen_steps:
+            return
         if not self.recorder.is_under_way:
             step.read_losses_aside()
             if step.scaler is None and not step.is_known_finite() and not self._watcher.is_paused:
@@ -471,7 +473,7 @@ class FailingSteps:
         if (
             is_left
             or self._watcher.failure
-           
+            or self._watcher.has_unseen_steps
             or explains_itself(self._watcher, ending.error)
         ):
             return

@@ -28,7 +28,7 @@ from ampdbg.precision.emulation import cuda_on_cpu
 from ampdbg.probes import models
 from ampdbg.probes.guard import Guard
 from ampdbg.probes.steps import FEW_STEPS, FLAT, NORM_EVERY, STEPS_AT_ENDS
-from ampdbg.probes.watch import Watch, watch
+from ampdbg.probes.watch import UNSEEN, Watch, watch
 from ampdbg.record.file import from_json, to_json
 from ampdbg.record.run import Step, TensorCounts
 from ampdbg.replay.snapshot import rewound, take_snapshot
@@ -414,6 +414,27 @@ def test_of_an_optimizer_inside_of_another_the_outermost_that_is_watched_makes_t
     assert watched.misuses == ()
     if follows != "the inner" or not enabled:  # a scaler is seen to withhold a step of what is watched alone
         assert [step.skipped for step in watched.steps] == [False, enabled, False]
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_loop_that_writes_weights_in_its_backward_pass_has_no_steps_and_a_note(writes: bool) -> None:
+    model, _ = small_loop()
+
+    def update(parameter: torch.Tensor) -> None:
+        if writes:
+            assert parameter.grad is not None
+            parameter.data.sub_(parameter.grad)
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    with Watch(None, ()) as watched:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for factor in (1.0, 1.0, math.inf, math.inf):
+            (model(torch.ones(2, 3)).square().mean() * factor).backward()
+            optimizer.zero_grad()
+    record = watched.record()
+    assert [step.skipped for step in record.steps] == ([] if writes else [True, True])
+    assert (UNSEEN in record.unseen.notes) == writes
 
 
 def bare_step(

@@ -83,3 +83,31 @@ def test_a_step_inside_another_is_a_part_of_it_and_the_masters_are_found(tmp_pat
         ("linears", ("float32",), ("float32",)),
         ("biases", ("float32",), ("float32",)),
     ]
+
+
+BEHIND = scripts.loop("""
+net = nn.Linear(8, 1)
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+
+def update(parameter):
+    with torch.no_grad():
+        parameter.sub_(parameter.grad, alpha=1e-3)
+        parameter.grad = None
+
+for parameter in net.parameters():
+    parameter.register_post_accumulate_grad_hook(update)
+for step in range(30):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = (net(torch.randn(4, 8)) * ({gain} if step > 5 else 1.0)).square().mean()
+    loss.backward()
+""")
+
+
+@pytest.mark.parametrize("gain", [1.0, 1e30])
+def test_of_weights_that_are_written_in_the_backward_pass_it_is_said_that_no_step_was_seen(
+    tmp_path: Path, gain: float
+) -> None:
+    record, page, _ = ran(tmp_path, BEHIND.format(gain=gain), options=())
+    assert (record.verdict, record.steps, record.findings) == ("inconclusive", (), ())
+    assert "ampdbg saw no optimizer step." in page
+    assert "it follows no loop that writes weights itself, as in hooks of the backward pass" in page
