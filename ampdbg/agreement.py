@@ -58,9 +58,13 @@ def agrees(low: Replay, fp32: Replay, floor: Replay | None) -> bool:
 
 
 def losses_agree(low: Replay, fp32: Replay, floor: Replay | None) -> bool:
-    """The loss is within the noise of FP32's."""
+    """The loss is within the noise of FP32's.
+
+    One that is almost zero is a difference of values near 1, such as 1 - similarity: half rounds each of these once.
+    """
     noise = abs(floor.loss - fp32.loss) if floor else 0.0
-    return abs(low.loss - fp32.loss) <= max(AGREEMENT * abs(fp32.loss), NOISE_FLOORS * noise)
+    rounding = 2.0 ** -FORMATS.get(low.dtype, FLOAT16).precision
+    return abs(low.loss - fp32.loss) <= max(AGREEMENT * abs(fp32.loss), NOISE_FLOORS * noise, rounding)
 
 
 def is_beyond_noise(low: Replay, floor: Replay | None) -> bool:

@@ -28,6 +28,15 @@ def test_gradients_agree_within_a_quarter_or_four_noise_floors(
     assert agrees(replay(distance), replay(None), floor) is is_near
 
 
+@pytest.mark.parametrize(
+    ("low", "fp32", "is_near"), [(-2.4e-4, 1.7e-8, True), (6e-4, 1.7e-8, False), (1.06e-2, 1.0e-2, False)]
+)
+def test_a_loss_that_is_almost_zero_agrees_within_the_rounding_of_values_near_one(
+    low: float, fp32: float, is_near: bool
+) -> None:
+    assert agrees(replay(None, low), replay(None, fp32), None) is is_near
+
+
 @pytest.mark.parametrize(("loss", "is_near"), [(1.01, True), (1.2, False)])
 def test_gradients_that_rounded_weights_lead_beyond_their_norm_are_noise_and_the_loss_decides(
     loss: float, is_near: bool

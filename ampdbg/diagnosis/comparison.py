@@ -22,17 +22,17 @@ SitePlace = tuple[Phase, str, str]
 
 
 Of = TypeVar("Of")
-Value = TypeVar("Value")
+Compared = TypeVar("Compared")
 
 
 @dataclass(frozen=True)
-class Change(Generic[Of, Value]):
+class Change(Generic[Of, Compared]):
     """What is known ``of`` a place or a module, then and now: how much got worse, and how much better, in bits; of
     overflows in places. Negative where it got the other."""
 
     of: Of
-    then: Value
-    now: Value
+    then: Compared
+    now: Compared
     lost: float
     won: float
 
@@ -133,7 +133,7 @@ def _of_windows(module: str, then: Window, now: Window) -> Change[str, Window]:
     return Change(module, then, now, max(low - lower, higher - high), max(lower - low, high - higher))
 
 
-def _most_lost(changes: Iterable[Change[str, Value]]) -> tuple[Change[str, Value], ...]:
+def _most_lost(changes: Iterable[Change[str, Compared]]) -> tuple[Change[str, Compared], ...]:
     return tuple(sorted(changes, key=lambda one: -one.lost))
 
 

@@ -85,18 +85,31 @@ class ScaleCourse:
         return {now.step for before, now in pairwise(self.steps) if now.scale > before.scale}
 
     @cached_property
+    def starts(self) -> list[int]:
+        """Where a scaler begins: its first step, and those of a new model, as in each fold of a cross-validation.
+
+        There the scale leaps, and stays; it takes turns where an optimizer has two scalers.
+        """
+        threes = zip(self.steps, self.steps[1:], self.steps[2:], strict=False)
+        leaps = (
+            now.iteration for before, now, after in threes if after.scale * GROWTH >= now.scale > GROWTH * before.scale
+        )
+        return [*(step.iteration for step in self.steps[:1]), *leaps]
+
+    @cached_property
     def lows(self) -> list[Step]:
-        """New lows: the skipped steps that neither the start of a scaler nor a scale just grown explains."""
+        """New lows: the skipped steps that neither a start nor a scale just grown explains."""
         settling = max(SETTLING_STEPS, self.ran // 10)
         later = [step for step in self.steps if step.skipped and step.step not in self.grown]
-        return [step for step in later if step.iteration - self.started[step.scaler] >= settling]
+        begun = (max(start for start in self.starts if start <= step.iteration) for step in later)
+        return [step for step, start in zip(later, begun, strict=True) if step.iteration - start >= settling]
 
     @cached_property
     def relapses(self) -> list[Step]:
         """The skips after the first step that worked: until then a scale is being found, however short the run."""
-        finding, found = True, []
+        starts, finding, found = {*self.starts}, True, []
         for step in self.steps:
-            finding = step.skipped and (finding or step.iteration == self.started[step.scaler])
+            finding = step.skipped and (finding or step.iteration in starts)
             if step.skipped and not finding:
                 found.append(step)
         return found
@@ -154,11 +167,6 @@ class ScaleCourse:
         for step in self.steps:
             found.setdefault(step.scaler, []).append(step)
         return found
-
-    @cached_property
-    def started(self) -> dict[int, int]:
-        """The iteration at which each of them begins, by its number."""
-        return {scaler: steps[0].iteration for scaler, steps in self.scalers.items()}
 
     @property
     def later_scalers(self) -> list[list[Step]]:

@@ -181,11 +181,11 @@ FORECAST = "[. A step moves few values below learning rates of {forecast}]"
 SMALL: tuple[Decision[HalfUpdates], ...] = (
     Decision(
         FROZEN,
-        "a parameter loses over 90 % of its way, and what stands still costs over 0.02 % of the loss's fall",
+        "a parameter loses over 90 % of its way, which costs over 0.02 % of the loss's fall",
         lambda it: bool(it.seen.frozen),
         "{names:half parameter} hardly moved in {seen.steps:sampled step}: {still}. Of the way that float32 weights "
-        "go, {lost:.0%} is lost[: {lost_kinds}]. To first order half weights cost {seen.cost:percent} of the loss's "
-        "fall so far, and these parameters {seen.cost_of_still:percent}; both grow with each step" + FORECAST,
+        "go, {lost:.0%} is lost[: {lost_kinds}]. To first order half weights cost up to {seen.cost:percent} of the "
+        "loss's fall so far, and these parameters {seen.cost_of_still:percent}; both grow with each step" + FORECAST,
         {"parameters": "names", **LOST},
     ),
     Decision(

@@ -31,7 +31,6 @@ from ampdbg.source.expressions import (
     assigned_codes,
     canonical,
     code_of,
-    dotted,
     spelled,
     targets,
     walk,
@@ -172,9 +171,6 @@ def _located(pin: LinePin, number: int, source: SourceFile) -> Located:
         raise EditError(f"the file has changed since the run: the line is in {where}, not in {pin.function}")
     if located.is_off:
         raise EditError("autocast is already off there; cast its half inputs with .float()")
-    function = located.function
-    if function is not None and any("jit.script" in dotted(each.decorator) for each in function.decorators):
-        raise EditError(f"{function.name.value} is scripted, and TorchScript does not support such a block")
     return located
 
 

@@ -148,8 +148,9 @@ def _uncast(document: Document, statement: ast.stmt, dtypes: frozenset[str]) -> 
     for node in (one for one in expressions if document.statement(one) is statement):
         owner = method(node, "bfloat16", "half")
         if owner is not None:
-            is_all = isinstance(document.parents[node], ast.Expr)
-            yield replaced(document, node, document.source(owner) + ".float()" * is_all)
+            of, call = document.source(owner), document.source(node)
+            is_all = document.source(document.parents[node]) in (call, f"{of} = {call}")
+            yield replaced(document, node, of + ".float()" * is_all)
         elif document.source(node) in dtypes:
             yield replaced(document, node, '"float32"' if isinstance(node, ast.Constant) else "torch.float32")
         elif isinstance(node, ast.Call) and method(node, *LOADERS) is not None:
@@ -160,6 +161,8 @@ def _uncast(document: Document, statement: ast.stmt, dtypes: frozenset[str]) -> 
 def _model_named_by(document: Document, statement: ast.stmt) -> list[str]:
     """What the model is called that the statement makes half: ``model = Net().half()``, ``model.half()``."""
     match statement:
+        case ast.Assign([ast.Attribute(attr="data")]):
+            return []  # a parameter
         case ast.Assign([ast.Name() | ast.Attribute() as target]):
             return [document.source(target)]
         case ast.Expr(ast.Call(ast.Attribute(ast.Name() | ast.Attribute() as owner))):

@@ -556,16 +556,13 @@ class Casts:
     unsure: frozenset[str]
 
 
-def cast_lines(names: Collection[str], optional: Collection[str], bindings: Bindings) -> list[cst.BaseStatement]:
-    """``q, k = q.float(), k.float()``, and for what is ``optional``, None or a number, a condition of its own."""
-    lines: list[cst.BaseStatement] = []
-    if always := [name for name in names if name not in optional]:
-        lines.append(_rebinding(always))
-    for name in names:
-        if name in optional:
-            is_number = name in bindings.maybe_numbers
-            test = f"not isinstance({name}, (int, float))" if is_number else f"{name} is not None"
-            lines.append(cst.If(cst.parse_expression(test), cst.IndentedBlock([_rebinding([name])])))
+def cast_lines(names: Collection[str], optional: Collection[str]) -> list[cst.BaseStatement]:
+    """``q, k = q.float(), k.float()``, and for what is ``optional``, and may be None, a condition of its own."""
+    always = [name for name in names if name not in optional]
+    lines = [_rebinding(always)] if always else []
+    for name in (name for name in names if name in optional):
+        test = cst.parse_expression(f"{name} is not None")
+        lines.append(cst.If(test, cst.IndentedBlock([_rebinding([name])])))
     return lines
 
 
@@ -611,7 +608,7 @@ def casts_of(pieces: Sequence[Piece], made: Collection[str]) -> Casts:
         for code, node in reads
         if node is not None and code not in rebound
     }
-    lines = cast_lines(rebound, optional, bindings)
+    lines = cast_lines(rebound, optional)
     asked = {code_of(item.value) for piece in pieces for item in find(piece.small, cst.Attribute)}
     return Casts(lines, inline, (numbers - asked) | (bindings.maybe_none - sure))
 

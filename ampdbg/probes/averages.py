@@ -219,7 +219,8 @@ class Averages:
         self._may_be, self._began, self._looks_at = False, time.monotonic(), 0.0
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """To be called behind each step of an optimizer; what comes then may be traced, up to :meth:`end`."""
+        """To be called right behind each step of an optimizer, before hooks of its own; what comes then may be traced,
+        up to :meth:`end`."""
         self.end()
         self._steps += 1
         is_due = self._steps >= self._next and (self._may_be or time.monotonic() >= self._looks_at)

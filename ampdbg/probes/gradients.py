@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from operator import attrgetter
-from typing import Any
 
 import torch
+from torch._C import DispatchKey, DispatchKeySet
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
@@ -18,12 +17,15 @@ from ampdbg.probes.calls import Calls
 from ampdbg.probes.open_step import Gradients, Loop, NormOfEach, OpenStep, is_finite_scalar
 from ampdbg.probes.optimizers import Optimizers
 from ampdbg.probes.steps import StepLog
-from ampdbg.probes.tensors import HALVES, Scalar, is_at_hand, is_on_device, to_host, total_norm
+from ampdbg.probes.tensors import Scalar, is_at_hand, is_on_device, to_host, total_norm
 from ampdbg.record.run import GroupOverflow
 
-_KIND = attrgetter("__class__", "layout", "dtype", "device")
+SMALL = 32_768
+"""On a CPU gradients up to this many elements are gathered into one buffer for the norm: one kernel for all of them
+costs less than one each. Larger ones are read where they are, which costs less than copying them."""
 
-_PLAIN = [[(torch.Tensor, torch.strided, dtype)] for dtype in (torch.float32, *HALVES)]
+_DOT, _CPU = torch.ops.aten.dot.default, DispatchKeySet(DispatchKey.CPU)
+"""The CPU's own kernel at once: neither autograd nor the emulation of half products has to do with this."""
 
 
 def gradient_norm(optimizer: torch.optim.Optimizer, divisor: Scalar = 1.0) -> Scalar | None:
@@ -32,9 +34,20 @@ def gradient_norm(optimizer: torch.optim.Optimizer, divisor: Scalar = 1.0) -> Sc
     None when no parameter has a gradient. Inf or NaN when a gradient is not finite, and on a GPU also
     when the squares overflow float32; on a CPU a second look in float64 parts the two.
     """
-    gradients = [parameter.grad for parameter in _with_gradients(optimizer)]
-    norms = _norms(gradients)
-    norm = total_norm(gradients) if norms is None else torch.linalg.vector_norm(norms)
+    gradients = _gradients_of(optimizer)
+    plain = _norm_of_plain(gradients)
+    return _norm_of_any(gradients, divisor) if plain is None else plain / float(divisor)
+
+
+@torch.no_grad()
+def _norm_of_any(gradients: list[torch.Tensor], divisor: Scalar) -> Scalar | None:
+    kinds = {(type(one), one.dtype, one.layout, one.device) for one in gradients if one.numel()}
+    if [kind[:-1] for kind in kinds] == [(torch.Tensor, torch.float32, torch.strided)]:
+        # With as few calls as can be: a GPU's loop has to wait for each.
+        values = [one for one in gradients if one.numel()]
+        norm: torch.Tensor | None = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values)))
+    else:
+        norm = total_norm(gradients)
     if norm is not None and is_at_hand(norm) and torch.isinf(norm):
         norm = total_norm(gradients, torch.float64)
     if norm is None:
@@ -43,24 +56,55 @@ def gradient_norm(optimizer: torch.optim.Optimizer, divisor: Scalar = 1.0) -> Sc
     return norm.item() if is_at_hand(norm) else norm
 
 
-def gradient_norms(optimizer: torch.optim.Optimizer) -> NormOfEach | None:
-    """The 2-norm of each gradient of the optimizer, NaN where it holds one; None as of :func:`_norms`."""
-    parameters = _with_gradients(optimizer)
-    norms = _norms([parameter.grad for parameter in parameters])
-    return None if norms is None else (tuple((id(one), one.grad._version) for one in parameters), norms)
-
-
 @torch.no_grad()
-def _norms(gradients: list[torch.Tensor]) -> torch.Tensor | None:
-    """The 2-norm of each in float32, not synced; None where they are not all plain ones of one dtype on one device."""
-    if [kind[:-1] for kind in set(map(_KIND, gradients))] not in _PLAIN:
+def gradient_norms(optimizer: torch.optim.Optimizer) -> NormOfEach | None:
+    """The largest magnitude of each gradient of the optimizer, NaN where it holds one; not synced.
+
+    None where they are not all dense on one device.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    gradients = [p.grad for p in parameters if p.grad.numel()]
+    places = {(gradient.layout, gradient.is_floating_point(), gradient.device) for gradient in gradients}
+    if [place[:-1] for place in places] != [(torch.strided, True)] or gradients[0].is_meta:
         return None
-    # With as few calls as can be: a GPU's loop has to wait for each, and thousands of gradients are not rare.
-    return torch.stack(torch._foreach_norm(gradients, 2, torch.float32))
+    norms = [norm if norm.dtype is torch.float32 else norm.float() for norm in torch._foreach_norm(gradients, math.inf)]
+    return tuple((id(p), p.grad._version) for p in parameters if p.grad.numel()), torch.stack(norms)
 
 
-def _with_gradients(optimizer: torch.optim.Optimizer) -> list[Any]:
-    return [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+def _gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    found = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:  # thousands are not rare: a loop costs least
+            gradient = parameter.grad
+            if gradient is not None:
+                found.append(gradient)
+    return found
+
+
+def _norm_of_plain(gradients: list[torch.Tensor]) -> float | None:
+    """The norm of ordinary float32 gradients in main memory; None where some are not, or the sum overflows.
+
+    Thousands of small gradients are not rare: what Python spends on each of them adds up to part of a step.
+    """
+    if not gradients or not is_at_hand(gradients[0]):
+        return None
+    small: list[torch.Tensor] = []
+    large: list[torch.Tensor] = []
+    squares = 0.0
+    try:
+        for gradient in gradients:
+            (small if gradient.numel() <= SMALL else large).append(gradient)
+        parts = [torch._C._nn.flatten_dense_tensors(small), *large] if small else large
+        for part in parts:
+            is_plain = type(part) is torch.Tensor and part.layout is torch.strided and part.is_cpu
+            if not is_plain or part.dtype is not torch.float32:
+                return None
+            flat = part.detach().reshape(-1)
+            # On a CPU a dot product takes half the time of a norm, and Python adds a few numbers sooner than torch.
+            squares += _DOT.redispatch(_CPU, flat, flat).item()
+    except (RuntimeError, TypeError):  # sparse ones, or several devices
+        return None
+    return None if math.isinf(squares) else math.sqrt(squares)
 
 
 class Measures:
@@ -113,14 +157,14 @@ class Measures:
     def take(self, optimizer: Optimizer, divisor: Scalar, *, may_change: bool = True, is_early: bool = False) -> None:
         """Keeps what tells of the gradients as they are now, before the loop does anything to them; unless that is
         known. Those on a GPU are not waited for: where they ``may_change`` before, the norm of each is kept."""
-        if optimizer not in self._optimizers or id(optimizer) in self._known(optimizer):
-            return
-        norm = gradient_norm(optimizer, divisor)
-        if norm is not None:
-            is_late = isinstance(norm, torch.Tensor)
-            each = gradient_norms(optimizer) if is_late and may_change else None
-            groups = None if is_late else self._groups(optimizer, norm)
-            self._known(optimizer)[id(optimizer)] = Gradients(norm, each, groups, is_early)
+        is_to_be_looked_at = optimizer in self._optimizers and id(optimizer) not in self._known(optimizer)
+        norm = gradient_norm(optimizer, divisor) if is_to_be_looked_at else None
+        if isinstance(norm, torch.Tensor):
+            each = gradient_norms(optimizer) if may_change else None
+            self._known(optimizer)[id(optimizer)] = Gradients(norm, each, is_early=is_early)
+        elif norm is not None:
+            groups = self._groups(optimizer, norm)
+            self._known(optimizer)[id(optimizer)] = Gradients(norm, groups=groups, is_early=is_early)
 
     def are_finite(self, optimizer: Optimizer) -> bool:
         """The gradients of an optimizer are finite, as far as they were measured. On a GPU this syncs."""
@@ -131,7 +175,7 @@ class Measures:
         """To be called where a scaler has withheld a step: it has found what it was trusted to find."""
         known = self._known(optimizer).get(id(optimizer))
         if known is not None and known.norm is None:
-            known.norm = gradient_norm(optimizer, divisor) if known.each is None else total_norm([known.each[1]])
+            known.norm = gradient_norm(optimizer, divisor) if known.each is None else known.each[1].amax()
 
     def note_groups(self, optimizer: Optimizer) -> None:
         """Adds the groups whose gradients were not finite to the step."""
@@ -158,13 +202,14 @@ class Measures:
         norms = [] if known.norm is None else [known.norm]
         values = to_host([*norms, *step.scaled, *others])
         for known.norm in values[: len(norms)]:
-            if known.each is None and known.groups is None:
-                known.groups = self._groups(optimizer, known.norm)
+            known.groups = (
+                self._groups(optimizer, known.norm) if known.each is None and known.groups is None else known.groups
+            )
         first, behind = len(norms), len(norms) + len(step.scaled)
         step.scaled, step.mark = list[Scalar](values[first:behind]), None
         return values[behind:]
 
-    def _groups(self, optimizer: Optimizer, norm: Scalar) -> tuple[GroupOverflow, ...] | None:
+    def _groups(self, optimizer: Optimizer, norm: float) -> tuple[GroupOverflow, ...] | None:
         """The groups that are not finite, where the norm is not."""
         return None if math.isfinite(norm) else self._optimizers.nonfinite_groups(optimizer)
 

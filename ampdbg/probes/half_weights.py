@@ -64,7 +64,7 @@ class HalfWeights:
         with ExitStack() as stack:
             stack.callback(register_module_parameter_registration_hook(self._registered).remove)
             stack.callback(register_module_forward_pre_hook(self._called).remove)
-            stack.enter_context(replaced(nn.Module, "_apply", self._applying))
+            stack.enter_context(replaced(nn.Parameter, "__setattr__", self._given_data))
             stack.enter_context(replaced(torch, "set_default_dtype", self._setting))
             stack.enter_context(attached(self._around))
             self._entered = stack.pop_all()
@@ -83,14 +83,16 @@ class HalfWeights:
         if getattr(parameter, "dtype", None) in HALVES:
             self._casts[id(parameter)] = self._default or _cast_line()
 
-    def _applying(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def apply(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            before = _half_of(module)
-            made = original(module, *args, **kwargs)
-            self._casts |= dict.fromkeys(_half_of(module) - before, _cast_line())
-            return made
+    def _given_data(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """What sets an attribute of a parameter: a cast of a module gives each new ``data``, as a script may itself."""
 
-        return apply
+        def set_attribute(parameter: nn.Parameter, name: str, value: Any) -> None:
+            before = parameter.dtype
+            original(parameter, name, value)
+            if parameter.dtype in HALVES and before not in HALVES:
+                self._casts[id(parameter)] = _cast_line()
+
+        return set_attribute
 
     def _setting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def set_default_dtype(dtype: Any) -> None:
@@ -120,10 +122,6 @@ class HalfWeights:
                     self.loop = LoopLines(frame.f_code.co_filename, min(lines), frame.f_lineno)
                     break
         return original(*args, **kwargs)
-
-
-def _half_of(module: nn.Module) -> set[int]:
-    return {id(one) for one in module.parameters() if one.dtype in HALVES}
 
 
 def _frames() -> Iterator[FrameType]:

@@ -17,7 +17,7 @@ from ampdbg.probes.tensors import Mark, Scalar, is_on_device, read_aside, scalar
 from ampdbg.record.run import GroupOverflow, Step, TensorCounts
 
 NormOfEach = tuple[tuple[tuple[int, int], ...], torch.Tensor]
-"""The parameters by ``id`` with the version of each gradient, and their 2-norms: a vector on the device."""
+"""The parameters by ``id`` with the version of each gradient, and their largest magnitudes: a vector on the device."""
 
 
 @dataclass

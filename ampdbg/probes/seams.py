@@ -1,7 +1,7 @@
 """torch's functions that a training loop calls, replaced once while any watcher is attached.
 
-The methods of GradScaler, ``backward`` and ``autograd.grad``, clipping, learning-rate schedulers, new optimizers,
-casts of a model, its averages and its export.
+The methods of GradScaler, ``backward`` and ``autograd.grad``, clipping, learning-rate schedulers, new optimizers, what
+they come by between a step and their own hooks, casts of a model, its averages and its export.
 Watchers may come and go in any order: the last one that leaves restores torch. A warning that torch gives its caller
 is shown for the user's line meanwhile, and not for the one of ours that stands between.
 """
@@ -31,7 +31,7 @@ from ampdbg.source.ownership import AMPDBG, is_ampdbgs
 
 Seam = Literal[
     "scale", "unscale_", "step", "update", "get_scale",
-    "engine", "clip", "schedule", "optimizer", "cast", "average", "export",
+    "engine", "clip", "schedule", "optimizer", "written", "cast", "average", "export",
 ]  # fmt: skip
 
 Function = Callable[..., Any]
@@ -83,6 +83,7 @@ def _seams() -> Iterator[tuple[Any, str, Seam]]:
     yield from ((torch.nn.utils, name, "clip") for name in ("clip_grad_norm_", "clip_grad_value_"))
     yield from ((owner, "step", "schedule") for owner in classes_with_own(LRScheduler, "step"))
     yield torch.optim.Optimizer, "__init__", "optimizer"
+    yield torch.optim.Optimizer, "_optimizer_step_code", "written"
     yield torch.nn.Module, "_apply", "cast"
     yield AveragedModel, "update_parameters", "average"
     yield torch.export, "export", "export"
@@ -92,7 +93,17 @@ def _seam_replaced(owner: Any, name: str, seam: Seam) -> AbstractContextManager[
     cell = _cell(vars(owner)[name]) if seam == "clip" else None
     if cell is not None:  # where a function is kept in one, `from torch.nn.utils import clip_grad_norm_` is seen too
         owner, name = cell, "cell_contents"
-    return replaced(owner, name, lambda original: _through(original, seam))
+    wrapped = _of_a_profiler if seam == "written" else _through
+    return replaced(owner, name, lambda original: wrapped(original, seam))
+
+
+def _of_a_profiler(original: Callable[..., Any], seam: Seam) -> Callable[..., Any]:
+    through = _through(original, seam)
+
+    def call(self: Any) -> Any:  # torch's profiler knows this code again, and looks for a local of this name
+        return through(self)
+
+    return call
 
 
 def _through(original: Callable[..., Any], seam: Seam) -> Callable[..., Any]:

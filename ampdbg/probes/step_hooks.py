@@ -121,6 +121,7 @@ def _between_hooks(optimizer: Optimizer, step: Any) -> Any:
         for hook in _before.ours:
             given = hook(self, *given) or given
         result = call(*given[0], **given[1])
+        self._optimizer_step_code()  # as torch does, right behind a step
         for hook in _behind.ours:
             hook(self, *given)
         return result

@@ -26,6 +26,7 @@ from ampdbg.probes.dtype_contract import OTHERS, names_and_kinds
 from ampdbg.probes.models import Models
 from ampdbg.probes.step_hooks import is_torchs, name_of
 from ampdbg.probes.tensors import HALVES, stored
+from ampdbg.quantities import listed
 from ampdbg.record.run import FrozenParameter, KindUpdates, StuckMoment, Updates
 
 WINDOW = 10
@@ -62,6 +63,9 @@ TRACE = 4.0
 NOT_BY_ENTRY = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
 """Optimizers of torch's in which the update of an entry depends on others too: part of a parameter is not enough."""
 
+FOREIGN = "a hook or the loop writes weights of that optimizer too, maybe from float32 copies"
+"""Why the updates of a parameter are not judged where others than steps have written."""
+
 SECOND = "exp_avg_sq"
 """Adam's name for the second moment, and that of its like."""
 
@@ -74,7 +78,7 @@ class Sums(NamedTuple):
     gradient times update, and ``got_descent`` with the updates that were made. ``moved`` counts the entries that are
     elsewhere at the end of a window; ``still`` adds up the share of steps in which each stays. ``bits`` adds up, of
     ``sized`` entries, the binary logarithm of the learning rate at which the mean update is half a unit in the last
-    place. ``foreign`` counts entries that the loop has written between two steps. ``added`` are the squares of a sum of
+    place. ``foreign`` counts entries that others than steps may have written. ``added`` are the squares of a sum of
     gradients in float32, ``misadded`` those of how far the same sum in half is from it.
     """
 
@@ -228,14 +232,25 @@ class SampledRow:
     def before(self) -> None:
         """To be called right before a step: then the master is to be stepped."""
         self._start = self._read(self.parameters)
-        self._foreign |= self._start != self._last
+        self._foreign |= self._is_rewritten(self._start)
         self._gradient = self.master.grad = self._read([one.grad for one in self.parameters]).float()
         self._previous = self.master.clone()
 
-    def after(self) -> None:
-        """To be called right behind it."""
-        self._steps += 1
+    def written(self) -> None:
+        """To be called right behind it: what is elsewhere later was written by others."""
         self._last = self._read(self.parameters)
+
+    def is_rewritten(self) -> torch.Tensor:
+        """Entries have been written since."""
+        return self._is_rewritten(self._read(self.parameters)).any()
+
+    def _is_rewritten(self, now: torch.Tensor) -> torch.Tensor:
+        return now.view(torch.int16) != self._last.view(torch.int16)  # by its bits NaN is what it was
+
+    def after(self, is_rewritten: torch.Tensor) -> None:
+        """To be called behind the optimizer's own hooks, with whether these have written any weights."""
+        self._steps += 1
+        self._foreign |= is_rewritten.to(self._foreign.device)
         start, update = self._start.float(), self.master - self._previous
         self._path += update.abs()
         self._descent.addcmul_(update, self._gradient, value=-1.0)
@@ -351,11 +366,19 @@ class UpdateWindow:
         step: Callable[..., Any] = type(self._twin).step
         getattr(step, "__wrapped__", step)(self._twin)  # without the hooks that torch puts around it
 
-    def after(self) -> None:
+    def written(self) -> None:
         """To be called right behind it."""
-        self.steps += 1
         for row in self.rows:
-            row.after()
+            row.written()
+
+    def after(self) -> None:
+        """To be called behind the optimizer's own hooks."""
+        self.steps += 1
+        device = self.rows[0].master.device
+        # What hooks write back from float32 copies may be what was there: who writes some is taken to write all.
+        is_rewritten = torch.stack([row.is_rewritten().to(device) for row in self.rows]).any()
+        for row in self.rows:
+            row.after(is_rewritten)
 
 
 def _plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -417,7 +440,6 @@ def _why_not(optimizer: Optimizer) -> str:
     kind = type(optimizer)
     reasons = (
         (not is_torchs(optimizer.step), "it may round stochastically or keep float32 copies"),
-        (bool(optimizer._optimizer_step_post_hooks), "it has a hook that may write float32 copies into the weights"),
         (bool(NOT_BY_ENTRY & {one.__name__ for one in kind.__mro__}), "the update of an entry depends on others"),
     )
     return next((reason for holds, reason in reasons if holds), "")
@@ -468,14 +490,20 @@ class UpdateLedger:
             self._latest = now
             self._timed(book, self._before, optimizer)
 
+    def written(self, optimizer: Optimizer) -> None:
+        """To be called right behind it, before hooks of the optimizer's own."""
+        book = self._books.get(id(optimizer))
+        if book is not None and book.window is not None:
+            self._timed(book, lambda _, window: window.written(), book.window)
+        self.averages.stepped(optimizer)
+
     def after(self, optimizer: Optimizer, step: int) -> None:
-        """To be called right behind it, while the gradients are still there; ``step`` is its number."""
+        """To be called behind those, while the gradients are still there; ``step`` is its number."""
         book = self._books.get(id(optimizer))
         if book is not None:
             book.added, book.passes = self.passes - book.passes, self.passes
         if book is not None and book.window is not None:
             self._timed(book, self._after, step)
-        self.averages.stepped(optimizer)
 
     def in_a_pass(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a backward pass of the loop's own; those of replays add nothing up."""
@@ -539,21 +567,28 @@ class UpdateLedger:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Whose updates are not sampled, and why."""
-        left_out = {book.name.replace("__main__.", ""): book.why_not for book in self._books.values() if book.why_not}
-        return tuple(
-            f"ampdbg does not compare updates by {name} with float32's: {why}" for name, why in left_out.items()
-        )
+        """Whose updates are not sampled or not judged, and why. On a GPU this syncs."""
+        left_out = {
+            f"updates by {book.name.replace('__main__.', '')}": book.why_not
+            for book in self._books.values()
+            if book.why_not
+        }
+        foreign = [name for name, one in self._known()[1].items() if one.sums.foreign]
+        left_out |= {f"updates of {listed(foreign)}": FOREIGN} if foreign else {}
+        return tuple(f"ampdbg does not compare {what} with float32's: {why}" for what, why in left_out.items())
+
+    def _known(self) -> tuple[dict[str, SampledParameter], dict[str, SampledParameter]]:
+        """What came of later windows, and of an optimizer's first one where there was none; and of all of them."""
+        unread, self._unread = self._unread, []
+        self._read = _added(self._read, unread)
+        first = [each for book in self._books.values() for each in book.first or book.columns()]
+        return {**_added({}, first), **self._read}, _added(self._read, first)
 
     @property
     def seen(self) -> Updates | None:
         """What came of the windows that have ended, and of an optimizer's first one under way; None where nothing did.
         On a GPU this syncs."""
-        unread, self._unread = self._unread, []
-        self._read = _added(self._read, unread)
-        first = [each for book in self._books.values() for each in book.first or book.columns()]
-        later = {**_added({}, first), **self._read}
-        every = _added(self._read, first)
+        later, every = self._known()
         sound = {name for name, one in every.items() if math.isfinite(sum(one.sums)) and not one.sums.foreign}
         whole = {name: every[name] for name in later if name in sound}
         known = [later[name] for name in whole]

@@ -209,7 +209,9 @@ class Watch:
         emulated = is_emulating() and device.type == "cpu"
         policy = "none" if in_fp32 else "cuda" if device.type == "cuda" or emulated else "native"
         seen = self.contract.seen
-        seen["asked"] |= {"GradScaler": "on"} if self.calls.scalers else {}
+        scalers = self.calls.scalers.values()
+        may_be_on = emulated or torch.cuda.is_available()  # else torch turns off what was asked for
+        seen["asked"] |= {"GradScaler": "on"} if any(scalers) or (scalers and not may_be_on) else {}
         return Record(
             command="watch",
             created=self._created,
@@ -403,6 +405,10 @@ class Watch:
             self.withheld(optimizer)
         step.begin_bare(id(optimizer))
 
+    def _written(self, original: Original, optimizer: Optimizer) -> None:
+        original(optimizer)
+        self.ledger.written(optimizer)
+
     def _after_step(self, optimizer: Optimizer, _: bool) -> None:
         self.ledger.after(optimizer, self.log.closed())
         if optimizer in self.optimizers:
@@ -544,6 +550,7 @@ _AROUND: Mapping[Seam, Original] = {
     "get_scale": Watch._get_scale,
     "engine": Watch._backward,
     "clip": Watch._clip,
+    "written": Watch._written,
     "schedule": Watch._schedule,
     "optimizer": Watch._made,
     "cast": lambda watch, *args, **kwargs: watch.contract.cast(*args, **kwargs),

@@ -192,7 +192,7 @@ def suggest_for_half_weights(
 
     Raises:
         ConfigError: it is to be handed over as pins.
-        ScriptError: the script cannot be started again, or none of its lines makes the weights half.
+        ScriptError: the script cannot be started again, or no line of it is known that makes the weights half.
     """
     if form in ("module", "yaml"):
         raise ConfigError(f"got --format {form}; no pin cures half weights; allowed: --format diff, --format json")
@@ -203,7 +203,8 @@ def suggest_for_half_weights(
     before = _trained(start, {}, most, observer, "as they are")
     if not before.lines.casts:
         what = f"its {' and '.join(known.half_weights)} weights" if known.half_weights else "averages in half"
-        why = before.failure or f"none of its own lines makes {'them' if known.half_weights else 'trained weights'} so"
+        those = "them" if known.half_weights else "trained weights"
+        why = before.failure or f"ampdbg saw no line of it that makes {those} so"
         raise ScriptError(f"{start.name}: no edit is known for {what}: {why}")
     fitting = [one for one in REMEDIES if one.fits(codes, kinds)]
     made = Suggestion(known)
@@ -231,7 +232,8 @@ def suggest_for_half_weights(
             notes=(*(_cost(one, before) for one in fitting), *_alternatives(codes, before)),
         )
         proof = Proof(is_proven, tuple(steps)) if steps else None
-        shown = replace(known, command="suggest-fp32", handover=handed, verification=proof)
+        dtypes = known.dtypes or before.record.dtypes  # a capture has none
+        shown = replace(known, command="suggest-fp32", dtypes=dtypes, handover=handed, verification=proof)
         made = Suggestion(shown, files if is_proven else ())
         if is_proven:
             break

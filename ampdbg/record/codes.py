@@ -451,7 +451,7 @@ _SETUP = (
     _misuse(
         "misuse-no-scaler",
         "backward",
-        "the loss is computed in float16, and backward() runs without a loss scale: gradients below 3e-8 become zero",
+        "ops of the loss run in float16, and backward() runs without a loss scale: gradients below 3e-8 become zero",
         "use a torch.amp.GradScaler: scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update()",
         "warning",
         is_counted=False,
@@ -459,7 +459,7 @@ _SETUP = (
     _misuse(
         "misuse-scaler-bfloat16",
         "backward",
-        "the code scales a loss that is computed in bfloat16, whose range is float32's and needs no loss scale",
+        "the code scales a loss whose ops run in bfloat16, whose range is float32's and needs no loss scale",
         "leave the scaler out, or create it with enabled=False",
         "warning",
         is_counted=False,

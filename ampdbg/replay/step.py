@@ -110,8 +110,12 @@ class PassEnd:
 
 
 def weighted(output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """The loss, of shape (), whose gradient is what ``output.backward(gradient)`` begins with."""
-    return (output * gradient).sum()
+    """The loss, of shape (), whose gradient is what ``output.backward(gradient)`` begins with.
+
+    What of that is inf or NaN the script has made of a forward pass that had failed, so it is no data: 0 in its place
+    leaves the output's own inf and NaN in the loss, and adds none.
+    """
+    return (output * torch.nan_to_num(gradient, 0.0, 0.0, 0.0)).sum()
 
 
 def torch_name(function: Callable[..., Any]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import PurePath
 
-from ampdbg.agreement import AGREEMENT, TAKEN, agrees_with_fp32, is_finite
+from ampdbg.agreement import AGREEMENT, SAME_RUN, TAKEN, agrees_with_fp32, is_finite
 from ampdbg.diagnosis.cause import KEPT_SCALE, WEIGHTS_GREW
 from ampdbg.diagnosis.producers import UNKNOWN
 from ampdbg.diagnosis.scale import UNEXPLAINED, ScaleCourse
@@ -342,9 +342,12 @@ def _was_taken(step: Step) -> bool:
 
 
 def _distance(made: Investigation) -> str:
-    distance = made.low.gradient_distance
+    low, fp32, distance = made.low, made.fp32, made.low.gradient_distance
     if distance is None or distance <= AGREEMENT:
-        return f"step {made.step} agrees with FP32" + (f" (gradients {share(distance)} apart)" if distance else "")
+        loss_apart = abs(low.loss - fp32.loss) / abs(fp32.loss) if fp32 and fp32.loss else 0.0
+        apart = [f"loss {share(loss_apart)}"] if loss_apart > SAME_RUN else []
+        apart += [f"gradients {share(distance)}"] if distance else []
+        return f"step {made.step} agrees with FP32" + (f" ({' and '.join(apart)} apart)" if apart else "")
     by_rounding = ", which rounding explains" * (made.floor is not None)
     why = ", by another choice" if made.choice else by_rounding
     return f"the gradients of step {made.step} differ from FP32's by {share(distance)}{why}"

@@ -172,12 +172,12 @@ def _remedies(notes: tuple[str, ...], title: str = "Other remedies") -> view.Par
 
 def headline(record: Record, handed: Handover) -> view.Headline:
     """What came of it, in a sentence."""
-    proof, count, stored = record.verification, len(record.pins), " and ".join(record.half_weights)
+    proof, count = record.verification, len(record.pins)
     need, them = ("needs", "it") if count == 1 else ("need", "them")
     pinned, patched = f"{counted(count, 'place')} {need} FP32", f"the patch for {them}"
     why = proof.failure if proof else ""
     of_constants = "No module needs FP32: the patch keeps a constant within the range of half precision"
-    of_weights = f"The weights are stored in {stored} and lose part of their updates"
+    of_weights = _about_weights(record)
     no_suggestion = "ampdbg does not suggest it."
     has_failed, is_unproven = proof is not None and not proof.passed, proof is None or bool(proof.unproven)
     by_run = "the patch is proven by a short run of the script before and after"
@@ -197,6 +197,12 @@ def headline(record: Record, handed: Handover) -> view.Headline:
             (True, "good", f"{pinned}; {patched} is proven on {_where(record)}."),
         )
     return next(view.Headline(tone, sentence) for holds, tone, sentence in rows if holds)
+
+
+def _about_weights(record: Record) -> str:
+    """What is wrong with them, as far as it was measured."""
+    stored = f"The weights are stored in {' and '.join(record.half_weights)}"
+    return stored + (" and lose part of their updates" if record.updates is not None else "")
 
 
 def _harmless(record: Record) -> view.Headline:
@@ -323,13 +329,12 @@ def _commented(lines: Sequence[str]) -> str:
 
 def _kept_in_fp32(record: Record, handover: Handover) -> Iterator[str]:
     """The pins that the patch covers: what is only tied to one of them it may leave as it is."""
-    stored = " and ".join(record.half_weights)
     covered = {name for unit in handover.units for name in unit.pins} if handover.files else handover.names
     root = next((pin.class_name for pin in record.pins if pin.class_name and not pin.module), "the model")
     names = [in_words(name, root) for name in handover.names if name in covered]
     shown = ", ".join(names) if len(names) <= MANY else f"{len(names)} modules, {names[0]} to {names[-1]}"
     yield first(
-        (record.search is None, f"The script's {stored} weights lose part of their updates, which this cures:"),
+        (record.search is None, f"{_about_weights(record)}, which this cures:"),
         (handover.pins_nothing, "Keeps constants within the range of half precision; no module needs FP32:"),
         (names, f"Keeps in FP32 under autocast: {shown}."),
         (True, "Keeps in FP32 under autocast:"),

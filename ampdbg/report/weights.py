@@ -49,7 +49,7 @@ def weights_in_brief(record: Record, typed: view.Typed) -> Iterator[str]:
         names = sorted({name for one in record.dtypes for name in _names(one, field)})
         alike.setdefault("/".join(names), []).append(heading)
     is_half = has_half_weights(record)
-    masterless = ["no FP32 masters"] * ("masters" in alike.pop("", []) and is_half)
+    masterless = ["no FP32 masters found"] * ("masters" in alike.pop("", []) and is_half)
     if is_half or (typed.verbose and alike):
         yield "Weights: " + "; ".join([*(f"{listed(of_it, 9)} {names}" for names, of_it in alike.items()), *masterless])
 

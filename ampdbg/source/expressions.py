@@ -236,15 +236,6 @@ def bare(node: cst.BaseExpression) -> cst.BaseExpression:
     return node.with_changes(lpar=(), rpar=()) if getattr(node, "lpar", ()) else node
 
 
-def block_of(body: cst.BaseSuite) -> cst.IndentedBlock:
-    """A suite as a block of lines; ``class Net(Base): pass`` becomes one."""
-    if isinstance(body, cst.IndentedBlock):
-        return body
-    assert isinstance(body, cst.SimpleStatementSuite)
-    line = cst.SimpleStatementLine(body.body, trailing_whitespace=body.trailing_whitespace)
-    return cst.IndentedBlock([line])
-
-
 METADATA = frozenset(
     """shape dtype device ndim size dim numel nelement stride layout names is_cuda is_floating_point is_contiguous
     is_complex requires_grad requires_grad_ element_size item tolist grad grad_fn is_leaf get_device""".split()

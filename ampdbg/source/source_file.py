@@ -26,21 +26,17 @@ class EditError(Exception):
 
 @dataclass(frozen=True)
 class Located:
-    """A line of simple statements, and where it stands: ``functions`` and their names, the outermost first.
+    """A line of simple statements, and where it stands.
 
-    ``qualname`` has the classes too. ``is_off`` where autocast is off around the line within its function, by a
-    ``with`` or the function's decorator.
+    ``function`` is the innermost around it, ``qualname`` the names of all functions and classes, the outermost first.
+    ``is_off`` where autocast is off around the line within its function, by a ``with`` or the function's decorator.
     """
 
     line: cst.SimpleStatementLine
     span: range
     qualname: tuple[str, ...]
-    functions: tuple[cst.FunctionDef, ...]
+    function: cst.FunctionDef | None
     is_off: bool
-
-    @property
-    def function(self) -> cst.FunctionDef | None:
-        return self.functions[-1] if self.functions else None
 
     def is_in(self, function: str) -> bool:
         """``function`` is the name of the one around, or its qualified name with or without ``<locals>``."""
@@ -113,7 +109,8 @@ class SourceFile:
         imports = {name: origin for body in bodies for name, origin in imports_of(body).items()}
         within = around[: around.index(functions[-1]) + 1] if functions else around
         is_off = any(disables_autocast(node, imports) for node in within)
-        return Located(statement, self.span(statement), self.qualname(statement), functions, is_off)
+        function = functions[-1] if functions else None
+        return Located(statement, self.span(statement), self.qualname(statement), function, is_off)
 
     def above(self, number: int) -> list[int]:
         """The first lines of the statements above the one on a line, in its own suite, the nearest first.

@@ -259,7 +259,6 @@ LEFT_ALONE = {
         "import torch\ndef f():\n    return torch.ones(2) * 2.0  #! pin full: y",
         "it has no named tensor",
     ),
-    "scripted": ("@torch.jit.script\ndef f(x):\n    return x @ x  #! pin half: x", "TorchScript"),
     "torch is taken": ("def f(torch):\n    return torch @ torch  #! pin half: torch", "the name torch"),
     "no call": ("def f(self, x):\n    return x @ x  #! call self.attn half: x", "self.attn is not called here"),
 }

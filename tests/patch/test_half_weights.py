@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from ampdbg.patch.half_weights import HalfLines, WeightEdits, beta2_lowered, norms_in_float32, weights_in_float32
 from ampdbg.probes.half_weights import HalfWeights
@@ -86,6 +87,18 @@ def edited(edits: WeightEdits) -> str:
         ("model = nn.Linear(4, 4).to('cpu').half()\n", "model = nn.Linear(4, 4).to('cpu')\n"),
         ("model = nn.Linear(4, 4)\nmodel.bfloat16()\n", "model = nn.Linear(4, 4)\nmodel.float()\n"),
         (
+            "model = nn.Linear(4, 4)\nmodel = model.bfloat16()\n",
+            "model = nn.Linear(4, 4)\nmodel = model.float()\n",
+        ),
+        (
+            "model = nn.Linear(4, 4)\nfor p in model.parameters():\n    p.data = p.data.to(dtype=torch.bfloat16)\n",
+            "model = nn.Linear(4, 4)\nfor p in model.parameters():\n    p.data = p.data.to(dtype=torch.float32)\n",
+        ),
+        (
+            "model = nn.Linear(4, 4, bias=False)\nmodel.weight.data = model.weight.data.bfloat16()\n",
+            "model = nn.Linear(4, 4, bias=False)\nmodel.weight.data = model.weight.data.float()\n",
+        ),
+        (
             "model = nn.Linear(4, 4).to('cpu', torch.bfloat16)\n",
             "model = nn.Linear(4, 4).to('cpu', torch.float32)\n",
         ),
@@ -110,7 +123,20 @@ def edited(edits: WeightEdits) -> str:
             "from accelerate import Auto\nmodel = Auto.from_pretrained('auto', dtype=\"float32\")\n",
         ),
     ],
-    ids=["method", "chain", "statement", "to", "name", "default", "argument", "checkpoint", "text"],
+    ids=[
+        "method",
+        "chain",
+        "statement",
+        "assigned",
+        "each",
+        "data",
+        "to",
+        "name",
+        "default",
+        "argument",
+        "checkpoint",
+        "text",
+    ],
 )
 def test_the_line_that_makes_the_weights_half_makes_them_float32_and_the_loop_runs_under_autocast(
     folder: Path, before: str, after: str
@@ -208,6 +234,23 @@ def test_norms_alone_are_made_float32_behind_the_cast(folder: Path) -> None:
     norms_in_float32(edits)
     norms = 'for module in model.modules():\n    if "norm" in type(module).__name__.lower():\n        module.float()\n'
     assert edited(edits) == HEAD + made + norms + IN_AUTOCAST
+
+
+def test_a_line_that_makes_one_parameter_half_names_no_model_whose_norms_could_be_made_float32(folder: Path) -> None:
+    cast = "model = nn.LayerNorm(4)\nfor p in model.parameters():\n    p.data = p.data.bfloat16()\n"
+    edits = edits_of(folder, HEAD + cast + LOOP)
+    norms_in_float32(edits)
+    assert edited(edits) == HEAD + cast + IN_AUTOCAST
+    assert [one.partition("py: ")[2] for one in edits.refused] == [
+        "the line gives the model no name by which its norms can be made float32"
+    ]
+
+
+def test_parameters_take_any_attribute_as_before_and_float32_data_is_no_cast(folder: Path) -> None:
+    cast = "model = nn.Linear(4, 4)\nmodel.weight.data = model.weight.data * 2.0\nmodel.weight.note = 'kept'\n"
+    edits = edits_of(folder, HEAD + cast + LOOP)
+    assert edits.lines.casts == ()
+    assert "__setattr__" not in vars(nn.Parameter)
 
 
 @pytest.mark.parametrize(

@@ -124,9 +124,13 @@ class Net(nn.Sequential):
         super().__init__(nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32))
 
 
-def trained(made: Callable[[nn.Module], Keep], dtype: torch.dtype = torch.float32, steps: int = 150) -> Record:
+def trained(
+    made: Callable[[nn.Module], Keep], dtype: torch.dtype = torch.float32, steps: int = 150, *, by_hook: bool = False
+) -> Record:
     net = Net().to(dtype)
     optimizer, keep = torch.optim.AdamW(net.parameters(), lr=1e-3), made(net)
+    if by_hook:
+        optimizer.register_step_post_hook(lambda *given: keep())
     goal = torch.randn(32, 32)
     with watch(net, optimizer) as watched:
         for _ in range(steps):
@@ -134,7 +138,8 @@ def trained(made: Callable[[nn.Module], Keep], dtype: torch.dtype = torch.float3
             optimizer.zero_grad()
             (net(x.to(dtype)).float() - x @ goal).square().mean().backward()
             optimizer.step()
-            keep()
+            if not by_hook:
+                keep()
     assert (_get_current_dispatch_mode_stack(), nn.Module.__call__, watched.failure) == ([], CALL, "")
     return diagnose(watched.record())
 
@@ -197,6 +202,12 @@ def test_an_average_of_half_weights_is_one_too_and_says_nothing_of_weights_that_
     named = record.findings[1].evidence["parameters"]
     assert isinstance(named, list)
     assert {"0.bias"} <= set(named) <= {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
+def test_an_average_that_a_hook_of_the_optimizer_keeps_is_known_like_one_that_the_loop_keeps() -> None:
+    by_loop, by_hook = (trained(lambda net: by_lerp(net, HALF, 0.999), by_hook=is_hook) for is_hook in (False, True))
+    assert codes(by_hook) == codes(by_loop) == [("frozen-average", "error")]
+    assert (by_hook.updates, by_hook.findings) == (by_loop.updates, by_loop.findings)
 
 
 def test_copies_that_are_overwritten_whole_are_no_averages() -> None:

@@ -447,7 +447,7 @@ def test_run_names_the_line_that_cast_a_buffer_and_shows_the_contract_in_a_line(
     assert (of_contract(record), code) == ([("rounded-buffer", "warning")], 1)
     assert "net.bfloat16()" in page
     assert "Weights: stored, computed, gradients and states" not in page  # SGD keeps none
-    assert "Weights: stored, computed and gradients bfloat16; no FP32 masters" in page
+    assert "Weights: stored, computed and gradients bfloat16; no FP32 masters found" in page
 
 
 def test_run_says_of_float32_weights_under_autocast_one_line_where_all_is_asked_for(tmp_path: Path) -> None:
@@ -466,7 +466,7 @@ def test_a_page_has_a_table_where_weights_are_in_half() -> None:
     net.norm.register_forward_hook(lambda module, given, out: out.to(HALF))
     record = trained(net)
     page = text_of(record, Typed("", ""), PLAIN, "markdown")
-    assert "Weights: stored, computed, gradients and states FP32/bfloat16; no FP32 masters" in page
+    assert "Weights: stored, computed, gradients and states FP32/bfloat16; no FP32 masters found" in page
     assert "| kind | stored | computed | gradients | states |" in page
     assert "| linears | bfloat16 | bfloat16 | bfloat16 | bfloat16 |" in page
     assert "| norms | FP32 | FP32 | FP32 | FP32 |" in page

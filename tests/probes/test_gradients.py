@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from ampdbg.probes.gradients import gradient_norm
+from ampdbg.probes.gradients import SMALL, gradient_norm
 from ampdbg.probes.optimizers import nonfinite_groups
 from ampdbg.record.run import GroupOverflow, ParameterCounts
 
@@ -22,7 +22,7 @@ def optimizer_with(*gradients: torch.Tensor) -> torch.optim.SGD:
 
 
 @given(
-    sizes=st.lists(st.sampled_from([1, 3, 64, 100_000]), min_size=1, max_size=6),
+    sizes=st.lists(st.sampled_from([1, 3, 64, SMALL, SMALL + 1, 3 * SMALL]), min_size=1, max_size=6),
     seed=st.integers(0, 1000),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.float64]),
 )

@@ -1,6 +1,8 @@
 """What half weights get of their updates, beside float32 masters that a test steps itself; no window leaves a trace."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -508,15 +510,55 @@ def test_nothing_is_said_where_the_state_holds_masters() -> None:
     assert record.unseen.notes == (f"ampdbg does not compare updates by {who} with float32's: {why}",)
 
 
-def test_nothing_is_said_where_a_hook_of_the_optimizer_writes_masters_back() -> None:
+NAMED = "inner.weight, inner.bias, norm.weight, outer.weight and 1 more"
+WHY = "a hook or the loop writes weights of that optimizer too, maybe from float32 copies"
+FOREIGN = (f"ampdbg does not compare updates of {NAMED} with float32's: {WHY}",)
+
+
+@pytest.mark.parametrize("steps", [1, 30])
+def test_nothing_is_said_where_a_hook_of_the_optimizer_writes_masters_back(steps: int) -> None:
     def made(net: nn.Module) -> torch.optim.Optimizer:
         optimizer = adamw(net)
-        optimizer.register_step_post_hook(lambda *given: None)
+        masters, copy = masters_beside(net)  # of which the gains are the same in half at first
+
+        def write(*given: Any) -> None:
+            copy()
+            masters.step()
+            copy()
+
+        optimizer.register_step_post_hook(write)
         return optimizer
 
-    record, _ = trained(make=made, steps=30)
-    assert (codes(record), record.updates) == ([], None)
-    assert "a hook that may write float32 copies" in record.unseen.notes[0]
+    record, _ = trained(make=made, steps=steps)
+    assert (codes(record), record.updates, record.unseen.notes) == ([], None, FOREIGN)
+
+
+def test_a_hook_that_leaves_the_weights_alone_changes_nothing_of_what_is_said() -> None:
+    orders: list[list[str]] = []
+
+    def made(net: nn.Module) -> torch.optim.Optimizer:
+        optimizer, order = adamw(net), list[str]()
+        average = torch.optim.swa_utils.AveragedModel(net)
+        optimizer.register_step_post_hook(lambda *given: order.append("first"))
+        optimizer.register_step_post_hook(lambda *given: average.update_parameters(net))
+        optimizer.register_step_post_hook(lambda *given: order.append("last"))
+        orders.append(order)
+        return optimizer
+
+    (expected, twin), (record, net) = trained(steps=30), trained(make=made, steps=30)
+    assert codes(record) == codes(expected) == [("frozen-weights", "error")]
+    assert record.findings == expected.findings
+    assert record.updates is not None
+    assert (replace(record.updates, averages=()), record.unseen.notes) == (expected.updates, ())
+    assert all(map(torch.equal, net.parameters(), twin.parameters()))
+    assert orders == [["first", "last"] * 30]
+
+
+def test_weights_that_become_nan_are_not_said_to_be_written_by_the_loop() -> None:
+    weight = nn.Parameter(torch.ones(8, dtype=HALF))
+    record = stepped(torch.optim.SGD([weight], lr=0.1), weight, [1.0, math.nan, 1.0])
+    assert bool(weight.isnan().all())
+    assert record.unseen.notes == ()
 
 
 @pytest.mark.parametrize("is_torchs", [False, True])
@@ -550,10 +592,23 @@ def test_nothing_is_said_where_the_loop_writes_the_weights_between_steps() -> No
                 assert parameter.grad is not None
                 parameter.data.copy_(master.sub_(1e-2 * parameter.grad.float().sign()))
     record = diagnose(watched.record())
-    assert (codes(record), record.updates) == ([], None)
+    assert (codes(record), record.updates, record.unseen.notes) == ([], None, FOREIGN)
 
 
 # What it leaves as it is
+
+
+def test_a_profiler_that_begins_while_a_run_is_sampled_sees_its_steps() -> None:
+    called, net = torch.optim.Optimizer._optimizer_step_code, Net().to(HALF)
+    optimizer = adamw(net)
+    with watch(net, optimizer), torch.profiler.profile(with_stack=True) as profiled:
+        assert torch.optim.Optimizer._optimizer_step_code is not called
+        for loss in losses(net, HALF, 2):
+            loss.backward()
+            optimizer.step()
+    assert torch.optim.Optimizer._optimizer_step_code is called
+    assert optimizer._optimizer_step_post_hooks == {}
+    assert sum(event.name == "Optimizer.step#AdamW.step" for event in profiled.events()) == 2
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, torch.Tensor]]:

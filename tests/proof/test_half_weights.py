@@ -118,6 +118,33 @@ def test_the_edit_of_lost_updates_is_proven_by_a_run_before_and_after(tmp_path: 
     assert (again.code, read_record(tmp_path / "again.json").findings) == (0, ())
 
 
+CAST = ".to(torch.bfloat16)\n"
+THROUGH_DATA = "\nfor p in model.parameters(): p.data = p.data.to(dtype=torch.bfloat16)\n"
+IN_THE_DICT = """
+for module in model:
+    for name, p in module.named_parameters():
+        module._parameters[name] = nn.Parameter(p.detach().bfloat16())
+"""
+
+
+@pytest.mark.slow
+def test_a_cast_of_the_data_of_each_parameter_is_edited_and_proven(tmp_path: Path) -> None:
+    _, record, found = suggested(tmp_path, LOSING.replace(CAST, THROUGH_DATA))
+    assert record.verification is not None
+    assert record.verification.passed
+    assert units(record)[0] == "line 7 of train.py: weights in float32"
+    assert "+for p in model.parameters(): p.data = p.data.to(dtype=torch.float32)\n" in found.stdout
+
+
+@pytest.mark.slow
+def test_a_cast_that_is_not_seen_is_said_to_be_that(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LOSING.replace(CAST, IN_THE_DICT), encoding="utf-8")
+    assert start(tmp_path, "run", "--record=r.json", "train.py").code == 1
+    found = start(tmp_path, "suggest-fp32", "r.json")
+    why = "no edit is known for its bfloat16 weights: ampdbg saw no line of it that makes them so"
+    assert (found.code, " ".join(found.stderr.split()).rpartition("error: ")[2]) == (2, f"train.py: {why}")
+
+
 @pytest.mark.slow
 def test_half_weights_that_lose_nothing_are_left_as_they_are(tmp_path: Path) -> None:
     ran, record, found = suggested(tmp_path, NET.replace("LR", "0.05").replace("LAST", ""))

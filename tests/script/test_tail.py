@@ -56,6 +56,35 @@ def test_an_overflow_of_the_scripts_own_line_is_named_and_replayed(tmp_path: Pat
     assert where(read_record(tmp_path / "again.json")) == ("forward-overflow", 6, "", OF_SCRIPT), replayed.stderr
 
 
+BALANCED = scripts.loop("""
+net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).cuda()
+optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+for step in range(6):
+    x = torch.randn(4, 8).cuda()
+    if step == 4 and sys.argv[1] == "data":
+        x[1] = math.nan
+    with torch.autocast("cuda", dtype=torch.float16):
+        z = net(x)
+        large = 3e3 if step == 4 and sys.argv[1] == "overflow" else 1.0
+        z = (z * large) @ (torch.eye(4).cuda() * large) / large**2
+        loss = F.mse_loss(z.float(), torch.ones(4, 4).cuda())
+    [gradient] = torch.autograd.grad(loss, [z], retain_graph=True)
+    optimizer.zero_grad()
+    z.backward(gradient * (1 / (1e-12 + float(gradient.float().norm()))))  # as EnCodec's balancer of losses does
+    optimizer.step()
+""")
+FAULTS = {
+    "overflow": ("forward-overflow", 4, "", "z = (z * large) @ (torch.eye(4).cuda() * large) / large**2"),
+    "data": ("data-nonfinite", 4, "", ""),
+}
+
+
+@pytest.mark.parametrize("fault", slow_but_for(["overflow"], FAULTS))
+def test_a_gradient_that_the_script_gives_the_backward_pass_is_no_data(tmp_path: Path, fault: str) -> None:
+    record, _, _ = ran(tmp_path, BALANCED, fault)
+    assert where(record) == FAULTS[fault]
+
+
 @pytest.mark.slow
 def test_a_set_holds_a_modules_line_and_the_scripts_own_and_the_patch_is_proven(tmp_path: Path) -> None:
     record, _, _ = ran(tmp_path, TAIL, "6", "both")

@@ -211,8 +211,9 @@ def test_an_optimizer_without_a_scaler_has_no_part_in_the_curve_of_the_loss_scal
     bare = replace(healthy_step(1), scale=1.0, scaler=0, optimizer=1)
     _, scale, _ = data_of(html(run([scaled, bare])))["timeline"]["series"]
     assert (scale["values"], scale["words"]) == ([65536.0, None], ["65,536", "-"])
-    _, scale, _ = data_of(html(run([bare])))["timeline"]["series"]
-    assert scale["words"] == ["1"], "the loop's own scale, where no scaler has any part"
+    alone, static = (data_of(html(run([one])))["timeline"]["series"] for one in (bare, replace(bare, scale=128.0)))
+    assert [one["name"] for one in alone] == ["loss", "norm"]
+    assert static[1]["words"] == ["128"], "the loop's own scale, where no scaler has any part"
 
 
 def test_infinite_and_missing_numbers_are_words_alone() -> None:

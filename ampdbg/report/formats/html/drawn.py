@@ -54,20 +54,20 @@ def clipped(text: str) -> str:
 def timeline(record: Record) -> Data | None:
     """Loss, loss scale and gradient norm by step; None where no step has ended.
 
-    The loss scale is that of the optimizers which a scaler serves.
+    The loss scale is that of the optimizers which a scaler serves, and is left out where there is none.
     """
     steps, has_scaler = _thinned(record.steps), any(step.scaler for step in record.steps)
-    scales = [step.scale if step.scaler or not has_scaler else None for step in steps]
     if not steps:
         return None
+    scales = [step.scale if step.scaler or not has_scaler else None for step in steps]
+    curves = [_series("loss", "Loss", [step.loss for step in steps], number)]
+    if has_scaler or any(step.scale != 1.0 for step in steps):
+        curves.append(_series("scale", "Loss scale", scales, scale))
+    curves.append(_series("norm", "Gradient norm", [step.grad_norm for step in steps], number))
     return {
         "step": [one.step for one in steps],
         "skipped": [int(one.skipped) for one in steps],
-        "series": [
-            _series("loss", "Loss", [step.loss for step in steps], number),
-            _series("scale", "Loss scale", scales, scale),
-            _series("norm", "Gradient norm", [step.grad_norm for step in steps], number),
-        ],
+        "series": curves,
         "shown": len(steps),
         "ran": record.steps_run,
         "kept": len(record.steps),
