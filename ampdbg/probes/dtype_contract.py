@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from ampdbg.probes.models import Models, unwrapped
 from ampdbg.probes.source_lines import innermost_line, source_of
+from ampdbg.probes.step_hooks import name_of
 from ampdbg.probes.tensors import HALVES
 from ampdbg.record.run import CastBuffer, KindDtypes
 from ampdbg.source.ownership import Line
@@ -109,6 +110,8 @@ class DtypeContract:
     def __init__(self, models: Models, computed: Mapping[int, torch.dtype]) -> None:
         self._models, self._computed = models, computed
         self._of: dict[int, tuple[weakref.ref[Optimizer], tuple[KindDtypes, ...]]] = {}
+        self._inside: dict[int, weakref.ref[Optimizer]] = {}
+        """The optimizers that have stepped inside of the step under way."""
         self._averages: dict[str, set[torch.dtype]] = {}
         self._casts: list[Cast] = []
         self._steps = 0
@@ -121,9 +124,15 @@ class DtypeContract:
         """To be called right behind a step of the optimizer, while the gradients are still there."""
         known, self._steps = self._of.get(id(optimizer)), self._steps + 1
         if known is None or known[0]() is not optimizer:
-            self._of[id(optimizer)] = weakref.ref(optimizer), self._look(optimizer)
+            inside = (one for alive in self._inside.values() if (one := alive()) not in (None, optimizer))
+            self._of[id(optimizer)] = weakref.ref(optimizer), self._look((optimizer, *inside))
+        self._inside.clear()
         if self._steps <= FIRST:
             self._cast_buffers |= {buffer.name: buffer for buffer in self._cast_now()}
+
+    def inside(self, optimizer: Optimizer) -> None:
+        """An optimizer steps inside of another's step, which may leave to it what it keeps."""
+        self._inside[id(optimizer)] = weakref.ref(optimizer)
 
     @property
     def seen(self) -> dict[str, Any]:
@@ -167,18 +176,20 @@ class DtypeContract:
                 reach = min([FAR, *(one for key in POSITIONS if type(one := getattr(module, key, FAR)) is int)])
                 yield CastBuffer(full, _name(now.dtype), off, reach, is_written, momentum, source)
 
-    def _look(self, optimizer: Optimizer) -> tuple[KindDtypes, ...]:
-        """What an optimizer that has stepped holds, by kind of parameter."""
+    def _look(self, optimizers: Sequence[Optimizer]) -> tuple[KindDtypes, ...]:
+        """What an optimizer that has stepped holds, with those that have stepped inside of it, by kind of parameter."""
         models = self._models
         if not models.roots:  # nobody owns what is stepped, as where that is copies of a model's weights
             models = Models()
             models.adopt(self._models.called())
         names, policies = names_and_kinds(models), _policies(models.roots)
-        shown = stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._note_asked(models.roots, policies.values(), stepped)
-        masters = _float32(value for key, value in vars(optimizer).items() if MASTERS.search(key))
+        of_each = [[one for group in optimizer.param_groups for one in group["params"]] for optimizer in optimizers]
+        shown = of_each[0]
+        self._note_asked(models.roots, policies.values(), shown)
+        attributes = chain.from_iterable(vars(optimizer).items() for optimizer in optimizers)
+        masters = _float32(value for key, value in attributes if MASTERS.search(key))
         halves = [one for _, one in models.named_parameters() if one.dtype in HALVES and one.requires_grad]
-        copies = _float32(stepped) if names.keys().isdisjoint(map(id, stepped)) else []
+        copies = _float32(chain.from_iterable(of_it for of_it in of_each if names.keys().isdisjoint(map(id, of_it))))
         if halves and sum(one.numel() for one in copies) >= sum(one.numel() for one in halves):
             shown, masters = halves, copies
         by_kind: dict[str, list[Any]] = {}
@@ -186,7 +197,8 @@ class DtypeContract:
             by_kind.setdefault(names.get(id(one), ("", OTHERS))[1], []).append(one)
 
         def of_kind(kind: str, of_it: list[Any]) -> KindDtypes:
-            kept = (optimizer.state.get(one, {}).items() for one in (stepped if shown is halves else of_it))
+            holders = chain.from_iterable(of_each) if shown is halves else of_it
+            kept = (optimizer.state.get(one, {}).items() for one, optimizer in product(holders, optimizers))
             states = [(key, value) for key, value in chain.from_iterable(kept) if torch.is_tensor(value) and value.ndim]
             own = [(one, one.grad, policies.get(id(one), CastPolicy())) for one in of_it]
             # As mistral-finetune keeps them; Megatron's main_grad hangs there too, and is no master.
@@ -195,7 +207,7 @@ class DtypeContract:
             return KindDtypes(
                 kind=kind,
                 parameters=len(of_it),
-                optimizer=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
+                optimizer=name_of(optimizers[0]),
                 stored=_names(of_it),
                 computed=_names(policy.param_dtype or self._computed.get(id(one)) for one, _, policy in own),
                 gradients=_names(policy.param_dtype or grad for _, grad, policy in own),

@@ -102,6 +102,17 @@ class Optimizers:
         self._are_noted = True
 
     @property
+    def have_stepped(self) -> bool:
+        """One of the loop's optimizers has been seen to step, or to be withheld from it."""
+        return len(self._numbers) > 0
+
+    @property
+    def have_other_weights(self) -> bool:
+        """The weights are finite no more, or not those that were noted. On a GPU this syncs."""
+        began = [(one, float(self._began[one])) for one in self if one in self._began]
+        return any(math.isfinite(norm) and float(_norm_of_weights([one])) != norm for one, norm in began)
+
+    @property
     def weights_grew(self) -> float:
         """How many times as large the weights are as they were at first, by their 2-norm; 1 where that is not known.
 

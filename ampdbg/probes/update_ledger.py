@@ -24,6 +24,7 @@ from ampdbg.errors import named_error
 from ampdbg.probes.averages import SAMPLE, WHOLE, Averages
 from ampdbg.probes.dtype_contract import OTHERS, names_and_kinds
 from ampdbg.probes.models import Models
+from ampdbg.probes.step_hooks import is_torchs, name_of
 from ampdbg.probes.tensors import HALVES, stored
 from ampdbg.quantities import listed
 from ampdbg.record.run import FrozenParameter, KindUpdates, StuckMoment, Updates
@@ -390,8 +391,7 @@ class Book:
     """What the ledger has of one optimizer."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.of, kind = weakref.ref(optimizer), type(optimizer)
-        self.name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("__main__.")
+        self.of, self.name = weakref.ref(optimizer), name_of(optimizer)
         self.steps, self.cost, self.passes, self.added = 0, 0.0, 0, 0
         self.windows = 0
         """How many have ended."""
@@ -400,8 +400,14 @@ class Book:
         self.moments: dict[tuple[int, ...], Moments] = {}
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         is_half = any(parameter.dtype in HALVES for parameter in parameters)
-        self.why_not = _why_not(optimizer) if is_half else ""
-        self.is_kept = is_half and not self.why_not
+        self.is_kept, self.why_not = is_half, ""
+
+    def judge(self, optimizer: Optimizer) -> None:
+        """Asks whether the optimizer is sampled: its step may be replaced at any time, or get a hook."""
+        self.why_not = _why_not(optimizer) if self.is_kept else self.why_not
+        if self.why_not:
+            self.is_kept, self.window = False, None
+            self.name = name_of(optimizer)
 
     def columns(self) -> list[SampledSums]:
         """What the window comes to so far."""
@@ -433,7 +439,7 @@ def _why_not(optimizer: Optimizer) -> str:
     """Why an optimizer is not sampled; "" where it is."""
     kind = type(optimizer)
     reasons = (
-        (not kind.step.__module__.startswith("torch.optim."), "it may round stochastically or keep float32 copies"),
+        (not is_torchs(optimizer.step), "it may round stochastically or keep float32 copies"),
         (bool(NOT_BY_ENTRY & {one.__name__ for one in kind.__mro__}), "the update of an entry depends on others"),
     )
     return next((reason for holds, reason in reasons if holds), "")
@@ -475,6 +481,7 @@ class UpdateLedger:
         book = self._books.get(id(optimizer))
         if book is None or book.of() is not optimizer:
             book = self._books[id(optimizer)] = Book(optimizer)
+        book.judge(optimizer)
         if book.is_kept and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             book.window = None  # what is done now would be part of a CUDA graph
         elif book.is_kept:
@@ -561,7 +568,11 @@ class UpdateLedger:
     @property
     def notes(self) -> tuple[str, ...]:
         """Whose updates are not sampled or not judged, and why. On a GPU this syncs."""
-        left_out = {f"updates by {book.name}": book.why_not for book in self._books.values() if book.why_not}
+        left_out = {
+            f"updates by {book.name.replace('__main__.', '')}": book.why_not
+            for book in self._books.values()
+            if book.why_not
+        }
         foreign = [name for name, one in self._known()[1].items() if one.sums.foreign]
         left_out |= {f"updates of {listed(foreign)}": FOREIGN} if foreign else {}
         return tuple(f"ampdbg does not compare {what} with float32's: {why}" for what, why in left_out.items())

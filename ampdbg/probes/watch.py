@@ -38,7 +38,7 @@ from ampdbg.probes.open_step import Loop, OpenStep
 from ampdbg.probes.optimizers import Optimizers, innermost
 from ampdbg.probes.pause import is_unwatched, unwatched
 from ampdbg.probes.seams import Seam, are_meta, attached, only_follows
-from ampdbg.probes.step_hooks import hooked_steps
+from ampdbg.probes.step_hooks import hook_own_step, hooked_steps, steps_around
 from ampdbg.probes.steps import StepLog
 from ampdbg.probes.update_ledger import UpdateLedger
 from ampdbg.quantities import listed
@@ -48,6 +48,10 @@ Original = Callable[..., Any]
 
 UNWATCHED = "from step {} on ampdbg noted nothing, because it failed itself: {}; please report it"
 SEVERAL = "several threads run loops, so ampdbg does not judge the order of their calls"
+UNSEEN = (
+    "the weights change, but ampdbg saw no call of an optimizer's step: it follows no loop that writes weights itself, "
+    "as in hooks of the backward pass"
+)
 LEFT = "replays may have changed {}: another thread of the script may use it, so they did not restore it"
 
 
@@ -76,6 +80,7 @@ class Watch:
         self._learning = threading.RLock()
         self.left_by_replays: set[str] = set()
         self._interrupted = False
+        self._writes_itself = False
         self.ended: Callable[[bool], None] = lambda is_bad: None
         """Called when a step has ended, with whether it was withheld or its loss is known not to be finite."""
         self.lost: Callable[[Optimizer], None] = lambda optimizer: None
@@ -100,6 +105,8 @@ class Watch:
                 begun.enter_context(hooked_steps(*notes))
                 begun.enter_context(attached(partial(_around, alive)))
                 begun.callback(self.ledger.hooks.close)
+                for optimizer in self.optimizers:
+                    hook_own_step(optimizer)
                 self._restoring = begun.pop_all()
             weakref.finalize(self, self._restoring.close).atexit = False
         return self
@@ -136,6 +143,17 @@ class Watch:
         return frozenset(place for place, step in self._loop.open.items() if step is self._loop.now)
 
     @property
+    def is_inside_a_step(self) -> bool:
+        """For a hook around a step: another one has led to that, of an optimizer of the loop or of its class."""
+        return any(optimizer in self.optimizers for optimizer in steps_around())
+
+    @property
+    def has_unseen_steps(self) -> bool:
+        """The loop has written its weights itself, and no optimizer has stepped: what it goes backward from is not the
+        losses of one step."""
+        return self._writes_itself and not self.optimizers.have_stepped
+
+    @property
     def has_other_loops(self) -> bool:
         """Threads that are alive, and not this one, have trained: they are not to find their models altered."""
         others = self._loop.trained - {threading.get_ident()}
@@ -170,7 +188,7 @@ class Watch:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the steps leave out, and whether they say anything of half precision."""
-        notes = [*self.log.notes, *self.ledger.notes]
+        notes = [*self.log.notes, *self.ledger.notes, *[UNSEEN] * self.has_unseen_steps]
         if len(self._loop.trained) > 1:
             notes.append(SEVERAL)
         if self.left_by_replays:
@@ -318,12 +336,15 @@ class Watch:
         return result
 
     def _went_backward(self) -> None:
+        passes = self.ledger.passes  # looked at behind the first, the second, the fourth ... while there is no step
+        if not self.optimizers.have_stepped and passes & (passes - 1) == 0:
+            self._writes_itself = self._writes_itself or self.optimizers.have_other_weights
         wrote, cleared = self.calls.wrote
         if self.log.has_named_losses:
             wrote, cleared = tuple(range(len(self.optimizers))), ()
         self.went_backward(wrote, cleared)
         for step in self._loop.went_backward(wrote, cleared):
-            step.skipped = not step.is_known_finite()
+            step.skipped = not (self.has_unseen_steps or step.is_known_finite())
             if step.skipped:  # else its losses were those of no step
                 self._end(step)
         if self._loop.now.running and not self._loop.now.is_known_finite():
@@ -361,6 +382,11 @@ class Watch:
             self.lost(optimizer)
         if not has_closure:  # which makes the gradients
             self.ledger.before(optimizer)
+
+    def _inside_a_step(self, optimizer: Optimizer) -> None:
+        """Before or behind a step that is part of another one."""
+        self._loop.fired.add(id(optimizer))
+        self.contract.inside(optimizer)
 
     def _before_bare_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         step = self.turn_of(optimizer)
@@ -428,7 +454,8 @@ class Watch:
         self.ledger.pause()
         if not self.guard.failure:
             step = self._loop.now
-            step.skipped |= not step.stepped and not step.has_finite_loss()  # a loop that looks at its loss by itself
+            # A loop that looks at its loss by itself.
+            step.skipped |= not (step.stepped or self.has_unseen_steps or step.has_finite_loss())
             if step.skipped or (step.bare and step.stepped):
                 self._close()
             self.log.finish()
@@ -484,7 +511,11 @@ def _hooked(alive: weakref.ref[Watch], note: Original, optimizer: Optimizer, arg
     """Stands before or behind every step of an optimizer. Returns what the step is given, where a closure of it is to
     be followed by what comes before a step: it makes the gradients."""
     watch = alive()
-    if watch is not None and not watch.is_paused and not only_follows():
+    if watch is None or watch.is_paused or only_follows():
+        return None
+    if watch.is_inside_a_step:
+        watch.guard.hooked(Watch._inside_a_step, watch, optimizer)
+    else:
         closures = [one for one in (*args[1:], *kwargs.values()) if callable(one)]
         watch.guard.hooked(note, watch, optimizer, bool(closures))
         if closures and note is Watch._before_step:

@@ -443,7 +443,8 @@ class KindUpdates:
 
 @dataclass(frozen=True)
 class KindDtypes:
-    """The dtypes of the parameters of one kind that an ``optimizer``, named by its class and module, trains.
+    """The dtypes of the parameters of one kind that an ``optimizer`` trains, named by its class and module, and by
+    whether its step is that class's.
 
     They are ``stored`` so, the first op ``computed`` with them gives that, their ``gradients`` come so from a backward
     pass, are ``accumulated`` in that and ``reduced`` in that over processes. ``states`` are the optimizer's, of their

@@ -170,6 +170,7 @@ class Recorder(TorchFunctionMode):
         about_to_step: called with each optimizer right before it steps, or before the ``step`` of an enabled scaler
             that is to call it, with that.
         about_to_call: called with the line of each call before that is made.
+        is_inside_a_step: whether a step that begins or ends is part of another one.
     """
 
     def __init__(
@@ -178,10 +179,11 @@ class Recorder(TorchFunctionMode):
         begins_anew: Callable[[], None] = lambda: None,
         about_to_step: Callable[[Optimizer, torch.amp.GradScaler | None], None] = lambda optimizer, scaler: None,
         about_to_call: Callable[[Line | None], None] = lambda line: None,
+        is_inside_a_step: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__()
         self._is_paused, self._begins_anew, self._about_to_step = is_paused, begins_anew, about_to_step
-        self._about_to_call = about_to_call
+        self._about_to_call, self._is_inside_a_step = about_to_call, is_inside_a_step
         self._threads = _Threads()
         self._steps, self._stepped = 0, dict[int, int]()
         self._stepped_before = dict[int, int]()
@@ -506,13 +508,15 @@ class Recorder(TorchFunctionMode):
         return bool(led) and not led <= _behind(self._now.calls, gone)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._is_paused() or threading.get_ident() in self._scaling:
+        if self._is_paused() or threading.get_ident() in self._scaling or self._is_inside_a_step():
             return
         self._off()
         self._guard.hooked(self._about_to_step, optimizer, None)
         self._now.has_stepped = self._now.is_stepping = True
 
     def _behind_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_inside_a_step():
+            return
         self._now.is_stepping = False
         self._steps += 1
         self._stepped_before[id(optimizer)] = self._stepped.get(id(optimizer), 0)

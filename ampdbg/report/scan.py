@@ -122,7 +122,7 @@ def _sentence(record: Record) -> str:
     in_fp32 = ", and no step that ampdbg examined ran in half precision" * (record.environment.policy == "none")
     return view.first(
         (record.steps, f"{_verdict(record)}: {_skips(record.timelines[0])}{in_fp32}."),
-        (record.script, "No optimizer stepped."),
+        (record.script, "ampdbg saw no optimizer step."),
         (True, "The run ended before its first step."),
     )
 

@@ -201,7 +201,12 @@ class FailingSteps:
     def __init__(self, watcher: Watch, captures: Captures, observer: Observer, *, investigates: bool = True) -> None:
         self.found: list[Investigation] = []
         self.captures = captures
-        self.recorder = Recorder(lambda: watcher.is_paused, self._begins_anew, self._about_to_step)
+        self.recorder = Recorder(
+            lambda: watcher.is_paused,
+            self._begins_anew,
+            self._about_to_step,
+            is_inside_a_step=lambda: watcher.is_inside_a_step,
+        )
         """Notes the steps, and is to be entered while the loop runs."""
         watcher.lost = partial(self._fails, "loss")
         watcher.withheld = partial(self._fails, "gradients")
@@ -227,6 +232,8 @@ class FailingSteps:
         """Called when a module is called though no optimizer has stepped: the loop may have given up a loss, or, where
         it has a loss scale of its own, the gradients that came of it."""
         step = self._watcher.open_step
+        if self._watcher.has_unseen_steps:
+            return
         if not self.recorder.is_under_way:
             step.read_losses_aside()
             if step.scaler is None and not step.is_known_finite() and not self._watcher.is_paused:
@@ -463,7 +470,12 @@ class FailingSteps:
         if ending.error is not None:
             self._watcher.calls.failed(ending.error)
         is_left = os.getpid() != self._owner or isinstance(ending.error, KeyboardInterrupt)
-        if is_left or self._watcher.failure or explains_itself(self._watcher, ending.error):
+        if (
+            is_left
+            or self._watcher.failure
+            or self._watcher.has_unseen_steps
+            or explains_itself(self._watcher, ending.error)
+        ):
             return
         # If the user does not want to wait for it, the script ends as it does.
         with contextlib.suppress(KeyboardInterrupt):

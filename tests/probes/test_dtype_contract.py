@@ -5,6 +5,7 @@ import gc
 import importlib
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -141,6 +142,37 @@ def test_float32_copies_that_the_optimizer_steps_are_the_masters_of_the_models_w
     assert {(one.stored, one.masters, one.states) for one in kinds.values()} == {(BF16, FP32, FP32)}
 
 
+class Outer(torch.optim.AdamW):
+    """Keeps float32 masters in an optimizer of its own, or steps with one over the same weights."""
+
+    def __init__(self, params: Any, *, masters: bool) -> None:
+        super().__init__(params, lr=1e-2)
+        own = [one for group in self.param_groups for one in group["params"]]
+        self.copies = {one: one.detach().float().clone().requires_grad_() if masters else one for one in own}
+        self.inner = torch.optim.AdamW([*self.copies.values()], lr=1e-2)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for own, copy in self.copies.items():
+            assert own.grad is not None
+            copy.grad = own.grad.to(copy.dtype)
+        self.inner.step()
+        for own, copy in self.copies.items():
+            own.copy_(copy)
+
+
+@pytest.mark.parametrize("masters", [True, False])
+def test_masters_of_an_optimizer_inside_are_found_and_each_kind_has_one_row(*, masters: bool) -> None:
+    net = Net().to(HALF)
+    record = trained(net, lambda net: Outer(net.parameters(), masters=masters))
+    assert [one.kind for one in record.dtypes] == ["linears", "biases", "norms"]
+    assert {one.optimizer for one in record.dtypes} == {f"{__name__}.Outer"}
+    own = FP32 if masters else BF16
+    for kind in record.dtypes:
+        assert (kind.stored, kind.states, kind.masters) == (BF16, own, FP32 if masters else ())
+    assert len(record.steps) == 3
+
+
 def test_an_averaged_model_is_a_column_of_its_own() -> None:
     net = Net()
     optimizer, averaged = adamw(net), AveragedModel(Net().to(HALF))
@@ -227,7 +259,17 @@ def test_masters_or_an_optimizer_of_somebody_elses_make_half_weights_what_was_as
         def step(self, closure: Any = None) -> Any:
             return super().step(closure)
 
-    for make in (lambda net: WithState(net.parameters(), lr=0.5), lambda net: Kahan(net.parameters(), lr=0.5)):
+    def with_a_step_of_its_own(net: nn.Module) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        vars(optimizer)["step"] = partial(optimizer.step)
+        return optimizer
+
+    others: list[Made] = [
+        lambda net: WithState(net.parameters(), lr=0.5),
+        lambda net: Kahan(net.parameters(), lr=0.5),
+        with_a_step_of_its_own,
+    ]
+    for make in others:
         net = Net().to(HALF)
         asked_of_accelerate(net, "bf16")
         assert of_contract(trained(net, make)) == []

@@ -1,11 +1,18 @@
 """Hooks around the steps of all optimizers, while those step."""
 
+import contextlib
+import gc
+import types
+import weakref
+from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
+import pytest
 import torch
 from torch.optim import optimizer as torchs
 
-from ampdbg.probes.step_hooks import hooked_steps
+from ampdbg.probes.step_hooks import hook_own_step, hooked_steps, is_torchs, steps_around
 
 
 def optimizer_with_a_gradient() -> torch.optim.Optimizer:
@@ -45,3 +52,112 @@ def test_a_hook_that_others_add_meanwhile_stays_until_they_remove_it() -> None:
     optimizer_with_a_gradient().step()
     assert own == ["theirs", "ours", "theirs"]
     assert not before
+
+
+def writes_itself(self: torch.optim.Optimizer, closure: Any = None) -> str:
+    self.param_groups[0]["params"][0].data.sub_(1.0)
+    return "stepped"
+
+
+def by_hand(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step = types.MethodType(writes_itself, optimizer)  # type: ignore[method-assign]
+
+
+def scheduled(optimizer: torch.optim.Optimizer) -> None:
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+def by_hand_and_scheduled(optimizer: torch.optim.Optimizer) -> None:
+    by_hand(optimizer)
+    scheduled(optimizer)
+
+
+def around_its_class(optimizer: torch.optim.Optimizer) -> None:
+    inner = optimizer.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return inner(*args, **kwargs)
+
+    optimizer.step = step  # type: ignore[method-assign]
+
+
+SETS: list[Callable[[torch.optim.Optimizer], None]] = [by_hand, scheduled, by_hand_and_scheduled, around_its_class]
+BY_TORCH = (scheduled,)
+
+
+def noted(seen: list[tuple[str, int]], when: str, optimizer: Any, *given: Any) -> None:
+    seen.append((when, list(steps_around()).count(optimizer)))
+
+
+@pytest.mark.parametrize("sets", SETS)
+@pytest.mark.parametrize("is_set_before", [True, False])
+def test_a_step_that_is_set_on_an_optimizer_is_called_between_hooks_and_restored(
+    sets: Callable[[torch.optim.Optimizer], None], is_set_before: bool
+) -> None:
+    optimizer, seen = optimizer_with_a_gradient(), list[tuple[str, int]]()
+    if is_set_before:
+        sets(optimizer)
+    own = vars(optimizer).get("step")
+    hooks = hooked_steps(partial(noted, seen, "before"), partial(noted, seen, "behind"))
+    with contextlib.suppress(ZeroDivisionError), hooks:
+        if not is_set_before:
+            sets(optimizer)
+        hook_own_step(optimizer)
+        optimizer.step()
+        assert [one for one in seen if not one[1]] == [("before", 0), ("behind", 0)]
+        assert is_torchs(optimizer.step) == (sets in BY_TORCH)
+        raise ZeroDivisionError
+    count = len(seen)
+    optimizer.step()
+    assert len(seen) == count
+    assert "__setattr__" not in vars(torch.optim.Optimizer)
+    if is_set_before:
+        assert vars(optimizer)["step"] is own
+
+
+def test_a_step_that_calls_that_of_its_class_is_around_it() -> None:
+    optimizer, seen = optimizer_with_a_gradient(), list[tuple[str, int]]()
+    with hooked_steps(partial(noted, seen, "before"), partial(noted, seen, "behind")):
+        around_its_class(optimizer)
+        optimizer.step()
+        optimizer.step = optimizer.step  # type: ignore[method-assign]  # as one that is replaced for a while
+        optimizer.step()
+    assert seen == [("before", 0), ("before", 1), ("behind", 1), ("behind", 0)] * 2
+
+
+def test_a_step_that_raises_is_around_no_later_one() -> None:
+    def fails(*given: Any) -> None:
+        raise ZeroDivisionError
+
+    optimizer, seen = optimizer_with_a_gradient(), list[tuple[str, int]]()
+    with hooked_steps(partial(noted, seen, "before"), partial(noted, seen, "behind")):
+        optimizer.step = types.MethodType(fails, optimizer)  # type: ignore[method-assign]
+        with contextlib.suppress(ZeroDivisionError):
+            optimizer.step()
+        by_hand(optimizer)
+        assert optimizer.step() == "stepped"
+    assert seen == [("before", 0), ("before", 0), ("behind", 0)]
+
+
+def test_what_is_no_step_and_an_optimizer_that_nobody_holds_are_left_alone() -> None:
+    optimizer: Any = optimizer_with_a_gradient()
+    with hooked_steps(lambda *call: None):
+        by_hand(optimizer)
+        assert optimizer.step.__func__.__name__ == "writes_itself"
+        alive = weakref.ref(optimizer)
+        optimizer.step = 3
+        assert optimizer.step == 3
+        by_hand(optimizer)
+        del optimizer
+        gc.collect()
+        assert alive() is None
+
+
+def test_a_step_is_torchs_where_every_function_around_it_is() -> None:
+    optimizer = optimizer_with_a_gradient()
+    inner = optimizer.step
+    assert is_torchs(inner)
+    assert is_torchs(torch.no_grad()(inner))
+    assert is_torchs(torch.optim.LBFGS.step)
+    assert not is_torchs(wraps(inner)(lambda *given: [inner(*given)]))
+    assert not is_torchs(torch.no_grad()(writes_itself))

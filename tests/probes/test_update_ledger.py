@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -559,6 +559,25 @@ def test_weights_that_become_nan_are_not_said_to_be_written_by_the_loop() -> Non
     record = stepped(torch.optim.SGD([weight], lr=0.1), weight, [1.0, math.nan, 1.0])
     assert bool(weight.isnan().all())
     assert record.unseen.notes == ()
+
+
+@pytest.mark.parametrize("is_torchs", [False, True])
+def test_a_step_that_is_set_on_an_optimizer_is_not_sampled_and_one_that_a_scheduler_counts_is(is_torchs: bool) -> None:
+    def made(net: nn.Module) -> torch.optim.Optimizer:
+        optimizer: Any = adamw(net)
+        if is_torchs:
+            torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+        else:
+            optimizer.step = partial(optimizer.step)
+        return cast("torch.optim.Optimizer", optimizer)
+
+    record, _ = trained(make=made, steps=30)
+    assert (record.updates is not None, record.unseen.notes == ()) == (is_torchs, is_torchs)
+    if not is_torchs:
+        assert codes(record) == []
+        why = "it may round stochastically or keep float32 copies"
+        who = "the script's own step of torch.optim.adamw.AdamW"
+        assert record.unseen.notes == (f"ampdbg does not compare updates by {who} with float32's: {why}",)
 
 
 def test_nothing_is_said_where_the_loop_writes_the_weights_between_steps() -> None:

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -27,7 +28,7 @@ from ampdbg.precision.emulation import cuda_on_cpu
 from ampdbg.probes import models
 from ampdbg.probes.guard import Guard
 from ampdbg.probes.steps import FEW_STEPS, FLAT, NORM_EVERY, STEPS_AT_ENDS
-from ampdbg.probes.watch import Watch, watch
+from ampdbg.probes.watch import UNSEEN, Watch, watch
 from ampdbg.record.file import from_json, to_json
 from ampdbg.record.run import Step, TensorCounts
 from ampdbg.replay.snapshot import rewound, take_snapshot
@@ -240,6 +241,7 @@ def trace_of_watching(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
     scaler = tuple(vars(GradScaler)[name] for name in ("scale", "unscale_", "step", "update", "get_scale"))
     clipping = (torch.nn.utils.clip_grad_norm_, vars(torch.autograd)["_engine_run_backward"])
     replaced = tuple(map(id, (*hooks, *scaler, *clipping, torch.optim.Optimizer.__init__)))
+    replaced += ("__setattr__" in vars(torch.optim.Optimizer),)
     own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     return replaced, *(tuple(each.values()) for each in (*hooks, *own))
 
@@ -311,6 +313,128 @@ def test_weights_are_bit_identical_with_and_without_watching(
 
     bare, watched = trained(False), trained(True)
     assert all(torch.equal(bare[name], watched[name]) for name in bare)
+
+
+def descends(self: torch.optim.Optimizer, closure: Any = None) -> Any:
+    """A step that is set on an optimizer itself."""
+    loss = None if closure is None else closure()
+    with torch.no_grad():
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad, alpha=group["lr"])
+    return loss
+
+
+def set_step(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step = types.MethodType(descends, optimizer)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("enabled", [True, False], ids=["scaled", "bare"])
+@pytest.mark.parametrize("at", [-2, -1, 0, 3], ids=["before", "before a scheduler", "inside", "later"])
+def test_a_step_that_is_set_on_an_optimizer_is_seen_once_and_writes_the_same_bits(enabled: bool, at: int) -> None:
+    seen: list[Step] = []
+
+    def trained(watched: bool) -> dict[str, torch.Tensor]:
+        model, optimizer, scaler = scaled_loop()
+        if at == -1:
+            set_step(optimizer)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        if at == -2:
+            set_step(optimizer)
+        with watch(model, optimizer, seen.append) if watched else torch.enable_grad():
+            for number in range(6):
+                if number == at:
+                    set_step(optimizer)
+                loss = model(torch.ones(2, 3)).square().mean() * (math.inf if enabled and number == 4 else 1.0)
+                (scaler.scale(loss) if enabled else loss).backward()
+                if enabled:
+                    scaler.step(optimizer)
+                    scaler.update()
+                else:
+                    optimizer.step()
+                if not (enabled and number == 4):
+                    schedule.step()
+                optimizer.zero_grad()
+        return model.state_dict()
+
+    bare, watched = trained(False), trained(True)
+    assert all(torch.equal(bare[name], watched[name]) for name in bare)
+    assert [step.skipped for step in seen] == [enabled and number == 4 for number in range(6)]
+    assert None not in [step.grad_norm for step in seen]
+
+
+def test_a_step_with_a_closure_that_is_set_on_an_optimizer_is_seen_from_the_first() -> None:
+    with Watch(None, ()) as watched:
+        model, optimizer = small_loop(lr=0.01)
+        set_step(optimizer)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 3)).square().mean()
+            loss.backward()
+            return loss
+
+        losses = [float(optimizer.step(closure).detach()) for _ in range(3)]
+    assert [step.loss for step in watched.steps] == losses
+
+
+class Around(torch.optim.Optimizer):
+    """Has another optimizer step inside of its own step."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+@pytest.mark.parametrize("follows", ["both", "the outer", "the inner"])
+@pytest.mark.parametrize("enabled", [True, False], ids=["scaled", "bare"])
+def test_of_an_optimizer_inside_of_another_the_outermost_that_is_watched_makes_the_step(
+    enabled: bool, follows: str
+) -> None:
+    model, inner, scaler = scaled_loop()
+    outer = Around(inner)
+    ways: dict[str, list[torch.optim.Optimizer]] = {
+        "both": [inner, outer],
+        "the outer": [outer],
+        "the inner": [inner],
+    }
+    with watch(model, ways[follows]) as watched:
+        for factor in (1.0, math.inf, 1.0) if enabled else (1.0, 1.0, 1.0):
+            loss = model(torch.ones(2, 3)).square().mean() * factor
+            (scaler.scale(loss) if enabled else loss).backward()
+            if enabled:
+                scaler.step(outer)
+                scaler.update()
+            else:
+                outer.step()
+            outer.zero_grad()
+    assert watched.misuses == ()
+    if follows != "the inner" or not enabled:  # a scaler is seen to withhold a step of what is watched alone
+        assert [step.skipped for step in watched.steps] == [False, enabled, False]
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_loop_that_writes_weights_in_its_backward_pass_has_no_steps_and_a_note(writes: bool) -> None:
+    model, _ = small_loop()
+
+    def update(parameter: torch.Tensor) -> None:
+        if writes:
+            assert parameter.grad is not None
+            parameter.data.sub_(parameter.grad)
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    with Watch(None, ()) as watched:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for factor in (1.0, 1.0, math.inf, math.inf):
+            (model(torch.ones(2, 3)).square().mean() * factor).backward()
+            optimizer.zero_grad()
+    record = watched.record()
+    assert [step.skipped for step in record.steps] == ([] if writes else [True, True])
+    assert (UNSEEN in record.unseen.notes) == writes
 
 
 def bare_step(

@@ -119,7 +119,7 @@ def test_a_script_may_close_or_replace_its_streams(tmp_path: Path, how: str) -> 
     assert read_record(tmp_path / "r.json").steps_run == 0
     if "log" in text:
         assert (tmp_path / "log").read_text(encoding="utf-8") == "x\n"
-        assert "No optimizer stepped" in watched.stderr
+        assert "ampdbg saw no optimizer step" in watched.stderr
 
 
 @pytest.mark.slow
@@ -208,7 +208,7 @@ LEAVES_BEHIND = {
 def test_what_a_script_leaves_behind_harms_no_report(tmp_path: Path, what: str) -> None:
     _, watched = both(tmp_path, f"print('trained')\n{LEAVES_BEHIND[what]}")
     assert (watched.code, watched.stdout) == (0, "trained\n")
-    assert "No optimizer stepped" in watched.stderr
+    assert "ampdbg saw no optimizer step" in watched.stderr
     assert read_record(tmp_path / "r.json").steps_run == 0
 
 
