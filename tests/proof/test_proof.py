@@ -286,7 +286,7 @@ def test_a_run_whose_scale_would_have_to_settle_begins_where_it_has(tmp_path: Pa
     proof = proven(config, {path: GOOD.replace(*LARGE).encode()}, train_steps=2)
     assert proof.passed, proof
     detail = step_of(proof, "training 2 steps").detail
-    assert ", 0 skipped steps; begun at " in detail
+    assert ", 0 skipped steps; started at " in detail
     assert detail.endswith(", a scale that suits the failing step")
 
 
