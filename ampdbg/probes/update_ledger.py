@@ -415,9 +415,10 @@ class Book:
         return [(row.members, row.sums(self._moments_of(row))) for row in rows]
 
     def second_moments(self, names: Mapping[int, tuple[str, str]]) -> Iterator[tuple[str, SecondMoment]]:
-        """Those of now, by name, of parameters that a window has seen and whose last gradients are still there."""
+        """Those of now, by name, of parameters that a window has seen and whose last gradients are still there; none of
+        an optimizer that is not judged any more."""
         optimizer = self.of()
-        for row in _rows(optimizer, names) if optimizer is not None and self.moments else ():
+        for row in _rows(optimizer, names) if optimizer is not None and self.is_kept else ():
             if row.key in self.moments:
                 row.before()
                 columns = row.second_moments(self._moments_of(row)).T.tolist()
