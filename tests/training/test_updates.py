@@ -121,7 +121,8 @@ def test_a_loss_that_leaps_in_fp32_too_is_blamed_on_the_rate_where_weights_grew(
     thrown = of_fp16(tmp_path, LEAPS, model="model", data=("data", {"gain": gain}), optimizer=adam)
     root = diagnose(train(thrown, replays=2)).findings[0]
     assert (root.code, root.remedy.startswith("lower the learning rate")) == (code or "gradient-overflow", bool(code))
-    assert ("in FP32 too the loss jumps from" in root.message) == bool(code)
+    assert "in FP32 too the loss jumps to" in root.message
+    assert ("times as large as at the start of the run" in root.message) == bool(code)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
