@@ -166,7 +166,7 @@ _FORWARD = (
         "precision-loss",
         "precision",
         "run this op in FP32; if it already is, run the ops that compute its inputs in FP32",
-        "Step {step} differs from FP32, and no overflow explains it.",
+        "Half precision changes the result of step {step}.",
         pin_helps=True,
         remedy_at=tuple(
             (op, "give the loss logits (BCEWithLogitsLoss), or run the sigmoid in FP32: half rounds it to 0 or 1")
