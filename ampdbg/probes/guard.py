@@ -62,6 +62,12 @@ class Guard:
                 raise
             self._fail(error)
 
+    def answered(self, question: Callable[..., bool], *given: Any) -> bool:
+        """What the watcher's question comes to; no where it fails."""
+        found: list[bool] = []
+        self.hooked(lambda: found.append(question(*given)))
+        return bool(found) and found[0]
+
     def told(self, callback: Callable[[Any], None]) -> Callable[[Any], None]:
         """A callback of the loop's own: what it raises is for the loop."""
 

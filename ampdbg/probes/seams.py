@@ -140,14 +140,14 @@ _dispatch_mode, _KEYS = torch._C._get_dispatch_mode, torch._C._TorchDispatchMode
 _FAKE, _PROXY = _KEYS.FAKE, _KEYS.PROXY
 _tracing_state, _is_compiling = torch._C._get_tracing_state, torch.compiler.is_compiling
 # The second name is that of torch 2.6, and warns where the first is there.
-_is_fx_tracing: Callable[[], bool] = getattr(_symbolic_trace, "is_fx_symbolic_tracing", _symbolic_trace.is_fx_tracing)
+is_fx_tracing: Callable[[], bool] = getattr(_symbolic_trace, "is_fx_symbolic_tracing", _symbolic_trace.is_fx_tracing)
 
 
 def only_follows() -> bool:
     """Torch follows what is called, to make a graph of it: ``torch.jit.trace``, ``torch.export``, ``torch.fx``,
     ``make_fx``, tensors without values, and a CUDA graph. Such a call is no part of a loop, and whatever a probe
     computes in it would stand in the graph."""
-    if _is_compiling() or _tracing_state() is not None or _is_fx_tracing() or is_captured():
+    if _is_compiling() or _tracing_state() is not None or is_fx_tracing() or is_captured():
         return True
     return _dispatch_mode(_FAKE) is not None or _dispatch_mode(_PROXY) is not None
 

@@ -28,14 +28,13 @@ from torch._C import (  # as they are, where an emulated GPU has other names
     is_autocast_enabled,
 )
 from torch._C._functorch import peek_interpreter_stack
-from torch.fx import _symbolic_trace
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from ampdbg.probes.guard import Guard
 from ampdbg.probes.models import WRAPPERS
-from ampdbg.probes.seams import Seam, attached, is_captured, only_follows, replaced
+from ampdbg.probes.seams import Seam, attached, is_captured, is_fx_tracing, only_follows, replaced
 from ampdbg.probes.source_lines import innermost_line
 from ampdbg.probes.step_hooks import hooked_steps
 from ampdbg.probes.tensors import Mark, leaves_of, read_aside, times_written
@@ -269,7 +268,7 @@ class Recorder(TorchFunctionMode):
         """Runs a function of torch's, and notes it where it takes numbers, or what calls have made."""
         kwargs = kwargs or {}
         now = self._now
-        if now.inside or not now.is_on or not self._is_part(function, args, kwargs):
+        if now.inside or not now.is_on or not self._guard.answered(self._is_part, function, args, kwargs):
             return function(*args, **kwargs)
         return self._run(function, function, args, kwargs)
 
@@ -911,7 +910,7 @@ def _described(call: Noted) -> str:
 def _may_only_follow() -> bool:
     """As ``only_follows``, which is asked only where there is any sign of it: a step has many functions."""
     is_any = torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None
-    return (is_any or _symbolic_trace._is_fx_tracing_flag) and only_follows()
+    return (is_any or is_fx_tracing()) and only_follows()
 
 
 def _tensors(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:

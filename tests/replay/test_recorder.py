@@ -583,13 +583,13 @@ def test_what_is_changed_in_place_is_refused_by_name_and_copied_from_then_on(wha
     assert found == [refused, "alike", "alike"]
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_recorder_that_is_full_or_fails_lets_the_loop_go_on(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+@pytest.mark.parametrize("fails", ["", "innermost_line", "is_fx_tracing"])
+def test_a_recorder_that_is_full_or_fails_lets_the_loop_go_on(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
     def loop(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
         for number in range(3):
             plain(model, scaler)
             if fails and not number:
-                monkeypatch.setattr(recorders, "innermost_line", lambda: 1 / 0)
+                monkeypatch.setattr(recorders, fails, lambda: 1 / 0)
 
     monkeypatch.setattr(recorders, "MOST_CALLS", 1000 if fails else 3)
     noted = Noted(net()).of(loop)
