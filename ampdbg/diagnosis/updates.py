@@ -62,15 +62,20 @@ class HalfUpdates(Evident):
         """Their names."""
         return [one.name for one in self.stillest]
 
+    @cached_property
+    def moments(self) -> list[StuckMoment]:
+        """The second moments that stick, the one first that is furthest from float32's."""
+        return sorted(self.seen.stuck, key=lambda one: -one.times)
+
     @property
     def stuck(self) -> list[str]:
-        """The parameters whose second moments stick."""
-        return [one.parameter for one in self.seen.stuck]
+        """Their parameters."""
+        return [one.parameter for one in self.moments]
 
     @property
     def worst(self) -> StuckMoment:
-        """The second moment that is furthest from float32's."""
-        return max(self.seen.stuck, key=lambda one: one.times)
+        """The first of them."""
+        return self.moments[0]
 
     @cached_property
     def averages(self) -> list[KeptAverage]:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import libcst as cst
 import torch
@@ -113,7 +114,13 @@ Replacements = Iterator[tuple[cst.BaseExpression, str]]
 
 NOTHING = "the line has no constant that can be kept within the range of half"
 
-DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
+LIMITS = {"finfo": torch.finfo, **{name: held for name, held in vars(torch).items() if isinstance(held, torch.dtype)}}
+
+NUMERIC: Mapping[str, Any] = {
+    **{f"{module}.{name}": held for module in ("torch", "numpy") for name, held in LIMITS.items()},
+    **dict.fromkeys(("torch", "numpy"), SimpleNamespace(**LIMITS)),
+}
+"""What numbers are computed of, by where it is imported from; NumPy's floats are torch's."""
 
 
 def edit_constants(source: bytes, lines: Collection[int], half: Collection[str] = ()) -> Edited:
@@ -168,8 +175,9 @@ class _Constants:
         return f"{self.torch}.finfo"
 
     def value(self, node: cst.BaseExpression) -> float | None:
-        """The number that an expression of numbers alone is: ``-1e9``, ``-10**9``, ``float("-1e9")``."""
-        known = {"__builtins__": {"float": float}, self.torch: SimpleNamespace(finfo=torch.finfo, **DTYPES)}
+        """The number that an expression of numbers alone is: ``-1e9``, ``-10**9``, ``np.finfo(np.float32).min``."""
+        imports = self.bindings.imports.items()
+        known = {"__builtins__": {"float": float}} | {name: NUMERIC[of] for name, of in imports if of in NUMERIC}
         try:
             return float(eval(code_of(node), known))
         except Exception:  # noqa: BLE001 - it holds another name, or is no real number
@@ -181,7 +189,9 @@ class _Constants:
         for node in walk(statement):
             yield from self._made(node)
             for role, constant, other in self._positions(node, cast):
-                if constant is not None and (tensor := self._tensor_of(other)):
+                # No eps that half can hold helps `1 - p`, which is 0 there from 0.9998 on.
+                is_in_vain = role is LEAST and self._taken_from_one(other) is not None
+                if constant is not None and not is_in_vain and (tensor := self._tensor_of(other)):
                     yield from self._within(role, constant, other, f"{tensor}.dtype")
 
     def _within(
@@ -212,9 +222,7 @@ class _Constants:
                 yield SUBTRACTED, other, one
             case cst.BinaryOperation(left=one, operator=operator, right=other) if type(operator) in OPERANDS:
                 role = OPERANDS[type(operator)]
-                pairs = ((one, other), (other, one)) if id(node) not in cast else ()
-                # No eps that half can hold helps `1 - p`, which is 0 there from 0.9998 on.
-                yield from ((role, *pair) for pair in pairs if role is MULTIPLIED or not self._taken_from_one(pair[1]))
+                yield from ((role, one, other), (role, other, one)) if id(node) not in cast else ()
 
     def _arguments(self, name: str, owner: cst.BaseExpression, args: Sequence[cst.Arg]) -> Iterator[ConstantUse]:
         if name == "where" and len(args) == 3:

@@ -313,8 +313,8 @@ def _best(pin: Pin, materials: Materials, ways: Sequence[PlacementRule]) -> tupl
         wide = wide or placements
         notes += beyond
     what = f"line {pin.source.line}" if pin.source else pin.name or "the root module"
-    unknown = [Refused(0, f"none of your code creates or calls {what}")]
-    return wide, [] if wide else refused or unknown
+    why_none = f"no line of your code is known to create or call {what}: a copied or unpickled model has none"
+    return wide, [] if wide else refused or [Refused(0, why_none)]
 
 
 def _sharing(function: FunctionType, source: LinePin, materials: Materials) -> Sharing:

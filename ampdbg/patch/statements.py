@@ -458,6 +458,8 @@ def _without_augmented(statement: cst.BaseSmallStatement, names: TensorNames) ->
     if not isinstance(statement, cst.AugAssign) or code_of(statement.target) in names.full:
         return statement
     target = statement.target
+    if next(find(target, cst.Call), None) is not None:
+        raise EditError("a call computes what it assigns to; write it as an assignment first")
     # `AddAssign` is `Add` in place.
     operator = getattr(cst, type(statement.operator).__name__.removesuffix("Assign"))()
     plain = cst.BinaryOperation(target, operator, statement.value)
@@ -518,8 +520,9 @@ def _parts_read(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
     return node.children
 
 
-def _surely_used(node: cst.CSTNode) -> Iterator[str]:
-    """What a statement computes with or asks for an attribute in any case, as no None is."""
+def _surely_used(node: cst.CSTNode) -> Iterator[tuple[cst.BaseExpression, bool]]:
+    """What a statement computes with in any case, as no None is; and whether it asks that for an attribute, as no
+    number is asked."""
     if isinstance(node, CONDITIONAL):
         return
     used: Sequence[cst.BaseExpression] = ()
@@ -530,7 +533,7 @@ def _surely_used(node: cst.CSTNode) -> Iterator[str]:
             used = (left, right)
         case cst.Call(args=args) if called_name(node) in MATRIX_PRODUCTS:
             used = [arg.value for arg in args]
-    yield from map(code_of, used)
+    yield from ((one, isinstance(node, cst.Attribute)) for one in used)
     for child in node.children:
         yield from _surely_used(child)
 
@@ -590,12 +593,13 @@ def casts_of(pieces: Sequence[Piece], made: Collection[str]) -> Casts:
         known |= assigned_codes(piece.small)
     bindings = pieces[0].names.bindings
     numbers = bindings.maybe_numbers
-    # What may be a number is promoted beside an FP32 tensor without a cast.
-    reads = [(code, node) for code, node in reads if code not in numbers]
+    used = {id(node): is_asked for piece in pieces for node, is_asked in _surely_used(piece.small)}
+    # What may be a number is promoted beside an FP32 tensor without a cast; what is asked for a method is none there.
+    reads = [(code, node) for code, node in reads if code not in numbers or used.get(id(node))]
     cast = dict.fromkeys(code for code, node in reads if node is not None)
-    sure = {code for piece in pieces for code in _surely_used(piece.small)}
+    sure = {code for code, node in reads if id(node) in used}
     optional = bindings.maybe_none & cast.keys() - sure
-    fixed = bound_inside(pieces) | set(written_into(bindings.scope))
+    fixed = numbers | bound_inside(pieces) | set(written_into(bindings.scope))
     # In the order of the parameters, as in `q, k, v = q.float(), k.float(), v.float()`.
     order = dict.fromkeys(name for name in (*bindings.parameters, *cast) if name in cast)
     own = [code for code in order if code.isidentifier() and code not in fixed and bindings.may_assign(code)]
@@ -609,8 +613,7 @@ def casts_of(pieces: Sequence[Piece], made: Collection[str]) -> Casts:
         if node is not None and code not in rebound
     }
     lines = cast_lines(rebound, optional)
-    asked = {code_of(item.value) for piece in pieces for item in find(piece.small, cst.Attribute)}
-    return Casts(lines, inline, (numbers - asked) | (bindings.maybe_none - sure))
+    return Casts(lines, inline, (numbers | bindings.maybe_none) - sure)
 
 
 def bound_inside(pieces: Sequence[Piece]) -> set[str]:

@@ -34,7 +34,9 @@ Why = Literal["loss", "gradients", "end"]
 CONTINUED_STEPS = 10
 """So many FP32 steps on the same batch tell a learning rate that diverges from an overflow of FP16."""
 
-INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+INTEGERS = frozenset(
+    {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64}
+)
 
 ROUNDED = "FP32 on rounded weights"
 

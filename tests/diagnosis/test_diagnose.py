@@ -30,6 +30,7 @@ from ampdbg.record.run import (
     Replay,
     ScriptRun,
     Step,
+    StuckMoment,
     TensorCounts,
     Updates,
 )
@@ -873,3 +874,10 @@ def test_how_severe_it_is_that_weights_stand_still_does_not_depend_on_how_many_w
     (found,) = diagnosed("." * 40, updates=Updates(20, lost=0.5, frozen=(still,), cost=cost)).findings
     assert (found.code, found.severity) == ("frozen-weights", "error")
     assert f"up to {100 * cost:g}% of the loss's fall so far" in found.message
+
+
+def test_of_second_moments_that_stick_the_one_is_named_first_whose_numbers_are_given() -> None:
+    stuck = tuple(StuckMoment(name, 0.999, times, True, 40) for name, times in (("a", 5.0), ("b", 9.0)))
+    (found,) = diagnosed("." * 40, updates=Updates(20, stuck=stuck)).findings
+    assert (found.code, found.parameter, found.evidence["times"]) == ("stuck-moment", "b", 9.0)
+    assert found.message.startswith("the second moments of b and a are stuck")

@@ -77,6 +77,7 @@ def test_a_constant_is_kept_within_range(name: str) -> None:
         "x = x + 1e-6",
         "x = torch.log(1 - x + 1e-8)",
         "x = torch.log(1.0 - x + self.eps)",
+        "x = torch.log((1 - x).clamp(min=1e-8))",
         "x = x.clamp(0.0, 0.99)",
         "x = x.clamp(max=1.0)",
         "x = 2.0 * x + 1e5",
@@ -99,6 +100,22 @@ def test_several_lines_are_edited_at_once() -> None:
     text = source("x = x.masked_fill(m, -1e9)\n    y = y.masked_fill(m, -1e9)")
     edited = edit_constants(text.replace("import torch", "import math").encode(), [5, 6], ("x", "y"))
     assert edited.source.count(b"torch.finfo") == 2
+
+
+@pytest.mark.parametrize(
+    ("imported", "number"),
+    [
+        ("import numpy as np", "np.finfo(np.float32).min"),
+        ("from numpy import finfo, float32", "float(finfo(float32).min)"),
+        ("from torch import finfo", "-finfo(torch.bfloat16).max"),
+    ],
+)
+def test_the_lowest_number_of_a_format_is_known_by_every_name_that_it_is_imported_by(
+    imported: str, number: str
+) -> None:
+    before = source(f"x = x.masked_fill(m, {number})").replace("import torch\n", f"import torch; {imported}\n", 1)
+    edited = edit_constants(before.encode(), [5], ("x", "y"))
+    assert edited.source.decode() == before.replace(number, "torch.finfo(x.dtype).min")
 
 
 def test_torch_goes_by_the_name_that_it_has() -> None:

@@ -229,6 +229,10 @@ LEFT_ALONE = {
     "in place": ("def f(x, y):\n    x.add_(y)  #! pin half: x, y", "writes into an existing tensor"),
     "out": ("def f(x, y):\n    torch.add(x, y, out=x)  #! pin half: x, y", "writes into an existing tensor"),
     "element": ("def f(x, y):\n    x[0] = y @ y  #! pin half: x, y", "into part of a half tensor"),
+    "what a call computes, changed in place": (
+        "def f(self, x, d):\n    d[self.i()] *= x * 2  #! pin half: x",
+        "a call computes what it assigns to",
+    ),
     "walrus": ("def f(self, x):\n    return (y := self.f(x)) + y * x  #! pin half: x", "binds a name with :="),
     "mixed list": (
         "def f(self, x):\n    y = [self.f(q) * q for q in x]  #! pin half: q",
@@ -388,6 +392,23 @@ def test_what_may_be_none_by_default_is_cast_where_it_is_not_none(line: str, cas
     device = "x" if "x" in line.split() else "q"
     assert f"device_type={device}.device.type" in edited.source.decode()
     assert cast in edited.source.decode()
+
+
+def test_what_may_be_a_number_is_cast_where_it_is_asked_for_a_method_and_nowhere_else() -> None:
+    source = (
+        b"import torch\ndef f(xs):\n    h = 0\n    for x in xs:\n        h = h + x\n        y = h.mul(3e4).mul(h)\n"
+    )
+    edited = edit_source(source, [LinePin("f", (5, 6))], seen_anywhere(("h", "x"))).source.decode()
+    assert "            h = h + x.float()\n            y = h.mul(3e4).mul(h)\n" in edited
+    edited = edit_source(source, [LinePin("f", (6,))], seen_anywhere(("h", "x"))).source.decode()
+    assert "            y = h.float().mul(3e4).mul(h)\n" in edited
+
+
+def test_what_a_later_line_is_sure_of_says_nothing_of_what_the_name_held_before() -> None:
+    lines = "    k = q * (q if k is None else k)\n    y = k * 2.0 + q\n"
+    source = f"import torch\ndef f(q, k=None):\n{lines}    return y\n".encode()
+    edited = edit_source(source, [LinePin("f", (3, 4))], seen_anywhere(("q", "k"))).source.decode()
+    assert "        if k is not None:\n            k = k.float()\n" in edited
 
 
 def test_a_store_between_two_pinned_lines_keeps_what_it_stores() -> None:

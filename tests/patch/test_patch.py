@@ -292,6 +292,15 @@ def test_a_class_that_is_used_more_widely_than_the_set_is_left_alone_and_its_mod
     )
 
 
+def test_of_a_copied_model_no_line_is_known_that_creates_it(write: Write) -> None:
+    looped = module(
+        "Net", "for layer in self.layers:\n    x = layer(x)\nreturn x", "self.layers = nn.ModuleList([nn.GELU()])"
+    )
+    net = write(f"import copy\n\n\n{looped}def build():\n    model = Net()\n    return copy.deepcopy(model)\n")
+    (refused,) = net.planned(net.pin("layers.0", "x = layer(x)")).refused
+    assert refused.reason.startswith("no line of your code is known to create or call layers.0: a copied or unpickled")
+
+
 def test_most_instances_of_a_class_are_pinned_where_it_is_written(write: Write) -> None:
     net = write(WRAPPER)
     patch = net.planned(*(net.pin(f"{i}.proj", "self.proj(x)") for i in range(3)))

@@ -484,6 +484,36 @@ def test_a_recurrent_model_is_not_blamed_for_data_beyond_half(tmp_path: Path) ->
     assert (record.findings[0].code, record.findings[0].step) == ("data-range", 5)
 
 
+PICTURES = """
+import torch
+from torch import nn
+import torch.nn.functional as F
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.head(x.float()).float().tanh()
+
+def data():
+    made = [torch.full((8, 4), 9, dtype=torch.uint16) for _ in range(4)]
+    made[2][5, 1] = 65535
+    return [(one, torch.ones(8, 1)) for one in made]
+
+def loss(output, target):
+    return F.mse_loss(output, target)
+"""
+
+
+def test_a_bright_pixel_of_a_picture_of_sixteen_bits_is_data_beyond_half(tmp_path: Path) -> None:
+    checked = written(tmp_path, PICTURES, "train.steps=4", model=("Net", {}), data="data", loss="loss")
+    (found,) = diagnose(train(checked)).findings
+    assert (found.code, found.step) == ("data-range", 2)
+    assert "the batch holds 65,535 in sample 5 of [0]" in found.message
+
+
 @pytest.mark.slow
 def test_what_a_spoilt_bank_does_to_later_steps_is_laid_to_none_of_them(tmp_path: Path) -> None:
     record = diagnose(train(moving(tmp_path, "Bank", math.nan)))
