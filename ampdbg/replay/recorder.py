@@ -240,7 +240,7 @@ class Recorder(TorchFunctionMode):
         for mode in reversed(above):
             _push_mode(mode)
 
-    def _lower(self, region: Any) -> None:
+    def _lower(self, region: Any, *_: Any) -> None:
         """An autocast region is entered: what it lowers before a module is called is part of a step too."""
         is_step = region._enabled and torch.is_grad_enabled() and not self._now.inside
         if is_step and not (self._guard.failure or self._is_paused() or only_follows()):
@@ -257,7 +257,7 @@ class Recorder(TorchFunctionMode):
         for mode in reversed(above):
             _push_mode(mode)
 
-    def _rest(self, loss: Any) -> None:
+    def _rest(self, *_: Any) -> None:
         """A backward pass begins without the mode, which torch would put back behind it otherwise."""
         now = self._now
         if now.is_on and not now.inside:
@@ -415,10 +415,10 @@ class Recorder(TorchFunctionMode):
         finally:
             self._now.inside -= 1
 
-    def _compile(self, model: Any) -> None:
+    def _compile(self, *given: Any) -> None:
         """The script compiles: torch would follow a mode too, so that of a function only modules are noted."""
         self.looking = nullcontext
-        if not isinstance(model, torch.nn.Module):
+        if not any(isinstance(one, torch.nn.Module) for one in given):
             self._compiles = "it may compile the code of its loss"
 
     # What goes backward, and who steps on it.
@@ -934,14 +934,12 @@ def _noting(original: Callable[..., Any], entered: Sequence[Recorder]) -> Callab
     return call
 
 
-def _first(
-    do: Callable[[Recorder, Any], None], entered: Sequence[Recorder], original: Callable[..., Any]
-) -> Callable[..., Any]:
+def _first(do: Callable[..., None], entered: Sequence[Recorder], original: Callable[..., Any]) -> Callable[..., Any]:
     """A function of torch's that has an entered recorder do this first, with what the function is given."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if entered and not torch.compiler.is_compiling():
-            do(entered[0], next(iter((*args, *kwargs.values())), None))
+            do(entered[0], *args, *kwargs.values())
         return original(*args, **kwargs)
 
     return call

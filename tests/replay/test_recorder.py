@@ -525,6 +525,11 @@ def compiles_its_loss(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
     scaler.scale(loss(model(x()))).backward()
 
 
+def compiles_its_model(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    compiled = torch.compile(backend="eager", fullgraph=True, model=model)
+    scaler.scale(compiled(x()).square().mean()).backward()
+
+
 EARLIER = torch.ones(3, requires_grad=True) * 2
 
 REFUSED: dict[str, tuple[Loop, str]] = {
@@ -886,6 +891,11 @@ def test_of_a_loss_that_is_compiled_the_modules_alone_are_run_again() -> None:
     step, total = modules(noted.recorder, noted.model)
     assert [call.called for call in step.calls.values()] == [noted.model]
     assert total.isfinite()
+
+
+def test_a_model_that_is_compiled_by_its_keyword_is_run_again_with_the_loss_that_follows_it() -> None:
+    step, why_not, _ = Noted(net()).of(compiles_its_model).step()
+    assert (step is not None, why_not) == (True, "")
 
 
 def test_a_call_that_raised_is_the_end_of_the_pass_and_one_that_was_got_over_is_not_in_it() -> None:
