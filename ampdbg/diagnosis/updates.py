@@ -140,7 +140,8 @@ class HalfUpdates(Evident):
 
     @property
     def forecast(self) -> str:
-        """Below which learning rate the mean update of most entries of each kind is rounded away in one step."""
+        """Below which learning rate the mean update of most entries of each kind is rounded away in one step, where the
+        gradients stay what they are: with momentum, those of norms differ much at another rate."""
         known = [(one.freezes_below, one.kind) for one in self.seen.kinds if one.freezes_below is not None]
         return listed((f"{number(rate)} ({kind})" for rate, kind in sorted(known, key=lambda one: -one[0])), 5)
 
@@ -176,7 +177,7 @@ SPOILING: tuple[Decision[HalfUpdates], ...] = (
     ),
 )
 
-FORECAST = "[. A step moves few values below learning rates of {forecast}]"
+FORECAST = "[. With such gradients a step moves few values below learning rates of {forecast}]"
 
 SMALL: tuple[Decision[HalfUpdates], ...] = (
     Decision(
@@ -184,8 +185,9 @@ SMALL: tuple[Decision[HalfUpdates], ...] = (
         "a parameter loses over 90 % of its way, which costs over 0.02 % of the loss's fall",
         lambda it: bool(it.seen.frozen),
         "{names:half parameter} hardly moved in {seen.steps:sampled step}: {still}. Of the way that float32 weights "
-        "go, {lost:.0%} is lost[: {lost_kinds}]. To first order half weights cost up to {seen.cost:percent} of the "
-        "loss's fall so far, and these parameters {seen.cost_of_still:percent}; both grow with each step" + FORECAST,
+        "go in them, {lost:.0%} is lost[: {lost_kinds}]. To first order half weights cost up to {seen.cost:percent} of "
+        "the loss's fall so far, and these parameters {seen.cost_of_still:percent}; both grow with each step"
+        + FORECAST,
         {"parameters": "names", **LOST},
     ),
     Decision(
