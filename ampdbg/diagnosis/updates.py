@@ -121,11 +121,10 @@ class HalfUpdates(Evident):
         return share(2.0 ** -(FORMATS[self.slowest.dtype].precision + 1) / (1.0 - self.slowest.decay))
 
     @property
-    def lost_kinds(self) -> str:
-        """How much of the way is lost of the kinds that lose most of theirs."""
-        return listed(
-            f"{one.lost:.0%} of {one.kind}" for one in self.seen.kinds if (one.lost or 0) > MOST_OF_THE_UPDATE
-        )
+    def of_kinds(self) -> str:
+        """How much of the way is lost of the kinds that lose most of theirs, and of all kinds together."""
+        most = (one for one in self.seen.kinds if (one.lost or 0) > MOST_OF_THE_UPDATE)
+        return listed([*(f"{one.lost:.0%} of {one.kind}" for one in most), f"{self.lost:.0%} of all half weights"], 9)
 
     @property
     def parts(self) -> str:
@@ -184,8 +183,8 @@ SMALL: tuple[Decision[HalfUpdates], ...] = (
         FROZEN,
         "a parameter loses over 90 % of its way, which costs over 0.02 % of the loss's fall",
         lambda it: bool(it.seen.frozen),
-        "{names:half parameter} hardly moved in {seen.steps:sampled step}: {still}. Of the way that float32 weights "
-        "go in them, {lost:.0%} is lost[: {lost_kinds}]. To first order half weights cost up to {seen.cost:percent} of "
+        "{names:half parameter} hardly moved in {seen.steps:sampled step}: {still}. Lost of the way that float32 "
+        "weights go in them: {of_kinds}. To first order half weights cost up to {seen.cost:percent} of "
         "the loss's fall so far, and these parameters {seen.cost_of_still:percent}; both grow with each step"
         + FORECAST,
         {"parameters": "names", **LOST},
@@ -194,7 +193,7 @@ SMALL: tuple[Decision[HalfUpdates], ...] = (
         SMALL_UPDATES,
         "every parameter moves, but over half of the masters' way is lost, by gradients or by weight decay",
         lambda it: it.is_lost,
-        "of the way that float32 weights go in {seen.steps:sampled step}, {lost:.0%} is lost[: {lost_kinds}]; it is "
+        "lost of the way that float32 weights go in {seen.steps:sampled step}: {of_kinds}; it is "
         "{parts}, for the {what_is_small} mostly below half a unit in the last place of the weights" + FORECAST,
         LOST,
         severity="warning",

@@ -97,9 +97,15 @@ def codes(record: Record) -> list[tuple[str, str]]:
 def test_gains_of_ones_that_stand_still_in_bfloat16_are_named_and_those_in_float32_move() -> None:
     record, net = trained()
     assert int((net.norm.weight != 1).sum()) == 0
+    assert record.updates is not None
     assert (codes(record), record.verdict) == ([("frozen-weights", "error")], "precision")
-    assert "norm.weight (0 of 64 values). Of the way" in record.findings[0].message
+    assert "norm.weight (0 of 64 values). Lost of the way" in record.findings[0].message
     assert record.findings[0].parameter == "norm.weight"
+    lost = [f"{kind.lost:.0%} of {kind.kind}" for kind in record.updates.kinds if (kind.lost or 0.0) > 0.5]
+    whole = f"{record.updates.lost:.0%} of all half weights. To first order"
+    assert (
+        f"Lost of the way that float32 weights go in them: {', '.join(lost)} and {whole}" in record.findings[0].message
+    )
 
     twin, net = trained(torch.float32)
     assert int((net.norm.weight != 1).sum()) == 64
