@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.decisions import Decision, Evident, fact, first
-from ampdbg.diagnosis.losses import DIVERGED, FEW_LOSSES, LEAPT, climbs_on, finite, leapt, rose
+from ampdbg.diagnosis.losses import DIVERGED, FEW_LOSSES, LEAPT, climbs_on, finite, leapt, losses_of, rose
 from ampdbg.diagnosis.producers import (
     FAR_FROM_FP32,
     OVERFLOWS,
@@ -218,6 +218,24 @@ class Evidence(Evident):
         return in_batch(self.made, self.outlier or "")
 
     @property
+    def is_rewritten(self) -> bool:
+        """The script wrote a value beyond FP16 into a buffer right before the step, in which FP32's loss is many times
+        all before it, or not finite."""
+        largest = max(map(abs, self.losses), default=math.inf)
+        is_known = bool(self.made.rewritten and self.losses)
+        return is_known and not self.in_fp32 <= LEAPT * largest and not self.is_thrown
+
+    @property
+    def rewritten(self) -> list[str]:
+        """Those buffers, and how large a value each holds."""
+        return [f"{name} (up to {number(size)})" for name, size in self.made.rewritten.items()]
+
+    @property
+    def last_loss(self) -> float:
+        """The last of the losses before."""
+        return self.losses[-1]
+
+    @property
     def in_fp32(self) -> float:
         """How large the loss is in FP32; NaN where it did not run."""
         return abs(self.made.fp32.loss) if self.made.fp32 else math.nan
@@ -262,8 +280,8 @@ class Evidence(Evident):
 
     @cached_property
     def losses(self) -> list[float]:
-        """The finite losses of the steps before it."""
-        return finite([step.loss for step in self.before])
+        """The losses of the steps before it."""
+        return losses_of(self.before)
 
     @cached_property
     def diverges(self) -> bool:
@@ -319,8 +337,8 @@ class Evidence(Evident):
 
     @cached_property
     def taken(self) -> list[float]:
-        """The finite losses of the steps before it that were taken: those of skipped ones may be of its own weights."""
-        return finite([step.loss for step in self.before if not step.skipped])
+        """The losses of the steps before it that were taken: those of skipped ones may be of its own weights."""
+        return losses_of(step for step in self.before if not step.skipped)
 
     @property
     def largest_taken(self) -> float:
@@ -579,6 +597,16 @@ CAUSES: tuple[Decision[Evidence], ...] = (
         "the same step raises an error in FP32",
         lambda it: not it.is_answered,
         "the same step in FP32 raised an error: {made.fp32.error}",
+    ),
+    Decision(
+        WEIGHTS,
+        "the script wrote a value beyond FP16 into a buffer right before the step, and FP32's loss is lost, or over "
+        "1000 times all before it",
+        lambda it: it.is_rewritten,
+        "right before step {made.step} the script itself wrote {rewritten:buffer}: {rewritten}; in FP32 too the loss "
+        "goes from {last_loss} to {made.fp32.loss}",
+        {"buffers": "made.rewritten"},
+        remedy="look at what the script writes there, or keep it within half's range",
     ),
     Decision(
         DIVERGENCE,
