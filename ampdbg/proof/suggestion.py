@@ -172,8 +172,9 @@ def _with_patch(record: Record, materials: Materials, prover: Prover | None, *, 
     while plans:
         plan = plans.pop(0)
         patch = plan()
-        refused = refused or tuple(_reasons(patch.refused))
-        if not patch.edits or patch.refused or any(patch.edits == other.edits for other, _ in failed):
+        refused = refused or tuple(_reasons((*patch.refused, *patch.left)))
+        lacking = patch.refused if prover is not None else (*patch.refused, *patch.left)
+        if not patch.edits or lacking or any(patch.edits == other.edits for other, _ in failed):
             continue
         if prover is None:
             return _patched_by(patch, record)

@@ -356,6 +356,22 @@ def test_a_block_that_the_rest_does_not_need_is_left_out_and_what_stands_beside_
     assert found.edits[0].after.count(b"enabled=False") == 1
 
 
+def test_a_line_that_nobody_has_shown_to_be_needed_and_that_cannot_be_edited_does_not_keep_the_others_from_it(
+    tmp_path: Path,
+) -> None:
+    """No pin reaches these lines, so that the search does not know which of them are needed: only a proof can say."""
+    text = IN_TWO_FUNCTIONS.replace(").mean()", ").mean(); pass")
+    config = written(tmp_path, {"net.py": text})
+    found = suggest(config)
+    assert proven(found)
+    assert [unit.title for unit in handed_over(found).units] == ["line 21 of net.py"]
+    unproven = suggest(config, verify=False)
+    assert unproven.edits == ()
+    assert handed_over(unproven).refused == (
+        f"{tmp_path / 'net.py'}:25: the line holds several statements; put each on its own line first",
+    )
+
+
 @pytest.mark.slow
 def test_positions_that_are_made_in_half_are_made_in_fp32_and_the_model_gets_no_helper(tmp_path: Path) -> None:
     file = next(file for file in FILES if file.stem == "positions_in_half")
