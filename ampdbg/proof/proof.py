@@ -84,9 +84,10 @@ class _Proving:
             return Proof(False, tuple(with_the_patch(patched, self.job.patched)))
         dropped = dict[str, Seen]()
         for title, seen in self.dropped(without):
-            dropped[title], needed = seen, without_a_unit(title, seen)
-            if not (needed.passed or training):  # it is to be proven without that
-                return Proof(False, (*with_the_patch(patched, self.job.patched), needed))
+            dropped[title] = seen
+            if not (without_a_unit(title, seen).passed or training):  # it is to be proven without that
+                tried = map(without_a_unit, dropped, dropped.values())
+                return Proof(False, (*with_the_patch(patched, self.job.patched), *tried))
         self.observer.stage("the failing step without the patch")
         reference = self.seen(replace(self.job, kind="reference", patched=Patched()))
         if not (training or self.job.captured):
@@ -188,6 +189,11 @@ def unneeded_unit(proof: Proof) -> str:
     """The last part of the patch, by its title, without which the failing step is as healthy; "" for none."""
     needless = (step.name for step in reversed(proof.steps) if not step.passed and step.detail.startswith(NOT_NEEDED))
     return next(needless, "").removeprefix(WITHOUT)
+
+
+def needed_units(proof: Proof) -> set[str]:
+    """The parts of the patch, by their titles, without which the failing step has failed."""
+    return {step.name.removeprefix(WITHOUT) for step in proof.steps if step.passed and step.name.startswith(WITHOUT)}
 
 
 def without_a_unit(title: str, seen: Seen) -> ProofStep:
