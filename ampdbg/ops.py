@@ -29,6 +29,13 @@ PRODUCTS = MATRIX_PRODUCTS | _names(
 )
 """What autocast runs in half: most of a model's time. Never moved to FP32 unless it is itself pinned."""
 
+ATEN_PRODUCTS = PRODUCTS | _names(
+    """convolution _convolution _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm gru
+    _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu
+    _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"""
+)
+"""The same by ATen's names."""
+
 SCALINGS = _names("mul multiply div divide true_divide")
 """Element by element: every value times or by another one."""
 

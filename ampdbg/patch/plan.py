@@ -234,12 +234,16 @@ def lines_title(file: str, lines: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Patch:
-    """The edits of all files together. ``without`` has them for each unit's title with that one unit left out."""
+    """The edits of all files together. ``without`` has them for each unit's title with that one unit left out.
+
+    ``left`` says why pins are not edited that no trial has shown to be needed.
+    """
 
     edits: tuple[FileEdit, ...]
     units: tuple[PatchUnit, ...]
     without: Mapping[str, tuple[FileEdit, ...]]
     refused: tuple[Refused, ...] = ()
+    left: tuple[Refused, ...] = ()
     moves_constants: bool = False
 
 
@@ -247,22 +251,23 @@ def planned(materials: Materials, ways: Sequence[PlacementRule] | None = None, u
     """The patch for the pins.
 
     Each pin is edited in the first of ``ways`` that the code allows, unless another runs many fewer modules in FP32;
-    by default these are :data:`WAYS`'s first. What none allows is in ``refused``. Units by the titles in ``unneeded``
-    are left out.
+    by default these are :data:`WAYS`'s first. What none allows is in ``refused``, or ``left`` out as are units by the
+    titles in ``unneeded``: whether the others are enough is for the proof to say.
     """
     chosen: list[Placement] = []
     refused: list[Refused] = []
+    left: list[Refused] = []
     for pin in materials.pins:
         placements, reasons = _best(pin, materials, WAYS[0] if ways is None else ways)
         chosen += placements
-        refused += reasons
+        (refused if pin.without else left).extend(reasons)
     chosen = list(_merged(chosen, materials))
     parts = [part for part in _parts(chosen, materials) if _title(part) not in unneeded]
     chosen = [place for part in parts for place in part]
     units = tuple(map(_unit, parts))
     without = {_title(part): _applied([one for one in chosen if one not in part], materials)[0] for part in parts}
     edits, more = _applied(chosen, materials)
-    return Patch(edits, units, without, (*refused, *more))
+    return Patch(edits, units, without, (*refused, *more), tuple(left))
 
 
 def constants_kept(constants: Sequence[Source], materials: Materials) -> Patch:

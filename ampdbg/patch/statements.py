@@ -234,8 +234,9 @@ def pieces_of_line(line: cst.SimpleStatementLine, pinned: PinnedLine) -> Sequenc
         raise EditError("the line holds several statements; put each on its own line first")
     small, names = line.body[0], pinned.names
     _refuse_suspended(small)
-    if pinned.is_lifted and (lifted := small.visit(_Lifting(names))) is not small:
-        assert isinstance(lifted, cst.BaseSmallStatement)
+    lifted = small.visit(_Lifting(names)) if pinned.is_lifted else small
+    assert isinstance(lifted, cst.BaseSmallStatement)
+    if not lifted.deep_equals(small):  # LibCST copies all that it visits
         casts = value_of(lifted)
         if casts is not None and not any(map(names.computes, _apart(casts, pinned))):
             return [Piece(line.with_changes(body=[lifted]), names, pinned)]

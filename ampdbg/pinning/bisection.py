@@ -316,4 +316,4 @@ def _overflowing(ranges: Iterable[RangeSeen], scale: float, low: FloatFormat) ->
         else:
             beyond = seen.overflow != "carried" and seen.output.largest * scale >= low.overflow_threshold
         if beyond:
-            yield seen.place
+            yield from seen.made_half or (seen.place,)

@@ -63,7 +63,7 @@ class Experiment:
             if not health.healthy:
                 health = replace(health, why=f"step {case.failing.snapshot.step}: {health.why}")
                 break
-        sites = tuple(map(_site, health.guilty))
+        sites = tuple(site for suspect in health.guilty for site in _sites(suspect))
         self._note(sites, pins)
         return Trial(
             pins=tuple(pins),
@@ -116,17 +116,11 @@ class Experiment:
                 into.append(site)
 
 
-def _site(suspect: Suspect) -> PinSite:
+def _sites(suspect: Suspect) -> Iterator[PinSite]:
+    """Where it goes wrong; of a gradient that becomes half again where its tensor was made half."""
     producer = suspect.producer
-    return PinSite(
-        phase=producer.phase,
-        module=producer.module,
-        op=producer.op,
-        source=producer.source,
-        value=suspect.value,
-        call=producer.call,
-        parameter=producer.parameter,
-    )
+    for _, module, call, _, source in producer.made_half or (producer.site,):
+        yield PinSite(producer.phase, module, producer.op, source, suspect.value, call, producer.parameter)
 
 
 def _is_same(one: PinSite, other: PinSite) -> bool:

@@ -19,11 +19,19 @@ from torch._C import _should_allow_numbers_as_tensors as takes_numbers
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampdbg.ops import ALLOCATES, KEEPS_THE_REST, OVERWRITES
+from ampdbg.ops import ALLOCATES, ATEN_PRODUCTS, CASTS, KEEPS_THE_REST, OVERWRITES, base_name
 from ampdbg.probes.module_calls import OUTSIDE, ModulePaths, module_paths, run_eagerly
 from ampdbg.probes.seams import Seam, attached, only_follows
 from ampdbg.probes.source_lines import innermost_line, source_of
-from ampdbg.probes.tensors import Magnitude, magnitude_of, magnitude_of_number, tensors_in, times_written, together
+from ampdbg.probes.tensors import (
+    HALVES,
+    Magnitude,
+    magnitude_of,
+    magnitude_of_number,
+    tensors_in,
+    times_written,
+    together,
+)
 from ampdbg.record.run import OpSite
 from ampdbg.source.ownership import Line
 
@@ -113,6 +121,10 @@ class OpPlace(NamedTuple):
     call: int
     line: Line | None
 
+    def site(self, op: str) -> OpSite:
+        """Where an op is in the step, as a record has it."""
+        return self.phase, self.module, self.call, op, source_of(self.line) if self.line else None
+
 
 OpKey = tuple[OpPlace, str]
 
@@ -136,8 +148,7 @@ class OpSeen:
     @property
     def site(self) -> OpSite:
         """Where it is in the step, as a record has it."""
-        place = self.place
-        return place.phase, place.module, place.call, self.op, source_of(place.line) if place.line else None
+        return self.place.site(self.op)
 
     @property
     def produces(self) -> bool:
@@ -159,6 +170,7 @@ class PlacedOps(TorchDispatchMode):
     def __init__(self, model: torch.nn.Module, paths: ModulePaths) -> None:
         super().__init__()
         self.known = KnownMagnitudes()
+        self.makers = HalfMakers()
         self._places = _Places(model, paths)
 
     @classmethod
@@ -189,6 +201,7 @@ class PlacedOps(TorchDispatchMode):
         made = tensors_in(output) or written
         for tensor in (*written, *made):
             self.known.forget(tensor)
+        self.makers.after(traits.name, place, given, made)
         if not traits.allocates and any(tensor.numel() for tensor in made):
             self.after(traits, place, parameter, before, made)
         return output
@@ -313,6 +326,43 @@ class _Places:
             self._by_node[newest] = place if has_own else self._last
             self._newest = newest
         self._last = place
+
+
+class HalfMakers:
+    """Knows by which ops the half tensors were made that ops in FP32 read: their gradients are cast back to half there,
+    which no pin of the reading op changes.
+
+    A product and a cast make half. Any other op is only in the dtype that it is given: in half because of the one of
+    its makers that ran last, for with that in FP32 it is in FP32 too.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[int, tuple[int, OpPlace, str]] = {}
+        self._read: dict[OpPlace, dict[OpPlace, str]] = {}
+        self._ran = 0
+
+    def after(self, name: str, place: OpPlace, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
+        """To be called with what an op has made of what it was given."""
+        if place.phase == "backward":
+            return
+        self._ran += 1
+        keys = [storage_of(tensor) for tensor in given if tensor.dtype in HALVES and tensor.requires_grad]
+        makers = [self._last[key] for key in keys if key in self._last]
+        last = (self._ran, place, name)
+        if base_name(name) not in ATEN_PRODUCTS:
+            last = max(makers, default=last)
+        half = [tensor for tensor in made if tensor.dtype in HALVES]
+        for tensor in made:
+            self._last.pop(storage_of(tensor), None)
+        self._last |= {key: last for key in map(storage_of, half) if key}
+        if not half:
+            self._read.setdefault(place, {}).update((maker, op) for _, maker, op in makers)
+
+    def of_gradient(self, name: str, place: OpPlace, made: Sequence[torch.Tensor]) -> Mapping[OpPlace, str]:
+        """The ops, and their names, that made half what a gradient is cast back to half for; none of any other op."""
+        if place.phase == "forward" or base_name(name) not in CASTS or made[0].dtype not in HALVES:
+            return {}
+        return self._read.get(place._replace(phase="forward"), {})
 
 
 class KnownMagnitudes:

@@ -28,7 +28,7 @@ from ampdbg.ops import (
 from ampdbg.probes.module_calls import ModulePaths
 from ampdbg.probes.op_trace import KnownMagnitudes, OpPlace, OpSeen, OpTrace, OpTraits, storage_of
 from ampdbg.probes.tensors import NOTHING, Magnitude, float_values, leaves_of, may_be_bad, together
-from ampdbg.record.run import Producer
+from ampdbg.record.run import OpSite, Producer
 
 BEYOND_COMPUTING = 1e30
 """Nothing that a model computes is as large: it is the lowest number of a wider format, as a mask."""
@@ -44,6 +44,7 @@ class Circumstances:
     is_constant: bool = False
     divides_by_zero: bool = False
     leaf: str | None = None
+    made_half: tuple[OpSite, ...] = ()
 
 
 class ProducerTrace(OpTrace):
@@ -104,10 +105,12 @@ class ProducerTrace(OpTrace):
 
     def _circumstances(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> Circumstances:
         name = base_name(seen.op)
+        makers = self.makers.of_gradient(seen.op, seen.place, made)
         return Circumstances(
             is_constant=self._is_constant(name, seen, made),
             divides_by_zero=name in POLES and bool(self._given) and self._is_at_a_pole(seen.op),
             leaf=self._origins.leaf(self._given[0]) if name in CASTS and self._given else None,
+            made_half=tuple(place.site(op) for place, op in makers.items()),
         )
 
     def _is_at_a_pole(self, op: str) -> bool:

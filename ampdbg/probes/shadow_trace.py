@@ -68,6 +68,7 @@ class RangeSeen:
     here: by an input that FP16 had lost already, or by a constant of the user's code. ``is_noise`` marks a
     gradient whose terms cancel to rounding error, such as an attention's key bias. ``is_gradient`` says that the
     loss scale is in it: an op of the backward pass may compute with what the forward pass has made alone, as a sign.
+    ``made_half`` is as of a producer.
     """
 
     op: str
@@ -77,6 +78,7 @@ class RangeSeen:
     overflow: OverflowOrigin
     is_noise: bool
     is_gradient: bool
+    made_half: tuple[OpPlace, ...] = ()
 
 
 class ShadowTrace(PlacedOps):
@@ -156,7 +158,10 @@ class ShadowTrace(PlacedOps):
             exponents = sum((exponents_of(*one) for one in low), Exponents())
             overflow = _overflow(output, lost)
             is_noise = _is_noise(traits, place, largest_input, output)
-            self.ranges.append(RangeSeen(traits.name, place, output, exponents, overflow, is_noise, is_gradient))
+            makers = tuple(self.makers.of_gradient(traits.name, place, made))
+            self.ranges.append(
+                RangeSeen(traits.name, place, output, exponents, overflow, is_noise, is_gradient, makers)
+            )
 
 
 def _overflow(output: Magnitude, lost: bool) -> OverflowOrigin:

@@ -82,10 +82,12 @@ class _Proving:
         patched = self.seen(self.job, train if at_once else lambda tried: None)
         if not all(step.passed for step in with_the_patch(patched, self.job.patched)):
             return Proof(False, tuple(with_the_patch(patched, self.job.patched)))
-        dropped = dict(self.dropped(without))
-        needless = [step for step in map(without_a_unit, dropped, dropped.values()) if not step.passed]
-        if needless and not training:  # it is to be proven without that
-            return Proof(False, (*with_the_patch(patched, self.job.patched), *needless))
+        dropped = dict[str, Seen]()
+        for title, seen in self.dropped(without):
+            dropped[title] = seen
+            if not (without_a_unit(title, seen).passed or training):  # it is to be proven without that
+                tried = map(without_a_unit, dropped, dropped.values())
+                return Proof(False, (*with_the_patch(patched, self.job.patched), *tried))
         self.observer.stage("the failing step without the patch")
         reference = self.seen(replace(self.job, kind="reference", patched=Patched()))
         if not (training or self.job.captured):
@@ -103,8 +105,9 @@ class _Proving:
         return Proof(all(step.passed for step in shown), tuple(shown))
 
     def dropped(self, without: Mapping[str, Patched]) -> Iterator[tuple[str, Seen]]:
-        """What is seen without each part; what the reference shows needs no run of its own."""
-        for title, rest in without.items():
+        """What is seen without each part, the last one first: of two that would do, the first blamed is kept. What the
+        reference shows needs no run of its own."""
+        for title, rest in reversed([*without.items()]):
             if not rest.changes_nothing:
                 self.observer.stage(f"the failing step without {title}")
                 yield title, self.seen(replace(self.job, kind="dropped", patched=rest))
@@ -183,9 +186,14 @@ WITHOUT, NOT_NEEDED = "without ", "not needed: "
 
 
 def unneeded_unit(proof: Proof) -> str:
-    """The first part of the patch, by its title, without which the failing step is as healthy; "" for none."""
-    needless = (step.name for step in proof.steps if not step.passed and step.detail.startswith(NOT_NEEDED))
+    """The last part of the patch, by its title, without which the failing step is as healthy; "" for none."""
+    needless = (step.name for step in reversed(proof.steps) if not step.passed and step.detail.startswith(NOT_NEEDED))
     return next(needless, "").removeprefix(WITHOUT)
+
+
+def needed_units(proof: Proof) -> set[str]:
+    """The parts of the patch, by their titles, without which the failing step has failed."""
+    return {step.name.removeprefix(WITHOUT) for step in proof.steps if step.passed and step.name.startswith(WITHOUT)}
 
 
 def without_a_unit(title: str, seen: Seen) -> ProofStep:

@@ -23,7 +23,7 @@ from ampdbg.pinning.pin_set import digest, tied_together
 from ampdbg.probes.half_names import names_seen
 from ampdbg.proof.jobs import CapturedStep, Job, Patched
 from ampdbg.proof.processes import FreshProcesses, JobStarter
-from ampdbg.proof.proof import prove, unneeded_unit
+from ampdbg.proof.proof import needed_units, prove, unneeded_unit
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Source
 from ampdbg.record.pins import EVERYTHING, Form, Handover, PatchUnit, Proof, RootModel, Strategy, in_words, root_of
@@ -159,6 +159,7 @@ def _with_patch(record: Record, materials: Materials, prover: Prover | None, *, 
     patch does not need, is left out of it: what an edit hands on in FP32 may cure the next line too.
     """
     failed: list[tuple[Patch, Proof]] = []
+    shown: set[str] = set()
     refused: tuple[str, ...] = ()
     pins = tuple(pin for pin in materials.pins if pin.sites or not (pin.tied or pin.source))
     needed = replace(materials, pins=pins)
@@ -172,22 +173,26 @@ def _with_patch(record: Record, materials: Materials, prover: Prover | None, *, 
     while plans:
         plan = plans.pop(0)
         patch = plan()
-        refused = refused or tuple(_reasons(patch.refused))
-        if not patch.edits or patch.refused or any(patch.edits == other.edits for other, _ in failed):
+        refused = refused or tuple(_reasons((*patch.refused, *patch.left)))
+        lacking = patch.refused if prover is not None else (*patch.refused, *patch.left)
+        if not patch.edits or lacking or any(patch.edits == other.edits for other, _ in failed):
             continue
         if prover is None:
             return _patched_by(patch, record)
         try:
             patched = replace(_patched(patch.edits), moves_constants=patch.moves_constants)
-            proof = prover(patched, {title: _patched(edits) for title, edits in patch.without.items()})
+            # What is known to be needed is left out last, and not again for each part that is not.
+            parts = sorted(patch.without, key=lambda title: title not in shown)
+            proof = prover(patched, {title: _patched(patch.without[title]) for title in parts})
         except KeyboardInterrupt:
-            shown = _patched_by(patch, replace(record, interrupted=True))
-            return replace(shown, edits=())  # not proven, it is not to be written
+            unproven = _patched_by(patch, replace(record, interrupted=True))
+            return replace(unproven, edits=())  # not proven, it is not to be written
         if proof.passed:
             narrower = ((p, why.failure) for p, why in failed if not (p.moves_constants or unneeded_unit(why)))
             patch = next((wider_than(*other, patch) for other in narrower), patch)
             return _patched_by(patch, replace(record, verification=proof))
         failed.append((patch, proof))
+        shown |= needed_units(proof)
         plans[:0] = _without_the_unneeded(plan, patch, proof)
     tried = tuple(PatchUnit(" and ".join(one.title for one in p.units), (), (why.failure,)) for p, why in failed)
     record = replace(record, verification=failed[0][1] if failed else None)

@@ -61,7 +61,8 @@ class Producer:
     infinite but far from FP32: the norm of the difference over that of the FP32 result. ``reaches_gradients`` says that
     the loss is finite, and that gradients are not because of it: an op of the forward pass too, whose NaN the loss
     leaves out and a backward pass takes up. ``is_given`` says that inf or NaN is among what it is given, and that no op
-    of the step has made it.
+    of the step has made it. Of a cast of a gradient back to half ``made_half`` are the ops of the forward pass that
+    have made its tensor half: with them in FP32 there is no such cast.
     """
 
     phase: Phase
@@ -85,6 +86,7 @@ class Producer:
     is_erased: bool = False
     reaches_gradients: bool = False
     is_given: bool = False
+    made_half: tuple[OpSite, ...] = ()
 
     @property
     def site(self) -> OpSite:

@@ -378,4 +378,5 @@ def _producer(seen: OpSeen, fp32: tuple[float, bool] | None, circumstances: Circ
         is_constant=circumstances.is_constant,
         divides_by_zero=circumstances.divides_by_zero,
         leaf=circumstances.leaf,
+        made_half=circumstances.made_half,
     )

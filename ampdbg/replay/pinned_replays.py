@@ -97,20 +97,26 @@ class PinnedReplays:
         return replace(made, low=low, fp32=self.fp32_in_brief.replay, floor=floor)
 
     def _at_a_usable_scale(self, pins: Sequence[str], traced: TraceKind | None) -> Replayed:
-        """The first finite replay of the range; where there is none the last, and of a lossless range the first."""
+        """The first finite replay of the range; where there is none the last, and of a lossless range the first.
+
+        A trace takes several times as long as the step: only that of the one which is returned is made, and the
+        first's.
+        """
         tried: list[Replayed] = []
         for scale in self._scales():
-            with self._pinned(pins):
-                low = self._replay(Manner(self._low, scale, is_lifted=False), traced, stops_at_loss=True)
+            low = self._at_scale(pins, scale, None if tried else traced, stops_at_loss=True)
             if not math.isfinite(low.replay.loss):
                 return low
             if is_finite(low.replay):
                 if tried and self.scales.is_lossless and not self._keeps_its_gradients(low, pins):
                     break
                 self.scale = scale
-                return low
+                return self._with_trace(low, pins, traced)
             tried.append(low)
-        return tried[0 if self.scales.is_lossless else -1]
+        return tried[0] if self.scales.is_lossless else self._with_trace(tried[-1], pins, traced)
+
+    def _with_trace(self, low: Replayed, pins: Sequence[str], traced: TraceKind | None) -> Replayed:
+        return low if low.trace or traced is None else self._at_scale(pins, low.replay.scale, traced)
 
     def _keeps_its_gradients(self, low: Replayed, pins: Sequence[str]) -> bool:
         return keeps_its_gradients(self._held_against_fp32(low, pins)[0])
@@ -126,9 +132,11 @@ class PinnedReplays:
             return self._held_against_fp32(at_scale(low.replay.scale, ProducerTrace), pins, most)
         return held
 
-    def _at_scale(self, pins: Sequence[str], scale: float, traced: TraceKind | None = None) -> Replayed:
+    def _at_scale(
+        self, pins: Sequence[str], scale: float, traced: TraceKind | None = None, *, stops_at_loss: bool = False
+    ) -> Replayed:
         with self._pinned(pins):
-            return self._replay(Manner(self._low, scale, is_lifted=False), traced)
+            return self._replay(Manner(self._low, scale, is_lifted=False), traced, stops_at_loss=stops_at_loss)
 
     def _scales(self) -> Iterator[float]:
         scale = self.failing.scale if self.scales.is_lossless else self.scale

@@ -280,6 +280,12 @@ def test_what_cannot_be_edited_is_left_alone_with_a_reason(text: str, reason: st
     assert refused.line in (marked_line, marked_line + 1, 0)
 
 
+def test_a_line_without_a_cast_to_lift_that_computes_nothing_is_refused_too() -> None:
+    source = b"import torch\n\ndef f(self, x):\n    return self.g(x)\n"
+    edited = edit_source(source, [LinePin("f", (4,), is_lifted=True)], seen_anywhere(("x",)))
+    assert [one.reason for one in edited.refused] == ["it only calls modules or functions; pin what it calls"]
+
+
 def test_where_no_trace_saw_the_line_the_reason_says_so_and_what_to_do() -> None:
     (refused,) = edit_source(b"import torch\n\ndef f(x):\n    return x / 2\n", [LinePin("f", (4,))]).refused
     assert refused.reason.startswith("no replay runs this line itself, so ampdbg does not know which of its names hold")

@@ -185,6 +185,43 @@ class SpikeInHalfAlone(Steady):
         return F.layer_norm(made, (WIDTH,))
 
 
+class Steeper(torch.autograd.Function):
+    """The identity, whose gradient is so many times as large."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, gain: float) -> torch.Tensor:
+        ctx.gain = gain
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * ctx.gain, None
+
+
+class CastBack(nn.Module):
+    """A layer whose output is read in FP32: its gradient, of any ``gain`` there, becomes half again with the output."""
+
+    def __init__(self, gain: float) -> None:
+        super().__init__()
+        self.gain, self.linear = gain, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.linear(Steeper.apply(x, 1 / self.gain))
+        return F.layer_norm(Steeper.apply(made.float(), self.gain), (WIDTH,)) + x
+
+
+class Steep(nn.Module):
+    """``count`` layers, of which those of the numbers in ``culprits`` are given gradients beyond half."""
+
+    def __init__(self, count: int, culprits: Sequence[int]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(CastBack(2.0**30 if number in culprits else 1.0) for number in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functools.reduce(lambda value, layer: layer(value), self.layers, x)
+
+
 class SideBySide(nn.Module):
     """Layers that are given the same, each of which overflows in float16 alone: none hides another one."""
 

@@ -98,6 +98,15 @@ def test_a_culprit(name: str, strategy: str, tmp_path: Path) -> None:
     assert record.pins[0].without.startswith(why)
 
 
+def test_where_a_gradient_becomes_half_again_the_layer_that_made_its_tensor_half_is_suspected(tmp_path: Path) -> None:
+    """No pin of the code that reads the tensor in FP32 changes that."""
+    record = bisected(tmp_path, "Steep", {"count": 12, "culprits": [2, 3, 7, 10]}, steps=12)
+    assert record.findings[0].code == "gradient-overflow"
+    assert_found(record, *(f"layers.{number}.linear" for number in (2, 3, 7, 10)))
+    assert record.pins[0].sites[0].module == "layers.2.linear"
+    assert len(searched(record)) <= 2 * 4 + 2
+
+
 @pytest.mark.slow
 def test_of_very_many_overflows_that_erase_themselves_none_needs_a_trial_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -316,3 +316,24 @@ def test_what_stands_where_a_nan_was_is_not_taken_for_it() -> None:
         model.weight.detach().sqrt()
         (kept * 1.0).sum().backward()
     assert trace.bad.in_gradients == set()
+
+
+MADE_HALF: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], list[str]]] = {
+    "the cast": (lambda half: torch.relu(half + half), ["aten._to_copy.default"]),
+    "a product": (lambda half: torch.relu(half[None] @ half[:, None]), ["aten.mm.default"]),
+    "the later of two, for it alone keeps their sum in half": (
+        lambda half: half + half[None] @ half[:, None],
+        ["aten.mm.default"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MADE_HALF)
+def test_of_a_gradient_that_is_cast_back_to_half_it_is_known_what_made_its_tensor_half(name: str) -> None:
+    computed, ops = MADE_HALF[name]
+
+    def run(model: Model, batch: torch.Tensor) -> None:
+        made = computed((1e-5 * model.weight).half()).float()
+        (1e9 * made).sum().backward()  # too large for a gradient in half
+
+    assert [op for _, _, _, op, _ in of_the_last_producer(run, PRICES).made_half] == ops

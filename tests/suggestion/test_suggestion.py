@@ -333,6 +333,29 @@ def test_what_the_rest_of_a_patch_does_not_need_is_left_out(tmp_path: Path, monk
     assert found.edits[0].after.count(b"enabled=False") == 1
 
 
+@pytest.mark.slow
+def test_a_part_that_is_known_to_be_needed_is_the_last_to_be_left_out_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[list[str]] = []
+    third = "1e-12 * (x * x * x).mean()\n\n\ndef loss(output, target):\n    return cubed(summed(0.01 * output)) + "
+    text = IN_TWO_FUNCTIONS.replace("def loss(output, target):\n    return ", f"def cubed(x):\n    return {third}")
+    needed = ProofStep("without line 21 of net.py", True, "step 0 fails: loss inf")
+    needless = ProofStep("without line 25 of net.py", False, "not needed: healthy; loss 1.0000, 1.0000 in FP32")
+    outcomes = [Proof(False, (needed, needless)), Proof(True)]
+
+    def prove(job: object, run: object, failing: object, without: dict[str, object], *args: object) -> Proof:
+        order.append(list(reversed(without)))
+        return outcomes[len(order) - 1]
+
+    monkeypatch.setattr(suggestion, "prove", prove)
+    suggest(written(tmp_path, {"net.py": text}))
+    assert order == [
+        [f"line {number} of net.py" for number in (21, 25, 29)],
+        [f"line {number} of net.py" for number in (29, 21)],
+    ]
+
+
 IN_ONE_FUNCTION = net(
     "self.body = nn.Linear(8, 8)",
     "return self.body(x)",
@@ -354,6 +377,22 @@ def test_a_block_that_the_rest_does_not_need_is_left_out_and_what_stands_beside_
     title = "line 21 of net.py" if between else "lines 21 to 22 of net.py"
     assert [unit.title for unit in handed_over(found).units] == [title]
     assert found.edits[0].after.count(b"enabled=False") == 1
+
+
+def test_a_line_that_nobody_has_shown_to_be_needed_and_that_cannot_be_edited_does_not_keep_the_others_from_it(
+    tmp_path: Path,
+) -> None:
+    """No pin reaches these lines, so that the search does not know which of them are needed: only a proof can say."""
+    text = IN_TWO_FUNCTIONS.replace(").mean()", ").mean(); pass")
+    config = written(tmp_path, {"net.py": text})
+    found = suggest(config)
+    assert proven(found)
+    assert [unit.title for unit in handed_over(found).units] == ["line 21 of net.py"]
+    unproven = suggest(config, verify=False)
+    assert unproven.edits == ()
+    assert handed_over(unproven).refused == (
+        f"{tmp_path / 'net.py'}:25: the line holds several statements; put each on its own line first",
+    )
 
 
 @pytest.mark.slow
