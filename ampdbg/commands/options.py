@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import os
 import re
 import tempfile
@@ -23,19 +24,36 @@ from ampdbg.record.run import RECORD_FORMAT
 
 PATCH = "patch of that form"
 
-CONTENTS: Mapping[str, tuple[str, bytes]] = {
-    "record": ("record", rb'(?s)\{.*"format":\s*"%b"' % re.escape(RECORD_FORMAT).encode()),
-    "text": ("report", "(✓|✗|\\?|!) ".encode()),
-    "markdown": ("report in Markdown", "### (✓|✗|\\?|!) ".encode()),
-    "html": ("HTML page", rb"<!doctype html>\n<!-- A report of ampdbg "),
-    "sarif": ("SARIF log", rb'\{\s*"\$schema": "[^"]*sarif-schema'),
-    "diff": (PATCH, rb"# (Keeps|The script's) .*\n(#.*\n)*diff --git "),
-    "module": (PATCH, rb'# Keeps .*\n(#.*\n)*\n"""Keeps modules in FP32 '),
-    "yaml": (PATCH, rb"# Keeps .*\n(#.*\n)*precision:\n"),
-    "json": (PATCH, rb'\{\s*"format": "ampdbg\.patch"'),
-    "log": ("log of a run", rb'\s*\{\s*"format"\s*:\s*"%b"' % re.escape(LOG_FORMAT).encode()),
+Known = Callable[[bytes], object]
+"""What is true of the content of a file that an option has written."""
+
+
+def _of_format(name: str) -> Known:
+    """A JSON object of that format itself: a user's file may hold a whole record, or a sentence about one."""
+
+    def is_of_it(there: bytes) -> bool:
+        try:
+            data = json.loads(there)
+        except (ValueError, RecursionError):
+            return False
+        return isinstance(data, dict) and data.get("format") == name
+
+    return is_of_it
+
+
+CONTENTS: Mapping[str, tuple[str, Known]] = {
+    "record": ("record", _of_format(RECORD_FORMAT)),
+    "text": ("report", re.compile("(✓|✗|\\?|!) ".encode()).match),
+    "markdown": ("report in Markdown", re.compile("### (✓|✗|\\?|!) ".encode()).match),
+    "html": ("HTML page", re.compile(rb"<!doctype html>\n<!-- A report of ampdbg ").match),
+    "sarif": ("SARIF log", re.compile(rb'\{\s*"\$schema": "[^"]*sarif-schema').match),
+    "diff": (PATCH, re.compile(rb"# (Keeps|The script's) .*\n(#.*\n)*diff --git ").match),
+    "module": (PATCH, re.compile(rb'# Keeps .*\n(#.*\n)*\n"""Keeps modules in FP32 ').match),
+    "yaml": (PATCH, re.compile(rb"# Keeps .*\n(#.*\n)*precision:\n").match),
+    "json": (PATCH, _of_format("ampdbg.patch")),
+    "log": ("log of a run", re.compile(rb'\s*\{\s*"format"\s*:\s*"%b"' % re.escape(LOG_FORMAT).encode()).match),
 }
-"""What a file is called that an option has written, and how it begins."""
+"""What a file is called that an option has written, and how it is known."""
 
 
 def check_place(option: str, path: Path | None, content: str, **others: Path | None) -> None:
@@ -70,7 +88,7 @@ def _is_own(path: Path, content: str) -> bool:
         there = path.read_bytes()
     except OSError:
         return False
-    return not there or re.match(CONTENTS[content][1], there) is not None
+    return not there or bool(CONTENTS[content][1](there))
 
 
 def _checked_record(value: Path | None) -> Path | None:

@@ -12,7 +12,7 @@ from functools import cached_property
 from ampdbg.call_order import Call, CallKind, CallOrder
 from ampdbg.lint.branches import TooManyWays, Values, Way, changed_names, lasting, rounds
 from ampdbg.lint.document import FUNCTIONS, LOOPS, Document
-from ampdbg.lint.expressions import argument, given
+from ampdbg.lint.expressions import argument, given, is_none
 from ampdbg.lint.facts import Facts
 
 KINDS: Mapping[str, CallKind] = {"unscale_": "unscale", "step": "step", "update": "update", "get_scale": "get_scale"}
@@ -200,15 +200,16 @@ def _smallest(document: Document, unit: ast.AST, calls: Sequence[LoopCall]) -> a
     return next((one for one in inside[0] if all(one in loops for loops in inside)), unit)
 
 
-_TOUCHED = re.compile(r"(?<!autograd)\.grads?\b(?! = None)")
-
-
 def _touches_gradients(unit: ast.AST) -> bool:
     """Code reads or writes ``.grad`` by hand, other than to clear it: it may unscale by hand.
 
     torch.autograd.grad is no gradient of a parameter's.
     """
-    return _TOUCHED.search(ast.unparse(unit)) is not None
+    nodes = list(ast.walk(unit))
+    clearing = (node for node in nodes if isinstance(node, ast.Assign) and is_none(node.value))
+    cleared = {target for node in clearing for target in node.targets}
+    named = (node for node in nodes if isinstance(node, ast.Attribute) and node.attr in ("grad", "grads"))
+    return any(node not in cleared and not ast.unparse(node).endswith("autograd.grad") for node in named)
 
 
 def _call(facts: Facts, node: ast.Call) -> LoopCall | None:

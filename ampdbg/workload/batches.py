@@ -122,7 +122,7 @@ def why_no_batches(data: Any) -> str | None:
     items = data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ()
     if any(isinstance(item, DataLoader) for item in items):
         return f"{a(data)} of several DataLoaders; needed: one"
-    is_tuple_of_tensors = isinstance(data, tuple) and {*map(type, data)} == {torch.Tensor}
+    is_tuple_of_tensors = isinstance(data, tuple) and {isinstance(item, torch.Tensor) for item in data} == {True}
     if is_tuple_of_tensors or isinstance(data, (torch.Tensor, Mapping)):
         return f"{a(data)}, which looks like one batch; needed: an iterable of batches, such as [batch]"
     if isinstance(data, Dataset) and not hasattr(data, "__iter__"):
@@ -177,5 +177,6 @@ def tensor_leaves(batch: Any, path: str = "") -> Iterator[tuple[str, torch.Tenso
     elif isinstance(batch, (list, tuple)):
         for index, value in enumerate(batch):
             yield from tensor_leaves(value, f"{path}[{index}]")
-    for name in _fields(batch):
-        yield from tensor_leaves(getattr(batch, name), f"{path}.{name}")
+    else:
+        for name in _fields(batch):
+            yield from tensor_leaves(getattr(batch, name), f"{path}.{name}")

@@ -354,7 +354,7 @@ def _is_numeric(value: Any) -> bool:
 def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
-    return type(value) in (int, float)
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _fitted(state: Mapping[str, Any], groups: Sequence[Any], optimizer: Optimizer) -> dict[str, Any]:

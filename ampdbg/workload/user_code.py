@@ -131,7 +131,8 @@ def _filter(report: traceback.TracebackException, error: BaseException) -> None:
         kept = [line for line, frame in shown if frame is shown[-1][1] or not is_part_of(frame, "torch")]
         # An empty list would print a heading above nothing; format() leaves the heading out for None.
         vars(part)["stack"] = traceback.StackSummary.from_list(kept) if kept else None
-        inner = zip(getattr(part, "exceptions", None) or (), getattr(raised, "exceptions", ()), strict=False)
+        parts = getattr(part, "exceptions", None)  # of a group alone: any other error may call what it likes so
+        inner = zip(parts, raised.exceptions, strict=False) if parts else ()
         chained = (part.__cause__, raised.__cause__), (part.__context__, raised.__context__), *inner
         waiting += [pair for pair in chained if pair[0] is not None]
 

@@ -191,7 +191,9 @@ def test_a_record_takes_the_place_of_a_record_and_of_nothing_else(here: Here, re
     called = returns(healthy())
     config = Path("c.yaml").read_text(encoding="utf-8")
     Path("other.json").write_text("{}", encoding="utf-8")
-    for name in ("c.yaml", "other.json"):
+    Path("holder.json").write_text('{"mine": 1, "was": {"format": "ampdbg.record"}}', encoding="utf-8")
+    Path("deep.json").write_text("[" * 100_000, encoding="utf-8")
+    for name in ("c.yaml", "other.json", "holder.json", "deep.json"):
         result = here("scan", "c.yaml", "--record", name)
         assert (result.code, result.stdout, called) == (2, "", {})
         assert f"{name} holds no record, and would be overwritten; name another file" in result.stderr

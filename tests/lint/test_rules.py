@@ -88,6 +88,13 @@ def test_gradients_behind_another_call_are_known(call: str) -> None:
     assert found(f"{AGAIN}        {call}\n") == marked(AGAIN) != []
 
 
+@pytest.mark.parametrize("line", ['"""Each p.grad is checked."""', 'print("p.grad is inf")', "p.grad = q.grad = None"])
+def test_a_text_about_gradients_and_what_clears_them_hide_no_misuse(line: str) -> None:
+    [clipped] = (MARK.sub("", rule.invalid[0]) for rule in RULES if "misuse-clip-scaled" in rule.codes)
+    assert [code for _, code in found(f"{clipped}        {line}\n")] == ["misuse-clip-scaled"]
+    assert found(f"{clipped}        p.grad /= 2\n") == []
+
+
 def test_who_gets_the_scaler_may_divide_a_penalty_by_its_scale() -> None:
     [penalised] = (rule.invalid[0] for rule in RULES if rule.codes == ("misuse-gradient-penalty",))
     [(line, _)] = marked(penalised)

@@ -79,6 +79,7 @@ def test_a_data_module_is_prepared_as_lightning_does(tmp_path: Path) -> None:
         ("data = 'text'", "is a str; needed: an iterable of batches"),
         ("data = {'x': 1}", "is a dict, which looks like one batch"),
         ("import torch\ndata = torch.ones(3)", "is a Tensor, which looks like one batch"),
+        ("import torch\ndata = torch.nn.Parameter(torch.ones(3)), torch.ones(3)", "is a tuple, which looks like one"),
         ("def data(): return None", "returned None; needed: an iterable of batches"),
         ("class data: pass", "returned a data; needed: an iterable of batches"),
         ("class data:\n    def train_dataloader(self): return None", "returned None; needed"),
@@ -113,6 +114,16 @@ class Frozen:
     x: torch.Tensor
     name: str
     made: int = dataclasses.field(init=False, default=3)
+
+
+@dataclasses.dataclass
+class Output(collections.OrderedDict[str, torch.Tensor]):
+    """A dataclass and a dict, as what transformers' models give."""
+
+    logits: torch.Tensor
+
+    def __post_init__(self) -> None:
+        self["logits"] = self.logits
 
 
 class Encoding(collections.UserDict[str, torch.Tensor]):
@@ -180,6 +191,7 @@ def test_leaves_are_named_by_their_path() -> None:
     batch = ({"ids": T, 3: [T]}, Frozen(T, "a"), "text")
     assert [path for path, _ in tensor_leaves(batch)] == ['[0]["ids"]', "[0][3][0]", "[1].x"]
     assert [path for path, _ in tensor_leaves(T)] == [""]
+    assert [path for path, _ in tensor_leaves(Output(T))] == ['["logits"]']
 
 
 def test_a_leaf_that_needs_gradients_is_one_on_the_device_too() -> None:

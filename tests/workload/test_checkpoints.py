@@ -11,6 +11,8 @@ from safetensors.torch import save_file
 
 from ampdbg.errors import WorkloadError
 from ampdbg.workload.build import Workload
+from ampdbg.workload.checkpoint import load_optimizer
+from ampdbg.workload.optimizers import groups_of
 from tests.workload.folders import build
 
 WEIGHTS = {"head.weight": torch.full((2, 4), 3.0), "head.bias": torch.full((2,), 5.0)}
@@ -208,6 +210,17 @@ def test_frozen_parameters_that_the_script_gave_to_its_optimizer_are_left_out(tm
     workload = built(tmp_path, {"model": WEIGHTS, "optimizer": state}, "model.target=net.py:Frozen", net=net)
     assert workload.optimizers[0].state.keys() == {workload.model.get_parameter("head.bias")}
     assert moments(workload) == [0.1]
+
+
+def test_a_setting_may_be_of_a_kind_of_float() -> None:
+    class Rate(float):  # as numpy.float64 is one
+        pass
+
+    model, state = torch.nn.Sequential(OrderedDict(head=torch.nn.Linear(4, 2))), adamw()
+    state["param_groups"][0]["lr"] = Rate(0.5)
+    optimizer = torch.optim.AdamW(groups_of(model, "single"))
+    load_optimizer(optimizer, state, model, "single")
+    assert optimizer.param_groups[0]["lr"] == 0.5
 
 
 def test_how_the_machine_of_the_script_computed_is_not_taken_over(tmp_path: Path) -> None:

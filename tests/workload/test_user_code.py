@@ -88,6 +88,13 @@ def test_causes_are_shown_without_plumbing_too_also_thousands_of_them(tmp_path: 
     assert text.count("ValueError: again") >= 3000
 
 
+def test_an_error_may_have_an_attribute_of_the_name_that_groups_of_errors_have(tmp_path: Path) -> None:
+    source = "class Several(Exception):\n    exceptions = None\n\ndef broken():\n    raise Several('none left')\n"
+    text = shown(tmp_path, "model.target=net.py:broken", net=source)
+    assert "Several: none left" in text
+    assert frames(text) == ["net.py:broken"]
+
+
 def test_the_original_exception_is_the_cause(tmp_path: Path) -> None:
     with pytest.raises(UserCodeError) as raised:
         build(tmp_path, net="raise ArithmeticError('x')\n")

@@ -117,6 +117,15 @@ def test_the_sites_carry_the_windows_of_the_record() -> None:
         assert over == sum(one.scale_ceiling is not None and one.scale_ceiling < power for one in gradients)
 
 
+def test_the_scale_begins_with_that_of_the_config_where_no_step_was_taken() -> None:
+    ranged = record_of("ranges_example")
+    scales = [
+        data_of(html(replace(ranged, config={"precision": {"loss_scale": one}})))["sites"]["scales"]
+        for one in ({"init": 1024.0}, 256.0, None)
+    ]
+    assert [one["of_run"] for one in scales] == [10, 8, 16]
+
+
 def test_the_tree_holds_the_windows_of_the_modules() -> None:
     record = record_of("ranges_example")
     data = data_of(html(record))

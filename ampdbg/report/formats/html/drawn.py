@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from ampdbg.diagnosis.producers import op_name
 from ampdbg.diagnosis.ranges import Window, window
 from ampdbg.escapes import harmless
 from ampdbg.formats import FLOAT16, headroom_bits
+from ampdbg.levels import precision_of
 from ampdbg.quantities import number, scale, share
 from ampdbg.record.findings import Listing
 from ampdbg.record.listings import sources_of
@@ -177,8 +178,11 @@ def _scales(record: Record, whole: Window, of_run: int) -> Data:
 
 
 def _scale_of_run(record: Record) -> int:
-    """The exponent of the loss scale that the run ended with."""
-    power = power_of(record.scaled_steps[-1].scale) if record.steps else FIRST_SCALE
+    """The exponent of the loss scale that the run ended with, else of the one that its config begins with."""
+    given = precision_of(record.config).get("loss_scale")
+    first = given.get("init") if isinstance(given, Mapping) else given
+    last = record.scaled_steps[-1].scale if record.steps else first
+    power = power_of(last) if isinstance(last, (int, float)) else ABOVE_ALL
     return power if abs(power) < ABOVE_ALL else FIRST_SCALE
 
 
