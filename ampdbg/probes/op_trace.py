@@ -41,14 +41,15 @@ class OpTraits:
     """``written`` and ``numeric`` are argument names with their positions: tensors that the op writes into, and
     arguments whose plain numbers are values and not sizes or dimensions. ``allocates`` says that what it
     returns is memory as it was found, ``overwrites`` that it does not read what it writes over, ``keeps_the_rest``
-    that only the first of what it returns is its result. ``strict`` are the positions of tensors for which it takes no
-    number."""
+    that only the first of what it returns is its result. ``is_number`` says that it gives no tensor. ``strict`` are the
+    positions of tensors for which it takes no number."""
 
     name: str
     is_view: bool
     allocates: bool
     overwrites: bool
     keeps_the_rest: bool
+    is_number: bool
     written: tuple[tuple[int, str], ...]
     numeric: tuple[tuple[int, str], ...]
     strict: tuple[int, ...]
@@ -70,6 +71,7 @@ def traits_of(op: Any) -> OpTraits:
         allocates=base_name in ALLOCATES,
         overwrites=base_name in OVERWRITES or any(a.is_out for _, a in arguments),
         keeps_the_rest=base_name in KEEPS_THE_REST,
+        is_number=not any("Tensor" in str(returned.type) for returned in op._schema.returns),
         written=tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write),
         numeric=tuple((i, a.name) for i, a in arguments if str(a.type) in _TAKES_A_VALUE),
         strict=() if takes_numbers(base_name) else tuple(i for i, a in arguments if str(a.type) == "Tensor"),

@@ -357,7 +357,7 @@ def test_a_learning_rate_that_half_cannot_hold_is_no_constant_of_a_mask(
 ) -> None:
     text = BEYOND_HALF.replace("UPDATE", update).replace("RATE", rate).replace("FILL", fill)
     result, record = run(tmp_path, text)
-    assert "value cannot be converted to type c10::Half without overflow" in result.stderr
+    assert "Half without overflow" in result.stderr
     assert result.code == 1
     assert ("mask-constant" in [found.code for found in record.findings]) is (code is not None)
     assert record.verdict == ("other" if code else "inconclusive")
