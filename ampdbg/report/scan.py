@@ -22,6 +22,7 @@ from ampdbg.record.codes import FACTS, catalogued
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import (
     EXITED,
+    NOT_CAPTURED,
     GroupOverflow,
     Investigation,
     ParameterCounts,
@@ -481,15 +482,24 @@ def after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
     suggest, find = "ampdbg suggest-fp32", prove if is_cured else search
     needs_gpu = has_no_gpu and (obstacle or _ran_in_fp32(record))
     as_module = "-m " if record.script is not None and record.script.is_module else ""
+    again = _capturing_again(record) if is_cured and record.command == "run" and not captures else ""
     emulated = f"ampdbg run --emulate {as_module}{typed.config}"
     return view.next_of(
         (install, "install it beside ampdbg", install),
         (needs_gpu, "run it in FP16, on an emulated GPU", emulated),
         (of_root, find, f"{suggest} {taken}"),
         (is_edited, "the edit that cures it, proven by a short run", f"{suggest} {typed.record_path}"),
+        (again, "capture a failing step, for a patch that cures it", again),
         (not is_replayed, "replay the captured step, also in FP32", f"ampdbg replay {first}"),
         (codes, "read what it means, and what cures it", f"ampdbg explain {''.join(codes)}"),
     )
+
+
+def _capturing_again(record: Record) -> str:
+    """What starts the script again and captures a failing step; "" where this run has said why it could not."""
+    step, was_refused = record.last_failing_step, any(NOT_CAPTURED in note for note in record.unseen.notes)
+    is_possible = record.script is not None and record.script.processes == 1 and step > 0 and not was_refused
+    return record.script.again(record.environment, step) if record.script is not None and is_possible else ""
 
 
 def _ran_in_fp32(record: Record) -> bool:
