@@ -744,7 +744,7 @@ class Record:
 
     @property
     def last_failing_step(self) -> int:
-        """The number of the last step that was skipped or lost its loss; 0 of none. What went before says most of it."""
+        """The number of the last step that was skipped or lost its loss; 0 of none."""
         return max((one.step for one in self.steps if one.skipped or not math.isfinite(one.loss)), default=0)
 
     @property

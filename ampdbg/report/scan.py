@@ -350,7 +350,7 @@ def _distance(made: Investigation) -> str:
         apart += [f"gradients {share(distance)}"] if distance else []
         return f"step {made.step} agrees with FP32" + (f" ({' and '.join(apart)} apart)" if apart else "")
     by_rounding = ", which rounding explains" * (made.floor is not None)
-    why = ", by another choice" if made.choice else by_rounding
+    why = ", where half precision picks other elements, as by an index or a mask" if made.choice else by_rounding
     return f"the gradients of step {made.step} differ from FP32's by {share(distance)}{why}"
 
 
@@ -482,7 +482,7 @@ def after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
     suggest, find = "ampdbg suggest-fp32", prove if is_cured else search
     needs_gpu = has_no_gpu and (obstacle or _ran_in_fp32(record))
     as_module = "-m " if record.script is not None and record.script.is_module else ""
-    again = _capturing_again(record) if is_cured and record.command == "run" and not captures else ""
+    again = _capturing_again(record) if is_cured else ""
     emulated = f"ampdbg run --emulate {as_module}{typed.config}"
     return view.next_of(
         (install, "install it beside ampdbg", install),
@@ -496,10 +496,13 @@ def after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
 
 
 def _capturing_again(record: Record) -> str:
-    """What starts the script again and captures a failing step; "" where this run has said why it could not."""
-    step, was_refused = record.last_failing_step, any(NOT_CAPTURED in note for note in record.unseen.notes)
-    is_possible = record.script is not None and record.script.processes == 1 and step > 0 and not was_refused
-    return record.script.again(record.environment, step) if record.script is not None and is_possible else ""
+    """What starts the script again and captures a failing step; "" where there is a capture, or the run has said why
+    there is none."""
+    step, script = record.last_failing_step, record.script
+    was_refused = any(NOT_CAPTURED in note for note in record.unseen.notes)
+    if script is None or script.captures or script.processes > 1 or was_refused:
+        return ""
+    return script.again(record.environment, step)
 
 
 def _ran_in_fp32(record: Record) -> bool:
