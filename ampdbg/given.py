@@ -166,9 +166,11 @@ def _of_script(name: str, capture: Path | None, script: str, changes: Changes, r
 
 
 def _no_capture(name: str, record: Record, script: ScriptRun) -> str:
+    step = record.last_failing_step
     return (
         f"{name}: the record of a script without a captured step, so there is nothing to replay; to show it: "
-        f"ampdbg report {name}; to rerun the script: {script.again(record.environment)}"
+        f"ampdbg report {name}; to rerun the script{', and capture a step' * (step > 0)}: "
+        f"{script.again(record.environment, step)}"
     )
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from types import FrameType
@@ -16,13 +18,16 @@ INTERRUPTED: ContextVar[list[int]] = ContextVar("INTERRUPTED")
 """The signals that have interrupted this command. An import of torch's may swallow the KeyboardInterrupt of one, and
 what runs on then has to ask."""
 
+SAME = 0.5
+"""Seconds within which a signal is the one before once more: ``timeout`` sends each to the process and to its group."""
+
 Handlers = Mapping[int, Any]
 """What handles them, by the number of the signal; those are left out that are ignored, as by ``nohup``."""
 
 
 @contextlib.contextmanager
 def interruptible(at_import: Callable[[], int]) -> Iterator[None]:
-    """While this is entered each raises the KeyboardInterrupt that saves it all.
+    """While this is entered each raises the KeyboardInterrupt that saves it all, and a second one ends that too.
 
     What ``at_import`` returns is the exit code where torch's own import is interrupted: an exception there, behind
     which its C++ ends the process, is none of ours.
@@ -30,13 +35,16 @@ def interruptible(at_import: Callable[[], int]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    owner, signals = os.getpid(), list[int]()
+    owner, signals, times = os.getpid(), list[int](), [-math.inf]
     INTERRUPTED.set(signals)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if os.getpid() != owner and number != signal.SIGINT:  # a DataLoader worker, which must die as it always did
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+        times.append(time.monotonic())
+        if times[-1] - times[-2] < SAME:
+            return
         signals.append(number)
         if _is_importing("torch"):
             os._exit(at_import())

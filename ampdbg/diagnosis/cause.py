@@ -177,17 +177,28 @@ class Evidence(Evident):
         """What FP64 shows of a step that FP32 does not come through."""
         if self.made.wide and self.made.wide.error:
             return f"FP64 raised an error: {self.made.wide.error}"
-        beyond, coarse = (
-            f"its values exceed FP32's range, not only {self.half}'s",
-            "FP32 rounds too coarsely, not only ",
+        rows = (
+            (self.at_a_pole, self.at_a_pole),
+            (self.is_beyond_fp32, f"its values exceed FP32's range, not only {self.half}'s"),
+            (True, f"FP32 rounds too coarsely, not only {self.half}"),
         )
-        return f"it is finite in FP64: {beyond if self.is_beyond_fp32 else coarse + self.half}"
+        return f"it is finite in FP64: {next(why for holds, why in rows if holds)}"
+
+    @property
+    def at_a_pole(self) -> str:
+        """What FP32 has rounded to where the op is infinite, in words; "" where it has not."""
+        begins = self.begins_in_fp32
+        if begins is None or not begins.divides_by_zero:
+            return ""
+        return f"it {Suspect(self.made, begins).takes_a_pole_in('FP32')}, not only {self.half}"
 
     @property
     def repair_in_fp32(self) -> str:
         """What keeps FP32 from failing."""
         if self.largest is not None:
             return "bring these values down: look for weights, divisors or inputs of that size"
+        if self.at_a_pole:
+            return "keep this value away from there: clamp it where it is made, or change the formula"
         grows = "subtract the largest value before it grows beyond FP32, as torch.logsumexp and log_softmax do"
         return grows if self.is_beyond_fp32 else "change the formula where it divides or cancels"
 
@@ -256,7 +267,7 @@ class Evidence(Evident):
     def there(self) -> str:
         """What that replay shows, to be said behind what goes wrong at the step's own loss scale."""
         is_backward = self.suspect is not None and self.suspect.producer.phase == "backward"
-        return "it is finite" if is_backward else "the gradients are finite, but differ from FP32's"
+        return "the whole step is finite" if is_backward else "the gradients are finite, but differ from FP32's"
 
     @cached_property
     def kept_scale(self) -> KeptScale | None:
@@ -444,6 +455,8 @@ def _of_op(code: str, when: str, holds: Callable[[Suspect], bool], message: str)
 
 
 LOWER = "[; at a loss scale of {survivor.scale} {there}]"
+"""Not of the op alone, which may fit at a higher scale."""
+
 LEAP = "[; in FP32 too the loss jumps to {far_loss}, where it was at most {largest_taken} before]"
 
 OPS = (

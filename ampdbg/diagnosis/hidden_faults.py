@@ -31,6 +31,7 @@ from ampdbg.diagnosis.producers import (
 from ampdbg.diagnosis.scale import GROWTH
 from ampdbg.formats import FLOAT16
 from ampdbg.levels import has_static_scale
+from ampdbg.quantities import percent
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import place_of
 from ampdbg.record.run import Investigation, Record, Replay
@@ -77,7 +78,8 @@ class HiddenFault(Evidence):
     def beyond_noise(self) -> str:
         """How far the gradients are from FP32's, in words."""
         distance, noise = (one.gradient_distance or math.inf for one in (self.low, self.made.floor or self.low))
-        return f"{distance:.1%} from FP32's, {distance / noise:.0f} times what rounding weights changes"
+        by_rounding = f", and rounding weights alone moves them by {percent(noise)}" if noise < math.inf else ""
+        return f"{percent(distance)} from FP32's{by_rounding}"
 
     @cached_property
     def hidden(self) -> Suspect | None:

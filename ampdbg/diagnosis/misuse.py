@@ -37,7 +37,7 @@ def _findings(record: Record) -> Iterator[Finding]:
     reported = {record.autocast_error.code if record.autocast_error else ""}
     for found in (one for one in record.misuses if one.code in CODES.keys() - reported):
         code = CODES[found.code]
-        times = f" ({found.count} times)" if found.count > 1 and code.is_counted else ""
+        times = f", at {found.count} calls" if found.count > 1 and code.is_counted else ""
         refused = f"; torch says: {found.raised}" if found.raised else ""
         yield finding_of(
             code.name,

@@ -181,8 +181,12 @@ class Suspect:
     @property
     def takes_a_pole(self) -> str:
         """What it does with the value that half has rounded to where the op is infinite."""
+        return self.takes_a_pole_in(format_of(self.low.dtype).short)
+
+    def takes_a_pole_in(self, short: str) -> str:
+        """The same of a format."""
         at = " or ".join(map(number, POLES_ELSEWHERE.get(pole_of(self.producer), ()))) or "zero"
-        return f"{self.takes} a value that {format_of(self.low.dtype).short} rounds to {at}"
+        return f"{self.takes} a value that {short} rounds to {at}"
 
 
 def suspects(made: Investigation) -> list[Suspect]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -27,7 +26,7 @@ from ampdbg.ops import (
 )
 from ampdbg.probes.module_calls import ModulePaths
 from ampdbg.probes.op_trace import KnownMagnitudes, OpPlace, OpSeen, OpTrace, OpTraits, storage_of
-from ampdbg.probes.tensors import NOTHING, Magnitude, float_values, leaves_of, may_be_bad, together
+from ampdbg.probes.tensors import NOTHING, Magnitude, float_values, may_be_bad, together
 from ampdbg.record.run import OpSite, Producer
 
 BEYOND_COMPUTING = 1e30
@@ -47,21 +46,24 @@ class Circumstances:
     made_half: tuple[OpSite, ...] = ()
 
 
+NamedTensors = Sequence[tuple[str, torch.Tensor]]
+
+
 class ProducerTrace(OpTrace):
     """Notes every op, and the circumstances of the producers by their place in ``ops``.
 
-    ``batches`` are those of the step: a producer that only moves or casts their values names the leaf. ``bad`` knows
-    where the inf and NaN of each have gone.
+    ``data`` is that of the step: a producer that only moves or casts values of a tensor in it has its name. ``bad``
+    knows where the inf and NaN of each have gone.
     """
 
-    def __init__(self, model: torch.nn.Module, paths: ModulePaths, batches: Sequence[Any] = ()) -> None:
+    def __init__(self, model: torch.nn.Module, paths: ModulePaths, data: NamedTensors = ()) -> None:
         super().__init__(model, paths)
         self.circumstances: dict[int, Circumstances] = {}
         self.bad = BadValues(self.known)
         self.given_bad: int | None = None
         """The first op that makes inf or NaN of what it is given from outside of the step."""
         self._made: set[int] = set()
-        self._origins = Origins(model, batches)
+        self._origins = Origins(model, data)
         self._given: Sequence[torch.Tensor] = ()
         self._numbers: Sequence[float] = ()
 
@@ -358,14 +360,13 @@ class Origins:
     from elsewhere.
     """
 
-    def __init__(self, model: torch.nn.Module, batches: Sequence[Any] = ()) -> None:
+    def __init__(self, model: torch.nn.Module, data: NamedTensors = ()) -> None:
         self._of_weights = {key for key in map(storage_of, model.parameters()) if key}
-        leaves = ((path, storage_of(leaf)) for batch in batches for path, leaf in leaves_of(batch))
-        self._of_batch = {key: path for path, key in leaves if key}
+        self._of_batch = {key: name for name, leaf in data if (key := storage_of(leaf))}
         self._constants: set[float] = set()
 
     def leaf(self, tensor: torch.Tensor) -> str | None:
-        """The path of the batch's leaf whose values the tensor holds, and no others; None where there is none."""
+        """The name of the batch's leaf whose values the tensor holds, and no others; None where there is none."""
         return self._of_batch.get(storage_of(tensor))
 
     def is_of_weights(self, tensor: torch.Tensor) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from ampdbg import quantities
 from ampdbg.probes.models import Models
 from ampdbg.probes.open_step import OpenStep
 from ampdbg.probes.tensors import Scalar, are_on_host, nonfinite_in_model, to_host
@@ -35,7 +36,7 @@ MOST_TURNS = 4
 """Of so many optimizers that take turns the steps right before and behind one that tells are kept of each."""
 
 FEW_STEPS = 8
-FLAT = f"every gradient of the last {FEW_STEPS} measured steps is zero: the model learns nothing, whatever the loss is"
+FLAT = "every gradient of the last {} is zero: the model learns nothing, whatever the loss is"
 """Half precision may have flushed them to zero, or nothing leads from the loss to the weights."""
 
 NORM_EVERY = 8
@@ -112,8 +113,9 @@ class StepLog:
         every, counted = self._listed_steps + self._unlisted_steps, self.left_out.unhealthy
         known = [step.grad_norm for step in self._steps if step.grad_norm is not None and not step.skipped]
         notes = []
-        if len(known) >= FEW_STEPS and not any(known[-FEW_STEPS:]):
-            notes.append(FLAT)
+        last = known[-FEW_STEPS:]
+        if last and self.closed() >= FEW_STEPS and not any(last):  # fewer, where all others were skipped
+            notes.append(FLAT.format(quantities.counted(len(last), "measured step")))
         if self._unlisted_steps:
             notes.append(f"this run lists the groups of {self._listed_steps} of {every:,} non-finite steps")
         if counted:

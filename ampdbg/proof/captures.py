@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ampdbg.diagnosis.ranges import diagnose_ranges
 from ampdbg.errors import EXIT_INTERRUPTED, AmpdbgError, named_error
@@ -108,12 +108,12 @@ def in_script(job: CaptureJob, observer: Observer, deliver: Deliver, folder: Pat
 
 
 def _outcome(taken: RestoredStep, job: CaptureJob, observer: Observer) -> Suggestion | AmpdbgError:
-    """What comes of the job; Ctrl-C ends the process where nothing was found by then.
+    """What comes of the job; a signal that ends it ends the process where nothing was found by then.
 
-    Python interrupts the main thread alone: where the script trains in another one, Ctrl-C ends the process at once.
+    Python interrupts the main thread alone: where the script trains in another one, a signal ends the process at once.
     """
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _set_endings(_interrupt_once)
     try:
         return _WORK[job.command](taken, job, observer)
     except AmpdbgError as error:
@@ -122,6 +122,17 @@ def _outcome(taken: RestoredStep, job: CaptureJob, observer: Observer) -> Sugges
         os._exit(EXIT_INTERRUPTED)
     except BaseException as error:  # noqa: BLE001 - it would pass through the script
         return CaptureError(f"{job.path}: {named_error(error)}")
+
+
+def _interrupt_once(number: int, frame: object) -> None:
+    """A batch system sends SIGTERM to every process, and who waits for this one then sends SIGINT."""
+    _set_endings(signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def _set_endings(handler: Callable[[int, Any], None] | signal.Handlers) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
 
 
 def _replayed(taken: RestoredStep, job: CaptureJob, observer: Observer) -> Suggestion:

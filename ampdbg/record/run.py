@@ -638,9 +638,13 @@ class ScriptRun:
         """What was started, as a shell takes it."""
         return shlex.join([self.name, *self.arguments])
 
-    def again(self, environment: Environment) -> str:
-        """What starts it again with ampdbg, as a shell takes it."""
-        options = {"--emulate": environment.emulated, "-m": self.is_module}
+    def again(self, environment: Environment, capture_step: int = 0) -> str:
+        """What starts it again with ampdbg, as a shell takes it, and captures a step; 0 for none."""
+        options = {
+            "--emulate": environment.emulated,
+            f"--capture-step {capture_step}": capture_step > 0,
+            "-m": self.is_module,
+        }
         typed = [option for option, is_given in options.items() if is_given]
         return " ".join(["ampdbg run", *typed, self.command_line])
 
@@ -742,6 +746,11 @@ class Record:
     def steps_skipped(self) -> int:
         """How many steps were skipped, those that are left out as well."""
         return sum(step.skipped for step in self.steps) + self.left_out.skipped
+
+    @property
+    def last_failing_step(self) -> int:
+        """The number of the last step that was skipped or lost its loss; 0 of none."""
+        return max((one.step for one in self.steps if one.skipped or not math.isfinite(one.loss)), default=0)
 
     @property
     def took_no_step(self) -> bool:

@@ -20,7 +20,7 @@ from ampdbg.formats import FLOAT16
 from ampdbg.observer import Observer
 from ampdbg.probes.garbage import seldom_collected
 from ampdbg.probes.producer_trace import Mended, ProducerTrace, SampleTrace
-from ampdbg.probes.tensors import are_weights_spoilt, distinct, float_values, leaves_of, nonfinite
+from ampdbg.probes.tensors import are_weights_spoilt, distinct, float_values, nonfinite
 from ampdbg.probes.watch import Watch
 from ampdbg.quantities import number
 from ampdbg.record.run import Investigation, Replay, Step
@@ -88,7 +88,7 @@ class _Replays:
         self._snapshot = snapshot
         self._observer = observer
         self._as_it_was = Manner(run.mode.format.name, scale, is_lifted=False)
-        self._producers = functools.partial(ProducerTrace, batches=snapshot.data)
+        self._producers = functools.partial(ProducerTrace, data=snapshot.data)
 
     def of_fault(self, why: Why, before: Sequence[Step]) -> Investigation:
         """The replays of a step whose loss or gradients are not finite."""
@@ -214,13 +214,12 @@ def _largest_in(snapshot: Snapshot) -> Iterator[tuple[str, tuple[float, tuple[in
     As float32 has it: what a model casts is that, whatever the batch holds. An additive mask is no data: its numbers
     are to be others, not to be normalised.
     """
-    for batch in snapshot.data:
-        for path, leaf in leaves_of(batch):
-            values = _numbers_of(distinct(leaf))
-            if values is not None and values.numel() and not _is_mask(values):
-                finite = torch.where(torch.isfinite(values), values.detach().abs(), 0.0)
-                at = torch.unravel_index(finite.argmax(), finite.shape)
-                yield path, (float(finite.max()), tuple(int(index) for index in at))
+    for name, leaf in snapshot.data:
+        values = _numbers_of(distinct(leaf))
+        if values is not None and values.numel() and not _is_mask(values):
+            finite = torch.where(torch.isfinite(values), values.detach().abs(), 0.0)
+            at = torch.unravel_index(finite.argmax(), finite.shape)
+            yield name, (float(finite.max()), tuple(int(index) for index in at))
 
 
 def _is_mask(values: torch.Tensor) -> bool:

@@ -18,6 +18,7 @@ import torch
 from ampdbg.probes.draws import Draws
 from ampdbg.probes.module_calls import run_eagerly
 from ampdbg.probes.pause import unwatched
+from ampdbg.probes.tensors import leaves_of
 from ampdbg.record.run import Investigation
 from ampdbg.replay.copies import duplicate
 from ampdbg.replay.packing import NotAtHandError, Packing, Tensors, Unpacking
@@ -104,15 +105,15 @@ def _has_shape_of(one: torch.Tensor, other: torch.Tensor) -> bool:
 class Snapshot:
     """A step as it was before its forward pass. ``batches`` has one entry a micro-batch, on the device.
 
-    They are copies that belong to the snapshot. ``data`` are those parts of them that come from outside of the step.
-    ``weights`` are copies of the model's parameters, in order, where the step is to be run again later. ``beside`` are
-    objects that it calls and the model does not have, such as a loss with a running mean; ``states_beside`` is what
-    those that are modules held, where it is known.
+    They are copies that belong to the snapshot. ``data`` are the tensors in them that come from outside of the step,
+    by name. ``weights`` are copies of the model's parameters, in order, where the step is to be run again later.
+    ``beside`` are objects that it calls and the model does not have, such as a loss with a running mean;
+    ``states_beside`` is what those that are modules held, where it is known.
     """
 
     step: int
     batches: tuple[Any, ...]
-    data: tuple[Any, ...]
+    data: tuple[tuple[str, torch.Tensor], ...]
     random_state: RandomState
     state: ModelState = field(default_factory=ModelState)
     weights: tuple[torch.Tensor, ...] = ()
@@ -128,7 +129,8 @@ class Snapshot:
 def take_snapshot(model: torch.nn.Module, step: int, batches: tuple[Any, ...], *beside: Any) -> Snapshot:
     """The step that is about to run; its state and its batches are copied."""
     copies = duplicate(batches)
-    return Snapshot(step, copies, copies, RandomState.now(), ModelState.now(model), beside=beside)
+    data = tuple(leaf for batch in copies for leaf in leaves_of(batch))
+    return Snapshot(step, copies, data, RandomState.now(), ModelState.now(model), beside=beside)
 
 
 @contextlib.contextmanager

@@ -8,8 +8,9 @@ from __future__ import annotations
 import builtins
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ from ampdbg.ops import MOVES
 from ampdbg.precision.emulation import is_emulating
 from ampdbg.precision.modes import mode_of
 from ampdbg.precision.widening import lifted
-from ampdbg.probes.tensors import HALVES, float_values
+from ampdbg.probes.tensors import HALVES, float_values, leaves_of
 from ampdbg.record.run import Reach, Step
 from ampdbg.replay.copies import Copying
 from ampdbg.replay.random_state import RandomState
@@ -81,6 +82,12 @@ class RecordedCall:
     def called(self) -> Callable[..., Any]:
         """What it calls, at the end of a pass too."""
         return self.function.module if isinstance(self.function, PassEnd) else self.function
+
+    @property
+    def described(self) -> str:
+        """What it calls, and where, in words."""
+        name = getattr(self.called, "__name__", type(self.called).__name__).strip("_")
+        return f"{name} on line {self.line[1]} of {PurePath(self.line[0]).name}" if self.line is not None else name
 
     def again(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The same call with other arguments; its line is that of the first time."""
@@ -203,13 +210,24 @@ class RecordedStep:
 
     def snapshot(self, number: int, random_state: RandomState, state: ModelState) -> Snapshot:
         """The step with what its calls are given as its batches, a part each, and the modules that they are of."""
-        data = tuple(self._data_in(part) for part in self.given)
+        data = tuple(self.data_in([self._without_moves(part) for part in self.given]))
         called = {id(module): module for call in self.calls.values() if (module := call.module) is not None}
         return Snapshot(
             number, self.given, data, random_state, state, beside=tuple(called.values()), states_beside=self.beside
         )
 
-    def _data_in(self, part: CallArguments) -> CallArguments:
+    def data_in(self, parts: Iterable[CallArguments]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors that come from outside of parts of it, each once with its name: by what takes them."""
+        calls = [(self.calls[number], given[number]) for given in parts for number in given]
+        calls.sort(key=lambda one: bool(one[0].reads))  # what takes the results of others has the targets of a loss
+        named: dict[int, tuple[str, torch.Tensor]] = {}
+        for call, (args, kwargs) in calls:
+            for argument, value in ({**dict(enumerate(args, 1)), **kwargs}).items():
+                for path, tensor in leaves_of(value):
+                    named.setdefault(id(tensor), (f"argument {argument}{path} of {call.described}", tensor))
+        yield from named.values()
+
+    def _without_moves(self, part: CallArguments) -> CallArguments:
         """The part without what only casts and moves take that lead into no module: it may be the script's own."""
         of_modules = [self.calls[n].reads for n in part if self.calls[n].module is not None]
         moves = {n for n in part if getattr(self.calls[n].function, "__name__", "") in MOVES_OR_CASTS}

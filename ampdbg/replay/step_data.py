@@ -8,35 +8,19 @@ through it then are the data to blame.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
-from pathlib import PurePath
-from typing import Any
 
 import torch
 
 from ampdbg.agreement import is_finite
-from ampdbg.probes.tensors import bad_data, float_values, leaves_of, may_be_bad
+from ampdbg.probes.tensors import bad_data, float_values, may_be_bad
 from ampdbg.record.run import TensorCounts
 from ampdbg.replay.copies import altered_batch
 from ampdbg.replay.replay import FP32, replay_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import Snapshot
-from ampdbg.replay.step import RecordedCall, RecordedStep
-
-
-def data_of(played: RecordedStep) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that come from outside of a step, each once with its name: those of a batch that one call alone is
-    given by their path, and others by what takes them."""
-    calls = [(played.calls[number], given[number]) for given in played.given for number in given]
-    calls.sort(key=lambda one: bool(one[0].reads))  # what takes the results of others has the targets of a loss, say
-    first = [part for call, given in calls if not call.reads for part in given if part]
-    batch = leaves_of(first[0]) if len(first) == 1 else ()
-    met: set[int] = set()
-    for name, tensor in (*batch, *(one for call, given in calls for one in _arguments(call, given))):
-        if id(tensor) not in met:
-            met.add(id(tensor))
-            yield name, tensor
+from ampdbg.replay.step import RecordedStep
 
 
 def blamed_data(run: Run, snapshot: Snapshot, played: RecordedStep) -> tuple[TensorCounts, ...]:
@@ -47,7 +31,11 @@ def blamed_data(run: Run, snapshot: Snapshot, played: RecordedStep) -> tuple[Ten
         snapshot: the step, with what its calls are given as batches.
         played: its calls.
     """
-    suspects = [(name, tensor) for name, tensor in data_of(played) if may_be_bad(tensor) and not tensor.requires_grad]
+    suspects = [
+        (name, tensor)
+        for name, tensor in played.data_in(played.given)
+        if may_be_bad(tensor) and not tensor.requires_grad
+    ]
     has_loss = played.reach == "whole"  # else its modules may give a mask of -inf
 
     def comes_through(kept: Collection[int] = ()) -> bool:
@@ -60,19 +48,6 @@ def blamed_data(run: Run, snapshot: Snapshot, played: RecordedStep) -> tuple[Ten
         return ()
     alone = [one for one in suspects if len(suspects) == 1 or not comes_through({id(one[1])})]
     return tuple(bad_data(alone or suspects))
-
-
-def _arguments(call: RecordedCall, given: tuple[Any, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    arguments: list[tuple[Any, Any]] = [*enumerate(given[0], 1), *given[1].items()]
-    for argument, value in arguments:
-        for path, tensor in leaves_of(value):
-            yield f"argument {argument}{path} of {_described(call)}", tensor
-
-
-def _described(call: RecordedCall) -> str:
-    function: Any = call.called
-    name = getattr(function, "__name__", type(function).__name__).strip("_")
-    return f"{name} on line {call.line[1]} of {PurePath(call.line[0]).name}" if call.line is not None else name
 
 
 @torch.no_grad()

@@ -191,6 +191,7 @@ def headline(ended: EndedSearch) -> view.Headline:
     return view.first(
         (ended.record.interrupted, view.Headline("warning", f"Interrupted after {trials}. {sentence}")),
         (is_found and not ended.holds, view.Headline("doubtful", sentence)),
+        (ending.tone == "good" and scan.only_settles(ended.record), view.Headline("doubtful", sentence)),
         (True, view.Headline(ending.tone, sentence)),
     )
 
@@ -222,6 +223,8 @@ def _healthy(search: Search) -> str:
 def _nothing_to_pin(ended: EndedSearch) -> str:
     skipped, of = ended.record.steps_skipped, counted(ended.record.steps_run, "step")
     but = f"; {skipped:,} of {of} were skipped while the loss scale settles" * bool(skipped)
+    if scan.only_settles(ended.record):
+        return f"Nothing to pin yet: {but.removeprefix('; ')}."
     return f"Nothing to pin: no step failed{but}."
 
 

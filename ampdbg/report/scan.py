@@ -22,6 +22,7 @@ from ampdbg.record.codes import FACTS, catalogued
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import (
     EXITED,
+    NOT_CAPTURED,
     GroupOverflow,
     Investigation,
     ParameterCounts,
@@ -349,7 +350,7 @@ def _distance(made: Investigation) -> str:
         apart += [f"gradients {share(distance)}"] if distance else []
         return f"step {made.step} agrees with FP32" + (f" ({' and '.join(apart)} apart)" if apart else "")
     by_rounding = ", which rounding explains" * (made.floor is not None)
-    why = ", by another choice" if made.choice else by_rounding
+    why = ", where half precision picks other elements, as by an index or a mask" if made.choice else by_rounding
     return f"the gradients of step {made.step} differ from FP32's by {share(distance)}{why}"
 
 
@@ -481,15 +482,27 @@ def after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
     suggest, find = "ampdbg suggest-fp32", prove if is_cured else search
     needs_gpu = has_no_gpu and (obstacle or _ran_in_fp32(record))
     as_module = "-m " if record.script is not None and record.script.is_module else ""
+    again = _capturing_again(record) if is_cured else ""
     emulated = f"ampdbg run --emulate {as_module}{typed.config}"
     return view.next_of(
         (install, "install it beside ampdbg", install),
         (needs_gpu, "run it in FP16, on an emulated GPU", emulated),
         (of_root, find, f"{suggest} {taken}"),
         (is_edited, "the edit that cures it, proven by a short run", f"{suggest} {typed.record_path}"),
+        (again, "capture a failing step, for a patch that cures it", again),
         (not is_replayed, "replay the captured step, also in FP32", f"ampdbg replay {first}"),
         (codes, "read what it means, and what cures it", f"ampdbg explain {''.join(codes)}"),
     )
+
+
+def _capturing_again(record: Record) -> str:
+    """What starts the script again and captures a failing step; "" where there is a capture, or the run has said why
+    there is none."""
+    step, script = record.last_failing_step, record.script
+    was_refused = any(NOT_CAPTURED in note for note in record.unseen.notes)
+    if script is None or script.captures or script.processes > 1 or was_refused:
+        return ""
+    return script.again(record.environment, step)
 
 
 def _ran_in_fp32(record: Record) -> bool:

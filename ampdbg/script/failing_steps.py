@@ -1,9 +1,9 @@
 """The failing steps of a loop that is not ours: which are run again and captured, while their weights are there.
 
 A step whose loss is not finite is, where it is the first of a row. One whose gradients alone are not finite may be the
-doing of a loss scale that settles: it is looked at where no scaler withholds it, where it leaves NaN alone, where a
-step has borne its scale before, at the ``SKIPS_IN_A_ROW``-th of a row, and where the script ends in it. All within
-``SHARE`` of the run's time.
+doing of a loss scale that settles: it is looked at where no scaler withholds it, where no lower scale but fractions is
+left, where it leaves NaN alone, where a step has borne its scale before, at the ``SKIPS_IN_A_ROW``-th of a row, and
+where the script ends in it. All within ``SHARE`` of the run's time.
 """
 
 from __future__ import annotations
@@ -107,9 +107,10 @@ class Policy:
         self._lost_rows, self._nan_rows = set[int](), set[int]()
         self._began, self._steps, self.waited = time.monotonic(), -1, 0.0
 
-    def wants(self, why: Why, optimizer: int, *, has_borne: bool, is_nan: bool, is_withheld: bool) -> bool:
+    def wants(self, why: Why, optimizer: int, *, has_borne: bool, is_nan: bool, may_settle: bool) -> bool:
         """A failing step of an optimizer is to be looked at; ``has_borne``: an earlier one has come through its
-        loss scale, ``is_nan``: no inf is left, ``is_withheld``: by a scaler, and else it ruins the weights."""
+        loss scale, ``is_nan``: no inf is left, ``may_settle``: a scaler withholds it, and tries a lower scale, which
+        is no fraction."""
         if why == "loss":
             is_first = optimizer not in self._lost_rows
             self._lost_rows.add(optimizer)
@@ -120,7 +121,7 @@ class Policy:
         is_nan = is_nan and optimizer not in self._nan_rows
         self._nan_rows |= {optimizer} if is_nan else set()
         is_telling = is_nan or skips == SKIPS_IN_A_ROW
-        is_owed = (skips == 1 and not is_withheld) or (is_telling and self._settling < MOST_OF_A_KIND)
+        is_owed = (skips == 1 and not may_settle) or (is_telling and self._settling < MOST_OF_A_KIND)
         is_due = is_owed or (self._is_in_time() and (is_telling or (skips == 1 and has_borne)))
         return is_due and self.is_open(why)
 
@@ -268,8 +269,8 @@ class FailingSteps:
         borne = max(
             (step.scale for step in self._watcher.steps if not step.skipped and step.optimizer == place), default=-1.0
         )
-        is_withheld = self._watcher.open_step.scaler is not None
-        is_due = self._policy.wants(why, place, has_borne=scale <= borne, is_nan=is_nan, is_withheld=is_withheld)
+        may_settle = self._watcher.open_step.scaler is not None and scale > 1.0
+        is_due = self._policy.wants(why, place, has_borne=scale <= borne, is_nan=is_nan, may_settle=may_settle)
         if number == self._looked_at or not (is_due or self.captures.is_wanted):
             return
         self._looked_at = number

@@ -292,6 +292,11 @@ OF_A_SCRIPT = {
         f"error: kept.json: {SCRIPT}, and ampdbg COMMAND runs a config",
         "to show it: ampdbg report kept.json\n",
     ),
+    "bisect suggest-fp32 ": (
+        "failed.json",
+        "error: failed.json: the record of a script without a captured step",
+        "to rerun the script, and capture a step: ampdbg run --emulate --capture-step 7 train.py --lr 1\n",
+    ),
     "scan cost ranges bisect suggest-fp32 replay": (
         "lost.json",
         "error: lost.json: the record of a script without a captured step",
@@ -310,6 +315,7 @@ def test_what_is_of_a_script_is_no_config_and_no_record(
     Path("my step.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
     lost = replace(healthy(), command="run", script=ScriptRun("train.py", ("--lr", "1")), config={})
     write_record(lost, Path("lost.json"))
+    write_record(replace(lost, steps=(replace(lost.steps[0], step=7, skipped=True),)), Path("failed.json"))
     write_record(replace(lost, script=ScriptRun("train.py", captures=("my step.safetensors",))), Path("kept.json"))
     result = here.refused(command, name, *([name] if command == "compare" else []))
     assert result.stderr.startswith(begins.replace("COMMAND", command))

@@ -297,7 +297,7 @@ def test_of_a_copied_model_no_line_is_known_that_creates_it(write: Write) -> Non
         "Net", "for layer in self.layers:\n    x = layer(x)\nreturn x", "self.layers = nn.ModuleList([nn.GELU()])"
     )
     net = write(f"import copy\n\n\n{looped}def build():\n    model = Net()\n    return copy.deepcopy(model)\n")
-    (refused,) = net.planned(net.pin("layers.0", "x = layer(x)")).refused
+    (refused,) = net.planned(net.pin("layers.0", "x = layer(x)")).left
     assert refused.reason.startswith("no line of your code is known to create or call layers.0: a copied or unpickled")
 
 

@@ -27,7 +27,7 @@ def of_the_last_producer(run: Callable[[Model, torch.Tensor], object], batch: to
     model = Model(BELOW)
 
     def traced(model: nn.Module, paths: ModulePaths) -> ProducerTrace:
-        return ProducerTrace(model, paths, batches=({"prices": batch},))
+        return ProducerTrace(model, paths, data=(("['prices']", batch),))
 
     with placed(model, traced) as trace:
         run(model, batch)

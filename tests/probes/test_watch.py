@@ -1157,7 +1157,18 @@ def test_a_run_whose_gradients_are_all_zero_says_so(factor: float) -> None:
     with watch(model, optimizer) as watcher:
         for _ in range(FEW_STEPS):
             one_step(model, optimizer, GradScaler("cpu", init_scale=4.0), factor=factor)
-    assert (FLAT in watcher.notes) is (factor == 0.0)
+    said = FLAT.format(f"{FEW_STEPS} measured steps")
+    assert (said in watcher.notes) is (factor == 0.0)
+
+
+@pytest.mark.parametrize("factor", [0.0, 1.0])
+def test_a_run_whose_few_taken_steps_have_no_gradient_says_so(factor: float) -> None:
+    model, optimizer = small_loop(lr=1e-3)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    with watch(model, optimizer) as watcher:
+        for step in range(FEW_STEPS):
+            one_step(model, optimizer, scaler, factor=math.inf if step < FEW_STEPS - 2 else factor)
+    assert (FLAT.format("2 measured steps") in watcher.notes) is (factor == 0.0)
 
 
 @pytest.mark.parametrize("heals", [False, True])

@@ -71,6 +71,13 @@ def test_the_verdict_is_one_exact_sentence(name: str) -> None:
     assert plain(record, width=200).splitlines()[0] == sentence
 
 
+def test_where_no_step_was_taken_it_is_not_said_that_none_failed() -> None:
+    nothing = BISECTIONS["nothing_to_pin"]()
+    assert plain(nothing).startswith("? Nothing to pin yet: 12 of 12 steps were skipped")
+    taken = replace(nothing, steps=(*nothing.steps[:2], healthy_step(2)), verdict="healthy")
+    assert plain(taken).startswith("✓ Nothing to pin: no step failed; 2 of 3 steps were skipped")
+
+
 def test_a_set_that_failed_on_a_further_batch_alone_still_holds() -> None:
     assert "need FP32" in plain(found(), width=200).splitlines()[0]
     assert "but not in a second replay" in plain(BISECTIONS["not_again"](), width=200).splitlines()[0]

@@ -218,6 +218,19 @@ def test_a_capture_of_an_earlier_step_is_of_another_fault() -> None:
     assert of_captures(99, 99, Investigation(99, "loss", LOST)) == "ampdbg explain forward-overflow"
 
 
+@pytest.mark.parametrize("note", ["", "step 3 was not captured: it would take 3 GB"])
+def test_a_fault_that_a_pin_cures_and_no_capture_shows_leads_to_one(note: str) -> None:
+    found = Finding("gradient-overflow", "error", 1, "backward", "it overflows", "pin it")
+    steps = [healthy_step(0), skipped_step(1, 2.0, ()), skipped_step(3, 1.0, ()), healthy_step(4)]
+    record = run(steps, findings=(found,), script=ScriptRun("train.py", ("5",)), verdict="precision")
+    record = replace(
+        record, command="run", unseen=Unseen(notes=(note,)), investigations=(Investigation(1, "end", LOST),)
+    )
+    again = record.script.again(record.environment, 3) if record.script else ""
+    assert "--capture-step 3 train.py 5" in again
+    assert typed_next(record, Typed("train.py 5")) == ("ampdbg explain gradient-overflow" if note else again)
+
+
 @pytest.mark.parametrize("is_module", [False, True])
 def test_a_healthy_script_leaves_nothing_to_type_unless_no_step_ran_in_half(is_module: bool) -> None:
     record = run([healthy_step(step) for step in range(60)], script=ScriptRun("train.py", is_module=is_module))

@@ -9,7 +9,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime, tzinfo
 from pathlib import Path
 from types import SimpleNamespace
@@ -742,17 +742,33 @@ def test_a_replay_that_is_interrupted_ends_with_130(at: str, made: Path, tmp_pat
     assert errors[-1] == "interrupted: nothing was recorded"
 
 
+TWICE = {
+    "Ctrl-C": [(False, signal.SIGINT)],
+    "timeout": [(False, signal.SIGTERM), (False, signal.SIGTERM)],
+    "a batch system": [(True, signal.SIGTERM), (False, signal.SIGTERM)],
+}
+"""Which signals end a command, and whether its children get them."""
+
+
 @pytest.mark.slow
-def test_a_search_that_is_interrupted_keeps_what_it_has_found(made: Path, tmp_path: Path) -> None:
-    _, stdout = interrupted("trial 1:", made, tmp_path, "bisect")
+@pytest.mark.parametrize("sender", TWICE)
+def test_a_search_that_is_interrupted_keeps_what_it_has_found(sender: str, made: Path, tmp_path: Path) -> None:
+    _, stdout = interrupted("trial 1:", made, tmp_path, "bisect", TWICE[sender])
     assert stdout.startswith("! Interrupted")
     record = read_record(tmp_path / "r.json")
     assert record.interrupted
     assert record.trials
 
 
-def interrupted(at: str, made: Path, temporary: Path, verb: str) -> tuple[list[str], str]:
-    """What a command on the capture writes to stderr, by lines, and to stdout: Ctrl-C meets it at a line of stderr."""
+def children_of(pid: int) -> list[int]:
+    """The processes that another has started, on Linux."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()]
+
+
+def interrupted(
+    at: str, made: Path, temporary: Path, verb: str, signals: Sequence[tuple[bool, int]] = TWICE["Ctrl-C"]
+) -> tuple[list[str], str]:
+    """What a command on the capture writes to stderr, by lines, and to stdout: signals meet it at a line of stderr."""
     program = [sys.executable, "-m", "ampdbg", verb, str(capture_of(made)), f"--record={temporary / 'r.json'}"]
     found = environment(PYTHONPATH=os.pathsep.join(sys.path), TMPDIR=str(temporary))
     child = subprocess.Popen(program, cwd=made, env=found, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -762,7 +778,10 @@ def interrupted(at: str, made: Path, temporary: Path, verb: str) -> tuple[list[s
     assert child.poll() is None, before
     if at == "restarting train.py":
         time.sleep(0.5)  # into the imports of the other process
-    child.send_signal(signal.SIGINT)
+    for is_of_children, number in signals:
+        for pid in children_of(child.pid) if is_of_children else [child.pid]:
+            os.kill(pid, number)
+        time.sleep(0.02)
     stdout, errors = child.communicate(timeout=60)
     assert child.returncode == 130
     assert "Traceback" not in errors

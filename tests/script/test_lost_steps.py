@@ -134,7 +134,8 @@ def test_a_loss_that_data_have_made_nan_is_no_matter_of_precision_nor_is_its_cap
 ) -> None:
     record, page, code = ran(tmp_path, STOPS, value, how)
     assert (code, record.verdict, *where(record)[:2]) == (ends, "other", "data-nonfinite", 5)
-    assert f"the batch of step 5 holds 1 {name} among 384 values in [0], first in sample 1" in page
+    held = f"the batch of step 5 holds 1 {name} among 384 values in argument 1 of Net on line "
+    assert (held in page, " of train.py, first in sample 1" in page) == (True, True)
     for command in ("replay", "bisect"):
         start(tmp_path, command, captured(record)[0], "--record=again.json")
         again = read_record(tmp_path / "again.json")

@@ -211,6 +211,28 @@ def test_a_scale_that_settles_is_no_fault_and_settles_where_its_own_loop_has_bro
     assert all(one in page for one in says)
 
 
+AT_ONE = scripts.loop("""
+net = nn.Linear(4, 1, bias=False).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+scaler = torch.amp.GradScaler("cuda", init_scale=FIRST)
+for _ in range(6):
+    with torch.autocast("cuda"):
+        loss = net(torch.ones(1, 4, device="cuda")).float().sum() * 1e5
+    STEP
+""")
+"""Its gradients do not fit half at a loss scale of 1, and fit at half of that."""
+
+
+@pytest.mark.parametrize(("first", "found"), [("1.0", ["gradient-overflow"]), ("0.5", [])])
+def test_a_step_that_fails_at_a_loss_scale_of_one_is_captured_though_a_lower_one_would_do(
+    tmp_path: Path, first: str, found: list[str]
+) -> None:
+    result, record = run(tmp_path, AT_ONE.replace("FIRST", first))
+    assert [one.code for one in record.faults if one.op] == found
+    assert steps_captured(record) == [0] * len(found)
+    assert ("ampdbg suggest-fp32" in result.stderr) is bool(found)
+
+
 @pytest.mark.slow
 def test_a_scale_that_settled_and_collapses_is_blamed_on_the_op_behind_it(tmp_path: Path) -> None:
     steep = "h = net[0](x); loss = loss + (h - h.detach()).float().sum() * 1e8"

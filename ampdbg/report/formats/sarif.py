@@ -87,7 +87,7 @@ def alerts(record: Record) -> Iterator[Alert]:
 def _message(finding: Finding, effects: Sequence[Finding]) -> str:
     lines = [f"{finding.message} ({finding.at_step}, {finding.phase})"]
     lines += [f"Remedy: {finding.remedy}"] * bool(finding.remedy)
-    lines += [f"Then {effect.code} at step {effect.step}: {effect.message}" for effect in effects]
+    lines += [f"Then {effect.code} at {effect.at_step}: {effect.message}" for effect in effects]
     return "\n".join(lines)
 
 

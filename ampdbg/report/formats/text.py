@@ -194,7 +194,7 @@ def _findings(section: view.Findings) -> Iterator[RenderableType]:
         yield from _finding(finding)
         is_cut = section.is_brief and len(effects) > 1  # of several that have to share a screen the beginning of each
         for effect in effects:
-            said = f"└ {view.conjunction(finding, effect)} {effect.code} at step {effect.step}: {effect.message}"
+            said = f"└ {view.conjunction(finding, effect)} {effect.code} at {effect.at_step}: {effect.message}"
             yield _indented(Text(said, "dim", no_wrap=is_cut, overflow="ellipsis" if is_cut else "fold"))
     if section.is_brief:
         yield from (_one_line(finding) for finding, _ in groups[1 : 1 + MOST_IN_BRIEF])
