@@ -248,8 +248,8 @@ class Evidence(Evident):
 
     @property
     def in_fp32(self) -> float:
-        """How large the loss is in FP32; NaN where it did not run."""
-        return abs(self.made.fp32.loss) if self.made.fp32 else math.nan
+        """How large the loss is in FP32; NaN where it did not run: what modules alone give has a sum, and no loss."""
+        return abs(self.made.fp32.loss) if self.made.fp32 and self.made.reach == "whole" else math.nan
 
     # What a lower loss scale would do
 

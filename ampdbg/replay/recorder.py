@@ -653,25 +653,28 @@ class Recorder(TorchFunctionMode):
     def modules(
         self, model: torch.nn.Module, optimizers: Sequence[Optimizer], device: str, most: int | None = None
     ) -> tuple[RecordedStep | None, str, ModelState]:
-        """The modules that were called since an optimizer stepped, without what the script makes of what they give.
+        """The modules that were called since an optimizer stepped, with what the script makes of data and of others of
+        them to call them with, and without what it makes of what the last give.
 
-        ``most`` says how many calls of them at most.
+        ``most`` says how many calls of modules at most.
         """
         self._off()
         calls = _Calls(self._now.calls, self._now.changed, self._weights_written(optimizers), self._copied)
-        own = {id(tensor) for tensor in tensors_in(model)}
-        wanted: dict[int, Noted] = {}
-        for number, call in self._now.calls.items():
+        wanted = set[int]()
+        called = {number: module for number, call in self._now.calls.items() if (module := call.module) is not None}
+        for number, module in called.items():
+            call = self._now.calls[number]
             is_got_over = not call.has_returned and number != max(self._now.calls)
-            has_weights = call.module is not None and any(id(one) in own for one in call.module.parameters())
-            is_last = not call.reads or call.reads <= wanted.keys()
-            if call.module is not None and not is_got_over and is_last and (has_weights or call.reads):
-                wanted |= {} if calls.why_not(number) else {number: call}
-        wanted = dict(itertools.islice(wanted.items(), most))
-        ends = [number for number in wanted if not any(number in other.reads for other in wanted.values())]
+            has_data = bool(call.reads) or next(module.parameters(), None) is not None
+            if has_data and not is_got_over and not calls.why_not(number):
+                wanted |= calls.leading_to(Made(number, ""))
+            if most is not None and len(wanted & called.keys()) >= most:
+                break
+        read = set().union(*(self._now.calls[number].reads for number in wanted))
+        ends = sorted(wanted & called.keys() - read)
         if not ends:
             return None, next(filter(None, map(calls.why_not, self._now.calls)), NOT_ALL_SEEN), ModelState()
-        part = set(wanted), tuple(Made(number, "") for number in ends)
+        part = wanted, tuple(Made(number, "") for number in ends)
         step, why, state = self._made(calls, [part], model, device)
         if step is not None:
             cut = {
@@ -785,13 +788,13 @@ class _Calls:
     def parts_of(self, losses: Sequence[Made]) -> list[tuple[set[int], tuple[Made, ...]]]:
         """The calls that each loss needs, with that loss; all in one part where losses share a call, as one pass has
         them all then."""
-        parts = [self._leading_to(loss) for loss in losses]
+        parts = [self.leading_to(loss) for loss in losses]
         every = set().union(*parts)
         if sum(map(len, parts)) != len(every):
             return [(every, tuple(losses))]
         return [(part, (loss,)) for part, loss in zip(parts, losses, strict=True)]
 
-    def _leading_to(self, loss: Made) -> set[int]:
+    def leading_to(self, loss: Made) -> set[int]:
         """The calls that a loss needs, and those that write into what they give."""
         self.why_not(loss.call)
         needed = _behind(self.calls, [loss.call], self._leads)

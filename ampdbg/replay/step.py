@@ -104,14 +104,16 @@ class RecordedCall:
 class PassEnd:
     """Calls a module whose step is run again no further, and makes one number of all that it gives.
 
-    A step of such calls fails where any of what its modules give is not finite, and has no gradients.
+    A step of such calls fails where any of what its modules give is not finite, and has no gradients. Where a module
+    gives anything that gradients lead to, that alone counts: beside it a mask may be infinite.
     """
 
     module: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The sum, of shape (); it leads nowhere."""
-        made = [tensor for _, tensor in made_in(self.module(*args, **kwargs)) if tensor.requires_grad]
+        every = [tensor for _, tensor in made_in(self.module(*args, **kwargs))]
+        made = [tensor for tensor in every if tensor.requires_grad] or every
         sums = [values.float().sum().cpu() for tensor in made if (values := float_values(tensor.detach())) is not None]
         return torch.stack([torch.zeros(()), *sums]).sum().requires_grad_()
 

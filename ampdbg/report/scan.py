@@ -364,7 +364,8 @@ def _facts_of(timeline: Record, record: Record) -> Iterator[str]:
             yield f"loss {_change(number(with_loss[0].loss), number(with_loss[-1].loss))}"
         if last.grad_norm is not None:
             yield f"gradient norm {number(last.grad_norm)}"
-        yield _loss_scale(timeline, scaled)
+        if with_loss or any(step.scaler for step in scaled):  # else it ended before anybody could scale it
+            yield _loss_scale(timeline, scaled)
 
 
 def _loss_scale(timeline: Record, scaled: Sequence[Step]) -> str:

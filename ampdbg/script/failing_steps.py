@@ -62,7 +62,7 @@ run's time allows as many in which the loss scale settles."""
 RUN_AGAIN = "FP16, FP32 and more"
 """What is said of a step before it is run again."""
 
-MODULES_ALONE = "step {}: only its modules were replayed ({}); the loss shown is the sum of their outputs"
+MODULES_ALONE = "step {}: only its modules were replayed ({}); the sum of their outputs stands for its loss"
 
 NOT_AGAIN = "step {}, whose {} not finite, could not be replayed: {}"
 
@@ -85,6 +85,9 @@ NO_TIME = "its replays take more of the run's time than ampdbg uses"
 MODULES_FINITE = "every module output is finite, and the script's own code after them could not be replayed: {}"
 
 ENDED_EARLIER = "the script ended before its loss"
+
+NOT_IN_FP32 = "its modules give inf or NaN in FP32 too, which it may want, and the script ended before its loss"
+"""So do a mask and what that hides, and no loss says that anything is wrong with them."""
 
 NOT_REACHED = "step {} was not captured: the script made only {}, counted from 0"
 """Of one that was asked for."""
@@ -322,14 +325,15 @@ class FailingSteps:
         if settles(made):
             self._policy.settled()
         raises = bool(made.low.error and made.fp32 is not None and made.fp32.error)  # so FP32 shows no more
-        tells_nothing = settles(made) or (raises and not self._watcher.log.batch)
-        if made.is_of_others or (tells_nothing and not self.captures.is_wanted):
+        has_no_loss = live.why_no_further == ENDED_EARLIER
+        is_alike = (raises or (has_no_loss and not is_finite(made.fp32))) and not self._watcher.log.batch
+        if made.is_of_others or ((settles(made) or is_alike) and not self.captures.is_wanted):
             self.captures.drop(live.number)
         if not (made.reproduced or made.is_of_others):
             is_whole = live.recorded.reach == "whole"
             return None, FINITE_AGAIN if is_whole else MODULES_FINITE.format(live.why_no_further)
-        if made.reproduced and made.low.error and not is_blamed(made):
-            return None, made.low.error
+        if made.reproduced and (is_alike or made.low.error) and not is_blamed(made):
+            return None, made.low.error or NOT_IN_FP32
         self.found[:] = kept([*self.found, made])
         return made, ""
 
@@ -348,12 +352,12 @@ class FailingSteps:
         why_not = self._why_not_now(model, half)
         if why_not:
             return None, why_not
-        step, why_not, state = None, ENDED_EARLIER, ModelState()
+        step, why_not, state = None, "", ModelState()
         if not is_cut:
             step, why_not, state = self.recorder.step(model, optimizers, device.type, loss, self._watcher.stepping)
         if step is None and why == "loss":
             step, other, state = self.recorder.modules(model, optimizers, device.type)
-            why_not = why_not or other
+            why_not = why_not or other or ENDED_EARLIER
         spoilt = next((name for name, _ in nonfinite(self.recorder.before.changing(state))), "")
         if spoilt and why != "end":
             step, why_not = None, BEGAN_SPOILT.format(spoilt, number - 1)

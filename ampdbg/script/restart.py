@@ -144,7 +144,7 @@ def restore_in_script(capture: Capture, use: Use, folder: Path, text: bytes | No
 
 WITHOUT_ITS_LOSS = (
     "step {} was captured without its loss: only its modules were replayed",
-    "the loss shown is the sum of the module outputs",
+    "the sum of the module outputs stands for its loss",
 )
 """So a set of pins, or a patch, is proven for them alone. Each fits a line of the page."""
 
@@ -241,7 +241,8 @@ class _StepFinder:
         if head.reach == "whole":
             recorded, why_not, _ = self.recorder.step(model, optimizers, device, loss, self.watcher.stepping)
         else:
-            recorded, why_not, _ = self.recorder.modules(model, optimizers, device, len(head.calls))
+            most = sum(call.training is not None for call in head.calls)  # which that of a module alone has
+            recorded, why_not, _ = self.recorder.modules(model, optimizers, device, most)
         different = Match(head, recorded).why_not(model) if recorded is not None else Difference(0, why_not)
         if different is not None:
             self._nearest = max(different, self._nearest, key=attrgetter("alike"))
