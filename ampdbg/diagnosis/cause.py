@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.decisions import Decision, Evident, fact, first
-from ampdbg.diagnosis.losses import DIVERGED, FEW_LOSSES, LEAPT, climbs_on, finite, leapt, rose
+from ampdbg.diagnosis.losses import DIVERGED, FEW_LOSSES, LEAPT, climbs_on, finite, leapt, losses_of, rose
 from ampdbg.diagnosis.producers import (
     FAR_FROM_FP32,
     OVERFLOWS,
@@ -262,8 +262,8 @@ class Evidence(Evident):
 
     @cached_property
     def losses(self) -> list[float]:
-        """The finite losses of the steps before it."""
-        return finite([step.loss for step in self.before])
+        """The losses of the steps before it."""
+        return losses_of(self.before)
 
     @cached_property
     def diverges(self) -> bool:
@@ -319,8 +319,8 @@ class Evidence(Evident):
 
     @cached_property
     def taken(self) -> list[float]:
-        """The finite losses of the steps before it that were taken: those of skipped ones may be of its own weights."""
-        return finite([step.loss for step in self.before if not step.skipped])
+        """The losses of the steps before it that were taken: those of skipped ones may be of its own weights."""
+        return losses_of(step for step in self.before if not step.skipped)
 
     @property
     def largest_taken(self) -> float:

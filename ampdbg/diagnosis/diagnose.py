@@ -14,7 +14,7 @@ from ampdbg.diagnosis.cause import CAUSES, LOST, nonfinite_loss
 from ampdbg.diagnosis.decisions import Decision, Subject, holding
 from ampdbg.diagnosis.dtype_contract import CASTS, CONTRACT, casts, contracts
 from ampdbg.diagnosis.hidden_faults import HIDDEN, hidden_faults
-from ampdbg.diagnosis.losses import risen
+from ampdbg.diagnosis.losses import losses_of, risen
 from ampdbg.diagnosis.misuse import autocast_errors, doubtful_misuses, misuses
 from ampdbg.diagnosis.producers import UNKNOWN
 from ampdbg.diagnosis.scale import LIMITS, SKIPS, UNTOLD, scalings, skips
@@ -95,7 +95,7 @@ def diagnose(record: Record) -> Record:
     # Information is left out where there are faults.
     found = tuple(_of_its_turn(_in_script(finding, record), record) for finding in faults or information)
     verdict = _verdict(record, found)
-    rises = (risen([step.loss for step in timeline.steps]) for timeline in record.timelines)
+    rises = (risen(losses_of(timeline.steps)) for timeline in record.timelines)
     note = next(filter(None, rises), "") if verdict == "healthy" else ""
     notes = (*record.unseen.notes, *[note] * (note not in ("", *record.unseen.notes)))
     return replace(record, findings=found, verdict=verdict, unseen=replace(record.unseen, notes=notes))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from ampdbg.quantities import number
+from ampdbg.record.run import Step
 
 DIVERGED = 10.0
 """Losses that climb so many times further than they have ranged before diverge; noise and hard batches do not."""
@@ -27,6 +28,11 @@ RISEN_NOTE = (
 
 RESOLUTION = 1e-6
 """A smaller share of a loss is rounding."""
+
+
+def losses_of(steps: Iterable[Step]) -> list[float]:
+    """What to compare with: no loss that is exactly 0, as that of a discriminator before it begins to train."""
+    return finite([step.loss for step in steps if step.loss])
 
 
 def finite(losses: Sequence[float]) -> list[float]:

@@ -121,11 +121,10 @@ class HalfUpdates(Evident):
         return share(2.0 ** -(FORMATS[self.slowest.dtype].precision + 1) / (1.0 - self.slowest.decay))
 
     @property
-    def lost_kinds(self) -> str:
-        """How much of the way is lost of the kinds that lose most of theirs."""
-        return listed(
-            f"{one.lost:.0%} of {one.kind}" for one in self.seen.kinds if (one.lost or 0) > MOST_OF_THE_UPDATE
-        )
+    def of_kinds(self) -> str:
+        """How much of the way is lost of the kinds that lose most of theirs, and of all kinds together."""
+        most = (one for one in self.seen.kinds if (one.lost or 0) > MOST_OF_THE_UPDATE)
+        return listed([*(f"{one.lost:.0%} of {one.kind}" for one in most), f"{self.lost:.0%} of all half weights"], 9)
 
     @property
     def parts(self) -> str:
@@ -140,7 +139,8 @@ class HalfUpdates(Evident):
 
     @property
     def forecast(self) -> str:
-        """Below which learning rate the mean update of most entries of each kind is rounded away in one step."""
+        """Below which learning rate the mean update of most entries of each kind is rounded away in one step, where the
+        gradients stay what they are: with momentum, those of norms differ much at another rate."""
         known = [(one.freezes_below, one.kind) for one in self.seen.kinds if one.freezes_below is not None]
         return listed((f"{number(rate)} ({kind})" for rate, kind in sorted(known, key=lambda one: -one[0])), 5)
 
@@ -176,23 +176,24 @@ SPOILING: tuple[Decision[HalfUpdates], ...] = (
     ),
 )
 
-FORECAST = "[. A step moves few values below learning rates of {forecast}]"
+FORECAST = "[. With such gradients a step moves few values below learning rates of {forecast}]"
 
 SMALL: tuple[Decision[HalfUpdates], ...] = (
     Decision(
         FROZEN,
         "a parameter loses over 90 % of its way, which costs over 0.02 % of the loss's fall",
         lambda it: bool(it.seen.frozen),
-        "{names:half parameter} hardly moved in {seen.steps:sampled step}: {still}. Of the way that float32 weights "
-        "go, {lost:.0%} is lost[: {lost_kinds}]. To first order half weights cost up to {seen.cost:percent} of the "
-        "loss's fall so far, and these parameters {seen.cost_of_still:percent}; both grow with each step" + FORECAST,
+        "{names:half parameter} hardly moved in {seen.steps:sampled step}: {still}. Lost of the way that float32 "
+        "weights go in them: {of_kinds}. To first order half weights cost up to {seen.cost:percent} of "
+        "the loss's fall so far, and these parameters {seen.cost_of_still:percent}; both grow with each step"
+        + FORECAST,
         {"parameters": "names", **LOST},
     ),
     Decision(
         SMALL_UPDATES,
         "every parameter moves, but over half of the masters' way is lost, by gradients or by weight decay",
         lambda it: it.is_lost,
-        "of the way that float32 weights go in {seen.steps:sampled step}, {lost:.0%} is lost[: {lost_kinds}]; it is "
+        "lost of the way that float32 weights go in {seen.steps:sampled step}: {of_kinds}; it is "
         "{parts}, for the {what_is_small} mostly below half a unit in the last place of the weights" + FORECAST,
         LOST,
         severity="warning",

@@ -3,8 +3,8 @@ move.
 
 Now and then, between a step and the next call of a module, what a script does with half tensors of the parameters'
 shapes is done beside it in float64, once from zeros and once from ones. Where that makes c and c + d, the script keeps
-d of what was there; and where c is 1 - d times a trained parameter, what it makes is an average of that. Nothing of the
-script's is written.
+d of what was there; and where c is 1 - d times a trained parameter, what it makes is an average of that. What has
+become a parameter's own tensor is none. Nothing of the script's is written.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -151,10 +151,13 @@ class FoundAverage(NamedTuple):
     given: WrittenValues
 
 
-def found_in(trace: AverageTrace, trained: Mapping[int, torch.Tensor]) -> Iterator[FoundAverage]:
-    """The averages that a stretch has written: each is the first of what may be one of the same parameter."""
+def found_in(
+    trace: AverageTrace, trained: Mapping[int, torch.Tensor], own: Collection[int] = ()
+) -> Iterator[FoundAverage]:
+    """The averages that a stretch has written: each is the first of what may be one of the same parameter. None is in
+    the storages of parameters, which are their ``own``."""
     free = dict(trained)
-    for given in trace.given.values():
+    for given in (given for place, given in trace.given.items() if place[0] not in own):
         rest, whole = given.twin
         decays = whole - rest
         low, high = torch.stack(torch.aminmax(decays)).tolist() if decays.numel() else (1.0, 0.0)
@@ -169,7 +172,7 @@ def found_in(trace: AverageTrace, trained: Mapping[int, torch.Tensor]) -> Iterat
 
 def _is_near(aim: torch.Tensor, values: torch.Tensor) -> bool:
     values = values.to(aim.device)
-    return bool((aim - values).abs().amax() <= NEAR * values.abs().amax())
+    return bool((aim - values).abs().amax() < NEAR * values.abs().amax())
 
 
 @dataclass
@@ -210,6 +213,7 @@ class Averages:
 
     def __init__(self) -> None:
         self._kept: dict[int, FollowedAverage] = {}
+        self._parameters: list[torch.Tensor] = []
         self._trained: dict[int, torch.Tensor] = {}
         self._stretch = ExitStack()
         self._thread = 0
@@ -230,6 +234,7 @@ class Averages:
     def _begin(self, optimizer: Optimizer) -> None:
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         states = [value for of_one in optimizer.state.values() for value in of_one.values()]
+        self._parameters = parameters
         self._trained = {id(one): stored(one.detach()) for one in parameters}
         own = map(stored, tensors_in([states, [one.grad for one in parameters]]))
         shapes = {one.shape for one in self._trained.values()}
@@ -266,7 +271,7 @@ class Averages:
             self._trace = None
             self._stretch.close()
             self._guarded(self._note, trace)
-            self._trained = {}
+            self._trained, self._parameters = {}, []
 
     def _guarded(self, part: Callable[[Any], None], given: Any) -> None:
         """Does its part within a call of the script's, which is to go on: no average is looked for behind an error."""
@@ -277,7 +282,8 @@ class Averages:
             self._next = math.inf
 
     def _note(self, trace: AverageTrace) -> None:
-        found = list(found_in(trace, self._trained))
+        own = {storage_of(stored(one.detach())) for one in self._parameters}
+        found = list(found_in(trace, self._trained, own))
         self._tries += 1
         known = [one for one in found if one.of in self._kept]
         if known or self._tries == TRIES:  # the second find follows at once, and shows how often it is kept

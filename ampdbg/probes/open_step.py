@@ -76,6 +76,12 @@ class OpenStep:
         self.running = optimizer
         self.before_closure, self.first_closure = len(self.scaled), []
 
+    def end_bare(self, optimizer: int) -> None:
+        """The step that was begun so is none: a scaler steps what that optimizer holds."""
+        self.bare.discard(optimizer)
+        self.gradients.pop(optimizer, None)
+        self.running = 0
+
     def add_losses(self, outputs: Any) -> None:
         """Adds what goes backward: scalar losses as they are, other tensors as their sum.
 
@@ -170,7 +176,8 @@ class Loop(threading.local):
 
     ``trained`` are the threads that have gone backward, for all threads one set. ``now`` is the step that the last
     losses or the last call of an optimizer were for; ``open`` has those that are under way by the place of their
-    optimizers, which share one where the same losses have written their gradients.
+    optimizers, which share one where the same losses have written their gradients. ``wrappers`` are those, by ``id``,
+    inside whose own step a scaler has stepped: the last step was that of the scaler.
     """
 
     def __init__(self, trained: set[int]) -> None:
@@ -178,6 +185,7 @@ class Loop(threading.local):
         self.now = OpenStep()
         self.open: dict[int, OpenStep] = {}
         self.fired: set[int] = set()
+        self.wrappers: set[int] = set()
         self.inside: list[tuple[str, int]] = []
 
     def step_of(self, place: int) -> OpenStep:

@@ -77,13 +77,18 @@ def hooked_steps(before: StepHook | None = None, behind: StepHook | None = None)
 def steps_around() -> list[Optimizer]:
     """To be called by a hook: the optimizers whose steps have led to the one that it is called for, from the inside
     out. The optimizer itself is one of them where its own step calls that of its class."""
+    return steps_under_way()[1:]
+
+
+def steps_under_way() -> list[Optimizer]:
+    """The optimizers whose steps have led here, from the inside out."""
     found: list[FrameType] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:  # in each step of a loop: a generator would take three times as long
         if frame.f_code in _STEPPING:
             found.append(frame)
         frame = frame.f_back
-    return [one.f_locals["self"] for one in found[1:]]
+    return [one.f_locals["self"] for one in found]
 
 
 def is_torchs(step: Any) -> bool:

@@ -2,9 +2,10 @@
 
 A window is ten steps of one optimizer. Of each half parameter some entries have a float32 master meanwhile, and the
 optimizer's states of them in float32: they are stepped by the same class with the same options on the same gradients.
-What is lost is foretold by later windows than the first one, where there are some: Adam's first steps are as large as
-the learning rate, and later ones about a third of that. Nothing of the loop's is written, no random number is drawn,
-and a GPU is waited for as a window begins at most.
+What is lost is what all windows behind the first one lose together, where there are some: Adam's first steps are as
+large as the learning rate, and later ones about a third of that. An entry's ways add up over windows before they are
+squared: what swings back and forth cancels out in them, as it does over a run. Nothing of the loop's is written, no
+random number is drawn, and a GPU is waited for as a window begins at most.
 """
 
 from __future__ import annotations
@@ -73,11 +74,11 @@ SECOND = "exp_avg_sq"
 class Sums(NamedTuple):
     """Sums over the entries of a parameter, or of several, and over windows.
 
-    Over a window an entry is ``wanted`` to go D and has ``got`` G: their products, D·D and D·G; the same of what comes
-    of the ``gradient``, and of a decoupled weight ``decay``. ``descent`` is what the loss falls by to first order,
-    gradient times update, and ``got_descent`` with the updates that were made. ``moved`` counts the entries that are
-    elsewhere at the end of a window; ``still`` adds up the share of steps in which each stays. ``bits`` adds up, of
-    ``sized`` entries, the binary logarithm of the learning rate at which the mean update is half a unit in the last
+    Over its windows an entry is ``wanted`` to go D and has ``got`` G: their products, D·D and D·G; the same of what
+    comes of the ``gradient``, and of a decoupled weight ``decay``. ``descent`` is by what the loss falls to first
+    order, gradient times update, and ``got_descent`` with the updates that were made. ``moved`` counts the entries that
+    are elsewhere at the end of any window; ``still`` adds up the share of steps in which each stays. ``bits`` adds up,
+    of ``sized`` entries, the binary logarithm of the learning rate at which the mean update is half a unit in the last
     place. ``foreign`` counts entries that others than steps may have written. ``added`` are the squares of a sum of
     gradients in float32, ``misadded`` those of how far the same sum in half is from it.
     """
@@ -162,6 +163,11 @@ class SampledParameter(NamedTuple):
     second: SecondMoment
 
     @property
+    def stands_still(self) -> bool:
+        """It loses nearly all of its way; not by going to and fro, for then most entries have moved."""
+        return (self.sums.lost or 0.0) > FROZEN and self.sums.moved <= self.member.entries / 2
+
+    @property
     def whole(self) -> Sums:
         """Those of all its entries, about."""
         return Sums(*(self.member.size / self.member.entries * value for value in self.sums))
@@ -194,6 +200,29 @@ class Moments(NamedTuple):
     squares: torch.Tensor
     most: torch.Tensor
     least: torch.Tensor
+
+
+class Ways(NamedTuple):
+    """How far entries are ``wanted`` to go and have ``got``, what the weight ``decay`` makes of that and what of it is
+    got, added up over windows; and which have ``moved`` in any."""
+
+    wanted: torch.Tensor
+    got: torch.Tensor
+    decay: torch.Tensor
+    got_decay: torch.Tensor
+    moved: torch.Tensor
+
+    @staticmethod
+    def begun(moved: torch.Tensor) -> Ways:
+        """Those that begin here, of entries that have ``moved`` before or not."""
+        return Ways._make((*torch.zeros(4, len(moved), device=moved.device), moved))
+
+    @property
+    def products(self) -> tuple[torch.Tensor, ...]:
+        """Of each entry the first ones of its ``Sums``, up to those of the decay."""
+        gradient, got_gradient = self.wanted - self.decay, self.got - self.got_decay
+        pairs = ((self.wanted, self.got), (gradient, got_gradient), (self.decay, self.got_decay))
+        return tuple(aim.double() * way for aim, to in pairs for way in (aim, to))
 
 
 class SampledRow:
@@ -317,16 +346,23 @@ class SampledRow:
         least = gap * known.least + (1.0 - gap) * both.amin(0)
         return Moments(step, kept, squares, window * most + self._second, window * least + self._second)
 
-    def sums(self, moments: Moments) -> torch.Tensor:
-        """A column for each parameter: its ``Sums`` over the window, and its ``SecondMoment``."""
+    def ways(self, before: Ways | None) -> tuple[Ways, Ways]:
+        """Those before the window, and behind it."""
         wanted, got = self.master - self._origin, self._last - self._origin
-        gradient, got_gradient = wanted - self._decay, got - self._got_decay
-        half = torch.ldexp(torch.full_like(wanted, torch.finfo(self._last.dtype).eps / 4), torch.frexp(self._origin)[1])
+        known = before or Ways.begun(torch.zeros_like(self._foreign))
+        *pairs, moved = zip(known, (wanted, got, self._decay, self._got_decay, got != 0), strict=True)
+        return known, Ways._make((*(was + more for was, more in pairs), torch.logical_or(*moved)))
+
+    def sums(self, before: Ways | None, moments: Moments) -> torch.Tensor:
+        """A column for each parameter: by how much the window adds to its ``Sums``, and its ``SecondMoment``."""
+        known, now = self.ways(before)
+        products = (more - less for more, less in zip(now.products, known.products, strict=True))
+        eps = torch.finfo(self._last.dtype).eps
+        half = torch.ldexp(torch.full_like(self.master, eps / 4), torch.frexp(self._origin)[1])
         bits = (float(self.group["lr"]) * self._steps * half / self._path).log2()
         is_sized = bits.isfinite()
         lines: tuple[torch.Tensor, ...] = (  # in the order of Sums
-            wanted * wanted, wanted * got, gradient * gradient, gradient * got_gradient, self._decay * self._decay,
-            self._decay * self._got_decay, self._descent, self._got_descent, torch.ones_like(wanted), got != 0,
+            *products, self._descent, self._got_descent, torch.ones_like(half), now.moved ^ known.moved,
             self._still / self._steps, torch.where(is_sized, bits, 0.0), is_sized, self._foreign,
             self._added[0].square(), (self._added[1] - self._added[0]).square(),
         )  # fmt: skip
@@ -398,6 +434,7 @@ class Book:
         self.window: UpdateWindow | None = None
         self.first: list[SampledSums] = []
         self.moments: dict[tuple[int, ...], Moments] = {}
+        self.ways: dict[tuple[int, ...], Ways] = {}
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         is_half = any(parameter.dtype in HALVES for parameter in parameters)
         self.is_kept, self.why_not = is_half, ""
@@ -412,7 +449,7 @@ class Book:
     def columns(self) -> list[SampledSums]:
         """What the window comes to so far."""
         rows = self.window.rows if self.window is not None and self.window.steps else ()
-        return [(row.members, row.sums(self._moments_of(row))) for row in rows]
+        return [(row.members, row.sums(self.ways.get(row.key), self._moments_of(row))) for row in rows]
 
     def second_moments(self, names: Mapping[int, tuple[str, str]]) -> Iterator[tuple[str, SecondMoment]]:
         """Those of now, by name, of parameters that a window has seen and whose last gradients are still there; none of
@@ -432,6 +469,9 @@ class Book:
         """Ends the window; what it comes to."""
         columns, self.windows = self.columns(), self.windows + 1
         self.moments.update({row.key: self._moments_of(row) for row in window.rows})
+        ways = {row.key: row.ways(self.ways.get(row.key))[1] for row in window.rows}
+        # What a first window comes to is kept apart.
+        self.ways.update(ways if self.first else {key: Ways.begun(one.moved) for key, one in ways.items()})
         self.window = None
         return columns
 
@@ -649,7 +689,7 @@ def _kinds_of(known: Iterable[SampledParameter]) -> tuple[str, ...]:
 
 def _frozen(kind: str, known: Iterable[SampledParameter], descent: float) -> list[SampledParameter]:
     """The parameters of a kind that stand still; none where that costs hardly anything of what the loss falls by."""
-    still = [one for one in known if one.member.kind == kind and (one.sums.lost or 0.0) > FROZEN]
+    still = [one for one in known if one.member.kind == kind and one.stands_still]
     return still if sum(one.whole.harm for one in still) > MATTERS * abs(descent) else []
 
 
@@ -668,7 +708,7 @@ def _of_kind(kind: str, of_each: Sequence[Sums], total: Sums) -> KindUpdates:
 
 
 def _lost(got: float, wanted: float) -> float | None:
-    return max(0.0, 1.0 - got / wanted) if wanted else None
+    return min(1.0, max(0.0, 1.0 - got / wanted)) if wanted else None
 
 
 def _vanishing_eps(rows: Iterable[SampledRow]) -> float | None:

@@ -38,7 +38,7 @@ from ampdbg.probes.open_step import Loop, OpenStep
 from ampdbg.probes.optimizers import Optimizers, innermost
 from ampdbg.probes.pause import is_unwatched, unwatched
 from ampdbg.probes.seams import Seam, are_meta, attached, only_follows
-from ampdbg.probes.step_hooks import hook_own_step, hooked_steps, steps_around
+from ampdbg.probes.step_hooks import hook_own_step, hooked_steps, steps_around, steps_under_way
 from ampdbg.probes.steps import StepLog
 from ampdbg.probes.update_ledger import UpdateLedger
 from ampdbg.quantities import listed
@@ -267,21 +267,27 @@ class Watch:
             self.calls.unscaled(optimizer)
         return result
 
-    def _step(self, original: Original, scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if optimizer not in self.optimizers:
-            return self._calling("step", original, scaler, optimizer, *args, **kwargs)
+    def _step(self, original: Original, scaler: GradScaler, given: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        around = [one for one in steps_under_way() if one in self.optimizers]
+        for outer in around:
+            self._loop.wrappers.add(id(outer))
+            self._loop.now.end_bare(id(outer))
+            self.calls.is_wrapper(outer)
+        optimizer = next((one for one in (given, *around) if one in self.optimizers), None)
+        if optimizer is None:
+            return self._calling("step", original, scaler, given, *args, **kwargs)
         step = self.turn_of(optimizer)
         step.scaler, step.number = scaler, self.calls.number_of(scaler)
-        in_kernel = bool(getattr(optimizer, "_step_supports_amp_scaling", False))  # a fused one unscales in its own
+        in_kernel = bool(getattr(given, "_step_supports_amp_scaling", False))  # a fused one unscales in its own
         divisor = step.loss_scale() if in_kernel else 1.0
         if in_kernel:
             self._measures.before_kernel(optimizer, divisor)
-        self._loop.fired.discard(id(optimizer))
-        result = self._calling("step", original, scaler, optimizer, *args, **kwargs)
+        self._loop.fired.discard(id(given))
+        result = self._calling("step", original, scaler, given, *args, **kwargs)
         step.stepped = True
-        flags = scaler._found_inf_per_device(optimizer).values() if in_kernel else ()
+        flags = scaler._found_inf_per_device(given).values() if in_kernel else ()
         found_inf = in_kernel and any(self._measures.read(optimizer, list(flags)))
-        withheld = id(optimizer) not in self._loop.fired or found_inf
+        withheld = id(given) not in self._loop.fired or found_inf
         if withheld:
             self._measures.withheld(optimizer, divisor)
             self._measures.note_groups(optimizer)
@@ -389,6 +395,7 @@ class Watch:
         self.contract.inside(optimizer)
 
     def _before_bare_step(self, optimizer: Optimizer, has_closure: bool) -> None:
+        self._loop.wrappers.discard(id(optimizer))
         step = self.turn_of(optimizer)
         if step.stepped and (has_closure or id(optimizer) in step.bare):  # a closure makes losses of its own
             self._close()
@@ -413,8 +420,9 @@ class Watch:
         self.ledger.after(optimizer, self.log.closed())
         if optimizer in self.optimizers:
             self.contract.after(optimizer)
-        if optimizer not in self.optimizers or self._loop.is_inside("step"):
+        if optimizer not in self.optimizers or self._loop.is_inside("step") or id(optimizer) in self._loop.wrappers:
             return
+        self.calls.bare_step_ended()
         step = self._loop.now
         step.stepped, step.running = True, 0
         self._measures.take(optimizer, 1.0)
@@ -452,6 +460,7 @@ class Watch:
 
     def _finish(self) -> None:
         self.ledger.pause()
+        self.calls.bare_step_ended()
         if not self.guard.failure:
             step = self._loop.now
             # A loop that looks at its loss by itself.

@@ -13,7 +13,7 @@ import torch
 
 from ampdbg.agreement import AGREEMENT, GRADIENT_DOUBT, agrees, is_beyond_noise, is_finite, is_same_run
 from ampdbg.diagnosis.cause import SKIPS_IN_A_ROW
-from ampdbg.diagnosis.losses import may_have_risen
+from ampdbg.diagnosis.losses import losses_of, may_have_risen
 from ampdbg.diagnosis.producers import culprit, overflow_in
 from ampdbg.diagnosis.scale import is_nan_alone
 from ampdbg.formats import FLOAT16
@@ -102,7 +102,7 @@ class _Replays:
             at_lower, floor = self._at_lower_scales(fp32, at_scale)
             made = replace(made, at_lower=at_lower, floor=floor)
         made = replace(made, wide=self._wider(fp32.replay))
-        may_diverge = may_have_risen([step.loss for step in before], fp32.replay.loss)
+        may_diverge = may_have_risen(losses_of(before), fp32.replay.loss)
         continuation = self._continued() if may_diverge and not fp32.replay.error else ()
         return replace(made, continuation=continuation)
 

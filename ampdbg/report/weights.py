@@ -75,6 +75,8 @@ COLUMNS: Mapping[str, tuple[str, Literal["share", "number"], Callable[[float], s
 }
 """What is shown of a kind of weights, by the fields of :class:`KindUpdates`, and of the averages of it."""
 
+MEASURED = "Measured in these steps alone: others may lose more or less."
+
 SUM = "The sum of the gradients of {} in half is {} from what it is in float32."
 
 
@@ -96,5 +98,5 @@ def ledger(updates: Updates | None) -> view.Table:
     heads, cells_of = zip(*columns, strict=True)
     title = f"Half weights, in {counted(updates.steps, 'sampled step')}" if updates.kinds else "Averages in half"
     off, passes = updates.lost_accumulation, counted(updates.passes, "backward pass")
-    below = () if off is None else (view.line(SUM.format(passes, percent(off))),)
-    return view.Table(title, heads, tuple(zip(*cells_of, strict=True)), below=below)
+    below = [MEASURED] * bool(updates.kinds) + [SUM.format(passes, percent(off or 0.0))] * (off is not None)
+    return view.Table(title, heads, tuple(zip(*cells_of, strict=True)), below=tuple(map(view.line, below)))

@@ -663,6 +663,26 @@ def test_a_divergence_is_told_once_from_the_first_step_that_shows_it() -> None:
         assert record.verdict == "other"
 
 
+def test_a_loss_that_was_zero_before_its_part_of_the_model_trains_has_not_risen() -> None:
+    def noted(*losses: float) -> tuple[str, ...]:
+        steps = [replace(step, loss=loss) for step, loss in zip(steps_of("." * len(losses)), losses, strict=True)]
+        return diagnosed(steps).unseen.notes
+
+    assert noted(*[0.0] * 10, 1.4, 1.5, 1.4, 1.5) == ()  # a discriminator that begins late
+    assert ["from 1.5 to 2,000" in note for note in noted(*[0.0] * 10, 1.4, 1.5, 1e3, 2e3)] == [True]
+
+
+def test_a_run_whose_loss_was_zero_at_first_diverges_from_where_it_was_none() -> None:
+    def found(*losses: float) -> tuple[str, str]:
+        steps = [replace(step, loss=loss) for step, loss in zip(steps_of("....x"), losses, strict=True)]
+        replays = low(scale=1.0, loss=math.inf), replace(FP32, loss=math.inf, gradients=("weight",))
+        record = diagnosed(steps, Investigation(4, "gradients", *replays))
+        return record.findings[0].code, record.findings[0].message
+
+    assert "divergence" not in found(0.0, 0.0, 1.4, 1.5, 1.4)
+    assert found(1.3, 1.4, 900.0, 1e3, 900.0)[0] == "divergence"
+
+
 @pytest.mark.parametrize("script", [None, ScriptRun("train.py")])
 def test_a_divergence_of_the_first_weights_is_no_rise_of_the_loss(script: ScriptRun | None) -> None:
     losses = [1.349, 1.744, 1.999, 2.1, math.nan]

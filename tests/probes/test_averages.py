@@ -215,6 +215,26 @@ def test_copies_that_are_overwritten_whole_are_no_averages() -> None:
     assert (codes(record), record.updates) == ([], None)
 
 
+@pytest.mark.parametrize("is_own", [True, False])
+def test_what_becomes_the_weight_itself_is_no_average_and_a_copy_of_it_is_one(is_own: bool) -> None:
+    def into_weights(net: nn.Module) -> Keep:
+        """As one who trains on the average, or keeps it and trains on a copy."""
+        slow = [weight.detach().clone() for weight in net.parameters()]
+
+        def keep() -> None:
+            for at, weight in enumerate(net.parameters()):
+                slow[at] = 0.999 * slow[at] + 0.001 * weight.detach()
+                if is_own:
+                    weight.data = slow[at]
+
+        return keep
+
+    record = trained(into_weights, dtype=HALF)
+    assert record.updates is not None
+    assert bool(record.updates.averages) == (not is_own)
+    assert ("frozen-average", "error") not in codes(record) or not is_own
+
+
 def test_half_weights_that_a_script_clamps_are_no_averages() -> None:
     def clamped(net: nn.Module) -> Keep:
         frozen = copy.deepcopy(net).to(HALF)

@@ -97,9 +97,15 @@ def codes(record: Record) -> list[tuple[str, str]]:
 def test_gains_of_ones_that_stand_still_in_bfloat16_are_named_and_those_in_float32_move() -> None:
     record, net = trained()
     assert int((net.norm.weight != 1).sum()) == 0
+    assert record.updates is not None
     assert (codes(record), record.verdict) == ([("frozen-weights", "error")], "precision")
-    assert "norm.weight (0 of 64 values). Of the way" in record.findings[0].message
+    assert "norm.weight (0 of 64 values). Lost of the way" in record.findings[0].message
     assert record.findings[0].parameter == "norm.weight"
+    lost = [f"{kind.lost:.0%} of {kind.kind}" for kind in record.updates.kinds if (kind.lost or 0.0) > 0.5]
+    whole = f"{record.updates.lost:.0%} of all half weights. To first order"
+    assert (
+        f"Lost of the way that float32 weights go in them: {', '.join(lost)} and {whole}" in record.findings[0].message
+    )
 
     twin, net = trained(torch.float32)
     assert int((net.norm.weight != 1).sum()) == 64
@@ -227,13 +233,13 @@ def test_run_says_that_an_upcast_did_nothing(tmp_path: Path) -> None:
     assert (codes(record), code, {name for one in record.dtypes for name in one.stored}) == ([], 0, {"float32"})
 
 
-def way_in_float32(steps: int) -> dict[str, float]:
+def way_in_float32(steps: int, make: Callable[[Any], torch.optim.Optimizer] | None = None) -> dict[str, float]:
     """What of the way of float32 masters half weights go, in each parameter: the masters are stepped on the gradients
     of the half weights."""
-    net = Net().to(HALF)
-    optimizer = adamw(net)
+    net, make = Net().to(HALF), make or partial(torch.optim.AdamW, lr=1e-4)
+    optimizer = make(net.parameters())
     masters = [parameter.detach().float().clone().requires_grad_() for parameter in net.parameters()]
-    start, beside = [master.detach().clone() for master in masters], torch.optim.AdamW(masters, lr=1e-4)
+    start, beside = [master.detach().clone() for master in masters], make(masters)
     for loss in losses(net, HALF, steps):
         optimizer.zero_grad()
         loss.backward()
@@ -266,6 +272,34 @@ def test_ten_steps_behind_the_first_twenty_lose_within_ten_points_what_200_steps
     assert updates.steps == 10
     assert lost["norms"] == pytest.approx(1.0 - ways["norm.weight"], abs=0.1)
     assert lost["linears"] == pytest.approx(1.0 - (ways["inner.weight"] + ways["outer.weight"]) / 2, abs=0.1)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_gains_that_swing_back_and_forth_under_sgd_lose_over_the_sampled_steps_what_they_lose_over_all(
+    momentum: float, always: None
+) -> None:
+    make = partial(torch.optim.SGD, lr=0.1, momentum=momentum)
+    record, _ = trained(make=lambda net: make(net.parameters()))
+    assert record.updates is not None
+    lost, ways = {kind.kind: kind.lost for kind in record.updates.kinds}, way_in_float32(200, make)
+    assert lost["norms"] == pytest.approx(1.0 - ways["norm.weight"], abs=0.05)
+    assert lost["linears"] == pytest.approx(1.0 - (ways["inner.weight"] + ways["outer.weight"]) / 2, abs=0.05)
+    page = text_of(record, Typed("", ""), PLAIN, "markdown")
+    assert "Measured in these steps alone: others may lose more or less." in page
+
+
+def test_gains_most_of_which_have_moved_to_and_fro_do_not_stand_still(always: None) -> None:
+    def found(gradients: Callable[[int], float]) -> tuple[list[tuple[str, str]], float | None]:
+        weight = nn.Parameter(torch.ones(64, dtype=HALF))
+        record = stepped(torch.optim.SGD([weight], lr=1.0), weight, [gradients(step) for step in range(120)])
+        assert record.updates is not None
+        return codes(record), record.updates.lost
+
+    # Now and then a large step, that the one behind the next window takes back, and a small one all the time.
+    swings, lost = found(lambda step: 1e-3 + {0: 0.25, 1: -0.25}.get(step // 10 % 2, 0.0) * (step % 10 == 5))
+    assert (swings, lost) == ([("optimizer-underflow", "warning")], 1.0)
+    still, lost = found(lambda step: 1e-3)
+    assert (still, lost) == ([("frozen-weights", "error")], 1.0)
 
 
 def test_a_kind_freezes_below_the_rate_that_is_forecast() -> None:

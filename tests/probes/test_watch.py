@@ -416,6 +416,50 @@ def test_of_an_optimizer_inside_of_another_the_outermost_that_is_watched_makes_t
         assert [step.skipped for step in watched.steps] == [False, enabled, False]
 
 
+class ByItsScaler(Around):
+    """Holds the scaler too, and has that step what it holds; in the steps ``bare`` it steps that itself."""
+
+    def __init__(self, inner: torch.optim.Optimizer, scaler: Any, bare: frozenset[int], clips: bool) -> None:
+        super().__init__(inner)
+        self.scaler, self.bare, self.clips, self.steps = scaler, bare, clips, 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        if self.steps in self.bare:
+            self.inner.step()
+            return
+        if self.clips:
+            self.scaler.unscale_(self.inner)
+            torch.nn.utils.clip_grad_norm_(self.inner.param_groups[0]["params"], 1.0)
+        self.scaler.step(self.inner)
+        self.scaler.update()
+
+
+@pytest.mark.parametrize("follows", ["both", "the outer", "the inner"])
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("bare", [(), (1, 2, 3), (3,)])
+def test_a_step_inside_which_a_scaler_steps_is_the_scalers_and_one_past_it_is_bare(
+    bare: tuple[int, ...], clips: bool, follows: str
+) -> None:
+    model, inner, scaler = scaled_loop()
+    outer = ByItsScaler(inner, scaler, frozenset(bare), clips)
+    ways: dict[str, list[torch.optim.Optimizer]] = {
+        "both": [inner, outer],
+        "the outer": [outer],
+        "the inner": [inner],
+    }
+    with watch(model, ways[follows]) as watched:
+        for factor in (1.0, math.inf, 1.0):
+            outer.zero_grad()
+            scaler.scale(model(torch.ones(2, 3)).square().mean() * factor).backward()
+            outer.step()
+    assert [(one.code, one.count) for one in watched.misuses] == [("misuse-bare-step", len(bare))] * bool(bare)
+    assert len(watched.steps) == 3
+    if not bare:
+        assert [step.skipped for step in watched.steps] == [False, True, False]
+        assert [step.scaler for step in watched.steps] == [1, 1, 1]
+
+
 @pytest.mark.parametrize("writes", [True, False])
 def test_a_loop_that_writes_weights_in_its_backward_pass_has_no_steps_and_a_note(writes: bool) -> None:
     model, _ = small_loop()
