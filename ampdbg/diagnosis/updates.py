@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +12,7 @@ from ampdbg.diagnosis.decisions import Decision, Evident
 from ampdbg.formats import FORMATS
 from ampdbg.quantities import counted, listed, number, share
 from ampdbg.record.codes import CODES
-from ampdbg.record.run import FrozenParameter, KeptAverage, Record, StuckMoment, Updates
+from ampdbg.record.run import FrozenParameter, KeptAverage, Record, StillParameter, StuckMoment, Updates
 
 SMALL_UPDATES, FROZEN = "optimizer-underflow", "frozen-weights"
 STUCK, ACCUMULATION, AVERAGE = "stuck-moment", "lost-accumulation", "frozen-average"
@@ -63,6 +64,37 @@ class HalfUpdates(Evident):
         return [one.name for one in self.stillest]
 
     @property
+    def of_which(self) -> str:
+        """The parameters that shares are of, where not all of them were judged."""
+        return f"{self.seen.judged} of {counted(self.seen.half, 'half parameter')}" * (
+            self.seen.judged < self.seen.half
+        )
+
+    @cached_property
+    def unmoved(self) -> list[StillParameter]:
+        """Those that stand still under optimizers that cannot be compared, unless masters are found that those step."""
+        with_masters = {one.kind for one in self.record.dtypes if one.masters}
+        return [one for one in self.seen.still if one.kind not in with_masters]
+
+    @property
+    def unmoved_names(self) -> list[str]:
+        """Their names."""
+        return [one.name for one in self.unmoved]
+
+    @property
+    def unmoved_values(self) -> str:
+        """How many of their values have moved, and of which kinds they are."""
+        of_kinds = Counter(one.kind for one in self.unmoved)
+        values = sum(one.entries for one in self.unmoved)
+        kinds = listed(f"{kind} ({count:,})" for kind, count in of_kinds.items())
+        return f"{sum(one.moved for one in self.unmoved):,} of {counted(values, 'value')} of {kinds}"
+
+    @property
+    def unmoved_steps(self) -> int:
+        """In how many steps at least."""
+        return min(one.steps for one in self.unmoved)
+
+    @property
     def stuck(self) -> list[str]:
         """The parameters whose second moments stick."""
         return [one.parameter for one in self.seen.stuck]
@@ -91,7 +123,7 @@ class HalfUpdates(Evident):
     def place(self, row: Decision[Any]) -> Mapping[str, Any]:
         """The step and the parameter; what stands still does so from the first step on."""
         spoilt = self.seen.spoilt if row in SPOILING else ()
-        of = {STUCK: self.stuck, FROZEN: self.names, AVERAGE: self.averaged}
+        of = {STUCK: self.stuck, FROZEN: self.names or self.unmoved_names, AVERAGE: self.averaged}
         parameter = next(iter((*spoilt, *of.get(row.code, ()))), "")
         at = self.seen.spoilt_step if spoilt else self.record.steps[-1 if row.code == STUCK else 0].step
         return {"step": at, "phase": "optimizer", "parameter": parameter}
@@ -124,7 +156,8 @@ class HalfUpdates(Evident):
     def of_kinds(self) -> str:
         """How much of the way is lost of the kinds that lose most of theirs, and of all kinds together."""
         most = (one for one in self.seen.kinds if (one.lost or 0) > MOST_OF_THE_UPDATE)
-        return listed([*(f"{one.lost:.0%} of {one.kind}" for one in most), f"{self.lost:.0%} of all half weights"], 9)
+        judged = f"the {self.of_which} that could be judged" if self.of_which else "all half weights"
+        return listed([*(f"{one.lost:.0%} of {one.kind}" for one in most), f"{self.lost:.0%} of {judged}"], 9)
 
     @property
     def parts(self) -> str:
@@ -184,10 +217,21 @@ SMALL: tuple[Decision[HalfUpdates], ...] = (
         "a parameter loses over 90 % of its way, which costs over 0.02 % of the loss's fall",
         lambda it: bool(it.seen.frozen),
         "{names:half parameter} hardly moved in {seen.steps:sampled step}: {still}. Lost of the way that float32 "
-        "weights go in them: {of_kinds}. To first order half weights cost up to {seen.cost:percent} of "
-        "the loss's fall so far, and these parameters {seen.cost_of_still:percent}; both grow with each step"
-        + FORECAST,
+        "weights go in them: {of_kinds}"
+        "[. To first order half weights cost up to {seen.cost:percent} of the loss's fall so far, and these parameters "
+        "{seen.cost_of_still:percent}; both grow with each step]" + FORECAST,
         {"parameters": "names", **LOST},
+    ),
+    Decision(
+        FROZEN,
+        "of a parameter whose updates cannot be compared hardly a value has changed in 32 steps or more, though they "
+        "have gradients, and so many steps of the learning rate are more than a unit in their last place",
+        lambda it: bool(it.unmoved),
+        "{unmoved_values} have changed in {unmoved_steps:step}: {unmoved_names}. Their gradients are not zero. So many "
+        "steps of the learning rate are more than a unit in their last place. What others lose is not known: ampdbg "
+        "cannot compare this optimizer's updates with float32's",
+        {"parameters": "unmoved_names", "steps": "unmoved_steps"},
+        severity="warning",
     ),
     Decision(
         SMALL_UPDATES,

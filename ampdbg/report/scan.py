@@ -29,6 +29,7 @@ from ampdbg.record.run import (
     Replay,
     Step,
     TensorCounts,
+    Updates,
 )
 from ampdbg.report.explanation import explanation
 
@@ -87,13 +88,23 @@ def raised(record: Record) -> view.Paragraph:
 
 def headline(record: Record) -> view.Headline:
     """One sentence made from the first finding and the verdict; a run that was stopped says so first."""
-    early, sentence = stopped(record), _sentence(record)
+    early, sentence = stopped(record), _sentence(record).removesuffix(".") + f"{unjudged(record)}."
     is_error = record.verdict == "inconclusive" and "error" in [one.severity for one in record.findings[:1]]
     return view.first(
         (early, view.Headline("warning", f"{early}. {sentence}".rstrip())),
         (is_error, view.Headline("bad", sentence)),
         (True, view.Headline(TONES[record.verdict], sentence)),
     )
+
+
+def unjudged(record: Record) -> str:
+    """What of a healthy run was not looked at: half weights that nobody has compared, and of which no masters were
+    found; "" where there are none."""
+    seen = record.updates or Updates(0)
+    count, has_masters = seen.half - seen.judged, any(one.masters for one in record.dtypes)
+    of_all = f" of {seen.half:,}" * bool(seen.judged)
+    said = f"; what {count:,}{of_all} half parameters lose of their updates was not compared with FP32"
+    return said * (count > 0 and record.verdict == "healthy" and not has_masters)
 
 
 def stopped(record: Record) -> str:
