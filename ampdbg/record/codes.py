@@ -312,7 +312,7 @@ _DATA = (
         "weights-nonfinite",
         "other",
         "start from finite weights",
-        "Bad state: weights, buffers or other values are non-finite before the forward pass of step {step}.",
+        "Bad state: weights, buffers or other values are non-finite or far too large before step {step}.",
         disproves_patch=True,
         fails_in_fp32=True,
     ),

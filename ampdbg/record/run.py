@@ -144,7 +144,9 @@ class Investigation:
     was finite, and what it got from another one was not. ``reach`` is how far the step could be replayed, and
     ``why_no_further`` the reason where that is not the whole of it. ``weights_grew`` is how many times as large all
     weights together are in it as when the run began, by their 2-norm. ``batch_largest`` is the largest finite
-    magnitude in the batch's numeric leaves, by leaf, and ``batch_index`` where in the leaf it stands.
+    magnitude in the batch's numeric leaves, by leaf, and ``batch_index`` where in the leaf it stands. ``rewritten`` are
+    the buffers that the script wrote right before the step, outside of its models' calls, each with its largest
+    magnitude, where that is beyond FP16.
     """
 
     step: Count
@@ -166,6 +168,7 @@ class Investigation:
     reach: Reach = "whole"
     why_no_further: str = ""
     weights_grew: float = 1.0
+    rewritten: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def replays(self) -> tuple[Replay, ...]:

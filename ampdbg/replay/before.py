@@ -46,13 +46,16 @@ class _Kept(NamedTuple):
 class _Root:
     """What is ``kept`` from before those calls of a module that are noted, by their number.
 
-    ``changes`` is what its calls were seen to change.
+    ``changes`` is what its calls were seen to change. ``left`` is how often each of its tensors had been written as the
+    last call returned, and ``rewritten`` has those that were written between two calls, each with the later one.
     """
 
     calls: int = 0
     kept: dict[int, _Kept] = field(default_factory=dict)
     changes: dict[int, tuple[Callable[[], Any], Kind]] = field(default_factory=dict)
     tensors: weakref.WeakValueDictionary[str, torch.Tensor] = field(default_factory=weakref.WeakValueDictionary)
+    left: Mapping[str, int] = field(default_factory=dict)
+    rewritten: dict[str, int] = field(default_factory=dict)
 
     @property
     def is_looked_at(self) -> bool:
@@ -67,6 +70,7 @@ class _Root:
             self.tensors = weakref.WeakValueDictionary(own)
         self.kept = {call: kept for call, kept in self.kept.items() if call in noted}
         written = {name: times_written(one) for name, one in self.tensors.items()}
+        self.rewritten |= {name: number for name, times in self.left.items() if written.get(name, times) != times}
         frozen = {name: one for name, one in self.tensors.items() if self.is_looked_at and _is_frozen(one)}
         self.kept[number] = _Kept(self._held(module), written, _samples(frozen))
 
@@ -85,6 +89,7 @@ class _Root:
 
     def returned(self, number: int) -> None:
         """Learns from a call that was looked at whole what calls change."""
+        self.left = {name: times_written(one) for name, one in self.tensors.items() if not one.requires_grad}
         if not self.is_looked_at:
             return
         held = self.kept[number].held
@@ -155,6 +160,19 @@ class Before:
             held = held.with_earlier(root.kept[first].held)
             unknown = next(root.unknown(root.kept[first]), unknown)
         return ModelState(held, model), unknown
+
+    def rewritten(self, state: ModelState, calls: Collection[int]) -> Mapping[str, float]:
+        """Those buffers of a state that the loop has written right before one of these calls, outside of all calls:
+        their largest magnitudes."""
+        found = {
+            id(root.tensors.get(name))
+            for root in self._roots.values()
+            for name, number in root.rewritten.items()
+            if number in calls
+        }
+        buffers, before = () if state.model is None else state.model.named_buffers(), state.buffers
+        those = [(name, before.get(name, buffer)) for name, buffer in buffers if id(buffer) in found]
+        return {name: float(one.abs().amax()) for name, one in those if one.is_floating_point() and one.numel()}
 
     def poisoned(self, buffers: Iterable[tuple[str, torch.Tensor]]) -> Iterator[str]:
         """The names of those buffers that noted calls have made inf or NaN."""

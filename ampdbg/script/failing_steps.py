@@ -27,6 +27,7 @@ from ampdbg.diagnosis.hidden_faults import hidden_fault
 from ampdbg.diagnosis.producers import survivor
 from ampdbg.diagnosis.scale import is_nan_alone
 from ampdbg.errors import named_error
+from ampdbg.formats import FLOAT16
 from ampdbg.observer import Observer
 from ampdbg.probes.module_calls import recorded_graphs
 from ampdbg.probes.tensors import are_weights_spoilt, nonfinite
@@ -360,7 +361,9 @@ class FailingSteps:
         watcher, steps = self._watcher, self._watcher.steps
         of = next((one.optimizer for one in steps if one.step == number), watcher.open_step.optimizer or 0)
         scale = self._scale(of) * step.own_scale
-        return LiveStep(number, watcher, step, model, device, state, half, scale, why, why_not, of), ""
+        sizes = self.recorder.before.rewritten(state, step.calls)
+        rewritten = {name: size for name, size in sizes.items() if not size < FLOAT16.overflow_threshold}
+        return LiveStep(number, watcher, step, model, device, state, half, scale, why, why_not, of, rewritten), ""
 
     def _why_not_now(self, model: torch.nn.Module, half: Half | None) -> str:
         """Why no step of the loop can be run again now; "" where it can."""

@@ -7,8 +7,8 @@ import io
 import math
 import sys
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, TextIO
 
 import torch
@@ -45,6 +45,7 @@ class LiveStep:
         why: what calls for a closer look.
         why_no_further: why it is run again no further than its modules.
         optimizer: the place of that which steps in it.
+        rewritten: as of an investigation.
     """
 
     number: int
@@ -58,6 +59,7 @@ class LiveStep:
     why: Why
     why_no_further: str = ""
     optimizer: int = 0
+    rewritten: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def before(self) -> tuple[Step, ...]:
@@ -89,7 +91,7 @@ class LiveStep:
             made = investigate(run, snapshot, self.why, self.scale, before=self.before, observer=_UntilASignal())
             if made.reproduced and not is_finite(made.fp32):
                 self.watcher.log.batch += blamed_data(run, snapshot, self.recorded)
-            made = replace(made, loss=loss, weights_grew=grew)
+            made = replace(made, loss=loss, weights_grew=grew, rewritten=self.rewritten)
             return replace(made, reach=self.recorded.reach, why_no_further=self.why_no_further)
         return None
 

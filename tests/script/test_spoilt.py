@@ -71,3 +71,43 @@ def test_what_an_earlier_pass_in_half_has_spoilt_is_no_fault_of_the_mathematics(
 def test_what_no_pass_spoils_is_healthy(tmp_path: Path, kind: str) -> None:
     _, record = run(tmp_path, spoilt(kind))
     assert (record.verdict, record.findings) == ("healthy", ())
+
+
+WRITTEN = scripts.loop("""
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(16, 64), nn.Linear(64, 8)
+        self.register_buffer("scale", torch.ones(1))
+    def forward(self, x):
+        return self.outer(self.inner(x).relu() * self.scale)
+
+net = Net().cuda()
+optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+scaler = torch.amp.GradScaler("cuda")
+for step in range(12):
+    x = torch.randn(64, 16).cuda()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = net(x).float().square().mean()
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    with torch.no_grad():
+        net.scale.copy_(torch.tensor(float(sys.argv[1]) if step >= 7 else 1.0 + 0.01 * step))
+""")
+
+
+@pytest.mark.parametrize("value", slow_but_for(["1e6", "inf", "1.1"], ["1e6", "inf", "nan", "1.1"]))
+def test_a_buffer_that_the_script_overwrites_between_two_steps_is_named_where_the_next_one_fails_for_it(
+    tmp_path: Path, value: str
+) -> None:
+    result, record = run(tmp_path, WRITTEN, value)
+    if value == "1.1":
+        assert (result.code, record.findings) == (0, ())
+        return
+    found = record.findings[0]
+    assert (found.code, found.step) == ("weights-nonfinite", 8)
+    size = {"1e6": "1,000,000", "nan": "NaN"}.get(value, value)
+    assert f"right before step 8 the script itself wrote 1 buffer: scale (up to {size})" in found.message
+    assert "divergence" not in {one.code for one in record.findings}
