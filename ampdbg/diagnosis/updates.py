@@ -10,7 +10,7 @@ from typing import Any
 
 from ampdbg.diagnosis.decisions import Decision, Evident
 from ampdbg.formats import FORMATS
-from ampdbg.quantities import counted, listed, number, share
+from ampdbg.quantities import counted, listed, multiple, number
 from ampdbg.record.codes import CODES
 from ampdbg.record.run import FrozenParameter, KeptAverage, Record, StillParameter, StuckMoment, Updates
 
@@ -19,6 +19,8 @@ STUCK, ACCUMULATION, AVERAGE = "stuck-moment", "lost-accumulation", "frozen-aver
 
 MOST_OF_THE_UPDATE = 0.5
 """Where a larger share of the way is lost, training stands still."""
+
+HALF_NAMES = frozenset({"float16", "bfloat16"})
 
 STANDS_STILL = 0.9
 """An average that loses a larger share of its way than this stands still."""
@@ -138,7 +140,25 @@ class HalfUpdates(Evident):
     @property
     def still_averages(self) -> list[str]:
         """How many values of averages have moved."""
-        return _moved(self.averages, "that of ")
+        of = "that of {0.name} ({0.moved} of the {0.entries:,} values that move in float32)"
+        return [of.format(one) for one in self.averages]
+
+    @property
+    def lost_of_averages(self) -> float:
+        """The share of the way of all averages in half that they do not go."""
+        return sum(one.lost * one.way for one in self.seen.averages) / sum(one.way for one in self.seen.averages)
+
+    @property
+    def constant_decay(self) -> float | None:
+        """The decay of the slowest of them, where it is always the same."""
+        first = self.slowest.first_decay
+        return self.slowest.decay if first in (None, self.slowest.decay) else None
+
+    @property
+    def changing_decay(self) -> str:
+        """What it was at first, and at last."""
+        changes = self.constant_decay is None
+        return f"{number(self.slowest.first_decay)} to {number(self.slowest.decay)}" * changes
 
     @property
     def repair(self) -> str:
@@ -150,7 +170,7 @@ class HalfUpdates(Evident):
     def apart_by(self) -> str:
         """How far from its weight an average may be, for its size, while no step moves it: half a unit in the last
         place is 2**-(precision + 1) of a value or more."""
-        return share(2.0 ** -(FORMATS[self.slowest.dtype].precision + 1) / (1.0 - self.slowest.decay))
+        return multiple(2.0 ** -(FORMATS[self.slowest.dtype].precision + 1) / (1.0 - self.slowest.decay), 1.0)
 
     @property
     def of_kinds(self) -> str:
@@ -190,9 +210,9 @@ class HalfUpdates(Evident):
         return 1.0 - self.worst.beta
 
 
-def _moved(those: Sequence[FrozenParameter | KeptAverage], of: str = "") -> list[str]:
-    """How many values of each have moved, of those that were to."""
-    return [f"{of}{one.name} ({one.moved} of {counted(one.entries, 'value')})" for one in those]
+def _moved(those: Sequence[FrozenParameter]) -> list[str]:
+    """How many values of each have moved."""
+    return [f"{one.name} ({one.moved} of {counted(one.entries, 'value')})" for one in those]
 
 
 LOST = {"lost": "seen.lost", "lost_gradient": "seen.lost_gradient", "lost_decay": "seen.lost_decay"}
@@ -210,6 +230,18 @@ SPOILING: tuple[Decision[HalfUpdates], ...] = (
 )
 
 FORECAST = "[. With such gradients a step moves few values below learning rates of {forecast}]"
+
+STILL_AVERAGES = (
+    "{averages:half average} hardly moved in {slowest.steps:step}: {still_averages}. Of the way of all "
+    "{seen.averages:half average} {lost_of_averages:.0%} is lost[. The decay went from {changing_decay}][. At a decay "
+    "of {constant_decay:g} no value moves whose weight is less than {apart_by} its size away from it]"
+)
+OF_AVERAGES = {
+    "parameters": "averaged",
+    "decay": "slowest.decay",
+    "steps": "slowest.steps",
+    "lost": "lost_of_averages",
+}
 
 SMALL: tuple[Decision[HalfUpdates], ...] = (
     Decision(
@@ -244,11 +276,18 @@ SMALL: tuple[Decision[HalfUpdates], ...] = (
     ),
     Decision(
         AVERAGE,
-        "an average of parameters, kept in half, loses over 90 % of the way that it goes in float32",
-        lambda it: bool(it.averages),
-        "{averages:half average} hardly moved in {slowest.steps:step}: {still_averages}; at a decay of "
-        "{slowest.decay:g} no value moves whose weight is less than {apart_by} away from it",
-        {"parameters": "averaged", "decay": "slowest.decay", "steps": "slowest.steps"},
+        "an average kept in half loses over 90 % of its way in float32; all together lose over half",
+        lambda it: bool(it.averages) and it.lost_of_averages > MOST_OF_THE_UPDATE,
+        STILL_AVERAGES,
+        OF_AVERAGES,
+    ),
+    Decision(
+        AVERAGE,
+        "an average kept in half loses over 90 % of its way in float32; all together lose less than half",
+        lambda it: bool(it.averages) and it.lost_of_averages <= MOST_OF_THE_UPDATE,
+        STILL_AVERAGES,
+        OF_AVERAGES,
+        severity="warning",
     ),
     Decision(
         STUCK,
@@ -272,6 +311,15 @@ SUMS: tuple[Decision[HalfUpdates], ...] = (
         severity="warning",
     ),
 )
+
+
+def why_no_edit(record: Record) -> str:
+    """Why no edit of the weights cures what half loses in a run: averages alone lose there, and the weights that are
+    stepped are float32, or copies of them are; "" where one may do so."""
+    codes = {finding.code for finding in record.faults if CODES[finding.code].verdict == "precision"}
+    has_half = any(HALF_NAMES & {*one.stored} and not one.masters for one in record.dtypes)
+    is_of_averages = codes == {AVERAGE} and bool(record.dtypes) and not has_half
+    return f"its averages alone lose by half, and its weights do not; {CODES[AVERAGE].remedy}" * is_of_averages
 
 
 def half_updates(record: Record) -> Iterator[HalfUpdates]:

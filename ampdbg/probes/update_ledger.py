@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from ampdbg.errors import named_error
 from ampdbg.probes.averages import SAMPLE, WHOLE, Averages
-from ampdbg.probes.dtype_contract import OTHERS, names_and_kinds
+from ampdbg.probes.dtype_contract import OTHERS, names_and_kinds, names_of
 from ampdbg.probes.models import Models
 from ampdbg.probes.step_hooks import is_torchs, name_of
 from ampdbg.probes.still_values import StillValues
@@ -511,7 +511,7 @@ class UpdateLedger:
         self._spoilt: tuple[str, ...] = ()
         self._spoilt_step: int | None = None
         self._eps: float | None = None
-        self.averages = Averages()
+        self.averages = Averages(partial(names_of, models))
 
     def pause(self) -> None:
         """What comes now is no time of the loop's."""
@@ -640,7 +640,7 @@ class UpdateLedger:
         whole = {name: every[name] for name in later if name in sound}
         known = [later[name] for name in whole]
         names = partial(names_and_kinds, self._models)
-        averages = self.averages.seen(names)
+        averages = self.averages.seen
         half = len(every.keys() | {name for book in self._books.values() for name in book.still.names})
         if not (half or averages or self._spoilt):
             return None

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 from ampdbg.diagnosis.diagnose import diagnose
-from ampdbg.diagnosis.updates import ACCUMULATION, FROZEN, MOST_OF_THE_UPDATE, SMALL_UPDATES, STUCK
+from ampdbg.diagnosis.updates import ACCUMULATION, FROZEN, MOST_OF_THE_UPDATE, SMALL_UPDATES, STUCK, why_no_edit
 from ampdbg.errors import ConfigError, ScriptError, named_error
 from ampdbg.observer import Observer
 from ampdbg.patch.file_edits import base_folder, file_diff
@@ -197,6 +197,8 @@ def suggest_for_half_weights(
     """
     if form in ("module", "yaml"):
         raise ConfigError(f"got --format {form}; no pin cures half weights; allowed: --format diff, --format json")
+    if why_none := why_no_edit(known):
+        raise ScriptError(f"{start.name}: no edit is known: {why_none}")
     codes = frozenset(finding.code for finding in known.faults if CODES[finding.code].verdict == "precision")
     ledger = known.updates or Updates(0)
     losing = [one.kind for one in ledger.kinds if (one.lost or 0.0) > MOST_OF_THE_UPDATE]

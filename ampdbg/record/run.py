@@ -424,7 +424,7 @@ class StuckMoment:
 class KeptAverage:
     """An average of a parameter that the script keeps in half, with ``decay`` of it left by a step: of the ``entries``
     that float32's would have moved in windows of ``steps`` steps in all ``moved`` have moved. ``lost`` is the share of
-    that way which those make that have not."""
+    that ``way``, a sum of squares, which those make that have not. The decay was ``first_decay`` at first."""
 
     name: str
     kind: str
@@ -434,6 +434,8 @@ class KeptAverage:
     entries: Count
     moved: Count
     lost: float
+    way: float = 1.0
+    first_decay: float | None = None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from ampdbg.agreement import AGREEMENT, SAME_RUN, TAKEN, agrees_with_fp32, is_fi
 from ampdbg.diagnosis.cause import KEPT_SCALE, WEIGHTS_GREW
 from ampdbg.diagnosis.producers import UNKNOWN
 from ampdbg.diagnosis.scale import UNEXPLAINED, ScaleCourse
+from ampdbg.diagnosis.updates import why_no_edit
 from ampdbg.formats import FLOAT32
 from ampdbg.levels import format_of_config
 from ampdbg.obstacles import obstacle_in
@@ -35,7 +36,7 @@ from ampdbg.report.explanation import explanation
 
 from . import view
 from .view import line, more, ran_on, with_option
-from .weights import contract, ledger, short_of, weights_in_brief
+from .weights import averages, contract, ledger, short_of, weights_in_brief
 
 MAX_TENSORS = 8
 
@@ -75,6 +76,7 @@ def _sections(record: Record) -> tuple[view.Section, ...]:
         _tensor_table(record),
         contract(record),
         ledger(record.updates),
+        averages(record.updates),
         sound_step(record),
     )
 
@@ -486,7 +488,8 @@ def after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
     prove = "make the patch that cures it, proven on the captured step"
     search = "find what needs FP32 by experiment, on the captured step"
     first = _capture_to_type("".join(captures[:1]), record, typed.folder)
-    is_edited = record.verdict == "precision" and record.half_weights and record.updates and typed.record_path
+    is_half = record.verdict == "precision" and record.half_weights and record.updates
+    is_edited = is_half and typed.record_path and not why_no_edit(record)
     is_replayed = not captures or record.command != "run" or record.investigations
     codes = [one.code for one in record.findings[:1] if record.verdict != "healthy" and not only_settles(record)]
     suggest, find = "ampdbg suggest-fp32", prove if is_cured else search
@@ -497,7 +500,11 @@ def after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
         (install, "install it beside ampdbg", install),
         (needs_gpu, "run it in FP16, on an emulated GPU", emulated),
         (of_root, find, f"{suggest} {taken}"),
-        (is_edited, "the edit that cures it, proven by a short run", f"{suggest} {typed.record_path}"),
+        (
+            is_edited,
+            "the edit that cures it, where ampdbg knows one, proven by a short run",
+            f"{suggest} {typed.record_path}",
+        ),
         (not is_replayed, "replay the captured step, also in FP32", f"ampdbg replay {first}"),
         (codes, "read what it means, and what cures it", f"ampdbg explain {''.join(codes)}"),
     )
