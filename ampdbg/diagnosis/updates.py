@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,15 +10,17 @@ from typing import Any
 
 from ampdbg.diagnosis.decisions import Decision, Evident
 from ampdbg.formats import FORMATS
-from ampdbg.quantities import counted, listed, number, share
+from ampdbg.quantities import counted, listed, multiple, number
 from ampdbg.record.codes import CODES
-from ampdbg.record.run import FrozenParameter, KeptAverage, Record, StuckMoment, Updates
+from ampdbg.record.run import FrozenParameter, KeptAverage, Record, StillParameter, StuckMoment, Updates
 
 SMALL_UPDATES, FROZEN = "optimizer-underflow", "frozen-weights"
 STUCK, ACCUMULATION, AVERAGE = "stuck-moment", "lost-accumulation", "frozen-average"
 
 MOST_OF_THE_UPDATE = 0.5
 """Where a larger share of the way is lost, training stands still."""
+
+HALF_NAMES = frozenset({"float16", "bfloat16"})
 
 STANDS_STILL = 0.9
 """An average that loses a larger share of its way than this stands still."""
@@ -68,6 +71,37 @@ class HalfUpdates(Evident):
         return sorted(self.seen.stuck, key=lambda one: -one.times)
 
     @property
+    def of_which(self) -> str:
+        """The parameters that shares are of, where not all of them were judged."""
+        return f"{self.seen.judged} of {counted(self.seen.half, 'half parameter')}" * (
+            self.seen.judged < self.seen.half
+        )
+
+    @cached_property
+    def unmoved(self) -> list[StillParameter]:
+        """Those that stand still under optimizers that cannot be compared, unless masters are found that those step."""
+        with_masters = {one.kind for one in self.record.dtypes if one.masters}
+        return [one for one in self.seen.still if one.kind not in with_masters]
+
+    @property
+    def unmoved_names(self) -> list[str]:
+        """Their names."""
+        return [one.name for one in self.unmoved]
+
+    @property
+    def unmoved_values(self) -> str:
+        """How many of their values have moved, and of which kinds they are."""
+        of_kinds = Counter(one.kind for one in self.unmoved)
+        values = sum(one.entries for one in self.unmoved)
+        kinds = listed(f"{kind} ({count:,})" for kind, count in of_kinds.items())
+        return f"{sum(one.moved for one in self.unmoved):,} of {counted(values, 'value')} of {kinds}"
+
+    @property
+    def unmoved_steps(self) -> int:
+        """In how many steps at least."""
+        return min(one.steps for one in self.unmoved)
+
+    @property
     def stuck(self) -> list[str]:
         """Their parameters."""
         return [one.parameter for one in self.moments]
@@ -96,7 +130,7 @@ class HalfUpdates(Evident):
     def place(self, row: Decision[Any]) -> Mapping[str, Any]:
         """The step and the parameter; what stands still does so from the first step on."""
         spoilt = self.seen.spoilt if row in SPOILING else ()
-        of = {STUCK: self.stuck, FROZEN: self.names, AVERAGE: self.averaged}
+        of = {STUCK: self.stuck, FROZEN: self.names or self.unmoved_names, AVERAGE: self.averaged}
         parameter = next(iter((*spoilt, *of.get(row.code, ()))), "")
         at = self.seen.spoilt_step if spoilt else self.record.steps[-1 if row.code == STUCK else 0].step
         return {"step": at, "phase": "optimizer", "parameter": parameter}
@@ -111,7 +145,25 @@ class HalfUpdates(Evident):
     @property
     def still_averages(self) -> list[str]:
         """How many values of averages have moved."""
-        return _moved(self.averages, "that of ")
+        of = "that of {0.name} ({0.moved} of the {0.entries:,} values that move in float32)"
+        return [of.format(one) for one in self.averages]
+
+    @property
+    def lost_of_averages(self) -> float:
+        """The share of the way of all averages in half that they do not go."""
+        return sum(one.lost * one.way for one in self.seen.averages) / sum(one.way for one in self.seen.averages)
+
+    @property
+    def constant_decay(self) -> float | None:
+        """The decay of the slowest of them, where it is always the same."""
+        first = self.slowest.first_decay
+        return self.slowest.decay if first in (None, self.slowest.decay) else None
+
+    @property
+    def changing_decay(self) -> str:
+        """What it was at first, and at last."""
+        changes = self.constant_decay is None
+        return f"{number(self.slowest.first_decay)} to {number(self.slowest.decay)}" * changes
 
     @property
     def repair(self) -> str:
@@ -123,13 +175,14 @@ class HalfUpdates(Evident):
     def apart_by(self) -> str:
         """How far from its weight an average may be, for its size, while no step moves it: half a unit in the last
         place is 2**-(precision + 1) of a value or more."""
-        return share(2.0 ** -(FORMATS[self.slowest.dtype].precision + 1) / (1.0 - self.slowest.decay))
+        return multiple(2.0 ** -(FORMATS[self.slowest.dtype].precision + 1) / (1.0 - self.slowest.decay), 1.0)
 
     @property
     def of_kinds(self) -> str:
         """How much of the way is lost of the kinds that lose most of theirs, and of all kinds together."""
         most = (one for one in self.seen.kinds if (one.lost or 0) > MOST_OF_THE_UPDATE)
-        return listed([*(f"{one.lost:.0%} of {one.kind}" for one in most), f"{self.lost:.0%} of all half weights"], 9)
+        judged = f"the {self.of_which} that could be judged" if self.of_which else "all half weights"
+        return listed([*(f"{one.lost:.0%} of {one.kind}" for one in most), f"{self.lost:.0%} of {judged}"], 9)
 
     @property
     def parts(self) -> str:
@@ -162,9 +215,9 @@ class HalfUpdates(Evident):
         return 1.0 - self.worst.beta
 
 
-def _moved(those: Sequence[FrozenParameter | KeptAverage], of: str = "") -> list[str]:
-    """How many values of each have moved, of those that were to."""
-    return [f"{of}{one.name} ({one.moved} of {counted(one.entries, 'value')})" for one in those]
+def _moved(those: Sequence[FrozenParameter]) -> list[str]:
+    """How many values of each have moved."""
+    return [f"{one.name} ({one.moved} of {counted(one.entries, 'value')})" for one in those]
 
 
 LOST = {"lost": "seen.lost", "lost_gradient": "seen.lost_gradient", "lost_decay": "seen.lost_decay"}
@@ -183,16 +236,39 @@ SPOILING: tuple[Decision[HalfUpdates], ...] = (
 
 FORECAST = "[. With such gradients a step moves few values below learning rates of {forecast}]"
 
+STILL_AVERAGES = (
+    "{averages:half average} hardly moved in {slowest.steps:step}: {still_averages}. Of the way of all "
+    "{seen.averages:half average} {lost_of_averages:.0%} is lost[. The decay went from {changing_decay}][. At a decay "
+    "of {constant_decay:g} no value moves whose weight is less than {apart_by} its size away from it]"
+)
+OF_AVERAGES = {
+    "parameters": "averaged",
+    "decay": "slowest.decay",
+    "steps": "slowest.steps",
+    "lost": "lost_of_averages",
+}
+
 SMALL: tuple[Decision[HalfUpdates], ...] = (
     Decision(
         FROZEN,
         "a parameter loses over 90 % of its way, which costs over 0.02 % of the loss's fall",
         lambda it: bool(it.seen.frozen),
         "{names:half parameter} hardly moved in {seen.steps:sampled step}: {still}. Lost of the way that float32 "
-        "weights go in them: {of_kinds}. To first order half weights cost up to {seen.cost:percent} of "
-        "the loss's fall so far, and these parameters {seen.cost_of_still:percent}; both grow with each step"
-        + FORECAST,
+        "weights go in them: {of_kinds}"
+        "[. To first order half weights cost up to {seen.cost:percent} of the loss's fall so far, and these parameters "
+        "{seen.cost_of_still:percent}; both grow with each step]" + FORECAST,
         {"parameters": "names", **LOST},
+    ),
+    Decision(
+        FROZEN,
+        "of a parameter whose updates cannot be compared hardly a value has changed in 32 steps or more, though they "
+        "have gradients, and so many steps of the learning rate are more than a unit in their last place",
+        lambda it: bool(it.unmoved),
+        "{unmoved_values} have changed in {unmoved_steps:step}: {unmoved_names}. Their gradients are not zero. So many "
+        "steps of the learning rate are more than a unit in their last place. What others lose is not known: ampdbg "
+        "cannot compare this optimizer's updates with float32's",
+        {"parameters": "unmoved_names", "steps": "unmoved_steps"},
+        severity="warning",
     ),
     Decision(
         SMALL_UPDATES,
@@ -205,11 +281,18 @@ SMALL: tuple[Decision[HalfUpdates], ...] = (
     ),
     Decision(
         AVERAGE,
-        "an average of parameters, kept in half, loses over 90 % of the way that it goes in float32",
-        lambda it: bool(it.averages),
-        "{averages:half average} hardly moved in {slowest.steps:step}: {still_averages}; at a decay of "
-        "{slowest.decay:g} no value moves whose weight is less than {apart_by} away from it",
-        {"parameters": "averaged", "decay": "slowest.decay", "steps": "slowest.steps"},
+        "an average kept in half loses over 90 % of its way in float32; all together lose over half",
+        lambda it: bool(it.averages) and it.lost_of_averages > MOST_OF_THE_UPDATE,
+        STILL_AVERAGES,
+        OF_AVERAGES,
+    ),
+    Decision(
+        AVERAGE,
+        "an average kept in half loses over 90 % of its way in float32; all together lose less than half",
+        lambda it: bool(it.averages) and it.lost_of_averages <= MOST_OF_THE_UPDATE,
+        STILL_AVERAGES,
+        OF_AVERAGES,
+        severity="warning",
     ),
     Decision(
         STUCK,
@@ -233,6 +316,15 @@ SUMS: tuple[Decision[HalfUpdates], ...] = (
         severity="warning",
     ),
 )
+
+
+def why_no_edit(record: Record) -> str:
+    """Why no edit of the weights cures what half loses in a run: averages alone lose there, and the weights that are
+    stepped are float32, or copies of them are; "" where one may do so."""
+    codes = {finding.code for finding in record.faults if CODES[finding.code].verdict == "precision"}
+    has_half = any(HALF_NAMES & {*one.stored} and not one.masters for one in record.dtypes)
+    is_of_averages = codes == {AVERAGE} and bool(record.dtypes) and not has_half
+    return f"its averages alone lose by half, and its weights do not; {CODES[AVERAGE].remedy}" * is_of_averages
 
 
 def half_updates(record: Record) -> Iterator[HalfUpdates]:

@@ -49,6 +49,10 @@ MemoryPlace = tuple[int, int, int]
 """Where the values of a tensor are, and how many: views of all of it have the same."""
 
 
+Shapes = Mapping[int, torch.Size]
+"""Those of what optimizers step, in their order, by ``id``."""
+
+
 class WrittenValues(NamedTuple):
     """What a script has given a tensor: ``twin``, what it makes of zeros and of ones, (2, n), and ``values``, the n
     that were really made."""
@@ -192,13 +196,16 @@ class FollowedAverage:
     every: int = 0
 
     def __post_init__(self) -> None:
+        self.first_decay = self.last.decay
         self.is_to_move = torch.zeros_like(self.last.given.values, dtype=torch.bool)
         self.has_moved = self.is_to_move.clone()
 
     def add(self, now: FoundAverage, step: int) -> None:
         """Ends a window: how far an average in float32 goes in it, as half can hold that, and where half's stays."""
         self.every = self.every or step - self.step
-        begun, kept = self.last.given.values, now.decay ** ((step - self.step) / self.every)
+        # Of a decay that changes meanwhile the largest: float32 goes that far at least.
+        decay = max(self.last.decay, now.decay)
+        begun, kept = self.last.given.values, decay ** ((step - self.step) / self.every)
         aim = (self.last.aim + now.aim) / 2.0
         way = (kept * begun + (1.0 - kept) * aim).to(now.given.dtype).double() - begun
         is_to_move, has_moved = way != 0, now.given.values != begun
@@ -211,11 +218,17 @@ class FollowedAverage:
 
 
 class Averages:
-    """The averages of a loop that are kept in half; nothing is traced where no tensor can be one."""
+    """The averages of a loop that are kept in half; nothing is traced where no tensor can be one.
 
-    def __init__(self) -> None:
+    Args:
+        names_of: the names and the kinds of what an optimizer steps.
+    """
+
+    def __init__(self, names_of: Callable[[Shapes], Mapping[int, tuple[str, str]]]) -> None:
+        self._names_of = names_of
         self._kept: dict[int, FollowedAverage] = {}
         self._parameters: list[torch.Tensor] = []
+        self._names: dict[int, tuple[str, str]] = {}
         self._trained: dict[int, torch.Tensor] = {}
         self._stretch = ExitStack()
         self._thread = 0
@@ -243,8 +256,15 @@ class Averages:
         trace = AverageTrace(shapes, set(map(storage_of, (*self._trained.values(), *own))))
         if self._may_be_any(trace):
             self._thread, self._trace = threading.get_ident(), trace
+            self._name(parameters)
             trace.__enter__()
             self._stretch.enter_context(replaced(torch.nn.Module, "__call__", self._ending))
+
+    def _name(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Looks up how those are called that are not known yet."""
+        shapes = {id(one): one.shape for one in parameters}
+        found = self._names_of(shapes) if shapes.keys() - self._names.keys() else {}
+        self._names = {key: found.get(key, ("a parameter", "other weights")) for key in shapes} | self._names
 
     def _may_be_any(self, trace: AverageTrace) -> bool:
         """There are tensors that can be averages."""
@@ -296,18 +316,20 @@ class Averages:
             self._kept[one.of].add(one, self._steps)
         self._kept |= {one.of: FollowedAverage(one, self._steps) for one in found if one.of not in self._kept}
 
-    def seen(self, of_parameters: Callable[[], Mapping[int, tuple[str, str]]]) -> tuple[KeptAverage, ...]:
-        """What is known of each, by the names and kinds ``of_parameters``, which are asked for where there is any."""
-        names = of_parameters() if self._kept else {}
+    @property
+    def seen(self) -> tuple[KeptAverage, ...]:
+        """What is known of each."""
         return tuple(
             KeptAverage(
-                *names.get(of, ("a parameter", "other weights")),
+                *self._names[of],
                 str(one.last.given.dtype).removeprefix("torch."),
                 decay=round(one.last.decay, 6),
                 steps=one.steps,
                 entries=int(one.is_to_move.sum()),
                 moved=int(one.has_moved.sum()),
                 lost=round(one.still / one.wanted, 4),
+                way=one.wanted,
+                first_decay=round(one.first_decay, 6),
             )
             for of, one in self._kept.items()
             if one.wanted

@@ -86,6 +86,25 @@ def names_and_kinds(models: Models) -> dict[int, tuple[str, str]]:
     }
 
 
+def owners_of_copies(models: Models) -> Models:
+    """The models; where nobody owns what is stepped, as where that is copies of a model's weights, those called."""
+    if models.roots:
+        return models
+    called = Models()
+    called.adopt(models.called())
+    return called
+
+
+def names_of(models: Models, stepped: Mapping[int, torch.Size]) -> dict[int, tuple[str, str]]:
+    """As :func:`names_and_kinds`; what is stepped and has the shapes of the models' parameters, one after the other, is
+    copies of them, and has their names."""
+    owners = owners_of_copies(models)
+    names, trained = names_and_kinds(owners), [one for _, one in owners.named_parameters() if one.requires_grad]
+    are_copies = names.keys().isdisjoint(stepped) and [one.shape for one in trained] == [*stepped.values()]
+    copies = zip(stepped, trained, strict=True) if are_copies else ()
+    return names | {copy: names[id(one)] for copy, one in copies}
+
+
 class CastPolicy(NamedTuple):
     """What a wrapper for several processes casts parameters to, and sums their gradients in; None: as they are."""
 
@@ -178,10 +197,7 @@ class DtypeContract:
 
     def _look(self, optimizers: Sequence[Optimizer]) -> tuple[KindDtypes, ...]:
         """What an optimizer that has stepped holds, with those that have stepped inside of it, by kind of parameter."""
-        models = self._models
-        if not models.roots:  # nobody owns what is stepped, as where that is copies of a model's weights
-            models = Models()
-            models.adopt(self._models.called())
+        models = owners_of_copies(self._models)
         names, policies = names_and_kinds(models), _policies(models.roots)
         of_each = [[one for group in optimizer.param_groups for one in group["params"]] for optimizer in optimizers]
         shown = of_each[0]

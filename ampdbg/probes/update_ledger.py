@@ -14,7 +14,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,9 +23,10 @@ from torch.optim import Optimizer
 
 from ampdbg.errors import named_error
 from ampdbg.probes.averages import SAMPLE, WHOLE, Averages
-from ampdbg.probes.dtype_contract import OTHERS, names_and_kinds
+from ampdbg.probes.dtype_contract import OTHERS, names_and_kinds, names_of
 from ampdbg.probes.models import Models
 from ampdbg.probes.step_hooks import is_torchs, name_of
+from ampdbg.probes.still_values import StillValues
 from ampdbg.probes.tensors import HALVES, stored
 from ampdbg.quantities import listed
 from ampdbg.record.run import FrozenParameter, KindUpdates, StuckMoment, Updates
@@ -438,6 +439,8 @@ class Book:
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         is_half = any(parameter.dtype in HALVES for parameter in parameters)
         self.is_kept, self.why_not = is_half, ""
+        self.still = StillValues()
+        """Where the optimizer is not sampled."""
 
     def judge(self, optimizer: Optimizer) -> None:
         """Asks whether the optimizer is sampled: its step may be replaced at any time, or get a hook."""
@@ -508,7 +511,7 @@ class UpdateLedger:
         self._spoilt: tuple[str, ...] = ()
         self._spoilt_step: int | None = None
         self._eps: float | None = None
-        self.averages = Averages()
+        self.averages = Averages(partial(names_of, models))
 
     def pause(self) -> None:
         """What comes now is no time of the loop's."""
@@ -530,6 +533,9 @@ class UpdateLedger:
             self._elapsed += max(0.0, now - self._latest)
             self._latest = now
             self._timed(book, self._before, optimizer)
+        elif book.why_not:
+            with torch.no_grad(), suppress(Exception):  # whatever tensors it has
+                book.still.before(optimizer, partial(names_and_kinds, self._models))
 
     def written(self, optimizer: Optimizer) -> None:
         """To be called right behind it, before hooks of the optimizer's own."""
@@ -634,15 +640,19 @@ class UpdateLedger:
         whole = {name: every[name] for name in later if name in sound}
         known = [later[name] for name in whole]
         names = partial(names_and_kinds, self._models)
-        averages = self.averages.seen(names)
-        if not (known or averages or self._spoilt):
+        averages = self.averages.seen
+        half = len(every.keys() | {name for book in self._books.values() for name in book.still.names})
+        if not (half or averages or self._spoilt):
             return None
         total, descent = (Sums.of((Sums(), *(one.whole for one in those))) for those in (known, whole.values()))
         kinds = {kind: [one for one in known if one.member.kind == kind] for kind in _kinds_of(known)}
         moments = {name: second for book in self._books.values() for name, second in book.second_moments(names())}
         still = [one for kind in kinds for one in _frozen(kind, whole.values(), descent.descent)]
+        harm = sum(one.whole.harm for one in still)
         return Updates(
             steps=self._steps,
+            half=half,
+            judged=len(known),
             kinds=tuple(_of_kind(kind, [one.whole for one in of_it], total) for kind, of_it in kinds.items()),
             lost=total.lost,
             lost_gradient=total.lost_gradient,
@@ -656,8 +666,8 @@ class UpdateLedger:
                 )
                 for one in still
             ),
-            cost=max(0.0, descent.harm) / (descent.descent or 1.0),
-            cost_of_still=sum(one.whole.harm for one in still) / (descent.descent or 1.0),
+            cost=max(0.0, descent.harm, harm) / (descent.descent or 1.0) if len(known) == half else None,
+            cost_of_still=harm / (descent.descent or 1.0) if len(known) == half else None,
             stuck=tuple(
                 StuckMoment(
                     one.member.name, second.beta, round(second.apart, 2), second.kept > second.most, round(second.step)
@@ -665,6 +675,7 @@ class UpdateLedger:
                 for one in known
                 if (second := moments.get(one.member.name, one.second)).apart > APART and second.sticks
             ),
+            still=tuple(one for book in self._books.values() for one in book.still.still),
             averages=averages,
             vanishing_eps=self._eps,
             spoilt_step=self._spoilt_step,

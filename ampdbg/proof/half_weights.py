@@ -16,7 +16,7 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 from ampdbg.diagnosis.diagnose import diagnose
-from ampdbg.diagnosis.updates import ACCUMULATION, FROZEN, MOST_OF_THE_UPDATE, SMALL_UPDATES, STUCK
+from ampdbg.diagnosis.updates import ACCUMULATION, FROZEN, MOST_OF_THE_UPDATE, SMALL_UPDATES, STUCK, why_no_edit
 from ampdbg.errors import ConfigError, ScriptError, named_error
 from ampdbg.observer import Observer
 from ampdbg.patch.file_edits import base_folder, file_diff
@@ -163,12 +163,13 @@ ALTERNATIVES = (
 
 
 def _lost(seen: Updates) -> str:
-    kinds = [f"{one.lost:.0%} ({one.kind})" for one in seen.kinds if one.lost is not None]
+    known = [one for one in seen.kinds if one.lost is not None]
+    kinds = [f"{one.lost:.0%} ({one.kind})" for one in sorted(known, key=lambda one: -(one.lost or 0.0))]
     return f"{listed(kinds)} of the way lost" if kinds else "nothing lost"
 
 
 MEASURES: Mapping[str, Callable[[Updates], str]] = defaultdict(lambda: lambda seen: "found") | {
-    FROZEN: lambda seen: f"{counted(len(seen.frozen), 'parameter')} frozen, {_lost(seen)}",
+    FROZEN: lambda seen: f"{counted(len(seen.frozen or seen.still), 'parameter')} frozen, {_lost(seen)}",
     SMALL_UPDATES: _lost,
     STUCK: lambda seen: f"second moments {max((one.times for one in seen.stuck), default=1.0):.3g} times apart",
     ACCUMULATION: lambda seen: f"sums {seen.lost_accumulation or 0.0:.0%} apart",
@@ -196,9 +197,12 @@ def suggest_for_half_weights(
     """
     if form in ("module", "yaml"):
         raise ConfigError(f"got --format {form}; no pin cures half weights; allowed: --format diff, --format json")
+    if why_none := why_no_edit(known):
+        raise ScriptError(f"{start.name}: no edit is known: {why_none}")
     codes = frozenset(finding.code for finding in known.faults if CODES[finding.code].verdict == "precision")
     ledger = known.updates or Updates(0)
-    kinds = frozenset(one.kind for one in ledger.kinds if (one.lost or 0.0) > MOST_OF_THE_UPDATE)
+    losing = [one.kind for one in ledger.kinds if (one.lost or 0.0) > MOST_OF_THE_UPDATE]
+    kinds = frozenset([*losing, *(one.kind for one in ledger.still)])
     most = max([STEPS, *(one.steps for one in ledger.stuck)])
     before = _trained(start, {}, most, observer, "as they are")
     if not before.lines.casts:
@@ -250,7 +254,7 @@ def _shown(codes: frozenset[str], before: SeenWindow, after: SeenWindow) -> Iter
     losses = " before, ".join(number(one.steps[-1].loss) for one in (old, new) if one.steps)
     seen = f"{steps} in a fresh process; the last loss is {losses} with the patch"
     yield ProofStep("the patched script", not wrong, wrong or seen)
-    is_measured = new.updates is not None or not new.half_weights
+    is_measured = (new.updates or Updates(0)).judged > 0 or not new.half_weights
     unseen = f"the first {counted(old.steps_run, 'step')} before the patch do not show it; run the patched script again"
     for code in sorted(codes):
         lost = [MEASURES[code](one.updates or Updates(0)) if one.half_weights else NOTHING for one in (old, new)]

@@ -276,7 +276,7 @@ _GRADIENTS = (
         "frozen-average",
         "keep the average in float32, even of half weights: copy.deepcopy(model).float(), or .float() on each of "
         "its tensors before the first step; cast it to half where it is used",
-        "An average of the weights (EMA, SWA) is kept in half precision and does not move.",
+        "An average of the weights (EMA, SWA) is kept in half precision, and parts of it do not move.",
     ),
     _of_half_weights(
         "lost-accumulation",

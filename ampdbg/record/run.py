@@ -399,6 +399,18 @@ class FrozenParameter:
 
 
 @dataclass(frozen=True)
+class StillParameter:
+    """A half parameter under an optimizer whose updates cannot be compared with float32's: of the ``entries`` that were
+    looked at and have gradients hardly any have ``moved`` in so many ``steps``."""
+
+    name: str
+    kind: str
+    entries: Count
+    moved: Count
+    steps: Count
+
+
+@dataclass(frozen=True)
 class StuckMoment:
     """A second moment in half that is ``times`` as large as in float32, or as small where it is not ``too_large``:
     what decays by ``beta`` rounds back to what it was. The optimizer had taken ``steps`` steps then."""
@@ -414,7 +426,7 @@ class StuckMoment:
 class KeptAverage:
     """An average of a parameter that the script keeps in half, with ``decay`` of it left by a step: of the ``entries``
     that float32's would have moved in windows of ``steps`` steps in all ``moved`` have moved. ``lost`` is the share of
-    that way which those make that have not."""
+    that ``way``, a sum of squares, which those make that have not. The decay was ``first_decay`` at first."""
 
     name: str
     kind: str
@@ -424,6 +436,8 @@ class KeptAverage:
     entries: Count
     moved: Count
     lost: float
+    way: float = 1.0
+    first_decay: float | None = None
 
 
 @dataclass(frozen=True)
@@ -497,7 +511,9 @@ class Updates:
     is that of the weight decay, by sums of squares. Of steps that add up the gradients of ``passes`` backward passes,
     ``lost_accumulation`` is how far the sum in half is from that in float32, relative to that. ``frozen`` are the
     parameters that stand still. ``cost`` is the share of what the loss falls by, to first order, that half weights do
-    not add, ``cost_of_still`` that of those that stand still. ``stuck`` are second moments far from float32's,
+    not add, and ``cost_of_still`` that of those that stand still; None where some of the ``half`` parameters are not
+    among those ``judged``, beside float32's: ``still`` are those of the others that stand still, whatever float32's do.
+    ``stuck`` are second moments far from float32's,
     ``averages`` those that the script keeps in half. ``spoilt`` names those that the update of ``spoilt_step`` made
     infinite or NaN although every gradient and float32's update are finite. ``vanishing_eps`` is the optimizer's eps,
     where it is 0 in float16.
@@ -512,9 +528,12 @@ class Updates:
     lost_accumulation: float | None = None
     passes: Count = 0
     frozen: tuple[FrozenParameter, ...] = ()
-    cost: float = 0.0
-    cost_of_still: float = 0.0
+    cost: float | None = 0.0
+    cost_of_still: float | None = 0.0
     stuck: tuple[StuckMoment, ...] = ()
+    still: tuple[StillParameter, ...] = ()
+    half: Count = 0
+    judged: Count = 0
     averages: tuple[KeptAverage, ...] = ()
     vanishing_eps: float | None = None
     spoilt_step: Count | None = None

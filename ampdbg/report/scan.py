@@ -14,6 +14,7 @@ from ampdbg.agreement import AGREEMENT, SAME_RUN, TAKEN, agrees_with_fp32, is_fi
 from ampdbg.diagnosis.cause import KEPT_SCALE, WEIGHTS_GREW
 from ampdbg.diagnosis.producers import UNKNOWN
 from ampdbg.diagnosis.scale import UNEXPLAINED, ScaleCourse
+from ampdbg.diagnosis.updates import why_no_edit
 from ampdbg.formats import FLOAT32
 from ampdbg.levels import format_of_config
 from ampdbg.obstacles import obstacle_in
@@ -30,12 +31,13 @@ from ampdbg.record.run import (
     Replay,
     Step,
     TensorCounts,
+    Updates,
 )
 from ampdbg.report.explanation import explanation
 
 from . import view
 from .view import line, more, ran_on, with_option
-from .weights import contract, ledger, short_of, weights_in_brief
+from .weights import averages, contract, ledger, short_of, weights_in_brief
 
 MAX_TENSORS = 8
 
@@ -75,6 +77,7 @@ def _sections(record: Record) -> tuple[view.Section, ...]:
         _tensor_table(record),
         contract(record),
         ledger(record.updates),
+        averages(record.updates),
         sound_step(record),
     )
 
@@ -88,13 +91,23 @@ def raised(record: Record) -> view.Paragraph:
 
 def headline(record: Record) -> view.Headline:
     """One sentence made from the first finding and the verdict; a run that was stopped says so first."""
-    early, sentence = stopped(record), _sentence(record)
+    early, sentence = stopped(record), _sentence(record).removesuffix(".") + f"{unjudged(record)}."
     is_error = record.verdict == "inconclusive" and "error" in [one.severity for one in record.findings[:1]]
     return view.first(
         (early, view.Headline("warning", f"{early}. {sentence}".rstrip())),
         (is_error, view.Headline("bad", sentence)),
         (True, view.Headline(TONES[record.verdict], sentence)),
     )
+
+
+def unjudged(record: Record) -> str:
+    """What of a healthy run was not looked at: half weights that nobody has compared, and of which no masters were
+    found; "" where there are none."""
+    seen = record.updates or Updates(0)
+    count, has_masters = seen.half - seen.judged, any(one.masters for one in record.dtypes)
+    of_all = f" of {seen.half:,}" * bool(seen.judged)
+    said = f"; what {count:,}{of_all} half parameters lose of their updates was not compared with FP32"
+    return said * (count > 0 and record.verdict == "healthy" and not has_masters)
 
 
 def stopped(record: Record) -> str:
@@ -477,7 +490,8 @@ def after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
     prove = "make the patch that cures it, proven on the captured step"
     search = "find what needs FP32 by experiment, on the captured step"
     first = _capture_to_type("".join(captures[:1]), record, typed.folder)
-    is_edited = record.verdict == "precision" and record.half_weights and record.updates and typed.record_path
+    is_half = record.verdict == "precision" and record.half_weights and record.updates
+    is_edited = is_half and typed.record_path and not why_no_edit(record)
     is_replayed = not captures or record.command != "run" or record.investigations
     codes = [one.code for one in record.findings[:1] if record.verdict != "healthy" and not only_settles(record)]
     suggest, find = "ampdbg suggest-fp32", prove if is_cured else search
@@ -489,7 +503,11 @@ def after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
         (install, "install it beside ampdbg", install),
         (needs_gpu, "run it in FP16, on an emulated GPU", emulated),
         (of_root, find, f"{suggest} {taken}"),
-        (is_edited, "the edit that cures it, proven by a short run", f"{suggest} {typed.record_path}"),
+        (
+            is_edited,
+            "the edit that cures it, where ampdbg knows one, proven by a short run",
+            f"{suggest} {typed.record_path}",
+        ),
         (again, "capture a failing step, for a patch that cures it", again),
         (not is_replayed, "replay the captured step, also in FP32", f"ampdbg replay {first}"),
         (codes, "read what it means, and what cures it", f"ampdbg explain {''.join(codes)}"),

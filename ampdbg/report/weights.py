@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from statistics import fmean
-from typing import Any, Literal
+from typing import Literal
 
 from ampdbg.formats import FLOAT32, FORMATS
 from ampdbg.quantities import counted, listed, number, percent, share
-from ampdbg.record.run import KindDtypes, Record, Updates
+from ampdbg.record.run import KeptAverage, KindDtypes, Record, Updates
 
 from . import view
 
@@ -69,34 +68,44 @@ COLUMNS: Mapping[str, tuple[str, Literal["share", "number"], Callable[[float], s
     "lost": ("lost", "share", share),
     "lost_gradient": ("of gradient", "share", share),
     "lost_decay": ("of decay", "share", share),
-    "of_average": ("of average", "share", share),
     "unmoved": ("still a step", "share", share),
     "freezes_below": ("still below lr", "number", number),
 }
-"""What is shown of a kind of weights, by the fields of :class:`KindUpdates`, and of the averages of it."""
+"""What is shown of a kind of weights, by the fields of :class:`KindUpdates`."""
 
 MEASURED = "Measured in these steps alone: others may lose more or less."
 
 SUM = "The sum of the gradients of {} in half is {} from what it is in float32."
 
 
+OF_AVERAGES = "The share of the way of averages in float32 that those in half do not go."
+
+
 def ledger(updates: Updates | None) -> view.Table:
     """A row for each kind of parameter, none where none was measured; columns are left out in which nothing stands."""
     updates = updates or Updates(0)
-    averages: dict[str, list[float]] = {}
-    for one in updates.averages:
-        averages.setdefault(one.kind, []).append(one.lost)
-    rows: dict[str, dict[str, Any]] = {one.kind: vars(one) for one in updates.kinds}
-    for kind, lost in averages.items():
-        rows[kind] = {**rows.get(kind, {}), "of_average": fmean(lost)}
-    columns: list[tuple[view.Column, tuple[str, ...]]] = [(view.Column("kind"), tuple(rows))]
+    rows = [vars(one) for one in updates.kinds]
+    columns: list[tuple[view.Column, tuple[str, ...]]] = [(view.Column("kind"), tuple(row["kind"] for row in rows))]
     for field, (head, kind, words) in COLUMNS.items():
-        values = [row.get(field) for row in rows.values()]
+        values = [row[field] for row in rows]
         if any(value is not None for value in values):
             cells = tuple("" if value is None else words(value) for value in values)
             columns.append((view.Column(head, kind), cells))
     heads, cells_of = zip(*columns, strict=True)
-    title = f"Half weights, in {counted(updates.steps, 'sampled step')}" if updates.kinds else "Averages in half"
+    title = f"Half weights, in {counted(updates.steps, 'sampled step')}"
     off, passes = updates.lost_accumulation, counted(updates.passes, "backward pass")
     below = [MEASURED] * bool(updates.kinds) + [SUM.format(passes, percent(off or 0.0))] * (off is not None)
     return view.Table(title, heads, tuple(zip(*cells_of, strict=True)), below=tuple(map(view.line, below)))
+
+
+def averages(updates: Updates | None) -> view.Table:
+    """What averages that are kept in half lose of their way, by kind of parameter."""
+    of_kinds: dict[str, list[KeptAverage]] = {}
+    for one in updates.averages if updates else ():
+        of_kinds.setdefault(one.kind, []).append(one)
+    rows = tuple(
+        (kind, share(sum(one.lost * one.way for one in of_it), sum(one.way for one in of_it)))
+        for kind, of_it in of_kinds.items()
+    )
+    columns = (view.Column("kind"), view.Column("lost", "share"))
+    return view.Table("Averages in half", columns, rows, below=(view.line(OF_AVERAGES),) * bool(rows))

@@ -72,7 +72,7 @@ NOT_THE_SAME = "its loss was {}, and its replay has {}"
 
 THROWN = "its weights or earlier losses have grown as under a learning rate that is too large"
 
-HALF_BY_HOOKS = "hooks give its modules half weights"
+HALF_BY_HOOKS = "its half weights have a wrapper's hooks, which a replay in FP32 would take away"
 
 NOT_COMPARED = "step {}, which looks healthy, was not compared with FP32: {}"
 

@@ -14,9 +14,11 @@ from unittest.mock import patch
 
 import torch
 from torch import distributed
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ampdbg.probes.models import alive_in_process
 from ampdbg.probes.tensors import wraps_others
 from ampdbg.script.launch import Start
 
@@ -39,10 +41,24 @@ def is_in_group() -> bool:
 
 
 def hooks_half_weights(model: torch.nn.Module) -> bool:
-    """Half weights may have hooks of DistributedDataParallel's: to run them in FP32 would take those away, as
-    torch makes anew what adds up the gradients of a weight whose dtype has changed."""
+    """Half weights have hooks behind their sums of gradients, DistributedDataParallel's or those of a library like it:
+    to run them in FP32 would take those away, as torch makes anew what adds up the gradients of a weight whose dtype
+    has changed."""
     is_used = distributed.is_available() and distributed.is_initialized()
-    return is_used and any(weight.dtype.itemsize < 4 for weight in model.parameters())
+    half = [one for one in model.parameters() if is_used and one.requires_grad and one.dtype.itemsize < 4]
+    wrappers = alive_in_process(DistributedDataParallel) if half else []
+    wrapped = {id(one) for wrapper in wrappers for one in wrapper.parameters()}  # its hooks are none of Python's
+    return any(id(one) in wrapped or _hooks_behind_sum(one) for one in half)
+
+
+def _hooks_behind_sum(weight: torch.Tensor) -> int:
+    """How many hooks of Python's are behind what adds up the gradients of a weight: torch hands them to whoever adds
+    one."""
+    sums = get_gradient_edge(weight).node  # held, or it would be gone with its hooks
+    added = sums.register_hook(lambda *_: None)
+    count = len(added.hooks_dict_ref() or {}) - 1
+    added.remove()
+    return count
 
 
 def in_its_group(start: Start) -> Start:

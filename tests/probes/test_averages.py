@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,15 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from ampdbg.commands.output import PLAIN
 from ampdbg.diagnosis.diagnose import diagnose
+from ampdbg.diagnosis.updates import why_no_edit
 from ampdbg.probes.averages import AverageTrace, found_in
 from ampdbg.probes.watch import watch
 from ampdbg.record.file import from_json, to_json
-from ampdbg.record.run import Record
+from ampdbg.record.run import Record, ScriptRun
+from ampdbg.report.formats import written as text_of
+from ampdbg.report.view import Typed
 from tests.script.test_run import ran
 from tests.siblings import slow_but_for
 
@@ -183,7 +188,10 @@ def test_an_average_in_bfloat16_stands_still_and_one_that_moves_or_is_in_float32
     averages = {one.name: (one.decay, one.dtype) for one in record.updates.averages}
     assert averages.keys() >= {"0.weight", "0.bias", "2.weight"}
     assert set(averages.values()) == {(0.999, "bfloat16")}
-    assert "at a decay of 0.999 no value moves whose weight is less than 195.3% away" in record.findings[0].message
+    assert (
+        "At a decay of 0.999 no value moves whose weight is less than 2 times its size away"
+        in record.findings[0].message
+    )
     assert from_json(to_json(record)) == record
 
     moving = trained(lambda net: way(net, HALF, 0.9))
@@ -313,6 +321,66 @@ def test_an_op_that_cannot_be_done_entry_by_entry_leaves_the_others_known() -> N
     assert [(one.of, one.decay, one.aim.unique().tolist()) for one in found] == [(7, 0.75, [3.0])]
 
 
+def masters_averaged(decay_at: Callable[[int], float], parts: Callable[[nn.Parameter], bool]) -> Record:
+    """Half weights with float32 masters, as apex keeps them, and a half average of those that are ``parts``."""
+    net = Net().bfloat16()
+    masters = [weight.detach().float().requires_grad_() for weight in net.parameters()]
+    kept = [
+        (weight.detach().clone() if parts(weight) else weight.detach().float(), weight) for weight in net.parameters()
+    ]
+    optimizer, goal = torch.optim.AdamW(masters, lr=1e-3), torch.randn(32, 32)
+    with watch(net, optimizer) as watched:
+        for step in range(150):
+            x = torch.randn(16, 32)
+            (net(x.bfloat16()).float() - x @ goal).square().mean().backward()
+            for master, weight in zip(masters, net.parameters(), strict=True):
+                assert weight.grad is not None
+                master.grad = weight.grad.float()
+            optimizer.step()
+            with torch.no_grad():
+                for master, weight in zip(masters, net.parameters(), strict=True):
+                    weight.copy_(master)
+                for average, weight in kept:
+                    average.lerp_(weight.to(average.dtype), 1.0 - decay_at(step))
+            net.zero_grad()
+    return diagnose(watched.record())
+
+
+def test_averages_beside_masters_have_the_names_of_the_weights_and_no_edit_of_those_is_promised() -> None:
+    record = masters_averaged(lambda step: 0.9993, lambda weight: True)
+    assert codes(record) == [("frozen-average", "error")]
+    assert record.updates is not None
+    assert {one.name for one in record.updates.averages} <= {
+        "0.weight",
+        "0.bias",
+        "1.weight",
+        "1.bias",
+        "2.weight",
+        "2.bias",
+    }
+    assert "of the 891 values that move in float32)" in record.findings[0].message
+    assert "its averages alone lose by half" in why_no_edit(record)
+    shown = replace(record, command="run", script=ScriptRun("train.py"))
+    page, whole = (text_of(shown, Typed("r.json", ""), PLAIN, kind) for kind in ("text", "markdown"))
+    assert "suggest-fp32" not in page
+    assert "ampdbg explain frozen-average" in page
+    assert "The share of the way of averages in float32 that those in half do not go." in whole
+    lost = trained(lambda net: by_lerp(net, HALF, 0.999), HALF)
+    assert why_no_edit(lost) == ""  # whose weights are half themselves
+
+
+def test_averages_whose_decay_changes_are_held_against_the_slowest_and_no_decay_is_claimed() -> None:
+    record = masters_averaged(lambda step: 1.0 - (1.0 + step) ** -0.75, lambda weight: True)
+    assert record.updates is not None
+    lost = {one.name: one.lost for one in record.updates.averages}
+    assert max(lost["0.weight"], lost["2.weight"]) < 0.1  # most of these do move
+    assert lost["1.weight"] > 0.9  # and ones, by so little, do not
+    (found,) = record.findings
+    assert (found.code, found.severity) == ("frozen-average", "warning")
+    assert "The decay went from 0" in found.message
+    assert "no value moves whose weight" not in found.message
+
+
 SCRIPT = """
 import torch
 from torch import nn
@@ -337,7 +405,7 @@ print(float(average.weight.float().mean()))
 def test_run_says_that_ones_averaged_with_one_and_a_half_stay_ones(tmp_path: Path) -> None:
     record, page, code = ran(tmp_path, SCRIPT.format(dtype="bfloat16"), options=())
     assert (codes(record), code) == ([("frozen-average", "error")], 1)
-    assert "that of weight (0 of 4,096 values)" in page
+    assert "that of weight (0 of the 4,096 values that move in float32)" in page
     assert record.findings[0].parameter == "weight"
 
     twin, _, code = ran(tmp_path, SCRIPT.format(dtype="float32"), options=())

@@ -91,6 +91,11 @@ def codes(record: Record) -> list[tuple[str, str]]:
     return [(found.code, found.severity) for found in record.findings]
 
 
+def judged(record: Record) -> int:
+    """How many half parameters were compared with float32 masters."""
+    return 0 if record.updates is None else record.updates.judged
+
+
 # What stands still
 
 
@@ -533,12 +538,12 @@ def test_nothing_is_said_where_a_library_keeps_masters_or_rounds_by_chance(make:
             loss.backward()
             optimizer.step()
     record = diagnose(watched.record())
-    assert (codes(record), record.updates) == ([], None)
+    assert (codes(record), judged(record)) == ([], 0)
 
 
 def test_nothing_is_said_where_the_state_holds_masters() -> None:
     record, _ = trained(make=lambda net: WithMasters(net.parameters()), steps=30)
-    assert (codes(record), record.updates) == ([], None)
+    assert (codes(record), judged(record)) == ([], 0)
     why = "it may round stochastically or keep float32 copies"
     who = f"{__name__}.WithMasters"
     assert record.unseen.notes == (f"ampdbg does not compare updates by {who} with float32's: {why}",)
@@ -564,7 +569,7 @@ def test_nothing_is_said_where_a_hook_of_the_optimizer_writes_masters_back(steps
         return optimizer
 
     record, _ = trained(make=made, steps=steps)
-    assert (codes(record), record.updates, record.unseen.notes) == ([], None, FOREIGN)
+    assert (codes(record), judged(record), record.unseen.notes) == ([], 0, FOREIGN)
 
 
 def test_a_hook_that_leaves_the_weights_alone_changes_nothing_of_what_is_said() -> None:
@@ -606,7 +611,7 @@ def test_a_step_that_is_set_on_an_optimizer_is_not_sampled_and_one_that_a_schedu
         return cast("torch.optim.Optimizer", optimizer)
 
     record, _ = trained(make=made, steps=30)
-    assert (record.updates is not None, record.unseen.notes == ()) == (is_torchs, is_torchs)
+    assert (judged(record) > 0, record.unseen.notes == ()) == (is_torchs, is_torchs)
     if not is_torchs:
         assert codes(record) == []
         why = "it may round stochastically or keep float32 copies"
@@ -626,7 +631,133 @@ def test_nothing_is_said_where_the_loop_writes_the_weights_between_steps() -> No
                 assert parameter.grad is not None
                 parameter.data.copy_(master.sub_(1e-2 * parameter.grad.float().sign()))
     record = diagnose(watched.record())
-    assert (codes(record), record.updates, record.unseen.notes) == ([], None, FOREIGN)
+    assert (codes(record), judged(record), record.unseen.notes) == ([], 0, FOREIGN)
+
+
+class OwnStep(torch.optim.Optimizer):
+    """Steps as Adam does without its momentum, in float32, and copies the result to the half weights: fairseq's Adam.
+
+    Where it ``keeps`` float32 weights under whatever name, or what rounding took, that is what it steps the next time.
+    """
+
+    def __init__(self, parameters: Any, lr: float = 5e-4, keeps: str = "") -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.keeps = keeps
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for half in group["params"]:
+                state, gradient = self.state[half], half.grad.float()
+                second = state.setdefault("exp_avg_sq", gradient.square())
+                second.lerp_(gradient.square(), 0.1)
+                taken = half.float() + state.get("kahan", 0.0)
+                exact = state.get("whole", taken) - group["lr"] * gradient / (second.sqrt() + 1e-8)
+                half.copy_(exact)
+                kept = {"whole": exact, "kahan": exact - half.float()}
+                state.update({key: value for key, value in kept.items() if key == self.keeps})
+
+
+def gains(net: nn.Module) -> list[nn.Parameter]:
+    return [parameter for name, parameter in net.named_parameters() if "norm" in name]
+
+
+def own(keeps: str = "", lr: float = 5e-4) -> Made:
+    return lambda net: OwnStep(net.parameters(), lr, keeps)
+
+
+def page_of(record: Record) -> str:
+    return " ".join(text_of(record, Typed("", ""), PLAIN, "text").split())
+
+
+def test_half_values_that_never_change_under_an_optimizer_that_is_not_compared_are_named() -> None:
+    record, net = trained(steps=60, make=own())
+    assert int((net.norm.weight != 1).sum()) == 0
+    assert (codes(record), record.verdict, judged(record)) == ([("frozen-weights", "warning")], "precision", 0)
+    assert record.findings[0].parameter == "norm.weight"
+    message = "0 of 64 values of norms (1) have changed in 51 steps: norm.weight. Their gradients are not zero"
+    assert record.findings[0].message.startswith(message)
+    assert from_json(to_json(record)) == record
+
+
+def same(net: nn.Module) -> torch.optim.Optimizer:
+    return OwnStep(net.parameters())
+
+
+def without_gradient(net: nn.Module) -> torch.optim.Optimizer:
+    for gain in gains(net):
+        gain.register_hook(torch.zeros_like)
+    return same(net)
+
+
+def without_gains(net: nn.Module) -> torch.optim.Optimizer:
+    return OwnStep([one for one in net.parameters() if all(one is not gain for gain in gains(net))])
+
+
+def gains_at_rate_zero(net: nn.Module) -> torch.optim.Optimizer:
+    optimizer = without_gains(net)
+    optimizer.add_param_group({"params": gains(net), "lr": 0.0})
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("make", "steps"),
+    [
+        (own("whole"), 60),
+        (own("kahan"), 60),
+        (own(lr=3e-2), 60),
+        (own(), 20),
+        (own(lr=1e-5), 60),  # float32 weights would not be elsewhere in half either, so soon
+        (without_gradient, 60),
+        (without_gains, 60),
+        (gains_at_rate_zero, 60),
+    ],
+    ids=["masters", "kahan", "rate", "few-steps", "small-rate", "no-gradient", "not-held", "rate-0"],
+)
+def test_values_are_not_said_to_stand_still_where_they_may_rest_or_are_kept_elsewhere(make: Made, steps: int) -> None:
+    record, _ = trained(steps=steps, make=make)
+    assert (codes(record), judged(record)) == ([], 0)
+
+
+def test_steps_that_are_all_skipped_say_nothing_of_values_that_stand_still() -> None:
+    net = Net().to(HALF)
+    optimizer = OwnStep(net.parameters())
+    with watch(net, optimizer) as watched:
+        for loss in losses(net, HALF, 60):
+            net.zero_grad()
+            loss.backward()
+    assert codes(diagnose(watched.record())) == []
+
+
+def test_a_run_whose_half_weights_nobody_compares_is_healthy_but_for_that() -> None:
+    said = "; what 5 half parameters lose of their updates was not compared with FP32."
+    record, _ = trained(steps=20, make=own())
+    assert (f"Healthy: none of 20 steps skipped{said}" in page_of(record), record.verdict) == (True, "healthy")
+    assert "Healthy: none of 20 steps skipped." in page_of(trained(steps=20, make=partial(adamw, lr=3e-2))[0])
+    assert said not in page_of(trained(torch.float32, steps=20, make=own())[0])
+
+
+def test_shares_are_said_to_be_of_the_parameters_that_were_judged_and_the_fall_of_the_loss_is_not_shared_out() -> None:
+    def ended(is_slow: bool) -> Record:
+        net = Net().to(HALF)
+        optimizer = adamw(net)
+        others = [one for one in net.parameters() if one is not net.norm.weight]
+        slow = [one.detach().clone() for one in others]
+        with watch(net, optimizer) as watched:
+            for loss in losses(net, HALF, 60):
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                with torch.no_grad():
+                    for one, kept in zip(others, slow, strict=True) if is_slow else ():  # Lookahead's
+                        one.copy_(kept.lerp_(one, 0.5))
+        return diagnose(watched.record())
+
+    record = ended(is_slow=True)
+    assert codes(record) == [("frozen-weights", "error")]
+    assert "100% of norms and 100% of the 1 of 5 half parameters that could be judged" in record.findings[0].message
+    assert "To first order" not in record.findings[0].message
+    assert "of all half weights. To first order" in ended(is_slow=False).findings[0].message
 
 
 # What it leaves as it is
@@ -700,7 +831,7 @@ def test_an_optimizer_whose_entries_depend_on_each_other_is_not_sampled(kind: An
             optimizer.zero_grad()
             loss.backward()
             optimizer.step(lambda loss=loss: loss)
-    assert watched.ledger.seen is None
+    assert judged(watched.record()) == 0
 
 
 def test_an_optimizer_that_raises_on_float32_copies_is_noted() -> None:
@@ -713,7 +844,7 @@ def test_an_optimizer_that_raises_on_float32_copies_is_noted() -> None:
             return bool(super()._init_group(group, *given))
 
     record, _ = trained(make=lambda net: Picky(net.parameters()), steps=12)
-    assert (codes(record), record.updates) == ([], None)
+    assert (codes(record), judged(record)) == ([], 0)
     assert "on float32 copies it raises AssertionError" in record.unseen.notes[0]
 
 

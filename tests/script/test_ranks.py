@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import distributed, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from ampdbg.record.file import read_record
 from ampdbg.record.run import Record
 from ampdbg.script.launch import launched_as
-from ampdbg.script.ranks import alone, has_its_state, why_in_parts
+from ampdbg.script.ranks import alone, has_its_state, hooks_half_weights, why_in_parts
 from tests.commands.program import command, environment, start
 from tests.script.scripts import DISTRIBUTED
 
@@ -200,3 +201,25 @@ def test_weights_that_are_shared_out_are_not_captured() -> None:
     assert why_in_parts(model) == ""
     vars(model[1].weight)["_is_flat_param"] = True
     assert why_in_parts(model).startswith("1.weight is sharded over the processes")
+
+
+def test_half_weights_of_a_group_of_one_may_be_run_in_fp32_unless_something_hangs_on_their_sums() -> None:
+    def lone() -> nn.Linear:
+        return nn.Linear(2, 2).bfloat16()
+
+    from torch._C._distributed_c10d import HashStore  # not in every build of torch
+
+    hooked, fired = lone(), list[int]()
+    sums = get_gradient_edge(hooked.weight).node  # as Megatron and picotron hold them
+    sums.register_hook(lambda *_: fired.append(1))
+    assert not hooks_half_weights(hooked)  # there is no group
+    distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        wrapper = nn.parallel.DistributedDataParallel(lone())
+        models = (lone(), hooked, wrapper, wrapper.module)
+        assert [hooks_half_weights(model) for model in models] == [False, True, True, True]
+        assert not hooks_half_weights(nn.parallel.DistributedDataParallel(nn.Linear(2, 2)))
+    finally:
+        distributed.destroy_process_group()
+    hooked(torch.ones(1, 2).bfloat16()).sum().backward()
+    assert fired == [1]
