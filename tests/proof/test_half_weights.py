@@ -152,6 +152,27 @@ def test_half_weights_that_lose_nothing_are_left_as_they_are(tmp_path: Path) -> 
     assert "The bfloat16 weights do no harm here" in " ".join(found.stderr.split())
 
 
+OWN = """
+class Own(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]: p.add_(p.grad, alpha=-0.1)
+
+"""
+
+
+@pytest.mark.slow
+def test_half_weights_of_an_optimizer_that_is_not_compared_are_not_called_harmless(tmp_path: Path) -> None:
+    text = NET.replace("torch.optim.AdamW", "Own").replace("LR", "0.05").replace("LAST", "")
+    ran, record, found = suggested(tmp_path, text.replace("\nmodel", f"\n{OWN}model", 1))
+    assert (ran.code, found.code, record.handover) == (0, 0, None)
+    printed = " ".join(found.stderr.split())
+    assert (
+        "what bfloat16 weights lose is not known: ampdbg cannot compare the updates of 6 of 6 half parameters"
+        in printed
+    )
+
+
 @pytest.mark.slow
 def test_what_the_short_run_does_not_show_is_left_open(tmp_path: Path) -> None:
     # Angles of positions beyond 1,000, which bfloat16 holds to within 4, as a rotary embedding in it has them.
