@@ -109,6 +109,16 @@ def is_plain(roots: Sequence[Any], starts: Sequence[torch.Tensor | None]) -> boo
     return is_known and not any(map(_has_constant_factor, nodes[:NEAREST]))
 
 
+def leaves_behind(tensor: torch.Tensor) -> set[int] | None:
+    """The leaves that the graph of a tensor leads to, by ``id``, where that is a few ops of torch's, none in half; else
+    None."""
+    nodes = list(islice(_nodes([tensor]), NEAR + 1))
+    dtypes = {getattr(entry, "dtype", None) for node in nodes for entry in node._input_metadata}
+    if len(nodes) > NEAR or not dtypes.isdisjoint(HALVES) or not all(map(_is_torchs, nodes)):
+        return None
+    return {id(node.variable) for node in nodes if node.name().endswith("AccumulateGrad")}
+
+
 def is_one(gradient: torch.Tensor | None) -> bool:
     """A backward pass starts from the loss as it is: torch fills in a one where nothing is given."""
     return gradient is None or (gradient.numel() == 1 and float(gradient) == 1.0)

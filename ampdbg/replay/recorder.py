@@ -33,11 +33,12 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from ampdbg.probes.guard import Guard
+from ampdbg.probes.loss_graph import leaves_behind
 from ampdbg.probes.models import WRAPPERS
 from ampdbg.probes.seams import Seam, attached, is_captured, is_fx_tracing, only_follows, replaced
 from ampdbg.probes.source_lines import innermost_line
 from ampdbg.probes.step_hooks import hooked_steps
-from ampdbg.probes.tensors import Mark, leaves_of, read_aside, times_written
+from ampdbg.probes.tensors import Mark, is_finite, leaves_of, read_aside, times_written
 from ampdbg.probes.unfollowed import leave_ours_alone
 from ampdbg.replay.before import Before
 from ampdbg.replay.copies import Copying, duplicate
@@ -89,7 +90,9 @@ OF_SCALED = "its loss takes gradients of a scaled loss"
 class Noted:
     """One call while its step runs. ``given`` has ``Made`` in the place of what others have made; ``inputs`` has the
     tensors that come from elsewhere, each with how often it had been written; ``past`` what stands for a result that
-    no gradient leads to. ``why_not`` says why it cannot be made again, and ``steps`` how often optimizers had stepped.
+    no gradient leads to; ``beside`` values that no noted call has made and that a graph of few ops leads from, each
+    with the leaves of that, by ``id``. ``why_not`` says why it cannot be made again, and ``steps`` how often
+    optimizers had stepped.
     """
 
     function: Callable[..., Any]
@@ -101,6 +104,7 @@ class Noted:
     reads: set[int] = field(default_factory=set)
     inputs: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     past: dict[Made, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    beside: list[tuple[torch.Tensor, set[int]]] = field(default_factory=list)
     gives: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     why_not: str = ""
     has_gradients: bool = True
@@ -651,7 +655,7 @@ class Recorder(TorchFunctionMode):
         return step, why, state
 
     def modules(
-        self, model: torch.nn.Module, optimizers: Sequence[Optimizer], device: str, most: int | None = None
+        self, model: torch.nn.Module, optimizers: Sequence[Optimizer], device: str, most: int = MOST_CALLS
     ) -> tuple[RecordedStep | None, str, ModelState]:
         """The modules that were called since an optimizer stepped, with what the script makes of data and of others of
         them to call them with, and without what it makes of what the last give.
@@ -667,8 +671,9 @@ class Recorder(TorchFunctionMode):
             is_got_over = not call.has_returned and number != max(self._now.calls)
             has_data = bool(call.reads) or next(module.parameters(), None) is not None
             if has_data and not is_got_over and not calls.why_not(number):
-                wanted |= calls.leading_to(Made(number, ""))
-            if most is not None and len(wanted & called.keys()) >= most:
+                output = Made(number, "")
+                wanted |= calls.leading_to(output)
+            if len(wanted & called.keys()) >= most:
                 break
         read = set().union(*(self._now.calls[number].reads for number in wanted))
         ends = sorted(wanted & called.keys() - read)
@@ -688,6 +693,8 @@ class Recorder(TorchFunctionMode):
         self, calls: _Calls, parts: Sequence[tuple[set[int], tuple[Made, ...]]], model: torch.nn.Module, device: str
     ) -> tuple[RecordedStep | None, str, ModelState]:
         numbers = sorted(set().union(*(part for part, _ in parts)))
+        if not all(calls.is_data_beside(number, model) for number in numbers):
+            return None, NOT_ALL_SEEN, ModelState()
         whys = [*map(calls.why_not, numbers)]  # all of them: what was changed in place is copied from now on
         if any(whys):
             return None, next(filter(None, whys)), ModelState()
@@ -785,6 +792,12 @@ class _Calls:
             made in call.past and times_written(call.past[made][0]) == call.past[made][1] for made in taken
         )
 
+    def is_data_beside(self, number: int, model: torch.nn.Module) -> bool:
+        """What a call takes that no noted one has made is finite, and made of weights that optimizers train beside the
+        model, such as a temperature: no gradient of the model's leads there."""
+        weights = self._written.keys() - {id(one) for one in model.parameters()}
+        return all(leaves <= weights and is_finite(value) for value, leaves in self.calls[number].beside)
+
     def parts_of(self, losses: Sequence[Made]) -> list[tuple[set[int], tuple[Made, ...]]]:
         """The calls that each loss needs, with that loss; all in one part where losses share a call, as one pass has
         them all then."""
@@ -872,9 +885,12 @@ class _Taking:
             if not tensor.requires_grad:
                 noted.past[made] = tensor, times
             return made
-        if tensor.requires_grad and not tensor.is_leaf:
-            noted.why_not = NOT_ALL_SEEN  # nor is it held: a graph hangs on it
-            return None
+        if tensor.requires_grad and not tensor.is_leaf:  # which is not held: a graph hangs on it
+            leaves, tensor = leaves_behind(tensor), tensor.detach()
+            if leaves is None:
+                noted.why_not = NOT_ALL_SEEN
+                return None
+            noted.beside.append((tensor, leaves))
         if is_first or (noted.line, str(len(noted.inputs))) in recorder._copied:
             tensor = duplicate(tensor.detach()).requires_grad_(tensor.requires_grad)
             times = times_written(tensor)

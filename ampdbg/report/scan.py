@@ -340,12 +340,15 @@ def _facts(record: Record) -> Iterator[str]:
     yield duration(record.elapsed)
 
 
+def _alike(record: Record) -> list[Investigation]:
+    """The healthy steps that were compared with FP32."""
+    return [made for made in record.investigations if agrees_with_fp32(made) or made.choice]
+
+
 def _compared(record: Record) -> Iterator[str]:
-    """Which healthy steps were compared with FP32, and how far their gradients are from its; or that none was."""
-    alike = [made for made in record.investigations if agrees_with_fp32(made) or made.choice]
-    yield from map(_distance, alike)
+    """Whether no healthy step of any optimizer was compared with FP32."""
     is_half = record.environment.policy != "none" and format_of_config(record.config) is not FLOAT32
-    if not alike and record.command == "run" and record.verdict == "healthy" and is_half:
+    if not _alike(record) and record.command == "run" and record.verdict == "healthy" and is_half:
         rows = (len(list(row)) for one in record.timelines for was, row in groupby(one.steps, _was_taken) if was)
         few = f": that takes over {TAKEN} steps in a row without a skip" * (max(rows, default=0) <= TAKEN)
         yield f"no step compared with FP32{few}"
@@ -377,8 +380,9 @@ def _facts_of(timeline: Record, record: Record) -> Iterator[str]:
             yield f"loss {_change(number(with_loss[0].loss), number(with_loss[-1].loss))}"
         if last.grad_norm is not None:
             yield f"gradient norm {number(last.grad_norm)}"
-        if with_loss or any(step.scaler for step in scaled):  # else it ended before anybody could scale it
+        if with_loss or last.scaler:  # else it ended before anybody could scale it
             yield _loss_scale(timeline, scaled)
+        yield from map(_distance, _alike(timeline))
 
 
 def _loss_scale(timeline: Record, scaled: Sequence[Step]) -> str:

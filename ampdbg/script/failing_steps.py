@@ -326,7 +326,8 @@ class FailingSteps:
             self._policy.settled()
         raises = bool(made.low.error and made.fp32 is not None and made.fp32.error)  # so FP32 shows no more
         has_no_loss = live.why_no_further == ENDED_EARLIER
-        is_alike = (raises or (has_no_loss and not is_finite(made.fp32))) and not self._watcher.log.batch
+        is_lost_anyway = raises or (has_no_loss and not is_finite(made.fp32))
+        is_alike = is_lost_anyway and not self._watcher.log.batch
         if made.is_of_others or ((settles(made) or is_alike) and not self.captures.is_wanted):
             self.captures.drop(live.number)
         if not (made.reproduced or made.is_of_others):
