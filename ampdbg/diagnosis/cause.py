@@ -352,16 +352,21 @@ class Evidence(Evident):
         return losses_of(step for step in self.before if not step.skipped)
 
     @property
-    def last_taken(self) -> float:
-        """The last of them."""
-        return self.taken[-1]
+    def largest_taken(self) -> float:
+        """The largest of them."""
+        return max(map(abs, self.taken), default=math.inf)
+
+    @property
+    def far_loss(self) -> float | None:
+        """The loss in FP32, where that too has left all of them."""
+        return self.in_fp32 if self.in_fp32 > LEAPS * self.largest_taken else None
 
     @property
     def has_leapt(self) -> bool:
         """The weights have grown, and in FP32 too the loss has left all earlier ones, and does not come back."""
-        largest, further = max(map(abs, self.taken), default=math.inf), self.made.continuation
-        comes_back = not further or any(loss <= DIVERGED * largest for loss in further)
-        return self.made.weights_grew > GREW_IN_A_LEAP and self.in_fp32 > LEAPS * largest and not comes_back
+        further = self.made.continuation
+        comes_back = not further or any(loss <= DIVERGED * self.largest_taken for loss in further)
+        return self.made.weights_grew > GREW_IN_A_LEAP and self.far_loss is not None and not comes_back
 
     # The finding
 
@@ -446,7 +451,7 @@ def scale_floor(steps: Sequence[Step]) -> float | None:
 
 def _of_op(code: str, when: str, holds: Callable[[Suspect], bool], message: str) -> Decision[Evidence]:
     """A row of a step that is finite in FP32 and not in half, at the op that explains it."""
-    return Decision(code, when, lambda it: it.suspect is not None and holds(it.suspect), message + LOWER)
+    return Decision(code, when, lambda it: it.suspect is not None and holds(it.suspect), message + LOWER + LEAP)
 
 
 LOWER = "[; at a loss scale of {survivor.scale} {there}]"
@@ -527,7 +532,7 @@ PRECISE: tuple[Decision[Evidence], ...] = (
         "the backward pass overflows, and at the first lower loss scale that is finite gradients are flushed to zero",
         lambda it: it.survivor is not None and not it.usable_scale and first(OPS, it).code == OVERFLOWS["backward"],
         "{suspect.bare_name} overflows at a loss scale of {low.scale}; at {survivor.scale} it does not, but there half "
-        "precision flushes the gradient of {survivor.lost} to zero",
+        "precision flushes the gradient of {survivor.lost} to zero" + LEAP,
         {"lost": "survivor.lost"},
         CODES[NO_USABLE_SCALE].remedy,
     ),
@@ -563,15 +568,13 @@ OF_HALF: tuple[Decision[Evidence], ...] = (
         OUT_OF_RANGE,
         "the batch holds values beyond FP16's limit, and FP32's loss of the step is over 1000 times all before it",
         lambda it: it.outlier is not None and it.leaf is None,
-        "the batch holds {in_batch}, above FP16's limit of 65,504, and in FP32 the loss jumps from {last_loss} "
-        "to {made.fp32.loss}: {of_half}",
+        "the batch holds {in_batch}, above FP16's limit of 65,504: {of_half}",
     ),
     Decision(
         DIVERGENCE,
         "the weights are over twice as large as at the start, and FP32's loss is beyond all before it too",
         lambda it: it.has_leapt and CODES[first(PRECISE, it).code].verdict == "precision",
-        "the weights are {made.weights_grew} times as large as at the start of the run, and in FP32 too the loss jumps "
-        "from {last_taken} to {made.fp32.loss}; with them {of_half}",
+        "the weights are {made.weights_grew} times as large as at the start of the run; with them {of_half}",
         {WEIGHTS_GREW: "made.weights_grew"},
     ),
     Decision(

@@ -62,7 +62,7 @@ run's time allows as many in which the loss scale settles."""
 RUN_AGAIN = "FP16, FP32 and more"
 """What is said of a step before it is run again."""
 
-MODULES_ALONE = "step {}: only its modules were replayed ({}); the sum of their outputs stands for its loss"
+MODULES_ALONE = "step {}: only its modules were replayed ({}); the sum of their outputs replaces its loss"
 
 NOT_AGAIN = "step {}, whose {} not finite, could not be replayed: {}"
 

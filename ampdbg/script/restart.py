@@ -144,7 +144,7 @@ def restore_in_script(capture: Capture, use: Use, folder: Path, text: bytes | No
 
 WITHOUT_ITS_LOSS = (
     "step {} was captured without its loss: only its modules were replayed",
-    "the sum of the module outputs stands for its loss",
+    "the sum of the module outputs replaces its loss",
 )
 """So a set of pins, or a patch, is proven for them alone. Each fits a line of the page."""
 

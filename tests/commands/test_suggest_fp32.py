@@ -376,7 +376,7 @@ def test_where_a_part_of_a_failed_patch_was_refused_its_modules_are_pinned_by_na
 
 
 @pytest.mark.parametrize(
-    ("name", "code", "said"), [("nothing_to_pin", 0, "✓ Nothing to pin"), ("interrupted", 130, "! Interrupted")]
+    ("name", "code", "said"), [("nothing_to_pin", 0, "? Nothing to pin yet"), ("interrupted", 130, "! Interrupted")]
 )
 def test_a_healthy_run_and_an_interrupted_one_hand_nothing_over(
     name: str, code: int, said: str, here: Here, fake: Fake

@@ -16,10 +16,9 @@ from tests.commands.program import start
 from tests.script import scripts
 from tests.siblings import slow_but_for
 
-KILLED = scripts.PLAIN.replace(
+KILLED = scripts.PLAIN.replace("functional as F\n", "functional as F, itertools, os, signal\n").replace(
     "    for _ in range(steps):\n",
-    "    for number in range(100):\n        if number == steps:\n            import os, signal\n"
-    "            os.kill(os.getpid(), signal.SIGKILL)\n",
+    "    for _ in itertools.chain(range(steps), (os.kill(os.getpid(), signal.SIGKILL) for _ in '1')):\n",
 )
 """As the script alone up to its last step, and killed where that would end."""
 
