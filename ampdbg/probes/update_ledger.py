@@ -37,7 +37,7 @@ WINDOW = 10
 SETTLES = 20
 """An optimizer's second window begins behind so many steps."""
 
-SHARE = 0.03
+SHARE = 0.02
 """The share of a loop's time that windows may take, beyond each optimizer's first one."""
 
 FROZEN = 0.9
