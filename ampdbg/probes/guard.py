@@ -64,9 +64,13 @@ class Guard:
 
     def answered(self, question: Callable[..., bool], *given: Any) -> bool:
         """What the watcher's question comes to; no where it fails."""
-        found: list[bool] = []
-        self.hooked(lambda: found.append(question(*given)))
-        return bool(found) and found[0]
+        try:
+            return question(*given)
+        except Exception as error:
+            if _is_of_a_signal(error):
+                raise
+            self._fail(error)
+        return False
 
     def told(self, callback: Callable[[Any], None]) -> Callable[[Any], None]:
         """A callback of the loop's own: what it raises is for the loop."""

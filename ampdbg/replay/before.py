@@ -7,7 +7,7 @@ statistics of batch norms, say, a counter of steps, or the weights of a momentum
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -46,14 +46,16 @@ class _Kept(NamedTuple):
 class _Root:
     """What is ``kept`` from before those calls of a module that are noted, by their number.
 
-    ``changes`` is what its calls were seen to change. ``left`` is how often each of its tensors had been written as the
-    last call returned, and ``rewritten`` has those that were written between two calls, each with the later one.
+    ``changes`` is what its calls were seen to change. ``left`` is how often each of its ``untrained`` tensors had been
+    written as the last call returned, and ``rewritten`` has those that were written between two calls, each with the
+    later one.
     """
 
     calls: int = 0
     kept: dict[int, _Kept] = field(default_factory=dict)
     changes: dict[int, tuple[Callable[[], Any], Kind]] = field(default_factory=dict)
     tensors: weakref.WeakValueDictionary[str, torch.Tensor] = field(default_factory=weakref.WeakValueDictionary)
+    untrained: Sequence[str] = ()
     left: Mapping[str, int] = field(default_factory=dict)
     rewritten: dict[str, int] = field(default_factory=dict)
 
@@ -68,6 +70,7 @@ class _Root:
         if self.is_looked_at:
             own = {**dict(module.named_buffers()), **dict(module.named_parameters())}
             self.tensors = weakref.WeakValueDictionary(own)
+            self.untrained = [name for name, one in own.items() if not one.requires_grad]
         self.kept = {call: kept for call, kept in self.kept.items() if call in noted}
         written = {name: times_written(one) for name, one in self.tensors.items()}
         self.rewritten |= {name: number for name, times in self.left.items() if written.get(name, times) != times}
@@ -89,7 +92,8 @@ class _Root:
 
     def returned(self, number: int) -> None:
         """Learns from a call that was looked at whole what calls change."""
-        self.left = {name: times_written(one) for name, one in self.tensors.items() if not one.requires_grad}
+        untrained = ((name, self.tensors.get(name)) for name in self.untrained)
+        self.left = {name: times_written(one) for name, one in untrained if one is not None}
         if not self.is_looked_at:
             return
         held = self.kept[number].held
