@@ -263,7 +263,7 @@ RUNTIME: Mapping[str, Any] = {
     "default_stream": lambda device=None: Stream(),
     "get_rng_state": lambda device=None: torch.get_rng_state(),
     "set_rng_state": lambda new_state, device=None: torch.set_rng_state(new_state),
-    "initial_seed": torch.initial_seed,
+    "initial_seed": functools.partial(torch.initial_seed),
     "memory_reserved": _gives(0),
     "max_memory_reserved": _gives(0),
     "memory_summary": _gives(""),
@@ -271,12 +271,14 @@ RUNTIME: Mapping[str, Any] = {
     # What `with torch.cuda.device(0)` calls; -1 says that there is no device to go back to.
     "_exchange_device": _gives(-1),
     "_maybe_exchange_device": _gives(-1),
-    **dict.fromkeys(
-        ("init", "synchronize", "set_device", "set_stream", "set_per_process_memory_fraction"), _gives(None)
-    ),
-    **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated"), _gives(None)),
+    **{name: _gives(None) for name in ("init", "synchronize", "set_device", "set_stream")},
+    **{name: _gives(None) for name in ("set_per_process_memory_fraction", "reset_peak_memory_stats")},
+    "reset_max_memory_allocated": _gives(None),
 }
-"""What each attribute of ``torch.cuda`` is on a CPU. Not ``is_available``: code that asks takes its other branch."""
+"""What each attribute of ``torch.cuda`` is on a CPU. Not ``is_available``: code that asks takes its other branch.
 
-NVTX: Mapping[str, Any] = dict.fromkeys(("range_push", "range_pop", "mark"), _gives(None))
+Each has a function of its own: torch.compile refuses one under two names that it treats differently.
+"""
+
+NVTX: Mapping[str, Any] = {name: _gives(None) for name in ("range_push", "range_pop", "mark")}
 """The same for ``torch.cuda.nvtx``, whose ``range`` calls these."""

@@ -1,6 +1,7 @@
 """CUDA on a CPU leaves no trace: what torch is after the context is what it was before."""
 
 import contextlib
+import importlib
 import subprocess
 import sys
 import warnings
@@ -200,6 +201,12 @@ if hasattr(with_a_folder, "_TEMP_DIR"):
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_torch_compile_may_be_called_first_while_a_gpu_is_emulated() -> None:
+    trace_rules = importlib.import_module("torch._dynamo.trace_rules")
+    with cuda_on_cpu():
+        assert trace_rules.get_torch_obj_rule_map.__wrapped__()
 
 
 def test_the_users_warning_filters_are_left_alone() -> None:
