@@ -218,9 +218,9 @@ class Evidence(Evident):
     def outlier(self) -> str | None:
         """The leaf of the batch with the largest value, where half cannot hold that, and FP32's loss of the step is
         many times all before it: what a dropout or a product makes of such a value is not the batch's own cast."""
-        largest, before = self.made.batch_largest, [abs(loss) for loss in self.losses]
+        largest = self.made.batch_largest
         beyond = {name: value for name, value in largest.items() if value >= FLOAT16.overflow_threshold}
-        is_apart = self.in_fp32 > LEAPT * max(before, default=math.inf) and not self.is_thrown
+        is_apart = self.in_fp32 > LEAPT * self.largest_before and not self.is_thrown
         return max(beyond, key=largest.__getitem__, default=None) if is_apart else None
 
     @property
@@ -232,9 +232,8 @@ class Evidence(Evident):
     def is_rewritten(self) -> bool:
         """The script wrote a value beyond FP16 into a buffer right before the step, in which FP32's loss is many times
         all before it, or not finite."""
-        largest = max(map(abs, self.losses), default=math.inf)
         is_known = bool(self.made.rewritten and self.losses)
-        return is_known and not self.in_fp32 <= LEAPT * largest and not self.is_thrown
+        return is_known and not self.in_fp32 <= LEAPT * self.largest_before and not self.is_thrown
 
     @property
     def rewritten(self) -> list[str]:
@@ -293,6 +292,11 @@ class Evidence(Evident):
     def losses(self) -> list[float]:
         """The losses of the steps before it."""
         return losses_of(self.before)
+
+    @property
+    def largest_before(self) -> float:
+        """The largest of them; infinite where there are none."""
+        return max(map(abs, self.losses), default=math.inf)
 
     @cached_property
     def diverges(self) -> bool:

@@ -73,9 +73,8 @@ class HalfUpdates(Evident):
     @property
     def of_which(self) -> str:
         """The parameters that shares are of, where not all of them were judged."""
-        return f"{self.seen.judged} of {counted(self.seen.half, 'half parameter')}" * (
-            self.seen.judged < self.seen.half
-        )
+        is_of_all = self.seen.judged >= self.seen.half
+        return "" if is_of_all else f"{self.seen.judged} of {counted(self.seen.half, 'half parameter')}"
 
     @cached_property
     def unmoved(self) -> list[StillParameter]:

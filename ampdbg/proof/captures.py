@@ -152,8 +152,7 @@ def _bisected(taken: RestoredStep, job: CaptureJob, observer: Observer) -> Sugge
     made = taken.investigated(observer)
     kept: Kept = {(made.step, made.why): taken.failing(made)}
     record = taken.diagnosed(made, "bisect")
-    has_masters = any(kind.masters for kind in record.dtypes)  # then the weights are half on purpose
-    if record.half_weights and not has_masters and record.verdict == "precision":
+    if record.half_weights and not record.has_masters and record.verdict == "precision":
         if job.command == "bisect":
             stored, again = record.half_weights[0], f"ampdbg suggest-fp32 {shlex.quote(str(job.path))}"
             raise CaptureError(

@@ -772,6 +772,11 @@ class Record:
         return max((one.step for one in self.steps if one.skipped or not math.isfinite(one.loss)), default=0)
 
     @property
+    def has_masters(self) -> bool:
+        """Float32 copies of half weights were found: those are half on purpose."""
+        return any(one.masters for one in self.dtypes)
+
+    @property
     def took_no_step(self) -> bool:
         """Every step that ended was skipped: the weights are those of the start."""
         return bool(self.steps) and all(step.skipped for step in self.steps)

@@ -104,10 +104,11 @@ def unjudged(record: Record) -> str:
     """What of a healthy run was not looked at: half weights that nobody has compared, and of which no masters were
     found; "" where there are none."""
     seen = record.updates or Updates(0)
-    count, has_masters = seen.half - seen.judged, any(one.masters for one in record.dtypes)
-    of_all = f" of {seen.half:,}" * bool(seen.judged)
-    said = f"; what {count:,}{of_all} half parameters lose of their updates was not compared with FP32"
-    return said * (count > 0 and record.verdict == "healthy" and not has_masters)
+    count = seen.half - seen.judged
+    if count == 0 or record.verdict != "healthy" or record.has_masters:
+        return ""
+    of_all = f" of {seen.half:,}" if seen.judged else ""
+    return f"; what {count:,}{of_all} half parameters lose of their updates was not compared with FP32"
 
 
 def stopped(record: Record) -> str:
