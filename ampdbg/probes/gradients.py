@@ -17,8 +17,11 @@ from ampdbg.probes.calls import Calls
 from ampdbg.probes.open_step import Gradients, Loop, NormOfEach, OpenStep, is_finite_scalar
 from ampdbg.probes.optimizers import Optimizers
 from ampdbg.probes.steps import StepLog
-from ampdbg.probes.tensors import Scalar, is_at_hand, is_on_device, to_host, total_norm
+from ampdbg.probes.tensors import HALVES, Scalar, is_at_hand, is_on_device, to_host, total_norm
 from ampdbg.record.run import GroupOverflow
+
+NARROW = (*HALVES, torch.float32)
+"""The dtypes whose norms torch takes of many tensors at once, in float32."""
 
 SMALL = 32_768
 """On a CPU gradients up to this many elements are gathered into one buffer for the norm: one kernel for all of them
@@ -41,11 +44,12 @@ def gradient_norm(optimizer: torch.optim.Optimizer, divisor: Scalar = 1.0) -> Sc
 
 @torch.no_grad()
 def _norm_of_any(gradients: list[torch.Tensor], divisor: Scalar) -> Scalar | None:
-    kinds = {(type(one), one.dtype, one.layout, one.device) for one in gradients if one.numel()}
-    if [kind[:-1] for kind in kinds] == [(torch.Tensor, torch.float32, torch.strided)]:
+    kinds = {(type(one), one.layout, one.dtype in NARROW, one.dtype, one.device) for one in gradients if one.numel()}
+    if [kind[:3] for kind in kinds] == [(torch.Tensor, torch.strided, True)]:
         # With as few calls as can be: a GPU's loop has to wait for each.
         values = [one for one in gradients if one.numel()]
-        norm: torch.Tensor | None = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values)))
+        norms = torch._foreach_norm(values, 2.0, torch.float32)
+        norm: torch.Tensor | None = torch.linalg.vector_norm(torch.stack(norms))
     else:
         norm = total_norm(gradients)
     if norm is not None and is_at_hand(norm) and torch.isinf(norm):
