@@ -276,7 +276,8 @@ def _far(one: Sampled, fp32: Sampled) -> Producer:
 class _Makers:
     """The ops of a replay by the magnitude that they have made: each op's largest input is one of those.
 
-    ``met`` is what FP32 has for each op. A cast that it does not come by only hands on what it is given.
+    ``met`` is what FP32 has for each op. A cast only hands on what it is given, and autocast's are none of FP32's: the
+    way back leads through it.
     """
 
     def __init__(self, ops: Sequence[OpSeen], met: Mapping[OpKey, tuple[float, bool]]) -> None:
@@ -287,7 +288,7 @@ class _Makers:
     def _made(self) -> Mapping[tuple[float, str], list[int]]:
         made: dict[tuple[float, str], list[int]] = {}
         for index, seen in enumerate(self._ops):
-            if seen.output.is_finite and (base_name(seen.op) not in CASTS or seen.key in self._met):
+            if seen.output.is_finite:
                 made.setdefault((seen.output.largest, seen.place.phase), []).append(index)
         return made
 
@@ -301,9 +302,10 @@ class _Makers:
             index = made[earlier - 1]
             seen = self._ops[index]
             fp32, is_finite = self._met.get(seen.key, UNMET)
-            if not fp32 or not is_finite or largest < DEPARTURE * fp32 * (scale if phase == "backward" else 1.0):
+            is_cast, at = base_name(seen.op) in CASTS, scale if phase == "backward" else 1.0
+            if not is_cast and (not fp32 or not is_finite or largest < DEPARTURE * fp32 * at):
                 break
-            found, largest = seen, seen.inputs.largest
+            found, largest = found if is_cast else seen, seen.inputs.largest
         return found
 
 

@@ -66,7 +66,7 @@ for step in range(6):
     with torch.autocast("cuda", dtype=torch.float16):
         z = net(x)
         large = 3e3 if step == 4 and sys.argv[1] == "overflow" else 1.0
-        z = (z * large) @ (torch.eye(4).cuda() * large) / large**2
+        z = (z * large) @ (torch.eye(4).double().float().cuda() * large) / large**2
         loss = F.mse_loss(z.float(), torch.ones(4, 4).cuda())
     [gradient] = torch.autograd.grad(loss, [z], retain_graph=True)
     optimizer.zero_grad()
@@ -74,7 +74,7 @@ for step in range(6):
     optimizer.step()
 """)
 FAULTS = {
-    "overflow": ("forward-overflow", 4, "", "z = (z * large) @ (torch.eye(4).cuda() * large) / large**2"),
+    "overflow": ("forward-overflow", 4, "", "z = (z * large) @ (torch.eye(4).double().float().cuda() * large) / large**2"),
     "data": ("data-nonfinite", 4, "", ""),
 }
 
