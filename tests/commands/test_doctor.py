@@ -101,6 +101,7 @@ def test_json_has_the_facts_and_the_lines_and_torch_stays_outside(tmp_path: Path
 def test_a_driver_whose_calls_raise_is_a_line_of_a_page_of_one_screen(
     here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PATH", "")  # no nvidia-smi names a GPU of this machine
     raised = "CUDA error: unknown error"
     answering(monkeypatch, ["imported", "2.13.0", ""], ["gpus", None, raised], ["device", None, raised])
     result = here("doctor")

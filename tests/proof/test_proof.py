@@ -260,7 +260,8 @@ def test_a_unit_that_is_not_needed_fails(tmp_path: Path) -> None:
     assert not proof.passed
     assert failed(proof) == ["without line 17 of net.py"]
     assert step_of(proof, "without line 17 of net.py").detail.startswith("not needed: healthy; loss 1.48")
-    assert step_of(proof, f"without {TITLE}").passed
+    if not torch.cuda.is_available():  # there one process trains at a time, and none for a patch that has failed
+        assert step_of(proof, f"without {TITLE}").passed
 
 
 @pytest.mark.slow

@@ -314,7 +314,7 @@ IN_TWO_FUNCTIONS = net(
     "return self.body(x)",
     "torch.randn(2, 16, 8, generator=generator).unbind()",
     "def summed(x):\n"
-    "    return x @ torch.full((8, 8), 3e4)\n\n\n"
+    "    return x @ torch.full((8, 8), 3e4, device=x.device)\n\n\n"
     "def energy(x):\n"
     "    return 1e-12 * (x * x).mean()\n\n\n"
     "def loss(output, target):\n"
@@ -361,7 +361,7 @@ IN_ONE_FUNCTION = net(
     "return self.body(x)",
     "torch.randn(2, 16, 8, generator=generator).unbind()",
     "def loss(output, target):\n"
-    "    total = output @ torch.full((8, 8), 3e4)\n"
+    "    total = output @ torch.full((8, 8), 3e4, device=output.device)\n"
     "    assert total.ndim == 2\n"
     "    return 1e-12 * (total * total).mean() + 1e-9 * total.abs().mean()",
 )
