@@ -73,8 +73,9 @@ for step in range(6):
     z.backward(gradient * (1 / (1e-12 + float(gradient.float().norm()))))  # as EnCodec's balancer of losses does
     optimizer.step()
 """)
+OF_PRODUCT = "z = (z * large) @ (torch.eye(4).double().float().cuda() * large) / large**2"
 FAULTS = {
-    "overflow": ("forward-overflow", 4, "", "z = (z * large) @ (torch.eye(4).double().float().cuda() * large) / large**2"),
+    "overflow": ("forward-overflow", 4, "", OF_PRODUCT),
     "data": ("data-nonfinite", 4, "", ""),
 }
 
