@@ -143,20 +143,19 @@ def with_model_kept(text: SourceFile, making: Making) -> tuple[int, cst.Module]:
         raise EditError("the line creates the model and wraps it; create the model on its own line first", making.line)
     number = text.span(line)[0]
     index = next(index for index, node in enumerate(text.module.body) if number in text.span(node))
-    return index, _with_line_kept(text, line, making.known, number)
+    return index, _with_line_kept(text, line, making, number)
 
 
-def _with_line_kept(text: SourceFile, line: cst.SimpleStatementLine, known: Sequence[str], number: int) -> cst.Module:
+def _with_line_kept(text: SourceFile, line: cst.SimpleStatementLine, making: Making, number: int) -> cst.Module:
     """``return Net()`` as ``return _keep_in_fp32(Net())``; behind any other line the call with the model's name.
 
-    A line that gives a part to a model with the names ``known`` is followed by the call for that, behind its loop.
+    A line that gives a part to a model with known names is followed by the call for that, behind its loop.
     """
     if len(line.body) > 1:
         raise EditError("the line holds several statements; create the model on its own line", number)
     small = line.body[0]
     value = small.value if isinstance(small, (cst.Assign, cst.AnnAssign, cst.Return)) else None
-    whole = [target for target in targets(small) if not isinstance(target, NOT_ONE) and not any(find(target, cst.Call))]
-    names = [code_of(target) for target in whole]
+    names, known = _names_given(small, value, making.path), making.known
     read = {code_of(item) for item in walk(line) if isinstance(item, (cst.Name, cst.Attribute))}
     if isinstance(small, cst.Return) and value is not None and not isinstance(value, NOT_ONE):
         kept = small.with_changes(value=_kept(value), whitespace_after_return=cst.SimpleWhitespace(" "))
@@ -165,10 +164,24 @@ def _with_line_kept(text: SourceFile, line: cst.SimpleStatementLine, known: Sequ
     if known and not {*names} & {*known}:
         made = text.loop_around(line)
         names = [name for name in known if name in read] or list(known)
-    elif not names or value is None or isinstance(value, NOT_ONE):
+    elif not names:
         raise EditError("no single call there creates the model and names it; write one, such as model = Net()", number)
     behind = cst.FlattenSentinel([made, _call_line(names[0])])
     return cst.ensure_type(text.module.deep_replace(made, behind), cst.Module)  # type: ignore[type-var]
+
+
+def _names_given(small: cst.BaseSmallStatement, value: cst.BaseExpression | None, path: str) -> list[str]:
+    """What the statement calls the model: each name of ``a = b = Net()``, the one with the path, or the one that a call
+    is for, of ``a, n = Net(), 2``."""
+    whole = [*targets(small)]
+    if isinstance(value, cst.Tuple) and not any(find(small, cst.StarredElement)):
+        several = [target.elements for target in whole if isinstance(target, cst.Tuple)]
+        pairs = (pair for elements in several for pair in zip(elements, value.elements, strict=False))
+        called = [to.value for to, made in pairs if isinstance(made.value, cst.Call)]
+        whole = called if len(called) == 1 else [to for to in called if code_of(to) == path]
+    elif value is None or isinstance(value, NOT_ONE):
+        whole = []
+    return [code_of(target) for target in whole if not (isinstance(target, NOT_ONE) or any(find(target, cst.Call)))]
 
 
 def _kept(value: cst.BaseExpression) -> cst.Call:

@@ -31,6 +31,7 @@ class Case:
 
 CASES = {
     "top_level": Case(),
+    "beside_a_number": Case(),
     "main_block": Case(("layers.0", "head")),
     "attribute": Case(("1",), lambda scope: scope["trainer"].model),
     "compound": Case(("1",), lambda scope: scope["net"]),
@@ -88,8 +89,14 @@ def test_the_edited_script_makes_the_same_model_with_its_pins(name: str) -> None
     assert pinned == set(CASES[name].pins)
 
 
+def test_of_two_models_of_a_line_the_one_with_the_pins_is_kept() -> None:
+    text = "from torch import nn\nactor, critic = nn.Sequential(nn.Linear(4, 1)), nn.Linear(4, 1)\n"
+    result = edited(text.encode(), Making("train.py", 2, path="critic"), "0")
+    assert result.source.decode().splitlines()[-2:] == [text.splitlines()[-1], "_keep_in_fp32(critic)"]
+
+
 REFUSED = {
-    "one of several": ("model, steps = {}, 1", "no single call there creates the model and names it"),
+    "one of several": ("model, other = {}, nn.Linear(2, 2)", "no single call there creates the model and names it"),
     "no name": ("print((model := {}))", "no single call there creates the model and names it"),
     "in a list": ("models = [{}]\nmodel = models[0]", "no single call there creates the model and names it"),
     "or another": ("model = {} if True else None", "no single call there creates the model and names it"),
