@@ -7,22 +7,20 @@ Nothing here knows tensors: a loop is a sequence of :class:`Call`, what is wrong
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 UNSCALED_LOSS, BARE_STEP, NO_UPDATE = "misuse-unscaled-loss", "misuse-bare-step", "misuse-no-update"
 
-CallKind = Literal[
-    "backward", "grad", "clip", "unscale", "step", "bare step", "update", "get_scale", "schedule", "wrapped"
-]
+CallKind = Literal["backward", "grad", "clip", "unscale", "step", "bare step", "update", "get_scale", "schedule"]
 
 
 class Call(NamedTuple):
     """One call of the training loop.
 
     Args:
-        kind: ``step`` is the scaler's, ``bare step`` the optimizer's own; ``wrapped`` is what shows that the last bare
-            step is none: it has a scaler step what it holds. ``grad`` is ``torch.autograd.grad``.
+        kind: ``step`` is the scaler's, ``bare step`` the optimizer's own, inside of which no scaler has stepped what it
+            holds. ``grad`` is ``torch.autograd.grad``.
         step: the optimizer step that was under way, counted from 0.
         optimizers: the places of the optimizers it is about; for ``backward`` those whose gradients it wrote.
         line: file, line number and function, where they are known.
@@ -122,8 +120,6 @@ class CallOrder:
         self.penalty: Call | None = None
         self.scale_is_known = False
         self.bare = False
-        self.before_bare: dict[int, tuple[StepCount, bool]] = {}
-        """What was known of an optimizer's steps before its last bare one."""
 
     def add_optimizer(self) -> None:
         """Another one, whose place is behind the others."""
@@ -254,7 +250,6 @@ def _scale_has_changed(held: GradientState) -> Iterator[Hit]:
 def _bare_step(order: CallOrder, call: Call) -> Iterator[Hit]:
     for index in call.rewritten:
         order.clear(index)
-    is_bare = order.bare
     for index in call.optimizers:
         held = order.gradients[index]
         if held.used or order.carries_scale(index) or (held.unscaled is not None and call.skipped):
@@ -263,16 +258,9 @@ def _bare_step(order: CallOrder, call: Call) -> Iterator[Hit]:
         elif held.half is not None:
             yield Hit("misuse-no-scaler", held.half)
         progress = order.progress[index]
-        order.before_bare[index] = replace(progress), is_bare
         progress.bare = call if held.unscaled is not None and not progress.by_scaler else None
         order.clear(index)
         _count_step(order.progress[index], None)
-
-
-def _wrapped(order: CallOrder, call: Call) -> Iterator[Hit]:
-    for index in call.optimizers:
-        order.progress[index], order.bare = order.before_bare[index]
-    yield from ()
 
 
 def _count_step(progress: StepCount, skipped_at: int | None) -> None:
@@ -312,7 +300,6 @@ RULES: Mapping[CallKind, Callable[[CallOrder, Call], Iterator[Hit]]] = {
     "unscale": _unscale,
     "step": _step,
     "bare step": _bare_step,
-    "wrapped": _wrapped,
     "update": _update,
     "get_scale": _get_scale,
     "schedule": _schedule,

@@ -68,7 +68,6 @@ class Calls:
         self._times: dict[CallKind, int] = {}
         self._lines: dict[tuple[CallKind, tuple[int, ...]], Line | None] = {}
         self._found: dict[tuple[str, Line | None], Misuse] = {}
-        self._of_bare: list[tuple[Hit, Line | None]] = []
         self._explained = 0
         self._looks = 0
 
@@ -84,26 +83,9 @@ class Calls:
         """What was wrong so far, the first first."""
         return tuple(self._found.values())
 
-    def bare_step(self, optimizer: torch.optim.Optimizer, wrote_nonfinite: bool) -> None:
-        """The optimizer's own step is about to run; ``wrote_nonfinite``: on gradients that are known to be bad."""
-        self.bare_step_ended()
-        self.by_optimizer(
-            "bare step",
-            optimizer,
-            rewritten=self._rewritten(self._marks_now()),
-            skipped=wrote_nonfinite,
-        )
-
-    def is_wrapper(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer's own step, which is under way, has a scaler step what it holds: that is no bare one."""
-        self._of_bare.clear()
-        self.by_optimizer("wrapped", optimizer)
-
-    def bare_step_ended(self) -> None:
-        """The optimizer's own step has ended, or is to be followed by nothing: what is wrong with it counts."""
-        held, self._of_bare = self._of_bare, []
-        for hit, line in held:
-            self._report(hit, line)
+    def rewritten(self) -> tuple[int, ...]:
+        """The optimizers whose gradients were cleared, or written by unknown hands, since the last call."""
+        return self._rewritten(self._marks_now())
 
     def by_scaler(self, kind: CallKind, scaler: Any) -> None:
         """A call of the scaler's that is about no optimizer."""
@@ -150,7 +132,6 @@ class Calls:
 
     def failed(self, error: BaseException) -> None:
         """The loop has raised; some errors say of themselves which misuse they are."""
-        self.bare_step_ended()
         code, line = misuse_of_error(error), line_of_error(error)
         if code and id(error) != self._explained:
             self._explained = id(error)
@@ -231,7 +212,7 @@ class Calls:
         scalers = [scaler for scaler in map(self._actor, held) if scaler is not None]
         meant = any(float(limit) >= float(scaler._get_scale_async()) for scaler in scalers)
         if not meant:
-            self._note("clip", places, rewritten=self._rewritten(self._marks_now()))
+            self._note("clip", places, rewritten=self.rewritten())
         result = run()
         for place in places:
             self._marks[place].renew()
@@ -251,12 +232,8 @@ class Calls:
             self._lines[kind, optimizers] = innermost_line()
         call = Call(kind, self._step(), optimizers, self._lines.get((kind, optimizers)), **facts)
         hits = misuse_of_refusal(self._order, call) if call.raised else self._order.hits(call)
-        found = [(hit, innermost_line() if hit.call is call else hit.call.line) for hit in hits]
-        if kind == "bare step":
-            self._of_bare = found
-        else:
-            for hit, line in found:
-                self._report(hit, line)
+        for hit in hits:
+            self._report(hit, innermost_line() if hit.call is call else hit.call.line)
         return hits
 
     def _report(self, hit: Hit, line: Line | None) -> None:

@@ -41,8 +41,8 @@ class OpenStep:
 
     ``mark`` stands behind the last of the losses that are there still, and ``gone`` of them have gone backward.
     ``scaler`` is the enabled one that has scaled a loss, ``number`` tells it from others, ``optimizer`` is that of the
-    first that stepped, ``bare`` holds the
-    optimizers (by ``id``) whose own step was called by the loop itself; of the one whose step is ``running``, else 0,
+    first that stepped, ``bare`` holds what was known before it of each own step of an optimizer (by ``id``) that the
+    loop itself has called, and inside of which no scaler has stepped; of the one whose step is ``running``, else 0,
     ``before_closure`` says how many losses there were when it began, and ``first_closure`` has those of the first time
     that it has run its closure.
 
@@ -58,7 +58,7 @@ class OpenStep:
     norms: list[Scalar] = field(default_factory=list)
     groups: list[GroupOverflow] = field(default_factory=list)
     nonfinite: list[TensorCounts] = field(default_factory=list)
-    bare: set[int] = field(default_factory=set)
+    bare: dict[int, dict[str, Any]] = field(default_factory=dict)
     scaler: GradScaler | None = None
     number: int = 0
     optimizer: int | None = None
@@ -70,15 +70,16 @@ class OpenStep:
     before_closure: int = 0
     first_closure: list[Scalar] = field(default_factory=list)
 
-    def begin_bare(self, optimizer: int) -> None:
-        """The loop calls the own step of the optimizer of this ``id``, which may run a closure."""
-        self.bare.add(optimizer)
+    def begin_bare(self, optimizer: int, **facts: Any) -> None:
+        """The loop calls the own step of the optimizer of this ``id``, which may run a closure; the ``facts`` are those
+        of the :class:`~ampdbg.call_order.Call`."""
+        self.bare[optimizer] = facts
         self.running = optimizer
         self.before_closure, self.first_closure = len(self.scaled), []
 
-    def end_bare(self, optimizer: int) -> None:
+    def give_up_bare(self, optimizer: int) -> None:
         """The step that was begun so is none: a scaler steps what that optimizer holds."""
-        self.bare.discard(optimizer)
+        self.bare.pop(optimizer, None)
         self.gradients.pop(optimizer, None)
         self.running = 0
 
@@ -176,8 +177,7 @@ class Loop(threading.local):
 
     ``trained`` are the threads that have gone backward, for all threads one set. ``now`` is the step that the last
     losses or the last call of an optimizer were for; ``open`` has those that are under way by the place of their
-    optimizers, which share one where the same losses have written their gradients. ``wrappers`` are those, by ``id``,
-    inside whose own step a scaler has stepped: the last step was that of the scaler.
+    optimizers, which share one where the same losses have written their gradients.
     """
 
     def __init__(self, trained: set[int]) -> None:
@@ -185,7 +185,6 @@ class Loop(threading.local):
         self.now = OpenStep()
         self.open: dict[int, OpenStep] = {}
         self.fired: set[int] = set()
-        self.wrappers: set[int] = set()
         self.inside: list[tuple[str, int]] = []
 
     def step_of(self, place: int) -> OpenStep:

@@ -270,9 +270,7 @@ class Watch:
     def _step(self, original: Original, scaler: GradScaler, given: Optimizer, *args: Any, **kwargs: Any) -> Any:
         around = [one for one in steps_under_way() if one in self.optimizers]
         for outer in around:
-            self._loop.wrappers.add(id(outer))
-            self._loop.now.end_bare(id(outer))
-            self.calls.is_wrapper(outer)
+            self._loop.now.give_up_bare(id(outer))
         optimizer = next((one for one in (given, *around) if one in self.optimizers), None)
         if optimizer is None:
             return self._calling("step", original, scaler, given, *args, **kwargs)
@@ -395,7 +393,6 @@ class Watch:
         self.contract.inside(optimizer)
 
     def _before_bare_step(self, optimizer: Optimizer, has_closure: bool) -> None:
-        self._loop.wrappers.discard(id(optimizer))
         step = self.turn_of(optimizer)
         if step.stepped and (has_closure or id(optimizer) in step.bare):  # a closure makes losses of its own
             self._close()
@@ -405,12 +402,12 @@ class Watch:
             self._measures.take(optimizer, step.loss_scale() if is_scaled else 1.0, may_change=False)
         self._measures.read(optimizer)
         bad = self.calls.is_unscaled(optimizer) and not self._measures.are_finite(optimizer)
-        self.calls.bare_step(optimizer, bad)
+        rewritten = self.calls.rewritten()
         if step.scaler is None and not step.bare and not step.is_known_finite():
             self.lost(optimizer)
         elif step.scaler is None and not self._measures.are_finite(optimizer):
             self.withheld(optimizer)
-        step.begin_bare(id(optimizer))
+        step.begin_bare(id(optimizer), skipped=bad, rewritten=rewritten)
 
     def _written(self, original: Original, optimizer: Optimizer) -> None:
         original(optimizer)
@@ -420,15 +417,15 @@ class Watch:
         self.ledger.after(optimizer, self.log.closed())
         if optimizer in self.optimizers:
             self.contract.after(optimizer)
-        if optimizer not in self.optimizers or self._loop.is_inside("step") or id(optimizer) in self._loop.wrappers:
-            return
-        self.calls.bare_step_ended()
         step = self._loop.now
+        if optimizer not in self.optimizers or self._loop.is_inside("step") or id(optimizer) not in step.bare:
+            return
+        self.calls.by_optimizer("bare step", optimizer, **step.bare[id(optimizer)])
         step.stepped, step.running = True, 0
         self._measures.take(optimizer, 1.0)
         if not self._measures.are_finite(optimizer):
             self._measures.note_groups(optimizer)
-        if step.scaler is None and step.bare == set(map(id, self.optimizers)):
+        if step.scaler is None and step.bare.keys() == set(map(id, self.optimizers)):
             self._close()
 
     def turn_of(self, optimizer: Optimizer) -> OpenStep:
@@ -460,7 +457,6 @@ class Watch:
 
     def _finish(self) -> None:
         self.ledger.pause()
-        self.calls.bare_step_ended()
         if not self.guard.failure:
             step = self._loop.now
             # A loop that looks at its loss by itself.
