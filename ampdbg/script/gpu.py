@@ -1,12 +1,15 @@
 """A GPU in name: what a script that asks for one is told under ``ampdbg run --emulate``.
 
-It is one of compute capability 7.0, as the V100: it has tensor cores for FP16 and no bfloat16, so that scripts which
-choose for themselves choose FP16. What it computes is :mod:`ampdbg.precision.emulation`'s, on the CPU.
+It is one of compute capability 8.0, as the A100: scripts that choose for themselves choose bfloat16, as they do on
+nearly every GPU of today, and Accelerate and the Trainer let them. A variable makes it an older one, or a newer. What
+it computes is :mod:`ampdbg.precision.emulation`'s, on the CPU.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -16,37 +19,26 @@ from unittest.mock import patch
 
 import torch
 
+from ampdbg.errors import ScriptError
 from ampdbg.precision.emulation import Stream, cuda_on_cpu
-from ampdbg.script.launch import processes_here
+from ampdbg.script.launch import CAPABILITY, processes_here
 from ampdbg.script.ranks import groups_without_gpus
 
 NAME = "a GPU that ampdbg emulates"
-CAPABILITY = (7, 0)
-MEMORY = 16 * 2**30
+MEMORY = 40 * 2**30
 """Bytes."""
 
-PROPERTIES = SimpleNamespace(
-    name=NAME,
-    major=CAPABILITY[0],
-    minor=CAPABILITY[1],
-    total_memory=MEMORY,
-    multi_processor_count=80,
-    gcnArchName="",
-    uuid="",
-)
+AMPERE = (8, 0)
+"""The compute capability that has bfloat16 first."""
 
 CUDA = "12.8"
-"""The version of CUDA that scripts read, and take apart: that of torch built for a GPU of this capability."""
+"""The version of CUDA that scripts read, and take apart: the last of which torch is built for old GPUs too."""
 
 ANSWERS: Mapping[str, Any] = {
     "is_available": True,
     "is_initialized": True,
     "is_current_stream_capturing": False,  # asked by the optimizers of a torch built for CUDA before 2.15
-    "is_bf16_supported": False,
     "get_device_name": NAME,
-    "get_device_capability": CAPABILITY,
-    "get_device_properties": PROPERTIES,
-    "get_arch_list": ["sm_70"],
     "memory_allocated": 0,
     "max_memory_allocated": 0,
     "memory_stats": {},
@@ -83,6 +75,38 @@ ANSWERS_OF_ACCELERATOR: Mapping[str, Any] = {
 """The same for ``torch.accelerator``, which a torch built for CUDA takes to the driver, its optimizers from 2.15 on."""
 
 
+def emulated_capability() -> tuple[int, int]:
+    """The compute capability that the variable asks for, or the first with bfloat16.
+
+    Raises:
+        ScriptError: the variable holds something else.
+    """
+    asked = os.environ.get(CAPABILITY) or ".".join(map(str, AMPERE))
+    given = re.fullmatch(r"(\d{1,2})\.(\d)", asked)
+    if given is None:
+        raise ScriptError(f"{CAPABILITY} is {asked!r}: it takes the compute capability of a GPU, such as 7.5 or 8.0")
+    return int(given[1]), int(given[2])
+
+
+def _of_capability(major: int, minor: int) -> Mapping[str, Any]:
+    """What functions of ``torch.cuda`` return of a GPU of this compute capability."""
+    own = SimpleNamespace(
+        name=NAME,
+        major=major,
+        minor=minor,
+        total_memory=MEMORY,
+        multi_processor_count=108,
+        gcnArchName="",
+        uuid="",
+    )
+    return {
+        "is_bf16_supported": (major, minor) >= AMPERE,
+        "get_device_capability": (major, minor),
+        "get_device_properties": own,
+        "get_arch_list": [f"sm_{major}{minor}"],
+    }
+
+
 @contextlib.contextmanager
 def emulated_gpu(count: int = 1) -> Iterator[None]:
     """While this is entered code that asks for a GPU finds one, and FP16 on it is CUDA's, emulated on the CPU.
@@ -99,7 +123,8 @@ def emulated_gpu(count: int = 1) -> Iterator[None]:
         stack.enter_context(cuda_on_cpu())
         stack.enter_context(groups_without_gpus())
         counted = {"device_count": max(count, processes_here())}
-        for owner, answers in ((torch.cuda, ANSWERS), (torch.accelerator, ANSWERS_OF_ACCELERATOR)):
+        answers_of_cuda = {**ANSWERS, **_of_capability(*emulated_capability())}
+        for owner, answers in ((torch.cuda, answers_of_cuda), (torch.accelerator, ANSWERS_OF_ACCELERATOR)):
             for name, answer in {**answers, **counted}.items():
                 if hasattr(owner, name):
                     stack.enter_context(patch.object(owner, name, _answering(answer)))

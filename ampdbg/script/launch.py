@@ -94,7 +94,11 @@ IN_A_GROUP = "WORLD_SIZE"
 """The environment has this where a launcher, or the user, tells a script to train in a group, of one process too."""
 
 
+CAPABILITY = "AMPDBG_CAPABILITY"
+"""The variable that says which compute capability an emulated GPU has."""
+
 ENVIRONMENT = (
+    CAPABILITY,
     "CUDA_VISIBLE_DEVICES",
     "CUBLAS_WORKSPACE_CONFIG",
     "NVIDIA_TF32_OVERRIDE",

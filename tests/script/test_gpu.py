@@ -1,14 +1,17 @@
 """A GPU in name: what code for one GPU does with it passes on a CPU."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
-from ampdbg.script.gpu import emulated_gpu
+from ampdbg.errors import ScriptError
+from ampdbg.script.gpu import emulated_capability, emulated_gpu
 from ampdbg.script.launch import processes_here
+from tests.commands.program import start
 
 
 @pytest.fixture(autouse=True)
@@ -95,3 +98,38 @@ def test_compiled_code_finds_the_stream_that_there_is_and_no_more_behind_it() ->
 def test_its_version_of_cuda_is_a_text_that_code_takes_apart() -> None:
     assert torch.version.cuda is not None
     assert tuple(map(int, torch.version.cuda.split("."))) >= (12, 0)
+
+
+@pytest.mark.parametrize("asked", ["7", "sm_75", "A100"])
+def test_a_capability_that_is_none_is_an_error(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AMPDBG_CAPABILITY", asked)
+    with pytest.raises(ScriptError, match=r"such as 7\.5 or 8\.0"):
+        emulated_capability()
+
+
+IN_NAME = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, whose capability is its own")
+BFLOAT16 = """
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator(mixed_precision="bf16")
+net = torch.nn.Linear(8, 8)
+net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
+for step in range(3):
+    with accelerator.autocast():
+        loss = net(torch.randn(4, 8).to(accelerator.device)).float().square().mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+print(accelerator.device.type, accelerator.mixed_precision)
+"""
+
+
+@pytest.mark.parametrize(("capability", "code"), [("", 0), ("9.0", 0), pytest.param("7.5", 1, marks=IN_NAME)])
+def test_a_script_that_asks_accelerate_for_bfloat16_trains_on_a_gpu_that_has_it(
+    capability: str, code: int, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(BFLOAT16)
+    result = start(tmp_path, "run", "--emulate", "train.py", AMPDBG_CAPABILITY=capability)
+    assert (result.code, result.stdout) == (code, "" if code else "cuda bf16\n"), result.stderr
+    assert ("bf16 mixed precision requires" if code else "Healthy: none of 3 steps skipped") in result.stderr
