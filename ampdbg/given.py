@@ -120,7 +120,7 @@ def read_given(
         return Given(f"--module {_quoted(module)}", changes, config_of_module_file(Path(module), overrides))
     path = _path_of(config)
     record = read_record(path) if path.suffix == ".json" else None
-    captures = record.script.captures if record is not None and record.script is not None else ()
+    captures = record.captures if record is not None else ()
     if path.suffix == CAPTURE_SUFFIX or captures:
         return _of_script(_quoted(path), Path(captures[0]) if captures else path, script, changes)
     if record is not None and record.script is not None:

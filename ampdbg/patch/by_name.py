@@ -123,8 +123,8 @@ def _parsed(text: str, indent: str) -> Statement:
 # The call of the helper where the file makes the model: in its factory or class, or behind the line that makes it
 
 
-NOT_ONE = (cst.Tuple, cst.BaseList, cst.BaseSet, cst.BaseDict, cst.IfExp, cst.Lambda, *COMPREHENSIONS)
-"""What gives more than one model, or one thing here and another there."""
+NOT_ONE = (type(None), cst.Tuple, cst.BaseList, cst.BaseSet, cst.BaseDict, cst.IfExp, cst.Lambda, *COMPREHENSIONS)
+"""What gives no model, more than one, or one thing here and another there."""
 
 
 def with_model_kept(text: SourceFile, making: Making) -> tuple[int, cst.Module]:
@@ -157,7 +157,7 @@ def _with_line_kept(text: SourceFile, line: cst.SimpleStatementLine, making: Mak
     value = small.value if isinstance(small, (cst.Assign, cst.AnnAssign, cst.Return)) else None
     names, known = _names_given(small, value, making.path), making.known
     read = {code_of(item) for item in walk(line) if isinstance(item, (cst.Name, cst.Attribute))}
-    if isinstance(small, cst.Return) and value is not None and not isinstance(value, NOT_ONE):
+    if isinstance(small, cst.Return) and not isinstance(value, NOT_ONE):
         kept = small.with_changes(value=_kept(value), whitespace_after_return=cst.SimpleWhitespace(" "))
         return cst.ensure_type(text.module.deep_replace(small, kept), cst.Module)
     made: cst.BaseStatement = line
@@ -174,12 +174,12 @@ def _names_given(small: cst.BaseSmallStatement, value: cst.BaseExpression | None
     """What the statement calls the model: each name of ``a = b = Net()``, the one with the path, or the one that a call
     is for, of ``a, n = Net(), 2``."""
     whole = [*targets(small)]
-    if isinstance(value, cst.Tuple) and not any(find(small, cst.StarredElement)):
+    if isinstance(value, cst.Tuple):
         several = [target.elements for target in whole if isinstance(target, cst.Tuple)]
         pairs = (pair for elements in several for pair in zip(elements, value.elements, strict=False))
         called = [to.value for to, made in pairs if isinstance(made.value, cst.Call)]
         whole = called if len(called) == 1 else [to for to in called if code_of(to) == path]
-    elif value is None or isinstance(value, NOT_ONE):
+    elif isinstance(value, NOT_ONE):
         whole = []
     return [code_of(target) for target in whole if not (isinstance(target, NOT_ONE) or any(find(target, cst.Call)))]
 

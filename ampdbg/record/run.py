@@ -777,6 +777,11 @@ class Record:
         return any(one.masters for one in self.dtypes)
 
     @property
+    def captures(self) -> tuple[str, ...]:
+        """The captures that a script's run has made, as it wrote their paths."""
+        return tuple(self.script.captures) if self.script is not None else ()
+
+    @property
     def took_no_step(self) -> bool:
         """Every step that ended was skipped: the weights are those of the start."""
         return bool(self.steps) and all(step.skipped for step in self.steps)

@@ -436,8 +436,8 @@ REPLAY_COLUMNS = (
 
 def captures_of(record: Record, typed: view.Typed) -> Iterator[str]:
     """Where its captures are."""
-    if record.command == "run" and record.script is not None and record.script.captures:
-        paths = [_to_type(path, typed.folder) for path in record.script.captures]
+    if record.command == "run" and record.captures:
+        paths = [_to_type(path, typed.folder) for path in record.captures]
         yield f"Captured: {' '.join(paths)}"
 
 
@@ -485,7 +485,7 @@ def only_settles(record: Record) -> bool:
 
 def after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
     """What to type: with a GPU that is emulated, of its capture, or what the finding means."""
-    obstacle, captures = obstacle_in(record.error), record.script.captures if record.script else ()
+    obstacle, captures = obstacle_in(record.error), record.captures
     install = obstacle.install if obstacle else ""
     has_no_gpu = not record.environment.emulated and record.environment.device == "cpu"
     is_cured = pin_may_help(record)

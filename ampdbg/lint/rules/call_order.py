@@ -27,19 +27,19 @@ def _fix(loop: TrainingLoop, hit: LoopHit) -> Fix | None:
     document = loop.facts.document
     statement = document.statement(hit.call.node)
     scalers = {call.scaler for call in loop.calls if call.scaler}
-    if not document.has_own_lines(statement) or len(scalers) != 1 or len(loop.optimizers) != 1:
+    # The statement is only the call, or keeps its result.
+    is_simple = isinstance(statement, (ast.Expr, ast.Assign)) and statement.value is hit.call.node
+    if not (is_simple and document.has_own_lines(statement) and len(scalers) == len(loop.optimizers) == 1):
         return None
     scaler, optimizer = scalers.pop(), loop.optimizers[0]
     kinds = [call.kind for call in loop.calls]
-    # The statement is only the call, or keeps its result.
-    is_simple = isinstance(statement, (ast.Expr, ast.Assign)) and statement.value is hit.call.node
     block = document.block(statement)
     unscaled = [one for one in loop.calls if one.kind == "unscale" and document.statement(one.node) in block]
-    if hit.code == CLIP and is_simple and "unscale" not in kinds and kinds.count("clip") == 1:
+    if hit.code == CLIP and "unscale" not in kinds and kinds.count("clip") == 1:
         return Fix((above(document, statement, f"{scaler}.unscale_({optimizer})"),))
-    if hit.code == TWICE and is_simple and unscaled != [hit.call]:
+    if hit.code == TWICE and unscaled != [hit.call]:
         return Fix((removed(document, statement),))
-    if hit.code == BARE and is_simple and "step" not in kinds:
+    if hit.code == BARE and "step" not in kinds:
         step = replaced(document, hit.call.node, f"{scaler}.step({optimizer})")
         return Fix((step,) if "update" in kinds else (step, below(document, statement, f"{scaler}.update()")))
     return None
