@@ -351,10 +351,9 @@ class Watch:
             step.skipped = not (self.has_unseen_steps or step.is_known_finite())
             if step.skipped:  # else its losses were those of no step
                 self._end(step)
-        if self._loop.now.running and not self._loop.now.is_known_finite():
-            for optimizer in self.optimizers:  # that runs its closure, and is to write the weights
-                if id(optimizer) == self._loop.now.running:
-                    self.lost(optimizer)
+        for optimizer in self.optimizers if self._loop.now.running else ():
+            if id(optimizer) == self._loop.now.running:  # it runs its closure, and is to write the weights
+                self._look_before_a_step(optimizer, self._loop.now)
 
     def _clip(self, original: Original, *args: Any, **kwargs: Any) -> Any:
         """``clip_grad_norm_(parameters, max_norm, ...)`` or ``clip_grad_value_(parameters, clip_value, ...)``."""
@@ -397,17 +396,21 @@ class Watch:
         if step.stepped and (has_closure or id(optimizer) in step.bare):  # a closure makes losses of its own
             self._close()
             step = self.turn_of(optimizer)
-        is_scaled = step.scaler is not None and self.calls.scaler_of(optimizer) is not None
-        if is_scaled or not has_closure:  # which makes the gradients
-            self._measures.take(optimizer, step.loss_scale() if is_scaled else 1.0, may_change=False)
-        self._measures.read(optimizer)
-        bad = self.calls.is_unscaled(optimizer) and not self._measures.are_finite(optimizer)
         rewritten = self.calls.rewritten()
-        if step.scaler is None and not step.bare and not step.is_known_finite():
+        if not has_closure:  # which makes the gradients
+            self._look_before_a_step(optimizer, step)
+        bad = self.calls.is_unscaled(optimizer) and not self._measures.are_finite(optimizer)
+        step.begin_bare(id(optimizer), skipped=bad, rewritten=rewritten)
+
+    def _look_before_a_step(self, optimizer: Optimizer, step: OpenStep) -> None:
+        """Looks at losses and gradients before an optimizer writes the weights by itself. On a GPU this syncs once."""
+        is_scaled = step.scaler is not None and self.calls.scaler_of(optimizer) is not None
+        self._measures.take(optimizer, step.loss_scale() if is_scaled else 1.0, may_change=False)
+        self._measures.read(optimizer)
+        if step.scaler is None and step.bare.keys() <= {id(optimizer)} and not step.is_known_finite():
             self.lost(optimizer)
         elif step.scaler is None and not self._measures.are_finite(optimizer):
             self.withheld(optimizer)
-        step.begin_bare(id(optimizer), skipped=bad, rewritten=rewritten)
 
     def _written(self, original: Original, optimizer: Optimizer) -> None:
         original(optimizer)

@@ -145,6 +145,8 @@ class _Thread:
         self.changed: dict[int, list[int]] = {}
         self.losses: list[tuple[Made | None, torch.Tensor | None, set[int]]] = []
         self.has_stepped, self.is_stepping = True, False
+        self.runs_closure: Optimizer | None = None
+        """The optimizer whose step is under way, which makes its gradients itself."""
         self.inside = self.wrappers = 0
         self.is_on = False
         self.prune_at = PRUNED_FROM
@@ -171,7 +173,7 @@ class Recorder(TorchFunctionMode):
         is_paused: whether nothing is to be noted now.
         begins_anew: called when a module is called that was called before, and nothing has gone backward since.
         about_to_step: called with each optimizer right before it steps, or before the ``step`` of an enabled scaler
-            that is to call it, with that.
+            that is to call it, with that; where the step runs a closure, behind each backward pass of that.
         about_to_call: called with the line of each call before that is made.
         is_inside_a_step: whether a step that begins or ends is part of another one.
     """
@@ -399,9 +401,10 @@ class Recorder(TorchFunctionMode):
         is_another = is_of_a_step_before and times_written(tensor) != times  # as one that every batch is copied into
         if call is not None and not tensor.requires_grad and (is_another or self._is_past(call)):
             return None
-        if wants is tensor.requires_grad:
+        is_led_there = call is not None and not call.has_gradients and tensor.grad_fn is not None
+        if wants is tensor.requires_grad and not is_led_there:
             return made
-        # A custom Function hands on what it has made without gradients, and leads them there itself.
+        # A custom Function hands on what it has made without gradients, or was given, and leads them there itself.
         if type(tensor.grad_fn).__name__ != "CheckpointFunctionBackward" or call is None:
             return None
         call.has_gradients = True
@@ -502,6 +505,8 @@ class Recorder(TorchFunctionMode):
             optimizers.difference_update(gone)
         for *_, optimizers in last:
             optimizers.update(wrote)
+        if now.runs_closure is not None:
+            self._guard.hooked(self._about_to_step, now.runs_closure, None)
 
     def _has_more(self) -> bool:
         """Modules gave something that leads backward, and that no loss so far was made of."""
@@ -514,13 +519,16 @@ class Recorder(TorchFunctionMode):
         if self._is_paused() or threading.get_ident() in self._scaling or self._is_inside_a_step():
             return
         self._off()
-        self._guard.hooked(self._about_to_step, optimizer, None)
+        has_closure = any(map(callable, (*args[1:], *kwargs.values())))
+        self._now.runs_closure = optimizer if has_closure else None
+        if not has_closure:
+            self._guard.hooked(self._about_to_step, optimizer, None)
         self._now.has_stepped = self._now.is_stepping = True
 
     def _behind_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_inside_a_step():
             return
-        self._now.is_stepping = False
+        self._now.is_stepping, self._now.runs_closure = False, None
         self._steps += 1
         self._stepped_before[id(optimizer)] = self._stepped.get(id(optimizer), 0)
         self._stepped[id(optimizer)] = self._steps

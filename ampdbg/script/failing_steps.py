@@ -97,6 +97,8 @@ BEGAN_SPOILT = (
     "step before it"
 )
 
+NO_GRADIENTS = "the gradients of its replay are zero in FP32"
+WITHIN_A_PASS = "its optimizer steps within the backward pass, which a replay would disturb"
 RECORDED = "it runs a recorded CUDA graph, which runs in no other precision"
 
 
@@ -143,6 +145,10 @@ class Policy:
         """While a step of an optimizer is held against FP32: no other one is."""
         self._compared.add(optimizer)
         return self.looking("end")
+
+    def shares(self, optimizer: int) -> None:
+        """One of its steps was looked at as that of another optimizer too."""
+        self._compared.add(optimizer)
 
     def still_compares(self, optimizer: int) -> None:
         """A step of an optimizer that was to be held against FP32 could not be, or has failed: another one is."""
@@ -228,7 +234,7 @@ class FailingSteps:
         self.why_ended = ""
         """How the script has ended in a step, where replays do not show why."""
         self._given_up: float | None = None
-        self._looked_at, self._stepping = -1, list[int]()
+        self._looked_at, self._stepping = -1, set[int]()
         self._owner = os.getpid()
 
     # When a step fails.
@@ -379,6 +385,7 @@ class FailingSteps:
             ("the dtype that autocast lowers to is not known", half is None and not self._watcher.is_in_fp32),
             ("its weights were NaN or inf before it", are_weights_spoilt(model)),
             (RECORDED, bool(recorded_graphs(model))),
+            (WITHIN_A_PASS, _is_in_a_pass()),
         )
         return next((reason for reason, holds in reasons if holds), "")
 
@@ -397,7 +404,7 @@ class FailingSteps:
         place = watcher.optimizers.number_of(optimizer) if optimizer in watcher.optimizers else None
         if place is not None:
             watcher.turn_of(optimizer)
-            self._stepping.append(place)
+            self._stepping.add(place)
         number = watcher.log.closed()
         if watcher.is_paused or number == self._looked_at:
             return
@@ -417,9 +424,16 @@ class FailingSteps:
     # One healthy step, compared with FP32.
 
     def _may_be_compared(self, place: int, number: int) -> bool:
+        if any(made.step == number for made in self.found):  # with another optimizer that steps on the same losses
+            self._policy.shares(place)
         if not (self._policy.compares(place) and self._watcher.open_step.is_known_finite()):
             return False
-        reasons = ((NOT_ASKED, not self._investigates), (IN_GROUP, is_in_group()), (NO_TIME, not self._policy.has_time))
+        reasons = (
+            (NOT_ASKED, not self._investigates),
+            (IN_GROUP, is_in_group()),
+            (WITHIN_A_PASS, _is_in_a_pass()),
+            (NO_TIME, not self._policy.has_time),
+        )
         why_not = next((why for why, holds in reasons if holds), "")
         if why_not:
             self._not_compared.setdefault(place, NOT_COMPARED.format(number, why_not))
@@ -455,6 +469,8 @@ class FailingSteps:
             return THROWN
         if fault is None:
             return NOT_THE_SAME.format(number(made.loss), number(made.low.loss))
+        if made.fp32 is not None and not made.fp32.grad_norm:
+            return NO_GRADIENTS
         if fault.is_one and self.captures.are_wanted:
             self._capture(live)
         self.found[:] = kept([*self.found, made])
@@ -529,7 +545,7 @@ class FailingSteps:
         start, captures, steps = self.captures.start, self.captures, self._watcher.log.closed()
         parts = [made for made in self.found if made.reach == "modules"]
         notes = [*dict.fromkeys(self._notes), *(MODULES_ALONE.format(made.step, made.why_no_further) for made in parts)]
-        notes += [*filter(None, self._not_compared.values()), *filter(None, [captures.why_not])]
+        notes += [*filter(None, dict.fromkeys(self._not_compared.values())), *filter(None, [captures.why_not])]
         notes += [NOT_REACHED.format(captures.wanted, counted(steps, "step"))] * (captures.wanted >= steps > 0)
         error = "\n".join(filter(None, (record.error, self.why_ended)))
         run = ScriptRun(
@@ -543,6 +559,11 @@ class FailingSteps:
         )
         unseen = replace(record.unseen, notes=(*record.unseen.notes, *notes))
         return replace(record, unseen=unseen, script=run, investigations=tuple(self.found), error=error)
+
+
+def _is_in_a_pass() -> bool:
+    """A backward pass is under way in this thread: what it has kept is not to be written."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def settles(made: Investigation) -> bool:

@@ -52,6 +52,52 @@ def test_the_first_step_behind_ten_that_were_taken_is_compared_and_captured_wher
     saves_the_same_alone(tmp_path, factor)
 
 
+IN_A_CLOSURE = """
+import sys, torch
+from torch import nn
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 4)).cuda()
+optimizer = (torch.optim.LBFGS if "LBFGS" in sys.argv else torch.optim.AdamW)(net.parameters(), lr=1e-3)
+for step in range(14):
+    x, y = torch.randn(8, 16).cuda(), torch.randint(0, 4, (8,)).cuda()
+
+    def closure():
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            z = net(x)
+            loss = nn.functional.cross_entropy(z, y)
+            if step == 12 and "root" in sys.argv:
+                loss = loss + (z - z.detach()).square().sum().sqrt()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+torch.save([net.state_dict(), torch.rand(3)], "net.pt")
+"""
+"""As Lightning trains, but for a GradScaler's sake: the gradients are made within the optimizer's step."""
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "LBFGS"])
+def test_a_step_that_makes_its_gradients_itself_is_compared_as_any_other(optimizer: str, tmp_path: Path) -> None:
+    result, record = run(tmp_path, IN_A_CLOSURE, optimizer)
+    assert [(made.why, made.step) for made in record.investigations] == [("end", 10)]
+    assert (record.findings, record.unseen.notes) == ((), ())
+    assert "step 10 agrees with FP32" in " ".join(result.stderr.split())
+    saves_the_same_alone(tmp_path, optimizer)
+
+
+def test_gradients_that_a_step_makes_itself_are_looked_at_before_it_writes_them_into_the_weights(
+    tmp_path: Path,
+) -> None:
+    _, record = run(tmp_path, IN_A_CLOSURE, "AdamW", "root")
+    found = record.findings[0]
+    assert (found.code, found.step, found.phase) == ("true-nan", 12, "backward")
+    assert found.source is not None
+    assert found.source.text == "loss = loss + (z - z.detach()).square().sum().sqrt()"
+    assert steps_captured(record) == [12]
+    saves_the_same_alone(tmp_path, "AdamW", "root")
+
+
 def test_no_step_is_compared_where_none_is_to_be_replayed(tmp_path: Path) -> None:
     result, record = run(tmp_path, HIDDEN, "1000", options=("--emulate", "--no-investigate"))
     assert (result.code, record.investigations) == (0, ())
@@ -135,3 +181,62 @@ def test_a_scaler_is_no_remedy_for_fp16_weights_alone(tmp_path: Path) -> None:
     _, record = run(tmp_path, FP16_WEIGHTS)
     (found,) = (one for one in record.findings if one.code == "gradient-underflow")
     assert found.remedy.startswith("keep the weights in float32 and run the model under autocast with a GradScaler")
+
+
+SEVERAL_OPTIMIZERS = """
+import sys, torch
+from torch import nn
+torch.manual_seed(0)
+net = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 32, bias=False)).cuda()
+net[3].weight = nn.Parameter(torch.randn(32, 16))
+if "tied" in sys.argv:
+    net[3].weight = net[0].weight
+optimizers = {one: torch.optim.AdamW([one], lr=1e-3) for one in net.parameters()}
+
+def step(parameter):
+    optimizers[parameter].step()
+    optimizers[parameter].zero_grad()
+
+if "within" in sys.argv:
+    for one in optimizers:
+        one.register_post_accumulate_grad_hook(step)
+for _ in range(16):
+    ids = torch.randint(0, 32, (64,)).cuda()
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = nn.functional.cross_entropy(net(ids), (3 * ids + 1) % 32)
+    loss.backward()
+    if "within" not in sys.argv:
+        for one in optimizers:
+            step(one)
+torch.save([net.state_dict(), torch.rand(3)], "net.pt")
+"""
+
+
+@pytest.mark.parametrize("weights", ["", "tied"])
+def test_no_step_is_replayed_within_a_backward_pass_whose_graph_that_would_spoil(weights: str, tmp_path: Path) -> None:
+    result, record = run(tmp_path, SEVERAL_OPTIMIZERS, "within", weights)
+    assert (result.code, record.error, record.investigations) == (0, "", ())
+    why = "its optimizer steps within the backward pass, which a replay would disturb"
+    assert record.unseen.notes == (f"step 10, which looks healthy, was not compared with FP32: {why}",)
+    saves_the_same_alone(tmp_path, "within", weights)
+
+
+def test_a_step_of_several_optimizers_is_compared_once_and_no_note_says_that_it_was_not(tmp_path: Path) -> None:
+    _, record = run(tmp_path, SEVERAL_OPTIMIZERS)
+    assert [made.step for made in record.investigations] == [10]
+    assert record.unseen.notes == ()
+
+
+OUTPUT_OF_A_FUNCTION = HIDDEN.replace(
+    "class Norm",
+    "class Same(torch.autograd.Function):\n"
+    "    @staticmethod\n    def forward(ctx, x):\n        return x\n\n"
+    "    @staticmethod\n    def backward(ctx, gradient):\n        return gradient\n\nclass Norm",
+).replace("    optimizer.zero_grad()\n", "    loss = Same.apply(loss)\n    optimizer.zero_grad()\n")
+
+
+def test_a_loss_that_a_function_of_the_scripts_hands_on_is_not_compared_without_its_gradients(tmp_path: Path) -> None:
+    result, record = run(tmp_path, OUTPUT_OF_A_FUNCTION, "1")
+    assert record.investigations == ()
+    assert "agrees with FP32" not in result.stderr
+    assert record.unseen.notes[-1].endswith("ampdbg did not see every call that its loss needs")
