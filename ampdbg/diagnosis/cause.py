@@ -733,7 +733,8 @@ class Lost(Evident):
     @property
     def silently(self) -> str:
         """That no scaler withheld them, where none did."""
-        return "" if any(step.skipped for step in self.steps) else ", and the scaler skipped none of them"
+        says = {True: ", and the scaler skipped none of them", False: ", and no scaler was used"}
+        return "" if any(step.skipped for step in self.steps) else says[any(step.scaler for step in self.steps)]
 
     @cached_property
     def replayed(self) -> list[Evidence]:
@@ -754,7 +755,13 @@ class Lost(Evident):
         finite."""
         bad = (step for step in self.whole.steps if step.found_inf or not math.isfinite(step.loss))
         taken = (step for step in bad if not step.skipped and self.replayed)
-        return next(taken, self.steps[0])
+        return next(taken, self.applied or self.steps[0])
+
+    @cached_property
+    def applied(self) -> Step | None:
+        """The first step before them whose gradients were not finite and went into the weights."""
+        before = (step for step in self.whole.steps if step.step < self.steps[0].step)
+        return next((step for step in before if step.found_inf and not step.skipped), None)
 
     @property
     def what(self) -> str:
@@ -814,6 +821,12 @@ LOST: tuple[Decision[Lost], ...] = (
         lambda lost: bool(lost.replayed),
         "{what} at step {origin.step}, and no scaler skipped it; since then {first_spoilt.counts.name} "
         "and others are NaN, so later steps show nothing more",
+    ),
+    Decision(
+        UNKNOWN,
+        "gradients that were not finite went into the weights, and no replay shows why",
+        lambda lost: lost.applied is not None,
+        "{what} at step {origin.step:d}, and went into the weights: the loss of every later step follows from that",
     ),
     Decision(
         UNKNOWN,

@@ -364,3 +364,34 @@ def test_a_learning_rate_that_half_cannot_hold_is_no_constant_of_a_mask(
     assert ("mask-constant" in [found.code for found in record.findings]) is (code is not None)
     assert record.verdict == ("other" if code else "inconclusive")
     assert code or "cannot be converted" in record.error
+
+
+KEPT_BY_THE_MODEL = scripts.loop("""
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x, y, bad):
+        h = self.a(x)
+        h = h + (h * 0).sqrt() if bad else h
+        self.last_loss = F.cross_entropy(self.b(h), y)
+        return h
+
+net = Net().cuda()
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+for step in range(8):
+    x, y = torch.randn(16, 8).cuda(), torch.randint(0, 4, (16,)).cuda()
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        net(x, y, step == 4)
+    net.last_loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""")
+
+
+def test_losses_that_follow_from_gradients_that_nothing_withheld_begin_at_their_step(tmp_path: Path) -> None:
+    _, record = run(tmp_path, KEPT_BY_THE_MODEL)
+    found = record.findings[0]
+    assert (found.code, found.step, found.phase) == ("unknown", 4, "backward")
+    assert found.message.startswith("gradients are not finite at step 4, and went into the weights")
