@@ -100,7 +100,13 @@ def name_of(optimizer: Optimizer) -> str:
     """The class of an optimizer with its module, and whether its step is another one, which was set on it."""
     kind = type(optimizer)
     name = f"{kind.__module__}.{kind.__qualname__}"
-    return f"the script's own step of {name}" if _is_ours(_first_of_others(optimizer.step)) else name
+    return name if _innermost(optimizer.step) is _innermost(kind.step) else f"the script's own step of {name}"
+
+
+def _innermost(step: Any) -> Any:
+    """The function of a step inside of all that is around it, such as a scheduler's count and our hooks."""
+    function = inspect.unwrap(step)
+    return getattr(function, "__func__", function)
 
 
 def _first_of_others(step: Any) -> Any:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.optim import optimizer as torchs
 
-from ampdbg.probes.step_hooks import hook_own_step, hooked_steps, is_torchs, steps_around
+from ampdbg.probes.step_hooks import hook_own_step, hooked_steps, is_torchs, name_of, steps_around
 
 
 def optimizer_with_a_gradient() -> torch.optim.Optimizer:
@@ -161,3 +161,18 @@ def test_a_step_is_torchs_where_every_function_around_it_is() -> None:
     assert is_torchs(torch.optim.LBFGS.step)
     assert not is_torchs(wraps(inner)(lambda *given: [inner(*given)]))
     assert not is_torchs(torch.no_grad()(writes_itself))
+
+
+class Own(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def test_a_step_is_the_scripts_own_where_it_was_set_and_not_where_a_scheduler_counts_it() -> None:
+    optimizer = Own([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+    with hooked_steps(lambda *_: None, lambda *_: None):
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+        hook_own_step(optimizer)
+        assert name_of(optimizer) == f"{__name__}.Own"
+        optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
+        assert name_of(optimizer) == f"the script's own step of {__name__}.Own"
