@@ -148,10 +148,11 @@ WITHOUT_ITS_LOSS = (
 )
 """So a set of pins, or a patch, is proven for them alone. Each fits a line of the page."""
 
-NO_STEP = (
-    "ended without a step; if it resumes from a file that it has written since, move that away, or start it with "
-    "other arguments: --script 'SCRIPT ARGS...'"
+RESUMES = (
+    "if it resumes from a file that it has written since, move that away, or start it with other arguments: "
+    "--script 'SCRIPT ARGS...'"
 )
+NO_STEP = f"ended without a step; {RESUMES}"
 
 
 REFUSED = "{} calls {} on {}, an existing file, which a replay never changes; make it write elsewhere: --script {}"
@@ -191,7 +192,7 @@ class _StepFinder:
         nearest = "in the one most like it, " if self._steps > 1 else ""
         return (
             f"none of the {counted(self._steps, 'step')} of {name} is like the captured one; "
-            f"{nearest}{self._nearest.reason}"
+            f"{nearest}{self._nearest.reason}; {RESUMES}"
         )
 
     def refuse(self, event: str, path: str) -> CaptureError:
