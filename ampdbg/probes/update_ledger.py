@@ -430,8 +430,8 @@ class Book:
     def __init__(self, optimizer: Optimizer) -> None:
         self.of, self.name = weakref.ref(optimizer), name_of(optimizer)
         self.steps, self.cost, self.passes, self.added = 0, 0.0, 0, 0
-        self.windows = 0
-        """How many have ended."""
+        self.windows = self.sampled = 0
+        """How many have ended, and the steps in those that count."""
         self.window: UpdateWindow | None = None
         self.first: list[SampledSums] = []
         self.moments: dict[tuple[int, ...], Moments] = {}
@@ -502,7 +502,6 @@ class UpdateLedger:
         self._spent, self._elapsed, self._latest = 0.0, 0.0, math.inf
         self._unread: list[SampledSums] = []
         self._read: Mapping[str, SampledParameter] = {}
-        self._steps = 0
         self.hooks = ExitStack()
         """Those on parameters whose gradients are being added up."""
         self.passes = self._most_passes = 0
@@ -594,7 +593,7 @@ class UpdateLedger:
         window = book.window
         assert window is not None
         window.after()
-        self._steps += 1
+        book.sampled += 1
         if book.added >= MANY and window.steps == 1:
             self._most_passes = max(book.added, self._most_passes)
             for row in window.rows:
@@ -610,7 +609,7 @@ class UpdateLedger:
             else:
                 self._unread += ended
             if book.windows == 2:  # those of the first one count no more
-                self._steps -= WINDOW
+                book.sampled -= WINDOW
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -650,7 +649,7 @@ class UpdateLedger:
         still = [one for kind in kinds for one in _frozen(kind, whole.values(), descent.descent)]
         harm = sum(one.whole.harm for one in still)
         return Updates(
-            steps=self._steps,
+            steps=max((book.sampled for book in self._books.values()), default=0),
             half=half,
             judged=len(known),
             kinds=tuple(_of_kind(kind, [one.whole for one in of_it], total) for kind, of_it in kinds.items()),

@@ -165,7 +165,7 @@ ALTERNATIVES = (
 def _lost(seen: Updates) -> str:
     known = [one for one in seen.kinds if one.lost is not None]
     kinds = [f"{one.lost:.0%} ({one.kind})" for one in sorted(known, key=lambda one: -(one.lost or 0.0))]
-    return f"{listed(kinds)} of the way lost" if kinds else "nothing lost"
+    return f"{listed(kinds)} of the way lost" if kinds else "nothing lost" if seen.judged else "the rest not measured"
 
 
 MEASURES: Mapping[str, Callable[[Updates], str]] = defaultdict(lambda: lambda seen: "found") | {
