@@ -46,7 +46,7 @@ from ampdbg.replay.random_state import RandomState, RandomStates
 from ampdbg.replay.run import name_of_line
 from ampdbg.replay.snapshot import ModelState
 from ampdbg.replay.state import CONSTANTS, tensors_in
-from ampdbg.replay.step import MOVES_OR_CASTS, Made, Own, PassEnd, RecordedCall, RecordedStep, made_in, weighted
+from ampdbg.replay.step import KEPT, MOVES_OR_CASTS, Made, Own, PassEnd, RecordedCall, RecordedStep, made_in, weighted
 from ampdbg.source.ownership import Line
 
 MOST_CALLS = 1000
@@ -395,7 +395,7 @@ class Recorder(TorchFunctionMode):
     def _maker(self, tensor: torch.Tensor) -> Made | None:
         held, made, wants, times = self._now.made.get(id(tensor), (None, None, False, 0))
         if held is None or made is None or held() is not tensor:
-            return None
+            return self._kept(tensor) if tensor.grad_fn is not None else None
         call = self._now.calls.get(made.call)
         is_of_a_step_before = call is not None and call.steps != self._steps
         is_another = is_of_a_step_before and times_written(tensor) != times  # as one that every batch is copied into
@@ -409,6 +409,17 @@ class Recorder(TorchFunctionMode):
             return None
         call.has_gradients = True
         return made
+
+    def _kept(self, tensor: torch.Tensor) -> Made | None:
+        """The last call of a module that keeps the tensor as an attribute, as an auxiliary loss."""
+        for number, call in reversed(self._now.calls.items()):
+            for name, module in call.module.named_modules() if call.module is not None else ():
+                for key in (key for key, value in vars(module).items() if value is tensor):
+                    path = f"{KEPT}{name}.{key}" if name else KEPT + key
+                    call.gives.append(weakref.ref(tensor))
+                    self._now.made[id(tensor)] = call.gives[-1], Made(number, path), True, times_written(tensor)
+                    return Made(number, path)
+        return None
 
     def _is_of_scaled(self, args: Any, kwargs: Any) -> bool:
         scaled = ((tensor, self._now.scaled.get(id(tensor))) for tensor in _tensors(args, kwargs))

@@ -45,10 +45,15 @@ place of tensors that others have made, and that are the model's own."""
 
 @dataclass(frozen=True)
 class Made:
-    """In the place of a tensor that an earlier call has made; ``path`` leads to it in what that gave."""
+    """In the place of a tensor that an earlier call has made; ``path`` leads to it in what that gave, or begins with
+    :data:`KEPT` and leads to it in the module that was called."""
 
     call: int
     path: str
+
+
+KEPT = "self."
+"""Of what a module keeps as an attribute, as ``self.aux_loss``; no path in what a call gives begins so."""
 
 
 @dataclass(frozen=True)
@@ -159,15 +164,28 @@ class RecordedStep:
         for number, (args, kwargs) in given.items():
             call = self.calls[number]
             is_pinned = number in in_fp32
-            found = Copying(lambda value: _found(value, results, is_pinned=is_pinned))  # noqa: B023 - used at once
+            found = Copying(lambda value: self._found(value, results, is_pinned=is_pinned))  # noqa: B023 - used at once
             is_lowered = call.lowers and not is_pinned
             with (
                 contextlib.nullcontext() if is_lowered else torch.autocast(self.device, enabled=False),
                 lifted("float32") if is_pinned else contextlib.nullcontext(),  # of what casts to half itself
             ):
                 results[number] = call.again(*found.of((args, kwargs)))
-        losses = [_at_path(results, made).reshape(()) for made in self.losses[min(given)]]
+        losses = [self._at_path(results, made).reshape(()) for made in self.losses[min(given)]]
         return losses[0] if len(losses) == 1 else torch.stack([loss.float() for loss in losses]).sum()
+
+    def _found(self, value: Any, results: Mapping[int, Any], *, is_pinned: bool) -> Any:
+        made = self._at_path(results, value) if isinstance(value, Made) else value
+        found = value.tensor if isinstance(value, Own) else made
+        is_half = is_pinned and isinstance(found, torch.Tensor) and found.dtype in HALVES
+        return found.float() if is_half else found
+
+    def _at_path(self, results: Mapping[int, Any], made: Made) -> Any:
+        module = self.calls[made.call].module
+        if module is not None and made.path.startswith(KEPT):
+            inner, _, name = made.path.removeprefix(KEPT).rpartition(".")
+            return getattr(module.get_submodule(inner), name)
+        return next(tensor for path, tensor in made_in(results[made.call]) if path == made.path)
 
     def run(
         self,
@@ -251,16 +269,6 @@ class _Parts:
     def describe(self, batch: Any) -> str:
         """How many calls a part makes."""
         return f"the step makes {len(batch)} calls"
-
-
-def _found(value: Any, results: Mapping[int, Any], *, is_pinned: bool) -> Any:
-    found = value.tensor if isinstance(value, Own) else _at_path(results, value) if isinstance(value, Made) else value
-    is_half = is_pinned and isinstance(found, torch.Tensor) and found.dtype in HALVES
-    return found.float() if is_half else found
-
-
-def _at_path(results: Mapping[int, Any], made: Made) -> Any:
-    return next(tensor for path, tensor in made_in(results[made.call]) if path == made.path)
 
 
 MOST_NESTED = 3

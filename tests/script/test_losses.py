@@ -10,7 +10,7 @@ from ampdbg.record.file import read_record
 from ampdbg.record.run import Record
 from tests.commands.program import start
 from tests.script import scripts
-from tests.script.test_run import captured, run, where
+from tests.script.test_run import captured, run, saves_the_same_alone, where
 from tests.siblings import slow_but_for
 
 CASTS = scripts.loop("""
@@ -367,6 +367,15 @@ def test_a_learning_rate_that_half_cannot_hold_is_no_constant_of_a_mask(
 
 
 KEPT_BY_THE_MODEL = scripts.loop("""
+class Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -384,14 +393,57 @@ for step in range(8):
     x, y = torch.randn(16, 8).cuda(), torch.randint(0, 4, (16,)).cuda()
     with torch.autocast("cuda", dtype=torch.bfloat16):
         net(x, y, step == 4)
-    net.last_loss.backward()
+    loss = Same.apply(net.last_loss) if "function" in sys.argv else net.last_loss
+    loss.backward()
     optimizer.step()
     optimizer.zero_grad()
 """)
 
 
-def test_losses_that_follow_from_gradients_that_nothing_withheld_begin_at_their_step(tmp_path: Path) -> None:
+def test_a_loss_that_the_model_keeps_as_an_attribute_is_replayed(tmp_path: Path) -> None:
     _, record = run(tmp_path, KEPT_BY_THE_MODEL)
+    assert where(record) == ("true-nan", 4, "", "h = h + (h * 0).sqrt() if bad else h")
+
+
+def test_losses_that_follow_from_gradients_that_nothing_withheld_begin_at_their_step(tmp_path: Path) -> None:
+    _, record = run(tmp_path, KEPT_BY_THE_MODEL, "function")
     found = record.findings[0]
     assert (found.code, found.step, found.phase) == ("unknown", 4, "backward")
     assert found.message.startswith("gradients are not finite at step 4, and went into the weights")
+
+
+OF_EACH_LAYER = scripts.loop("""
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.down, self.size = nn.Linear(16, 4), nn.Linear(16, 16), 1.0
+
+    def forward(self, x):
+        logits = self.gate(x) * self.size
+        self.balance = (logits @ logits.t()).float().logsumexp(-1).mean() / self.size**2
+        return x + self.down(x)
+
+layers = nn.Sequential(Experts(), Experts(), nn.Linear(16, 4)).cuda()
+optimizer = torch.optim.AdamW(layers.parameters(), lr=1e-3)
+scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+for step in range(14):
+    x, y = torch.randn(8, 16).cuda(), torch.randint(0, 4, (8,)).cuda()
+    layers[1].size = 2000.0 if step == 12 else 1.0
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(layers(x), y) + 0.01 * sum(layer.balance for layer in layers[:2])
+    kept = layers[1].balance
+    STEP
+    assert layers[1].balance is kept
+torch.save([layers.state_dict(), torch.rand(3)], "net.pt")
+""")
+"""A mixture of experts keeps its loss of balance so."""
+
+
+def test_losses_that_layers_keep_are_parts_of_the_step_which_its_capture_has_too(tmp_path: Path) -> None:
+    _, record = run(tmp_path, OF_EACH_LAYER)
+    line = "self.balance = (logits @ logits.t()).float().logsumexp(-1).mean() / self.size**2"
+    assert where(record) == ("forward-overflow", 12, "1", line)
+    assert [(made.step, made.reach) for made in record.investigations] == [(10, "whole"), (12, "whole")]
+    saves_the_same_alone(tmp_path)
+    start(tmp_path, "replay", *captured(record), "--record", "again.json")
+    assert where(read_record(tmp_path / "again.json")) == ("forward-overflow", 12, "1", line)
