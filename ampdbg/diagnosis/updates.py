@@ -250,12 +250,12 @@ OF_AVERAGES = {
 SMALL: tuple[Decision[HalfUpdates], ...] = (
     Decision(
         FROZEN,
-        "a parameter loses over 90 % of its way, which costs over 0.02 % of half weights' part of the loss's fall",
+        "a parameter loses over 90 % of its way, which costs over 0.02 % of what half weights gain",
         lambda it: bool(it.seen.frozen),
         "{names:half parameter} hardly moved in {seen.steps:sampled step}: {still}. Lost of the way that float32 "
         "weights go in them: {of_kinds}"
-        "[. To first order half weights cost up to {seen.cost:percent} of their own part of the loss's fall so far, "
-        "and these parameters {seen.cost_of_still:percent}; both grow with each step]" + FORECAST,
+        "[. To first order half weights lose up to {seen.cost:percent} of their own part in the loss's fall, "
+        "these parameters {seen.cost_of_still:percent}; both grow with each step]" + FORECAST,
         {"parameters": "names", **LOST},
     ),
     Decision(

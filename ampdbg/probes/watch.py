@@ -407,9 +407,11 @@ class Watch:
         is_scaled = step.scaler is not None and self.calls.scaler_of(optimizer) is not None
         self._measures.take(optimizer, step.loss_scale() if is_scaled else 1.0, may_change=False)
         self._measures.read(optimizer)
-        if step.scaler is None and step.bare.keys() <= {id(optimizer)} and not step.is_known_finite():
+        if step.scaler is not None:
+            return
+        if step.bare.keys() <= {id(optimizer)} and not step.is_known_finite():
             self.lost(optimizer)
-        elif step.scaler is None and not self._measures.are_finite(optimizer):
+        elif not self._measures.are_finite(optimizer):
             self.withheld(optimizer)
 
     def _written(self, original: Original, optimizer: Optimizer) -> None:

@@ -414,8 +414,8 @@ class Recorder(TorchFunctionMode):
         """The last call of a module that keeps the tensor as an attribute, as an auxiliary loss."""
         for number, call in reversed(self._now.calls.items()):
             for name, module in call.module.named_modules() if call.module is not None else ():
-                for key in (key for key, value in vars(module).items() if value is tensor):
-                    path = f"{KEPT}{name}.{key}" if name else KEPT + key
+                for key in [key for key, value in vars(module).items() if value is tensor][:1]:
+                    path = KEPT + f"{name}.{key}".lstrip(".")
                     call.gives.append(weakref.ref(tensor))
                     self._now.made[id(tensor)] = call.gives[-1], Made(number, path), True, times_written(tensor)
                     return Made(number, path)

@@ -898,7 +898,7 @@ def test_how_severe_it_is_that_weights_stand_still_does_not_depend_on_how_many_w
     still = FrozenParameter("norm.weight", 64, 0, 1.0)
     (found,) = diagnosed("." * 40, updates=Updates(20, lost=0.5, frozen=(still,), cost=cost)).findings
     assert (found.code, found.severity) == ("frozen-weights", "error")
-    assert f"up to {100 * cost:g}% of their own part of the loss's fall so far" in found.message
+    assert f"up to {100 * cost:g}% of their own part in the loss's fall" in found.message
 
 
 def test_of_second_moments_that_stick_the_one_is_named_first_whose_numbers_are_given() -> None:
