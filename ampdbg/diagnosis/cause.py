@@ -733,8 +733,10 @@ class Lost(Evident):
     @property
     def silently(self) -> str:
         """That no scaler withheld them, where none did."""
-        says = {True: ", and the scaler skipped none of them", False: ", and no scaler was used"}
-        return "" if any(step.skipped for step in self.steps) else says[any(step.scaler for step in self.steps)]
+        if any(step.skipped for step in self.steps):
+            return ""
+        is_scaled = any(step.scaler for step in self.steps)
+        return ", and the scaler skipped none of them" if is_scaled else ", and no scaler was used"
 
     @cached_property
     def replayed(self) -> list[Evidence]:

@@ -158,6 +158,11 @@ def is_captured() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+def is_going_backward() -> bool:
+    """A backward pass is under way in this thread: what it has kept is not to be written."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def are_meta(roots: Any) -> bool:
     """What goes backward has shapes and no numbers, as where a loop is tried out."""
     return any(isinstance(root, torch.Tensor) and root.is_meta for root in roots)

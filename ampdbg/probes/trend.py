@@ -19,7 +19,7 @@ from ampdbg.diagnosis.trend import is_constant, is_near, reached_at, what_of
 from ampdbg.formats import FLOAT16
 from ampdbg.ops import SHARES_MEMORY
 from ampdbg.probes.module_calls import ModulePaths, module_paths
-from ampdbg.probes.seams import Seam, attached, only_follows
+from ampdbg.probes.seams import Seam, attached, is_going_backward, only_follows
 from ampdbg.probes.source_lines import innermost_line, source_of
 from ampdbg.probes.tensors import float_values, to_host
 from ampdbg.probes.watch import Watch
@@ -168,7 +168,7 @@ class TrendSamples:
 
     def _is_of_none(self) -> bool:
         """What runs is no step of the loop's own, or one that a backward pass computes again."""
-        return self._watcher.is_paused or torch._C._current_graph_task_id() != -1
+        return self._watcher.is_paused or is_going_backward()
 
     def _note(self, key: Key, tensor: torch.Tensor) -> None:
         values = float_values(tensor.detach())

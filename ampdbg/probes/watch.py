@@ -37,7 +37,7 @@ from ampdbg.probes.models import Models
 from ampdbg.probes.open_step import Loop, OpenStep
 from ampdbg.probes.optimizers import Optimizers, innermost
 from ampdbg.probes.pause import is_unwatched, unwatched
-from ampdbg.probes.seams import Seam, are_meta, attached, only_follows
+from ampdbg.probes.seams import Seam, are_meta, attached, is_going_backward, only_follows
 from ampdbg.probes.step_hooks import hook_own_step, hooked_steps, steps_around, steps_under_way
 from ampdbg.probes.steps import StepLog
 from ampdbg.probes.update_ledger import UpdateLedger
@@ -321,7 +321,7 @@ class Watch:
 
     def _backward(self, original: Original, roots: Any, *args: Any, **kwargs: Any) -> Any:
         """torch.autograd's one way into the engine: (roots, gradients, retain_graph, create_graph, inputs, ...)."""
-        if torch._C._current_graph_task_id() != -1 or are_meta(roots):  # inside the engine, or without numbers
+        if is_going_backward() or are_meta(roots):  # inside the engine, or without numbers
             return original(roots, *args, **kwargs)
         self.learn()
         self._loop.trained.add(threading.get_ident())

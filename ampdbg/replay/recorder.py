@@ -35,7 +35,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from ampdbg.probes.guard import Guard
 from ampdbg.probes.loss_graph import leaves_behind
 from ampdbg.probes.models import WRAPPERS
-from ampdbg.probes.seams import Seam, attached, is_captured, is_fx_tracing, only_follows, replaced
+from ampdbg.probes.seams import Seam, attached, is_captured, is_fx_tracing, is_going_backward, only_follows, replaced
 from ampdbg.probes.source_lines import innermost_line
 from ampdbg.probes.step_hooks import hooked_steps
 from ampdbg.probes.tensors import Mark, is_finite, leaves_of, read_aside, times_written
@@ -293,7 +293,7 @@ class Recorder(TorchFunctionMode):
         """Runs a call of a module, and notes it where it is an outermost one."""
         if self._guard.failure or only_follows() or torch.is_inference_mode_enabled():
             return original(module, *args, **kwargs)
-        if self._is_paused() or torch._C._current_graph_task_id() != -1:
+        if self._is_paused() or is_going_backward():
             return original(module, *args, **kwargs)
         if _hands_on(module):
             return self._readied(original, module, args, kwargs)
@@ -414,7 +414,7 @@ class Recorder(TorchFunctionMode):
         """The last call of a module that keeps the tensor as an attribute, as an auxiliary loss."""
         for number, call in reversed(self._now.calls.items()):
             for name, module in call.module.named_modules() if call.module is not None else ():
-                for key in [key for key, value in vars(module).items() if value is tensor][:1]:
+                for key in (key for key, value in vars(module).items() if value is tensor):
                     path = KEPT + f"{name}.{key}".lstrip(".")
                     call.gives.append(weakref.ref(tensor))
                     self._now.made[id(tensor)] = call.gives[-1], Made(number, path), True, times_written(tensor)
@@ -479,7 +479,7 @@ class Recorder(TorchFunctionMode):
     def _goes_backward(self, original: Callable[..., Any], roots: Any, starts: Any, *args: Any, **kwargs: Any) -> Any:
         """The engine's arguments: (roots, gradients, retain_graph, create_graph, inputs, ...)."""
         now = self._now
-        is_step = kwargs.get("accumulate_grad", True) and torch._C._current_graph_task_id() == -1
+        is_step = kwargs.get("accumulate_grad", True) and not is_going_backward()
         was_on, now.was_on = now.is_on or now.was_on, False
         self._off()
         if is_step:

@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import PurePath
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Literal
@@ -181,10 +182,8 @@ class RecordedStep:
         return found.float() if is_half else found
 
     def _at_path(self, results: Mapping[int, Any], made: Made) -> Any:
-        module = self.calls[made.call].module
-        if module is not None and made.path.startswith(KEPT):
-            inner, _, name = made.path.removeprefix(KEPT).rpartition(".")
-            return getattr(module.get_submodule(inner), name)
+        if made.path.startswith(KEPT):
+            return attrgetter(made.path.removeprefix(KEPT))(self.calls[made.call].called)
         return next(tensor for path, tensor in made_in(results[made.call]) if path == made.path)
 
     def run(

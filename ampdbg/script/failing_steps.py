@@ -30,6 +30,7 @@ from ampdbg.errors import named_error
 from ampdbg.formats import FLOAT16
 from ampdbg.observer import Observer
 from ampdbg.probes.module_calls import recorded_graphs
+from ampdbg.probes.seams import is_going_backward
 from ampdbg.probes.tensors import are_weights_spoilt, nonfinite
 from ampdbg.probes.torch_errors import autocast_error
 from ampdbg.probes.watch import Watch
@@ -385,7 +386,7 @@ class FailingSteps:
             ("the dtype that autocast lowers to is not known", half is None and not self._watcher.is_in_fp32),
             ("its weights were NaN or inf before it", are_weights_spoilt(model)),
             (RECORDED, bool(recorded_graphs(model))),
-            (WITHIN_A_PASS, _is_in_a_pass()),
+            (WITHIN_A_PASS, is_going_backward()),
         )
         return next((reason for reason, holds in reasons if holds), "")
 
@@ -431,7 +432,7 @@ class FailingSteps:
         reasons = (
             (NOT_ASKED, not self._investigates),
             (IN_GROUP, is_in_group()),
-            (WITHIN_A_PASS, _is_in_a_pass()),
+            (WITHIN_A_PASS, is_going_backward()),
             (NO_TIME, not self._policy.has_time),
         )
         why_not = next((why for why, holds in reasons if holds), "")
@@ -559,11 +560,6 @@ class FailingSteps:
         )
         unseen = replace(record.unseen, notes=(*record.unseen.notes, *notes))
         return replace(record, unseen=unseen, script=run, investigations=tuple(self.found), error=error)
-
-
-def _is_in_a_pass() -> bool:
-    """A backward pass is under way in this thread: what it has kept is not to be written."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def settles(made: Investigation) -> bool:
