@@ -50,6 +50,9 @@ KEPT_SIZE = 1.05
 LEAPS = 100.0
 """In FP32 too a loss so many times all before it, that further steps do not bring back, has left them for good."""
 
+ITSELF = -1
+"""The root of a finding that follows from no other one, whatever was found before it."""
+
 WEIGHTS_GREW = "weights_grew"
 """Evidence of a finding that they may be the cause of."""
 
@@ -132,7 +135,7 @@ class Evidence(Evident):
         Of gradients that is what has reached them, from either pass, where that is known.
         """
         made = self.made.fp32.producers if self.made.fp32 and not self.is_fp32_finite else ()
-        phase = "forward" if self.made.why == "loss" else "backward"
+        phase = "forward" if self.is_of_loss else "backward"
 
         def order(one: Producer) -> tuple[bool, bool]:
             return not self._reaches(one), not one.nan
@@ -140,7 +143,12 @@ class Evidence(Evident):
         return min((one for one in made if one.phase == phase or self._reaches(one)), key=order, default=None)
 
     def _reaches(self, one: Producer) -> bool:
-        return one.reaches_gradients and self.made.why != "loss"
+        return one.reaches_gradients and not self.is_of_loss
+
+    @property
+    def is_of_loss(self) -> bool:
+        """The loss is lost; it may be made of gradients, and the loss scale behind that."""
+        return self.made.why == "loss" or not math.isfinite(self.low.loss)
 
     @property
     def begins(self) -> str:
@@ -693,10 +701,14 @@ def nonfinite_loss(record: Record) -> Iterator[Finding]:
     """A loss of inf or NaN, or gradients that nothing withheld from the weights. No calibration explains either.
 
     Replays decide the cause; without them the code is ``unknown``. Steps that bad weights or a bad batch
-    explain are left out. Of several optimizers the first that shows it counts: NaN goes from one to the others.
+    explain are left out. Of several optimizers the first that shows it counts, for NaN goes from one to the others; and
+    each that shows it right behind a step with a finite loss, of which none came.
     """
-    found = [finding for timeline in record.timelines for finding in Lost(timeline, record).findings()]
-    yield from sorted(found, key=lambda finding: finding.step)[:1]
+    each = [finding for timeline in record.timelines for finding in Lost(timeline, record).findings()]
+    sound = {step.step for step in record.steps if math.isfinite(step.loss)}
+    found = sorted(each, key=lambda finding: finding.step)
+    yield from found[:1]
+    yield from (replace(one, root=ITSELF) for one in found[1:] if one.step - 1 in sound)
 
 
 @dataclass(frozen=True, eq=False)
@@ -724,6 +736,11 @@ class Lost(Evident):
     def many(self) -> int:
         """How many there are."""
         return len(self.steps) + self.whole.left_out.lost
+
+    @property
+    def whose(self) -> str:
+        """The optimizer, where there are several."""
+        return self.whole.whose(self.run)
 
     @property
     def taken(self) -> int:
@@ -803,10 +820,12 @@ class Lost(Evident):
 
     def _is_of_scale(self, step: Step) -> bool:
         """A loss that is made of gradients at the loss scale was lost at one that is too high for it: all steps that
-        were taken had a lower one, and one of them came later."""
+        were taken had a lower one, and one of them came later. Where any was replayed that shows what it is."""
         taken = [other for other in self.run.steps if not other.skipped]
         is_first_descent = bool(taken) and taken[-1].step > step.step and all(one.scale < step.scale for one in taken)
-        return self.run.scales_gradients and step.skipped and is_first_descent
+        gone = {other.step for other in self.run.steps if not math.isfinite(other.loss)}
+        is_shown = any(made.why == "gradients" and made.step in gone for made in self.run.investigations)
+        return self.run.scales_gradients and step.skipped and (is_first_descent or is_shown)
 
     def _is_of_a_batch(self, first_lost: Step) -> bool:
         """The batch of an earlier step is to blame, or that of another in the same row of bad losses: of a script a
@@ -835,7 +854,7 @@ LOST: tuple[Decision[Lost], ...] = (
         "the loss is not finite, and no replay shows why",
         lambda _: True,
         "the loss is {origin.loss} at step {origin.step:d}, and not finite in {many:d} of {run.steps_run:d} "
-        "steps{silently}: the forward pass itself fails",
+        "steps{whose}{silently}: the forward pass itself fails",
         {"loss": "origin.loss", "steps": "many", "steps_not_skipped": "taken"},
     ),
 )

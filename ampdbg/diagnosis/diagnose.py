@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ampdbg.diagnosis.cause import CAUSES, LOST, nonfinite_loss
+from ampdbg.diagnosis.cause import CAUSES, ITSELF, LOST, nonfinite_loss
 from ampdbg.diagnosis.decisions import Decision, Subject, holding
 from ampdbg.diagnosis.dtype_contract import CASTS, CONTRACT, casts, contracts
 from ampdbg.diagnosis.hidden_faults import HIDDEN, hidden_faults
@@ -90,7 +90,8 @@ def diagnose(record: Record) -> Record:
                 information += [replace(finding, root=None)] * is_new
             # The replays of one step may show two families the same cause: it is reported once.
             elif finding not in [replace(known, root=finding.root) for known in faults]:
-                leads = family.find is nonfinite_loss and _stands_before(finding, faults, record)
+                is_of_loss = family.find is nonfinite_loss and finding.root is None
+                leads = is_of_loss and _stands_before(finding, faults, record)
                 faults = _led_by(finding, faults) if leads else [*faults, _behind(finding, faults, record)]
     # Information is left out where there are faults.
     found = tuple(_of_its_turn(_in_script(finding, record), record) for finding in faults or information)
@@ -138,7 +139,7 @@ def _led_by(finding: Finding, faults: list[Finding]) -> list[Finding]:
 
 
 def _behind(finding: Finding, faults: list[Finding], record: Record) -> Finding:
-    """The finding with the fault that it follows from: the first one, as a rule.
+    """The finding with the fault that it follows from: the first one of its optimizer, as a rule, else of any.
 
     What FP16 did in an earlier step cannot follow from what it did in a later one: it stands beside it, and a scale
     that began to fall there follows from it. And what an op does in a step that is withheld leaves nothing to follow
@@ -146,10 +147,12 @@ def _behind(finding: Finding, faults: list[Finding], record: Record) -> Finding:
     """
     withheld = {step.step for step in record.steps if step.skipped and math.isfinite(step.loss)}
     ops = [one for one in (*faults[:1], finding) if one.op and one.phase == "backward" and one.step in withheld]
-    if finding.root is None and len({one.step for one in ops}) > 1:
-        return finding
-    is_of_fp16 = _is_of_precision(finding)
-    known = [(index, cause) for index, cause in enumerate(faults) if cause.root is None][: 1 if is_of_fp16 else None]
+    if finding.root == ITSELF or (finding.root is None and len({one.step for one in ops}) > 1):
+        return replace(finding, root=None)
+    is_of_fp16, optimizers = _is_of_precision(finding), {step.step: step.optimizer for step in record.steps}
+    roots = [(index, cause) for index, cause in enumerate(faults) if cause.root is None]
+    roots.sort(key=lambda one: optimizers.get(one[1].step) != optimizers.get(finding.step))
+    known = roots[: 1 if is_of_fp16 else None]
     is_free = not (is_of_fp16 or finding.root == 0)
     before = [index for index, one in known if is_free or not _is_of_precision(one) or one.step <= finding.step]
     return replace(finding, root=next(iter(before), None if is_of_fp16 or not faults else 0))

@@ -771,6 +771,10 @@ class Record:
         """The number of the last step that was skipped or lost its loss; 0 of none."""
         return max((one.step for one in self.steps if one.skipped or not math.isfinite(one.loss)), default=0)
 
+    def whose(self, part: Record) -> str:
+        """The optimizer of which a part of the record is, to be said behind what that counts; "" of the only one."""
+        return f" of optimizer {part.steps[0].optimizer}" if len(self.timelines) > 1 else ""
+
     @property
     def has_masters(self) -> bool:
         """Float32 copies of half weights were found: those are half on purpose."""

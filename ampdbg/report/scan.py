@@ -13,7 +13,7 @@ from pathlib import PurePath
 from ampdbg.agreement import AGREEMENT, SAME_RUN, TAKEN, agrees_with_fp32, is_finite
 from ampdbg.diagnosis.cause import KEPT_SCALE, WEIGHTS_GREW
 from ampdbg.diagnosis.producers import UNKNOWN
-from ampdbg.diagnosis.scale import UNEXPLAINED, ScaleCourse
+from ampdbg.diagnosis.scale import UNEXPLAINED
 from ampdbg.diagnosis.updates import why_no_edit
 from ampdbg.formats import FLOAT32
 from ampdbg.levels import format_of_config
@@ -136,7 +136,7 @@ def _sentence(record: Record) -> str:
         return template.format(**_headline_facts(finding, record))
     in_fp32 = ", and no step that ampdbg examined ran in half precision" * (record.environment.policy == "none")
     return view.first(
-        (record.steps, f"{_verdict(record)}: {_skips(record.timelines[0])}{in_fp32}."),
+        (record.steps, f"{_verdict(record)}: {_skips(record.timelines[0], record)}{in_fp32}."),
         (record.script, "ampdbg saw no optimizer step."),
         (True, "The run ended before its first step."),
     )
@@ -161,16 +161,18 @@ def _headline_facts(finding: Finding, record: Record) -> dict[str, str]:
     if not steps:
         return facts
     first, last = scale(steps[0].scale), scale(steps[-1].scale)
-    kept, settled = finding.evidence.get(KEPT_SCALE), ScaleCourse(steps, len(steps)).settled_at
+    kept, settled = finding.evidence.get(KEPT_SCALE), finding.evidence.get("scale")
     is_normal = record.verdict == "healthy" and not finding.evidence.get(UNEXPLAINED)
     normal = ", which is normal" * is_normal
     return facts | {
-        "skips": _skips(timeline),
+        "skips": _skips(timeline, record),
         "losses": _losses(finding, timeline, record),
         "first": first,
         "last": scale(kept) if isinstance(kept, float) else last,
         "falling": f", and the loss scale fell from {first} to {last}" * (steps[-1].scale < steps[0].scale),
-        "settles": "settles; it has not settled yet" if settled is None else f"settled at {scale(settled)}{normal}",
+        "settles": f"settled at {scale(settled)}{normal}"
+        if isinstance(settled, float)
+        else "settles; it has not settled yet",
     }
 
 
@@ -180,9 +182,11 @@ def _timeline_of(finding: Finding, record: Record) -> Record:
     return next(found, record.timelines[0])
 
 
-def _skips(record: Record) -> str:
-    skipped = f"{record.steps_skipped:,}" if record.steps_skipped else "none"
-    return f"{skipped} of {counted(record.steps_run, 'step')} skipped"
+def _skips(timeline: Record, record: Record) -> str:
+    steps = counted(timeline.steps_run, "step")
+    if not timeline.steps_skipped:
+        return f"none of {steps} skipped"
+    return f"{timeline.steps_skipped:,} of {steps}{record.whose(timeline)} skipped"
 
 
 def _how_it_ends(record: Record) -> str:
@@ -214,7 +218,8 @@ def _losses(finding: Finding, timeline: Record, record: Record) -> str:
         return ""
     lost = len({here.step, *(step.step for step in bad)}) + record.left_out.lost
     ends, is_last = _how_it_ends(record), here is record.steps[-1]
-    many = f"; {lost:,} of {counted(timeline.steps_run, 'loss')} are not finite" * (lost > 1)
+    every = counted(timeline.steps_run, "loss") + record.whose(timeline)
+    many = f"; {lost:,} of {every} are not finite" * (lost > 1)
     return view.first(
         (lost == 1 and is_last and ends, f", where {ends}"),
         (here in bad, f", where the loss is {number(here.loss)}{many}"),

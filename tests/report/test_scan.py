@@ -64,7 +64,7 @@ def test_of_several_optimizers_the_page_counts_iterations_and_has_each_ones_own_
         replace(step, optimizer=step.step % 2, others=(step.step + 1) // 2, loss=3.0 + step.step % 2) for step in steps
     ]
     said = " ".join(rendered(run(apart, findings=(), planned_steps=0)).split())
-    assert "1 of 6 steps skipped" in said
+    assert "1 of 6 steps of optimizer 0 skipped" in said
     assert "6 iterations" in said
     assert "optimizer 0: 1 skipped, loss 3" in said
     assert "optimizer 1: 0 skipped, loss 4" in said
