@@ -263,8 +263,16 @@ class Scaling(Evident, ScaleCourse):
 
     @property
     def will_work(self) -> bool:
-        """No scale has worked yet, and the replays show that one will."""
-        return bool(self.lasting) and all(map(self.is_calibration, self.replayed)) and not self.has_worked
+        """The replays show that a lower scale will work, and none so low has been tried: what was taken above the one
+        that a loss made of scaled gradients needs are steps without such a penalty."""
+        of_penalty = self.replayed[: int(self.run.scales_gradients and self.keeps_falling)]
+        is_open = not self.has_worked or any((one.usable_scale or 0.0) < self.last_scale for one in of_penalty)
+        return bool(self.lasting) and all(map(self.is_calibration, self.replayed)) and is_open
+
+    @cached_property
+    def settled_at(self) -> float | None:
+        """As of any course; None where a lower scale will be tried."""
+        return None if self.will_work else super().settled_at
 
     @cached_property
     def skips_are(self) -> Skips:

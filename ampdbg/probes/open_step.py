@@ -98,6 +98,10 @@ class OpenStep:
         self.scaled += losses
         self.mark = Mark(losses[-1]) if losses and is_on_device(losses[-1]) else self.mark
 
+    def take_back(self, losses: int) -> None:
+        """The last losses, so many, are none: gradients of them are made for a loss, and they do not go backward."""
+        del self.scaled[max(self.gone, len(self.scaled) - losses) :]
+
     def has_finite_loss(self) -> bool:
         """All losses are finite. On a GPU this syncs."""
         return all(map(is_finite_scalar, self.scaled))

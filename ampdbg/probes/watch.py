@@ -327,6 +327,8 @@ class Watch:
         self._loop.trained.add(threading.get_ident())
         if not kwargs.get("accumulate_grad", True):
             self.calls.grad(roots, creates_graph=bool(args[2]))
+            if args[2] and scaler_of(roots) is not None:
+                self._loop.now.take_back(len(roots))
             return original(roots, *args, **kwargs)
         original = partial(self.ledger.in_a_pass, original)
         scaler = scaler_of(roots)

@@ -46,7 +46,19 @@ from ampdbg.replay.random_state import RandomState, RandomStates
 from ampdbg.replay.run import name_of_line
 from ampdbg.replay.snapshot import ModelState
 from ampdbg.replay.state import CONSTANTS, tensors_in
-from ampdbg.replay.step import KEPT, MOVES_OR_CASTS, Made, Own, PassEnd, RecordedCall, RecordedStep, made_in, weighted
+from ampdbg.replay.step import (
+    KEPT,
+    MOVES_OR_CASTS,
+    Made,
+    Own,
+    PassEnd,
+    RecordedCall,
+    RecordedStep,
+    ScalePower,
+    made_in,
+    scaled_gradients,
+    weighted,
+)
 from ampdbg.source.ownership import Line
 
 MOST_CALLS = 1000
@@ -72,6 +84,8 @@ WRITES = ("__setitem__", "__set__")
 
 PRODUCTS = ("mul", "multiply", "__mul__", "__rmul__")
 
+QUOTIENTS = ("div", "divide", "true_divide", "__truediv__")
+
 OWN_SCALE = 8.0
 """A loss that is multiplied by so large a power of two right before it goes backward has a loss scale of the script's
 own."""
@@ -82,8 +96,8 @@ HOOKS = ("register_hook", "retain_grad")
 NOT_ALL_SEEN = "ampdbg did not see every call that its loss needs"
 """Why a step cannot be run again where a graph leads into it that no noted call has made."""
 
-OF_SCALED = "its loss takes gradients of a scaled loss"
-"""The scale is in them, and what the script divides them by is a number to it: another one cannot be tried."""
+OF_SCALED = "its loss takes gradients of a scaled loss, and ampdbg did not see them divided by the loss scale"
+"""The scale is in them, so that no other one can be tried."""
 
 
 @dataclass(eq=False, slots=True)
@@ -335,8 +349,8 @@ class Recorder(TorchFunctionMode):
         noted = Noted(function, line, lowers, state, self._steps, has_gradients=torch.is_grad_enabled())
         taking = _Taking(self, noted, is_in_place=_is_in_place(name))
         noted.given = tuple(map(taking.of, args)), {key: taking.of(value) for key, value in kw.items()}
-        if function is torch.autograd.grad and kw.get("create_graph") and self._is_of_scaled(args, kw):
-            noted.why_not = OF_SCALED
+        if function is torch.autograd.grad and self._is_of_scaled(args, kw):
+            noted.function, noted.given = scaled_gradients, ((ScalePower(1), *noted.given[0]), noted.given[1])
         if module is not None:
             noted.training = module.training
             self.before.begins(number, module, now.calls)
@@ -644,6 +658,7 @@ class Recorder(TorchFunctionMode):
         device: str,
         loss: torch.Tensor | None = None,
         of: Collection[int] = (),
+        scale: float = math.nan,
     ) -> tuple[RecordedStep | None, str, ModelState]:
         """The step that has gone backward, whole; or what leads to a ``loss`` that has not.
 
@@ -653,6 +668,7 @@ class Recorder(TorchFunctionMode):
             device: the kind whose autocast counts.
             loss: made since the last backward pass.
             of: the places of the optimizers whose losses are wanted; all losses where none is known.
+            scale: that of its scaler.
 
         Returns:
             The step, or None with why it cannot be run again; and what the model held before it.
@@ -666,6 +682,8 @@ class Recorder(TorchFunctionMode):
             return None, self._compiles or NOT_ALL_SEEN, ModelState()
         calls = _Calls(self._now.calls, self._now.changed, self._weights_written(optimizers), self._copied)
         ends = [calls.end(made, start) for made, start in losses if made is not None]
+        if not calls.at_scale(scale).isdisjoint(made.call for made in ends):
+            return None, OF_SCALED, ModelState()
         unscaled, scales = zip(*(calls.unscaled(made) for made in ends), strict=True)
         is_scaled_alike = len({*scales}) == 1 and not self._now.scaled  # beside a scaler's a factor weighs the loss
         step, why, state = self._made(calls, calls.parts_of(unscaled if is_scaled_alike else ends), model, device)
@@ -782,6 +800,21 @@ class _Calls:
         if not is_product or math.frexp(factors[0])[0] != 0.5:
             return made, 1.0
         return losses[0], float(factors[0])
+
+    def at_scale(self, scale: float) -> set[int]:
+        """The calls whose results are gradients of what a scaler has scaled, or made of them, up to where the script
+        divides them by the loss scale: that is the one of a replay from now on."""
+        found = set[int]()
+        powers = {**dict.fromkeys(PRODUCTS, -1), **dict.fromkeys(QUOTIENTS, 1)}
+        for number, call in self.calls.items():
+            power = powers.get(getattr(call.function, "__name__", ""), 0) if call.reads & found else 0
+            ways = [type(one) is float and one == scale**power for one in call.given[0]] if power else []
+            if any(ways):
+                args = (ScalePower(power) if way else one for way, one in zip(ways, call.given[0], strict=True))
+                self.calls[number] = replace(call, given=(tuple(args), call.given[1]))
+            elif call.function is scaled_gradients or call.reads & found:
+                found.add(number)
+        return found
 
     def why_not(self, number: int) -> str:
         """Why a call cannot be made again as it was; "" where it can."""

@@ -216,6 +216,7 @@ def _try(run: Run, snapshot: Snapshot, manner: Manner, *, stops_at_loss: bool = 
 
 
 def _forward_and_backward(run: Run, snapshot: Snapshot, manner: Manner, stops_at_loss: bool) -> float:
+    run.tail.scale = manner.scale
     losses = run_pass(
         run.workload,
         [altered_batch(batch, manner.altered) for batch in snapshot.batches],
@@ -309,6 +310,7 @@ def shadow_step(run: Run, snapshot: Snapshot) -> Shadow:
 
 
 def _run_in_bfloat16(run: Run, snapshot: Snapshot) -> float:
+    run.tail.scale = 1.0
     try:
         return loss_of(run_pass(run.workload, snapshot.batches, functools.partial(_lowered, run, "bfloat16")))
     except UserCodeError as error:

@@ -31,11 +31,12 @@ from ampdbg.workload.build import Workload, build_workload
 class Tail:
     """The lines of a script between its modules and its losses, each with its calls, by :func:`name_of_line`.
 
-    ``in_fp32`` are the calls that run in FP32 now.
+    ``in_fp32`` are the calls that run in FP32 now, and ``scale`` is the loss scale that the losses are made at.
     """
 
     lines: Mapping[str, tuple[Line, frozenset[int]]]
     in_fp32: frozenset[int] = frozenset()
+    scale: float = 1.0
 
     def calls_of(self, names: Iterable[str]) -> frozenset[int]:
         """The calls of the lines among these names."""

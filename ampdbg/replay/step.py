@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 from torch.utils import _pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ampdbg.config.schema import Precision, config_of_script
 from ampdbg.ops import MOVES
@@ -40,8 +41,8 @@ MOVES_OR_CASTS = MOVES | {"type", "tensor", "as_tensor", "__getitem__"}
 """torch's functions that give a tensor's own values, in its format or in another one, by their names."""
 
 CallArguments = Mapping[int, tuple[Any, Any]]
-"""What each call of a step is given, by its number: positional and keyword arguments, with ``Made`` and ``Own`` in the
-place of tensors that others have made, and that are the model's own."""
+"""What each call of a step is given, by its number: positional and keyword arguments, with ``Made``, ``Own`` and
+``ScalePower`` in the place of tensors that others have made, of those that are the model's own, and of the scale."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,13 @@ class Own:
     """In the place of a tensor that is a model's own: a replay finds it altered and gives it back."""
 
     tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class ScalePower:
+    """In the place of the loss scale to a power: a replay has a scale of its own."""
+
+    power: int
 
 
 @dataclass(frozen=True)
@@ -133,6 +141,14 @@ def weighted(output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     return (output * torch.nan_to_num(gradient, 0.0, 0.0, 0.0)).sum()
 
 
+def scaled_gradients(scale: float, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """``torch.autograd.grad`` of outputs that a scaler has scaled, as it does: by a number in float32."""
+    each = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+    with _disable_current_modes():  # these are none of the step's ops
+        scaled = [output * torch.tensor(scale, device=output.device) for output in each]
+    return torch.autograd.grad(scaled, *args, **kwargs)
+
+
 def torch_name(function: Callable[..., Any]) -> str:
     """What torch calls a function of its own: ``torch.Tensor.add``; "" of any other."""
     with contextlib.suppress(Exception):  # it may be anything that can be called
@@ -155,7 +171,12 @@ class RecordedStep:
     reach: Reach = "whole"
     own_scale: float = 1.0
 
-    def loss(self, given: CallArguments, in_fp32: Collection[int] = ()) -> torch.Tensor:
+    @property
+    def scales_gradients(self) -> bool:
+        """Gradients at the loss scale are part of its losses."""
+        return any(call.function is scaled_gradients for call in self.calls.values())
+
+    def loss(self, given: CallArguments, in_fp32: Collection[int] = (), scale: float = 1.0) -> torch.Tensor:
         """The sum of the losses of one part, of shape (); the calls ``in_fp32`` are run so, whatever autocast does.
 
         Where autocast lowers around it, it lowers what it has lowered when the step ran, and nothing else.
@@ -165,7 +186,7 @@ class RecordedStep:
         for number, (args, kwargs) in given.items():
             call = self.calls[number]
             is_pinned = number in in_fp32
-            found = Copying(lambda value: self._found(value, results, is_pinned=is_pinned))  # noqa: B023 - used at once
+            found = Copying(lambda value: self._found(value, results, scale, is_pinned=is_pinned))  # noqa: B023 - used at once
             is_lowered = call.lowers and not is_pinned
             with (
                 contextlib.nullcontext() if is_lowered else torch.autocast(self.device, enabled=False),
@@ -175,7 +196,9 @@ class RecordedStep:
         losses = [self._at_path(results, made).reshape(()) for made in self.losses[min(given)]]
         return losses[0] if len(losses) == 1 else torch.stack([loss.float() for loss in losses]).sum()
 
-    def _found(self, value: Any, results: Mapping[int, Any], *, is_pinned: bool) -> Any:
+    def _found(self, value: Any, results: Mapping[int, Any], scale: float, *, is_pinned: bool) -> Any:
+        if isinstance(value, ScalePower):
+            return scale**value.power
         made = self._at_path(results, value) if isinstance(value, Made) else value
         found = value.tensor if isinstance(value, Own) else made
         is_half = is_pinned and isinstance(found, torch.Tensor) and found.dtype in HALVES
@@ -202,7 +225,7 @@ class RecordedStep:
 
         def losses(batch: Any, index: int) -> torch.Tensor:
             # A pass gives each part an equal share; the script's own shares are among the calls.
-            loss = self.loss(batch, tail.in_fp32)
+            loss = self.loss(batch, tail.in_fp32, tail.scale)
             return loss * share if share > 1 else loss
 
         policy: Literal["cuda", "native"] = "cuda" if device.type == "cuda" or is_emulating() else "native"

@@ -34,7 +34,7 @@ def blamed_data(run: Run, snapshot: Snapshot, played: RecordedStep) -> tuple[Ten
     suspects = [
         (name, tensor)
         for name, tensor in played.data_in(played.given)
-        if may_be_bad(tensor) and not tensor.requires_grad
+        if may_be_bad(tensor) and not tensor.requires_grad and tensor.numel() > 1  # a single number is no sample
     ]
     has_loss = played.reach == "whole"  # else its modules may give a mask of -inf
 

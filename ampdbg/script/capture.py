@@ -56,6 +56,10 @@ class CaptureError(AmpdbgError):
     """A capture could not be written, read, or put into the script that it is of."""
 
 
+class UnlikeCallError(PackedError):
+    """A call of the same name as the captured one takes its arguments from elsewhere: it is that of another step."""
+
+
 @dataclass(frozen=True)
 class CapturedCall:
     """One call: ``name`` says of what, ``given`` is packed."""
@@ -224,6 +228,15 @@ class Capture:
         """That of the process when the step had gone backward."""
         return unpacked_random_state(self.head.random_state, Unpacking(self, device))
 
+    def why_unlike(self, live: RecordedStep, device: torch.device) -> Difference | None:
+        """Why a step of calls of the same names is another one; None where it is not."""
+        try:
+            self.step(live, device)
+        except CaptureError as error:
+            is_other = isinstance(error.__cause__, UnlikeCallError)
+            return Difference(len(live.calls), first_line(error).removeprefix(f"{self.path}: ")) if is_other else None
+        return None
+
     def step(self, live: RecordedStep, device: torch.device) -> RecordedStep:
         """The captured step, made of a step of the same calls.
 
@@ -249,7 +262,7 @@ class Capture:
             try:
                 given[number] = _with_dtypes(tuple(unpacking.of(captured.given, list(before))), before)
             except PackedError as error:
-                raise CaptureError(f"{self.path}: call {place + 1}, of {captured.name}: {error}") from None
+                raise CaptureError(f"{self.path}: call {place + 1}, of {captured.name}: {error}") from error
         for number, value in unpacking.casts.items():
             (_, *others), kwargs = match.given[number]
             given[number] = (value, *others), kwargs
@@ -453,11 +466,11 @@ class _GivenAgain(Unpacking):
         then = self._match.captured_source(packed)
         place = self._match.own.get(now.call, -1) if isinstance(now, Made) else -1
         if place != place_of(then):
-            raise PackedError("a result of another call takes the place of data")
+            raise UnlikeCallError("a result of another call takes the place of data")
         if place >= 0:
             return live
         if then == OWN and not isinstance(now, Own):
-            raise PackedError("data takes the place of a tensor of the model's own")
+            raise UnlikeCallError("data takes the place of a tensor of the model's own")
         value = super().of(then, now)
         if cast is None:
             return value

@@ -108,6 +108,7 @@ class Policy:
 
     def __init__(self) -> None:
         self._tries = dict[Why, int]()
+        self._looking_at: Why = "end"
         self._taken, self._compared = Counter[int](), set[int]()
         self._in_a_row, self._settling = dict[int, int](), 0
         self._lost_rows, self._nan_rows = set[int](), set[int]()
@@ -182,7 +183,7 @@ class Policy:
 
     def settled(self) -> None:
         """What was looked at is a loss scale that settles: it takes the place of no other."""
-        self._tries["gradients"] -= 1
+        self._tries[self._looking_at] -= 1
         self._settling += 1
 
     def is_open(self, why: Why) -> bool:
@@ -192,7 +193,7 @@ class Policy:
     @contextlib.contextmanager
     def looking(self, why: Why) -> Iterator[None]:
         """While a step is looked at."""
-        began = time.monotonic()
+        began, self._looking_at = time.monotonic(), why
         self._tries[why] = self._tries.get(why, 0) + 1
         try:
             yield
@@ -361,8 +362,11 @@ class FailingSteps:
         if why_not:
             return None, why_not
         step, why_not, state = None, "", ModelState()
+        watcher, steps = self._watcher, self._watcher.steps
+        of = next((one.optimizer for one in steps if one.step == number), watcher.open_step.optimizer or 0)
+        scale = self._scale(of)
         if not is_cut:
-            step, why_not, state = self.recorder.step(model, optimizers, device.type, loss, self._watcher.stepping)
+            step, why_not, state = self.recorder.step(model, optimizers, device.type, loss, watcher.stepping, scale)
         if step is None and why == "loss":
             step, other, state = self.recorder.modules(model, optimizers, device.type)
             why_not = why_not or other or ENDED_EARLIER
@@ -371,9 +375,9 @@ class FailingSteps:
             step, why_not = None, BEGAN_SPOILT.format(spoilt, number - 1)
         if step is None:
             return None, why_not
-        watcher, steps = self._watcher, self._watcher.steps
-        of = next((one.optimizer for one in steps if one.step == number), watcher.open_step.optimizer or 0)
-        scale = self._scale(of) * step.own_scale
+        if why == "loss" and step.scales_gradients:
+            why = "gradients"  # it may be the loss scale that makes the loss so
+        scale *= step.own_scale
         sizes = self.recorder.before.rewritten(state, step.calls)
         rewritten = {name: size for name, size in sizes.items() if not size < FLOAT16.overflow_threshold}
         return LiveStep(number, watcher, step, model, device, state, half, scale, why, why_not, of, rewritten), ""

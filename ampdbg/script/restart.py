@@ -240,11 +240,15 @@ class _StepFinder:
         model, optimizers = self.watcher.models.together(), tuple(self.watcher.optimizers)
         device, head = _device_type(model), self._capture.head
         if head.reach == "whole":
-            recorded, why_not, _ = self.recorder.step(model, optimizers, device, loss, self.watcher.stepping)
+            stepping, scale = self.watcher.stepping, float(self.watcher.open_step.loss_scale())
+            recorded, why_not, _ = self.recorder.step(model, optimizers, device, loss, stepping, scale)
         else:
             most = sum(call.training is not None for call in head.calls)  # which that of a module alone has
             recorded, why_not, _ = self.recorder.modules(model, optimizers, device, most)
-        different = Match(head, recorded).why_not(model) if recorded is not None else Difference(0, why_not)
+        different: Difference | None = Difference(0, why_not)
+        if recorded is not None:
+            at = torch.device(device)
+            different = Match(head, recorded).why_not(model) or self._capture.why_unlike(recorded, at)
         if different is not None:
             self._nearest = max(different, self._nearest, key=attrgetter("alike"))
         elif recorded is not None:
@@ -296,11 +300,11 @@ def _device_type(model: torch.nn.Module) -> str:
 
 
 def _of_capture(capture: Capture) -> Record:
-    """The record of the run up to the step, and that as well."""
+    """The record of the steps of the same optimizer up to the step, and that as well."""
     head, start, before = capture.head, capture.start, capture.record
     is_bad = head.why != "end"
-    earlier = [one for one in before.steps if one.step < head.step]
-    iteration = max((one.iteration + 1 for one in earlier if one.optimizer == head.optimizer), default=0)
+    earlier = [one for one in before.steps if one.step < head.step and one.optimizer == head.optimizer]
+    iteration = max((one.iteration + 1 for one in earlier), default=0)
     step = Step(
         step=head.step,
         loss=head.loss,

@@ -111,6 +111,31 @@ def penalized(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
     scaler.scale(output + gradient.square().sum()).backward()
 
 
+def penalized_by_what_is_scaled(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    inner = x().requires_grad_()
+    output = model(inner).sum()
+    (gradient,) = torch.autograd.grad(scaler.scale(output), inner, create_graph=True)
+    scaler.scale(output + (gradient / scaler.get_scale()).square().sum()).backward()
+
+
+def penalized_on_its_weights_as_torch_writes_it(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    output = model(x()).square().mean()
+    scaled = torch.autograd.grad(outputs=scaler.scale(output), inputs=model.parameters(), create_graph=True)
+    inverse = 1.0 / scaler.get_scale()
+    norm = 0
+    for slope in [slope * inverse for slope in scaled]:
+        norm += slope.square().sum()
+    scaler.scale(output + norm.sqrt()).backward()
+
+
+def penalized_by_many_that_are_scaled(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    inner = x().requires_grad_()
+    output = model(inner)
+    scaled, ones = scaler.scale(output), torch.ones_like(output)
+    (gradient,) = torch.autograd.grad(scaled, inner, grad_outputs=ones, create_graph=True)
+    scaler.scale((gradient / scaler.get_scale()).square().mean()).backward()
+
+
 def asks_for_its_gradients(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
     plain(model, scaler)
     for _ in range(600):
@@ -369,7 +394,7 @@ class Noted:
         return original(*args, **kwargs)
 
     def step(self) -> tuple[RecordedStep | None, str, ModelState]:
-        return self.recorder.step(self.model, self.optimizers, "cpu")
+        return self.recorder.step(self.model, self.optimizers, "cpu", scale=4.0)
 
     def again(self) -> RecordedStep:
         """The whole step, with the model as it was before it."""
@@ -402,7 +427,7 @@ PAUSE = Pause()
 def run(step: RecordedStep, scale: float = 1.0, lowers_to: torch.dtype | None = None) -> float:
     """Runs it again, up to its gradients: its loss, times the scale."""
     with contextlib.nullcontext() if lowers_to is None else torch.autocast("cpu", dtype=lowers_to):
-        losses = [step.loss(given) * scale for given in step.given]
+        losses = [step.loss(given, scale=scale) * scale for given in step.given]
     for loss in losses:
         loss.backward()
     return sum(float(loss.detach()) for loss in losses)
@@ -506,19 +531,10 @@ def hidden(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
     scaler.scale(Double.apply(model(x())).mean()).backward()
 
 
-def penalized_by_what_is_scaled(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
-    inner = x().requires_grad_()
-    output = model(inner).sum()
-    (gradient,) = torch.autograd.grad(scaler.scale(output), inner, create_graph=True)
-    scaler.scale(output + (gradient / scaler.get_scale()).square().sum()).backward()
-
-
-def penalized_by_many_that_are_scaled(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
-    inner = x().requires_grad_()
-    output = model(inner)
-    scaled, ones = scaler.scale(output), torch.ones_like(output)
-    (gradient,) = torch.autograd.grad(scaled, inner, grad_outputs=ones, create_graph=True)
-    scaler.scale((gradient / scaler.get_scale()).square().mean()).backward()
+def penalized_by_what_stays_scaled(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    output = model(x()).sum()
+    slopes = torch.autograd.grad(scaler.scale(output), model.parameters(), create_graph=True)
+    scaler.scale(output + torch.stack([slope.square().sum() for slope in slopes]).sum() / 2).backward()
 
 
 def made_before(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
@@ -545,8 +561,7 @@ EARLIER = torch.ones(3, requires_grad=True) * 2
 
 REFUSED: dict[str, tuple[Loop, str]] = {
     "a function of autograd's": (hidden, "ampdbg did not see every call that its loss needs"),
-    "a scaled loss in a loss": (penalized_by_what_is_scaled, "its loss takes gradients of a scaled loss"),
-    "scaled values in a loss": (penalized_by_many_that_are_scaled, "its loss takes gradients of a scaled"),
+    "a scaled loss in a loss": (penalized_by_what_stays_scaled, "its loss takes gradients of a scaled loss, and"),
     "a graph from before": (made_before, "ampdbg did not see every call that its loss needs"),
     "other weights": (steps_in_between, "its weights have changed since"),
     "a loss that is compiled": (compiles_its_loss, "it may compile the code of its loss"),

@@ -447,3 +447,64 @@ def test_losses_that_layers_keep_are_parts_of_the_step_which_its_capture_has_too
     saves_the_same_alone(tmp_path)
     start(tmp_path, "replay", *captured(record), "--record", "again.json")
     assert where(read_record(tmp_path / "again.json")) == ("forward-overflow", 12, "1", line)
+
+
+STYLE = scripts.loop("""
+maker = nn.Sequential(nn.Linear(16, 64), nn.LeakyReLU(), nn.Linear(64, 64)).cuda()
+critic = nn.Sequential(nn.Linear(64, 64), nn.LeakyReLU(), nn.Linear(64, 1)).cuda()
+ours, theirs = torch.optim.Adam(maker.parameters()), torch.optim.Adam(critic.parameters())
+scalers = {ours: torch.amp.GradScaler("cuda"), theirs: torch.amp.GradScaler("cuda")}
+
+def step(optimizer, loss):
+    optimizer.zero_grad()
+    scalers[optimizer].scale(loss).backward()
+    scalers[optimizer].step(optimizer)
+    scalers[optimizer].update()
+
+def slope(optimizer, output, of):
+    scaled = torch.autograd.grad(scalers[optimizer].scale(output), of, create_graph=True)[0]
+    return scaled / scalers[optimizer].get_scale()
+
+mean = 0.0
+for i in range(36):
+    real, noise = torch.randn(8, 64).cuda(), torch.randn(8, 16).cuda()
+    with torch.autocast("cuda"):
+        loss = nn.functional.softplus(torch.cat([-critic(real), critic(maker(noise).detach())])).mean()
+    step(theirs, loss)
+    if i % 16 == 0:
+        real.requires_grad_(True)
+        with torch.autocast("cuda"):
+            output = critic(real)
+        step(theirs, 5 * slope(theirs, 20 * output.float().sum(), real).square().sum(1).mean())
+    with torch.autocast("cuda"):
+        loss = nn.functional.softplus(-critic(maker(noise))).mean()
+    step(ours, loss)
+    if i % 4 == 0:
+        noise.requires_grad_(True)
+        with torch.autocast("cuda"):
+            fake = maker(noise).float()
+        length = slope(ours, (50 * fake * torch.randn_like(fake)).sum(), noise).square().sum(1).sqrt()
+        if GUARD:
+            mean = mean + 0.01 * (length.mean().detach() - mean)
+        step(ours, (length - mean).square().mean())
+""")
+"""Both optimizers have steps that a lower scale cures, and the running mean of lengths keeps the first NaN of one."""
+
+
+def test_of_two_optimizers_with_penalties_what_came_into_the_loss_of_one_is_named(tmp_path: Path) -> None:
+    _, record = run(tmp_path, STYLE.replace("GUARD", "True"))
+    assert where(record)[:2] == ("weights-nonfinite", 12)
+    assert where(record)[3] == "mean = mean + 0.01 * (length.mean().detach() - mean)"
+    assert [(found.code, found.root) for found in record.findings] == [
+        ("weights-nonfinite", None),
+        ("scale-collapse", 0),
+    ]
+    assert all(made.why == "gradients" and made.reproduced for made in record.investigations)
+    again = start(tmp_path, "replay", captured(record)[0])
+    assert "step 12 is not finite in FP32 either, first in sub" in " ".join(again.stdout.split()), again.stderr
+
+
+def test_a_scale_that_still_falls_to_what_a_penalty_needs_is_no_collapse(tmp_path: Path) -> None:
+    _, record = run(tmp_path, STYLE.replace("GUARD", "length.isfinite().all()"))
+    assert (record.verdict, [found.code for found in record.findings]) == ("healthy", ["scale-calibration"])
+    assert "it has not settled yet" in record.findings[0].message
