@@ -612,8 +612,12 @@ class Recorder(TorchFunctionMode):
 
     @property
     def is_under_way(self) -> bool:
-        """Modules were called, and nothing has gone backward since."""
-        return bool(self._now.calls) and not self._now.has_gone
+        """A step has begun, and nothing has gone backward in it: a module with weights was called, where any was. What
+        has none may prepare the data of the next step."""
+        begun = [*self._now.calls.values()][self._now.earlier :]
+        modules = [call.module for call in begun if call.module is not None]
+        has_weights = any(next(module.parameters(), None) is not None for module in modules)
+        return bool(begun) and (has_weights or not modules) and not self._now.has_gone
 
     @property
     def has_losses(self) -> bool:

@@ -996,3 +996,21 @@ def test_a_loss_that_is_lost_and_leads_nowhere_is_known_while_the_script_holds_i
         assert not step.loss(step.given[0]).isfinite()
         del loss
         assert recorder.lost_loss is None
+
+
+@pytest.mark.parametrize("holds_output", [False, True])
+def test_what_prepares_the_data_of_a_next_step_is_no_step_under_way(holds_output: bool) -> None:
+    """As where a data set calls a transform, whether or not the script holds what its model gave last."""
+    model, transform, scaler = net(), nn.Flatten(), torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer, seen = torch.optim.SGD(model.parameters(), 0.1), []
+    with Recorder() as recorder:
+        for _ in range(2):
+            inputs = transform(x()) / 2
+            seen.append(recorder.is_under_way)
+            output = model(inputs)
+            seen.append(recorder.is_under_way)
+            scaler.scale(output.square().mean()).backward()
+            output = output if holds_output else None
+            scaler.step(optimizer)
+            scaler.update()
+    assert seen == [False, True, False, True]
