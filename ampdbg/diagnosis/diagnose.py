@@ -23,6 +23,7 @@ from ampdbg.diagnosis.trend import ahead
 from ampdbg.diagnosis.updates import SMALL, SMALL_UPDATES, SPOILING, SUMS, half_updates
 from ampdbg.formats import FLOAT32
 from ampdbg.levels import format_of_config
+from ampdbg.quantities import listed
 from ampdbg.record.codes import CODES
 from ampdbg.record.file import check_record
 from ampdbg.record.findings import Finding
@@ -108,8 +109,12 @@ def _in_script(finding: Finding, record: Record) -> Finding:
         return finding
     if _was_in_fp32(record):
         return replace(finding, remedy="look at the formula, the data and the learning rate: this was FP32 already")
-    switches = "autocast(enabled=False) and GradScaler(enabled=False)"
-    return replace(finding, remedy=f"compare with a run in FP32: {switches}")
+    ways = (
+        ("float32 weights", bool(record.half_weights)),
+        ("autocast(enabled=False)", not record.half_weights),
+        ("GradScaler(enabled=False)", any(step.scaler for step in record.steps)),
+    )
+    return replace(finding, remedy=f"compare with a run in FP32: {listed([way for way, holds in ways if holds])}")
 
 
 def _of_its_turn(finding: Finding, record: Record) -> Finding:
