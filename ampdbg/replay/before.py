@@ -179,11 +179,13 @@ class Before:
         return {name: float(one.abs().amax()) for name, one in those if one.is_floating_point() and one.numel()}
 
     def poisoned(self, buffers: Iterable[tuple[str, torch.Tensor]]) -> Iterator[str]:
-        """The names of those buffers that noted calls have made inf or NaN."""
+        """The names of those buffers that noted calls have made inf or NaN, or have put in the place of others."""
         kept = [one.held for root in self._roots.values() for one in root.kept.values()]
+        noted = [(module, root.tensors) for module, root in self._roots.items() if root.kept]
+        new = {id(one) for module, old in noted for name, one in module.named_buffers() if old.get(name) is not one}
         for name, buffer in buffers:
             before = [held.copy_of(buffer) for held in kept if buffer in held]
-            if any(map(is_finite, before)) and not is_finite(buffer):
+            if (id(buffer) in new or any(map(is_finite, before))) and not is_finite(buffer):
                 yield name
 
     def changing(self, state: ModelState) -> Iterator[tuple[str, torch.Tensor]]:
