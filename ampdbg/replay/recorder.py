@@ -166,6 +166,8 @@ class _Thread:
         self.prune_at = PRUNED_FROM
         self.earlier = 0  # calls that were kept of earlier steps when this began: the script holds what they gave
         self.scalars: deque[tuple[weakref.ref[torch.Tensor], Mark]] = deque(maxlen=PRUNED_FROM)
+        self.trained_at: set[Line | None] = set()
+        """Where modules were called whose passes have gone backward."""
         self.was_on = self.trains = False
         self.has_gone = False
         self.taken: set[int] = set()
@@ -517,9 +519,17 @@ class Recorder(TorchFunctionMode):
         self._stepped_before.clear()
         wrote = set[int]()
         for root, start in zip(roots, starts, strict=False):
-            now.losses.append((self._maker(root) if isinstance(root, torch.Tensor) else None, start, wrote))
+            made = self._maker(root) if isinstance(root, torch.Tensor) else None
+            now.losses.append((made, start, wrote))
+            now.trained_at |= self._called_at(made)
         now.has_gone = True
         now.scalars.clear()
+
+    def _called_at(self, made: Made | None) -> set[Line | None]:
+        """Where the modules were called that lead to what was made."""
+        calls = self._now.calls
+        behind = _behind(calls, [made.call]) if made is not None else set()
+        return {calls[number].line for number in behind if calls[number].module is not None}
 
     def went_backward(self, wrote: Collection[int], cleared: Collection[int]) -> None:
         """To be called behind a backward pass with the places of the optimizers whose gradients it ``wrote``, and of
@@ -627,12 +637,18 @@ class Recorder(TorchFunctionMode):
     @property
     def lost_loss(self) -> torch.Tensor | None:
         """What was made for a loss since the last backward pass, where somebody holds it still and it is not finite;
-        else None. On a GPU only those are looked at that nobody has to wait for any more."""
+        else None. On a GPU only those are looked at that nobody has to wait for any more. No pass is one whose modules
+        are called where none has ever gone backward, as to validate."""
         self._off()
         held = [(result(), mark) for result, mark in self._now.scalars]
         losses = [scalar for scalar, mark in held if scalar is not None and mark.is_passed]
         values = read_aside([loss.detach() for loss in losses])
-        return next((loss for loss, value in zip(losses, values, strict=True) if value - value != 0), None)
+        lost = (loss for loss, value in zip(losses, values, strict=True) if value - value != 0)
+        trained_at = self._now.trained_at
+        return next((one for one in lost if not (trained_at and trained_at.isdisjoint(self._at(one)))), None)
+
+    def _at(self, loss: torch.Tensor) -> set[Line | None]:
+        return self._called_at(self._maker(loss))
 
     def doubt(self, loss: torch.Tensor, lead_back: Callable[[bool], None]) -> None:
         """Has the next backward pass say whether it leads through a loss, or the loop has given that up."""

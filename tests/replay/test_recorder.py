@@ -1014,3 +1014,37 @@ def test_what_prepares_the_data_of_a_next_step_is_no_step_under_way(holds_output
             scaler.step(optimizer)
             scaler.update()
     assert seen == [False, True, False, True]
+
+
+@pytest.mark.parametrize("validates", [False, True])
+def test_a_loss_that_is_lost_where_nothing_has_gone_backward_is_no_step_that_is_given_up(validates: bool) -> None:
+    model, scaler = net(), torch.amp.GradScaler("cpu", init_scale=4.0)
+    with Recorder() as recorder:
+        for factor in (1.0, math.nan):
+            loss = model(x()).mean() * (1.0 if validates else factor)
+            held = model(x()).mean() * factor if validates else loss
+            if held.isfinite():
+                scaler.scale(loss).backward()
+        assert (recorder.lost_loss is None) == validates
+
+
+class Membrane(nn.Module):
+    """Puts another tensor in the place of its buffer in each call, as spiking layers do."""
+
+    def __init__(self, gain: float) -> None:
+        super().__init__()
+        self.register_buffer("potential", torch.zeros(0))
+        self.weight, self.gain = nn.Parameter(torch.ones(6)), gain
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        self.potential = self.weight.detach() * given * self.gain
+        return self.weight * given
+
+
+@pytest.mark.parametrize("gain", [1.0, math.inf])
+def test_a_buffer_that_a_call_replaces_by_one_that_is_not_finite_was_not_so_before(gain: float) -> None:
+    model = nn.Sequential(Membrane(gain))
+    with Recorder() as recorder:
+        loss = model(x()).mean()
+        assert [*recorder.before.poisoned(model.named_buffers())] == ["0.potential"] * math.isinf(gain)
+        loss.backward()
