@@ -80,6 +80,7 @@ class Watch:
         self._learning = threading.RLock()
         self.left_by_replays: set[str] = set()
         self._interrupted = False
+        self._clears_sound = False
         self._writes_itself = False
         self.ended: Callable[[bool], None] = lambda is_bad: None
         """Called when a step has ended, with whether it was withheld or its loss is known not to be finite."""
@@ -350,7 +351,11 @@ class Watch:
             wrote, cleared = tuple(range(len(self.optimizers))), ()
         self.went_backward(wrote, cleared)
         for step in self._loop.went_backward(wrote, cleared):
-            step.skipped = not (self.has_unseen_steps or step.is_known_finite())
+            step.read_losses_aside()
+            is_sound = self.has_unseen_steps or step.is_known_finite()
+            # A loop that clears the gradients of sound losses gives none up: its pass is for something else, as SAM's.
+            self._clears_sound |= is_sound and step.mark is None and self.optimizers.have_stepped
+            step.skipped = not (is_sound or self._clears_sound)
             if step.skipped:  # else its losses were those of no step
                 self._end(step)
         for optimizer in self.optimizers if self._loop.now.running else ():

@@ -734,6 +734,20 @@ def test_a_loss_that_is_lost_and_given_up_with_its_gradients_is_a_step_that_was_
     ]
 
 
+def test_a_first_pass_whose_gradients_a_loop_always_clears_is_no_step_where_it_is_lost() -> None:
+    """Sharpness-aware minimization moves the weights by gradients of a first pass, and steps on those of a second."""
+    model, optimizer = small_loop()
+    with watch(model, optimizer) as watcher:
+        for step in range(4):
+            for _ in range(2):
+                optimizer.zero_grad()
+                (model(torch.ones(2, 3)).square().mean() * (math.inf if step > 1 else 1.0)).backward()
+            optimizer.step()
+    assert [(step.skipped, math.isfinite(step.loss)) for step in watcher.steps] == [
+        (False, step < 2) for step in range(4)
+    ]
+
+
 def test_steps_tell_their_scalers_apart() -> None:
     model = small_model()
     optimizer, scalers = torch.optim.SGD(model.parameters(), lr=0.1), [GradScaler("cpu", init_scale=4.0) for _ in "ab"]
