@@ -46,8 +46,10 @@ class Suspect:
 
     @property
     def scale(self) -> float:
-        """The loss scale that its values are at: 1 in the forward pass."""
-        return self.low.scale if self.producer.phase == "backward" else 1.0
+        """The loss scale that its values are at: 1 in the forward pass. Where FP32's value at a scale of 1 is beyond
+        the format, the op overflows at any, and may take no gradient, as of what a custom Function has saved."""
+        is_at_any = not self.is_cast and (self.producer.fp32_largest or 0.0) >= self.format.overflow_threshold
+        return self.low.scale if self.producer.phase == "backward" and not is_at_any else 1.0
 
     @property
     def value(self) -> float | None:
