@@ -102,6 +102,11 @@ class Evidence(Evident):
         return format_of(self.low.dtype).short
 
     @property
+    def of_earlier_pass(self) -> str:
+        """What an earlier pass has computed in; "" where there was none."""
+        return self.half if self.made.step else ""
+
+    @property
     def is_answered(self) -> bool:
         """FP32 has shown what the step comes to."""
         return self.made.reproduced > 0 and self.made.fp32 is not None and not self.made.fp32.error
@@ -653,8 +658,8 @@ CAUSES: tuple[Decision[Evidence], ...] = (
         WEIGHTS,
         "FP32 is not finite either, and the first op that is not takes inf or NaN from outside the step",
         lambda it: it.begins_in_fp32 is not None and it.begins_in_fp32.is_given,
-        "step {made.step} is not finite in FP32 either" + WHERE + "; inf or NaN came into it from outside, perhaps "
-        "from an earlier pass in {half}",
+        "step {made.step} is not finite in FP32 either" + WHERE + "; inf or NaN came into it from outside"
+        "[, perhaps from an earlier pass in {of_earlier_pass}]",
         remedy="find what left it: a value of the script's own, or an earlier pass, which {half} may have overflowed",
     ),
     Decision(

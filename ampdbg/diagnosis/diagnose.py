@@ -14,7 +14,7 @@ from ampdbg.diagnosis.cause import CAUSES, ITSELF, LOST, nonfinite_loss
 from ampdbg.diagnosis.decisions import Decision, Subject, holding
 from ampdbg.diagnosis.dtype_contract import CASTS, CONTRACT, casts, contracts
 from ampdbg.diagnosis.hidden_faults import HIDDEN, hidden_faults
-from ampdbg.diagnosis.losses import losses_of, risen
+from ampdbg.diagnosis.losses import leapt, losses_of, risen
 from ampdbg.diagnosis.misuse import autocast_errors, doubtful_misuses, misuses
 from ampdbg.diagnosis.producers import UNKNOWN
 from ampdbg.diagnosis.scale import LIMITS, SKIPS, UNTOLD, scalings, skips
@@ -98,7 +98,8 @@ def diagnose(record: Record) -> Record:
     found = tuple(_of_its_turn(_in_script(finding, record), record) for finding in faults or information)
     verdict = _verdict(record, found)
     rises = (risen(losses_of(timeline.steps)) for timeline in record.timelines)
-    note = next(filter(None, rises), "") if verdict == "healthy" else ""
+    is_sound = all(finding.severity != "error" for finding in found)
+    note = next(filter(None, rises), "") if is_sound and not record.error else ""
     notes = (*record.unseen.notes, *[note] * (note not in ("", *record.unseen.notes)))
     return replace(record, findings=found, verdict=verdict, unseen=replace(record.unseen, notes=notes))
 
@@ -171,6 +172,7 @@ def _verdict(record: Record, found: Sequence[Finding]) -> Verdict:
     fault = next((finding for finding in found if finding.severity != "info"), None)
     if fault is None:
         is_open = record.error or record.took_no_step or any(UNTOLD in finding.evidence for finding in found)
+        is_open = is_open or any(leapt(losses_of(timeline.steps)) for timeline in record.timelines)
         return "inconclusive" if is_open or (record.script and not record.steps) else "healthy"
     verdict, in_fp32 = CODES[fault.code].verdict, fault.evidence.get("finite_in_fp32")
     if fault.code == UNKNOWN and _was_in_fp32(record):

@@ -95,6 +95,6 @@ def risen(losses: Sequence[float]) -> str:
     "" of others. Some losses are meant to grow, so that it is no more."""
     known = finite(losses)
     highest, after = list(accumulate(map(abs, known), max)), _lowest_after(known)
-    starts = range(2, len(known) - 1)
+    starts = range(1 if leapt(known) else 2, len(known) - 1)
     start = next((start for start in starts if after[start] > RISEN * highest[start - 1]), None)
     return "" if start is None else RISEN_NOTE.format(number(known[start - 1]), number(known[-1]))

@@ -82,7 +82,7 @@ class Code:
         return self.pin_helps or self.passes or self.disproves_patch
 
 
-FACTS = ("step", "phase", "where", "skips", "losses", "falling", "first", "last", "settles", "verdict")
+FACTS = ("step", "phase", "where", "cause", "skips", "losses", "falling", "first", "last", "settles", "verdict")
 """What a headline may name: the finding's step, phase and module; how many steps were skipped; what losses are not
 finite; how far the loss scale fell; the first and the last scale; whether it has settled; and, where nothing is wrong,
 the verdict."""
@@ -358,7 +358,7 @@ _OTHER = (
         "unknown",
         "inconclusive",
         "compare with a run in FP32: --set precision.level=O0",
-        "The {phase} pass of step {step} is not finite{losses}. The cause is unknown: {skips}{falling}.",
+        "The {phase} pass of step {step} is not finite{losses}. {cause}: {skips}{falling}.",
         pin_helps=True,
         why_no_pin="ampdbg suggests no pin: the failure at {step} may not come from precision.",
         keeps_scale=True,

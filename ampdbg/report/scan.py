@@ -156,6 +156,7 @@ def _headline_facts(finding: Finding, record: Record) -> dict[str, str]:
         "phase": finding.phase,
         "skips": "no step ran",
         "verdict": _verdict(record),
+        "cause": "FP32 fails too" if finding.evidence.get("finite_in_fp32") is False else "The cause is unknown",
         "where": finding.module and f" in {finding.module}",
     }
     if not steps:

@@ -75,7 +75,7 @@ THROWN = "its weights or earlier losses have grown as under a learning rate that
 
 HALF_BY_HOOKS = "its half weights have a wrapper's hooks, which a replay in FP32 would take away"
 
-NOT_COMPARED = "step {}, which looks healthy, was not compared with FP32: {}"
+NOT_COMPARED = "step {} was not compared with FP32: {}"
 
 NOT_ASKED = "--no-investigate allows no replay"
 

@@ -678,6 +678,14 @@ def test_a_loss_that_was_zero_before_its_part_of_the_model_trains_has_not_risen(
     assert ["from 1.5 to 2,000" in note for note in noted(*[0.0] * 10, 1.4, 1.5, 1e3, 2e3)] == [True]
 
 
+@pytest.mark.parametrize(("later", "verdict"), [(5e3, "inconclusive"), (5e2, "healthy")])
+def test_a_run_whose_loss_has_left_its_first_one_for_good_is_not_called_healthy(later: float, verdict: str) -> None:
+    steps = [replace(step, loss=later if step.step else 2.0) for step in steps_of("." * 20)]
+    record = diagnosed(steps)
+    assert (record.verdict, record.findings) == (verdict, ())
+    assert any("stays there" in note for note in record.unseen.notes) == (verdict == "inconclusive")
+
+
 def test_a_run_whose_loss_was_zero_at_first_diverges_from_where_it_was_none() -> None:
     def found(*losses: float) -> tuple[str, str]:
         steps = [replace(step, loss=loss) for step, loss in zip(steps_of("....x"), losses, strict=True)]

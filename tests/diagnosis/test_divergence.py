@@ -100,6 +100,8 @@ def test_a_run_that_is_below_where_it_began_has_not_risen() -> None:
     [
         ([0.79, 1.34, 0.7, 1.98, 309.7, 272.1, 211.8, 2070.0], ("1.98", "2,070")),  # PPO, at a rate 1e5 times too large
         ([0.5, 0.4, 0.4, 4e15, math.nan, 4.5e15], ("0.4", "4.5e15")),
+        ([4.4, 2e7, 2e6, 5e5, 8e5, 1e5], ("4.4", "100,000")),  # Adam, at a rate of 1,000
+        ([4.4, 2e7, 2e6, 5e2, 8e5, 1e5], None),  # under a thousand times the first
         ([0.5, 0.4, 0.4, 50.0, 0.4, 50.0, 50.0], None),  # it comes back
         ([0.5, 0.4, 0.4, 500.0], None),  # one loss is a batch
         ([1e-4, -3.0, 5.0, -12.0, 40.0, -30.0, 60.0], None),  # a critic's

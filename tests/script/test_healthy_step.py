@@ -101,7 +101,7 @@ def test_gradients_that_a_step_makes_itself_are_looked_at_before_it_writes_them_
 def test_no_step_is_compared_where_none_is_to_be_replayed(tmp_path: Path) -> None:
     result, record = run(tmp_path, HIDDEN, "1000", options=("--emulate", "--no-investigate"))
     assert (result.code, record.investigations) == (0, ())
-    said = "step 10, which looks healthy, was not compared with FP32: --no-investigate allows no replay"
+    said = "step 10 was not compared with FP32: --no-investigate allows no replay"
     assert record.unseen.notes == (said,)
     assert "no step compared with FP32 ·" in " ".join(result.stderr.split())
 
@@ -123,10 +123,7 @@ def test_a_step_whose_replays_take_too_long_is_not_compared_and_the_run_says_so(
     _, record = run(tmp_path, text, "1")
     assert record.investigations == ()
     (said,) = record.unseen.notes
-    assert said == (
-        "step 10, which looks healthy, was not compared with FP32: its replays take more of the run's time than ampdbg "
-        "uses"
-    )
+    assert said == ("step 10 was not compared with FP32: its replays take more of the run's time than ampdbg uses")
 
 
 def test_a_step_whose_gradients_overflow_as_it_is_compared_is_a_failing_one_and_no_other_loss(tmp_path: Path) -> None:
@@ -217,7 +214,7 @@ def test_no_step_is_replayed_within_a_backward_pass_whose_graph_that_would_spoil
     result, record = run(tmp_path, SEVERAL_OPTIMIZERS, "within", weights)
     assert (result.code, record.error, record.investigations) == (0, "", ())
     why = "its optimizer steps within the backward pass, which a replay would disturb"
-    assert record.unseen.notes == (f"step 10, which looks healthy, was not compared with FP32: {why}",)
+    assert record.unseen.notes == (f"step 10 was not compared with FP32: {why}",)
     saves_the_same_alone(tmp_path, "within", weights)
 
 
