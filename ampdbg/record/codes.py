@@ -145,7 +145,7 @@ _FORWARD = (
         "eps-underflow",
         "precision",
         "compute this statistic in FP32, or use an eps of at least 1e-6, which FP16 can hold",
-        "FP16 rounds a divisor or a logarithm's argument to zero{where} at step {step}{losses}.",
+        "Half precision rounds a divisor or a logarithm's argument to zero{where} at step {step}{losses}.",
         pin_helps=True,
         changes_function=True,
         is_a_constant=True,
@@ -332,7 +332,7 @@ _OTHER = (
         "true-nan",
         "other",
         "change the formula where its value or derivative is undefined; no precision helps",
-        "Step {step} fails in every precision: the mathematics is wrong, not FP16.",
+        "Step {step} fails in every precision: the mathematics is wrong, not the precision.",
         fails_in_fp32=True,
         remedy_at=(
             ("nll_loss", "leave out batches in which every target is ignored (ignore_index): a mean over none is 0/0"),

@@ -109,7 +109,7 @@ def replay_step(
     """
     model = run.workload.model
     weights = altered(model.parameters(), manner.rounded)
-    with uncollected(), rewound(model, snapshot), weights, altered(tensors_in(model), manner.altered):
+    with uncollected(), rewound(model, snapshot), weights, altered(_tensors_of(model, snapshot), manner.altered):
         with placed(model, traced) if traced else contextlib.nullcontext() as trace:
             _wait(run.device)
             started = time.perf_counter()
@@ -129,6 +129,12 @@ def replay_step(
         gradients = {name: _unscaled(one, manner.scale) for name, one in found.items()} if keep_gradients else {}
         idle = frozenset(_idle(run, gradients)) if manner == FP32 else frozenset()
         return Replayed(replay, trace, gradients, seconds, idle)
+
+
+def _tensors_of(model: torch.nn.Module, snapshot: Snapshot) -> list[torch.Tensor]:
+    """Those of the model and of the modules that the step calls beside it, such as a frozen reference, each once."""
+    called = [one for one in snapshot.beside if isinstance(one, torch.nn.Module)]
+    return list({id(one): one for module in (model, *called) for one in tensors_in(module)}.values())
 
 
 def _replay(manner: Manner, loss: float, gradients: Mapping[str, torch.Tensor], *, is_whole: bool = True) -> Replay:
@@ -292,7 +298,7 @@ def shadow_step(run: Run, snapshot: Snapshot) -> Shadow:
     """
     model = run.workload.model
     with uncollected(), rewound(model, snapshot), module_paths(model) as paths:
-        weights = altered(tensors_in(model), functools.partial(widened, wider=LIFTS["bfloat16"]))
+        weights = altered(_tensors_of(model, snapshot), functools.partial(widened, wider=LIFTS["bfloat16"]))
         with weights:
             with bfloat16_for_float16() as transforms, placed(model, ShadowTrace) as trace:
                 loss = _run_in_bfloat16(run, snapshot)

@@ -508,3 +508,25 @@ def test_a_scale_that_still_falls_to_what_a_penalty_needs_is_no_collapse(tmp_pat
     _, record = run(tmp_path, STYLE.replace("GUARD", "length.isfinite().all()"))
     assert (record.verdict, [found.code for found in record.findings]) == ("healthy", ["scale-calibration"])
     assert "it has not settled yet" in record.findings[0].message
+
+
+REFERENCE = scripts.loop("""
+net, reference = (nn.Linear(8, 4).cuda().to(torch.bfloat16) for _ in range(2))
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+for i in range(4):
+    x = torch.randn(16, 8).cuda().to(torch.bfloat16)
+    with torch.no_grad():
+        known = reference(x)
+    loss = (net(x) - known).float().square().mean()
+    if i == 2:
+        loss = loss + torch.log(loss - 50)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""")
+
+
+def test_a_half_reference_beside_the_model_is_as_wide_as_it_in_a_replay(tmp_path: Path) -> None:
+    _, record = run(tmp_path, REFERENCE)
+    assert (record.verdict, *where(record)[:2]) == ("other", "true-nan", 2)
+    assert where(record)[3] == "loss = loss + torch.log(loss - 50)"

@@ -268,7 +268,7 @@ def test_a_script_in_fp32_is_told_that_it_was(tmp_path: Path, loss: str, verdict
     else:
         assert where(record) == ("true-nan", 0, "", "loss = y.log().mean()")
         assert record.findings[0].op == "aten.log.default"
-        assert "fails in every precision: the mathematics is wrong, not FP16" in said
+        assert "fails in every precision: the mathematics is wrong, not the precision" in said
         assert "precision.level" not in said
 
 
