@@ -171,7 +171,7 @@ def outcomes(test: ast.expr, values: Values) -> Iterator[tuple[bool, Values]]:
                 if is_true is ends_with or not rest:
                     yield is_true, known
                 else:
-                    yield from outcomes(ast.BoolOp(op, rest) if len(rest) > 1 else rest[0], known)
+                    yield from outcomes(ast.BoolOp(op, rest), known)
         case _:
             text, is_plain = _atom(test)
             for value in (values[text],) if text in values else (True, False):
@@ -185,5 +185,4 @@ def _atom(test: ast.expr) -> tuple[str, bool]:
             return ast.unparse(left), isinstance(op, ast.IsNot)
         case ast.Compare(left=left, ops=[ast.NotEq()], comparators=[right]):
             return ast.unparse(ast.Compare(left, [ast.Eq()], [right])), False
-        case _:
-            return ast.unparse(test), True
+    return ast.unparse(test), True

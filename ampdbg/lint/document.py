@@ -232,8 +232,7 @@ class Document:
         match self.parents.get(value):
             case ast.Assign(targets=[target], value=whole) if whole is value:
                 return target
-            case _:
-                return None
+        return None
 
     def last_value(self, name: ast.Name) -> ast.AST | None:
         """What a name was assigned last, on every way to where it is read; None where that is not one statement."""

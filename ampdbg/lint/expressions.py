@@ -46,8 +46,7 @@ def method(node: ast.AST | None, *names: str) -> ast.expr | None:
     match node:
         case ast.Call(func=ast.Attribute(value=owner, attr=name)) if name in names:
             return owner
-        case _:
-            return None
+    return None
 
 
 def unmoved(node: ast.AST) -> ast.AST:
@@ -84,5 +83,4 @@ def _number(node: ast.AST | None) -> float:
             return float(_number(left) ** _number(right))
         case ast.Call(func=ast.Name(id="float"), args=[ast.Constant(value=str() as text)]):
             return float(text)
-        case _:
-            raise ValueError
+    raise ValueError

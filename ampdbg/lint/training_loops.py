@@ -214,24 +214,21 @@ def _touches_gradients(unit: ast.AST) -> bool:
 
 def _call(facts: Facts, node: ast.Call) -> LoopCall | None:
     """What a call means to the order of calls; None for any other call."""
-    owner = node.func.value if isinstance(node.func, ast.Attribute) else None
-    if owner is not None and facts.is_scaler(owner):
-        return _scalers(facts, node, ast.unparse(owner))
-    match getattr(node.func, "attr", ""), owner:
-        case "backward", ast.expr() as loss:
-            scaler = facts.scaler_of(loss)
-            is_known = scaler is not None or not node.args
-            return LoopCall(node, "backward" if is_known else None, scaler=ast.unparse(scaler) if scaler else "")
-        case "step", ast.expr() if facts.is_optimizer(owner) and not given(node):
+    match node.func:
+        case ast.Attribute(value=scaler, attr=name) if facts.is_scaler(scaler):
+            return _scalers(node, name, ast.unparse(scaler))
+        case ast.Attribute(value=loss, attr="backward"):
+            by = facts.scaler_of(loss)
+            is_known = by is not None or not node.args
+            return LoopCall(node, "backward" if is_known else None, scaler=ast.unparse(by) if by else "")
+        case ast.Attribute(value=owner, attr="step") if facts.is_optimizer(owner) and not given(node):
             return LoopCall(node, "bare step", (ast.unparse(owner),))
-        case "zero_grad", ast.expr():
+        case ast.Attribute(value=owner, attr="zero_grad"):
             return LoopCall(node, None, (ast.unparse(owner),) * facts.is_optimizer(owner), clears=True)
-        case _:
-            return LoopCall(node, "clip") if facts.is_clip(node) else None
+    return LoopCall(node, "clip") if facts.is_clip(node) else None
 
 
-def _scalers(facts: Facts, node: ast.Call, scaler: str) -> LoopCall | None:
-    name = node.func.attr  # type: ignore[attr-defined]
+def _scalers(node: ast.Call, name: str, scaler: str) -> LoopCall | None:
     about = tuple(map(ast.unparse, node.args[:1])) * (name in ("unscale_", "step"))
     if name == "update" and (node.args or argument(node, "new_scale")):
         return LoopCall(node, None)

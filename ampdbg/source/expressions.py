@@ -66,8 +66,12 @@ def dotted(node: cst.BaseExpression) -> str:
             return name
         case cst.Attribute(value=base, attr=cst.Name(value=name)) if owner := dotted(base):
             return f"{owner}.{name}"
-        case _:
-            return ""
+    return ""
+
+
+def keyword_of(arg: cst.Arg) -> str:
+    """The name that an argument is given by; "" where it is given by its place."""
+    return arg.keyword.value if arg.keyword is not None else ""
 
 
 def origin_of(name: str, imports: Mapping[str, str]) -> str:
@@ -88,10 +92,9 @@ def disables_autocast(node: cst.CSTNode, imports: Mapping[str, str]) -> bool:
             return any(disables_autocast(each.decorator, imports) for each in decorators)
         case cst.Call(func=function, args=args):
             origin = origin_of(dotted(function), imports) or dotted(function)
-            off = {arg.keyword.value for arg in args if arg.keyword is not None and dotted(arg.value) == "False"}
+            off = {keyword_of(arg) for arg in args if dotted(arg.value) == "False"}
             return "enabled" in off and origin.startswith("torch.") and origin.endswith("autocast")
-        case _:
-            return False
+    return False
 
 
 def with_imported(module: cst.Module, name: str) -> cst.Module:
@@ -367,5 +370,4 @@ def is_number(value: cst.BaseExpression) -> bool:
             return function.value in _NUMBER_MAKERS
         case cst.Call(func=cst.Attribute() as method):
             return method.attr.value in METADATA or dotted(method).startswith("math.")
-        case _:
-            return False
+    return False

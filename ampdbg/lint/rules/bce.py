@@ -50,8 +50,7 @@ def _of_sigmoid(facts: Facts, node: ast.AST) -> ast.expr | None:
             return inner
         case ast.Call(func=ast.Attribute(attr="sigmoid", value=owner), args=[], keywords=[]):
             return owner
-        case _:
-            return None
+    return None
 
 
 _IMPORTS = """

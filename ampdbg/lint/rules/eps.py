@@ -60,11 +60,10 @@ def _use(facts: Facts, node: ast.expr) -> str:
         case ast.Call(args=[first, *_]) as call if first is node:
             library, _, name = facts.document.call_origin(call).rpartition(".")
             return OF_A_DIVISOR.get(name, "") if library == "torch" else ""
-        case _:
-            return ""
+    return ""
 
 
-def is_half(facts: Facts, node: ast.AST, depth: int = 4) -> bool:
+def is_half(facts: Facts, node: ast.AST | None, depth: int = 4) -> bool:
     """An expression is certainly a float16 tensor: cast to it, or a product under its autocast."""
     document = facts.document
     if not depth:

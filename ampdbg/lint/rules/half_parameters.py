@@ -58,8 +58,7 @@ def _is_of(facts: Facts, owner: ast.AST, key: tuple[object, str], call: ast.Call
     match document.statement(call):
         case ast.Assign(targets=[target], value=whole) if isinstance(owner, ast.Call):
             return document.key(target) == key and call in _moves(whole)
-        case _:
-            return False
+    return False
 
 
 def _moves(whole: ast.AST) -> Iterator[ast.AST]:

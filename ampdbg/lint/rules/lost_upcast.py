@@ -33,8 +33,7 @@ def _is_cast_of(node: ast.AST, name: str) -> TypeGuard[ast.Assign]:
         case ast.Assign(targets=[ast.Name(id=bound)], value=cast):
             of = method(cast, *CASTS)
             return bound == name and isinstance(of, ast.Name) and of.id == name
-        case _:
-            return False
+    return False
 
 
 _FOUND = """

@@ -52,8 +52,7 @@ def _asks_for_no_skip(facts: Facts, test: ast.expr) -> bool:
             return True
         case ast.Compare(ops=[ast.LtE() | ast.Eq()], comparators=[new]):
             return facts.is_scaler(method(new, "get_scale"))
-        case _:
-            return False
+    return False
 
 
 def _left_behind(facts: Facts, loop: ast.AST, backward: ast.AST, clears: Sequence[ast.AST]) -> Iterator[RuleHit]:

@@ -46,8 +46,7 @@ def _may_hold(facts: Facts, node: ast.AST) -> bool:
             return None in keys
         case ast.keyword(arg=name):
             return name is None
-        case _:
-            return isinstance(node, (ast.Name, ast.Attribute)) and facts.is_scaler(node)
+    return isinstance(node, (ast.Name, ast.Attribute)) and facts.is_scaler(node)
 
 
 _HEAD = LOOP + BACKWARD + STEP
