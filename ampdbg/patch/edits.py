@@ -118,7 +118,6 @@ class _Rewriter(cst.CSTTransformer):
     refused: dict[int, str] = field(default_factory=dict)
     blocks: dict[int, int] = field(default_factory=dict)
     needs_import: bool = False
-    _functions: list[cst.FunctionDef | None] = field(default_factory=lambda: [None])
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -140,27 +139,18 @@ class _Rewriter(cst.CSTTransformer):
         operations = old.operations or new.operations
         self.lines[id(located.line)] = replace(old, callees=old.callees | callees, operations=operations)
 
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:  # noqa: N802 - LibCST's name
-        self._functions.append(node)
-
-    def leave_FunctionDef(  # noqa: N802 - LibCST's name
-        self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef
-    ) -> cst.FunctionDef:
-        self._functions.pop()
-        return updated_node
-
     def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:  # noqa: N802
-        body = self._suite(None).rewritten(original_node.body, updated_node.body)
+        body = self._suite(original_node, None).rewritten(original_node.body, updated_node.body)
         return updated_node.with_changes(body=body)
 
     def leave_IndentedBlock(  # noqa: N802 - LibCST's name
         self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
     ) -> cst.IndentedBlock:
-        body = self._suite(original_node.indent).rewritten(original_node.body, updated_node.body)
+        body = self._suite(original_node, original_node.indent).rewritten(original_node.body, updated_node.body)
         return updated_node.with_changes(body=body)
 
-    def _suite(self, indent: str | None) -> _Suite:
-        bindings = Bindings(self.source.module, self._functions[-1])
+    def _suite(self, node: cst.CSTNode, indent: str | None) -> _Suite:
+        bindings = Bindings(self.source.module, self.source.function(node))
         return _Suite(self, bindings, indent or self.source.module.default_indent)
 
 

@@ -104,13 +104,17 @@ class SourceFile:
             reason = "it is the head of a compound statement; compute what it needs on its own line first"
             raise EditError(reason, number)
         around = list(self._around(statement))
-        functions = tuple(node for node in reversed(around) if isinstance(node, cst.FunctionDef))
-        bodies = (self.module.body, *(function.body.body for function in functions))
+        functions = [node for node in around if isinstance(node, cst.FunctionDef)]
+        bodies = (self.module.body, *(function.body.body for function in reversed(functions)))
         imports = {name: origin for body in bodies for name, origin in imports_of(body).items()}
-        within = around[: around.index(functions[-1]) + 1] if functions else around
+        function = self.function(statement)
+        within = around[: around.index(function) + 1] if function else around
         is_off = any(disables_autocast(node, imports) for node in within)
-        function = functions[-1] if functions else None
         return Located(statement, self.span(statement), self.qualname(statement), function, is_off)
+
+    def function(self, node: cst.CSTNode) -> cst.FunctionDef | None:
+        """The innermost function around a node."""
+        return next((one for one in self._around(node) if isinstance(one, cst.FunctionDef)), None)
 
     def above(self, number: int) -> list[int]:
         """The first lines of the statements above the one on a line, in its own suite, the nearest first.
@@ -138,9 +142,7 @@ class SourceFile:
             yield (node := above)
 
     def span(self, node: cst.CSTNode) -> range:
-        position = self._positions.get(node)
-        if position is None:
-            return range(0)  # made by an edit
+        position = self._positions[node]
         return range(position.start.line, position.end.line + 1)
 
 
