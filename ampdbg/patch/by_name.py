@@ -92,8 +92,8 @@ def edit_maker(source: bytes, making: Making, pins: Sequence[str]) -> Edited:
             body = list(module.body)
         after = text.with_module(module)
     except EditError as error:
-        return Edited(source, (Refused(error.line, str(error)),), changed=False)
-    return Edited(after, (), changed=True)
+        return Edited(source, (Refused(error.line, str(error)),))
+    return Edited(after, ())
 
 
 def _check_names(module: cst.Module, functions: Collection[str]) -> None:
@@ -166,7 +166,8 @@ def _with_line_kept(text: SourceFile, line: cst.SimpleStatementLine, making: Mak
         names = [name for name in known if name in read] or list(known)
     elif not names:
         raise EditError("no single call there creates the model and names it; write one, such as model = Net()", number)
-    behind = cst.FlattenSentinel([made, _call_line(names[0])])
+    call = cst.SimpleStatementLine([cst.Expr(_kept(cst.parse_expression(names[0])))])
+    behind = cst.FlattenSentinel([made, call])
     return cst.ensure_type(text.module.deep_replace(made, behind), cst.Module)  # type: ignore[type-var]
 
 

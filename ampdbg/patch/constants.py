@@ -17,8 +17,19 @@ import torch
 
 from ampdbg.formats import FLOAT16
 from ampdbg.patch.edits import Edited, Refused, torch_in
-from ampdbg.patch.statements import Replaced
-from ampdbg.source.expressions import Bindings, bare, code_of, dotted, find, names_read, spelled, walk, with_imported
+from ampdbg.patch.statements import with_replaced
+from ampdbg.source.expressions import (
+    Bindings,
+    bare,
+    code_of,
+    dotted,
+    find,
+    keyword_of,
+    names_read,
+    spelled,
+    walk,
+    with_imported,
+)
 from ampdbg.source.source_file import EditError, read_source
 
 ROUNDS_TO_ONE = 1 - 2.0 ** -(FLOAT16.precision + 1)
@@ -155,11 +166,11 @@ def edit_constants(source: bytes, lines: Collection[int], half: Collection[str] 
                 raise EditError(NOTHING, line)
             new |= {id(constant): cst.parse_expression(text) for constant, text in found.items()}
             needs_import |= is_missing
-        module = file.module.visit(Replaced(new))
+        module = with_replaced(file.module, new)
         after = file.with_module(with_imported(module, "torch") if needs_import else module)
     except EditError as error:
-        return Edited(source, (Refused(error.line or line, str(error)),), changed=False)
-    return Edited(after, (), after != source)
+        return Edited(source, (Refused(error.line or line, str(error)),))
+    return Edited(after, ())
 
 
 @dataclass(frozen=True)
@@ -294,6 +305,6 @@ class _Constants:
 
 
 def _argument(args: Sequence[cst.Arg], index: int, keyword: str) -> cst.BaseExpression | None:
-    by_name = next((arg.value for arg in args if arg.keyword is not None and arg.keyword.value == keyword), None)
-    plain = [arg.value for arg in args if arg.keyword is None and not arg.star]
-    return by_name or (plain[index] if len(plain) > index else None)
+    named = [arg.value for arg in args if keyword_of(arg) == keyword]
+    plain = [arg.value for arg in args if not (keyword_of(arg) or arg.star)]
+    return next(iter((*named, *plain[index:])), None)

@@ -16,7 +16,6 @@ from ampdbg.patch.statements import (
     NamesSeen,
     Piece,
     PinnedLine,
-    Replaced,
     TensorNames,
     bound_inside,
     casts_of,
@@ -24,6 +23,7 @@ from ampdbg.patch.statements import (
     pieces_of_line,
     root_name,
     value_of,
+    with_replaced,
     writes_in_place,
 )
 from ampdbg.source.expressions import (
@@ -68,14 +68,13 @@ class Refused:
 
 @dataclass(frozen=True)
 class Edited:
-    """The new file, and what was left alone and why. Where nothing is ``changed`` it is the old one, byte for byte.
+    """The new file, and what was left alone and why. Where nothing is edited it is the old one, byte for byte.
 
     ``blocks`` are by line the first one of those that stand in one block with it.
     """
 
     source: bytes
     refused: tuple[Refused, ...]
-    changed: bool
     blocks: Mapping[int, int] = field(default_factory=dict)
 
 
@@ -100,9 +99,9 @@ def edit_source(source: bytes, pins: Sequence[LinePin], names: NamesSeen = NOTHI
         edited = file.module.visit(rewriter)
         after = file.with_module(with_imported(edited, "torch") if rewriter.needs_import else edited)
     except EditError as error:
-        return Edited(source, (Refused(error.line, str(error)),), changed=False)
+        return Edited(source, (Refused(error.line, str(error)),))
     refused = (Refused(line, reason) for line, reason in sorted(rewriter.refused.items()))
-    return Edited(after, tuple(refused), after != source, rewriter.blocks)
+    return Edited(after, tuple(refused), rewriter.blocks)
 
 
 @dataclass
@@ -232,8 +231,7 @@ class _Suite:
     def _block(self, pieces: Sequence[Piece], made: Collection[str]) -> cst.With:
         casts = casts_of(pieces, made)
         device_type = self._device_type(pieces, casts)
-        lines = [piece.line.visit(Replaced(casts.inline)) for piece in pieces]
-        first, *rest = (line for line in lines if isinstance(line, cst.SimpleStatementLine))
+        first, *rest = (with_replaced(piece.line, casts.inline) for piece in pieces)
         body = [*casts.lines, first.with_changes(leading_lines=()), *rest]
         return self.with_off(device_type, body).with_changes(leading_lines=pieces[0].line.leading_lines)
 
@@ -281,12 +279,10 @@ def _indented(line: cst.BaseStatement, indent: str) -> cst.BaseStatement:
     """Lines behind a backslash are indented with the statement; LibCST does it within parentheses only."""
 
     def deeper(node: cst.CSTNode, _: object) -> cst.CSTNode:
-        assert isinstance(node, cst.SimpleWhitespace)
-        return node.with_changes(value=node.value.replace("\n", "\n" + indent))
+        space = cst.ensure_type(node, cst.SimpleWhitespace)
+        return space.with_changes(value=space.value.replace("\n", "\n" + indent))
 
-    moved = m.replace(line, m.SimpleWhitespace(), deeper)
-    assert isinstance(moved, cst.BaseStatement)
-    return moved
+    return cst.ensure_type(m.replace(line, m.SimpleWhitespace(), deeper), type(line))
 
 
 def _end_of_block(pieces: Sequence[Piece], start: int) -> int:

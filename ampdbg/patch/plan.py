@@ -215,11 +215,11 @@ def _with_helper(source: bytes, names: Sequence[str], materials: Materials) -> E
     """The file that makes the model, which may be edited already, with the helper that pins modules by name."""
     making = materials.makings.of(materials.model, names)
     if making is None:
-        return Edited(source, (Refused(0, "no one line creates the model; call the helper by hand"),), changed=False)
+        return Edited(source, (Refused(0, "no one line creates the model; call the helper by hand"),))
     line = counterpart(making.line, Path(making.file).read_bytes(), source)
     if not line:
         reason = "the line that creates the model is edited already; call the helper by hand"
-        return Edited(source, (Refused(making.line, reason),), changed=False)
+        return Edited(source, (Refused(making.line, reason),))
     return edit_maker(source, replace(making, line=line), [within(making.path, name) for name in names])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 import libcst as cst
 
@@ -13,6 +13,7 @@ from ampdbg.ops import CAST_METHODS, CREATES, MATRIX_PRODUCTS, MOVES, PRODUCTS, 
 from ampdbg.source.expressions import (
     COMPREHENSIONS,
     METADATA,
+    PLAIN_MODULES,
     TRANSPOSED,
     Bindings,
     assigned_codes,
@@ -21,12 +22,15 @@ from ampdbg.source.expressions import (
     code_of,
     dotted,
     find,
-    names_bound_inside,
+    keyword_of,
+    names_assigned,
     targets,
     walk,
 )
 from ampdbg.source.source_file import EditError
 from ampdbg.syntax_tree import syntax_tree
+
+_Node = TypeVar("_Node", bound=cst.CSTNode)
 
 # What a name holds, and what a call is
 
@@ -109,7 +113,7 @@ class TensorNames:
         if origin := self.bindings.origin(call.func):
             module, _, name = origin.rpartition(".")
             is_torchs = module in TORCH_FUNCTIONS and name[:1].islower()
-            return "torch" if is_torchs else "plain" if self.bindings.is_plain_module(origin) else "users"
+            return "torch" if is_torchs else "plain" if origin.partition(".")[0] in PLAIN_MODULES else "users"
         match call.func:
             case cst.Name(value=name) if name not in self.bindings.local:
                 return BUILTINS.get(name, "users")
@@ -145,7 +149,7 @@ def writes_in_place(call: cst.Call) -> bool:
     """This is a tensor's method or a function that writes into its argument: ``add_``, ``out=``."""
     name = called_name(call)
     writes = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
-    return writes or any(arg.keyword is not None and arg.keyword.value == "out" for arg in call.args)
+    return writes or "out" in map(keyword_of, call.args)
 
 
 def written_into(body: cst.CSTNode) -> Iterator[str]:
@@ -205,8 +209,7 @@ class Piece:
     @property
     def line(self) -> cst.SimpleStatementLine:
         """The statement, where it is one that may stand in a block."""
-        assert isinstance(self.statement, cst.SimpleStatementLine)
-        return self.statement
+        return cst.ensure_type(self.statement, cst.SimpleStatementLine)
 
     @property
     def small(self) -> cst.BaseSmallStatement:
@@ -234,8 +237,7 @@ def pieces_of_line(line: cst.SimpleStatementLine, pinned: PinnedLine) -> Sequenc
         raise EditError("the line holds several statements; put each on its own line first")
     small, names = line.body[0], pinned.names
     _refuse_suspended(small)
-    lifted = small.visit(_Lifting(names)) if pinned.is_lifted else small
-    assert isinstance(lifted, cst.BaseSmallStatement)
+    lifted = cst.ensure_type(small.visit(_Lifting(names)), type(small)) if pinned.is_lifted else small
     if not lifted.deep_equals(small):  # LibCST copies all that it visits
         casts = value_of(lifted)
         if casts is not None and not any(map(names.computes, _apart(casts, pinned))):
@@ -252,17 +254,15 @@ def pieces_of_line(line: cst.SimpleStatementLine, pinned: PinnedLine) -> Sequenc
         if node is value:
             break
         name = unused(_name_for(node, value, pinned), names.bindings.taken | names.half | names.full)
-        made = node.visit(Replaced(new))
-        assert isinstance(made, cst.BaseExpression)
-        assignment = cst.Assign([cst.AssignTarget(cst.Name(name))], _alone(made, names.bindings.module.default_indent))
+        made = _alone(with_replaced(node, new), names.bindings.module.default_indent)
+        assignment = cst.Assign([cst.AssignTarget(cst.Name(name))], made)
         pieces.append(Piece(cst.SimpleStatementLine([assignment]), names, pinned, _is_fp32(node, pinned)))
         new[id(node)] = cst.Name(name)
         # What autocast computed is in half.
         kind = "full" if pieces[-1].is_fp32 else "half"
         names = replace(names, **{kind: getattr(names, kind) | {name}})
-    rest = small.visit(Replaced(new))
-    assert isinstance(rest, cst.BaseSmallStatement)
-    pieces.append(Piece(line.with_changes(body=[rest], leading_lines=()), names, pinned, _is_fp32(value, pinned)))
+    rest = line.with_changes(body=[with_replaced(small, new)], leading_lines=())
+    pieces.append(Piece(rest, names, pinned, _is_fp32(value, pinned)))
     first = pieces[0].statement.with_changes(leading_lines=line.leading_lines)
     return [replace(pieces[0], statement=first), *pieces[1:]]
 
@@ -382,9 +382,12 @@ def unused(name: str, taken: Collection[str]) -> str:
     return next(candidate for candidate in candidates if candidate.isidentifier() and candidate not in taken)
 
 
-class Replaced(cst.CSTTransformer):
-    """Puts other nodes in the places of some, by their ids."""
+def with_replaced(node: _Node, new: Mapping[int, cst.BaseExpression]) -> _Node:
+    """The node with others in the places of those below it that have these ids."""
+    return cst.ensure_type(node.visit(_Replaced(new)), type(node))
 
+
+class _Replaced(cst.CSTTransformer):
     def __init__(self, new: Mapping[int, cst.BaseExpression]) -> None:
         super().__init__()
         self._new = new
@@ -410,8 +413,7 @@ class _Lifting(cst.CSTTransformer):
 
     def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:  # noqa: N802 - LibCST's name
         value, imports = updated_node.value, self.names.bindings.imports
-        is_dtype = updated_node.keyword is not None and updated_node.keyword.value == "dtype"
-        if is_dtype and (isinstance(value, cst.Name) or self._is_half(value)):
+        if keyword_of(updated_node) == "dtype" and (isinstance(value, cst.Name) or self._is_half(value)):
             torch = next((cst.Name(name) for name, origin in imports.items() if origin == "torch"), None)
             value = value if torch is None else cst.Attribute(torch, cst.Name("float32"))
         return updated_node.with_changes(value=value)
@@ -572,9 +574,7 @@ def cast_lines(names: Collection[str], optional: Collection[str]) -> list[cst.Ba
 
 def _rebinding(names: Sequence[str]) -> cst.BaseStatement:
     casts = ", ".join(f"{name}.float()" for name in names)
-    statement = cst.parse_statement(f"{', '.join(names)} = {casts}")
-    assert isinstance(statement, cst.BaseStatement)
-    return statement
+    return cst.parse_statement(f"{', '.join(names)} = {casts}")
 
 
 def casts_of(pieces: Sequence[Piece], made: Collection[str]) -> Casts:
@@ -618,5 +618,7 @@ def casts_of(pieces: Sequence[Piece], made: Collection[str]) -> Casts:
 
 
 def bound_inside(pieces: Sequence[Piece]) -> set[str]:
-    """Names that the expressions of the pieces bind for themselves."""
-    return {name for piece in pieces for name in names_bound_inside(piece.small)}
+    """Names that the expressions of the pieces bind: in comprehensions, lambdas, and by ``:=``."""
+    kinds = (cst.CompFor, cst.Param, cst.NamedExpr)
+    binding = (item for piece in pieces for item in walk(piece.small) if isinstance(item, kinds))
+    return {name for item in binding for name in names_assigned(item)}

@@ -38,13 +38,11 @@ def imports_of(body: Iterable[cst.CSTNode]) -> dict[str, str]:
     for line in body:
         for statement in line.body if isinstance(line, cst.SimpleStatementLine) else ():
             bound.update(_imported(statement))
-        if isinstance(line, cst.Try) or (isinstance(line, cst.If) and not _is_for_types(line.test)):
+        if isinstance(line, cst.If) and dotted(line.test).rpartition(".")[2] == "TYPE_CHECKING":
+            continue
+        if isinstance(line, (cst.Try, cst.If)):
             bound.update(imports_of(line.body.body))
     return bound
-
-
-def _is_for_types(test: cst.BaseExpression) -> bool:
-    return dotted(test).rpartition(".")[2] == "TYPE_CHECKING"
 
 
 def _imported(statement: cst.BaseSmallStatement) -> Iterator[tuple[str, str]]:
@@ -122,23 +120,18 @@ def with_imported(module: cst.Module, name: str) -> cst.Module:
     return module.with_changes(body=body)
 
 
-def _root_of(line: cst.CSTNode) -> str:
-    """The package that a line imports from: "torch", "." for a relative import, "" where it is no import."""
-    first = line.body[0] if isinstance(line, cst.SimpleStatementLine) else None
-    if isinstance(first, cst.Import):
-        return first.names[0].evaluated_name.partition(".")[0]
-    if isinstance(first, cst.ImportFrom):
-        return "." if first.relative else dotted(first.module or cst.Name("")).partition(".")[0]
-    return ""
-
-
 def _rank(line: cst.CSTNode) -> tuple[int, bool, str]:
-    """The order of imports: by section, ``import`` before ``from``, by name."""
-    root = _root_of(line)
+    """The order of imports: by section, ``import`` before ``from``, by name; what is no import comes last."""
+    root, is_from = "", False
+    match line:
+        case cst.SimpleStatementLine(body=[cst.Import(names=[first, *_]), *_]):
+            root = first.evaluated_name.partition(".")[0]
+        case cst.SimpleStatementLine(body=[cst.ImportFrom(relative=[_, *_]), *_]):
+            root, is_from = ".", True
+        case cst.SimpleStatementLine(body=[cst.ImportFrom(module=cst.BaseExpression() as module), *_]):
+            root, is_from = dotted(module).partition(".")[0], True
     standard = _STANDARD if root in sys.stdlib_module_names else _INSTALLED
-    section = {"": _OTHER, "__future__": _FUTURE, ".": _OWN}.get(root, standard)
-    is_from = isinstance(line, cst.SimpleStatementLine) and isinstance(line.body[0], cst.ImportFrom)
-    return section, is_from, root
+    return {"": _OTHER, "__future__": _FUTURE, ".": _OWN}.get(root, standard), is_from, root
 
 
 def apart(statement: Statement, count: int) -> Statement:
@@ -205,12 +198,6 @@ def targets(statement: cst.CSTNode) -> Iterator[cst.BaseExpression]:
     """What comes before each ``=``, or of ``+=`` and its like."""
     kinds = (cst.AssignTarget, cst.AnnAssign, cst.AugAssign)
     return (item.target for item in walk(statement) if isinstance(item, kinds))
-
-
-def names_bound_inside(statement: cst.CSTNode) -> set[str]:
-    """Names that the expressions of a statement bind: in comprehensions, lambdas, and by ``:=``."""
-    kinds = (cst.CompFor, cst.Param, cst.NamedExpr)
-    return {name for item in walk(statement) if isinstance(item, kinds) for name in names_assigned(item)}
 
 
 BINDS: Mapping[type[cst.CSTNode], str] = {
@@ -290,10 +277,6 @@ class Bindings:
         modules = {name: {origin.rpartition(".")[0] for origin in origins} for name, origins in held.items()}
         return {name: origins[0] for name, origins in held.items() if len(modules[name]) == 1 and origins[0]}
 
-    def is_plain_module(self, origin: str) -> bool:
-        """A dotted name belongs to a module whose functions run none of the user's."""
-        return origin.partition(".")[0] in PLAIN_MODULES
-
     @cached_property
     def parameters(self) -> Mapping[str, cst.Param]:
         if self.function is None:
@@ -358,12 +341,10 @@ def is_number(value: cst.BaseExpression) -> bool:
     match value:
         case cst.Integer() | cst.Float() | cst.BaseString():
             return True
-        case cst.UnaryOperation():
-            return is_number(value.expression)
+        case cst.UnaryOperation(expression=inner) | cst.Subscript(value=inner):
+            return is_number(inner)
         case cst.BinaryOperation():
             return is_number(value.left) and is_number(value.right)
-        case cst.Subscript():
-            return is_number(value.value)
         case cst.Attribute():
             return value.attr.value in METADATA
         case cst.Call(func=cst.Name() as function):

@@ -22,8 +22,7 @@ def test_any_operations_can_be_pinned(file: Path) -> None:
     pins = [LinePin("", (line,)) for line in lines[:: max(1, len(lines) // 4)]]
     edited = edit_source(source, pins)
     ast.parse(edited.source)
-    assert edited.changed == (edited.source != source)
-    assert edited.changed or len(edited.refused) >= len({pin.lines for pin in pins})
+    assert edited.source != source or len(edited.refused) >= len({pin.lines for pin in pins})
 
 
 STATEMENTS = st.sampled_from(

@@ -63,7 +63,7 @@ def test_a_constant_is_kept_within_range(name: str) -> None:
     before, after = EDITS[name]
     edited = edit_constants(source(before).encode(), [5], ("x", "y"))
     assert edited.source.decode() == source(after)
-    assert (edited.changed, edited.refused) == (True, ())
+    assert edited.refused == ()
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_every_fixture_has_a_case() -> None:
 def test_the_edit_is_what_a_person_would_have_written(name: str, golden: Golden, tmp_path: Path) -> None:
     result = edited(name, tmp_path)
     assert result.refused == ()
-    assert result.changed
+    assert result.source != source(name)
     text = result.source.decode()
     golden(FIXTURES / f"{name}.out.py", text if name in WHOLE else folded(text, CASES[name].pins))
 
@@ -117,7 +117,7 @@ def test_the_edited_file_makes_the_same_model_with_its_pins(name: str, tmp_path:
 @pytest.mark.parametrize("name", CASES)
 def test_a_second_helper_is_refused(name: str, tmp_path: Path) -> None:
     again = edited(name, tmp_path, source(name, "out"))
-    assert (again.changed, again.source) == (False, source(name, "out"))
+    assert again.source == source(name, "out")
     assert [refused.reason for refused in again.refused] == [
         "it already has a function _keep_in_fp32; add the modules to it by hand, or rename it"
     ]
@@ -181,7 +181,7 @@ REFUSED = {
 def test_what_cannot_be_edited_is_left_alone_with_a_reason(name: str) -> None:
     text, reason = REFUSED[name]
     result = edit_maker(text.encode(), Making("net.py", 2), ["a"])
-    assert (result.source, result.changed) == (text.encode(), False)
+    assert result.source == text.encode()
     (refused,) = result.refused
     assert reason in refused.reason
 
