@@ -31,6 +31,7 @@ from ampdbg.source.expressions import (
     assigned_codes,
     canonical,
     code_of,
+    find,
     spelled,
     targets,
     walk,
@@ -299,21 +300,14 @@ def _end_of_block(pieces: Sequence[Piece], start: int) -> int:
 def _may_stand_between(piece: Piece) -> bool:
     """An unpinned line may be in a block: an assignment to names that calls none of the user's code, writes
     into no tensor, and computes no product, which autocast would run in half."""
-    line = piece.statement
-    if piece.pinned is not None or not isinstance(line, cst.SimpleStatementLine) or len(line.body) != 1:
-        return False
-    # Who reads `self.last = h` elsewhere is to find what the code put there, and no cast.
-    stores = any(isinstance(target, (cst.Attribute, cst.Subscript)) for target in targets(line))
-    return (
-        not stores
-        and isinstance(line.body[0], cst.Assign)
-        and not any(
-            type(node) in SUSPENDED
-            or is_product(node)
-            or (isinstance(node, cst.Call) and (piece.names.is_users(node) or writes_in_place(node)))
-            for node in walk(line)
-        )
-    )
+    match piece.statement:
+        case cst.SimpleStatementLine(body=[cst.Assign() as line]) if piece.pinned is None:
+            # Who reads `self.last = h` elsewhere is to find what the code put there, and no cast.
+            stores = any(isinstance(target, (cst.Attribute, cst.Subscript)) for target in targets(line))
+            writes = stores or any(map(writes_in_place, find(line, cst.Call)))
+            refused = (type(node) in SUSPENDED or is_product(node) or piece.names.is_users(node) for node in walk(line))
+            return not (writes or any(refused))
+    return False
 
 
 def torch_in(bindings: Bindings) -> tuple[str, bool]:

@@ -141,8 +141,10 @@ COMPUTES_NOTHING = METADATA | MOVES | CREATES | VIEWS
 
 def called_name(call: cst.Call) -> str:
     """The last part of what is called: ``softmax`` of ``F.softmax(x)``; "" of anything without a name."""
-    name = call.func.attr if isinstance(call.func, cst.Attribute) else call.func
-    return name.value if isinstance(name, cst.Name) else ""
+    match call.func:
+        case cst.Name(value=name) | cst.Attribute(attr=cst.Name(value=name)):
+            return name
+    return ""
 
 
 def writes_in_place(call: cst.Call) -> bool:
@@ -319,8 +321,9 @@ def _calls(node: cst.CSTNode, pinned: PinnedLine) -> list[cst.BaseExpression]:
 
 def _parts_called_with(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
     """The children of a node, and of a method what it is asked of."""
-    if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
-        return (node.func.value, *node.args)
+    match node:
+        case cst.Call(func=cst.Attribute(value=owner), args=args):
+            return (owner, *args)
     return node.children
 
 
@@ -488,17 +491,14 @@ def _reads(
 
     Each is cast where it stands; where only its dtype is asked for, it is not.
     """
-    if isinstance(node, PLAIN) and (code := _half_tensor(node, names, made)):
-        yield code, node
-    elif (
-        isinstance(node, cst.Attribute)
-        and node.attr.value == "dtype"
-        and (code := _half_tensor(node.value, names, made))
-    ):
-        yield code, None
-    else:
-        for part in _parts_read(node):
-            yield from _reads(part, names, made)
+    match node:
+        case cst.Name() | cst.Attribute() | cst.Subscript() if code := _half_tensor(node, names, made):
+            yield code, node
+        case cst.Attribute(value=of, attr=cst.Name(value="dtype")) if code := _half_tensor(of, names, made):
+            yield code, None
+        case _:
+            for part in _parts_read(node):
+                yield from _reads(part, names, made)
 
 
 def _parts_read(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
@@ -528,25 +528,24 @@ def _surely_used(node: cst.CSTNode) -> Iterator[tuple[cst.BaseExpression, bool]]
     number is asked."""
     if isinstance(node, CONDITIONAL):
         return
-    used: Sequence[cst.BaseExpression] = ()
     match node:
         case cst.Attribute(value=base):
-            used = (base,)
+            yield base, True
         case cst.BinaryOperation(left=left, right=right):
-            used = (left, right)
+            yield from ((left, False), (right, False))
         case cst.Call(args=args) if called_name(node) in MATRIX_PRODUCTS:
-            used = [arg.value for arg in args]
-    yield from ((one, isinstance(node, cst.Attribute)) for one in used)
+            yield from ((arg.value, False) for arg in args)
     for child in node.children:
         yield from _surely_used(child)
 
 
 def _half_tensor(node: cst.BaseExpression, names: TensorNames, made: Collection[str]) -> str:
     """The text of the half tensor that a name, an attribute or an element holds, or is an element of; "" for none."""
-    if isinstance(node, cst.Subscript) and (of := _half_tensor(node.value, names, made)):
-        return of
-    if isinstance(node, cst.Attribute) and node.attr.value in TRANSPOSED and _half_tensor(node.value, names, made):
-        return ""  # `x.float().T`, as a person writes it
+    match node:
+        case cst.Subscript(value=base) if of := _half_tensor(base, names, made):
+            return of
+        case cst.Attribute(value=base, attr=name) if name.value in TRANSPOSED and _half_tensor(base, names, made):
+            return ""  # `x.float().T`, as a person writes it
     code = code_of(node)
     is_half = code in names.half - names.full and code not in made and root_name(node) not in made
     return code if is_half else ""
