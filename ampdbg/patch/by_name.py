@@ -189,10 +189,6 @@ def _kept(value: cst.BaseExpression) -> cst.Call:
     return cst.Call(cst.Name(FUNCTION), [cst.Arg(value)])
 
 
-def _call_line(argument: str) -> cst.SimpleStatementLine:
-    return cst.SimpleStatementLine([cst.Expr(_kept(cst.parse_expression(argument)))])
-
-
 # The text of the helper, for code that has nothing but torch
 
 LINE_LENGTH = 88

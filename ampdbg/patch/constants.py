@@ -213,10 +213,11 @@ class _Constants:
             case cst.Call(func=cst.Attribute(attr=cst.Name(value="tensor")), args=[cst.Arg(value=inner)]):
                 constant = inner
         value = self.value(constant)
-        is_replaced = role.may_be(self, constant, other) if value is None else role.is_lost(value)
+        if value is None:
+            is_replaced, text, end = role.may_be(self, constant, other), role.named, ""
+        else:
+            is_replaced, text, end = role.is_lost(value), role.number, "min" if value < 0 else "max"
         if is_replaced:
-            text = role.named if value is None else role.number
-            end = "min" if value is not None and value < 0 else "max"
             yield constant, text.format(spelled(constant), finfo=f"{self.finfo}({dtype})", end=end)
 
     def _positions(self, node: cst.CSTNode, cast: Collection[int]) -> Iterator[ConstantUse]:

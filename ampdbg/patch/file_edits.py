@@ -93,14 +93,11 @@ def unified_diff(path: PurePosixPath, before: bytes, after: bytes) -> bytes:
     """
     if before == after:
         return b""
-    return _header(path) + b"".join(_hunks(_lines(before), _lines(after)))
-
-
-def _header(path: PurePosixPath) -> bytes:
     old, new = _quoted("a/", path), _quoted("b/", path)
     # A tab ends a name with spaces, which patch would otherwise cut at the first.
     end = b"\t\n" if " " in str(path) else b"\n"
-    return b"diff --git %b %b\n--- %b%b+++ %b%b" % (old, new, old, end, new, end)
+    header = b"diff --git %b %b\n--- %b%b+++ %b%b" % (old, new, old, end, new, end)
+    return header + b"".join(_hunks(_lines(before), _lines(after)))
 
 
 def _quoted(prefix: str, path: PurePosixPath) -> bytes:

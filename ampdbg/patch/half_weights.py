@@ -179,13 +179,11 @@ def _under_autocast(edits: WeightEdits) -> None:
     if edits.add_keywords(AUTOCAST):
         return
     document = document_of(loop.file)
-    statements = _between(document, loop)
-    around = None if not statements else document.parents.get(statements[0])
-    by = indent_unit(document, statements[0], around) if isinstance(around, ast.stmt) else "    "
-    made = indented(document, statements, IN_BFLOAT16.format(device), by) if statements else []
-    if made:
+    if statements := _between(document, loop):
+        around = document.parents[statements[0]]
+        by = indent_unit(document, statements[0], around) if isinstance(around, ast.stmt) else "    "
         title = f"forward pass and loss under autocast, on {device} in bfloat16"
-        edits.add(loop.file, loop.first, title, made)
+        edits.add(loop.file, loop.first, title, indented(document, statements, IN_BFLOAT16.format(device), by))
         return
     edits.unlowered.append(
         f"by hand: {place_of(loop.file, loop.first)}: the model's call and the backward pass are no statements of one "

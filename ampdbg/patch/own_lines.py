@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -65,13 +66,13 @@ class OwnLines:
         """The calls of libraries in which the lines of a pin go wrong, or else the only ones on its lines."""
         lines = [pin.source] if pin.source else [site.source for site in pin.sites]
         library = [(line.file, line.line) for line in lines if line is not None and not is_users_file(line.file)]
-        calls = [self.calls[line] for line in library if line in self.calls] or map(_call_on, _sites(pin))
+        calls = [self.calls[line] for line in library if line in self.calls] or map(_call_on, users_lines(pin))
         return list(dict.fromkeys(call for call in calls if call is not None))
 
     def generations_of(self, pin: Pin) -> list[list[Line]]:
         """The lines of a pin, and before them those that made what these read, in the same modules' own code."""
         modules = {pin.module, *(site.module for site in pin.sites)}
-        found, met = [sorted(set(_sites(pin)))], set(_sites(pin))
+        found, met = [sorted(set(users_lines(pin)))], set(users_lines(pin))
         while found[-1] and len(found) <= MOST_GENERATIONS:
             makers = {maker for line in found[-1] for maker in self.made_by.get(line[:2], ())}
             found.append(sorted({line for at, line in makers if at in modules and is_users_file(line[0])} - met))
@@ -81,9 +82,9 @@ class OwnLines:
     def of(self, pin: Pin) -> dict[tuple[str, str], list[int]]:
         """The lines to wrap for a pin, by file and function, in order."""
         lines: dict[tuple[str, str], set[int]] = {}
-        for file, number, function in (*_sites(pin), *self.close.get(pin.module, ())):
+        for file, number, function in (*users_lines(pin), *self.close.get(pin.module, ())):
             lines.setdefault((file, function), set()).add(number)
-        seen = {(file, function) for file, _, function in _sites(pin)}
+        seen = {(file, function) for file, _, function in users_lines(pin)}
         return {
             place: sorted({*numbers, *(() if pin.source else self._leading_into(pin.module, place[0], min(numbers)))})
             for place, numbers in lines.items()
@@ -92,10 +93,9 @@ class OwnLines:
 
     def _leading_into(self, module: str, file: str, first: int) -> Iterator[int]:
         """The accumulations in the statements just before a line."""
-        for line in _lines_above(file, first):
-            if (module, file, line) not in self.adding_up:
-                return
-            yield line
+        with contextlib.suppress(EditError):  # Not a line that could be edited.
+            above = read_source(Path(file).read_bytes()).above(first)
+            yield from itertools.takewhile(lambda line: (module, file, line) in self.adding_up, above)
 
 
 class _Flow(OpTrace):
@@ -141,11 +141,11 @@ def own_lines(run: Run, failing: Sequence[FailingStep], pins: Iterable[Pin] = ()
                 value = seen.output.largest * (scale if seen.place.phase == "backward" else 1.0)
                 if value >= CLOSE and seen.place.line is not None and is_users_file(seen.place.line[0]):
                     close.setdefault(seen.place.module, set()).add(seen.place.line)
-            for op in trace.ops if trace else ():
-                if op.place.line is not None and op.op.split(".")[1].rstrip("_") in ACCUMULATIONS:
-                    adding_up.add((op.place.module, *op.place.line[:2]))
-            for line, makers in trace.made_by.items() if isinstance(trace, _Flow) else ():
-                made_by.setdefault(line, set()).update(makers)
+            if isinstance(trace, _Flow):
+                adds = (op.place for op in trace.ops if op.op.split(".")[1].rstrip("_") in ACCUMULATIONS)
+                adding_up |= {(place.module, *place.line[:2]) for place in adds if place.line is not None}
+                for line, makers in trace.made_by.items():
+                    made_by.setdefault(line, set()).update(makers)
     found = OwnLines({module: frozenset(some) for module, some in close.items()}, frozenset(adding_up), {}, made_by)
     lines |= {maker[:2] for pin in pins for makers in found.generations_of(pin)[1:] for maker in makers}
     calls = {line: call for line in lines if (call := _users_call(line, callers)) is not None}
@@ -193,14 +193,8 @@ def _call_on(line: Line, called: str = "") -> UsersCall | None:
     return (file, LinePin(function, (number,), named[0])) if len(set(named)) == 1 else None
 
 
-def _sites(pin: Pin) -> Iterator[Line]:
+def users_lines(pin: Pin) -> Iterator[Line]:
+    """The lines of the user's own that go wrong, each once."""
     for source in dict.fromkeys((pin.source, *(site.source for site in pin.sites))):
         if source is not None and is_users_file(source.file):
             yield source.file, source.line, source.function
-
-
-def _lines_above(file: str, line: int) -> list[int]:
-    try:
-        return read_source(Path(file).read_bytes()).above(line)
-    except EditError:
-        return []  # Not a line that could be edited.

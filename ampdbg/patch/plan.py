@@ -20,7 +20,7 @@ from ampdbg.patch.by_name import edit_maker
 from ampdbg.patch.constants import edit_constants
 from ampdbg.patch.edits import Edited, LinePin, Refused, edit_source
 from ampdbg.patch.file_edits import FileEdit, counterpart
-from ampdbg.patch.own_lines import MOST_GENERATIONS, OwnLines, UsersCall
+from ampdbg.patch.own_lines import MOST_GENERATIONS, OwnLines, UsersCall, users_lines
 from ampdbg.patch.statements import NOTHING_COMPUTED, NamesSeen
 from ampdbg.pinning.pin_set import parted, tied_together
 from ampdbg.probes.half_names import NamesByLine
@@ -120,7 +120,7 @@ def _own_code(pin: Pin, materials: Materials) -> Iterator[Placement]:
     sources = [pin.source] if pin.source else [site.source for site in pin.sites]
     if not sources or not all(source is not None and is_users_file(source.file) for source in sources):
         return
-    wrong = {(source.file, source.line) for source in sources if source is not None}
+    wrong = {line[:2] for line in users_lines(pin)}
     for (file, function), near in materials.lines.of(pin).items():
         refused = {one.line for one in materials.edited(file, (LinePin(function, tuple(near)),)).refused}
         # What is only close to the limit may stay as it is where it cannot be edited.
@@ -147,9 +147,10 @@ def _where_it_is_made(pin: Pin, materials: Materials, *, before: slice) -> Itera
     generations = materials.lines.generations_of(pin) if _stands_in_lines(pin, materials) else []
     for file, line, function in itertools.chain(*(generations[before] or generations[-1:])):
         place = _decided(lines_title(file, [line]), pin, file, LinePin(function, (line,), is_lifted=True), materials)
-        around = materials.lines.calls.get((file, line)) if place.refused else None
-        if around is not None or not place.refused:
-            yield _around(around, pin, materials) if around is not None else place
+        if not place.refused:
+            yield place
+        elif (file, line) in materials.lines.calls:
+            yield _around(materials.lines.calls[file, line], pin, materials)
 
 
 def _stands_in_lines(pin: Pin, materials: Materials) -> bool:
@@ -200,11 +201,11 @@ WAYS: tuple[tuple[PlacementRule, ...], ...] = (
 def _decided(title: str, pin: Pin, file: str, source: LinePin, materials: Materials) -> Placement:
     """The placement, with why it is refused."""
     refused = _in_file(file, materials.edited(file, (source,)).refused)
+    place = Placement(title, file, source, (pin.name,), refused=refused)
     function = method_at(file, source.lines[0], materials.model)
     if function is None:
-        return Placement(title, file, source, (pin.name,), refused=refused)
-    sharing = _sharing(function, source, materials)
-    return Placement(title, file, source, (pin.name,), function.__qualname__, sharing, refused=refused)
+        return place
+    return replace(place, method=function.__qualname__, sharing=_sharing(function, source, materials))
 
 
 def _in_file(file: str, refused: Iterable[Refused]) -> tuple[Refused, ...]:
@@ -247,18 +248,18 @@ class Patch:
     moves_constants: bool = False
 
 
-def planned(materials: Materials, ways: Sequence[PlacementRule] | None = None, unneeded: Collection[str] = ()) -> Patch:
+def planned(materials: Materials, ways: Sequence[PlacementRule] = WAYS[0], unneeded: Collection[str] = ()) -> Patch:
     """The patch for the pins.
 
-    Each pin is edited in the first of ``ways`` that the code allows, unless another runs many fewer modules in FP32;
-    by default these are :data:`WAYS`'s first. What none allows is in ``refused``, or ``left`` out as are units by the
+    Each pin is edited in the first of ``ways`` that the code allows, unless another runs many fewer modules in FP32.
+    What none allows is in ``refused``, or ``left`` out as are units by the
     titles in ``unneeded``: whether the others are enough is for the proof to say.
     """
     chosen: list[Placement] = []
     refused: list[Refused] = []
     left: list[Refused] = []
     for pin in materials.pins:
-        placements, reasons = _best(pin, materials, WAYS[0] if ways is None else ways)
+        placements, reasons = _best(pin, materials, ways)
         chosen += placements
         (refused if pin.without else left).extend(reasons)
     chosen = list(_merged(chosen, materials))
@@ -405,7 +406,7 @@ def _applied(placements: Sequence[Placement], materials: Materials) -> tuple[tup
         if names:
             edited = _with_helper(edited.source, names, materials)
             here_refused += edited.refused
-        refused += (replace(one, file=file) for one in here_refused)
+        refused += _in_file(file, here_refused)
         if edited.source != before:
             files.append(FileEdit(Path(file), before, edited.source))
     return tuple(files), tuple(refused)
