@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Literal, TypeGuard
 
 from ampdbg.lint.document import FUNCTIONS, Document
 from ampdbg.lint.expressions import argument, constant, is_none, method, number, takes_stars, unmoved
@@ -60,7 +60,7 @@ class Facts:
 
     # Objects
 
-    def is_scaler(self, node: ast.AST | None) -> bool:
+    def is_scaler(self, node: ast.AST | None) -> TypeGuard[ast.expr]:
         """An expression is a GradScaler: made as one, or used as one (``s.scale(loss).backward()``)."""
         return self._is("scaler", node)
 
@@ -114,8 +114,8 @@ class Facts:
     def scaler_calls(self, *names: str) -> Iterator[tuple[ast.Call, ast.expr]]:
         """Every call of these methods of a scaler that is given something, and the scaler: of ``step`` most often."""
         for call in self.document.calls:
-            owner = method(call, *names) if call.args else None
-            if owner is not None and self.is_scaler(owner):
+            owner = method(call, *names)
+            if call.args and self.is_scaler(owner):
                 yield call, owner
 
     def scaler_of(self, loss: ast.expr | None) -> ast.expr | None:
@@ -189,26 +189,21 @@ class Facts:
         return self.autocast(manager) or (held[0] if len(held) == 1 else None)
 
     @cached_property
-    def _lowered(self) -> dict[ast.ClassDef, AutocastUse]:
+    def _lowered(self) -> set[ast.ClassDef]:
         """Classes of the file whose instances are called under float16's autocast, and those that they are made of."""
-        found: dict[ast.ClassDef, AutocastUse] = {}
-        for call in self.document.calls:
-            region = self.region(call)
-            if region is not None and region.is_half:
-                found |= {
-                    made: region for made in self._classes_of(self.document.values(call.func)) if made not in found
-                }
-        waiting = list(found)
+        regions = ((call, self.region(call)) for call in self.document.calls)
+        lowered = (call.func for call, region in regions if region is not None and region.is_half)
+        waiting = [made for called in lowered for made in self._classes_of(self.document.values(called))]
+        found: set[ast.ClassDef] = set()
         while waiting:
             owner = waiting.pop()
-            calls = [one for one in ast.walk(owner) if isinstance(one, ast.Call)]
-            parts = {part: found[owner] for part in self._classes_of(calls) if part not in found}
-            found |= parts
-            waiting += parts
+            if owner not in found:
+                found.add(owner)
+                waiting += self._classes_of(ast.walk(owner))
         return found
 
     def _classes_of(self, made: Iterable[ast.AST]) -> Iterator[ast.ClassDef]:
-        """The classes of the file that these calls make."""
+        """The classes of the file that calls among these make."""
         for whole in map(unmoved, made):
             if isinstance(whole, ast.Call) and isinstance(whole.func, ast.Name) and whole.func.id in self._classes:
                 yield self._classes[whole.func.id]

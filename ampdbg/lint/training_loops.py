@@ -122,12 +122,15 @@ class TrainingLoop:
                 for one in gone:
                     order.clear(one)
                 continue
-            about = _written_by(calls[number + 1 :], places) if call.kind == "backward" else about
-            about = tuple(places.values()) if call.kind == "clip" and len(places) == 1 else about
-            rewritten = tuple(cleared & set(about)) if call.kind == "backward" else ()
-            cleared -= set(rewritten)
+            rewritten: set[int] = set()
+            if call.kind == "backward":
+                about = _written_by(calls[number + 1 :], places)
+                rewritten = cleared & set(about)
+                cleared -= rewritten
+            elif call.kind == "clip" and len(places) == 1:
+                about = tuple(places.values())
             line = ("", number, "")
-            made = Call(call.kind, 0, about, line, scalers.get(call.scaler, 0) if call.scaler else 0, rewritten)
+            made = Call(call.kind, 0, about, line, scalers.get(call.scaler, 0) if call.scaler else 0, tuple(rewritten))
             if call.kind == "unscale" and about and all(order.gradients[one].unscaled for one in about):
                 found.append(LoopHit(order.code_of_second_unscale(made), call))
             found += [LoopHit(hit.code, calls[hit.call.line[1]]) for hit in order.hits(made) if hit.call.line]
