@@ -89,6 +89,10 @@ class Document:
         return [*self.find(ast.FunctionDef), *self.find(ast.AsyncFunctionDef), *self.find(ast.ClassDef)]
 
     @cached_property
+    def imports(self) -> list[ast.Import | ast.ImportFrom]:
+        return [*self.find(ast.Import), *self.find(ast.ImportFrom)]
+
+    @cached_property
     def calls(self) -> list[ast.Call]:
         return self.find(ast.Call)
 
@@ -342,10 +346,9 @@ def _below(node: ast.AST) -> Iterator[ast.AST]:
 
 def _bound(document: Document) -> Iterator[tuple[ast.AST, str, ast.AST]]:
     """Every binding: a node of the scope, the name, and what binds it."""
-    imports: list[ast.Import | ast.ImportFrom] = [*document.find(ast.Import), *document.find(ast.ImportFrom)]
-    for node in imports:
+    for node in document.imports:
         for alias in node.names:
-            yield node, alias.asname or alias.name.partition("." if isinstance(node, ast.Import) else "\n")[0], alias
+            yield node, alias.asname or alias.name.partition(".")[0], alias
     for made in document.definitions:
         yield made, made.name, made
     for argument in document.find(ast.arg):
@@ -360,8 +363,8 @@ def _bound(document: Document) -> Iterator[tuple[ast.AST, str, ast.AST]]:
 def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
     """``a, b = x, y`` is two assignments; what is unpacked otherwise is assigned the whole."""
     if isinstance(target, (ast.Tuple, ast.List)):
-        values = value.elts if isinstance(value, (ast.Tuple, ast.List)) else None
-        if values is None or len(values) != len(target.elts):
+        values = value.elts if isinstance(value, (ast.Tuple, ast.List)) else []
+        if len(values) != len(target.elts):
             values = [value] * len(target.elts)
         for one, its in zip(target.elts, values, strict=True):
             yield from _pairs(one, its)

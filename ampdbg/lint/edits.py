@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 
 from ampdbg.lint.document import Document
+from ampdbg.lint.expressions import argument
 from ampdbg.lint.rule import Edit
 
 
@@ -68,7 +69,7 @@ def indented(document: Document, statements: Sequence[ast.stmt], head: str, by: 
 
 def with_keyword(document: Document, call: ast.Call, name: str, value: str) -> Edit:
     """A call with this keyword argument; of a pair that is there the first stays."""
-    known = next((one.value for one in call.keywords if one.arg == name), None)
+    known = argument(call, name)
     if isinstance(known, ast.Tuple):
         return replaced(document, known.elts[-1], str(ast.literal_eval(value)[-1]))
     if known is not None:

@@ -218,7 +218,7 @@ def fixed_file(path: str, settings: Settings, *, in_half: bool) -> LintedFile:
             return [hit for hit in hits_of(document, rules, settings) if in_half or not hit.in_half_only]
 
         text = fixed(source.text, fixable)
-        after = content_of(source, text) if text != source.text else content
+        after = content_of(source, text) if text != source.text else None
     except (UnreadableSource, *UNPARSABLE) as error:
         return LintedFile(path, problem=_problem(error))
-    return LintedFile(path, before=content, after=after if after != content else None)
+    return LintedFile(path, before=content, after=after)

@@ -87,8 +87,7 @@ def check(facts: Facts) -> Iterator[RuleHit]:
 
 def _is_optional(document: Document) -> bool:
     """The file also runs without apex: it imports apex in a ``try`` that continues."""
-    imports = [*document.find(ast.ImportFrom), *document.find(ast.Import)]
-    lines = [one for one in imports if re.match(r"from apex\b|import (.*, )?apex\b", ast.unparse(one))]
+    lines = [one for one in document.imports if re.match(r"from apex\b|import (.*, )?apex\b", ast.unparse(one))]
     tries = [one for line in lines for one in document.around(line) if isinstance(one, ast.Try)]
     ends = [handler.body[-1] for one in tries for handler in one.handlers]
     return any(not isinstance(end, ast.Raise) and "exit" not in ast.unparse(end) for end in ends)

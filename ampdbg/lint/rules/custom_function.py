@@ -18,6 +18,7 @@ CODE = "misuse-custom-function"
 FUNCTION = ("torch.autograd.Function", "torch.autograd.function.Function")
 MULTIPLIES = frozenset("mm matmul bmm addmm baddbmm einsum linear bilinear conv1d conv2d conv3d addmv mv dot".split())
 """What wants operands of one dtype, and what autocast lowers: the backward pass runs without it."""
+DECORATORS = {"forward": 'custom_fwd(device_type="cuda")', "backward": 'custom_bwd(device_type="cuda")'}
 
 
 def check(facts: Facts) -> Iterator[RuleHit]:
@@ -27,28 +28,24 @@ def check(facts: Facts) -> Iterator[RuleHit]:
         if not any(document.origin(base) in FUNCTION for base in function.bases):
             continue
         methods = {one.name: one for one in function.body if isinstance(one, FUNCTIONS)}
-        forward, backward = methods.get("forward"), methods.get("backward")
-        if forward is None or backward is None or _is_decorated(forward) or _is_decorated(backward):
-            continue
+        passes = [methods[name] for name in DECORATORS if name in methods]
         owners = ((call, method(call, "apply")) for call in document.calls)
         applied = (call for call, one in owners if isinstance(one, ast.Name) and function in document.binders(one))
-        if _multiplies(forward) and _multiplies(backward) and any(map(facts.runs_in_half, applied)):
-            fix = Fix((_decorated(facts, forward, "custom_fwd"), _decorated(facts, backward, "custom_bwd")), ("torch",))
-            yield RuleHit(CODE, function, fix=fix)
+        if len(passes) == 2 and all(map(_mixes_dtypes, passes)) and any(map(facts.runs_in_half, applied)):
+            yield RuleHit(CODE, function, fix=Fix(tuple(_decorated(facts, one) for one in passes), ("torch",)))
 
 
-def _is_decorated(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    return any(re.search("custom_|autocast", ast.unparse(one)) for one in function.decorator_list)
-
-
-def _multiplies(function: ast.AST) -> bool:
+def _mixes_dtypes(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """It multiplies, and no decorator says in which dtype."""
+    if any(re.search("custom_|autocast", ast.unparse(one)) for one in function.decorator_list):
+        return False
     return any(isinstance(node, ast.MatMult) or method(node, *MULTIPLIES) is not None for node in ast.walk(function))
 
 
-def _decorated(facts: Facts, function: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> Edit:
+def _decorated(facts: Facts, function: ast.FunctionDef | ast.AsyncFunctionDef) -> Edit:
     """The decorator nearest to the function: below @staticmethod."""
-    start = facts.document.offset(function.lineno, 0)
-    return replace(above(facts.document, function, f'@torch.amp.{name}(device_type="cuda")'), start=start, end=start)
+    start, decorator = facts.document.offset(function.lineno, 0), DECORATORS[function.name]
+    return replace(above(facts.document, function, f"@torch.amp.{decorator}"), start=start, end=start)
 
 
 _CLASS = """

@@ -52,7 +52,7 @@ _ASKS = ("torch.__version__", 'hasattr(torch, "amp', "hasattr(torch.amp", "TORCH
 
 def _is_for_several(document: Document, uses: Sequence[ast.expr]) -> bool:
     """A ``try`` or an ``if`` imports it or has torch.amp's beside it, or the file asks torch for its version."""
-    texts = ((node, ast.unparse(node)) for node in _imports(document))
+    texts = ((node, ast.unparse(node)) for node in document.imports)
     imports = [node for node, text in texts if "amp" in text and "torch" in text]
     choices = (one for node in uses for one in document.around(node) if isinstance(one, (ast.Try, ast.If, ast.IfExp)))
     is_guarded = any(isinstance(one, (ast.Try, ast.If)) for node in imports for one in document.around(node))
@@ -60,13 +60,9 @@ def _is_for_several(document: Document, uses: Sequence[ast.expr]) -> bool:
     return is_guarded or is_beside or any(word in document.text for word in _ASKS)
 
 
-def _imports(document: Document) -> list[ast.Import | ast.ImportFrom]:
-    return [*document.find(ast.ImportFrom), *document.find(ast.Import)]
-
-
 def _fix(document: Document, uses: Sequence[ast.expr]) -> Fix | None:
     """Every use and every import of the file, or nothing."""
-    made = [*(_use(document, node) for node in uses), *(_import(document, line) for line in _imports(document))]
+    made = [*(_use(document, node) for node in uses), *(_import(document, line) for line in document.imports)]
     edits = dict.fromkeys(edit for each in made for edit in each or ())
     return None if None in made else Fix(tuple(edits))
 
@@ -97,12 +93,13 @@ def _import(document: Document, line: ast.ImportFrom | ast.Import) -> list[Edit]
     if isinstance(line, ast.Import):
         return None if any(alias.name in HOMES for alias in line.names) else []
     homes = {**dict.fromkeys(MODULES, "torch.amp"), "torch.cuda": "torch", "torch.cpu": "torch"}
-    names, new = [alias.name for alias in line.names], homes.get(line.module or "")
+    module = line.module or ""
+    names, new = [alias.name for alias in line.names], homes.get(module)
     if new is None or (new == "torch" and "amp" not in names):
         return []
-    start = document.text.index(line.module or "", document.span(line).start)
+    start = document.text.index(module, document.span(line).start)
     is_known = names == ["amp"] if new == "torch" else MOVED.keys() >= set(names)
-    return [Edit(start, start + len(line.module or ""), new)] if is_known else None
+    return [Edit(start, start + len(module), new)] if is_known else None
 
 
 RULE = Rule(

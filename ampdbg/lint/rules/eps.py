@@ -42,10 +42,8 @@ def check(facts: Facts) -> Iterator[RuleHit]:
 
 
 def _hit(facts: Facts, node: ast.expr, tensor: ast.expr, eps: ast.expr) -> Iterator[RuleHit]:
-    size = number(eps)
-    if size is None or not 0.0 < size <= FLOAT16.underflow_threshold:
-        return
-    what = _use(facts, node)
+    is_lost = 0.0 < (number(eps) or 0.0) <= FLOAT16.underflow_threshold
+    what = _use(facts, node) if is_lost else ""
     if what and is_half(facts, tensor):
         yield RuleHit(CODE, node, MESSAGE.format(value=facts.document.source(eps), what=what))
 
@@ -69,8 +67,7 @@ def is_half(facts: Facts, node: ast.AST | None, depth: int = 4) -> bool:
     if not depth:
         return False
     if isinstance(node, ast.Name):
-        value = document.last_value(node)
-        return value is not None and is_half(facts, value, depth - 1)
+        return is_half(facts, document.last_value(node), depth - 1)
     if not isinstance(node, ast.Call):
         return False
     if method(node, "half") is not None and not node.args:
@@ -81,7 +78,7 @@ def is_half(facts: Facts, node: ast.AST | None, depth: int = 4) -> bool:
     if facts.runs_in_half(node) and (is_module or document.call_origin(node) in PRODUCTS):
         return True
     owner = method(node, *KEEPS_DTYPE)
-    return owner is not None and all(number(one) is not None for one in node.args) and is_half(facts, owner, depth - 1)
+    return all(number(one) is not None for one in node.args) and is_half(facts, owner, depth - 1)
 
 
 RULE = Rule(

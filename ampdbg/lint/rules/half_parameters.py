@@ -21,9 +21,10 @@ def check(facts: Facts) -> Iterator[RuleHit]:
     document = facts.document
     for call in document.calls:
         origin = document.call_origin(call)
-        parameters = method(argument(call, "params", 0) or call, "parameters")
-        is_of_model = parameters is not None and facts.is_optimizer(document.target(call) or call)
-        made_half = _made_half(facts, parameters, call) if parameters is not None and is_of_model else None
+        model = method(argument(call, "params", 0) or call, "parameters")
+        if model is None or not facts.is_optimizer(document.target(call) or call):
+            continue
+        made_half = _made_half(facts, model, call)
         if made_half is None:
             continue
         if _is_scaled(facts, call):

@@ -29,10 +29,8 @@ def check(facts: Facts) -> Iterator[RuleHit]:
     """
     document = facts.document
     for call in document.calls:
-        owner = method(call, "masked_fill", "masked_fill_")
-        value = argument(call, "value", 1) if owner is not None else None
-        size = number(value)
-        is_beyond = size is not None and -math.inf < size <= -FLOAT16.overflow_threshold
+        owner, value = method(call, "masked_fill", "masked_fill_"), argument(call, "value", 1)
+        is_beyond = -math.inf < (number(value) or 0.0) <= -FLOAT16.overflow_threshold
         if owner is None or value is None or not is_beyond:
             continue
         region = facts.region(call)
