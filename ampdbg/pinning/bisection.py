@@ -170,7 +170,7 @@ def _searched(
     """Searches on the first failing step, whose weights the model must have; the set has to cure all of them."""
     first = failing[0]
     search = Search(strategy, "found", step=first.snapshot.step, scale=first.scale)
-    case = _case(run, record, first)
+    case, *others = (PinnedReplays(run, one, scales_of(run.config, record, one)) for one in failing)
     with module_paths(run.workload.model) as paths:
         fp32 = case.fp32.replay
     if not is_finite(fp32):
@@ -178,7 +178,7 @@ def _searched(
     atoms = (*paths.callable, *run.tail.lines)
     observer.search(atoms)
     is_silent = CODES[record.findings[0].code].erases_itself
-    cases = (case, *_others(run, record, failing[1:]))
+    cases = (case, *_finite_in_fp32(run, others))
     raises = (record.autocast_error.module,) if record.autocast_error is not None else ()
     experiment = Experiment(run, cases, atom_tree(atoms), is_silent=is_silent, suspected=raises)
     search = _how_often(experiment, replace(search, modules=len(paths.callable)))
@@ -205,10 +205,6 @@ def _settled(setting: Setting, record: Record, search: Search) -> Record:
         return _concluded(replace(setting, repeats=MOST_REPEATS), record, search)
 
 
-def _case(run: Run, record: Record, failing: FailingStep) -> PinnedReplays:
-    return PinnedReplays(run, failing, scales_of(run.config, record, failing))
-
-
 def scales_of(config: Config, record: Record, failing: FailingStep) -> ScaleRange:
     """The loss scales at which a step may be cured.
 
@@ -226,9 +222,8 @@ def scales_of(config: Config, record: Record, failing: FailingStep) -> ScaleRang
     return ScaleRange(min(failing.scale, 4.0 * unpinned.scale), is_lossless=True)
 
 
-def _others(run: Run, record: Record, failing: Sequence[FailingStep]) -> Iterator[PinnedReplays]:
-    """The further steps that are finite in FP32."""
-    for case in (_case(run, record, other) for other in failing):
+def _finite_in_fp32(run: Run, cases: Iterable[PinnedReplays]) -> Iterator[PinnedReplays]:
+    for case in cases:
         with weights_of(run.workload.model, case.failing):
             if is_finite(case.fp32.replay):
                 yield case

@@ -56,10 +56,10 @@ class Experiment:
     def run(self, pins: Sequence[str], names: Names = "always") -> Trial:
         """One trial. Its loss is that of the first step, in FP16."""
         started = time.perf_counter()
-        health, loss = self._tried(self.cases[0], pins, names)
+        health, made = judged(self.cases[0], pins, names, is_silent=self.is_silent)
         for case in self.cases[1:] if health.healthy else ():
             with weights_of(self._run.workload.model, case.failing):
-                health, _ = self._tried(case, pins, names)
+                health, _ = judged(case, pins, names, is_silent=self.is_silent)
             if not health.healthy:
                 health = replace(health, why=f"step {case.failing.snapshot.step}: {health.why}")
                 break
@@ -70,13 +70,9 @@ class Experiment:
             healthy=health.healthy,
             why=health.why,
             suspects=tuple(filter(self.tree.has_run, dict.fromkeys(map(self.atom_of, sites)))),
-            loss=loss,
+            loss=made.low.loss,
             seconds=round(time.perf_counter() - started, 3),
         )
-
-    def _tried(self, case: PinnedReplays, pins: Sequence[str], names: Names) -> tuple[Health, float]:
-        health, made = judged(case, pins, names, is_silent=self.is_silent)
-        return health, made.low.loss
 
     @property
     def seen_atoms(self) -> tuple[str, ...]:

@@ -160,13 +160,12 @@ def record_of_best(setting: Setting, record: Record, search: Search, result: Res
     tied = {name: part for part in tied_together(result.pins, model) for name in part}
     pins = [
         replace(
-            pin,
+            _pin(setting, name, record.findings),
             tied=tuple(other for other in tied[name] if other != name),
             without=dropped.get(name) or dropped.get(name + OWN, ""),
             cost=costs.of(tree.under(name)) if costs is not None else None,
         )
         for name in result.pins
-        for pin in (_pin(setting, name, record.findings),)
     ]
     search = replace(
         search,

@@ -44,9 +44,7 @@ Cured = Callable[[Sequence[Tried]], None]
 """Called where a patch makes all failing steps healthy, before the rest is run."""
 
 
-def seen_in(
-    run: Run, failing: Sequence[FailingStep], job: Job, observer: Observer, cured: Cured = lambda tried: None
-) -> Seen:
+def seen_in(run: Run, failing: Sequence[FailingStep], job: Job, observer: Observer, cured: Cured) -> Seen:
     """What is seen of a job in a run that stands, in which its patch is put in force for it.
 
     Raises:
@@ -61,7 +59,7 @@ def seen_in(
     return _without_raising(seen)
 
 
-def seen_anew(failing: Sequence[FailingStep], job: Job, observer: Observer, cured: Cured = lambda tried: None) -> Seen:
+def seen_anew(failing: Sequence[FailingStep], job: Job, observer: Observer, cured: Cured) -> Seen:
     """The same in a workload rebuilt from the patched files; the running ones are left alone."""
 
     def seen() -> Seen:

@@ -184,7 +184,8 @@ def in_force(patched: Patched, run: Run, failing: Sequence[FailingStep]) -> Iter
     with contextlib.ExitStack() as stack:
         stack.enter_context(run.pinned(patched.pins))
         if patched.pins_file is not None:
-            stack.enter_context(_attributes_kept(run.workload.model))
+            for module in run.workload.model.modules():  # its attributes come back, a `forward` of its own too
+                stack.enter_context(patch.dict(vars(module)))
             _pin_by_file(patched, run)
         else:
             changed = stack.enter_context(swapped(patched.files))
@@ -204,18 +205,6 @@ def _codes_run(run: Run, failing: Sequence[FailingStep]) -> set[int]:
         with weights_of(run.workload.model, step), tracing(on_call):
             replay_step(run, step.snapshot, Manner(run.mode.format.name, step.scale, is_lifted=False))
     return set(seen)
-
-
-@contextlib.contextmanager
-def _attributes_kept(model: torch.nn.Module) -> Iterator[None]:
-    """Afterwards each module has the attributes that it has now, a ``forward`` of its own among them."""
-    before = [(module, dict(vars(module))) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, attributes in before:
-            vars(module).clear()
-            vars(module).update(attributes)
 
 
 def _pin_by_file(patched: Patched, run: Run) -> None:

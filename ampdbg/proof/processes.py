@@ -143,11 +143,8 @@ def _ended(child: subprocess.Popen[str]) -> str:
         code = child.wait(ENDING)
     except subprocess.TimeoutExpired:
         return "its process does not end"
-    return (
-        f"its process ended by a signal: {signal.strsignal(-code)}"
-        if code < 0
-        else f"its process ended with exit code {code}"
-    )
+    how = f"by a signal: {signal.strsignal(-code)}" if code < 0 else f"with exit code {code}"
+    return f"its process ended {how}"
 
 
 def _last_line(output: Path) -> str:

@@ -216,7 +216,8 @@ def same_in_fp32(patched: Seen, reference: Seen, recorded: Sequence[float]) -> P
     if reference.failure:
         return ProofStep(name, False, f"could not be compared: {reference.failure}")
     for now, before, loss in zip(patched.tried, reference.tried, recorded, strict=True):
-        share = _allowed(before.fp32_loss, loss)
+        apart = abs(before.fp32_loss - loss)
+        share = max(SAME_FUNCTION, NOISE_FLOORS * apart / abs(before.fp32_loss)) if before.fp32_loss else SAME_FUNCTION
         for what, one, other in (
             (what_of(now.reach).removeprefix("the "), now.fp32_loss, before.fp32_loss),
             ("gradients' norm", now.fp32_grad_norm, before.fp32_grad_norm),
@@ -227,10 +228,6 @@ def same_in_fp32(patched: Seen, reference: Seen, recorded: Sequence[float]) -> P
     losses = " and ".join(_number(one.fp32_loss) for one in patched.tried)
     what = what_of(next((one.reach for one in patched.tried if one.reach == "modules"), "whole"))
     return ProofStep(name, True, f"unchanged: in FP32 {what} is {losses} with and without the patch")
-
-
-def _allowed(loss: float, recorded: float) -> float:
-    return max(SAME_FUNCTION, NOISE_FLOORS * abs(loss - recorded) / abs(loss)) if loss else SAME_FUNCTION
 
 
 def further_batches(seen: Seen) -> ProofStep:
