@@ -143,24 +143,16 @@ def _about_the_set(ended: EndedSearch) -> Iterator[view.StyledLine]:
     runs = f", so each trial ran {search.repeats} times" * (search.repeats > 1)
     said = scale(search.set_scale or 0.0)
     of = "The step fails intermittently, in {} of {} replays{}."
-    rows: tuple[tuple[object, view.StyledLine], ...] = (
-        (
-            count and search.minimal,
-            line(f"Proven by experiment: {dropped} and the step fails (the set is 1-minimal)."),
-        ),
-        (
-            count and not search.minimal,
-            line("Not shown to be minimal: a smaller set may suffice.", tone="doubtful"),
-        ),
+    minimal = line(f"Proven by experiment: {dropped} and the step fails (the set is 1-minimal).")
+    lowered = line(f"The set needs a loss scale of {said}: gradients overflow above it, and none is lost at it.")
+    yield from view.every(
+        (count and search.minimal, minimal),
+        (count and not search.minimal, line("Not shown to be minimal: a smaller set may suffice.", tone="doubtful")),
         (0 < search.failed < search.tried, line(of.format(search.failed, search.tried, runs))),
-        (
-            count and search.set_scale is not None,
-            line(f"The set needs a loss scale of {said}: gradients overflow above it, and none is lost at it."),
-        ),
+        (count and search.set_scale is not None, lowered),
     )
-    yield from (shown for holds, shown in rows if holds)
     for name, counts in search.classes.items():
-        if len(counts) == 2 and counts[1] > 1:
+        if len(counts) == 2:
             yield line(_share_of_class(name, *counts))
     if search.cost is not None and count:
         yield line(pins.cost_sentence(search.cost, format_of_config(ended.record.config)))
@@ -313,11 +305,10 @@ ENDINGS: Mapping[Outcome, Ending] = {
 def _facts(ended: EndedSearch) -> Iterator[str]:
     search, trials = ended.search, len(ended.record.trials)
     at = "" if search.scale is None else f" at a loss scale of {scale(search.scale)}"
-    rows: tuple[tuple[object, str], ...] = (
+    yield from view.every(
         (search.step is not None, f"step {search.step}{at}"),
         (search.modules, counted(search.modules, "module")),
         (search.candidates and search.strategy == "guided", counted(search.candidates, "candidate")),
         (trials, f"{counted(trials, 'trial')} ({search.strategy})"),
     )
-    yield from (fact for holds, fact in rows if holds)
     yield duration(ended.record.elapsed)

@@ -157,13 +157,12 @@ def _span(floor: float, ceiling: float) -> str:
 
 def _run(record: Record) -> dict[str, str]:
     steps = record.timelines[0].steps
-    last = record.steps[-1] if record.steps else None
     return {
         "verdict": record.verdict,
         "findings": f"{len(record.findings):,}",
         "steps": f"{record.steps_run:,}",
         "skipped": f"{record.steps_skipped:,}",
-        "last loss": number(last.loss if last else None),
+        "last loss": number(record.steps[-1].loss if record.steps else None),
         "last loss scale": scale(steps[-1].scale) if steps else "-",
     }
 
@@ -181,23 +180,20 @@ def _notes(compared: Comparison) -> Iterator[str]:
     """What makes the two differ for another reason than their code."""
     then, now = compared.then, compared.now
     measured, ran = [bool(record.sites) for record in (then, now)], (then.environment, now.environment)
-    which, differs = (
-        ["now", "then"][measured[1]],
-        any(getattr(ran[0], name) != getattr(ran[1], name) for name in MACHINE),
-    )
+    which = ["now", "then"][measured[1]]
+    differs = any(getattr(ran[0], name) != getattr(ran[1], name) for name in MACHINE)
     lengths = f"{counted(then.planned_steps, 'step')} then, {now.planned_steps:,} now"
     stopped = [name for name, record in (("then", then), ("now", now)) if record.interrupted]
     who = "both were" if len(stopped) > 1 else f"{''.join(stopped)} was"
     both = "Note: records of ampdbg ranges also hold headroom and the loss scales that work."
     one = f"Note: headroom and loss scales are not compared: they were not measured {which}."
-    rows = (
+    yield from view.every(
         (measured[0] != measured[1], one),
         (not any(measured), both),
         (then.planned_steps != now.planned_steps, f"Note: the planned length differs: {lengths}."),
         (stopped, f"Note: {who} interrupted."),
         (differs, "Note: the two ran on different devices or policies, which alone changes numbers."),
     )
-    yield from (note for holds, note in rows if holds)
     before, after = precision_of(then.config), precision_of(now.config)
     changed = [key for key in ("dtype", "level", "pins", "loss_scale") if before.get(key) != after.get(key)]
     if changed:

@@ -10,7 +10,7 @@ from ampdbg.record.codes import catalogued
 from ampdbg.record.run import BatchFit, Costs, LevelCost, Record, StepMemory
 
 from . import view
-from .view import line, ran_on, with_option
+from .view import line, lines, ran_on, with_option
 
 Columns = Sequence[tuple[view.Column, Callable[[LevelCost], view.Cell]]]
 """The columns of a table behind the level's name, and what each shows of a level."""
@@ -73,7 +73,7 @@ def _story(costs: Costs) -> view.Table:
     columns = (
         (view.Column("does it train?"), _trained),
         (view.Column("from FP32", "number", is_spare=True), _apart),
-        (view.Column("memory", "number"), lambda one: byte_size(_total(one)) if one.memory else "-"),
+        (view.Column("memory", "number"), lambda one: _bytes(_total(one))),
         (view.Column("of FP32", "number"), lambda one: _of(_total(one), _total(fp32))),
         *((view.Column("speed", "number"), lambda one: _speed(one, fp32)) for _ in times[:1]),
         *((view.Column(f"batch in {_size(size)}", "number"), _batch(costs.batch)) for size in (budget,) if size),
@@ -109,7 +109,7 @@ def _sections(costs: Costs) -> tuple[view.Section, ...]:
 def _table(title: str, columns: Columns, levels: Sequence[LevelCost], *below: str) -> view.Table:
     heads = (view.Column("level", "sign"), *(column for column, _ in columns))
     rows = tuple((line(one.name), *(shown(one) for _, shown in columns)) for one in levels)
-    return view.Table(title, heads, rows, below=tuple(line(text, tone="faint") for text in below if text))
+    return view.Table(title, heads, rows, below=lines(*below, tone="faint"))
 
 
 def _trained(one: LevelCost) -> view.Cell:
@@ -153,6 +153,10 @@ def _total(one: LevelCost) -> int:
     return (one.memory or NO_MEMORY).total
 
 
+def _bytes(size: int | None) -> str:
+    return byte_size(size) if size else "-"
+
+
 def _of(size: float | None, fp32: float | None) -> str:
     return f"{size / fp32:.2f}" if size and fp32 else "-"
 
@@ -172,7 +176,7 @@ def _bars(levels: Sequence[LevelCost], fp32: int) -> Columns:
 
 
 def _part(name: str) -> Callable[[LevelCost], str]:
-    return lambda one: byte_size(size) if (size := getattr(one.memory, name, 0)) else "-"
+    return lambda one: _bytes(getattr(one.memory, name, 0))
 
 
 _PARTS: Columns = [
@@ -189,14 +193,14 @@ def _on_gpu(fp32: LevelCost) -> Columns:
     return (
         (view.Column("a step", "number"), lambda one: duration(one.seconds)),
         (view.Column("times FP32's speed", "number"), lambda one: _speed(one, fp32)),
-        (view.Column("peak memory", "number"), lambda one: "-" if one.peak is None else byte_size(one.peak)),
+        (view.Column("peak memory", "number"), lambda one: _bytes(one.peak)),
         (view.Column("of FP32's", "number"), lambda one: _of(one.peak, fp32.peak)),
     )
 
 
 def _batch(batch: int | None) -> Callable[[LevelCost], str]:
     """The largest batch that fits."""
-    return lambda one: f"{(batch or 0) * one.fit.times:,}" if batch and one.fit else "-"
+    return lambda one: f"{batch * one.fit.times:,}" if batch and one.fit else "-"
 
 
 def _fit(batch: int | None) -> Columns:

@@ -17,7 +17,7 @@ from ampdbg.record.pins import EVERYTHING, OWN, Pin, PinCost, PinSite, Proof, Pr
 from ampdbg.record.run import Record
 
 from . import view
-from .view import Column, Paragraph, StyledLine, Table, Words, line, more
+from .view import Column, Paragraph, StyledLine, Table, Words, line, lines, more
 
 MAX_PINS = 16
 """So many are explained; all are among the lines for the config."""
@@ -32,7 +32,7 @@ PIN_COLUMNS = (
 MOST_IN_BRIEF = 4
 """So many have a line in a story."""
 
-PLAIN_YAML = re.compile(r"[A-Za-z_][\w.]*(:own)?|:own")
+PLAIN_YAML = re.compile(r"[A-Za-z_][\w.]*(:own)?|:own", re.ASCII)
 """Names that YAML reads as they stand; ``"*"`` and numbers it does not. A config reads more as numbers (``1e5``) than
 PyYAML, which reads YAML 1.1, would quote."""
 
@@ -44,26 +44,26 @@ PROOF_COLUMNS = (Column(kind="sign"), Column(), Column())
 def pin_table(record: Record) -> Table:
     """The set, at least one pin."""
     rows = []
-    lines: set[object] = set()
+    shown: set[object] = set()
     for pin in record.pins[:MAX_PINS]:
         # An op on a line goes wrong in many instances of a class alike.
         places = {(pin.reason, site.phase, site.op, site.source) for site in pin.sites[:1]}
         costs = (share(pin.cost.flops), share(pin.cost.activations)) if pin.cost is not None else ("-", "-")
-        rows.append((_pin(pin), _why(pin, record, is_repeated=bool(places & lines)), *costs))
-        lines |= places
+        rows.append((_pin(pin), _why(pin, record, is_repeated=bool(places & shown)), *costs))
+        shown |= places
     return Table(_title(record), PIN_COLUMNS, tuple(rows), below=more(len(record.pins) - MAX_PINS))
 
 
 def pin_lines(record: Record) -> Paragraph:
     """The set in a line a pin: what it is, and the first op that it cures."""
     low = format_of_config(record.config)
-    lines: list[StyledLine] = []
+    briefs: list[StyledLine] = []
     for pin in record.pins[:MOST_IN_BRIEF]:
         why = [part for site in pin.sites[:1] for part in (op_name(site.op), PurePath(place_of(site.source)).name)]
         why += [part for site in pin.sites[:1] for part in _against_half(site, low)[:1]]
         said = " · ".join(filter(None, (*why, _what_goes_wrong(pin, record))))
-        lines.append(line(_pin(pin)[0].words[0], f"  {said}" * bool(said)))
-    return Paragraph((*lines, *more(len(record.pins) - MOST_IN_BRIEF)), _title(record))
+        briefs.append(line(_pin(pin)[0].words[0], f"  {said}" * bool(said)))
+    return Paragraph((*briefs, *more(len(record.pins) - MOST_IN_BRIEF)), _title(record))
 
 
 def _what_goes_wrong(pin: Pin, record: Record) -> str:
@@ -85,14 +85,14 @@ def _pin(pin: Pin) -> tuple[StyledLine, ...]:
     if pin.source is None and pin.name == OWN:
         return (line(in_words(OWN, pin.class_name or "the model"), tone="name"),)
     kind = " of ".join(filter(None, ("own lines" * pin.own, pin.class_name)))
-    return (line(name, tone="name"), *(line(text, tone="faint") for text in (kind,) if text))
+    return (line(name, tone="name"), *lines(kind, tone="faint"))
 
 
 def _why(pin: Pin, record: Record, *, is_repeated: bool) -> tuple[StyledLine, ...]:
-    if not pin.sites and pin.tied:
-        return (line(f"tied to {listed(pin.tied)}, and pinned with it", tone="faint"),)
     if not pin.sites:
-        return (line("no op of its own fails", tone="faint"), *_without(pin.without))
+        tied = f"tied to {listed(pin.tied)}, and pinned with it"
+        none = (line("no op of its own fails", tone="faint"), *_without(pin.without))
+        return (line(tied, tone="faint"),) if pin.tied else none
     site, *others = pin.sites
     if is_repeated:
         beside = ", ".join(_against_half(site, format_of_config(record.config)))
@@ -102,9 +102,9 @@ def _why(pin: Pin, record: Record, *, is_repeated: bool) -> tuple[StyledLine, ..
         named = (f"{op_name(one.op)}{f':{one.source.line}' if one.source else ''}" for one in others)
         ops = f"and {counted(len(others), 'more op')}: {listed(dict.fromkeys(named))}"
     return (
-        *(line(text, tone="bad") for text in (code,) if text),
+        *lines(code, tone="bad"),
         *_site(site, pin, format_of_config(record.config)),
-        *(line(text, tone="faint") for text in (ops,) if text),
+        *lines(ops, tone="faint"),
         *_without(pin.without),
     )
 
@@ -121,10 +121,9 @@ def _site(site: PinSite, pin: Pin, low: FloatFormat) -> Iterator[StyledLine]:
         op_name(site.op),
         place_of(site.source),
     )
-    text, beside = site.source.text.strip() if site.source else "", ", ".join(_against_half(site, low))
     yield line(" · ".join(filter(None, parts)))
-    yield from (line(code, tone="strong", is_code=True) for code in (text,) if code)
-    yield from (line(said) for said in (beside,) if said)
+    yield from lines(site.source.text.strip() if site.source else "", tone="strong", is_code=True)
+    yield from lines(", ".join(_against_half(site, low)))
 
 
 def _against_half(site: PinSite, low: FloatFormat) -> tuple[str, ...]:
@@ -169,8 +168,7 @@ def pins_yaml(names: Sequence[str], config: Mapping[str, object]) -> list[str]:
     already = precision_of(config).get("pins")
     given = [str(name) for name in already] if isinstance(already, (list, tuple)) else []
     every = dict.fromkeys([*given, *(name or EVERYTHING for name in names)])
-    plain = {name for name in every if PLAIN_YAML.fullmatch(name) and name.isascii()}
-    plain = {name for name in plain if name.casefold() not in YAML_WORDS}
+    plain = {name for name in every if PLAIN_YAML.fullmatch(name) and name.casefold() not in YAML_WORDS}
     return ["precision:", "  pins:", *(f"    - {name if name in plain else json.dumps(name)}" for name in every)]
 
 

@@ -31,7 +31,7 @@ from ampdbg.record.run import Readiness, Record, Replay, Site
 
 from . import view
 from .scan import TONES, raised, stopped
-from .view import line, more, ran_on, with_option
+from .view import line, lines, more, ran_on, with_option
 
 NEAR_BITS = 2.0
 """Closer to the limit than this many doublings is worth a mark."""
@@ -269,7 +269,7 @@ def _site_table(sites: Sequence[Site], typed: view.Typed, top: int, *, is_brief:
     shown = sorted(tightest, key=lambda site: site.order) if is_ordered else tightest
     with_text = {site.order for site in tightest[: 0 if is_brief else SHOWN_LINES]}
     legend = " · ".join(text for applies, text in LEGEND if any(map(applies, shown)))
-    below = (*more(len(sites) - len(shown), "site"), *(line(text, tone="faint") for text in (legend,) if text))
+    below = (*more(len(sites) - len(shown), "site"), *lines(legend, tone="faint"))
     return view.Table(
         f"Tightest against FP16's limit{', in order of execution' * is_ordered} (bits: doublings left to 65,504)",
         BRIEF_COLUMNS if is_brief else SITE_COLUMNS,

@@ -192,6 +192,11 @@ def line(*parts: str | Words, tone: Tone = "plain", depth: int = 0, is_code: boo
     return StyledLine(tuple(Words(part, tone) if isinstance(part, str) else part for part in parts), depth, is_code)
 
 
+def lines(*texts: str, tone: Tone = "plain", is_code: bool = False) -> tuple[StyledLine, ...]:
+    """A line for each text in which something stands."""
+    return tuple(line(text, tone=tone, is_code=is_code) for text in texts if text)
+
+
 def module(name: str) -> str:
     """A module by its name; the root has none."""
     return name or "(root)"
@@ -253,9 +258,14 @@ def more(count: int, noun: str = "") -> tuple[StyledLine, ...]:
 Value = TypeVar("Value")
 
 
+def every(*rows: tuple[object, Value]) -> Iterator[Value]:
+    """What stands beside each condition that holds."""
+    return (value for holds, value in rows if holds)
+
+
 def first(*rows: tuple[object, Value]) -> Value:
     """What stands beside the first of conditions that holds."""
-    return next(value for holds, value in rows if holds)
+    return next(every(*rows))
 
 
 def next_of(*rows: tuple[object, str, str]) -> NextCommand | None:
