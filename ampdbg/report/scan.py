@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
+from operator import attrgetter
 from pathlib import PurePath
 
 from ampdbg.agreement import AGREEMENT, SAME_RUN, TAKEN, agrees_with_fp32, is_finite
@@ -29,6 +30,7 @@ from ampdbg.record.run import (
     ParameterCounts,
     Record,
     Replay,
+    ScriptRun,
     Step,
     TensorCounts,
     Updates,
@@ -36,7 +38,7 @@ from ampdbg.record.run import (
 from ampdbg.report.explanation import explanation
 
 from . import view
-from .view import line, more, ran_on, with_option
+from .view import line, lines, more, ran_on, with_option
 from .weights import averages, contract, ledger, short_of, weights_in_brief
 
 MAX_TENSORS = 8
@@ -68,6 +70,7 @@ def page(record: Record, typed: view.Typed) -> view.Page:
 
 
 def _sections(record: Record) -> tuple[view.Section, ...]:
+    updates = record.updates or Updates(0)
     charted = record.scaled_steps * any(step.skipped or _is_lost(step, record) for step in record.scaled_steps)
     return view.filled(
         raised(record),
@@ -76,8 +79,8 @@ def _sections(record: Record) -> tuple[view.Section, ...]:
         group_table(record),
         _tensor_table(record),
         contract(record),
-        ledger(record.updates),
-        averages(record.updates),
+        ledger(updates),
+        averages(updates),
         sound_step(record),
     )
 
@@ -86,7 +89,7 @@ def raised(record: Record) -> view.Paragraph:
     """The error that stopped the run, if one did."""
     obstacle = obstacle_in(record.error)
     said = (line(text, tone="bad", depth=min(at, 1)) for at, text in enumerate(record.error.splitlines()))
-    return view.Paragraph((*said, *(line(one.says) for one in (obstacle,) if one)))
+    return view.Paragraph((*said, *lines(obstacle.says if obstacle else "")))
 
 
 def headline(record: Record) -> view.Headline:
@@ -347,31 +350,23 @@ def _facts(record: Record) -> Iterator[str]:
     yield duration(record.elapsed)
 
 
-def _alike(record: Record) -> list[Investigation]:
-    """The healthy steps that were compared with FP32."""
-    return [made for made in record.investigations if agrees_with_fp32(made) or made.choice]
-
-
 def _compared(record: Record) -> Iterator[str]:
     """Whether no healthy step of any optimizer was compared with FP32."""
     is_half = record.environment.policy != "none" and format_of_config(record.config) is not FLOAT32
     is_compared = any(made.why == "end" for made in record.investigations)
     if not is_compared and record.command == "run" and record.verdict == "healthy" and is_half:
-        rows = (len(list(row)) for one in record.timelines for was, row in groupby(one.steps, _was_taken) if was)
+        by_skip = (group for one in record.timelines for group in groupby(one.steps, attrgetter("skipped")))
+        rows = (len(list(row)) for skipped, row in by_skip if not skipped)
         few = f": that takes over {TAKEN} steps in a row without a skip" * (max(rows, default=0) <= TAKEN)
         yield f"no step compared with FP32{few}"
-
-
-def _was_taken(step: Step) -> bool:
-    return not step.skipped
 
 
 def _distance(made: Investigation) -> str:
     low, fp32, distance = made.low, made.fp32, made.low.gradient_distance
     if distance is None or distance <= AGREEMENT:
         loss_apart = abs(low.loss - fp32.loss) / abs(fp32.loss) if fp32 and fp32.loss else 0.0
-        apart = [f"loss {share(loss_apart)}"] if loss_apart > SAME_RUN else []
-        apart += [f"gradients {share(distance)}"] if distance else []
+        said = (loss_apart > SAME_RUN, f"loss {share(loss_apart)}"), (distance, f"gradients {share(distance or 0.0)}")
+        apart = list(view.every(*said))
         return f"step {made.step} agrees with FP32" + (f" ({' and '.join(apart)} apart)" if apart else "")
     by_rounding = ", which rounding explains" * (made.floor is not None)
     why = ", where half precision picks other elements, as by an index or a mask" if made.choice else by_rounding
@@ -390,7 +385,8 @@ def _facts_of(timeline: Record, record: Record) -> Iterator[str]:
             yield f"gradient norm {number(last.grad_norm)}"
         if with_loss or last.scaler:  # else it ended before anybody could scale it
             yield _loss_scale(timeline, scaled)
-        yield from map(_distance, _alike(timeline))
+        healthy = (made for made in timeline.investigations if agrees_with_fp32(made) or made.choice)
+        yield from map(_distance, healthy)
 
 
 def _loss_scale(timeline: Record, scaled: Sequence[Step]) -> str:
@@ -408,7 +404,7 @@ def _change(first: str, last: str) -> str:
 def next_command(record: Record, typed: view.Typed) -> view.NextCommand | None:
     """What to type next: a longer run when healthy, the same run in FP32 where it is suspected, else the counts."""
     if record.script is not None:
-        return after_script(record, typed)
+        return _after_script(record, record.script, typed)
     again = f"ampdbg {record.command if record.command in SEARCHES else 'scan'} {typed.config}"
     longer = with_option(again, "--steps", 10 * max(record.planned_steps, 1))
     fp32 = with_option(again, "--set", "precision.level=O0")
@@ -490,7 +486,7 @@ def only_settles(record: Record) -> bool:
     return record.took_no_step and all(finding.severity == "info" for finding in record.findings)
 
 
-def after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
+def _after_script(record: Record, script: ScriptRun, typed: view.Typed) -> view.NextCommand | None:
     """What to type: with a GPU that is emulated, of its capture, or what the finding means."""
     obstacle, captures = obstacle_in(record.error), record.captures
     install = obstacle.install if obstacle else ""
@@ -498,19 +494,18 @@ def after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
     is_cured = pin_may_help(record)
     of_root = _of_root(captures, record) if is_cured or may_be_tried(record) else ""
     is_of_capture = record.command == "replay" and "--script" in typed.config
-    taken = typed.config if is_of_capture else _capture_to_type(of_root, record, typed.folder)
+    taken = typed.config if is_of_capture else _capture_to_type(of_root, script, typed.folder)
     prove = "make the patch that cures it, proven on the captured step"
     search = "find what needs FP32 by experiment, on the captured step"
-    first = _capture_to_type("".join(captures[:1]), record, typed.folder)
+    first = _capture_to_type("".join(captures[:1]), script, typed.folder)
     is_half = record.verdict == "precision" and record.half_weights and record.updates
     is_edited = is_half and typed.record_path and not why_no_edit(record)
     is_replayed = not captures or record.command != "run" or record.investigations
     codes = [one.code for one in record.findings[:1] if record.verdict != "healthy" and not only_settles(record)]
     suggest, find = "ampdbg suggest-fp32", prove if is_cured else search
     needs_gpu = has_no_gpu and (obstacle or _ran_in_fp32(record))
-    as_module = "-m " if record.script is not None and record.script.is_module else ""
-    again = _capturing_again(record) if is_cured else ""
-    emulated = f"ampdbg run --emulate {as_module}{typed.config}"
+    again = _capturing_again(record, script) if is_cured else ""
+    emulated = f"ampdbg run --emulate {'-m ' * script.is_module}{typed.config}"
     return view.next_of(
         (install, "install it beside ampdbg", install),
         (needs_gpu, "run it in FP16, on an emulated GPU", emulated),
@@ -526,14 +521,13 @@ def after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
     )
 
 
-def _capturing_again(record: Record) -> str:
+def _capturing_again(record: Record, script: ScriptRun) -> str:
     """What starts the script again and captures a failing step; "" where there is a capture, or the run has said why
     there is none."""
-    step, script = record.last_failing_step, record.script
     was_refused = any(NOT_CAPTURED in note for note in record.unseen.notes)
-    if script is None or script.captures or script.processes > 1 or was_refused:
+    if script.captures or script.processes > 1 or was_refused:
         return ""
-    return script.again(record.environment, step)
+    return script.again(record.environment, record.last_failing_step)
 
 
 def _ran_in_fp32(record: Record) -> bool:
@@ -550,11 +544,10 @@ def _of_root(captures: Sequence[str], record: Record) -> str:
     return next((path for path in (*map(steps.get, wanted), *later) if path), "")
 
 
-def _capture_to_type(path: str, record: Record, folder: str) -> str:
+def _capture_to_type(path: str, script: ScriptRun, folder: str) -> str:
     """A capture with its script, where that does not stand in the folder: what a capture starts has to be said then."""
-    script, typed = record.script, _to_type(path, folder)
-    at = PurePath(os.path.normpath(os.path.join(folder, script.name if script else "")))
-    if script is None or script.is_module or not folder or at.is_relative_to(folder):
+    typed, at = _to_type(path, folder), PurePath(os.path.normpath(os.path.join(folder, script.name)))
+    if script.is_module or not folder or at.is_relative_to(folder):
         return typed
     return f"{typed} --script {shlex.quote(shlex.join([script.name, *script.arguments]))}"
 

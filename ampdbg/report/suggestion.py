@@ -16,7 +16,7 @@ from ampdbg.ops import CASTS, base_name
 from ampdbg.quantities import counted, listed, share
 from ampdbg.record.file import to_json
 from ampdbg.record.findings import place_of
-from ampdbg.record.pins import Form, Handover, Proof, call_of_pins, in_words
+from ampdbg.record.pins import Form, Handover, call_of_pins, in_words
 from ampdbg.record.run import Record, Updates
 
 from . import bisection, view
@@ -51,8 +51,7 @@ OWN_CAST = (
     "autocast does not. Otherwise disable autocast around the model and the loss together."
 )
 
-EDITS = "The patch"
-"""The title of what is edited, in words."""
+FAILED = "Patches that failed their proofs"
 
 MANY = 6
 """Beyond so many pins the comments count them."""
@@ -63,8 +62,9 @@ def page(record: Record, typed: view.Typed) -> view.Page:
     handed = record.handover
     if handed is None:
         ended = bisection.page(record, typed)
-        is_harmless = record.updates is not None and not record.faults
-        return replace(ended, headline=_harmless(record)) if is_harmless else ended
+        if record.updates is not None and not record.faults:
+            return replace(ended, headline=_harmless(record, record.updates))
+        return ended
     if record.interrupted or not (record.pins or handed.files):
         return _without_patch(record, handed, typed)
     return view.Page(
@@ -108,9 +108,9 @@ def _sections(record: Record, handed: Handover, most: int | None = None) -> tupl
     return filled(
         view.Findings(record.findings, is_brief=is_brief) if handed.pins_nothing else pins,
         view.Paragraph(tuple(map(line, about_roots(record))) * (by_name or not is_brief)),
-        view.Paragraph((*_edits(handed, most), *left_out), _about_units(handed)),
+        view.Paragraph((*_edits(handed, most), *left_out), "The patch" if handed.files else FAILED),
         view.Paragraph(tuple(map(line, refused[:most])), "Why ampdbg edits no code"),
-        _proof_section(proof, is_brief=is_brief),
+        view.Paragraph(proof_in_brief(proof), "The proof") if proof and is_brief else proof_table(proof),
         view.Paragraph(tuple(map(line, _cost(record, handed))) * (not is_titled)),
         _remedies(notes[:most], _about_notes(record) if is_titled else "Other remedies"),
     )
@@ -121,10 +121,6 @@ def _edits(handed: Handover, most: int | None) -> Iterator[view.StyledLine]:
     for unit in handed.units[:most]:
         yield line(unit.title)
         yield from (line(note, tone="faint", depth=1) for note in unit.notes * (most is None))
-
-
-def _proof_section(proof: Proof | None, *, is_brief: bool) -> view.Section:
-    return view.Paragraph(proof_in_brief(proof), "The proof") if proof and is_brief else proof_table(proof)
 
 
 def _cost(record: Record, handed: Handover) -> Iterator[str]:
@@ -138,28 +134,26 @@ def _cost(record: Record, handed: Handover) -> Iterator[str]:
 def _together(record: Record) -> tuple[str, ...]:
     """What is left where neither pins of modules nor an edit of the lines outside of them is enough."""
     root = next(iter(record.findings), None)
+    place = place_of(root.source) if root is not None else ""
     if not _is_past_search(record):
-        has_failed = record.verification is not None and not record.verification.passed
-        return (BY_HAND.format(place_of(root.source)),) if has_failed and root is not None and root.source else ()
+        return (BY_HAND.format(place),) if has_failed(record) and place else ()
     casts = root is not None and root.phase == "forward" and base_name(root.op) in CASTS
-    if root is not None and casts and root.source is not None:
-        return (OWN_CAST.format(place_of(root.source)),)
-    return (TOGETHER,)
+    return (OWN_CAST.format(place) if casts and place else TOGETHER,)
+
+
+def has_failed(record: Record) -> bool:
+    """There is a patch, and it does not hold."""
+    return record.verification is not None and not record.verification.passed
 
 
 def _is_past_search(record: Record) -> bool:
     """Every known way was tried: no set of modules cures the step, nor does the patch of other lines."""
     outcome = record.search.outcome if record.search is not None else ""
-    has_failed = record.verification is not None and not record.verification.passed
-    return has_failed and outcome in ("not-in-a-module", "no-set-helps")
+    return has_failed(record) and outcome in ("not-in-a-module", "no-set-helps")
 
 
 def _is_by_name(record: Record, handed: Handover) -> bool:
     return handed.form in ("module", "yaml") and content(record) is not None
-
-
-def _about_units(handed: Handover) -> str:
-    return EDITS if handed.files else "Patches that failed their proofs"
 
 
 def _about_notes(record: Record) -> str:
@@ -179,24 +173,24 @@ def headline(record: Record, handed: Handover) -> view.Headline:
     of_constants = "No module needs FP32: the patch keeps a constant within the range of half precision"
     of_weights = _about_weights(record)
     no_suggestion = "ampdbg does not suggest it."
-    has_failed, is_unproven = proof is not None and not proof.passed, proof is None or bool(proof.unproven)
+    failed = f"{patched} failed its proof{f': {why}' * bool(why)}"
     by_run = "the patch is proven by a short run of the script before and after"
     rows: tuple[tuple[object, view.Tone, str], ...] = (
-        (is_unproven, "warning", f"{of_weights}; the patch is not proven."),
-        (has_failed, "bad", f"{of_weights}, but the patch failed its proof: {why}. {no_suggestion}"),
+        (proof is None or proof.unproven, "warning", f"{of_weights}; the patch is not proven."),
+        (has_failed(record), "bad", f"{of_weights}, but the patch failed its proof: {why}. {no_suggestion}"),
         (True, "good", f"{of_weights}; {by_run}."),
     )
     if record.search is not None:
         rows = (
             (handed.pins_nothing and proof is None, "warning", f"{of_constants}; it is not proven."),
             (handed.pins_nothing, "good", f"{of_constants}, and is proven on {_where(record)}."),
-            (has_failed, "bad", f"{pinned}, but {patched} failed its proof{f': {why}' * bool(why)}. {no_suggestion}"),
+            (has_failed(record), "bad", f"{pinned}, but {failed}. {no_suggestion}"),
             (_is_by_name(record, handed), "good", f"{pinned}; this pins {them} by name."),
             (not handed.files, "bad", f"{pinned}, but ampdbg could not edit your code for {them}."),
             (proof is None, "warning", f"{pinned}; {patched} is not proven."),
             (True, "good", f"{pinned}; {patched} is proven on {_where(record)}."),
         )
-    return next(view.Headline(tone, sentence) for holds, tone, sentence in rows if holds)
+    return first(*((holds, view.Headline(tone, sentence)) for holds, tone, sentence in rows))
 
 
 def _about_weights(record: Record) -> str:
@@ -205,8 +199,7 @@ def _about_weights(record: Record) -> str:
     return stored + (" and lose part of their updates" if record.updates is not None else "")
 
 
-def _harmless(record: Record) -> view.Headline:
-    seen = record.updates or Updates(0)
+def _harmless(record: Record, seen: Updates) -> view.Headline:
     lost = f"{share(seen.lost or 0.0)} of the way of float32 weights is lost in {counted(seen.steps, 'sampled step')}"
     stored, unjudged = " and ".join(record.half_weights), seen.half - seen.judged
     if unjudged:
@@ -226,11 +219,11 @@ def _where(record: Record) -> str:
 
 def next_command(record: Record, handover: Handover, typed: view.Typed) -> view.NextCommand | None:
     """What to type next."""
-    proof, script, form, roots = record.verification, record.script, handover.form, roots_of(record)
+    script, form, roots = record.script, handover.form, roots_of(record)
     again = f"ampdbg suggest-fp32 {typed.config}{bisection.chosen_strategy(record.search)}"
     by_name, scan = f"{again} --format module", f"ampdbg scan {typed.config}"
     codes = [one.code for one in record.findings[:1] if _is_past_search(record) or record.search is None]
-    if proof is not None and not proof.passed:
+    if has_failed(record):
         is_refused = form == "diff" and handover.names and handover.refused  # the set may do, with all of its edits
         return next_of(
             (is_refused, "pin the same modules by name", by_name),
@@ -260,8 +253,8 @@ def next_command(record: Record, handover: Handover, typed: view.Typed) -> view.
 
 def content(record: Record) -> bytes | None:
     """The suggestion in its form; None where there is none: of a patch that failed its proof there is no form."""
-    handover, proof = record.handover, record.verification
-    if handover is None or record.interrupted or (proof is not None and not proof.passed):
+    handover = record.handover
+    if handover is None or record.interrupted or has_failed(record):
         return None
     is_by_name = bool(handover.names) and all(pin.source is None for pin in record.pins)
     # JSON holds a patch or names.

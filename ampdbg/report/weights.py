@@ -81,9 +81,8 @@ SUM = "The sum of the gradients of {} in half is {} from what it is in float32."
 OF_AVERAGES = "The share of the way of averages in float32 that those in half do not go."
 
 
-def ledger(updates: Updates | None) -> view.Table:
+def ledger(updates: Updates) -> view.Table:
     """A row for each kind of parameter, none where none was measured; columns are left out in which nothing stands."""
-    updates = updates or Updates(0)
     rows = [vars(one) for one in updates.kinds]
     columns: list[tuple[view.Column, tuple[str, ...]]] = [(view.Column("kind"), tuple(row["kind"] for row in rows))]
     for field, (head, kind, words) in COLUMNS.items():
@@ -98,10 +97,10 @@ def ledger(updates: Updates | None) -> view.Table:
     return view.Table(title, heads, tuple(zip(*cells_of, strict=True)), below=tuple(map(view.line, below)))
 
 
-def averages(updates: Updates | None) -> view.Table:
+def averages(updates: Updates) -> view.Table:
     """What averages that are kept in half lose of their way, by kind of parameter."""
     of_kinds: dict[str, list[KeptAverage]] = {}
-    for one in updates.averages if updates else ():
+    for one in updates.averages:
         of_kinds.setdefault(one.kind, []).append(one)
     rows = tuple(
         (kind, share(sum(one.lost * one.way for one in of_it), sum(one.way for one in of_it)))
