@@ -13,7 +13,7 @@ from urllib.parse import quote
 from ampdbg import __version__
 from ampdbg.escapes import harmless
 from ampdbg.record.codes import CODES
-from ampdbg.record.findings import Finding, Severity
+from ampdbg.record.findings import CodeLine, Finding, Severity
 from ampdbg.record.run import Record
 from ampdbg.report.explanation import explanation
 from ampdbg.report.view import Look, Typed, with_effects
@@ -72,16 +72,9 @@ def log(found: Sequence[Alert], folder: str) -> dict[str, Any]:
 def alerts(record: Record) -> Iterator[Alert]:
     """The findings without a root. One without a line of code is put on the first of what was run."""
     for finding, effects in with_effects(record.findings):
-        source = finding.source
-        yield Alert(
-            finding.code,
-            finding.severity,
-            _message(finding, effects),
-            source.file if source else _what_ran(record),
-            source.line if source else 1,
-            text=source.text.strip() if source else "",
-            module=finding.module,
-        )
+        at = finding.source or CodeLine(_what_ran(record), 1, function="", text="")
+        said = _message(finding, effects)
+        yield Alert(finding.code, finding.severity, said, at.file, at.line, text=at.text.strip(), module=finding.module)
 
 
 def _message(finding: Finding, effects: Sequence[Finding]) -> str:

@@ -32,6 +32,7 @@ from .drawn import (
     MOST_ROWS,
     TextTable,
     clipped,
+    line_at,
     listings,
     module_tree,
     range_map,
@@ -92,9 +93,8 @@ def write(record: Record, typed: view.Typed, look: view.Look) -> str:
 
 def _at_line(at: int, finding: Finding, record: Record, names: TextTable) -> dict[str, Any]:
     """A finding for the script; its file is named as the record names it, and so found among the files."""
-    source = record.findings[at].source
     said = {name: clipped(getattr(finding, name)) for name in ("code", "severity", "module", "message")}
-    file, line = (names[source.file], source.line) if source else (-1, 0)
+    file, line = line_at(record.findings[at].source, names)
     return {"file": file, "line": line, "step": finding.step} | said
 
 

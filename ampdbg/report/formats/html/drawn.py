@@ -13,7 +13,7 @@ from ampdbg.escapes import harmless
 from ampdbg.formats import FLOAT16, headroom_bits
 from ampdbg.levels import precision_of
 from ampdbg.quantities import number, scale, share
-from ampdbg.record.findings import Listing
+from ampdbg.record.findings import Listing, Source
 from ampdbg.record.listings import sources_of
 from ampdbg.record.pins import Pin
 from ampdbg.record.run import Producer, Record, Site, Step
@@ -44,6 +44,11 @@ class TextTable(dict[str, int]):
     def __missing__(self, text: str) -> int:
         self[text] = len(self)
         return self[text]
+
+
+def line_at(source: Source | None, names: TextTable) -> tuple[int, int]:
+    """The number of a line's file, and the line; -1 and 0 where none is known."""
+    return (names[source.file], source.line) if source is not None else (-1, 0)
 
 
 def clipped(text: str) -> str:
@@ -80,9 +85,13 @@ def _series(name: str, title: str, values: Sequence[float | None], words: Callab
     return {
         "name": name,
         "title": title,
-        "values": [value if value is not None and math.isfinite(value) else None for value in values],
+        "values": list(map(_finite, values)),
         "words": ["-" if value is None else words(value) for value in values],
     }
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _thinned(steps: Sequence[Step]) -> list[Step]:
@@ -95,8 +104,8 @@ def _thinned(steps: Sequence[Step]) -> list[Step]:
 
 def _extreme(value: float | None, sign: int) -> tuple[bool, float]:
     """The least of them is the least finite value, or by a sign of -1 the largest."""
-    is_finite = value is not None and math.isfinite(value)
-    return not is_finite, sign * value if value is not None and is_finite else 0.0
+    finite = _finite(value)
+    return finite is None, sign * (finite or 0.0)
 
 
 RANKS: tuple[Callable[[Step], Any], ...] = (
@@ -122,12 +131,13 @@ def range_map(record: Record, names: TextTable) -> tuple[Data, bytes]:
     nearest = sorted(record.sites, key=lambda site: (id(site) not in bounds, _room(site, of_run)))[:MOST_SITES]
     shown = sorted(nearest, key=lambda site: site.order)
     places = {id(site): at for at, site in enumerate(shown)}
+    at_lines = [line_at(site.source, names) for site in shown]
     columns: Data = {
         "phase": "".join("f" if site.phase == "forward" else "b" for site in shown),
         "module": [names[site.module] for site in shown],
         "op": [names[op_name(site.op)] for site in shown],
-        "file": [names[site.source.file] if site.source else -1 for site in shown],
-        "line": [site.source.line if site.source else 0 for site in shown],
+        "file": [file for file, _ in at_lines],
+        "line": [line for _, line in at_lines],
         "bits": [headroom_of(site) for site in shown],
         "max": [number(site.abs_max) for site in shown],
         "overflow": ["-" if not site.overflow else site.overflow[0] for site in shown],
