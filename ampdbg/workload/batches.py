@@ -55,8 +55,13 @@ class BatchSource:
                 yield batch
                 del batch  # a batch must not outlive its step
                 count += 1
+            if count == 0:
+                raise self.found.refuse("gave no batches; needed: at least one")
             if count == before:
-                raise self.found.refuse(self._why_ended(count))
+                raise self.found.refuse(
+                    f"ended after {count} batches and cannot be started again; "
+                    "needed: a list, a DataLoader, or a function that makes the batches"
+                )
 
     def describe(self, batch: Any) -> str:
         """``batch 3 holds [0]: float32 [8, 3]; [1]: int64 [8]``; without the number for any but the last one."""
@@ -77,14 +82,6 @@ class BatchSource:
         with self.found.user.running(f"{self.found.named}: reading batch {index}"):
             batch = next(iterator, _END)
             return batch if batch is _END else to_device(batch, self.device)
-
-    def _why_ended(self, count: int) -> str:
-        if count == 0:
-            return "gave no batches; needed: at least one"
-        return (
-            f"ended after {count} batches and cannot be started again; "
-            "needed: a list, a DataLoader, or a function that makes the batches"
-        )
 
     def _make(self) -> Any:
         found = self.found

@@ -128,13 +128,23 @@ class Checkpoint:
         return ()
 
     def scaler(self) -> Mapping[str, Any] | None:
-        """The state of the loss scaler as ``GradScaler.load_state_dict`` takes it; None where there is none.
+        """The state of the loss scaler, Apex's too, as ``GradScaler.load_state_dict`` takes it; None for none.
 
         Raises:
             WorkloadError: it is no such state.
         """
         saved = self._parts.get("scaler")
-        return None if saved is None else scaler_state(saved)
+        if saved is None:
+            return None
+        first, *others = saved.states
+        given = {} if others else _mapping(first)
+        if apex := _mapping(given.get("loss_scaler0")):
+            given = {**_APEX, "scale": apex.get("loss_scale"), "_growth_tracker": apex.get("unskipped")}
+        try:
+            return ScalerState.model_validate(given).model_dump(by_alias=True)
+        except ValidationError as error:
+            wrong = listed((str(item["loc"][0]) for item in error.errors()), most=5)
+            raise saved.misfit(torch.amp.GradScaler, f"missing, or not allowed: {wrong}") from None
 
     def _content(self, file: Path, where: str) -> Any:
         if file not in self._read:
@@ -445,20 +455,3 @@ class ScalerState(BaseModel):
 
 _APEX = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 """What Apex's dynamic scaler has built in (``apex/amp/scaler.py``)."""
-
-
-def scaler_state(saved: SavedPart) -> Mapping[str, Any]:
-    """The state as ``GradScaler.load_state_dict`` takes it; Apex's too.
-
-    Raises:
-        WorkloadError: it is neither.
-    """
-    first, *others = saved.states
-    given = {} if others else _mapping(first)
-    if apex := _mapping(given.get("loss_scaler0")):
-        given = {**_APEX, "scale": apex.get("loss_scale"), "_growth_tracker": apex.get("unskipped")}
-    try:
-        return ScalerState.model_validate(given).model_dump(by_alias=True)
-    except ValidationError as error:
-        wrong = listed((str(item["loc"][0]) for item in error.errors()), most=5)
-        raise saved.misfit(torch.amp.GradScaler, f"missing, or not allowed: {wrong}") from None
