@@ -70,7 +70,7 @@ def _suggestion(given: str) -> str:
     wanted = given.strip().lower().replace("_", "-").replace(" ", "-")
     words = sorted({word for code in CODES for word in code.split("-")})
     kind = difflib.get_close_matches(wanted, words, n=1, cutoff=0.8)
-    holding = [code for code in CODES if kind and kind[0] in code.split("-")]
+    holding = [code for code in CODES for word in kind if word in code.split("-")]
     holding = holding or [code for code in CODES if len(wanted) > 2 and wanted in code]
     near = holding or difflib.get_close_matches(wanted, CODES, n=1, cutoff=0.5)
     return f"did you mean {' or '.join(near)}? All codes: ampdbg explain" if near else "all codes: ampdbg explain"

@@ -342,13 +342,14 @@ def _kept_in_fp32(record: Record, handover: Handover) -> Iterator[str]:
 
 def _proof(record: Record) -> Iterator[str]:
     proof, ran = record.verification, record.environment
+    unproven = proof.unproven if proof else "with --no-verify, ampdbg ran nothing with this patch"
+    if proof is None or unproven:
+        yield f"Not proven: {unproven}."
+        return
     emulated = ", CUDA's autocast emulated" * ran.emulated
     device = ran.device if ran.device == "cpu" else f"{ran.device}: {ran.device_name}"
-    unproven = proof.unproven if proof else "with --no-verify, ampdbg ran nothing with this patch"
-    steps = proof.steps if proof and not unproven else ()
-    proven = f"Proven by ampdbg {ran.ampdbg} (torch {ran.torch}, {device}{emulated}):"
-    yield f"Not proven: {unproven}." if unproven else proven
-    yield from ("  - " + ": ".join(filter(None, (step.name, step.detail))) for step in steps)
+    yield f"Proven by ampdbg {ran.ampdbg} (torch {ran.torch}, {device}{emulated}):"
+    yield from ("  - " + ": ".join(filter(None, (step.name, step.detail))) for step in proof.steps)
 
 
 class FormOfSuggestion(NamedTuple):
