@@ -191,15 +191,12 @@ def _deliver(folder: Path, result: Any) -> None:
 class _Told(Observer):
     def __init__(self, stream: IO[str]) -> None:
         for name in ("replay", "search", "trial", "stage"):
-            setattr(self, name, self._telling(name, stream))
+            setattr(self, name, functools.partial(self._send, stream, name))
 
     @staticmethod
-    def _telling(name: str, stream: IO[str]) -> Callable[..., None]:
-        def notify(*arguments: Any) -> None:
-            stream.write(base64.b64encode(pickle.dumps((name, arguments))).decode() + "\n")  # print may be the script's
-            stream.flush()
-
-        return notify
+    def _send(stream: IO[str], name: str, *arguments: Any) -> None:
+        stream.write(base64.b64encode(pickle.dumps((name, arguments))).decode() + "\n")  # print may be the script's
+        stream.flush()
 
 
 def own_stdout() -> IO[str]:

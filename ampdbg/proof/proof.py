@@ -61,8 +61,6 @@ NOT_TRAINED = "a script has its own loop; train it with the patch under ampdbg r
 
 @dataclass(frozen=True)
 class _Proving:
-    """A proof under way."""
-
     job: Job
     run: Run
     failing: Sequence[FailingStep]

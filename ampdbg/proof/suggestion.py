@@ -126,7 +126,7 @@ def _handed_over(searched: Bisected, form: Form) -> Record:
     record, config = searched.record, searched.run.config
     names = tuple(pin.name for pin in record.pins if pin.source is None)
     folder, is_git = base_folder((), config.folder)
-    helper = _pins_file(names, searched) if form == "module" and names else ""
+    helper = module_text(names, _roots(names, searched)) if form == "module" and names else ""
     precision = config.precision
     notes = (CODE_NEEDS_AUTOCAST.format(level=precision.level),) if precision.has_half_weights else ()
     handover = Handover(form, names, helper, str(folder), is_git, notes=(*other_remedies(record), *notes))
@@ -138,10 +138,6 @@ def _constants(record: Record) -> tuple[Source, ...]:
     roots = [finding for finding in record.faults if finding.root is None]
     lines = tuple(finding.source for finding in roots if finding.source and is_users_file(finding.source.file))
     return lines if len(lines) == len(roots) and all(CODES[one.code].is_a_constant for one in roots) else ()
-
-
-def _pins_file(names: Sequence[str], searched: Bisected) -> str:
-    return module_text(names, _roots(names, searched))
 
 
 def _roots(names: Sequence[str], searched: Bisected) -> tuple[RootModel, ...]:
@@ -237,7 +233,8 @@ def _by_name(ended: Bisected, form: Form, prover: Prover) -> Suggestion:
             return Patched(pins=tuple(name or EVERYTHING for name in names))
         if not names:
             return Patched()
-        return Patched({file: _pins_file(names, ended).encode()}, pins_file=file, roots=_roots(names, ended))
+        roots = _roots(names, ended)
+        return Patched({file: module_text(names, roots).encode()}, pins_file=file, roots=roots)
 
     names = [pin.name for pin in ended.record.pins]
     parts = tied_together(names, ended.run.workload.model)
