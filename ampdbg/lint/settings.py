@@ -55,7 +55,7 @@ def read_settings(paths: Sequence[str], select: Sequence[str] = (), ignore: Sequ
     """
     for option, codes in (("--select", select), ("--ignore", ignore)):
         _check_codes(option, codes)
-    start = Path(os.path.abspath(paths[0] if paths else "."))
+    start = Path(os.path.abspath(paths[0]))
     file = next((one / "pyproject.toml" for one in (start, *start.parents) if (one / "pyproject.toml").is_file()), None)
     table = _table(file) if file is not None else Settings()
     typed = {"select": tuple(select) or table.select, "ignore": tuple(ignore) or table.ignore}

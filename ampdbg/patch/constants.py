@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,20 +59,15 @@ def _is_eps(constants: _Constants, constant: cst.BaseExpression, other: cst.Base
     return "eps" in dotted(constant).rpartition(".")[2].lower()
 
 
-NUMBER = ConstantRole(
-    _is_beyond,
-    "{finfo}.{end}",
-    lambda constants, constant, owner: "inf" not in spelled(constant),
-    "max({}, {finfo}.min)",
-)
-"""What a tensor is filled with that takes nothing but a number."""
-
 FILLED = ConstantRole(
     _is_beyond,
     "{finfo}.{end}",
     lambda constants, constant, owner: constants.may_be_number(constant) and "inf" not in spelled(constant),
     "max({}, {finfo}.min)",
 )
+NUMBER = replace(FILLED, may_be=lambda constants, constant, owner: "inf" not in spelled(constant))
+"""What a tensor is filled with that takes nothing but a number."""
+
 MULTIPLIED = ConstantRole(
     lambda value: value < 0 and _is_beyond(value),
     "({finfo}.min / 2)",

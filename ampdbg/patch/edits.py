@@ -183,7 +183,6 @@ class _Suite:
     indent: str
 
     def names_of(self, node: cst.CSTNode) -> TensorNames:
-        """What is known of the names in a statement."""
         return self.file.names.on(self.file.source.span(node), self.bindings)
 
     def rewritten(

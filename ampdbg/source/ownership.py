@@ -35,7 +35,6 @@ class LibraryLine(tuple[str, int, str]):
     caller: Line
 
     def __new__(cls, line: Line, caller: Line) -> LibraryLine:
-        """Both lines."""
         made = super().__new__(cls, line)
         made.caller = caller
         return made
