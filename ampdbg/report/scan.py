@@ -379,7 +379,7 @@ def _facts_of(timeline: Record, record: Record) -> Iterator[str]:
         last, scaled = timeline.steps[-1], timeline.scaled_steps
         yield f"{timeline.steps_skipped:,} skipped"
         with_loss = [step for step in timeline.steps if is_own_loss(step, record)]
-        if with_loss:
+        if any(step.loss for step in with_loss):  # an optimizer that steps on the losses of another has none
             yield f"loss {_change(number(with_loss[0].loss), number(with_loss[-1].loss))}"
         if last.grad_norm is not None:
             yield f"gradient norm {number(last.grad_norm)}"

@@ -68,6 +68,9 @@ def test_of_several_optimizers_the_page_counts_iterations_and_has_each_ones_own_
     assert "6 iterations" in said
     assert "optimizer 0: 1 skipped, loss 3" in said
     assert "optimizer 1: 0 skipped, loss 4" in said
+    on_others = [replace(step, loss=step.loss * (1 - step.optimizer)) for step in apart]
+    said = " ".join(rendered(run(on_others, findings=(), planned_steps=0)).split())
+    assert "optimizer 1: 0 skipped, gradient norm" in said
 
 
 def test_an_optimizer_without_a_scaler_is_not_in_the_chart_of_the_loss_scale() -> None:
