@@ -120,7 +120,8 @@ def _in_script(finding: Finding, record: Record) -> Finding:
 
 def _of_its_turn(finding: Finding, record: Record) -> Finding:
     """The finding; where several optimizers take turns with the iteration, for loops count those."""
-    iterations = [step.iteration for step in record.steps if step.step == finding.step and len(record.timelines) > 1]
+    are_several = any(step.others or step.optimizer for step in record.steps)  # a replay has those of one alone
+    iterations = [step.iteration for step in record.steps if step.step == finding.step and are_several]
     turn = {"iteration": iterations[0]} if iterations else {}
     return replace(finding, evidence={**finding.evidence, **turn})
 

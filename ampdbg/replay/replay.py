@@ -214,7 +214,11 @@ def _try(run: Run, snapshot: Snapshot, manner: Manner, *, stops_at_loss: bool = 
     try:
         with (
             lifted(manner.dtype) if manner.is_lifted else contextlib.nullcontext(),
-            drawn_alike(snapshot.draws, notes=_is_as_it_was(run, manner)),
+            drawn_alike(
+                snapshot.draws,
+                notes=_is_as_it_was(run, manner),
+                wider=LIFTS.get(manner.dtype) if manner.is_lifted else None,
+            ),
         ):
             return _forward_and_backward(run, snapshot, manner, stops_at_loss), ""
     except AmpdbgError as error:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ampdbg.config.file import load_config
 from ampdbg.config.schema import Config
 from ampdbg.diagnosis.diagnose import diagnose
+from ampdbg.precision.widening import LIFTS, lifted
 from ampdbg.probes import draws
 from ampdbg.probes.draws import Draws, attention, drawn_alike
 from ampdbg.probes.seams import replaced
@@ -80,6 +81,39 @@ def test_each_dropout_draws_as_it_did() -> None:
     torch.manual_seed(0)
     with drawn_alike(known, notes=False):
         assert torch.equal(F.dropout(x.clone(), inplace=True), there[0].float())
+
+
+NOISES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "new": lambda like: torch.randn(24, dtype=like.dtype),
+    "new, by default": lambda like: torch.rand(24),
+    "like another": torch.randn_like,
+    "in place": lambda like: torch.empty_like(like).exponential_(2.0),
+    "by tensors": lambda like: torch.normal(torch.zeros_like(like), torch.ones_like(like)),
+    "by numbers": lambda like: torch.normal(0.0, 2.0, (24,)),
+    "by a mean alone": lambda like: torch.normal(like, 1.0),
+    "of a distribution": lambda like: torch.distributions.Normal(like, like).sample(),
+    "indices": lambda like: torch.multinomial(like, 20).to(like.dtype),
+    "counts": torch.poisson,
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("noise", NOISES.values(), ids=NOISES)
+def test_noise_is_that_of_the_step_as_wide_as_the_replay(
+    noise: Callable[[torch.Tensor], torch.Tensor], dtype: str
+) -> None:
+    known, like, wider = Draws(), torch.ones(24, dtype=torch.float16), LIFTS[dtype]
+    torch.manual_seed(0)
+    with drawn_alike(known, notes=True):
+        there = [noise(like), torch.randn(2)]
+    for _ in range(2):
+        torch.manual_seed(0)
+        with lifted(dtype), drawn_alike(known, notes=False, wider=wider):
+            here = [noise(like.to(wider[torch.float16])), torch.randn(2)]
+        assert here[0].dtype is wider.get(there[0].dtype, there[0].dtype)
+        assert [one.tolist() for one in here] == [one.tolist() for one in there]
+    torch.manual_seed(0)
+    assert torch.equal(noise(like), there[0])  # nothing is left behind
 
 
 class Names(TorchDispatchMode):

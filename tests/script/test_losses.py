@@ -530,3 +530,24 @@ def test_a_half_reference_beside_the_model_is_as_wide_as_it_in_a_replay(tmp_path
     _, record = run(tmp_path, REFERENCE)
     assert (record.verdict, *where(record)[:2]) == ("other", "true-nan", 2)
     assert where(record)[3] == "loss = loss + torch.log(loss - 50)"
+
+
+NOISY = scripts.loop("""
+net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 6)).cuda()
+optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+for i in range(14):
+    with torch.autocast("cuda", dtype=torch.float16):
+        mean, spread = net(torch.randn(8, 8).cuda()).chunk(2, -1)
+        action = torch.distributions.Normal(mean, spread.tanh().exp() * 0.5).rsample().tanh()
+        loss = (1 - FACTOR * action.square()).log().mean()
+    STEP
+""")
+
+
+@pytest.mark.parametrize(("factor", "found"), [("1", ()), ("2", ("true-nan",))])
+def test_noise_that_a_step_draws_is_the_same_in_fp32_and_fp64(
+    tmp_path: Path, factor: str, found: tuple[str, ...]
+) -> None:
+    _, record = run(tmp_path, NOISY.replace("FACTOR", factor))
+    assert tuple(one.code for one in record.findings if one.root is None) == found
