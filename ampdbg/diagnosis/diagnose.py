@@ -172,8 +172,8 @@ def _is_of_precision(finding: Finding) -> bool:
 def _verdict(record: Record, found: Sequence[Finding]) -> Verdict:
     fault = next((finding for finding in found if finding.severity != "info"), None)
     if fault is None:
-        is_open = record.error or record.took_no_step or any(UNTOLD in finding.evidence for finding in found)
-        is_open = is_open or any(leapt(losses_of(timeline.steps)) for timeline in record.timelines)
+        is_open = record.error or any(UNTOLD in finding.evidence for finding in found)
+        is_open = is_open or any(one.took_no_step or leapt(losses_of(one.steps)) for one in record.timelines)
         return "inconclusive" if is_open or (record.script and not record.steps) else "healthy"
     verdict, in_fp32 = CODES[fault.code].verdict, fault.evidence.get("finite_in_fp32")
     if fault.code == UNKNOWN and _was_in_fp32(record):

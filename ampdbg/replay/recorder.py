@@ -656,9 +656,11 @@ class Recorder(TorchFunctionMode):
         self._doubtful = None if made is None else (made.call, lead_back)
 
     def is_in_doubt(self, loss: torch.Tensor) -> bool:
-        """That is still to be said of this loss."""
+        """That is still to be said of this loss, or of what it was made of."""
         made = self._maker(loss)
-        return made is not None and self._doubtful is not None and self._doubtful[0] == made.call
+        if made is None or self._doubtful is None:
+            return False
+        return self._doubtful[0] in _behind(self._now.calls, [made.call])
 
     def lowers_to(self, device: str) -> torch.dtype | None:
         """What autocast of a kind of device lowers to in the last call where it is on; None where it is in none."""
