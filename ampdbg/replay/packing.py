@@ -7,6 +7,7 @@ reads it has the like of it at hand, from the same code that has run again.
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from types import NoneType
@@ -178,7 +179,9 @@ class Unpacking:
             NotAtHandError: it needs one that is not at hand.
             PackedError: it is damaged.
         """
-        if packed is None or isinstance(packed, (bool, int, float, str)):
+        if isinstance(packed, str):
+            return sys.intern(packed)  # as a text in code is, which some compare by identity
+        if packed is None or isinstance(packed, (bool, int, float)):
             return packed
         name = next(iter(packed), "") if isinstance(packed, dict) else ""
         if name not in _MAKE:

@@ -98,7 +98,7 @@ BEGAN_SPOILT = (
     "step before it"
 )
 
-NO_GRADIENTS = "the gradients of its replay are zero in FP32"
+NO_GRADIENTS = "in FP32 its losses give no weight of a module a gradient other than zero"
 WITHIN_A_PASS = "its optimizer steps within the backward pass, which a replay would disturb"
 RECORDED = "it runs a recorded CUDA graph, which runs in no other precision"
 

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import sys
 from collections import OrderedDict, UserDict, deque, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -258,6 +259,11 @@ def test_infinities_nan_and_gradients_come_back() -> None:
     assert found.requires_grad
     assert found.is_leaf
     assert found.detach().numpy().tobytes() == tensor.detach().numpy().tobytes()
+
+
+def test_a_name_that_a_model_compares_by_identity_comes_back_as_the_code_has_it() -> None:
+    name = "".join(["conv", "2d"])  # no constant of this code
+    assert again([name])[0] is sys.intern("conv2d")
 
 
 @pytest.mark.parametrize("array", [numpy.arange(6).reshape(2, 3), numpy.float32(0.1), numpy.array([1.5, math.nan])])
