@@ -120,9 +120,9 @@ def penalized_by_what_is_scaled(model: nn.Module, scaler: torch.amp.GradScaler) 
 
 def penalized_on_its_weights_as_torch_writes_it(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
     output = model(x()).square().mean()
-    scaled = torch.autograd.grad(outputs=scaler.scale(output), inputs=model.parameters(), create_graph=True)
+    scaled = torch.autograd.grad(outputs=scaler.scale(output), inputs=[*model.parameters()], create_graph=True)
     inverse = 1.0 / scaler.get_scale()
-    norm = 0
+    norm = torch.zeros(())
     for slope in [slope * inverse for slope in scaled]:
         norm += slope.square().sum()
     scaler.scale(output + norm.sqrt()).backward()
@@ -533,7 +533,7 @@ def hidden(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
 
 def penalized_by_what_stays_scaled(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
     output = model(x()).sum()
-    slopes = torch.autograd.grad(scaler.scale(output), model.parameters(), create_graph=True)
+    slopes = torch.autograd.grad(scaler.scale(output), [*model.parameters()], create_graph=True)
     scaler.scale(output + torch.stack([slope.square().sum() for slope in slopes]).sum() / 2).backward()
 
 
