@@ -9,14 +9,14 @@ import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ampdbg.probes.tensors import HALVES, tensors_in
+from ampdbg.probes.tensors import HALVES, Scalar, scalar_of, tensors_in
 
 NEAREST = 4
 """So many nodes are looked at for what the code itself has made of the loss."""
@@ -35,29 +35,43 @@ MOVES = re.compile(
 )
 """The nodes of casts and views."""
 
-_SCALER = "ampdbg.scaler"
+_SCALED = "ampdbg.scaled"
 
 _have_scaled: set[int] = set()
 """The ``id`` of each scaler that has: where there is none, no graph is looked into for one."""
 
 
-def mark_scaled(outputs: Any, scaler: Any) -> None:
-    """Marks what ``scaler.scale`` returned, on its graph: the mark goes when the graph does, and any watch reads it."""
+class Scaled(NamedTuple):
+    """A loss as it was before a scaler scaled it: a scalar, on its device."""
+
+    by: Any
+    loss: Scalar
+
+
+def mark_scaled(losses: Any, scaled: Any, scaler: Any) -> None:
+    """Marks what ``scaler.scale`` made of losses, on its graph: the mark goes when the graph does, and any watch reads
+    it."""
     _have_scaled.add(id(scaler))
-    for leaf in tensors_in(outputs):
+    for loss, leaf in zip(tensors_in(losses), tensors_in(scaled), strict=True):
         node = _node_of(leaf)
         if node is not None:
-            node.metadata[_SCALER] = scaler
+            node.metadata[_SCALED] = Scaled(scaler, scalar_of(loss))
+
+
+def scaled_behind(roots: Sequence[Any]) -> list[Scaled]:
+    """What one scaler has scaled of what goes backward from these; nothing where none has."""
+    if not _have_scaled:
+        return []
+    for nodes in (filter(None, map(_node_of, roots)), islice(_nodes(roots), NEAR)):  # seldom is one altered since
+        marks = [mark for node in nodes if (mark := node.metadata.get(_SCALED)) is not None]
+        if marks:
+            return [mark for mark in marks if mark.by is marks[0].by]
+    return []
 
 
 def scaler_of(roots: Sequence[Any]) -> Any:
     """The scaler that scaled these losses, or None."""
-    for nodes in (filter(None, map(_node_of, roots)), islice(_nodes(roots), NEAR)):  # seldom is one altered since
-        for node in nodes if _have_scaled else ():
-            scaler = node.metadata.get(_SCALER)
-            if scaler is not None:
-                return scaler
-    return None
+    return next((mark.by for mark in scaled_behind(roots)), None)
 
 
 def forward_dtypes(roots: Sequence[Any]) -> tuple[tuple[str, ...], dict[int, torch.dtype]]:
@@ -105,7 +119,7 @@ def is_plain(roots: Sequence[Any], starts: Sequence[torch.Tensor | None]) -> boo
     if not all(map(is_one, starts)) or is_scaled_by_hand(roots):
         return False
     nodes = list(islice(_nodes(roots), FAR))
-    is_known = all(_SCALER not in node.metadata and _is_torchs(node) for node in nodes)
+    is_known = all(_SCALED not in node.metadata and _is_torchs(node) for node in nodes)
     return is_known and not any(map(_has_constant_factor, nodes[:NEAREST]))
 
 

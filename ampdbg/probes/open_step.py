@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from ampdbg.probes.tensors import Mark, Scalar, is_on_device, read_aside, scalar_of, tensors_in
+from ampdbg.probes.tensors import Mark, Scalar, is_on_device, read_aside, scalar_of
 from ampdbg.record.run import GroupOverflow, Step, TensorCounts
 
 NormOfEach = tuple[tuple[tuple[int, int], ...], torch.Tensor]
@@ -39,7 +39,7 @@ class Gradients:
 class OpenStep:
     """What is known of a step before it is closed. On a GPU the numbers are still there, as scalar tensors.
 
-    ``mark`` stands behind the last of the losses that are there still, and ``gone`` of them have gone backward.
+    ``mark`` stands behind the last of the losses that are there still.
     ``scaler`` is the enabled one that has scaled a loss, ``number`` tells it from others, ``optimizer`` is that of the
     first that stepped, ``bare`` holds what was known before it of each own step of an optimizer (by ``id``) that the
     loop itself has called, and inside of which no scaler has stepped; of the one whose step is ``running``, else 0,
@@ -52,7 +52,6 @@ class OpenStep:
 
     scaled: list[Scalar] = field(default_factory=list)
     mark: Mark | None = None
-    gone: int = 0
     losses: dict[str, Scalar] = field(default_factory=dict)
     gradients: dict[int, Gradients] = field(default_factory=dict)
     norms: list[Scalar] = field(default_factory=list)
@@ -83,24 +82,19 @@ class OpenStep:
         self.gradients.pop(optimizer, None)
         self.running = 0
 
-    def add_losses(self, outputs: Any) -> None:
-        """Adds what goes backward: scalar losses as they are, other tensors as their sum.
+    def add_losses(self, losses: list[Scalar]) -> None:
+        """Adds what goes backward.
 
         Of all the times that an optimizer's step runs its closure the first counts: that is the loss of the weights
         before the step, and what ``optimizer.step(closure)`` returns. But a last one that is not finite is what the
         step ends in.
         """
-        losses = list(map(scalar_of, tensors_in(outputs)))
         if self.running:
             self.first_closure = self.first_closure or losses
             del self.scaled[self.before_closure :]
             losses = list(map(_first_unless_lost, self.first_closure, losses))
         self.scaled += losses
         self.mark = Mark(losses[-1]) if losses and is_on_device(losses[-1]) else self.mark
-
-    def take_back(self, losses: int) -> None:
-        """The last losses, so many, are none: gradients of them are made for a loss, and they do not go backward."""
-        del self.scaled[max(self.gone, len(self.scaled) - losses) :]
 
     def has_finite_loss(self) -> bool:
         """All losses are finite. On a GPU this syncs."""
@@ -195,19 +189,18 @@ class Loop(threading.local):
         """The open step of an optimizer; the last one where no losses are known to be its own."""
         return self.open.get(place, self.now)
 
-    def add_losses(self, outputs: Any) -> None:
+    def add_losses(self, losses: list[Scalar]) -> None:
         """Adds losses that are about to go backward: whose they are is known behind that."""
         if not self.now.running and self.now in self.open.values():
             self.now = OpenStep()
-        self.now.add_losses(outputs)
+        self.now.add_losses(losses)
 
-    def went_backward(self, wrote: Iterable[int], cleared: Iterable[int]) -> list[OpenStep]:
+    def went_backward(self, losses: list[Scalar], wrote: Iterable[int], cleared: Iterable[int]) -> list[OpenStep]:
         """Gives the losses that have gone backward to the optimizers whose gradients that ``wrote``. Returns the steps
         that the loop has given up: all of their gradients were ``cleared`` before it."""
         going = self.now
         if going.running or going.stepped:  # inside of the backward pass
             return []
-        losses, going.gone = going.scaled[going.gone :], len(going.scaled)
         given_up = [step for place in cleared if (step := self.open.pop(place, None)) is not None]
         sharing = defaultdict[OpenStep | None, list[int]](list)
         for place in wrote:
@@ -217,7 +210,7 @@ class Loop(threading.local):
             if [*self.open.values()].count(step) > len(places):  # others have not all of these losses
                 step = replace(step, scaled=[*step.scaled], gradients={})
             step.scaled += losses
-            step.mark, step.gone = going.mark or step.mark, len(step.scaled)
+            step.mark = going.mark or step.mark
             step.scaler, step.number = going.scaler or step.scaler, going.number or step.number
             self.open.update(dict.fromkeys(places, step))
             self.now = step

@@ -32,7 +32,7 @@ from ampdbg.probes.calls import Calls
 from ampdbg.probes.dtype_contract import DtypeContract
 from ampdbg.probes.gradients import Measures
 from ampdbg.probes.guard import Guard
-from ampdbg.probes.loss_graph import mark_scaled, scaler_of
+from ampdbg.probes.loss_graph import mark_scaled, scaled_behind
 from ampdbg.probes.models import Models
 from ampdbg.probes.open_step import Loop, OpenStep
 from ampdbg.probes.optimizers import Optimizers, innermost
@@ -40,6 +40,7 @@ from ampdbg.probes.pause import is_unwatched, unwatched
 from ampdbg.probes.seams import Seam, are_meta, attached, is_going_backward, only_follows
 from ampdbg.probes.step_hooks import hook_own_step, hooked_steps, steps_around, steps_under_way
 from ampdbg.probes.steps import StepLog
+from ampdbg.probes.tensors import Scalar, scalar_of, tensors_in
 from ampdbg.probes.update_ledger import UpdateLedger
 from ampdbg.quantities import listed
 from ampdbg.record.run import Misuse, Record, Step, Unseen
@@ -257,8 +258,7 @@ class Watch:
         if not scaler.is_enabled():
             return original(scaler, outputs)
         result = original(scaler, outputs)
-        self._gets_losses(outputs, scaler)
-        mark_scaled(result, scaler)
+        mark_scaled(outputs, result, scaler)
         return result
 
     def _unscale(self, original: Original, scaler: GradScaler, optimizer: Optimizer) -> Any:
@@ -328,21 +328,20 @@ class Watch:
         self._loop.trained.add(threading.get_ident())
         if not kwargs.get("accumulate_grad", True):
             self.calls.grad(roots, creates_graph=bool(args[2]))
-            if args[2] and scaler_of(roots) is not None:
-                self._loop.now.take_back(len(roots))
             return original(roots, *args, **kwargs)
         original = partial(self.ledger.in_a_pass, original)
-        scaler = scaler_of(roots)
-        if scaler is None:
-            self._gets_losses(roots)
+        scaled = scaled_behind(roots)
+        scaler = scaled[0].by if scaled else None
+        losses = [mark.loss for mark in scaled] or list(map(scalar_of, tensors_in(roots)))
+        self._gets_losses(losses, scaler)
         if len(self._loop.trained) > 1:  # others may write the gradients that would be compared
             self._loop.open.clear()
             return original(roots, *args, **kwargs)
         result = self.calls.backward(scaler, original, roots, *args, **kwargs)
-        self._went_backward()
+        self._went_backward(losses)
         return result
 
-    def _went_backward(self) -> None:
+    def _went_backward(self, losses: list[Scalar]) -> None:
         passes = self.ledger.passes  # looked at behind the first, the second, the fourth ... while there is no step
         if not self.optimizers.have_stepped and passes & (passes - 1) == 0:
             self._writes_itself = self._writes_itself or self.optimizers.have_other_weights
@@ -350,7 +349,7 @@ class Watch:
         if self.log.has_named_losses:
             wrote, cleared = tuple(range(len(self.optimizers))), ()
         self.went_backward(wrote, cleared)
-        for step in self._loop.went_backward(wrote, cleared):
+        for step in self._loop.went_backward(losses, wrote, cleared):
             step.read_losses_aside()
             is_sound = self.has_unseen_steps or step.is_known_finite()
             # A loop that clears the gradients of sound losses gives none up: its pass is for something else, as SAM's.
@@ -450,7 +449,7 @@ class Watch:
         step.optimizer = self.optimizers.number_of(optimizer) if step.optimizer is None else step.optimizer
         return step
 
-    def _gets_losses(self, losses: Any, scaler: GradScaler | None = None) -> None:
+    def _gets_losses(self, losses: list[Scalar], scaler: GradScaler | None) -> None:
         """New losses end the step that the last ones made."""
         self._loop.forget_early()
         if self._loop.now.stepped:

@@ -12,6 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.probes.open_step import OpenStep
 from ampdbg.probes.steps import LISTED_PARAMETERS, LISTED_STEPS, MOST_STEPS, STEPS_AT_ENDS, StepLog
+from ampdbg.probes.tensors import scalar_of
 from ampdbg.probes.watch import watch
 from ampdbg.record.file import from_json, to_json
 from ampdbg.record.run import GroupOverflow, ParameterCounts, Record, Step, Unseen
@@ -48,7 +49,7 @@ def losses_of_closure(runs: list[float], device: str = "cpu") -> list[Any]:
     step = OpenStep(scaled=[1.0])
     step.begin_bare(1)
     for loss in runs:
-        step.add_losses(torch.tensor(loss, device=device))
+        step.add_losses([scalar_of(torch.tensor(loss, device=device))])
     return step.scaled
 
 
