@@ -10,7 +10,7 @@ from typing import Any
 
 from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.decisions import Decision, Evident
-from ampdbg.diagnosis.producers import suspects
+from ampdbg.diagnosis.producers import UNKNOWN, suspects
 from ampdbg.record.codes import CODES
 from ampdbg.record.run import Investigation, Producer, Record, Step, TensorCounts
 
@@ -34,7 +34,7 @@ class BadTensor(Evident):
         """The step and the tensor; of a buffer also its module, and the op that overflowed, where that is known. NaN in
         weights that hurt no step is a warning."""
         if self.counts.kind == "batch":
-            return {"step": self.step.step, "phase": "data"}
+            return {"step": self.step.step, "phase": "forward" if self.is_in_half else "data"}
         found = {"step": self.step.step, "phase": "forward", "parameter": self.counts.name}
         if self.is_left:
             op = {} if self.writer is None else {"op": self.writer.op, "source": self.writer.source}
@@ -46,6 +46,11 @@ class BadTensor(Evident):
         """How much of the tensor is not finite, and where that begins."""
         counts = {name: getattr(self.counts, name) for name in ("name", "inf", "nan", "size")}
         return counts | {"first_index": list(self.counts.first_index)}
+
+    @property
+    def is_in_half(self) -> bool:
+        """It is stored in float16, whose limit what made it may have passed."""
+        return self.counts.dtype == "float16"
 
     @property
     def is_left(self) -> bool:
@@ -163,9 +168,17 @@ def finite_in_fp32(record: Record, step: Step) -> list[Investigation]:
 
 BATCHES: tuple[Decision[BadTensor], ...] = (
     Decision(
+        UNKNOWN,
+        "as below, but in a float16 tensor, which code outside of the step may have made so",
+        lambda bad: bad.is_in_half,
+        "the batch of step {step.step:d} holds {values} in {leaf}[, first in sample {sample}]; that is a float16 "
+        "tensor, so either the data hold them, or the code that made or cast it overflowed",
+        remedy="look at what makes this tensor: if it is finite in float32, keep it in float32; else repair the data",
+    ),
+    Decision(
         DATA,
         "the batch has inf or NaN, no healthy step's has, and the step fails in FP32 too",
-        lambda _: True,
+        lambda bad: not bad.is_in_half,
         "the batch of step {step.step:d} holds {values} in {leaf}[, first in sample {sample}]",
     ),
 )

@@ -286,7 +286,8 @@ def _counts(
 ) -> Iterator[TensorCounts]:
     for name, tensor in nonfinite(named):
         seen, frozen = magnitude_of(tensor), kind == "parameter" and not tensor.requires_grad
-        yield TensorCounts(kind, name, seen.inf, seen.nan, tensor.numel(), _first_index(tensor), when, frozen)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        yield TensorCounts(kind, name, seen.inf, seen.nan, tensor.numel(), _first_index(tensor), when, frozen, dtype)
 
 
 def _first_index(tensor: torch.Tensor) -> tuple[int, ...]:

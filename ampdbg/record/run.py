@@ -298,7 +298,7 @@ class TensorCounts:
     ``name`` is a qualified name, or for a batch the path to the leaf (``[0]``, ``["input_ids"]``).
     ``first_index`` is the index of the first such element; for a batch leaf its first number is the sample.
     ``when`` says whether it was so before the step's forward pass, or seen only after the step. A ``frozen`` parameter
-    needs no gradient.
+    needs no gradient. ``dtype`` is "" in records of earlier versions.
     """
 
     kind: Literal["batch", "parameter", "buffer"]
@@ -309,6 +309,7 @@ class TensorCounts:
     first_index: tuple[Count, ...] = ()
     when: Literal["before", "after"] = "before"
     frozen: bool = False
+    dtype: str = ""
 
 
 @dataclass(frozen=True)

@@ -448,6 +448,17 @@ def test_bad_data_comes_before_what_follows_from_it() -> None:
     assert "sample 5" in record.findings[0].message
 
 
+@pytest.mark.parametrize(("dtype", "verdict"), [("float16", "inconclusive"), ("bfloat16", "other"), ("", "other")])
+def test_what_is_not_finite_in_a_float16_tensor_of_a_batch_may_have_overflowed_as_it_was_made(
+    dtype: str, verdict: str
+) -> None:
+    record = diagnosed(with_tensor("....N....", 4, *BAD_BATCH, "before", False, dtype))
+    assert record.verdict == verdict
+    is_known = verdict == "other"
+    assert codes(record) == [("data-nonfinite", "data", None) if is_known else ("unknown", "forward", None)]
+    assert ("that is a float16 tensor" in record.findings[0].message) == (not is_known)
+
+
 @pytest.mark.parametrize("script", [None, ScriptRun("train.py")])
 def test_of_a_script_the_batches_of_later_lost_steps_are_not_known(script: ScriptRun | None) -> None:
     found = [code for code, _, _ in codes(diagnosed(with_tensor("..NNN", 2, *BAD_BATCH), script=script))]

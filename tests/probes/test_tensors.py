@@ -74,9 +74,9 @@ def test_the_leaf_and_the_sample_of_a_bad_batch_are_named() -> None:
     images[3, 1, 0] = math.nan
     images[3, 1, 1] = math.inf
     batch = {"pixels": images, "labels": torch.arange(4), "name": "x"}
-    assert nonfinite_in_batch(batch) == (TensorCounts("batch", "['pixels']", 1, 1, 16, (3, 1, 0)),)
+    assert nonfinite_in_batch(batch) == (TensorCounts("batch", "['pixels']", 1, 1, 16, (3, 1, 0), dtype="float32"),)
     assert nonfinite_in_batch((torch.zeros(2), [torch.tensor([math.inf])])) == (
-        TensorCounts("batch", "[1][0]", 1, 0, 1, (0,)),
+        TensorCounts("batch", "[1][0]", 1, 0, 1, (0,), dtype="float32"),
     )
     assert nonfinite_in_batch(torch.ones(3)) == ()
 

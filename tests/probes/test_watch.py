@@ -180,7 +180,7 @@ def test_bad_weights_are_seen_before_the_first_step_and_bad_buffers_beside_a_mas
         one_step(model, optimizer, scaler)
     first, second = watcher.steps
     assert [(found.name, found.when) for found in first.nonfinite] == [("mask", "before")]
-    assert second.nonfinite == (TensorCounts("buffer", "1.running_mean", 1, 0, 2, (0,), "after"),)
+    assert second.nonfinite == (TensorCounts("buffer", "1.running_mean", 1, 0, 2, (0,), "after", dtype="float32"),)
 
     with torch.no_grad():
         model.get_parameter("2.bias").fill_(math.nan)

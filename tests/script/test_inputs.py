@@ -89,6 +89,28 @@ def test_one_bad_target_of_a_module_that_makes_the_loss_is_bad_data_at_its_own_s
     assert record.findings[0].message == f"the batch of step 3 holds {told}"
 
 
+MADE_IN_HALF = scripts.loop("""
+model = torch.nn.Linear(8, 4).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+scaler = torch.amp.GradScaler("cuda", init_scale=256.0)
+for step in range(5):
+    x, y = torch.randn(16, 8).cuda(), torch.rand(16, 4).cuda()
+    y[5, 2] = y[5, 2] * (step != 3)
+    with torch.no_grad():
+        target = torch.log(torch.clamp(y.half(), 1e-9))
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = F.mse_loss(model(x), target)
+    STEP
+""")
+
+
+def test_a_target_that_overflows_as_the_script_makes_it_in_half_is_not_called_bad_data(tmp_path: Path) -> None:
+    record, page, _ = ran(tmp_path, MADE_IN_HALF)
+    assert (record.verdict, record.findings[0].code, record.findings[0].step) == ("inconclusive", "unknown", 3)
+    assert "that is a float16 tensor" in record.findings[0].message
+    assert "no precision setting helps" not in page
+
+
 SOUND = [(kind, "1") for kind in ("function", "operators", "criterion", "assert")]
 SOUND += [("padded", "nan"), ("mask", "-inf")]
 
