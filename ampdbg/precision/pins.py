@@ -299,14 +299,18 @@ def _autocast_depth() -> int:
 
 
 def _in_fp32(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    args, kwargs = _cast_up((args, kwargs))
+    args, kwargs = map(_cast_up, args), {name: _cast_up(value) for name, value in kwargs.items()}
     # Plain statements: torch.compile breaks the graph at an ExitStack.
     with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
         return forward(*args, **kwargs)
 
 
 def _cast_up(value: Any) -> Any:
-    return _pytree.tree_map_only(torch.Tensor, lambda tensor: widened(tensor, LIFTS["float32"]), value)
+    """The value with what is half in float32; itself where nothing is, for a module may write into a dict."""
+    leaves, spec = _pytree.tree_flatten(value)
+    wide = [widened(leaf, LIFTS["float32"]) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    is_same = all(one is other for one, other in zip(wide, leaves, strict=True))
+    return value if is_same else _pytree.tree_unflatten(wide, spec)
 
 
 def _as_weights_take_it(module: torch.nn.Module, inputs: Any) -> Any:

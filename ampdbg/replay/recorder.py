@@ -56,6 +56,7 @@ from ampdbg.replay.step import (
     RecordedStep,
     ScalePower,
     made_in,
+    made_in_arguments,
     scaled_gradients,
     weighted,
 )
@@ -339,7 +340,7 @@ class Recorder(TorchFunctionMode):
         with self.looking():
             result = self._alone(run, *args, **kwargs)
         if begun:
-            self._guard.hooked(self._returns, begun[0], args, result)
+            self._guard.hooked(self._returns, begun[0], args, kwargs, result)
         return result
 
     def _begins(self, begun: list[_Begun], function: Callable[..., Any], args: Any, kw: Any) -> None:
@@ -360,7 +361,7 @@ class Recorder(TorchFunctionMode):
         begun.append((number, noted, taking))
         self._about_to_call(line)
 
-    def _returns(self, begun: _Begun, args: Any, result: Any) -> None:
+    def _returns(self, begun: _Begun, args: Any, kwargs: Any, result: Any) -> None:
         number, noted, taking = begun
         noted.has_returned, name = True, getattr(noted.function, "__name__", "")
         if noted.module is not None or _draws(name):
@@ -374,7 +375,11 @@ class Recorder(TorchFunctionMode):
                 self._is_changed(number, made, tensor)
         is_a_weight = is_first and not noted.writes and result.is_leaf and result.requires_grad
         if not is_a_weight:  # which stays the model's
-            self._gives(number, noted, args[0] if noted.writes else result)
+            given = args[0] if noted.writes else result
+            self._gives(number, noted, (("", given),) if isinstance(given, torch.Tensor) else made_in(given))
+        if noted.module is not None:
+            written = (one for one in made_in_arguments(args, kwargs) if taking.is_new(one[1]))
+            self._gives(number, noted, written)
 
     def _keeps(self, tensor: torch.Tensor) -> None:
         """Calls that were given data which the script is about to write keep a copy of what it is."""
@@ -393,9 +398,9 @@ class Recorder(TorchFunctionMode):
         for call in {made.call, *([base.call] if base is not None else [])}:
             self._now.changed.setdefault(call, []).append(number)
 
-    def _gives(self, number: int, noted: Noted, result: Any) -> None:
+    def _gives(self, number: int, noted: Noted, results: Iterable[tuple[str, torch.Tensor]]) -> None:
         now, made = self._now, self._now.made
-        for path, tensor in (("", result),) if isinstance(result, torch.Tensor) else made_in(result):
+        for path, tensor in results:
             held = weakref.ref(tensor)
             noted.gives.append(held)
             made[id(tensor)] = held, Made(number, path), tensor.requires_grad, times_written(tensor)
@@ -938,6 +943,7 @@ class _Taking:
     def __init__(self, recorder: Recorder, noted: Noted, *, is_in_place: bool) -> None:
         self.made: list[tuple[Made, torch.Tensor, int]] = []
         self._recorder, self._noted, self._is_first = recorder, noted, is_in_place
+        self._given = set[int]()
 
     def of(self, value: Any) -> Any:
         """What stands for an argument."""
@@ -947,8 +953,14 @@ class _Taking:
             return value
         return Copying(lambda one: self._taken(one) if isinstance(one, torch.Tensor) else one).of(value)
 
+    def is_new(self, tensor: torch.Tensor) -> bool:
+        """The call has made what stands in its arguments now, and a gradient leads there."""
+        is_others = id(tensor) in self._given or self._recorder._maker(tensor) is not None
+        return tensor.grad_fn is not None and not is_others
+
     def _taken(self, tensor: torch.Tensor) -> Any:
         recorder, noted = self._recorder, self._noted
+        self._given.add(id(tensor))
         is_first, self._is_first = self._is_first, False
         if is_first:
             recorder._keeps(tensor)

@@ -48,7 +48,8 @@ CallArguments = Mapping[int, tuple[Any, Any]]
 @dataclass(frozen=True)
 class Made:
     """In the place of a tensor that an earlier call has made; ``path`` leads to it in what that gave, or begins with
-    :data:`KEPT` and leads to it in the module that was called."""
+    :data:`KEPT` and leads to it in the module that was called, or with :data:`GIVEN` and leads to it in the
+    arguments."""
 
     call: int
     path: str
@@ -56,6 +57,9 @@ class Made:
 
 KEPT = "self."
 """Of what a module keeps as an attribute, as ``self.aux_loss``; no path in what a call gives begins so."""
+
+GIVEN = "given"
+"""Of what a module writes into its arguments, as ``batch["features"]``; no path in what a call gives begins so."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +196,8 @@ class RecordedStep:
                 contextlib.nullcontext() if is_lowered else torch.autocast(self.device, enabled=False),
                 lifted("float32") if is_pinned else contextlib.nullcontext(),  # of what casts to half itself
             ):
-                results[number] = call.again(*found.of((args, kwargs)))
+                again = found.of((args, kwargs))
+                results[number] = call.again(*again), again
         losses = [self._at_path(results, made).reshape(()) for made in self.losses[min(given)]]
         return losses[0] if len(losses) == 1 else torch.stack([loss.float() for loss in losses]).sum()
 
@@ -207,7 +212,9 @@ class RecordedStep:
     def _at_path(self, results: Mapping[int, Any], made: Made) -> Any:
         if made.path.startswith(KEPT):
             return attrgetter(made.path.removeprefix(KEPT))(self.calls[made.call].called)
-        return next(tensor for path, tensor in made_in(results[made.call]) if path == made.path)
+        result, given = results[made.call]
+        found = made_in(result) if not made.path.startswith(GIVEN) else made_in_arguments(*given)
+        return next(tensor for path, tensor in found if path == made.path)
 
     def run(
         self,
@@ -305,6 +312,14 @@ def made_in(result: Any) -> Iterator[tuple[str, torch.Tensor]]:
         return
     for path, leaf in _pytree.tree_flatten_with_path(result)[0]:
         yield from _held_by(leaf, _pytree.keystr(path))
+
+
+def made_in_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in those arguments of a call that it can put others into, such as a dict, each with its path."""
+    named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    holders = {name: value for name, value in named.items() if not isinstance(value, torch.Tensor)}
+    for path, tensor in made_in(holders):
+        yield GIVEN + path, tensor
 
 
 def _held_by(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:

@@ -111,6 +111,21 @@ def test_what_is_pinned_runs_in_fp32_and_all_else_as_before(names: tuple[str, ..
     assert sorted(pins.modules) == sorted(names)
 
 
+class Filling(torch.nn.Linear):
+    """Puts its output into the dict that it is given."""
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> None:  # type: ignore[override]
+        batch["made"] = super().forward(batch["x"])
+
+
+@pytest.mark.parametrize("pin", ["0", "0:own"])
+def test_what_a_pinned_module_puts_into_a_dict_is_there_for_its_caller(pin: str) -> None:
+    model, batch = torch.nn.Sequential(Filling(4, 4)), {"x": torch.randn(3, 4)}
+    with pin_fp32(model, [pin]), torch.autocast("cuda", dtype=torch.float16):
+        model(batch)
+    assert batch["made"].dtype is torch.float32
+
+
 def test_own_lines_inside_a_whole_pin_are_no_pin_of_their_own() -> None:
     with pin_fp32(Model(), ["block", "block:own"]) as pins:
         assert pins.modules == ("block",)

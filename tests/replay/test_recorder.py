@@ -328,6 +328,31 @@ def reentrant(model: Any, scaler: torch.amp.GradScaler) -> None:
     scaler.scale(made.mean()).backward()
 
 
+class Filling(nn.Module):
+    """Puts what it makes into the dict and the object that it is given, and gives nothing."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, batch: dict[str, torch.Tensor], kept: SimpleNamespace) -> None:
+        batch["made"] = self.body(batch["x"])
+        kept.square = batch["made"].square()
+
+
+class Reading(nn.Module):
+    """A loss of such a dict and such an object."""
+
+    def forward(self, batch: dict[str, torch.Tensor], *, kept: SimpleNamespace) -> torch.Tensor:
+        return batch["made"].mean() + kept.square.mean()
+
+
+def fills_its_batch(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    batch, kept = {"x": x()}, SimpleNamespace()
+    Filling(model)(batch, kept)
+    scaler.scale(Reading()(batch, kept=kept) + batch["made"].abs().mean()).backward()
+
+
 LOOPS = {name: loop for name, loop in globals().items() if "scaler" in getattr(loop, "__annotations__", ())}
 RUN_AGAIN: dict[str, Loop] = {**LOOPS, **{name: scaled(loss) for name, loss in LOSSES.items()}}
 
