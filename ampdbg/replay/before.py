@@ -95,12 +95,20 @@ class _Root:
         untrained = ((name, self.tensors.get(name)) for name in self.untrained)
         self.left = {name: times_written(one) for name, one in untrained if one is not None}
         if not self.is_looked_at:
+            self._looks_again(self.kept[number].written)
             return
         held = self.kept[number].held
         with torch.no_grad(), _disable_current_modes():
             changed = [(value, kind) for value, kind in held.values if kind.draws or not held.is_as_saved(value)]
             changed += [(self.tensors[name], TENSOR) for name in self._written(self.kept[number])]
         self.changes.update((id(value), (_reference(value), kind)) for value, kind in changed)
+
+    def _looks_again(self, before: Mapping[str, int]) -> None:
+        """Looks at the next calls whole where this one was the first that wrote a buffer, as that of a discriminator
+        which begins late."""
+        written = (self.tensors.get(name) for name, times in self.left.items() if times != before.get(name, times))
+        if any(one is not None and id(one) not in self.changes for one in written):
+            self.calls = 0
 
     def first_of(self, calls: Collection[int]) -> int | None:
         """The first of these calls that is one of this module."""

@@ -829,6 +829,36 @@ def test_buffers_are_those_from_before_the_step_also_long_after_the_first(how: s
     assert list(trained(model, CALLS_LOOKED_AT + 8, lambda number: model(x(number)))) == [*range(CALLS_LOOKED_AT + 8)]
 
 
+class LateCritic(nn.Module):
+    """A loss whose batch norm, of a discriminator, begins late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.norm = 0, nn.BatchNorm1d(3)
+
+    def forward(self, made: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return (self.norm(made) if self.calls > 5 else made).square().mean()
+
+
+def test_a_buffer_that_is_written_late_is_held_from_the_second_such_call_on() -> None:
+    model, loss = nn.Linear(6, 3), LateCritic()
+    optimizer, why_nots = torch.optim.SGD(model.parameters(), 0.1), list[str]()
+    # Asked once, at a call that nothing has been refused of before.
+    for asked in (5, 6, 7):
+        with Recorder(PAUSE) as recorder:
+            for number in range(asked + 1):
+                optimizer.zero_grad()
+                loss(model(x(number))).backward()
+                if number < asked:
+                    optimizer.step()
+            step, why_not, _ = recorder.step(model, (optimizer,), "cpu")
+        why_nots.append(why_not)
+        assert (step is None) == bool(why_not)
+        loss.calls = 0
+    assert [bool(why_not) for why_not in why_nots] == [True, False, False]
+
+
 class Momentum(nn.Module):
     """Averages the weights of one layer into another that no optimizer trains, ``how``, and then computes with both."""
 
