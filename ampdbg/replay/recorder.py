@@ -8,6 +8,7 @@ by name, and copied from then on.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -49,6 +50,7 @@ from ampdbg.replay.state import CONSTANTS, tensors_in
 from ampdbg.replay.step import (
     KEPT,
     MOVES_OR_CASTS,
+    Applied,
     Made,
     Own,
     PassEnd,
@@ -229,6 +231,7 @@ class Recorder(TorchFunctionMode):
         stack.callback(self._off)
         stack.callback(entered.clear)
         stack.enter_context(replaced(torch.nn.Module, "__call__", lambda original: _noting(original, entered)))
+        stack.enter_context(_applications_replaced(entered))
         for owner, name, do in (
             (torch.Tensor, "backward", Recorder._rest),
             (torch.autograd, "backward", Recorder._rest),
@@ -323,6 +326,14 @@ class Recorder(TorchFunctionMode):
         finally:
             self._guard.hooked(self._on)
 
+    def run_application(self, apply: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
+        """Runs an ``autograd.Function``, and notes one of the script's as a function of torch's is."""
+        now = self._now
+        is_noted = now.is_on and not now.inside and not function.__module__.startswith("torch.")
+        if not is_noted or not self._guard.answered(self._is_part, function, args, kwargs):
+            return apply(*args, **kwargs)
+        return self._run(Applied(function), apply, args, kwargs)
+
     def _readied(self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """Runs a wrapper's call: what that hooks is for a backward pass of its own."""
         now = self._now
@@ -347,7 +358,7 @@ class Recorder(TorchFunctionMode):
         now, module = self._now, function if isinstance(function, torch.nn.Module) else None
         name, number, line = getattr(function, "__name__", ""), next(now.numbers), innermost_line()
         lowers = {kind: get_autocast_dtype(kind) for kind in DEVICES if is_autocast_enabled(kind)}
-        draws = module is not None or _draws(name)
+        draws = _draws(function)
         state = now.random_states.before_a_call() if draws else now.random_states.latest
         noted = Noted(function, line, lowers, state, self._steps, has_gradients=torch.is_grad_enabled())
         taking = _Taking(self, noted, is_in_place=_is_in_place(name))
@@ -364,7 +375,7 @@ class Recorder(TorchFunctionMode):
     def _returns(self, begun: _Begun, args: Any, kwargs: Any, result: Any) -> None:
         number, noted, taking = begun
         noted.has_returned, name = True, getattr(noted.function, "__name__", "")
-        if noted.module is not None or _draws(name):
+        if _draws(noted.function):
             self._now.random_states.after_a_call()
         if noted.module is not None:
             self.before.returned(number, noted.module)
@@ -985,9 +996,13 @@ class _Taking:
         return tensor
 
 
+def _draws(function: Callable[..., Any]) -> bool:
+    """It may draw random numbers: code of the user's, or one of torch's functions that do."""
+    return isinstance(function, (torch.nn.Module, Applied)) or _is_draw(getattr(function, "__name__", ""))
+
+
 @functools.cache
-def _draws(name: str) -> bool:
-    """Torch's function of this name draws random numbers."""
+def _is_draw(name: str) -> bool:
     return DRAWS.search(name) is not None
 
 
@@ -1037,6 +1052,26 @@ def _noting(original: Callable[..., Any], entered: Sequence[Recorder]) -> Callab
         return entered[0].run_call(original, module, args, kwargs)
 
     return call
+
+
+@contextlib.contextmanager
+def _applications_replaced(entered: Sequence[Recorder]) -> Iterator[None]:
+    """While this is entered, an ``autograd.Function`` that is applied is shown to an entered recorder."""
+    own: Any = vars(torch.autograd.Function)["apply"]
+
+    @functools.wraps(own.__func__)
+    def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not entered:
+            return own.__func__(function, *args, **kwargs)
+        return entered[0].run_application(own.__get__(None, function), function, args, kwargs)
+
+    ours = classmethod(apply)
+    torch.autograd.Function.apply = ours  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        if vars(torch.autograd.Function)["apply"] is ours:  # else somebody has wrapped it since
+            torch.autograd.Function.apply = own  # type: ignore[method-assign]
 
 
 def _first(do: Callable[..., None], entered: Sequence[Recorder], original: Callable[..., Any]) -> Callable[..., Any]:

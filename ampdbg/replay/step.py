@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -134,6 +135,18 @@ class PassEnd:
         made = [tensor for tensor in every if tensor.requires_grad] or every
         sums = [values.float().sum().cpu() for tensor in made if (values := float_values(tensor.detach())) is not None]
         return torch.stack([torch.zeros(()), *sums]).sum().requires_grad_()
+
+
+class Applied:
+    """Calls an ``autograd.Function`` of the script's; it has that one's name."""
+
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        self._function = function
+        functools.update_wrapper(self, function, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What its ``apply`` gives."""
+        return self._function.apply(*args, **kwargs)
 
 
 def weighted(output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

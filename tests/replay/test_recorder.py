@@ -353,6 +353,22 @@ def fills_its_batch(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
     scaler.scale(Reading()(batch, kept=kept) + batch["made"].abs().mean()).backward()
 
 
+class Noise(torch.autograd.Function):
+    """Its gradient is no derivative, as that of a reversal; it draws."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, size: float) -> torch.Tensor:
+        return value + torch.randn(value.shape) * size
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return -gradient, None
+
+
+def applies_a_function(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    scaler.scale(Noise.apply(model(x()), 0.1).square().mean()).backward()
+
+
 LOOPS = {name: loop for name, loop in globals().items() if "scaler" in getattr(loop, "__annotations__", ())}
 RUN_AGAIN: dict[str, Loop] = {**LOOPS, **{name: scaled(loss) for name, loss in LOSSES.items()}}
 
@@ -542,20 +558,6 @@ def test_a_model_beside_that_computes_its_data_is_a_part_of_a_step_and_holds_not
     assert any(call.function is beside for call in step.calls.values())
 
 
-class Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        return value * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * 2
-
-
-def hidden(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
-    scaler.scale(Double.apply(model(x())).mean()).backward()
-
-
 def penalized_by_what_stays_scaled(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
     output = model(x()).sum()
     slopes = torch.autograd.grad(scaler.scale(output), [*model.parameters()], create_graph=True)
@@ -585,7 +587,6 @@ def compiles_its_model(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
 EARLIER = torch.ones(3, requires_grad=True) * 2
 
 REFUSED: dict[str, tuple[Loop, str]] = {
-    "a function of autograd's": (hidden, "ampdbg did not see every call that its loss needs"),
     "a scaled loss in a loss": (penalized_by_what_stays_scaled, "its loss takes gradients of a scaled loss, and"),
     "a graph from before": (made_before, "ampdbg did not see every call that its loss needs"),
     "other weights": (steps_in_between, "its weights have changed since"),
@@ -637,6 +638,23 @@ def test_what_is_changed_in_place_is_refused_by_name_and_copied_from_then_on(wha
     line = loss_of.__code__.co_firstlineno + 1
     refused = f"an input of {what} at test_recorder.py:{line} was changed in place since; ampdbg copies it from now on"
     assert found == [refused, "alike", "alike"]
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_function_of_autograds_is_applied_as_before_while_recorders_come_and_go(compiles: bool) -> None:
+    own, value = vars(torch.autograd.Function)["apply"], torch.ones(3, requires_grad=True)
+
+    def twice(given: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = Noise.apply(Noise.apply(given, 0.0), 0.0)
+        return made
+
+    run_twice = torch.compile(twice, backend="eager", fullgraph=True) if compiles else twice
+    with Recorder(), Recorder():
+        run_twice(value).sum().backward()
+    assert vars(torch.autograd.Function)["apply"] is own
+    run_twice(value).sum().backward()
+    assert value.grad is not None
+    assert value.grad.tolist() == [2.0] * 3
 
 
 @pytest.mark.parametrize("fails", ["", "innermost_line", "is_fx_tracing"])
