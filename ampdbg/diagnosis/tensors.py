@@ -171,9 +171,9 @@ BATCHES: tuple[Decision[BadTensor], ...] = (
         UNKNOWN,
         "as below, but in a float16 tensor, which code outside of the step may have made so",
         lambda bad: bad.is_in_half,
-        "the batch of step {step.step:d} holds {values} in {leaf}[, first in sample {sample}]; that is a float16 "
-        "tensor, so either the data hold them, or the code that made or cast it overflowed",
-        remedy="look at what makes this tensor: if it is finite in float32, keep it in float32; else repair the data",
+        "the batch of step {step.step:d} holds {values} in {leaf}[, first in sample {sample}]; in that float16 "
+        "tensor the data hold them, or the code that made or cast it overflowed",
+        remedy="keep this tensor in float32 where its values are finite there; else repair the data",
     ),
     Decision(
         DATA,

@@ -50,9 +50,9 @@ from ampdbg.replay.state import CONSTANTS, tensors_in
 from ampdbg.replay.step import (
     KEPT,
     MOVES_OR_CASTS,
-    Applied,
     Made,
     Own,
+    OwnFunction,
     PassEnd,
     RecordedCall,
     RecordedStep,
@@ -332,7 +332,7 @@ class Recorder(TorchFunctionMode):
         is_noted = now.is_on and not now.inside and not function.__module__.startswith("torch.")
         if not is_noted or not self._guard.answered(self._is_part, function, args, kwargs):
             return apply(*args, **kwargs)
-        return self._run(Applied(function), apply, args, kwargs)
+        return self._run(OwnFunction(function), apply, args, kwargs)
 
     def _readied(self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """Runs a wrapper's call: what that hooks is for a backward pass of its own."""
@@ -998,7 +998,7 @@ class _Taking:
 
 def _draws(function: Callable[..., Any]) -> bool:
     """It may draw random numbers: code of the user's, or one of torch's functions that do."""
-    return isinstance(function, (torch.nn.Module, Applied)) or _is_draw(getattr(function, "__name__", ""))
+    return isinstance(function, (torch.nn.Module, OwnFunction)) or _is_draw(getattr(function, "__name__", ""))
 
 
 @functools.cache

@@ -137,7 +137,7 @@ class PassEnd:
         return torch.stack([torch.zeros(()), *sums]).sum().requires_grad_()
 
 
-class Applied:
+class OwnFunction:
     """Calls an ``autograd.Function`` of the script's; it has that one's name."""
 
     def __init__(self, function: type[torch.autograd.Function]) -> None:

@@ -456,7 +456,7 @@ def test_what_is_not_finite_in_a_float16_tensor_of_a_batch_may_have_overflowed_a
     assert record.verdict == verdict
     is_known = verdict == "other"
     assert codes(record) == [("data-nonfinite", "data", None) if is_known else ("unknown", "forward", None)]
-    assert ("that is a float16 tensor" in record.findings[0].message) == (not is_known)
+    assert ("in that float16 tensor" in record.findings[0].message) == (not is_known)
 
 
 @pytest.mark.parametrize("script", [None, ScriptRun("train.py")])

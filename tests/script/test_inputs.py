@@ -107,7 +107,7 @@ for step in range(5):
 def test_a_target_that_overflows_as_the_script_makes_it_in_half_is_not_called_bad_data(tmp_path: Path) -> None:
     record, page, _ = ran(tmp_path, MADE_IN_HALF)
     assert (record.verdict, record.findings[0].code, record.findings[0].step) == ("inconclusive", "unknown", 3)
-    assert "that is a float16 tensor" in record.findings[0].message
+    assert "in that float16 tensor" in record.findings[0].message
     assert "no precision setting helps" not in page
 
 
