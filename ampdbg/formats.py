@@ -46,6 +46,10 @@ class FloatFormat:
         """The largest magnitude that rounds to zero (a tie, to even): 2**-25 for float16."""
         return self.smallest_subnormal / 2
 
+    def spacing_at(self, magnitude: float) -> float:
+        """How far apart the numbers are there, for a normal one: 2 at 511 in bfloat16."""
+        return math.ldexp(1.0, math.frexp(magnitude)[1] - self.precision)
+
 
 FLOAT16 = FloatFormat("float16", "FP16", precision=11, min_exponent=-14, max_exponent=15)
 BFLOAT16 = FloatFormat("bfloat16", "bfloat16", precision=8, min_exponent=-126, max_exponent=127)

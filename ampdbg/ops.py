@@ -65,6 +65,9 @@ POLES_ELSEWHERE: Mapping[str, tuple[float, ...]] = {
 POLES = LOGARITHMS | DIVISIONS | _names("pow rsqrt") | POLES_ELSEWHERE.keys()
 """Infinite where the last operand is zero, or as ``POLES_ELSEWHERE`` says."""
 
+ANGULAR = _names("sin cos")
+"""What takes angles, in radians: rounded by a radian they lead anywhere."""
+
 SOFTMAXES = _names("_softmax _log_softmax _safe_softmax softmax log_softmax")
 """NaN for a row of nothing but -inf, which masks what it is given."""
 

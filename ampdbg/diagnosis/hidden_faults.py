@@ -24,6 +24,7 @@ from ampdbg.diagnosis.decisions import Decision, fact, holding
 from ampdbg.diagnosis.producers import (
     FAR_FROM_FP32,
     Suspect,
+    format_of,
     named,
     overflow_in,
     placed,
@@ -34,7 +35,7 @@ from ampdbg.levels import has_static_scale
 from ampdbg.quantities import percent
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import place_of
-from ampdbg.record.run import Investigation, Record, Replay
+from ampdbg.record.run import Investigation, Producer, Record, Replay
 
 STARTS_LOW = (
     "make the loss larger, or start the scaler higher, as with GradScaler(init_scale=2.0**24): by itself it "
@@ -110,7 +111,32 @@ class HiddenFault(Evidence):
     def departs(self) -> bool:
         """Rounding does not lead so far or to another choice, and nothing else is known that does."""
         is_led = self.is_far or self.is_off or self.made.choice is not None
-        return is_led and self.hidden is None and not self.is_flushed
+        return is_led and self.hidden is None and not self.is_flushed and not self.made.rounded_angles
+
+    @property
+    def has_rounded_angles(self) -> bool:
+        """A sine or cosine is of other angles than FP32's, and nothing overflows."""
+        return bool(self.made.rounded_angles) and self.hidden is None
+
+    @property
+    def angular(self) -> Producer:
+        """The sine or cosine that is furthest from FP32's."""
+        return self.made.rounded_angles[0]
+
+    @property
+    def which(self) -> str:
+        """It and its module, in words."""
+        return named(self.angular)
+
+    @property
+    def others_angular(self) -> int | None:
+        """How many more there are, if any."""
+        return len(self.made.rounded_angles) - 1 or None
+
+    @property
+    def apart(self) -> float:
+        """In radians, how far apart the numbers of its format are at the largest angle."""
+        return format_of(self.low.dtype).spacing_at(self.angular.input_largest)
 
     @property
     def chooses_otherwise(self) -> bool:
@@ -160,12 +186,20 @@ class HiddenFault(Evidence):
 
     def place(self, row: Decision[Any]) -> Mapping[str, Any]:
         """The op that overflows, or the first that is far from FP32's."""
-        at = {SILENT: fact(self, "suspect.producer"), FAR_FROM_FP32: self.made.first_far}.get(row.code)
+        far = self.angular if self.has_rounded_angles else self.made.first_far
+        at = {SILENT: fact(self, "suspect.producer"), FAR_FROM_FP32: far}.get(row.code)
         return placed(self.made, row.code, at)
 
 
 BOTH_LOSSES = "the loss is {low.loss}, and {fp32.loss} in FP32"
 FIRST_FAR = "[; {first_far}]"
+ANGLES = (
+    "{which} takes angles up to {angular.input_largest}, where {half}'s numbers are {apart} apart; "
+    "its result is {angular.distance:percent} from FP32's[, and so are {others_angular:other}]"
+)
+OF_ANGLES = (
+    "make these angles in float32 with autocast disabled, of positions in float32; cast only their sine and cosine"
+)
 
 HIDDEN: tuple[Decision[HiddenFault], ...] = (
     Decision(
@@ -203,6 +237,22 @@ HIDDEN: tuple[Decision[HiddenFault], ...] = (
         "at a loss scale of {low.scale}, {half} flushes {lost_energy:.0%} of the gradient's energy to zero",
         {"loss_scale": "low.scale", "lost_energy": "lost_energy", "lost": "low.lost"},
         "{repair}",
+    ),
+    Decision(
+        FAR_FROM_FP32,
+        "a sine or cosine takes angles that half has only at steps of half a radian or more, and is over 10 % from "
+        "FP32's; the step is far from FP32 too",
+        lambda fault: fault.has_rounded_angles and fault.is_far,
+        ANGLES + "; " + BOTH_LOSSES,
+        remedy=OF_ANGLES,
+    ),
+    Decision(
+        FAR_FROM_FP32,
+        "the same in a step that agrees with FP32: a warning",
+        lambda fault: fault.has_rounded_angles and not fault.is_far,
+        ANGLES + ", though loss and gradients agree",
+        remedy=OF_ANGLES,
+        severity="warning",
     ),
     Decision(
         FAR_FROM_FP32,

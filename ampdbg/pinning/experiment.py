@@ -187,6 +187,9 @@ def health_of(made: Investigation, *, is_silent: bool) -> Health:
         )
     if made.why == "end" and (far := gradients_far(made)):
         return Health(False, far, guilty or _far(made))
+    if made.rounded_angles:
+        angular = tuple(Suspect(made, one) for one in made.rounded_angles)
+        return Health(False, f"finite, but {angular[0].name} takes rounded angles", angular)
     lost = low.lost_energy or 0.0
     if lost > LOST_ENERGY:
         return Health(False, f"{lost:.0%} of the gradient's energy is flushed to zero", guilty)

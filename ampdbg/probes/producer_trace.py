@@ -13,6 +13,7 @@ import torch
 
 from ampdbg.formats import FLOAT16
 from ampdbg.ops import (
+    ANGULAR,
     ATEN_MOVES,
     CASTS,
     FILLS,
@@ -25,12 +26,15 @@ from ampdbg.ops import (
     base_name,
 )
 from ampdbg.probes.module_calls import ModulePaths
-from ampdbg.probes.op_trace import KnownMagnitudes, OpPlace, OpSeen, OpTrace, OpTraits, storage_of
-from ampdbg.probes.tensors import NOTHING, Magnitude, float_values, may_be_bad, together
+from ampdbg.probes.op_trace import KnownMagnitudes, OpKey, OpPlace, OpSeen, OpTrace, OpTraits, storage_of
+from ampdbg.probes.tensors import HALVES, NOTHING, Magnitude, float_values, may_be_bad, together
 from ampdbg.record.run import OpSite, Producer
 
 BEYOND_COMPUTING = 1e30
 """Nothing that a model computes is as large: it is the lowest number of a wider format, as a mask."""
+
+FAR_APART = 0.5
+"""Radians: angles whose format has no nearer numbers may be off by a quarter of a radian."""
 
 SAMPLE = 64
 """So many elements of an op's output stand for all of them when two replays are compared."""
@@ -60,6 +64,9 @@ class ProducerTrace(OpTrace):
         super().__init__(model, paths)
         self.circumstances: dict[int, Circumstances] = {}
         self.bad = BadValues(self.known)
+        self.angular: set[OpKey] = set()
+        """The ops of angles that are in half, or were, so large that the numbers of that are far apart."""
+        self._spacings: dict[int, float] = {}
         self.given_bad: int | None = None
         """The first op that makes inf or NaN of what it is given from outside of the step."""
         self._made: set[int] = set()
@@ -89,8 +96,22 @@ class ProducerTrace(OpTrace):
         self.bad.after(len(self.ops), base_name(traits.name), before, made[:1] if traits.keeps_the_rest else made)
         super().after(traits, place, parameter, before, made)
         self._origins.after(base_name(traits.name), self._given, made)
+        self._note_angles(base_name(traits.name), OpSeen(traits.name, place, before, NOTHING, parameter), made)
         self._made.update(map(storage_of, made))
         self._given = ()
+
+    def _note_angles(self, name: str, seen: OpSeen, made: Sequence[torch.Tensor]) -> None:
+        """Follows what is half through casts and moves, up to a sine or cosine of it."""
+        spacing = max((self._spacing_of(tensor) for tensor in self._given), default=0.0)
+        if name in ANGULAR and seen.place.phase == "forward" and spacing * seen.inputs.largest >= FAR_APART:
+            self.angular.add(seen.key)
+        for tensor in made:
+            self._spacings[storage_of(tensor)] = spacing if name in ATEN_MOVES else 0.0
+
+    def _spacing_of(self, tensor: torch.Tensor) -> float:
+        """How far apart the numbers are that a tensor can hold, as a share of their size; 0 of a wide one."""
+        own = torch.finfo(tensor.dtype).eps if tensor.dtype in HALVES else 0.0
+        return own or self._spacings.get(storage_of(tensor), 0.0)
 
     def added_to_a_gradient(self, given: Sequence[torch.Tensor]) -> None:
         """Notes where the inf and NaN start that are added to the gradient of a parameter."""
@@ -337,7 +358,8 @@ def _sample(made: Sequence[torch.Tensor]) -> torch.Tensor:
     if values is None:
         return torch.empty(0)
     flat = values.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // SAMPLE)].double().cpu()
+    step = max(1, flat.numel() // SAMPLE)
+    return flat[:: step - (step % 2 == 0)].double().cpu()  # of an even one all may be of one channel
 
 
 def _is_one_value_times(given: Sequence[torch.Tensor], number: float) -> bool:

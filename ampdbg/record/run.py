@@ -142,10 +142,11 @@ class Investigation:
     itself had; ``reproduced`` of ``tries`` replays as it was went wrong like it. ``continuation`` has the losses of
     FP32 steps on the same batch from the same state. ``first_far`` is the first op whose result is far from FP32's,
     where the step's is; where that takes other elements than in FP32, as by an index or a mask, it is the ``choice``,
-    and ``first_far`` the op whose rounding decides it. ``is_of_others`` says that all that this process computed
-    was finite, and what it got from another one was not. ``reach`` is how far the step could be replayed, and
-    ``why_no_further`` the reason where that is not the whole of it. ``weights_grew`` is how many times as large all
-    weights together are in it as when the run began, by their 2-norm. ``batch_largest`` is the largest finite
+    and ``first_far`` the op whose rounding decides it. ``rounded_angles`` are sines and cosines that are far from
+    FP32's, the furthest first, for half spaces their angles too far apart. ``is_of_others`` says that all that this
+    process computed was finite, and what it got from another one was not. ``reach`` is how far the step could be
+    replayed, and ``why_no_further`` the reason where that is not the whole of it. ``weights_grew`` is how many times as
+    large all weights together are in it as when the run began, by their 2-norm. ``batch_largest`` is the largest finite
     magnitude in the batch's numeric leaves, by leaf, and ``batch_index`` where in the leaf it stands. ``rewritten`` are
     the buffers that the script wrote right before the step, outside of its models' calls, each with its largest
     magnitude, where that is beyond FP16.
@@ -164,6 +165,7 @@ class Investigation:
     continuation: tuple[float, ...] = ()
     first_far: Producer | None = None
     choice: Producer | None = None
+    rounded_angles: tuple[Producer, ...] = ()
     batch_largest: Mapping[str, float] = field(default_factory=dict)
     batch_index: Mapping[str, tuple[Count, ...]] = field(default_factory=dict)
     is_of_others: bool = False

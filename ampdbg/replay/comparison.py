@@ -6,7 +6,7 @@ import functools
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -41,6 +41,9 @@ such as neighbours, one way may change nothing and another all."""
 
 FEW_VALUES, SEVERAL = 16, 4.0
 """Of a sample of fewer values nothing is known of the noise, and what is nearer than so many roundings is no error."""
+
+WRONG_ANGLES = 0.1
+"""As far from FP32's is a sine of angles that are off by a tenth of a radian."""
 
 OpRun = tuple[OpKey, int]
 """An op, and which of its runs: it has the same key in each."""
@@ -250,6 +253,15 @@ def departure(low: Replayed, fp32: Replayed, floor: Replayed) -> dict[str, Any]:
         if departs:
             return {"first_far": _far(one, own)}
     return {}
+
+
+def rounded_angles(low: Replayed, fp32: Replayed, angular: Collection[OpKey]) -> tuple[Producer, ...]:
+    """Those of these sines and cosines whose result is far from FP32's, the furthest first. Of angles that are whole
+    numbers, and held exactly, none is."""
+    reference, lowered = _by_place(fp32), _by_place(low)
+    both = ((one, reference[key]) for key, one in lowered.items() if key[0] in angular and key in reference)
+    far = (_far(one, own) for one, own in both if (_relative(one, own) or 0.0) > WRONG_ANGLES)
+    return tuple(sorted(far, key=lambda found: -(found.distance or 0.0)))
 
 
 def _decider(choice: OpRun, lowered: Mapping[OpRun, Sampled], reference: Mapping[OpRun, Sampled]) -> OpRun:

@@ -24,7 +24,15 @@ from ampdbg.probes.tensors import are_weights_spoilt, distinct, float_values, no
 from ampdbg.probes.watch import Watch
 from ampdbg.quantities import number
 from ampdbg.record.run import Investigation, Replay, Step
-from ampdbg.replay.comparison import Noise, departure, held_against, overflows_on_the_way, producers_of
+from ampdbg.replay.comparison import (
+    PRODUCERS_KEPT,
+    Noise,
+    departure,
+    held_against,
+    overflows_on_the_way,
+    producers_of,
+    rounded_angles,
+)
 from ampdbg.replay.replay import FP32, Manner, Replayed, TraceKind, continued_in_fp32, replay_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import ModelState, Snapshot, take_snapshot
@@ -120,6 +128,10 @@ class _Replays:
         if (replay.gradient_distance or 0.0) > GRADIENT_DOUBT:
             floor = floor or noise.floor.replay
         made = Investigation(self._snapshot.step, "end", replay, producers_of(fp32, fp32), floor=floor)
+        if isinstance(low.trace, ProducerTrace) and low.trace.angular:
+            sampled, reference = self._low(traced=SampleTrace), self._fp32(traced=SampleTrace)
+            angles = rounded_angles(sampled, reference, low.trace.angular)
+            made = replace(made, rounded_angles=angles[:PRODUCERS_KEPT])
         is_near = agrees(replay, fp32.replay, None) and not is_beyond_noise(replay, floor)
         if floor is None or is_near or overflow_in(made):  # which is why it is far
             return made

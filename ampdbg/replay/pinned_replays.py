@@ -12,8 +12,8 @@ from typing import Any
 
 from ampdbg.agreement import agrees, is_finite, keeps_its_gradients, noise_floor
 from ampdbg.probes.producer_trace import ProducerTrace, SampleTrace
-from ampdbg.record.run import Investigation, Replay
-from ampdbg.replay.comparison import Noise, departure, held_against, producers_of
+from ampdbg.record.run import Investigation, Producer, Replay
+from ampdbg.replay.comparison import Noise, departure, held_against, producers_of, rounded_angles
 from ampdbg.replay.replay import FP32, Manner, Replayed, TraceKind, replay_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep
@@ -69,7 +69,7 @@ class PinnedReplays:
         A brief one, which takes a fraction of the time, names no producers and no op that is far from FP32's; another
         one names ``most`` producers of a kind.
         """
-        traced = None if is_brief else ProducerTrace
+        traced = None if is_brief and not self.failing.made.rounded_angles else ProducerTrace
         low = self._at_a_usable_scale(pins, traced)
         fp32 = self._reference(low)
         if not is_finite(fp32.replay):
@@ -77,10 +77,17 @@ class PinnedReplays:
         if not math.isfinite(low.replay.loss):  # where the code raised, it has none
             return self._made(producers_of(low, fp32, most))
         replay, floor = self._held_against_fp32(low, pins, most)
-        made = self._made(replay, floor)
+        made = replace(self._made(replay, floor), rounded_angles=self._rounded_angles(low, pins))
         if is_brief or floor is None or replay.producers or agrees(replay, fp32.replay, floor):
             return made
         return replace(made, **departure(self._sampled(pins), *self._references))
+
+    def _rounded_angles(self, low: Replayed, pins: Sequence[str]) -> tuple[Producer, ...]:
+        """Those of the step, where it is such angles that are to be cured."""
+        angular = low.trace.angular if isinstance(low.trace, ProducerTrace) else ()
+        if not (angular and self.failing.made.rounded_angles):
+            return ()
+        return rounded_angles(self._sampled(pins), self._references[0], angular)
 
     def _in_fp32(self, traced: TraceKind | None) -> Replayed:
         if self._known_fp32 is None or (traced is not None and self._known_fp32.trace is None):
@@ -93,7 +100,8 @@ class PinnedReplays:
         return self._in_fp32(ProducerTrace if has_producers else None)
 
     def _made(self, low: Replay, floor: Replay | None = None) -> Investigation:
-        made = replace(self.failing.made, wide=None, at_lower=(), first_far=None, choice=None, continuation=())
+        made = self.failing.made
+        made = replace(made, wide=None, at_lower=(), first_far=None, choice=None, rounded_angles=(), continuation=())
         return replace(made, low=low, fp32=self.fp32_in_brief.replay, floor=floor)
 
     def _at_a_usable_scale(self, pins: Sequence[str], traced: TraceKind | None) -> Replayed:

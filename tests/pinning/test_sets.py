@@ -43,6 +43,7 @@ SETS = {
     "poisoned_statistic": ("monitor",),
     "positions_in_half": (":own",),
     "residual_add": ("block:own",),
+    "rotary_angles_by_a_half_product": ("block:own",),
     "running_sum": (":own",),
     "scores_before_scaling": ("attn:own",),
     "several_losses": (":own",),
