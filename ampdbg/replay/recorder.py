@@ -386,8 +386,7 @@ class Recorder(TorchFunctionMode):
                 self._is_changed(number, made, tensor)
         is_a_weight = is_first and not noted.writes and result.is_leaf and result.requires_grad
         if not is_a_weight:  # which stays the model's
-            given = args[0] if noted.writes else result
-            self._gives(number, noted, (("", given),) if isinstance(given, torch.Tensor) else made_in(given))
+            self._gives(number, noted, made_in(args[0] if noted.writes else result))
         if noted.module is not None:
             written = (one for one in made_in_arguments(args, kwargs) if taking.is_new(one[1]))
             self._gives(number, noted, written)
