@@ -315,7 +315,7 @@ class Evidence(Evident):
     def diverges(self) -> bool:
         """FP32 climbs by itself from this step on; where it is not even finite here, the loss had risen before."""
         climbs = climbs_on(self.losses, self.made.continuation)
-        return self.is_answered and (climbs or (not self.is_fp32_finite and rose(self.losses)))
+        return self.is_answered and (climbs or (not self.is_fp32_finite and rose(self.losses, are_of_batches=True)))
 
     @cached_property
     def divergence(self) -> Evidence | None:
@@ -327,7 +327,7 @@ class Evidence(Evident):
     @cached_property
     def has_risen(self) -> bool:
         """The losses before it had left those at first for good."""
-        return rose(self.losses) or leapt(self.losses)
+        return rose(self.losses, are_of_batches=True) or leapt(self.losses)
 
     @property
     def is_thrown(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from ampdbg.quantities import number
 from ampdbg.record.run import Step
@@ -17,6 +17,9 @@ FEW_LOSSES = 5
 
 LEAPT = 1000.0
 """Losses so many times the first one have left it for good, though one loss says nothing of how far they range."""
+
+NOISE = 3.0
+"""The losses of a run that keeps rising reach so many times as high as one falls to the next."""
 
 RISEN = 10.0
 """A run that is healthy otherwise gets a note where its losses stay so many times above all before them."""
@@ -45,16 +48,26 @@ def _lowest_after(losses: Sequence[float]) -> list[float]:
     return list(accumulate(reversed(losses), min))[::-1]
 
 
-def rose(losses: Sequence[float], times: float = DIVERGED) -> bool:
+def _largest_fall_after(losses: Sequence[float]) -> list[float]:
+    """For each loss how far, at most, a later one falls to the next."""
+    falls = [max(0.0, one - other) for one, other in pairwise(losses)]
+    return [*list(accumulate(reversed(falls), max))[::-1], 0.0]
+
+
+def rose(losses: Sequence[float], times: float = DIVERGED, *, are_of_batches: bool = False) -> bool:
     """From some step on all losses stand above all before it, by more than ``times`` what those range over.
 
     A constant added to all of them changes nothing and neither does a positive factor: losses may be negative.
-    Equal losses do not rise, nor do easy and hard batches that take turns. Two losses are too few to tell.
+    Equal losses do not rise, nor do easy and hard batches that take turns. Two losses are too few to tell. How far few
+    of them range says little where they ``are_of_batches``, each of another: then later ones have to reach several
+    times as high above them as any of those falls to the next.
     """
     known = finite(losses)
     highest, lowest, after = list(accumulate(known, max)), list(accumulate(known, min)), _lowest_after(known)
+    falls = _largest_fall_after(known)[:FEW_LOSSES] if are_of_batches else []
     return any(
         after[start] - top > max(times * (top - bottom), RESOLUTION * abs(top))
+        and max(known[start:]) - top > NOISE * sum(falls[start : start + 1])
         for start, top, bottom in zip(range(2, len(known)), highest[1:], lowest[1:], strict=False)
     )
 

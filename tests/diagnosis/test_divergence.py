@@ -88,6 +88,14 @@ def test_few_losses_are_no_measure_of_how_far_losses_range() -> None:
     assert not rose([1.0, 50.0])
 
 
+def test_harder_batches_behind_two_alike_are_no_rise_and_a_growing_loss_is_one() -> None:
+    harder = [10.04, 10.05, 14.2, 12.9, 16.8, 13.1, 15.0]
+    assert (rose(harder), rose(harder, are_of_batches=True)) == (True, False)
+    growing = [10.04, 10.05, 14.2, 40.0, 90.0, 80.0, 400.0]
+    assert rose(growing, are_of_batches=True)
+    assert rose([1.0, 1.1, 0.9, 1.0, 1.05, 9.0, 12.0, 8.0], are_of_batches=True)  # of five the range is known
+
+
 def test_a_run_that_is_below_where_it_began_has_not_risen() -> None:
     assert not may_have_risen([-1.0, -5.0, -20.0], -21.0)
     assert not may_have_risen([], 3.0)
