@@ -204,7 +204,7 @@ def save(record: Record, asked_for: Path | None) -> Saved:
             say(f"warning: no record was written: {error}; choose another place with --record FILE")
         return Saved(None, failures={"record": error} if asked_for is not None else {})
     try:
-        if record.script is None or record.script.rank == 0:
+        if record.rank == 0:
             write_latest(record)
     except RecordError as error:
         say(f"warning: {error}; the record of this run is {path}")

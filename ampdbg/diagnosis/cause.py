@@ -29,7 +29,6 @@ from ampdbg.diagnosis.producers import (
     survivor,
 )
 from ampdbg.diagnosis.tensors import WEIGHTS, BadTensor, bad_weights, blamed_in_batch
-from ampdbg.diagnosis.updates import half_updates
 from ampdbg.formats import FLOAT16
 from ampdbg.levels import has_static_scale
 from ampdbg.quantities import number
@@ -731,9 +730,9 @@ class Lost(Evident):
     @cached_property
     def steps(self) -> list[Step]:
         """In order."""
-        by_updates = [one.seen.spoilt_step for one in half_updates(self.whole) if one.seen.spoilt_step is not None]
-        spoilt = [*(bad.step.step for bad in bad_weights(self.whole)), *by_updates]
-        before = (step for step in self.run.steps if step.step < min(spoilt, default=math.inf))
+        spoilt = (*(bad.step.step for bad in bad_weights(self.whole)), self.whole.ledger.spoilt_step)
+        first_spoilt = min((number for number in spoilt if number is not None), default=math.inf)
+        before = (step for step in self.run.steps if step.step < first_spoilt)
         unexplained = (step for step in before if not math.isfinite(step.loss))
         return [step for step in unexplained if not blamed_in_batch(step, self.whole) and not self._is_of_scale(step)]
 

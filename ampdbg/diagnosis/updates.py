@@ -327,6 +327,5 @@ def why_no_edit(record: Record) -> str:
 
 
 def half_updates(record: Record) -> Iterator[HalfUpdates]:
-    """What the ledger has seen, where it was kept."""
-    if record.updates is not None:
-        yield HalfUpdates(record, record.updates)
+    """What the ledger has seen."""
+    yield HalfUpdates(record, record.ledger)

@@ -200,7 +200,7 @@ def suggest_for_half_weights(
     if why_none := why_no_edit(known):
         raise ScriptError(f"{start.name}: no edit is known: {why_none}")
     codes = frozenset(finding.code for finding in known.faults if CODES[finding.code].verdict == "precision")
-    ledger = known.updates or Updates(0)
+    ledger = known.ledger
     losing = [one.kind for one in ledger.kinds if (one.lost or 0.0) > MOST_OF_THE_UPDATE]
     kinds = frozenset([*losing, *(one.kind for one in ledger.still)])
     most = max([STEPS, *(one.steps for one in ledger.stuck)])
@@ -254,10 +254,10 @@ def _shown(codes: frozenset[str], before: SeenWindow, after: SeenWindow) -> Iter
     losses = " before, ".join(number(one.steps[-1].loss) for one in (old, new) if one.steps)
     seen = f"{steps} in a fresh process; the last loss is {losses} with the patch"
     yield ProofStep("the patched script", not wrong, wrong or seen)
-    is_measured = (new.updates or Updates(0)).judged > 0 or not new.half_weights
+    is_measured = new.ledger.judged > 0 or not new.half_weights
     unseen = f"the first {counted(old.steps_run, 'step')} before the patch do not show it; run the patched script again"
     for code in sorted(codes):
-        lost = [MEASURES[code](one.updates or Updates(0)) if one.half_weights else NOTHING for one in (old, new)]
+        lost = [MEASURES[code](one.ledger) if one.half_weights else NOTHING for one in (old, new)]
         shown = ProofStep(code, is_measured and code not in now, f"{lost[0]} before; {lost[1]} with the patch")
         yield shown if code in was else ProofStep(code, True, unseen, ran=False)
 

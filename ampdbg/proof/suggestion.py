@@ -141,9 +141,8 @@ def _constants(record: Record) -> tuple[Source, ...]:
 
 
 def _roots(names: Sequence[str], searched: Bisected) -> tuple[RootModel, ...]:
-    every = searched.record.search.roots if searched.record.search is not None else ()
     own = set(map(root_of, names))
-    return tuple(root for root in every if root.name in own)
+    return tuple(root for root in searched.record.roots if root.name in own)
 
 
 def _with_patch(record: Record, materials: Materials, prover: Prover | None, *, trains: bool) -> Suggestion:

@@ -151,8 +151,7 @@ def add_record(record: Record) -> Path:
     Raises:
         RecordError: it cannot be written.
     """
-    name = of_rank(record.command, record.script.rank if record.script else 0)
-    path = path_in_folder(Path(), record.created, name, ".json")
+    path = path_in_folder(Path(), record.created, of_rank(record.command, record.rank), ".json")
     try:
         write_record(record, path)
     except BaseException:

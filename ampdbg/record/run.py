@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Interval
 
 from ampdbg.record.findings import Count, Exponent, Finding, Listing, Phase, Source
-from ampdbg.record.pins import Handover, Pin, Proof, Search, Trial
+from ampdbg.record.pins import Handover, Pin, Proof, RootModel, Search, Trial
 
 RECORD_FORMAT = "ampdbg.record"
 RECORD_VERSION = 3
@@ -784,6 +784,26 @@ class Record:
     def captures(self) -> tuple[str, ...]:
         """The captures that a script's run has made, as it wrote their paths."""
         return tuple(self.script.captures) if self.script is not None else ()
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code that a script ended with; 0 of a config."""
+        return self.script.exit_code if self.script is not None else 0
+
+    @property
+    def rank(self) -> int:
+        """That of the process of a script; 0 of a config."""
+        return self.script.rank if self.script is not None else 0
+
+    @property
+    def ledger(self) -> Updates:
+        """The ledger of updates; an empty one where none was kept."""
+        return self.updates or Updates(0)
+
+    @property
+    def roots(self) -> tuple[RootModel, ...]:
+        """The models that the names of its pins begin with, where a script has several."""
+        return self.search.roots if self.search is not None else ()
 
     @property
     def took_no_step(self) -> bool:

@@ -13,7 +13,7 @@ from ampdbg.formats import FloatFormat
 from ampdbg.levels import format_of_config, precision_of
 from ampdbg.quantities import byte_size, counted, listed, number, share
 from ampdbg.record.findings import place_of
-from ampdbg.record.pins import EVERYTHING, OWN, Pin, PinCost, PinSite, Proof, ProofStep, RootModel, Trial, in_words
+from ampdbg.record.pins import EVERYTHING, OWN, Pin, PinCost, PinSite, Proof, ProofStep, Trial, in_words
 from ampdbg.record.run import Record
 
 from . import view
@@ -148,15 +148,10 @@ def cost_sentence(cost: PinCost, low: FloatFormat, of: str = "The set") -> str:
     )
 
 
-def roots_of(record: Record) -> tuple[RootModel, ...]:
-    """The models that the names of the set begin with, where the script has several."""
-    return record.search.roots if record.search is not None else ()
-
-
 def about_roots(record: Record) -> Iterator[str]:
     """What the names of the set begin with, where the script has several models."""
-    if roots := roots_of(record):
-        said = "; ".join(f"{root.name} is {root.what}" for root in roots)
+    if record.roots:
+        said = "; ".join(f"{root.name} is {root.what}" for root in record.roots)
         yield f"The script has several models; a module's name starts with that of its model: {said}."
 
 
