@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from ampdbg.diagnosis.decisions import Decision, Evident, fact
-from ampdbg.formats import FORMATS
+from ampdbg.formats import FORMATS, HALF_NAMES
 from ampdbg.quantities import counted, listed, multiple, number
 from ampdbg.record.codes import CODES
 from ampdbg.record.run import FrozenParameter, KeptAverage, Record, StillParameter, StuckMoment, Updates
@@ -22,8 +22,6 @@ PARAMETERS = "parameters"
 
 MOST_OF_THE_UPDATE = 0.5
 """Where a larger share of the way is lost, training stands still."""
-
-HALF_NAMES = frozenset({"float16", "bfloat16"})
 
 STANDS_STILL = 0.9
 """An average that loses a larger share of its way than this stands still."""

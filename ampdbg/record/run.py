@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
 
+from ampdbg.formats import HALF_NAMES
 from ampdbg.record.findings import Count, Exponent, Finding, Listing, Phase, Source
 from ampdbg.record.pins import Handover, Pin, Proof, RootModel, Search, Trial
 
@@ -748,7 +749,7 @@ class Record:
     @property
     def half_weights(self) -> tuple[str, ...]:
         """The half dtypes that weights which an optimizer trains are stored in."""
-        return tuple(sorted({name for kind in self.dtypes for name in kind.stored} & {"float16", "bfloat16"}))
+        return tuple(sorted({name for kind in self.dtypes for name in kind.stored} & HALF_NAMES))
 
     @property
     def steps_run(self) -> int:
