@@ -23,7 +23,7 @@ from ampdbg.patch.file_edits import base_folder, file_diff
 from ampdbg.patch.half_weights import HalfLines, WeightEdits, beta2_lowered, norms_in_float32, weights_in_float32
 from ampdbg.precision.emulation import is_emulating
 from ampdbg.probes import update_ledger
-from ampdbg.probes.dtype_contract import OTHERS, kind_of
+from ampdbg.probes.dtype_contract import OTHERS, kinds_in
 from ampdbg.probes.half_weights import HalfWeights
 from ampdbg.probes.tensors import HALVES
 from ampdbg.probes.watch import Watch
@@ -101,11 +101,7 @@ def train_a_window(
 def _seen(watch: Watch, notes: HalfWeights) -> SeenWindow:
     groups = [(optimizer, group["params"]) for optimizer in watch.optimizers for group in optimizer.param_groups]
     half = {one: optimizer.state[one] for optimizer, group in groups for one in group if one.dtype in HALVES}
-    kinds = {
-        one: kind_of(type(module).__name__, f"{path}.{name}")
-        for path, module in watch.models.named_modules()
-        for name, one in module.named_parameters(recurse=False)
-    }
+    kinds = {parameter: kind for _, kind, parameter in kinds_in(watch.models)}
     elements: Counter[str] = Counter()
     for one in half:
         elements[kinds.get(one, OTHERS)] += one.numel()
