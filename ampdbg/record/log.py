@@ -191,16 +191,11 @@ def _check_place(path: Path) -> None:
     """
     if what_is_there := obstacle(path):
         raise RecordError(f"it is {what_is_there}; --log FILE names another file")
-    if not is_free_for_log(path):
+    if os.path.isfile(path) and os.path.getsize(path) > 0 and not is_log(path):
         raise RecordError("it holds no log, and would be overwritten; --log FILE names another file")
 
 
-def is_free_for_log(path: Path) -> bool:
-    """The place holds no file, an empty one, or a log."""
-    return not os.path.isfile(path) or os.path.getsize(path) == 0 or is_log(path)
-
-
-_BEGINS = re.compile(rb'\s*\{\s*"format"\s*:\s*"%b"' % re.escape(LOG_FORMAT).encode())
+BEGINS = re.compile(rb'\s*\{\s*"format"\s*:\s*"%b"' % re.escape(LOG_FORMAT).encode())
 
 
 def is_log(path: Path) -> bool:
@@ -209,7 +204,7 @@ def is_log(path: Path) -> bool:
         if not path.is_file():  # a pipe would wait for its writer
             return False
         with path.open("rb") as file:
-            return _BEGINS.match(file.readline(200)) is not None
+            return BEGINS.match(file.readline(200)) is not None
     except OSError:
         return False
 
