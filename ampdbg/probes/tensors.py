@@ -373,12 +373,11 @@ def exponents_of(tensor: torch.Tensor, magnitude: Magnitude) -> Exponents:
 
     The largest value (``magnitude.largest``) is always among the counted; the others stand for those between them.
     """
-    tensor = stored(tensor).detach()
-    values = tensor.reshape(-1) if tensor.is_contiguous() else tensor.flatten()
+    values = stored(tensor).detach().flatten()
     step = -(-values.numel() // MAX_SAMPLE)
     bits = values[::step].view(torch.int16)
     fields = torch.bincount((bits >> 7) & 0xFF, minlength=_HIGHEST_FIELD + 2).tolist()
-    counts = fields[: _HIGHEST_FIELD + 1] if step == 1 else [count * step for count in fields[: _HIGHEST_FIELD + 1]]
+    counts = [count * step for count in fields[: _HIGHEST_FIELD + 1]]
     if magnitude.largest > 0.0:
         field = max(0, _BIAS + math.frexp(magnitude.largest)[1] - 1)
         counts[field] = max(counts[field], 1)
