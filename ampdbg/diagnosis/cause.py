@@ -108,7 +108,7 @@ class Evidence(Evident):
     @property
     def is_answered(self) -> bool:
         """FP32 has shown what the step comes to."""
-        return self.made.reproduced > 0 and self.made.fp32 is not None and not self.made.fp32.error
+        return self.made.reproduced > 0 and not self.made.reference.error
 
     @property
     def is_fp32_finite(self) -> bool:
@@ -138,7 +138,7 @@ class Evidence(Evident):
 
         Of gradients that is what has reached them, from either pass, where that is known.
         """
-        made = self.made.fp32.producers if self.made.fp32 and not self.is_fp32_finite else ()
+        made = () if self.is_fp32_finite else self.made.reference.producers
         phase = "forward" if self.is_of_loss else "backward"
 
         def order(one: Producer) -> tuple[bool, bool]:
@@ -260,7 +260,7 @@ class Evidence(Evident):
     @property
     def in_fp32(self) -> float:
         """How large the loss is in FP32; NaN where it did not run: what modules alone give has a sum, and no loss."""
-        return abs(self.made.fp32.loss) if self.made.fp32 and self.made.reach == "whole" else math.nan
+        return abs(self.made.reference.loss) if self.made.reach == "whole" else math.nan
 
     # What a lower loss scale would do
 
@@ -358,7 +358,7 @@ class Evidence(Evident):
         climb = self.made.continuation
         if climb and all(step.skipped for step in self.before):  # with the same weights other losses are of others
             return f"the loss is {number(climb[0])}, and steps in FP32 on the same batch lead to {number(climb[-1])}"
-        reached = max(finite((self.losses[-1], self.made.fp32.loss if self.made.fp32 else math.nan)))
+        reached = max(finite((self.losses[-1], self.made.reference.loss)))
         rose_from = f"the loss rose from {number(min(self.losses))} to {number(reached)}"
         return f"{rose_from}, and keeps rising in further steps in FP32"
 

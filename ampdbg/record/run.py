@@ -133,6 +133,9 @@ class Replay:
     pins: tuple[str, ...] = ()
 
 
+NOT_RUN = Replay("float32", 1.0, math.nan, math.nan, error="the step was not replayed in FP32")
+
+
 @dataclass(frozen=True)
 class Investigation:
     """The replays of one step. ``why`` says what called for them: the loss, the gradients, or the end of the run.
@@ -177,6 +180,11 @@ class Investigation:
     def replays(self) -> tuple[Replay, ...]:
         """Every replay that was made."""
         return tuple(filter(None, (self.low, self.fp32, *self.at_lower, self.floor, self.wide)))
+
+    @property
+    def reference(self) -> Replay:
+        """The replay in FP32; of a step that was not replayed there one with an error, and NaN for its numbers."""
+        return self.fp32 or NOT_RUN
 
     @property
     def what(self) -> str:

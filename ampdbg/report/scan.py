@@ -359,9 +359,9 @@ def _compared(record: Record) -> Iterator[str]:
 
 
 def _distance(made: Investigation) -> str:
-    low, fp32, distance = made.low, made.fp32, made.low.gradient_distance
+    low, fp32, distance = made.low, made.reference, made.low.gradient_distance
     if distance is None or distance <= AGREEMENT:
-        loss_apart = abs(low.loss - fp32.loss) / abs(fp32.loss) if fp32 and fp32.loss else 0.0
+        loss_apart = abs(low.loss - fp32.loss) / abs(fp32.loss) if fp32.loss else 0.0
         said = (loss_apart > SAME_RUN, f"loss {share(loss_apart)}"), (distance, f"gradients {share(distance or 0.0)}")
         apart = list(view.every(*said))
         return f"step {made.step} agrees with FP32" + (f" ({' and '.join(apart)} apart)" if apart else "")
