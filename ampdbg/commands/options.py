@@ -133,6 +133,10 @@ RecordFile = Annotated[
         help="Write the record here, not into .ampdbg/.",
     ),
 ]
+OutputFile = Annotated[
+    Path | None, typer.Option("--output", metavar="FILE", dir_okay=False, help="Write here instead of to stdout.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
 HtmlFile = Annotated[
     Path | None,
     typer.Option("--html", metavar="FILE", dir_okay=False, help="Also write the report as one HTML page here."),

@@ -33,9 +33,7 @@ def command(
     ] = "diff",
     apply: Annotated[bool, typer.Option("--apply", help="Write the files instead of printing the patch.")] = False,
     force: Annotated[bool, typer.Option("--force", help="With --apply: also files with uncommitted changes.")] = False,
-    output: Annotated[
-        Path | None, typer.Option("--output", metavar="FILE", dir_okay=False, help="Write here instead of to stdout.")
-    ] = None,
+    output: options.OutputFile = None,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not prove the patch.")] = False,
     strategy: options.SearchingChoice = "guided",
     max_trials: options.MaxTrials = None,
