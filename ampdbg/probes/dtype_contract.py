@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from ampdbg.probes.models import Models, unwrapped
-from ampdbg.probes.source_lines import innermost_line, source_of
+from ampdbg.probes.source_lines import innermost_line, source_if_known
 from ampdbg.probes.step_hooks import name_of
 from ampdbg.probes.tensors import HALVES
 from ampdbg.record.run import CastBuffer, KindDtypes
@@ -193,7 +193,7 @@ class DtypeContract:
             if now is not None and now.dtype in HALVES:
                 momentum = getattr(module, "momentum", None)
                 is_written = now._version > version or (module.training and momentum is not None)
-                full, source = f"{paths[id(module)]}.{name}".lstrip("."), None if line is None else source_of(line)
+                full, source = f"{paths[id(module)]}.{name}".lstrip("."), source_if_known(line)
                 reach = min([FAR, *(one for key in POSITIONS if type(one := getattr(module, key, FAR)) is int)])
                 yield CastBuffer(full, _name(now.dtype), off, reach, is_written, momentum, source)
 
