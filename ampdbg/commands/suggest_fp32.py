@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from ampdbg import api
-from ampdbg.errors import EXIT_HEALTHY, ConfigError, PatchError
+from ampdbg.errors import EXIT_HEALTHY, ConfigError, PatchError, reason_of
 from ampdbg.files import replace_file
 from ampdbg.given import Given, read_given
 from ampdbg.record.file import LATEST, latest_record, to_json
@@ -131,5 +131,5 @@ def _written(output: Path, text: bytes, saved: Saved) -> Path:
     except OSError as error:
         kept = {"the patch": saved.handed_over, "the record": saved.path}
         places = " and ".join(f"{what} is in {shlex.quote(str(path))}" for what, path in kept.items() if path)
-        raise PatchError(f"{output}: cannot be written: {error.strerror or error}; {places}") from None
+        raise PatchError(f"{output}: cannot be written: {reason_of(error)}; {places}") from None
     return output

@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from ampdbg.config.schema import Config, ConfigFile, TargetSpec
 from ampdbg.config.targets import did_you_mean, why_no_file
 from ampdbg.config.yaml_document import KeyPath, YamlDocument, YamlError, read_yaml
-from ampdbg.errors import ConfigError
+from ampdbg.errors import ConfigError, reason_of
 from ampdbg.files import read_file
 from ampdbg.quantities import dotted, shown
 
@@ -115,7 +115,7 @@ def _read(path: Path) -> YamlDocument:
     try:
         raw = read_file(path, LARGEST_FILE)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+        raise ConfigError(f"{path}: cannot be read: {reason_of(error)}") from None
     try:
         document = read_yaml(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:

@@ -18,7 +18,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from ampdbg.errors import RecordError
+from ampdbg.errors import RecordError, reason_of
 from ampdbg.files import obstacle, read_file, replace_file
 from ampdbg.quantities import shown
 from ampdbg.record.file import LARGEST_FILE, adapter, checked, keep_out_of_git, path_in_folder, strict
@@ -168,8 +168,8 @@ class RunLog:
         """What cannot be written ends the log, and not the run."""
         self._is_over = True
         self._close()
-        reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-        self._warn(f"cannot write the log any more: {self._path or self._folder}: {reason}; the run continues")
+        where = self._path or self._folder
+        self._warn(f"cannot write the log any more: {where}: {reason_of(error)}; the run continues")
 
 
 _HEAD = json.dumps({"format": LOG_FORMAT, "version": LOG_VERSION}).encode() + b"\n"
@@ -220,7 +220,7 @@ def read_log(path: Path) -> Record:
     try:
         return _record_of(read_file(path, LARGEST_FILE))
     except OSError as error:
-        raise RecordError(f"{path}: cannot be read: {error.strerror or error}") from None
+        raise RecordError(f"{path}: cannot be read: {reason_of(error)}") from None
     except RecordError as error:
         raise RecordError(f"{path}: {error}") from None
 
