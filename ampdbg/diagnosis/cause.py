@@ -776,7 +776,7 @@ class Lost(Evident):
     def origin(self) -> Step:
         """The first of them; of spoilt weights the first step that was taken though loss or gradients are not
         finite."""
-        bad = (step for step in self.whole.steps if step.found_inf or not math.isfinite(step.loss))
+        bad = (step for step in self.whole.steps if not step.is_healthy)
         taken = (step for step in bad if not step.skipped and self.replayed)
         return next(taken, self.applied or self.steps[0])
 

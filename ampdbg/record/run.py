@@ -356,6 +356,11 @@ class Step:
         """Which step of its own optimizer it is, from 0."""
         return self.step - self.others
 
+    @property
+    def is_healthy(self) -> bool:
+        """Its loss and its gradients are finite."""
+        return math.isfinite(self.loss) and not self.found_inf
+
 
 @dataclass(frozen=True)
 class Trend:
@@ -688,7 +693,7 @@ class LeftOut:
 
     def and_these(self, steps: Iterable[Step]) -> LeftOut:
         """With these steps as well; healthy ones do not count."""
-        bad = [step for step in steps if step.found_inf or step.skipped or not math.isfinite(step.loss)]
+        bad = [step for step in steps if step.skipped or not step.is_healthy]
         skipped, lost = sum(step.skipped for step in bad), sum(not math.isfinite(step.loss) for step in bad)
         return LeftOut(self.unhealthy + len(bad), self.skipped + skipped, self.lost + lost)
 
