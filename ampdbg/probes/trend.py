@@ -172,7 +172,7 @@ class TrendSamples:
 
     def _note(self, key: Key, tensor: torch.Tensor) -> None:
         values = float_values(tensor.detach())
-        if values is not None and values.numel():
+        if values is not None:
             self._found.setdefault(key, []).extend(torch.aminmax(values))
 
     def _read(self) -> None:
