@@ -270,9 +270,9 @@ class Evidence(Evident):
         return survivor(self.made)
 
     @property
-    def usable_scale(self) -> float | None:
-        """The loss scale of that; None where there is none, or gradients are lost there."""
-        return self.survivor.scale if self.survivor and not self.survivor.lost else None
+    def usable_scale(self) -> float:
+        """The loss scale of that; 0 where there is none, or gradients are lost there."""
+        return self.survivor.scale if self.survivor and not self.survivor.lost else 0.0
 
     @property
     def there(self) -> str:
@@ -686,9 +686,7 @@ CAUSES: tuple[Decision[Evidence], ...] = (
     Decision(
         CALIBRATION,
         "no scaler lowers the loss scale (static, the script's own, or with a floor), and a lower one would do",
-        lambda it: (
-            it.kept_scale is not None and it.usable_scale is not None and CODES[first(IN_HALF, it).code].keeps_scale
-        ),
+        lambda it: it.kept_scale is not None and it.usable_scale > 0.0 and CODES[first(IN_HALF, it).code].keeps_scale,
         "{kept_scale.whose} is too large for the gradients of this step: {of_half}",
         {KEPT_SCALE: "kept_scale.scale"},
         "{kept_scale.cure}, which adapts by itself; no pin is needed",
