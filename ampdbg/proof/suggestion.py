@@ -124,7 +124,7 @@ def _of_search(ended: Bisected, form: Form, prover: Prover | None, observer: Obs
 def _handed_over(searched: Bisected, form: Form) -> Record:
     """The record of the search, with what there is to hand over but for a patch."""
     record, config = searched.record, searched.run.config
-    names = tuple(pin.name for pin in record.pins if pin.source is None)
+    names = record.pin_names
     folder, is_git = base_folder((), config.folder)
     helper = module_text(names, _roots(names, searched)) if form == "module" and names else ""
     precision = config.precision

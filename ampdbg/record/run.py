@@ -800,6 +800,11 @@ class Record:
         return tuple(self.script.captures) if self.script is not None else ()
 
     @property
+    def pin_names(self) -> tuple[str, ...]:
+        """Its pins, as the config takes them; a line outside of the modules has no name."""
+        return tuple(pin.name for pin in self.pins if pin.source is None)
+
+    @property
     def exit_code(self) -> int:
         """The exit code that a script ended with; 0 of a config."""
         return self.script.exit_code if self.script is not None else 0

@@ -41,7 +41,7 @@ class EndedSearch:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return pins.names_of(self.record)
+        return self.record.pin_names
 
     @property
     def some(self) -> str:

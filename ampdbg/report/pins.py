@@ -77,7 +77,7 @@ def _what_goes_wrong(pin: Pin, record: Record) -> str:
 
 
 def _title(record: Record) -> str:
-    return "The set" if any(pin.source is None for pin in record.pins) else "The lines"
+    return "The set" if record.pin_names else "The lines"
 
 
 def _pin(pin: Pin) -> tuple[StyledLine, ...]:
@@ -216,11 +216,6 @@ TRIAL_COLUMNS = (
 )
 
 
-def names_of(record: Record) -> tuple[str, ...]:
-    """The names of the record's set, as the config takes them."""
-    return tuple(pin.name for pin in record.pins if pin.source is None)
-
-
 def pins_text(pins: Sequence[str], most: int = 3) -> str:
     """``blocks.2.attn and head``; above ``most`` names the rest is counted."""
     return listed([in_words(OWN) if name == OWN else name or "the whole model" for name in pins], most) or "nothing"
@@ -235,7 +230,7 @@ def result_text(trial: Trial) -> str:
 
 def trial_table(record: Record, first: int = FIRST_TRIALS) -> view.Table:
     """The trials: ``first`` of them and the last; in a narrow terminal what each was for is left to the record."""
-    trials, names = record.trials, names_of(record)
+    trials, names = record.trials, record.pin_names
     rows: list[tuple[view.Cell, ...]] = []
     for trial in trials:
         result = result_text(replace(trial, why=trial.why.partition(": ")[0]))
