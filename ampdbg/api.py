@@ -259,7 +259,7 @@ def cost(
     observer.start(checked.train.steps)
     from ampdbg.costs.levels import compare
 
-    pins = tuple(pin.name or EVERYTHING for pin in given.record.pins if pin.source is None) if given.record else ()
+    pins = tuple(name or EVERYTHING for name in given.record.pin_names) if given.record else ()
     return compare(checked, pins, budget, observer)
 
 

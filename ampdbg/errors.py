@@ -29,6 +29,12 @@ def named_error(error: BaseException) -> str:
     return name if said == name else f"{name}: {said}"
 
 
+def reason_of(error: BaseException) -> str:
+    """Why the system refuses something, without the path that ``str`` has; of another error what it says, in a line."""
+    reason: str | None = getattr(error, "strerror", None)
+    return reason or first_line(error)
+
+
 class AmpdbgError(Exception):
     """ampdbg could not run; the message says what was given, what is allowed and what to type next.
 

@@ -56,6 +56,7 @@ BFLOAT16 = FloatFormat("bfloat16", "bfloat16", precision=8, min_exponent=-126, m
 FLOAT32 = FloatFormat("float32", "FP32", precision=24, min_exponent=-126, max_exponent=127)
 
 FORMATS = {fmt.name: fmt for fmt in (FLOAT16, BFLOAT16, FLOAT32)}
+HALF_NAMES = frozenset({FLOAT16.name, BFLOAT16.name})
 
 
 def headroom_bits(magnitude: float, fmt: FloatFormat = FLOAT16) -> float:

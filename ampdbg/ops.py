@@ -127,13 +127,6 @@ CREATES = _names(
 KEEPS_THE_REST = _names("_ctc_loss")
 """What gives more than its result, one loss a sample: the rest is for its own backward pass."""
 
-RANDOM = _names(
-    """dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu gumbel_softmax bernoulli
-    multinomial normal poisson rand randn randint randperm rand_like randn_like randint_like
-    fractional_max_pool2d fractional_max_pool3d"""
-)
-"""What draws random numbers: their order must stay as it is."""
-
 TENSOR_METHODS = PRODUCTS | _names(
     """sum nansum mean prod std var norm softmax log_softmax logsumexp exp exp2 expm1 log log2 log10 log1p sqrt rsqrt
     pow square abs add sub mul div true_divide addcmul addcdiv neg reciprocal sigmoid tanh relu gelu clamp clip

@@ -84,7 +84,12 @@ def shown(value: object, most: int = 60) -> str:
         text = "nothing" if value is None else json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):  # YAML has dates and sets, also as keys
         text = str(value)
-    return text if len(text) <= most else text[: most - 3] + "..."
+    return cut(text, most)
+
+
+def cut(text: str, most: int) -> str:
+    """A text of at most ``most`` characters."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def duration(seconds: float | None) -> str:
@@ -128,4 +133,4 @@ def byte_count(text: str) -> int:
 
 def quoted(text: str, most: int = 80) -> str:
     """A text in quotation marks, cut to ``most`` characters."""
-    return repr(text if len(text) <= most else f"{text[: most - 3]}...")
+    return repr(cut(text, most))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
-
-import typer
 
 from ampdbg.errors import EXIT_COULD_NOT_RUN, EXIT_HEALTHY
 
@@ -14,7 +11,7 @@ from .output import look_of, write_result
 
 
 def command(
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    as_json: options.AsJson = False,
     debug: options.Debug = False,
 ) -> int:
     """Show what this machine can do for mixed precision.

@@ -33,7 +33,7 @@ def command(
             metavar="CODE", autocompletion=_codes, help="A finding's code; without it, all codes are listed."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    as_json: options.AsJson = False,
     debug: options.Debug = False,
 ) -> int:
     """Explain a finding: meaning, decision, remedy."""

@@ -18,7 +18,7 @@ import typer
 from ampdbg.errors import AmpdbgError, ConfigError
 from ampdbg.files import obstacle
 from ampdbg.given import Changes
-from ampdbg.record.log import LOG_FORMAT
+from ampdbg.record.log import BEGINS
 from ampdbg.record.pins import Strategy
 from ampdbg.record.run import RECORD_FORMAT
 
@@ -51,7 +51,7 @@ CONTENTS: Mapping[str, tuple[str, Known]] = {
     "module": (PATCH, re.compile(rb'# Keeps .*\n(#.*\n)*\n"""Keeps modules in FP32 ').match),
     "yaml": (PATCH, re.compile(rb"# Keeps .*\n(#.*\n)*precision:\n").match),
     "json": (PATCH, _of_format("ampdbg.patch")),
-    "log": ("log of a run", re.compile(rb'\s*\{\s*"format"\s*:\s*"%b"' % re.escape(LOG_FORMAT).encode()).match),
+    "log": ("log of a run", BEGINS.match),
 }
 """What a file is called that an option has written, and how it is known."""
 
@@ -133,6 +133,10 @@ RecordFile = Annotated[
         help="Write the record here, not into .ampdbg/.",
     ),
 ]
+OutputFile = Annotated[
+    Path | None, typer.Option("--output", metavar="FILE", dir_okay=False, help="Write here instead of to stdout.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
 HtmlFile = Annotated[
     Path | None,
     typer.Option("--html", metavar="FILE", dir_okay=False, help="Also write the report as one HTML page here."),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TextIO
 
-from ampdbg.errors import AmpdbgError, RecordError
+from ampdbg.errors import AmpdbgError, RecordError, reason_of
 from ampdbg.files import replace_file
 from ampdbg.given import Given
 from ampdbg.record.file import add_record, write_atomically, write_latest, write_record
@@ -99,7 +99,7 @@ def write_result(text: str | bytes, stream: TextIO) -> None:
     except OSError as error:
         _silence(stream)
         if not isinstance(error, BrokenPipeError):
-            raise AmpdbgError(f"stdout: cannot be written: {error.strerror or error}") from None
+            raise AmpdbgError(f"stdout: cannot be written: {reason_of(error)}") from None
 
 
 def _as_carried(text: str, stream: TextIO) -> str:
@@ -204,7 +204,7 @@ def save(record: Record, asked_for: Path | None) -> Saved:
             say(f"warning: no record was written: {error}; choose another place with --record FILE")
         return Saved(None, failures={"record": error} if asked_for is not None else {})
     try:
-        if record.script is None or record.script.rank == 0:
+        if record.rank == 0:
             write_latest(record)
     except RecordError as error:
         say(f"warning: {error}; the record of this run is {path}")
@@ -224,7 +224,7 @@ def _handed_over(record: Record, beside: Path) -> Path | None:
     try:
         replace_file(file, text)
     except OSError as error:
-        say(f"warning: {file}: cannot be written: {error.strerror or error}")
+        say(f"warning: {file}: cannot be written: {reason_of(error)}")
         return None
     return file
 

@@ -53,9 +53,7 @@ def command(
             help="Output format.",
         ),
     ] = "text",
-    output: Annotated[
-        Path | None, typer.Option("--output", metavar="FILE", dir_okay=False, help="Write here instead of to stdout.")
-    ] = None,
+    output: options.OutputFile = None,
     verbose: options.Verbose = False,
     debug: options.Debug = False,
 ) -> int:

@@ -16,7 +16,7 @@ from typing import Annotated, TextIO, cast
 import typer
 
 from ampdbg import api
-from ampdbg.errors import EXIT_HEALTHY, ConfigError
+from ampdbg.errors import ConfigError
 from ampdbg.escapes import printable
 from ampdbg.given import RunSettings
 from ampdbg.observer import Observer
@@ -110,15 +110,13 @@ def command(
     flags = _flags(context)
 
     def show(seen: Record) -> None:
-        rank = _rank(seen)
-        has_failed = seen.script is not None and seen.script.exit_code != 0
-        misplaced = [one for one in arguments or () if has_failed and one in flags]
+        misplaced = [one for one in arguments or () if seen.exit_code and one in flags]
         command_typed = shlex.join([script, *(one for one in arguments or () if one not in misplaced)])
         with redirect_stderr(stderr):  # the script's own may be a file of its own, or closed
             with _working_in(started):
-                saved = save(seen, _of_rank(record, rank))
+                saved = save(seen, _of_rank(record, seen.rank))
                 typed = replace(typed_as(command_typed, saved.path), verbose=verbose)
-                saved = with_page(saved, seen, typed, _of_rank(html, rank))
+                saved = with_page(saved, seen, typed, _of_rank(html, seen.rank))
             if not quiet:
                 _show_report(seen, typed)
                 _say_misplaced(misplaced, command_typed, is_module=is_module)
@@ -152,15 +150,16 @@ def command(
     with redirect_stderr(stderr), _working_in(started):
         files = loaded_files() if is_module else [script, *loaded_files()]
         # Where the machine lacks something, the run that the report asks for shows more than the source does.
-        say_source_findings(seen, files, is_quiet=quiet or _rank(seen) > 0 or obstacle_in(seen.error) is not None)
+        say_source_findings(seen, files, is_quiet=quiet or seen.rank > 0 or obstacle_in(seen.error) is not None)
     return _code(seen, fail_on)
 
 
 def _code(seen: Record, fail_on: FailOn | None) -> int:
     """The script's own code; where that is 0, what was found may make another of it."""
-    if seen.script is None or seen.script.exit_code:
-        return seen.script.exit_code if seen.script else EXIT_HEALTHY
-    return exit_code(seen, fail_on or ("warning" if seen.script.processes == 1 else "never"))
+    if seen.exit_code:
+        return seen.exit_code
+    is_alone = seen.script is None or seen.script.processes == 1
+    return exit_code(seen, fail_on or ("warning" if is_alone else "never"))
 
 
 def _say_misplaced(options: list[str], script: str, *, is_module: bool) -> None:
@@ -175,10 +174,6 @@ def _flags(context: typer.Context) -> set[str]:
     """The options of ampdbg that take no value."""
     flags = (one for one in context.command.params if getattr(one, "is_flag", False))
     return {name for one in flags for name in (*one.opts, *one.secondary_opts) if name.startswith("--")}
-
-
-def _rank(seen: Record) -> int:
-    return seen.script.rank if seen.script else 0
 
 
 def _of_rank(path: Path | None, rank: int) -> Path | None:
@@ -206,12 +201,12 @@ def _check_places(record: Path | None, html: Path | None, log: Path | None, *, s
 
 def _show_report(seen: Record, typed: Typed) -> None:
     """The report; of several processes only the first prints it, and each other prints a line per finding."""
-    if _rank(seen) == 0:
+    if seen.rank == 0:
         say(written(seen, typed, look_of(sys.stderr), "text").rstrip("\n"))
-    for found in seen.findings[:1] if _rank(seen) else ():
+    for found in seen.findings[:1] if seen.rank else ():
         where = f" in {printable(found.module)}" * bool(found.module)
         report = f": ampdbg report {typed.record_path}" * bool(typed.record_path)
-        say(f"rank {_rank(seen)} found {found.code}{where} at step {found.step}{report}")
+        say(f"rank {seen.rank} found {found.code}{where} at step {found.step}{report}")
 
 
 def _bytes(size: str) -> int:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from ampdbg import api
-from ampdbg.errors import EXIT_HEALTHY, ConfigError, PatchError
+from ampdbg.errors import EXIT_HEALTHY, ConfigError, PatchError, reason_of
 from ampdbg.files import replace_file
 from ampdbg.given import Given, read_given
 from ampdbg.record.file import LATEST, latest_record, to_json
@@ -33,9 +33,7 @@ def command(
     ] = "diff",
     apply: Annotated[bool, typer.Option("--apply", help="Write the files instead of printing the patch.")] = False,
     force: Annotated[bool, typer.Option("--force", help="With --apply: also files with uncommitted changes.")] = False,
-    output: Annotated[
-        Path | None, typer.Option("--output", metavar="FILE", dir_okay=False, help="Write here instead of to stdout.")
-    ] = None,
+    output: options.OutputFile = None,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not prove the patch.")] = False,
     strategy: options.SearchingChoice = "guided",
     max_trials: options.MaxTrials = None,
@@ -133,5 +131,5 @@ def _written(output: Path, text: bytes, saved: Saved) -> Path:
     except OSError as error:
         kept = {"the patch": saved.handed_over, "the record": saved.path}
         places = " and ".join(f"{what} is in {shlex.quote(str(path))}" for what, path in kept.items() if path)
-        raise PatchError(f"{output}: cannot be written: {error.strerror or error}; {places}") from None
+        raise PatchError(f"{output}: cannot be written: {reason_of(error)}; {places}") from None
     return output

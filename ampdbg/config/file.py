@@ -16,9 +16,9 @@ from pydantic.fields import FieldInfo
 from ampdbg.config.schema import Config, ConfigFile, TargetSpec
 from ampdbg.config.targets import did_you_mean, why_no_file
 from ampdbg.config.yaml_document import KeyPath, YamlDocument, YamlError, read_yaml
-from ampdbg.errors import ConfigError
+from ampdbg.errors import ConfigError, reason_of
 from ampdbg.files import read_file
-from ampdbg.quantities import dotted, shown
+from ampdbg.quantities import cut, dotted, shown
 
 LARGEST_FILE = 2**20
 """Bytes."""
@@ -93,7 +93,7 @@ def _checked(
 ) -> Config:
     """The config that ``data`` and ``overrides`` make; raises with ``mistakes`` and all that are found here."""
     for index, override in enumerate(overrides):
-        place = Place(_AFTER_THE_FILE + index, f"--set {_short(override)}")
+        place = Place(_AFTER_THE_FILE + index, f"--set {cut(override, LONGEST)}")
         mistakes += [Mistake(place, "", text) for text in _override(data, override, place, places)]
     folder = Path(os.path.abspath(folder))
     try:
@@ -115,7 +115,7 @@ def _read(path: Path) -> YamlDocument:
     try:
         raw = read_file(path, LARGEST_FILE)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+        raise ConfigError(f"{path}: cannot be read: {reason_of(error)}") from None
     try:
         document = read_yaml(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -192,12 +192,8 @@ class Mistake:
     text: str
 
     def __str__(self) -> str:
-        said = self.place.text, _short(self.key), _short(self.text, LONGEST_TEXT)
+        said = self.place.text, cut(self.key, LONGEST), cut(self.text, LONGEST_TEXT)
         return ": ".join(filter(None, said))
-
-
-def _short(text: str, most: int = LONGEST) -> str:
-    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def in_one_message(mistakes: Iterable[Mistake], source: str) -> str:
@@ -292,7 +288,7 @@ def _unknown_key(path: KeyPath, owner: type[BaseModel]) -> str:
     elsewhere = next((name for name in _dotted_fields(ConfigFile) if name.endswith(f".{key}")), "")
     hint = f" Did you mean {elsewhere!r}?" if elsewhere else did_you_mean(key, owner.model_fields)
     if not hint and issubclass(owner, TargetSpec):
-        hint = " Arguments of the target go under args: " + _short(f"{dotted(path[:-1])}.args.{key}")
+        hint = " Arguments of the target go under args: " + cut(f"{dotted(path[:-1])}.args.{key}", LONGEST)
     return f"unknown key; allowed: {', '.join(owner.model_fields)}.{hint}"
 
 

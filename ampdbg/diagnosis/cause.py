@@ -29,7 +29,6 @@ from ampdbg.diagnosis.producers import (
     survivor,
 )
 from ampdbg.diagnosis.tensors import WEIGHTS, BadTensor, bad_weights, blamed_in_batch
-from ampdbg.diagnosis.updates import half_updates
 from ampdbg.formats import FLOAT16
 from ampdbg.levels import has_static_scale
 from ampdbg.quantities import number
@@ -109,7 +108,7 @@ class Evidence(Evident):
     @property
     def is_answered(self) -> bool:
         """FP32 has shown what the step comes to."""
-        return self.made.reproduced > 0 and self.made.fp32 is not None and not self.made.fp32.error
+        return self.made.reproduced > 0 and not self.made.reference.error
 
     @property
     def is_fp32_finite(self) -> bool:
@@ -139,7 +138,7 @@ class Evidence(Evident):
 
         Of gradients that is what has reached them, from either pass, where that is known.
         """
-        made = self.made.fp32.producers if self.made.fp32 and not self.is_fp32_finite else ()
+        made = () if self.is_fp32_finite else self.made.reference.producers
         phase = "forward" if self.is_of_loss else "backward"
 
         def order(one: Producer) -> tuple[bool, bool]:
@@ -261,7 +260,7 @@ class Evidence(Evident):
     @property
     def in_fp32(self) -> float:
         """How large the loss is in FP32; NaN where it did not run: what modules alone give has a sum, and no loss."""
-        return abs(self.made.fp32.loss) if self.made.fp32 and self.made.reach == "whole" else math.nan
+        return abs(self.made.reference.loss) if self.made.reach == "whole" else math.nan
 
     # What a lower loss scale would do
 
@@ -271,9 +270,9 @@ class Evidence(Evident):
         return survivor(self.made)
 
     @property
-    def usable_scale(self) -> float | None:
-        """The loss scale of that; None where there is none, or gradients are lost there."""
-        return self.survivor.scale if self.survivor and not self.survivor.lost else None
+    def usable_scale(self) -> float:
+        """The loss scale of that; 0 where there is none, or gradients are lost there."""
+        return self.survivor.scale if self.survivor and not self.survivor.lost else 0.0
 
     @property
     def there(self) -> str:
@@ -359,7 +358,7 @@ class Evidence(Evident):
         climb = self.made.continuation
         if climb and all(step.skipped for step in self.before):  # with the same weights other losses are of others
             return f"the loss is {number(climb[0])}, and steps in FP32 on the same batch lead to {number(climb[-1])}"
-        reached = max(finite((self.losses[-1], self.made.fp32.loss if self.made.fp32 else math.nan)))
+        reached = max(finite((self.losses[-1], self.made.reference.loss)))
         rose_from = f"the loss rose from {number(min(self.losses))} to {number(reached)}"
         return f"{rose_from}, and keeps rising in further steps in FP32"
 
@@ -687,9 +686,7 @@ CAUSES: tuple[Decision[Evidence], ...] = (
     Decision(
         CALIBRATION,
         "no scaler lowers the loss scale (static, the script's own, or with a floor), and a lower one would do",
-        lambda it: (
-            it.kept_scale is not None and it.usable_scale is not None and CODES[first(IN_HALF, it).code].keeps_scale
-        ),
+        lambda it: it.kept_scale is not None and it.usable_scale > 0.0 and CODES[first(IN_HALF, it).code].keeps_scale,
         "{kept_scale.whose} is too large for the gradients of this step: {of_half}",
         {KEPT_SCALE: "kept_scale.scale"},
         "{kept_scale.cure}, which adapts by itself; no pin is needed",
@@ -731,9 +728,9 @@ class Lost(Evident):
     @cached_property
     def steps(self) -> list[Step]:
         """In order."""
-        by_updates = [one.seen.spoilt_step for one in half_updates(self.whole) if one.seen.spoilt_step is not None]
-        spoilt = [*(bad.step.step for bad in bad_weights(self.whole)), *by_updates]
-        before = (step for step in self.run.steps if step.step < min(spoilt, default=math.inf))
+        spoilt = (*(bad.step.step for bad in bad_weights(self.whole)), self.whole.ledger.spoilt_step)
+        first_spoilt = min((number for number in spoilt if number is not None), default=math.inf)
+        before = (step for step in self.run.steps if step.step < first_spoilt)
         unexplained = (step for step in before if not math.isfinite(step.loss))
         return [step for step in unexplained if not blamed_in_batch(step, self.whole) and not self._is_of_scale(step)]
 
@@ -777,7 +774,7 @@ class Lost(Evident):
     def origin(self) -> Step:
         """The first of them; of spoilt weights the first step that was taken though loss or gradients are not
         finite."""
-        bad = (step for step in self.whole.steps if step.found_inf or not math.isfinite(step.loss))
+        bad = (step for step in self.whole.steps if not step.is_healthy)
         taken = (step for step in bad if not step.skipped and self.replayed)
         return next(taken, self.applied or self.steps[0])
 

@@ -34,9 +34,13 @@ class Evident:
 
 
 def fact(subject: Any, name: str) -> Any:
-    """A fact by its dotted name; None where it is that of nothing, as of a replay that was not made."""
+    """A fact by its dotted name, of a list that of each; None where it is that of nothing, as of a replay that was not
+    made."""
     for part in name.split("."):
-        subject = None if subject is None else getattr(subject, part)
+        if isinstance(subject, list):
+            subject = [getattr(one, part) for one in subject]
+        else:
+            subject = None if subject is None else getattr(subject, part)
     return subject
 
 

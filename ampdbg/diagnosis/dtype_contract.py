@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ampdbg.diagnosis.decisions import KEPT, Decision, Evident
-from ampdbg.formats import FLOAT32, FORMATS
+from ampdbg.formats import FORMATS, HALF_NAMES
 from ampdbg.quantities import listed
 from ampdbg.record.run import CastBuffer, Record
 
@@ -133,7 +133,7 @@ def contracts(record: Record) -> Iterator[ContractOfRun]:
         [f"{who} {what!r}" for who, what in record.asked.items() if words.match(what)] for words in (HALF, MIXED, FULL)
     )
     are_torchs = all(one.optimizer.startswith(TORCHS) and not one.masters for one in record.dtypes)
-    lowered = [(one.kind, {*one.stored} & FORMATS.keys() - {FLOAT32.name}) for one in record.dtypes if are_torchs]
+    lowered = [(one.kind, HALF_NAMES.intersection(one.stored)) for one in record.dtypes if are_torchs]
     kinds = list(dict.fromkeys(kind for kind, names in lowered if names))
     dtype = listed(sorted({FORMATS[name].short for _, names in lowered for name in names}))
     yield ContractOfRun(record.environment.policy == "none", half, mixed, full, dtype, kinds)

@@ -35,7 +35,7 @@ from ampdbg.levels import has_static_scale
 from ampdbg.quantities import percent
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import place_of
-from ampdbg.record.run import Investigation, Producer, Record, Replay
+from ampdbg.record.run import Investigation, Producer, Record
 
 STARTS_LOW = (
     "make the loss larger, or start the scaler higher, as with GradScaler(init_scale=2.0**24): by itself it "
@@ -54,12 +54,6 @@ class HiddenFault(Evidence):
     """What is known of a step that looks healthy: its loss and gradients are finite, and FP32's are."""
 
     @property
-    def fp32(self) -> Replay:
-        """The replay in FP32."""
-        assert self.made.fp32 is not None
-        return self.made.fp32
-
-    @property
     def is_one(self) -> bool:
         """There is more than information."""
         return any(row.severity != "info" for row in holding(HIDDEN, self))
@@ -68,7 +62,7 @@ class HiddenFault(Evidence):
     def is_far(self) -> bool:
         """The step is further from FP32 than rounding makes it; without its noise floor a difference says nothing."""
         floor = noise_floor(self.made)
-        return floor is not None and not agrees(self.low, self.fp32, floor)
+        return floor is not None and not agrees(self.low, self.made.reference, floor)
 
     @cached_property
     def is_off(self) -> bool:
@@ -141,7 +135,7 @@ class HiddenFault(Evidence):
     @property
     def chooses_otherwise(self) -> bool:
         """A choice is another than FP32's, such as which box an object is matched to, and the loss agrees."""
-        return self.made.choice is not None and losses_agree(self.low, self.fp32, noise_floor(self.made))
+        return self.made.choice is not None and losses_agree(self.low, self.made.reference, noise_floor(self.made))
 
     @property
     def lost_energy(self) -> float:
@@ -179,7 +173,7 @@ class HiddenFault(Evidence):
         """How far the step is from FP32, and how large the op that overflows is there."""
         return {
             "loss": self.low.loss,
-            "loss_in_fp32": self.fp32.loss,
+            "loss_in_fp32": self.made.reference.loss,
             "gradient_distance": self.low.gradient_distance,
             "value": fact(self, "suspect.value"),
         }
@@ -191,7 +185,7 @@ class HiddenFault(Evidence):
         return placed(self.made, row.code, at)
 
 
-BOTH_LOSSES = "the loss is {low.loss}, and {fp32.loss} in FP32"
+BOTH_LOSSES = "the loss is {low.loss}, and {made.reference.loss} in FP32"
 FIRST_FAR = "[; {first_far}]"
 ANGLES = (
     "{which} takes angles up to {angular.input_largest}, where {half}'s numbers are {apart} apart; "

@@ -88,10 +88,9 @@ class Suspect:
     def needs_only_a_scale(self) -> bool:
         """It goes wrong in the backward pass, and at a lower loss scale all gradients are FP32's."""
         survived = survivor(self.made) if self.producer.phase == "backward" else None
-        fp32 = self.made.fp32
-        if survived is None or fp32 is None or not keeps_its_gradients(survived):
+        if survived is None or not keeps_its_gradients(survived):
             return False
-        return agrees(survived, fp32, noise_floor(self.made))
+        return agrees(survived, self.made.reference, noise_floor(self.made))
 
     @property
     def is_constant(self) -> bool:

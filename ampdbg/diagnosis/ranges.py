@@ -221,10 +221,10 @@ def _of_half(bad: Replay, is_forward: bool) -> str:
 
 
 def _of_wide(record: Record, bad: Replay) -> str:
-    what, fp32 = what_fails(bad), check_in(record, "float32")
-    if fp32 is not None and not fp32.error and not is_finite(fp32):
+    what, fp32 = what_fails(bad), check_in(record, "float32") or bad
+    if fails_in_fp32(record):
         return f"{what_fails(fp32)} in FP32 too: precision is not the cause, and no loss scale helps"
-    told = f"FP32 shows nothing: {fp32.error}" if fp32 is not None and fp32.error else "in FP32 everything is finite"
+    told = f"FP32 shows nothing: {fp32.error}" if fp32.error else "in FP32 everything is finite"
     return f"{what} in bfloat16, in which ampdbg measures; {told}"
 
 

@@ -227,11 +227,11 @@ class Scaling(Evident, ScaleCourse):
         lowest = min((one.scale for one in self.skipped if math.isfinite(one.loss)), default=math.inf)
         limit = math.inf if self.has_worked else ROOM * lowest
         known = self.faults or self.replayed
-        return [one for one in known if not self.is_calibration(one) or (one.usable_scale or 0.0) <= limit]
+        return [one for one in known if not self.is_calibration(one) or one.usable_scale <= limit]
 
     def is_calibration(self, step: Evidence) -> bool:
         """FP32 is finite and so is FP16 at a lower scale, which a dynamic scale will find."""
-        if step.kept_scale is not None or step.usable_scale is None or not step.is_fp32_finite:
+        if step.kept_scale is not None or not step.usable_scale or not step.is_fp32_finite:
             return False
         code = CODES[step.cause.code]
         is_of_scale = step.suspect is not None and step.suspect.needs_only_a_scale and code.verdict != "other"
@@ -244,7 +244,7 @@ class Scaling(Evident, ScaleCourse):
 
     def works_soon_below(self, step: Evidence) -> bool:
         """A loss scale that is soon found below the step's own would have done."""
-        return self.is_calibration(step) and (step.usable_scale or 0.0) >= step.low.scale / SOON
+        return self.is_calibration(step) and step.usable_scale >= step.low.scale / SOON
 
     @cached_property
     def follows_gradients(self) -> bool:
@@ -266,7 +266,7 @@ class Scaling(Evident, ScaleCourse):
         """The replays show that a lower scale will work, and none so low has been tried: what was taken above the one
         that a loss made of scaled gradients needs are steps without such a penalty."""
         of_penalty = self.replayed[: int(self.run.scales_gradients and self.keeps_falling)]
-        is_open = not self.has_worked or any((one.usable_scale or 0.0) < self.last_scale for one in of_penalty)
+        is_open = not self.has_worked or any(one.usable_scale < self.last_scale for one in of_penalty)
         return bool(self.lasting) and all(map(self.is_calibration, self.replayed)) and is_open
 
     @cached_property

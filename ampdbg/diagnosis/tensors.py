@@ -39,7 +39,7 @@ class BadTensor(Evident):
         if self.is_left:
             op = {} if self.writer is None else {"op": self.writer.op, "source": self.writer.source}
             return {**found, **op, "module": self.counts.name.rpartition(".")[0]}
-        return found | ({"severity": "warning"} if all(map(is_healthy, self.record.steps)) else {})
+        return found | ({"severity": "warning"} if all(step.is_healthy for step in self.record.steps) else {})
 
     @property
     def numbers(self) -> Mapping[str, Any]:
@@ -123,9 +123,9 @@ def blamed_in_batch(step: Step, record: Record) -> TensorCounts | None:
     through, is meant.
     """
     bad = [counts for counts in step.nonfinite if counts.kind == "batch"]
-    if not bad or is_healthy(step) or finite_in_fp32(record, step):
+    if not bad or step.is_healthy or finite_in_fp32(record, step):
         return None
-    healthy = (other for other in record.steps if is_healthy(other))
+    healthy = (other for other in record.steps if other.is_healthy)
     meant = {(one.name, one.nan > 0) for other in healthy for one in other.nonfinite if one.kind == "batch"}
     return next((counts for counts in bad if (counts.name, counts.nan > 0) not in meant), None)
 
@@ -136,7 +136,7 @@ def bad_weights(record: Record) -> Iterator[BadTensor]:
     A buffer of -inf, or a frozen parameter, is mostly a mask: FP32 decides, or a healthy step that had it too. A
     skipped step writes no parameter: one that is bad after it was bad before it.
     """
-    last_healthy = max((step.step for step in record.steps if is_healthy(step)), default=-1)
+    last_healthy = max((step.step for step in record.steps if step.is_healthy), default=-1)
     for step in record.steps:
         stored = [one for one in step.nonfinite if one.kind != "batch"]
         before = [one for one in stored if one.when == "before" or (one.kind == "parameter" and step.skipped)]
@@ -154,11 +154,6 @@ def bad_buffers(record: Record) -> Iterator[BadTensor]:
     found = [BadTensor(record, step, counts) for step in record.steps for counts in step.nonfinite]
     left = [bad for bad in found if bad.is_left and bad.counts.name not in meant]
     yield from sorted(left, key=lambda bad: not (bad.is_shown or bad.is_of_a_norm))[:1]
-
-
-def is_healthy(step: Step) -> bool:
-    """Loss and gradients of the step are finite."""
-    return math.isfinite(step.loss) and not step.found_inf
 
 
 def finite_in_fp32(record: Record, step: Step) -> list[Investigation]:

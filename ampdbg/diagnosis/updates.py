@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ampdbg.diagnosis.decisions import Decision, Evident
-from ampdbg.formats import FORMATS
+from ampdbg.diagnosis.decisions import Decision, Evident, fact
+from ampdbg.formats import FORMATS, HALF_NAMES
 from ampdbg.quantities import counted, listed, multiple, number
 from ampdbg.record.codes import CODES
 from ampdbg.record.run import FrozenParameter, KeptAverage, Record, StillParameter, StuckMoment, Updates
@@ -17,10 +17,11 @@ from ampdbg.record.run import FrozenParameter, KeptAverage, Record, StillParamet
 SMALL_UPDATES, FROZEN = "optimizer-underflow", "frozen-weights"
 STUCK, ACCUMULATION, AVERAGE = "stuck-moment", "lost-accumulation", "frozen-average"
 
+PARAMETERS = "parameters"
+"""The evidence of which they are; the finding has the first for its own."""
+
 MOST_OF_THE_UPDATE = 0.5
 """Where a larger share of the way is lost, training stands still."""
-
-HALF_NAMES = frozenset({"float16", "bfloat16"})
 
 STANDS_STILL = 0.9
 """An average that loses a larger share of its way than this stands still."""
@@ -60,11 +61,6 @@ class HalfUpdates(Evident):
         """The parameters that stand still, the stillest first."""
         return sorted(self.seen.frozen, key=lambda one: (one.moved > 0, -one.lost))
 
-    @property
-    def names(self) -> list[str]:
-        """Their names."""
-        return [one.name for one in self.stillest]
-
     @cached_property
     def moments(self) -> list[StuckMoment]:
         """The second moments that stick, the one first that is furthest from float32's."""
@@ -83,11 +79,6 @@ class HalfUpdates(Evident):
         return [one for one in self.seen.still if one.kind not in with_masters]
 
     @property
-    def unmoved_names(self) -> list[str]:
-        """Their names."""
-        return [one.name for one in self.unmoved]
-
-    @property
     def unmoved_values(self) -> str:
         """How many of their values have moved, and of which kinds they are."""
         of_kinds = Counter(one.kind for one in self.unmoved)
@@ -101,13 +92,8 @@ class HalfUpdates(Evident):
         return min(one.steps for one in self.unmoved)
 
     @property
-    def stuck(self) -> list[str]:
-        """Their parameters."""
-        return [one.parameter for one in self.moments]
-
-    @property
     def worst(self) -> StuckMoment:
-        """The first of them."""
+        """The first second moment of them."""
         return self.moments[0]
 
     @cached_property
@@ -117,29 +103,22 @@ class HalfUpdates(Evident):
         return sorted(still, key=lambda one: -one.steps)
 
     @property
-    def averaged(self) -> list[str]:
-        """The parameters whose averages stand still."""
-        return [one.name for one in self.averages]
-
-    @property
     def slowest(self) -> KeptAverage:
         """The one of them that adds least in a step."""
         return max(self.averages, key=lambda one: one.decay)
 
     def place(self, row: Decision[Any]) -> Mapping[str, Any]:
-        """The step and the parameter; what stands still does so from the first step on."""
-        spoilt = self.seen.spoilt if row in SPOILING else ()
-        of = {STUCK: self.stuck, FROZEN: self.names or self.unmoved_names, AVERAGE: self.averaged}
-        parameter = next(iter((*spoilt, *of.get(row.code, ()))), "")
-        at = self.seen.spoilt_step if spoilt else self.record.steps[-1 if row.code == STUCK else 0].step
-        return {"step": at, "phase": "optimizer", "parameter": parameter}
+        """The step, and the first of the row's parameters; what stands still does so from the first step on."""
+        names = fact(self, row.evidence[PARAMETERS]) if PARAMETERS in row.evidence else ()
+        at = self.seen.spoilt_step if row in SPOILING else self.record.steps[-1 if row.code == STUCK else 0].step
+        return {"step": at, "phase": "optimizer", "parameter": next(iter(names), "")}
 
     # In words
 
     @property
     def still(self) -> list[str]:
         """How many values of the stillest parameters have moved."""
-        return _moved(self.stillest)
+        return [f"{one.name} ({one.moved} of {counted(one.entries, 'value')})" for one in self.stillest]
 
     @property
     def still_averages(self) -> list[str]:
@@ -214,11 +193,6 @@ class HalfUpdates(Evident):
         return 1.0 - self.worst.beta
 
 
-def _moved(those: Sequence[FrozenParameter]) -> list[str]:
-    """How many values of each have moved."""
-    return [f"{one.name} ({one.moved} of {counted(one.entries, 'value')})" for one in those]
-
-
 LOST = {"lost": "seen.lost", "lost_gradient": "seen.lost_gradient", "lost_decay": "seen.lost_decay"}
 
 SPOILING: tuple[Decision[HalfUpdates], ...] = (
@@ -228,7 +202,7 @@ SPOILING: tuple[Decision[HalfUpdates], ...] = (
         lambda it: bool(it.seen.spoilt),
         "the update of step {seen.spoilt_step:d} makes {seen.spoilt} non-finite; all gradients, and the same "
         "update in FP32, are finite[: eps={seen.vanishing_eps:g} is 0 in half]",
-        {"parameters": "seen.spoilt", "eps": "seen.vanishing_eps"},
+        {PARAMETERS: "seen.spoilt", "eps": "seen.vanishing_eps"},
         "{repair}",
     ),
 )
@@ -241,7 +215,7 @@ STILL_AVERAGES = (
     "of {constant_decay:g} no value moves whose weight is less than {apart_by} its size away from it]"
 )
 OF_AVERAGES = {
-    "parameters": "averaged",
+    PARAMETERS: "averages.name",
     "decay": "slowest.decay",
     "steps": "slowest.steps",
     "lost": "lost_of_averages",
@@ -252,21 +226,21 @@ SMALL: tuple[Decision[HalfUpdates], ...] = (
         FROZEN,
         "a parameter loses over 90 % of its way, which costs over 0.02 % of what half weights gain",
         lambda it: bool(it.seen.frozen),
-        "{names:half parameter} hardly moved in {seen.steps:sampled step}: {still}. Lost of the way that float32 "
+        "{stillest:half parameter} hardly moved in {seen.steps:sampled step}: {still}. Lost of the way that float32 "
         "weights go in them: {of_kinds}"
         "[. To first order half weights lose up to {seen.cost:percent} of their own part in the loss's fall, "
         "these parameters {seen.cost_of_still:percent}; both grow with each step]" + FORECAST,
-        {"parameters": "names", **LOST},
+        {PARAMETERS: "stillest.name", **LOST},
     ),
     Decision(
         FROZEN,
         "of a parameter whose updates cannot be compared hardly a value has changed in 32 steps or more, though they "
         "have gradients, and so many steps of the learning rate are more than a unit in their last place",
         lambda it: bool(it.unmoved),
-        "{unmoved_values} have changed in {unmoved_steps:step}: {unmoved_names}. Their gradients are not zero. So many "
+        "{unmoved_values} have changed in {unmoved_steps:step}: {unmoved.name}. Their gradients are not zero. So many "
         "steps of the learning rate are more than a unit in their last place. What others lose is not known: ampdbg "
         "cannot compare this optimizer's updates with float32's",
-        {"parameters": "unmoved_names", "steps": "unmoved_steps"},
+        {PARAMETERS: "unmoved.name", "steps": "unmoved_steps"},
         severity="warning",
     ),
     Decision(
@@ -296,10 +270,10 @@ SMALL: tuple[Decision[HalfUpdates], ...] = (
     Decision(
         STUCK,
         "a second moment in half cannot decay at its beta2, and differs from float32's by over 4 times",
-        lambda it: bool(it.stuck),
-        "the second moments of {stuck} are stuck: with beta2 = {worst.beta:g} a step takes {taken_off:.1%} "
+        lambda it: bool(it.moments),
+        "the second moments of {moments.parameter} are stuck: with beta2 = {worst.beta:g} a step takes {taken_off:.1%} "
         "off, which rounds back; after {worst.steps:step} they are {apart}",
-        {"parameters": "stuck", "times": "worst.times", "beta2": "worst.beta"},
+        {PARAMETERS: "moments.parameter", "times": "worst.times", "beta2": "worst.beta"},
         severity="warning",
     ),
 )
@@ -327,6 +301,5 @@ def why_no_edit(record: Record) -> str:
 
 
 def half_updates(record: Record) -> Iterator[HalfUpdates]:
-    """What the ledger has seen, where it was kept."""
-    if record.updates is not None:
-        yield HalfUpdates(record, record.updates)
+    """What the ledger has seen."""
+    yield HalfUpdates(record, record.ledger)

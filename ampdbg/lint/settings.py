@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ampdbg.errors import ConfigError
+from ampdbg.errors import ConfigError, reason_of
 from ampdbg.files import read_file
 from ampdbg.lint.rules import RULES
 
@@ -66,7 +66,7 @@ def _table(file: Path) -> Settings:
     try:
         data = tomllib.loads(read_file(file, MOST_BYTES).decode("utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise ConfigError(f"{file}: cannot be read: {reason_of(error)}") from None
     for name in ("tool", "ampdbg", "lint"):
         inner = data.get(name)
         data = inner if isinstance(inner, dict) else {}

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ampdbg.errors import AmpdbgError
+from ampdbg.errors import AmpdbgError, reason_of
 from ampdbg.files import read_file
 
 SUFFIXES = (".py", ".ipynb")
@@ -124,7 +124,7 @@ def read_bytes(path: str) -> bytes:
     try:
         return read_file(Path(path), MOST_BYTES.get(Path(path).suffix, MOST_BYTES[".py"]))
     except OSError as error:
-        raise UnreadableSource(f"cannot be read: {error.strerror or error}") from None
+        raise UnreadableSource(f"cannot be read: {reason_of(error)}") from None
 
 
 def source_of(path: str, content: bytes) -> SourceText:

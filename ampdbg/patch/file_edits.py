@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
-from ampdbg.errors import PatchError
+from ampdbg.errors import PatchError, reason_of
 from ampdbg.files import put, staged_file
 from ampdbg.record.pins import FileDiff
 
@@ -153,7 +153,7 @@ def write_edits(edits: Sequence[FileEdit], *, force: bool = False) -> None:
             with staged_file(edit.path, edit.before) as temporary:
                 put(temporary, edit.path)
         if isinstance(error, OSError):
-            raise PatchError(f"{error.filename or 'a file'}: cannot be written: {error.strerror or error}") from None
+            raise PatchError(f"{error.filename or 'a file'}: cannot be written: {reason_of(error)}") from None
         raise
 
 
@@ -188,7 +188,7 @@ def _check_content(edit: FileEdit) -> None:
     except FileNotFoundError:
         now = None
     except OSError as error:
-        raise PatchError(f"{edit.path}: cannot be read: {error.strerror or error}") from None
+        raise PatchError(f"{edit.path}: cannot be read: {reason_of(error)}") from None
     if now != edit.before:
         is_other = "is gone" if now is None else "has changed"
         raise PatchError(f"{edit.path} {is_other} since the patch was made. Run the command again.")

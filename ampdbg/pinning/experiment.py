@@ -171,8 +171,7 @@ def health_of(made: Investigation, *, is_silent: bool) -> Health:
         is_silent: an overflow that erases itself is what is being cured: then none may be left, although
             everything that leaves the step is finite.
     """
-    low, fp32, floor = made.low, made.fp32, noise_floor(made)
-    assert fp32 is not None
+    low, fp32, floor = made.low, made.reference, noise_floor(made)
     guilty = _guilty(made)
     if low.error:
         return Health(False, f"raised: {low.error}", guilty)
@@ -200,11 +199,9 @@ def health_of(made: Investigation, *, is_silent: bool) -> Health:
 
 def gradients_far(made: Investigation) -> str:
     """How far the gradients of a replay that is healthy else are from FP32's; "" within the noise."""
-    low, fp32 = made.low, made.fp32
-    assert fp32 is not None
-    if agrees(low, fp32, noise_floor(made)):
+    if agrees(made.low, made.reference, noise_floor(made)):
         return ""
-    return f"finite, but the gradients are {low.gradient_distance or 0.0:.0%} away from FP32's"
+    return f"finite, but the gradients are {made.low.gradient_distance or 0.0:.0%} away from FP32's"
 
 
 def _far(made: Investigation) -> tuple[Suspect, ...]:

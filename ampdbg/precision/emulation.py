@@ -94,16 +94,16 @@ def _replacements() -> Iterator[tuple[Any, str, Replacement]]:
     yield torch.Tensor, "record_stream", _stays
     yield torch.Tensor, "type", _tensor_type_named
     yield torch, "set_default_tensor_type", _tensor_type_named
-    yield torch, "Generator", _gives(Generator)
+    yield torch, "Generator", gives(Generator)
     yield from ((torch.Tensor, name, _any_device) for name in _TENSOR_FACTORIES)
     yield from ((torch, name, _any_device) for name in (*_factories_of_torch(), *_FACTORIES_BY_EXAMPLE))
     # torch.set_default_device("cuda") and `with torch.device("cuda")`
     yield _device.DeviceContext, "__init__", _any_device
     yield torch.nn.Module, "to_empty", _any_device
     # nn.DataParallel calls its module as it is where there is no GPU.
-    yield sys.modules[torch.nn.DataParallel.__module__], "_get_available_device_type", lambda original: _gives(None)
+    yield sys.modules[torch.nn.DataParallel.__module__], "_get_available_device_type", lambda original: gives(None)
     for module, values in ((torch.cuda, RUNTIME), (torch.cuda.nvtx, NVTX)):
-        yield from ((module, name, _gives(value)) for name, value in values.items())
+        yield from ((module, name, gives(value)) for name, value in values.items())
 
 
 def _factories_of_torch() -> list[str]:
@@ -197,7 +197,8 @@ def _tensor_type_named(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _gives(value: Any) -> Callable[..., Any]:
+def gives(value: Any) -> Callable[..., Any]:
+    """A function that returns this, whatever it is called with."""
     return lambda *args, **kwargs: value
 
 
@@ -205,9 +206,9 @@ class Stream:
     """The stream that everything runs on: what was launched is done."""
 
     device = torch.device("cpu")
-    synchronize = wait_stream = wait_event = staticmethod(_gives(None))
-    query = staticmethod(_gives(True))
-    is_capturing = staticmethod(_gives(False))
+    synchronize = wait_stream = wait_event = staticmethod(gives(None))
+    query = staticmethod(gives(True))
+    is_capturing = staticmethod(gives(False))
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Takes what a stream of CUDA takes: a device and a priority."""
@@ -221,8 +222,8 @@ class Stream:
 class Event:
     """A moment on that stream."""
 
-    synchronize = wait = staticmethod(_gives(None))
-    query = staticmethod(_gives(True))
+    synchronize = wait = staticmethod(gives(None))
+    query = staticmethod(gives(True))
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Takes what an event of CUDA takes: ``enable_timing`` and others."""
@@ -258,27 +259,27 @@ RUNTIME: Mapping[str, Any] = {
     **{name: getattr(torch, name) for name in TENSOR_TYPES},
     "Event": Event,
     "Stream": Stream,
-    "current_device": _gives(0),
+    "current_device": gives(0),
     "current_stream": lambda device=None: Stream(),
     "default_stream": lambda device=None: Stream(),
     "get_rng_state": lambda device=None: torch.get_rng_state(),
     "set_rng_state": lambda new_state, device=None: torch.set_rng_state(new_state),
     "initial_seed": functools.partial(torch.initial_seed),
-    "memory_reserved": _gives(0),
-    "max_memory_reserved": _gives(0),
-    "memory_summary": _gives(""),
-    "memory_snapshot": _gives(()),
+    "memory_reserved": gives(0),
+    "max_memory_reserved": gives(0),
+    "memory_summary": gives(""),
+    "memory_snapshot": gives(()),
     # What `with torch.cuda.device(0)` calls; -1 says that there is no device to go back to.
-    "_exchange_device": _gives(-1),
-    "_maybe_exchange_device": _gives(-1),
-    **{name: _gives(None) for name in ("init", "synchronize", "set_device", "set_stream")},
-    **{name: _gives(None) for name in ("set_per_process_memory_fraction", "reset_peak_memory_stats")},
-    "reset_max_memory_allocated": _gives(None),
+    "_exchange_device": gives(-1),
+    "_maybe_exchange_device": gives(-1),
+    **{name: gives(None) for name in ("init", "synchronize", "set_device", "set_stream")},
+    **{name: gives(None) for name in ("set_per_process_memory_fraction", "reset_peak_memory_stats")},
+    "reset_max_memory_allocated": gives(None),
 }
 """What each attribute of ``torch.cuda`` is on a CPU. Not ``is_available``: code that asks takes its other branch.
 
 Each has a function of its own: torch.compile refuses one under two names that it treats differently.
 """
 
-NVTX: Mapping[str, Any] = {name: _gives(None) for name in ("range_push", "range_pop", "mark")}
+NVTX: Mapping[str, Any] = {name: gives(None) for name in ("range_push", "range_pop", "mark")}
 """The same for ``torch.cuda.nvtx``, whose ``range`` calls these."""

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ampdbg.call_order import Call, CallKind, CallOrder, Hit
 from ampdbg.errors import text_of
 from ampdbg.probes.loss_graph import forward_dtypes, is_one, is_plain, is_scaled_by_hand, is_scaling, scaler_of
-from ampdbg.probes.source_lines import innermost_line, source_of
+from ampdbg.probes.source_lines import innermost_line, source_if_known
 from ampdbg.probes.tensors import hold_values
 from ampdbg.probes.torch_errors import misuse_of_error, misuse_of_refusal
 from ampdbg.record.run import Misuse
@@ -243,8 +243,7 @@ class Calls:
         if known is not None:
             self._found[key] = replace(known, count=known.count + 1, raised=known.raised or raised)
         elif len(self._found) < MISUSES_KEPT:
-            source = None if line is None else source_of(line)
-            self._found[key] = Misuse(hit.code, hit.call.step, 1, source, raised)
+            self._found[key] = Misuse(hit.code, hit.call.step, 1, source_if_known(line), raised)
 
     def _marks_now(self) -> list[Marks]:
         return [marks.now() for marks in self._marks]

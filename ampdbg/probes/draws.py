@@ -88,14 +88,11 @@ _attention = torch._C._nn.scaled_dot_product_attention  # as it is, where F has 
 
 class _Drawing:
     def __init__(self, draws: Draws, *, notes: bool) -> None:
-        self._draws, self._notes = draws, notes
+        self._draws = draws
+        self.notes = notes
+        """What is drawn in is noted."""
         self._thread = threading.get_ident()
         self._number = 0
-
-    @property
-    def notes(self) -> bool:
-        """What is drawn in is noted."""
-        return self._notes
 
     @property
     def is_here(self) -> bool:
@@ -120,7 +117,7 @@ class _Drawing:
 
     def noted(self, dtype: torch.dtype) -> torch.dtype:
         """What the step drew in, where this draws in a dtype."""
-        if self._notes:
+        if self.notes:
             self._draws.dtypes.append(dtype)
             return dtype
         number, self._number = self._number, self._number + 1

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from ampdbg.probes.models import Models, unwrapped
-from ampdbg.probes.source_lines import innermost_line, source_of
+from ampdbg.probes.source_lines import innermost_line, source_if_known
 from ampdbg.probes.step_hooks import name_of
 from ampdbg.probes.tensors import HALVES
 from ampdbg.record.run import CastBuffer, KindDtypes
@@ -77,13 +77,17 @@ def kind_of(module: str, name: str) -> str:
     return next((kind for part, kind in KINDS if part in found), OTHERS)
 
 
+def kinds_in(models: Models | nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """The name and the kind of each parameter of the models, and the parameter."""
+    for path, module in models.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            full = f"{path}.{name}".lstrip(".")
+            yield full, kind_of(type(module).__name__, full), parameter
+
+
 def names_and_kinds(models: Models) -> dict[int, tuple[str, str]]:
     """The name and the kind of each parameter of the models, by ``id``."""
-    return {
-        id(parameter): (f"{path}.{name}".lstrip("."), kind_of(type(module).__name__, f"{path}.{name}"))
-        for path, module in models.named_modules()
-        for name, parameter in module.named_parameters(recurse=False)
-    }
+    return {id(parameter): (name, kind) for name, kind, parameter in kinds_in(models)}
 
 
 def owners_of_copies(models: Models) -> Models:
@@ -176,10 +180,8 @@ class DtypeContract:
 
     def averaged(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Runs what an averaged model takes the weights of now with: by what the first one is, averages are known."""
-        for path, module in [] if self._averages else model.named_modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                kind = kind_of(type(module).__name__, f"{path}.{name}")
-                self._averages.setdefault(kind, set()).add(parameter.dtype)
+        for _, kind, parameter in () if self._averages else kinds_in(model):
+            self._averages.setdefault(kind, set()).add(parameter.dtype)
         return original(model, *args, **kwargs)
 
     def _cast_now(self) -> Iterator[CastBuffer]:
@@ -191,7 +193,7 @@ class DtypeContract:
             if now is not None and now.dtype in HALVES:
                 momentum = getattr(module, "momentum", None)
                 is_written = now._version > version or (module.training and momentum is not None)
-                full, source = f"{paths[id(module)]}.{name}".lstrip("."), None if line is None else source_of(line)
+                full, source = f"{paths[id(module)]}.{name}".lstrip("."), source_if_known(line)
                 reach = min([FAR, *(one for key in POSITIONS if type(one := getattr(module, key, FAR)) is int)])
                 yield CastBuffer(full, _name(now.dtype), off, reach, is_written, momentum, source)
 

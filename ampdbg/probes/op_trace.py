@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ampdbg.ops import ALLOCATES, ATEN_PRODUCTS, CASTS, KEEPS_THE_REST, OVERWRITES, base_name
 from ampdbg.probes.module_calls import OUTSIDE, ModulePaths, module_paths, run_eagerly
 from ampdbg.probes.seams import Seam, attached, only_follows
-from ampdbg.probes.source_lines import innermost_line, source_of
+from ampdbg.probes.source_lines import innermost_line, source_if_known
 from ampdbg.probes.tensors import (
     HALVES,
     Magnitude,
@@ -125,7 +125,7 @@ class OpPlace(NamedTuple):
 
     def site(self, op: str) -> OpSite:
         """Where an op is in the step, as a record has it."""
-        return self.phase, self.module, self.call, op, source_of(self.line) if self.line else None
+        return self.phase, self.module, self.call, op, source_if_known(self.line)
 
 
 OpKey = tuple[OpPlace, str]

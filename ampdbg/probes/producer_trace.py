@@ -354,7 +354,7 @@ def _fingerprints(choices: Iterable[torch.Tensor]) -> tuple[int, ...]:
 
 
 def _sample(made: Sequence[torch.Tensor]) -> torch.Tensor:
-    values = next((found for found in map(float_values, made) if found is not None and found.numel()), None)
+    values = next((found for found in map(float_values, made) if found is not None), None)
     if values is None:
         return torch.empty(0)
     flat = values.detach().reshape(-1)

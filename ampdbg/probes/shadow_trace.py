@@ -21,7 +21,7 @@ from ampdbg.formats import BFLOAT16, FLOAT16, Exponents, headroom_bits, scale_ce
 from ampdbg.probes.module_calls import ModulePaths
 from ampdbg.probes.op_trace import OpPlace, OpTraits, PlacedOps, storage_of
 from ampdbg.probes.seams import Seam, attached
-from ampdbg.probes.source_lines import source_of
+from ampdbg.probes.source_lines import source_if_known
 from ampdbg.probes.tensors import (
     HALVES,
     Magnitude,
@@ -268,7 +268,7 @@ def _site(order: int, ranges: Sequence[RangeSeen], dtype: str) -> Site:
         phase=place.phase,
         module=place.module,
         op=ranges[0].op,
-        source=source_of(place.line) if place.line else None,
+        source=source_if_known(place.line),
         dtype=dtype,
         order=order,
         calls=len(ranges),

@@ -82,6 +82,11 @@ def source_of(line: Line) -> Source:
     return Source(*_with_text(line), called_from)
 
 
+def source_if_known(line: Line | None) -> Source | None:
+    """The same of a line that may not be known."""
+    return None if line is None else source_of(line)
+
+
 def _with_text(line: Line) -> tuple[str, int, str, str]:
     return *line, linecache.getline(*line[:2]).strip()
 

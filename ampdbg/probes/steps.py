@@ -221,7 +221,7 @@ class StepLog:
         self._seen_bad |= bad
         has_new_scale = step.scale != self._latest.get(step.optimizer, step).scale
         self._latest[step.optimizer] = step
-        if step.found_inf or bad or has_new_scale or not math.isfinite(step.loss):
+        if bad or has_new_scale or not step.is_healthy:
             self._telling.add(step.step)
         if bad or step.groups:
             self._listed.add(step.step)

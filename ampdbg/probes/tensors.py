@@ -60,7 +60,7 @@ def hold_values(tensors: Iterable[torch.Tensor]) -> bool:
 def _largest(tensor: torch.Tensor) -> torch.Tensor | None:
     """The largest magnitude of a tensor, a scalar on its device; inf and NaN count, and None where it has no values."""
     values = float_values(distinct(tensor))
-    if values is None or values.numel() == 0:
+    if values is None:
         return None
     return torch.stack(torch.aminmax(values)).abs().amax()
 
@@ -71,7 +71,7 @@ def total_norm(tensors: Iterable[torch.Tensor], least: torch.dtype = torch.float
 
     None where they have no values. Of a DTensor the part of this rank counts.
     """
-    values = [value for value in map(float_values, tensors) if value is not None and value.numel()]
+    values = [value for value in map(float_values, tensors) if value is not None]
     norms = [torch.linalg.vector_norm(value, dtype=torch.promote_types(value.dtype, least)) for value in values]
     if not norms:
         return None
@@ -157,6 +157,8 @@ def float_values(tensor: torch.Tensor) -> torch.Tensor | None:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     if not tensor.is_floating_point() or tensor.is_meta or isinstance(tensor, FakeTensor) or is_emptied(tensor):
+        return None
+    if not tensor.numel():
         return None
     if tensor._is_zerotensor():  # as forward-mode AD makes: below it, in a dispatch mode, it has no memory
         return None
@@ -325,7 +327,7 @@ def magnitude_of(tensor: torch.Tensor) -> Magnitude:
     """The magnitude of a tensor of any dtype and layout: one pass over memory when it is finite."""
     part = distinct(tensor)
     values = float_values(part)
-    if values is None or values.numel() == 0:
+    if values is None:
         return NOTHING
     values, repeats = values.detach(), tensor.numel() // part.numel()
     dtype = str(tensor.dtype)[len("torch.") :]
@@ -374,12 +376,11 @@ def exponents_of(tensor: torch.Tensor, magnitude: Magnitude) -> Exponents:
 
     The largest value (``magnitude.largest``) is always among the counted; the others stand for those between them.
     """
-    tensor = stored(tensor).detach()
-    values = tensor.reshape(-1) if tensor.is_contiguous() else tensor.flatten()
+    values = stored(tensor).detach().flatten()
     step = -(-values.numel() // MAX_SAMPLE)
     bits = values[::step].view(torch.int16)
     fields = torch.bincount((bits >> 7) & 0xFF, minlength=_HIGHEST_FIELD + 2).tolist()
-    counts = fields[: _HIGHEST_FIELD + 1] if step == 1 else [count * step for count in fields[: _HIGHEST_FIELD + 1]]
+    counts = [count * step for count in fields[: _HIGHEST_FIELD + 1]]
     if magnitude.largest > 0.0:
         field = max(0, _BIAS + math.frexp(magnitude.largest)[1] - 1)
         counts[field] = max(counts[field], 1)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from ampdbg.call_order import BARE_STEP, NO_UPDATE, UNSCALED_LOSS, Call, CallOrder, Hit
 from ampdbg.errors import AmpdbgError, text_of
 from ampdbg.precision.half_kernels import NO_SPARSE_KERNEL
-from ampdbg.probes.source_lines import source_of
+from ampdbg.probes.source_lines import source_if_known
 from ampdbg.record.run import AutocastError
 from ampdbg.source.ownership import line_of_error
 
@@ -132,7 +132,7 @@ def autocast_error(
         names = {module: name for name, module in named_modules()}
     owners = [value for frame, _ in traceback.walk_tb(cause.__traceback__) for value in _first_argument(frame)]
     running = [names[value] for value in owners if isinstance(value, torch.nn.Module) and value in names]
-    return AutocastError(known.code, step, text, line and source_of(line), running[-1] if running else "")
+    return AutocastError(known.code, step, text, source_if_known(line), running[-1] if running else "")
 
 
 def explained(raised: AmpdbgError, *, has_half_weights: bool) -> bool:

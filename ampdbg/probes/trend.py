@@ -20,7 +20,7 @@ from ampdbg.formats import FLOAT16
 from ampdbg.ops import SHARES_MEMORY
 from ampdbg.probes.module_calls import ModulePaths, module_paths
 from ampdbg.probes.seams import Seam, attached, is_going_backward, only_follows
-from ampdbg.probes.source_lines import innermost_line, source_of
+from ampdbg.probes.source_lines import innermost_line, source_if_known
 from ampdbg.probes.tensors import float_values, to_host
 from ampdbg.probes.watch import Watch
 from ampdbg.quantities import counted, number, share
@@ -172,7 +172,7 @@ class TrendSamples:
 
     def _note(self, key: Key, tensor: torch.Tensor) -> None:
         values = float_values(tensor.detach())
-        if values is not None and values.numel():
+        if values is not None:
             self._found.setdefault(key, []).extend(torch.aminmax(values))
 
     def _read(self) -> None:
@@ -222,8 +222,7 @@ class _Functions(TorchFunctionMode):
 
 def _trend(series: tuple[Key, dict[int, float]]) -> Trend:
     key, values = series
-    source = source_of(key.line) if key.line is not None else None
-    return Trend(key.kind, key.name, tuple(values), tuple(values.values()), key.op, source)
+    return Trend(key.kind, key.name, tuple(values), tuple(values.values()), key.op, source_if_known(key.line))
 
 
 def _urgency(trend: Trend) -> tuple[bool, float, bool, float]:

@@ -25,6 +25,7 @@ from ampdbg.errors import named_error
 from ampdbg.probes.averages import SAMPLE, WHOLE, Averages
 from ampdbg.probes.dtype_contract import OTHERS, names_and_kinds, names_of
 from ampdbg.probes.models import Models
+from ampdbg.probes.seams import is_captured
 from ampdbg.probes.step_hooks import is_torchs, name_of
 from ampdbg.probes.still_values import StillValues
 from ampdbg.probes.tensors import HALVES, stored
@@ -525,7 +526,7 @@ class UpdateLedger:
         if book is None or book.of() is not optimizer:
             book = self._books[id(optimizer)] = Book(optimizer)
         book.judge(optimizer)
-        if book.is_kept and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        if book.is_kept and is_captured():
             book.window = None  # what is done now would be part of a CUDA graph
         elif book.is_kept:
             now = time.perf_counter()

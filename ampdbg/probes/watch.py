@@ -482,17 +482,9 @@ def watch(
     optimizers: Optimizer | Sequence[Optimizer],
     on_step: Callable[[Step], None] | None = None,
 ) -> Watch:
-    """Watches any training loop over these optimizers: its steps, and the order of its calls.
+    """Watches any training loop over these optimizers, as :func:`ampdbg.watch` without captures.
 
-    To be entered as a context manager, or between ``start()`` and ``stop()``, which may go unsaid where nobody holds it
-    any more. Several may watch at once, and end in any order. A step is that of the optimizers whose gradients are of
-    the same losses. It ends with ``scaler.update()``, with the next loss, or when an optimizer steps on another one;
-    where no enabled scaler has scaled the loss also when every watched optimizer has stepped.
-
-    Args:
-        model: names the parameters; its parameters and buffers are checked on unhealthy steps.
-        optimizers: one or several; steps of others are left alone.
-        on_step: called with each Step as it ends. On a GPU this costs one sync a step.
+    ``stop()`` may go unsaid where nobody holds the watch any more.
 
     Raises:
         TypeError: these are no model and no optimizers.

@@ -184,8 +184,7 @@ def _each_tried(run: Run, steps: Sequence[FailingStep], job: Job) -> Iterator[Tr
 
 def _tried(replays: PinnedReplays, job: Job) -> Tried:
     _, made = judged(replays, (), "unhealthy" if job.kind == "patched" else "always", is_silent=job.is_silent)
-    low, fp32 = made.low, made.fp32
-    assert fp32 is not None
+    low, fp32 = made.low, made.reference
     health = health_of(on_disk(made, job.patched), is_silent=job.is_silent)
     # A constant that was moved is another number in half than in FP32: that it does no harm has to be seen.
     why = health.why or (gradients_far(made) if job.patched.moves_constants else "")

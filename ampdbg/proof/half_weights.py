@@ -23,7 +23,7 @@ from ampdbg.patch.file_edits import base_folder, file_diff
 from ampdbg.patch.half_weights import HalfLines, WeightEdits, beta2_lowered, norms_in_float32, weights_in_float32
 from ampdbg.precision.emulation import is_emulating
 from ampdbg.probes import update_ledger
-from ampdbg.probes.dtype_contract import OTHERS, kind_of
+from ampdbg.probes.dtype_contract import OTHERS, kinds_in
 from ampdbg.probes.half_weights import HalfWeights
 from ampdbg.probes.tensors import HALVES
 from ampdbg.probes.watch import Watch
@@ -101,11 +101,7 @@ def train_a_window(
 def _seen(watch: Watch, notes: HalfWeights) -> SeenWindow:
     groups = [(optimizer, group["params"]) for optimizer in watch.optimizers for group in optimizer.param_groups]
     half = {one: optimizer.state[one] for optimizer, group in groups for one in group if one.dtype in HALVES}
-    kinds = {
-        one: kind_of(type(module).__name__, f"{path}.{name}")
-        for path, module in watch.models.named_modules()
-        for name, one in module.named_parameters(recurse=False)
-    }
+    kinds = {parameter: kind for _, kind, parameter in kinds_in(watch.models)}
     elements: Counter[str] = Counter()
     for one in half:
         elements[kinds.get(one, OTHERS)] += one.numel()
@@ -200,7 +196,7 @@ def suggest_for_half_weights(
     if why_none := why_no_edit(known):
         raise ScriptError(f"{start.name}: no edit is known: {why_none}")
     codes = frozenset(finding.code for finding in known.faults if CODES[finding.code].verdict == "precision")
-    ledger = known.updates or Updates(0)
+    ledger = known.ledger
     losing = [one.kind for one in ledger.kinds if (one.lost or 0.0) > MOST_OF_THE_UPDATE]
     kinds = frozenset([*losing, *(one.kind for one in ledger.still)])
     most = max([STEPS, *(one.steps for one in ledger.stuck)])
@@ -254,10 +250,10 @@ def _shown(codes: frozenset[str], before: SeenWindow, after: SeenWindow) -> Iter
     losses = " before, ".join(number(one.steps[-1].loss) for one in (old, new) if one.steps)
     seen = f"{steps} in a fresh process; the last loss is {losses} with the patch"
     yield ProofStep("the patched script", not wrong, wrong or seen)
-    is_measured = (new.updates or Updates(0)).judged > 0 or not new.half_weights
+    is_measured = new.ledger.judged > 0 or not new.half_weights
     unseen = f"the first {counted(old.steps_run, 'step')} before the patch do not show it; run the patched script again"
     for code in sorted(codes):
-        lost = [MEASURES[code](one.updates or Updates(0)) if one.half_weights else NOTHING for one in (old, new)]
+        lost = [MEASURES[code](one.ledger) if one.half_weights else NOTHING for one in (old, new)]
         shown = ProofStep(code, is_measured and code not in now, f"{lost[0]} before; {lost[1]} with the patch")
         yield shown if code in was else ProofStep(code, True, unseen, ran=False)
 

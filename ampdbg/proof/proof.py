@@ -95,7 +95,7 @@ class _Proving:
             alone = pending(self.observer)
             patched = replace(patched, trained=alone.trained, failure=alone.failure, unused=alone.unused)
         # What FP32 made of the steps when they were investigated, in their second replay.
-        recorded = [math.nan if step.made.fp32 is None else step.made.fp32.loss for step in self.failing]
+        recorded = [step.made.reference.loss for step in self.failing]
         shown = [*with_the_patch(patched, self.job.patched), same_in_fp32(patched, reference, recorded)]
         shown += [without_a_unit(title, dropped.get(title, reference)) for title in without or ["the patch"]]
         shown += [further_batches(patched), in_eval_mode(patched, reference), *self.training(patched, float32)]

@@ -124,7 +124,7 @@ def _of_search(ended: Bisected, form: Form, prover: Prover | None, observer: Obs
 def _handed_over(searched: Bisected, form: Form) -> Record:
     """The record of the search, with what there is to hand over but for a patch."""
     record, config = searched.record, searched.run.config
-    names = tuple(pin.name for pin in record.pins if pin.source is None)
+    names = record.pin_names
     folder, is_git = base_folder((), config.folder)
     helper = module_text(names, _roots(names, searched)) if form == "module" and names else ""
     precision = config.precision
@@ -141,9 +141,8 @@ def _constants(record: Record) -> tuple[Source, ...]:
 
 
 def _roots(names: Sequence[str], searched: Bisected) -> tuple[RootModel, ...]:
-    every = searched.record.search.roots if searched.record.search is not None else ()
     own = set(map(root_of, names))
-    return tuple(root for root in every if root.name in own)
+    return tuple(root for root in searched.record.roots if root.name in own)
 
 
 def _with_patch(record: Record, materials: Materials, prover: Prover | None, *, trains: bool) -> Suggestion:

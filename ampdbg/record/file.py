@@ -16,7 +16,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ampdbg.errors import RecordError
+from ampdbg.errors import RecordError, reason_of
 from ampdbg.files import free_path, read_file, replace_file, replace_name
 from ampdbg.quantities import dotted, shown
 from ampdbg.record.run import READABLE_VERSIONS, RECORD_FORMAT, RECORD_VERSION, Record
@@ -101,7 +101,7 @@ def read_record(path: Path) -> Record:
     try:
         return from_json(read_file(path, LARGEST_FILE))
     except OSError as error:
-        raise RecordError(f"{path}: cannot be read: {error.strerror or error}") from None
+        raise RecordError(f"{path}: cannot be read: {reason_of(error)}") from None
     except RecordError as error:
         if path.suffix == CAPTURE_SUFFIX:
             raise RecordError(
@@ -142,7 +142,7 @@ def write_atomically(path: Path, text: str, replace: Callable[[Path, bytes], Non
         path.parent.mkdir(parents=True, exist_ok=True)
         replace(path, text.encode("utf-8"))
     except OSError as error:
-        raise RecordError(f"{path}: cannot be written: {error.strerror or error}") from None
+        raise RecordError(f"{path}: cannot be written: {reason_of(error)}") from None
 
 
 def add_record(record: Record) -> Path:
@@ -151,8 +151,7 @@ def add_record(record: Record) -> Path:
     Raises:
         RecordError: it cannot be written.
     """
-    name = of_rank(record.command, record.script.rank if record.script else 0)
-    path = path_in_folder(Path(), record.created, name, ".json")
+    path = path_in_folder(Path(), record.created, of_rank(record.command, record.rank), ".json")
     try:
         write_record(record, path)
     except BaseException:
@@ -190,7 +189,7 @@ def path_in_folder(beside: Path, created: str, command: str, suffix: str) -> Pat
         return free_path(beside / FOLDER, f"{time}-{command}", suffix)
     except OSError as error:
         path = beside / FOLDER / f"{time}-{command}{suffix}"
-        raise RecordError(f"{path}: cannot be written: {error.strerror or error}") from None
+        raise RecordError(f"{path}: cannot be written: {reason_of(error)}") from None
 
 
 def latest_record() -> Path:

@@ -18,7 +18,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from ampdbg.errors import RecordError
+from ampdbg.errors import RecordError, reason_of
 from ampdbg.files import obstacle, read_file, replace_file
 from ampdbg.quantities import shown
 from ampdbg.record.file import LARGEST_FILE, adapter, checked, keep_out_of_git, path_in_folder, strict
@@ -168,8 +168,8 @@ class RunLog:
         """What cannot be written ends the log, and not the run."""
         self._is_over = True
         self._close()
-        reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-        self._warn(f"cannot write the log any more: {self._path or self._folder}: {reason}; the run continues")
+        where = self._path or self._folder
+        self._warn(f"cannot write the log any more: {where}: {reason_of(error)}; the run continues")
 
 
 _HEAD = json.dumps({"format": LOG_FORMAT, "version": LOG_VERSION}).encode() + b"\n"
@@ -191,16 +191,11 @@ def _check_place(path: Path) -> None:
     """
     if what_is_there := obstacle(path):
         raise RecordError(f"it is {what_is_there}; --log FILE names another file")
-    if not is_free_for_log(path):
+    if os.path.isfile(path) and os.path.getsize(path) > 0 and not is_log(path):
         raise RecordError("it holds no log, and would be overwritten; --log FILE names another file")
 
 
-def is_free_for_log(path: Path) -> bool:
-    """The place holds no file, an empty one, or a log."""
-    return not os.path.isfile(path) or os.path.getsize(path) == 0 or is_log(path)
-
-
-_BEGINS = re.compile(rb'\s*\{\s*"format"\s*:\s*"%b"' % re.escape(LOG_FORMAT).encode())
+BEGINS = re.compile(rb'\s*\{\s*"format"\s*:\s*"%b"' % re.escape(LOG_FORMAT).encode())
 
 
 def is_log(path: Path) -> bool:
@@ -209,7 +204,7 @@ def is_log(path: Path) -> bool:
         if not path.is_file():  # a pipe would wait for its writer
             return False
         with path.open("rb") as file:
-            return _BEGINS.match(file.readline(200)) is not None
+            return BEGINS.match(file.readline(200)) is not None
     except OSError:
         return False
 
@@ -225,7 +220,7 @@ def read_log(path: Path) -> Record:
     try:
         return _record_of(read_file(path, LARGEST_FILE))
     except OSError as error:
-        raise RecordError(f"{path}: cannot be read: {error.strerror or error}") from None
+        raise RecordError(f"{path}: cannot be read: {reason_of(error)}") from None
     except RecordError as error:
         raise RecordError(f"{path}: {error}") from None
 

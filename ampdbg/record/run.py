@@ -13,8 +13,9 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
 
+from ampdbg.formats import HALF_NAMES
 from ampdbg.record.findings import Count, Exponent, Finding, Listing, Phase, Source
-from ampdbg.record.pins import Handover, Pin, Proof, Search, Trial
+from ampdbg.record.pins import Handover, Pin, Proof, RootModel, Search, Trial
 
 RECORD_FORMAT = "ampdbg.record"
 RECORD_VERSION = 3
@@ -132,6 +133,9 @@ class Replay:
     pins: tuple[str, ...] = ()
 
 
+NOT_RUN = Replay("float32", 1.0, math.nan, math.nan, error="the step was not replayed in FP32")
+
+
 @dataclass(frozen=True)
 class Investigation:
     """The replays of one step. ``why`` says what called for them: the loss, the gradients, or the end of the run.
@@ -178,6 +182,11 @@ class Investigation:
     def replays(self) -> tuple[Replay, ...]:
         """Every replay that was made."""
         return tuple(filter(None, (self.low, self.fp32, *self.at_lower, self.floor, self.wide)))
+
+    @property
+    def reference(self) -> Replay:
+        """The replay in FP32; of a step that was not replayed there one with an error, and NaN for its numbers."""
+        return self.fp32 or NOT_RUN
 
     @property
     def what(self) -> str:
@@ -349,6 +358,11 @@ class Step:
     def iteration(self) -> int:
         """Which step of its own optimizer it is, from 0."""
         return self.step - self.others
+
+    @property
+    def is_healthy(self) -> bool:
+        """Its loss and its gradients are finite."""
+        return math.isfinite(self.loss) and not self.found_inf
 
 
 @dataclass(frozen=True)
@@ -682,7 +696,7 @@ class LeftOut:
 
     def and_these(self, steps: Iterable[Step]) -> LeftOut:
         """With these steps as well; healthy ones do not count."""
-        bad = [step for step in steps if step.found_inf or step.skipped or not math.isfinite(step.loss)]
+        bad = [step for step in steps if step.skipped or not step.is_healthy]
         skipped, lost = sum(step.skipped for step in bad), sum(not math.isfinite(step.loss) for step in bad)
         return LeftOut(self.unhealthy + len(bad), self.skipped + skipped, self.lost + lost)
 
@@ -751,7 +765,7 @@ class Record:
     @property
     def half_weights(self) -> tuple[str, ...]:
         """The half dtypes that weights which an optimizer trains are stored in."""
-        return tuple(sorted({name for kind in self.dtypes for name in kind.stored} & {"float16", "bfloat16"}))
+        return tuple(sorted({name for kind in self.dtypes for name in kind.stored} & HALF_NAMES))
 
     @property
     def steps_run(self) -> int:
@@ -787,6 +801,31 @@ class Record:
     def captures(self) -> tuple[str, ...]:
         """The captures that a script's run has made, as it wrote their paths."""
         return tuple(self.script.captures) if self.script is not None else ()
+
+    @property
+    def pin_names(self) -> tuple[str, ...]:
+        """Its pins, as the config takes them; a line outside of the modules has no name."""
+        return tuple(pin.name for pin in self.pins if pin.source is None)
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code that a script ended with; 0 of a config."""
+        return self.script.exit_code if self.script is not None else 0
+
+    @property
+    def rank(self) -> int:
+        """That of the process of a script; 0 of a config."""
+        return self.script.rank if self.script is not None else 0
+
+    @property
+    def ledger(self) -> Updates:
+        """The ledger of updates; an empty one where none was kept."""
+        return self.updates or Updates(0)
+
+    @property
+    def roots(self) -> tuple[RootModel, ...]:
+        """The models that the names of its pins begin with, where a script has several."""
+        return self.search.roots if self.search is not None else ()
 
     @property
     def took_no_step(self) -> bool:

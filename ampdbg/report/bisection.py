@@ -41,7 +41,7 @@ class EndedSearch:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return pins.names_of(self.record)
+        return self.record.pin_names
 
     @property
     def some(self) -> str:
@@ -109,10 +109,9 @@ def _sections(ended: EndedSearch, *, is_brief: bool = False) -> tuple[view.Secti
 
 
 def _pinning(ended: EndedSearch) -> Iterator[str]:
-    roots = pins.roots_of(ended.record)
-    if not roots:
+    if not ended.record.roots:
         yield f"ampdbg.pin_fp32(model, {_as_patterns(ended.names)})"
-    for root in roots:
+    for root in ended.record.roots:
         own = (within(root.name, name) for name in ended.names if root_of(name) == root.name)
         model, comment = (root.name, "") if root.is_global else ("...", f"  # ...: {root.what}")
         yield f"ampdbg.pin_fp32({model}, {_as_patterns(own)}){comment}"

@@ -13,7 +13,7 @@ from ampdbg.formats import FloatFormat
 from ampdbg.levels import format_of_config, precision_of
 from ampdbg.quantities import byte_size, counted, listed, number, share
 from ampdbg.record.findings import place_of
-from ampdbg.record.pins import EVERYTHING, OWN, Pin, PinCost, PinSite, Proof, ProofStep, RootModel, Trial, in_words
+from ampdbg.record.pins import EVERYTHING, OWN, Pin, PinCost, PinSite, Proof, ProofStep, Trial, in_words
 from ampdbg.record.run import Record
 
 from . import view
@@ -77,7 +77,7 @@ def _what_goes_wrong(pin: Pin, record: Record) -> str:
 
 
 def _title(record: Record) -> str:
-    return "The set" if any(pin.source is None for pin in record.pins) else "The lines"
+    return "The set" if record.pin_names else "The lines"
 
 
 def _pin(pin: Pin) -> tuple[StyledLine, ...]:
@@ -148,15 +148,10 @@ def cost_sentence(cost: PinCost, low: FloatFormat, of: str = "The set") -> str:
     )
 
 
-def roots_of(record: Record) -> tuple[RootModel, ...]:
-    """The models that the names of the set begin with, where the script has several."""
-    return record.search.roots if record.search is not None else ()
-
-
 def about_roots(record: Record) -> Iterator[str]:
     """What the names of the set begin with, where the script has several models."""
-    if roots := roots_of(record):
-        said = "; ".join(f"{root.name} is {root.what}" for root in roots)
+    if record.roots:
+        said = "; ".join(f"{root.name} is {root.what}" for root in record.roots)
         yield f"The script has several models; a module's name starts with that of its model: {said}."
 
 
@@ -221,11 +216,6 @@ TRIAL_COLUMNS = (
 )
 
 
-def names_of(record: Record) -> tuple[str, ...]:
-    """The names of the record's set, as the config takes them."""
-    return tuple(pin.name for pin in record.pins if pin.source is None)
-
-
 def pins_text(pins: Sequence[str], most: int = 3) -> str:
     """``blocks.2.attn and head``; above ``most`` names the rest is counted."""
     return listed([in_words(OWN) if name == OWN else name or "the whole model" for name in pins], most) or "nothing"
@@ -240,7 +230,7 @@ def result_text(trial: Trial) -> str:
 
 def trial_table(record: Record, first: int = FIRST_TRIALS) -> view.Table:
     """The trials: ``first`` of them and the last; in a narrow terminal what each was for is left to the record."""
-    trials, names = record.trials, names_of(record)
+    trials, names = record.trials, record.pin_names
     rows: list[tuple[view.Cell, ...]] = []
     for trial in trials:
         result = result_text(replace(trial, why=trial.why.partition(": ")[0]))

@@ -33,7 +33,6 @@ from ampdbg.record.run import (
     ScriptRun,
     Step,
     TensorCounts,
-    Updates,
 )
 from ampdbg.report.explanation import explanation
 
@@ -70,7 +69,6 @@ def page(record: Record, typed: view.Typed) -> view.Page:
 
 
 def _sections(record: Record) -> tuple[view.Section, ...]:
-    updates = record.updates or Updates(0)
     charted = record.scaled_steps * any(step.skipped or _is_lost(step, record) for step in record.scaled_steps)
     return view.filled(
         raised(record),
@@ -79,8 +77,8 @@ def _sections(record: Record) -> tuple[view.Section, ...]:
         group_table(record),
         _tensor_table(record),
         contract(record),
-        ledger(updates),
-        averages(updates),
+        ledger(record.ledger),
+        averages(record.ledger),
         sound_step(record),
     )
 
@@ -106,7 +104,7 @@ def headline(record: Record) -> view.Headline:
 def unjudged(record: Record) -> str:
     """What of a healthy run was not looked at: half weights that nobody has compared, and of which no masters were
     found; "" where there are none."""
-    seen = record.updates or Updates(0)
+    seen = record.ledger
     count = seen.half - seen.judged
     if count == 0 or record.verdict != "healthy" or record.has_masters:
         return ""
@@ -195,8 +193,7 @@ def _skips(timeline: Record, record: Record) -> str:
 
 def _how_it_ends(record: Record) -> str:
     """What ended the run in its last step; "" where it ended as it should."""
-    code = record.script.exit_code if record.script is not None else 0
-    by_script = f"the script ends with exit code {code}" * bool(code)
+    by_script = f"the script ends with exit code {record.exit_code}" * bool(record.exit_code)
     return "an error ends the run" if record.error else by_script
 
 
@@ -362,9 +359,9 @@ def _compared(record: Record) -> Iterator[str]:
 
 
 def _distance(made: Investigation) -> str:
-    low, fp32, distance = made.low, made.fp32, made.low.gradient_distance
+    low, fp32, distance = made.low, made.reference, made.low.gradient_distance
     if distance is None or distance <= AGREEMENT:
-        loss_apart = abs(low.loss - fp32.loss) / abs(fp32.loss) if fp32 and fp32.loss else 0.0
+        loss_apart = abs(low.loss - fp32.loss) / abs(fp32.loss) if fp32.loss else 0.0
         said = (loss_apart > SAME_RUN, f"loss {share(loss_apart)}"), (distance, f"gradients {share(distance or 0.0)}")
         apart = list(view.every(*said))
         return f"step {made.step} agrees with FP32" + (f" ({' and '.join(apart)} apart)" if apart else "")

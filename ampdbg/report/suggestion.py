@@ -28,7 +28,6 @@ from .pins import (
     pins_yaml,
     proof_in_brief,
     proof_table,
-    roots_of,
 )
 from .view import filled, first, line, more, next_of, ran_on
 
@@ -219,7 +218,7 @@ def _where(record: Record) -> str:
 
 def next_command(record: Record, handover: Handover, typed: view.Typed) -> view.NextCommand | None:
     """What to type next."""
-    script, form, roots = record.script, handover.form, roots_of(record)
+    script, form, roots = record.script, handover.form, record.roots
     again = f"ampdbg suggest-fp32 {typed.config}{bisection.chosen_strategy(record.search)}"
     by_name, scan = f"{again} --format module", f"ampdbg scan {typed.config}"
     codes = [one.code for one in record.findings[:1] if _is_past_search(record) or record.search is None]
@@ -313,7 +312,7 @@ def as_json(record: Record, handover: Handover) -> bytes:
     keys = ("folder", "names", "files", "units", "notes", "refused")
     text: dict[str, object] = {"format": FORMAT, "version": VERSION}
     text |= {"pins": of_record["pins"], "proof": of_record["verification"]} | {key: handed[key] for key in keys}
-    text |= {"roots": of_record["search"]["roots"]} if roots_of(record) else {}
+    text |= {"roots": of_record["search"]["roots"]} if record.roots else {}
     return (json.dumps(text, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 

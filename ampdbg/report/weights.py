@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
-from ampdbg.formats import FLOAT32, FORMATS
+from ampdbg.formats import FORMATS
 from ampdbg.quantities import counted, listed, number, percent, share
 from ampdbg.record.run import KeptAverage, KindDtypes, Record, Updates
 
@@ -31,7 +31,7 @@ def short_of(dtype: str) -> str:
 
 def contract(record: Record) -> view.Table:
     """A row for each kind of parameter, and below them what was asked for; nothing of FP32 weights."""
-    kinds = record.dtypes * has_half_weights(record)
+    kinds = record.dtypes * bool(record.half_weights)
     rows = dict.fromkeys((one.kind, *("/".join(_names(one, field)) for field in PLACES)) for one in kinds)
     used = [0, *(at for at, _ in enumerate(PLACES, 1) if any(row[at] for row in rows))]
     headings = ("kind", *PLACES.values())
@@ -47,15 +47,9 @@ def weights_in_brief(record: Record, typed: view.Typed) -> Iterator[str]:
     for field, heading in PLACES.items():
         names = sorted({name for one in record.dtypes for name in _names(one, field)})
         alike.setdefault("/".join(names), []).append(heading)
-    is_half = has_half_weights(record)
-    masterless = ["no FP32 masters found"] * ("masters" in alike.pop("", []) and is_half)
-    if is_half or (typed.verbose and alike):
+    masterless = ["no FP32 masters found"] * ("masters" in alike.pop("", []) and bool(record.half_weights))
+    if record.half_weights or (typed.verbose and alike):
         yield "Weights: " + "; ".join([*(f"{listed(of_it, 9)} {names}" for names, of_it in alike.items()), *masterless])
-
-
-def has_half_weights(record: Record) -> bool:
-    """An optimizer trains weights that are stored in half."""
-    return any(name in FORMATS and name != FLOAT32.name for one in record.dtypes for name in one.stored)
 
 
 def _names(one: KindDtypes, field: str) -> list[str]:

@@ -23,7 +23,7 @@ from annotated_types import Interval
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from ampdbg.errors import AmpdbgError, first_line, named_error
+from ampdbg.errors import AmpdbgError, first_line, named_error, reason_of
 from ampdbg.files import free_path, replace_file
 from ampdbg.ops import CAST_METHODS
 from ampdbg.probes.tensors import leaves_of
@@ -127,8 +127,7 @@ def read_head(path: Path) -> Head:
         with safe_open(path, framework="pt") as opened:
             text = (opened.metadata() or {}).get(FORMAT)
     except (OSError, SafetensorError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
-        raise CaptureError(f"{path}: cannot be read as a capture: {reason}") from None
+        raise CaptureError(f"{path}: cannot be read as a capture: {reason_of(error)}") from None
     if text is None:
         raise CaptureError(f"{path}: no capture: its header has no {FORMAT}; ampdbg run writes captures")
     try:
@@ -549,7 +548,7 @@ class Captures:
         except CaptureError as error:
             self.cannot(live.number, str(error))
         except OSError as error:
-            self.cannot(live.number, f"cannot be written: {error.strerror or error}: {self._folder}")
+            self.cannot(live.number, f"cannot be written: {reason_of(error)}: {self._folder}")
         except Exception as error:  # noqa: BLE001 - whatever the user's own classes raise
             self.cannot(live.number, f"cannot be written: {named_error(error)}")
 

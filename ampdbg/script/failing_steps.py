@@ -332,7 +332,7 @@ class FailingSteps:
         made = replace(made, is_of_others=is_in_group() and not made.reproduced)
         if settles(made):
             self._policy.settled()
-        raises = bool(made.low.error and made.fp32 is not None and made.fp32.error)  # so FP32 shows no more
+        raises = bool(made.low.error and made.reference.error)  # so FP32 shows no more
         has_no_loss = live.why_no_further == ENDED_EARLIER
         is_lost_anyway = raises or (has_no_loss and not is_finite(made.fp32))
         is_alike = is_lost_anyway and not self._watcher.log.batch
@@ -474,7 +474,7 @@ class FailingSteps:
             return THROWN
         if fault is None:
             return NOT_THE_SAME.format(number(made.loss), number(made.low.loss))
-        if made.fp32 is not None and not made.fp32.grad_norm:
+        if not made.reference.grad_norm:
             return NO_GRADIENTS
         if fault.is_one and self.captures.are_wanted:
             self._capture(live)

@@ -193,7 +193,7 @@ def accumulate_gradients(
 def _largest_gradient(run: Run) -> torch.Tensor:
     """The largest magnitude among all gradients, of shape (): no square of a half gradient overflows in it."""
     gradients = (value.grad for value in run.workload.model.parameters() if value.grad is not None)
-    values = [value for value in map(float_values, gradients) if value is not None and value.numel()]
+    values = [value for value in map(float_values, gradients) if value is not None]
     return torch.nn.utils.get_total_norm(values, norm_type=math.inf).abs()
 
 

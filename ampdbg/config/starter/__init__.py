@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from importlib import resources
 from pathlib import Path
 
-from ampdbg.errors import ConfigError
+from ampdbg.errors import ConfigError, reason_of
 
 CONFIG = Path("ampdbg.yaml")
 """What commands take that are given no config."""
@@ -37,5 +37,5 @@ def write_starter(folder: Path) -> list[Path]:
                     file.write((resources.files(__package__ or __name__) / source).read_text(encoding="utf-8"))
             undoing.pop_all()  # all is there, and stays
     except OSError as error:
-        raise ConfigError(f"{folder}: cannot be written: {error.strerror or error}") from None
+        raise ConfigError(f"{folder}: cannot be written: {reason_of(error)}") from None
     return [folder / name for name in FILES]
