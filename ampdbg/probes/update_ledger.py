@@ -362,7 +362,7 @@ class SampledRow:
         eps = torch.finfo(self._last.dtype).eps
         half = torch.ldexp(torch.full_like(self.master, eps / 4), torch.frexp(self._origin)[1])
         bits = (float(self.group["lr"]) * self._steps * half / self._path).log2()
-        is_sized = bits.isfinite()
+        is_sized = bits.isfinite() & (self._origin != 0.0)  # a zero moves by whatever is added to it
         lines: tuple[torch.Tensor, ...] = (  # in the order of Sums
             *products, self._descent, self._got_descent, torch.ones_like(half), now.moved ^ known.moved,
             self._still / self._steps, torch.where(is_sized, bits, 0.0), is_sized, self._foreign,

@@ -109,7 +109,7 @@ class Policy:
     def __init__(self) -> None:
         self._tries = dict[Why, int]()
         self._looking_at: Why = "end"
-        self._taken, self._compared = Counter[int](), set[int]()
+        self._taken, self._compared, self._missed = Counter[int](), set[int](), Counter[int]()
         self._in_a_row, self._settling = dict[int, int](), 0
         self._lost_rows, self._nan_rows = set[int](), set[int]()
         self._began, self._steps, self.waited = time.monotonic(), -1, 0.0
@@ -153,8 +153,12 @@ class Policy:
         self._compared.add(optimizer)
 
     def still_compares(self, optimizer: int) -> None:
-        """A step of an optimizer that was to be held against FP32 could not be, or has failed: another one is."""
-        self._compared.discard(optimizer)
+        """A step of an optimizer that was to be held against FP32 could not be, or has failed: another one is, and it
+        takes the place of none of another optimizer."""
+        self._missed[optimizer] += 1
+        self._tries["end"] -= 1
+        if self._missed[optimizer] < MOST_OF_A_KIND:
+            self._compared.discard(optimizer)
 
     @property
     def _expected(self) -> float:
