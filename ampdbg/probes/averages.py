@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
@@ -227,6 +228,7 @@ class Averages:
     def __init__(self, names_of: Callable[[Shapes], Mapping[int, tuple[str, str]]]) -> None:
         self._names_of = names_of
         self._kept: dict[int, FollowedAverage] = {}
+        self._optimizers = WeakKeyDictionary[Optimizer, None]()
         self._parameters: list[torch.Tensor] = []
         self._names: dict[int, tuple[str, str]] = {}
         self._trained: dict[int, torch.Tensor] = {}
@@ -247,8 +249,10 @@ class Averages:
             self._guarded(self._begin, optimizer)
 
     def _begin(self, optimizer: Optimizer) -> None:
-        parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        states = [value for of_one in optimizer.state.values() for value in of_one.values()]
+        self._optimizers[optimizer] = None
+        stepped = [*self._optimizers]  # behind the step of a critic a generator's weights are averaged too
+        parameters = [one for each in stepped for group in each.param_groups for one in group["params"]]
+        states = [value for each in stepped for of_one in each.state.values() for value in of_one.values()]
         self._parameters = parameters
         self._trained = {id(one): stored(one.detach()) for one in parameters}
         own = map(stored, tensors_in([states, [one.grad for one in parameters]]))

@@ -218,6 +218,24 @@ def test_an_average_that_a_hook_of_the_optimizer_keeps_is_known_like_one_that_th
     assert (by_hook.updates, by_hook.findings) == (by_loop.updates, by_loop.findings)
 
 
+def test_an_average_of_a_generator_that_is_kept_behind_the_step_of_its_critic_is_known() -> None:
+    net, critic = Net(), nn.Linear(32, 1)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (net, critic)]
+    keep, goal = by_two_ops(net, HALF, 0.999), torch.randn(32, 32)
+    with watch(nn.ModuleList([net, critic]), optimizers) as watched:
+        for _ in range(100):
+            x = torch.randn(16, 32)
+            made = net(x)
+            optimizers[0].zero_grad()
+            ((made - x @ goal).square().mean() - critic(made).mean()).backward()
+            optimizers[0].step()
+            optimizers[1].zero_grad()
+            (critic(made.detach()) - critic(x @ goal)).square().mean().backward()
+            optimizers[1].step()
+            keep()
+    assert codes(diagnose(watched.record())) == [("frozen-average", "error")]
+
+
 def test_copies_that_are_overwritten_whole_are_no_averages() -> None:
     record = trained(lambda net: copied(net, HALF, 0.999))
     assert (codes(record), record.updates) == ([], None)
