@@ -244,13 +244,12 @@ class Averages:
         up to :meth:`end`."""
         self.end()
         self._steps += 1
+        self._optimizers[optimizer] = None  # behind the step of a critic a generator's weights are averaged too
         is_due = self._steps >= self._next and (self._may_be or time.monotonic() >= self._looks_at)
         if is_due and self._trace is None and not (_get_current_dispatch_mode_stack() or only_follows()):
-            self._guarded(self._begin, optimizer)
+            self._guarded(self._begin, [*self._optimizers])
 
-    def _begin(self, optimizer: Optimizer) -> None:
-        self._optimizers[optimizer] = None
-        stepped = [*self._optimizers]  # behind the step of a critic a generator's weights are averaged too
+    def _begin(self, stepped: Sequence[Optimizer]) -> None:
         parameters = [one for each in stepped for group in each.param_groups for one in group["params"]]
         states = [value for each in stepped for of_one in each.state.values() for value in of_one.values()]
         self._parameters = parameters
