@@ -191,10 +191,10 @@ class ScaleCourse:
         return mode(found)
 
 
-Skips = Literal["none", "restarting", "raised", "following", "falling", "faulty", "settling"]
-"""What the skips of an optimizer are: the price of ever new scalers, or of a scale that is raised too often, growing
-gradients that the scale follows, a scale that keeps falling, steps that no lower scale cures, or a scale that
-settles."""
+Skips = Literal["none", "own", "restarting", "raised", "following", "falling", "faulty", "settling"]
+"""What the skips of an optimizer are: those of a script that withholds steps itself, the price of ever new scalers, or
+of a scale that is raised too often, growing gradients that the scale follows, a scale that keeps falling, steps that no
+lower scale cures, or a scale that settles."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,6 +260,11 @@ class Scaling(Evident, ScaleCourse):
         """The scale grows so often that much is lost to its tries, and does not fall all the same."""
         taken = [step.scale for step in self.steps if not step.skipped]
         return self.are_many(self.tries) and bool(taken) and taken[-1] * GROWTH**2 >= taken[0]
+
+    @property
+    def goes_on(self) -> bool:
+        """One of the last steps was taken."""
+        return any(not step.skipped for step in self.steps[-SKIPS_IN_A_ROW:])
 
     @property
     def will_work(self) -> bool:
@@ -489,6 +494,7 @@ class Scaling(Evident, ScaleCourse):
 
 KINDS: Mapping[Skips, Callable[[Scaling], bool]] = {
     "none": lambda it: not it.skipped,
+    "own": lambda it: not any(step.scaler or step.scale != 1.0 for step in it.steps) and not it.faults,
     "restarting": lambda it: it.are_many(it.lost_to_scalers) and not it.faults,
     "raised": lambda it: it.oscillates and not it.faults,
     "following": lambda it: it.follows_gradients,
@@ -543,6 +549,24 @@ SKIPS: tuple[Decision[Scaling], ...] = (
         "the loss scale keeps falling, from {from_to}",
         ENDS,
         fields={"root": 0},
+    ),
+    Decision(
+        CALIBRATION,
+        "the script itself withholds steps, at a loss scale of its own, and takes one of the last five: information",
+        lambda it: it.skips_are == "own" and it.goes_on,
+        "the script itself withheld {many:step}, whose gradients were not finite at a loss scale of its own; "
+        "it took others since",
+        {"skipped": "many"},
+        "",
+        "info",
+    ),
+    Decision(
+        UNKNOWN,
+        "the script itself withholds steps, its last five among them, and no replay shows why",
+        lambda it: it.skips_are == "own" and not it.goes_on,
+        "the script itself withheld {many:d} of {ran:d} steps, the last among them: gradients were not finite, "
+        "although the loss was",
+        {"skipped": "many"},
     ),
     Decision(
         CALIBRATION,

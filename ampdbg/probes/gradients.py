@@ -6,7 +6,7 @@ That is before the loop alters them, and where a GPU is waited for anyway.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
@@ -169,6 +169,13 @@ class Measures:
         elif norm is not None:
             groups = self._groups(optimizer, norm)
             self._known(optimizer)[id(optimizer)] = Gradients(norm, groups=groups, is_early=is_early)
+
+    def left(self, optimizer: Optimizer, wrote: Collection[int]) -> None:
+        """To be called behind a backward pass whose step the loop itself may withhold, with the places of the
+        optimizers whose gradients it ``wrote``. On a GPU this does not sync."""
+        norm = gradient_norm(optimizer) if self._calls.place_of(optimizer) in wrote else None
+        if norm is not None:
+            self._step_of(optimizer).left.append(norm)
 
     def are_finite(self, optimizer: Optimizer) -> bool:
         """The gradients of an optimizer are finite, as far as they were measured. On a GPU this syncs."""

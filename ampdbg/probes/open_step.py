@@ -46,6 +46,7 @@ class OpenStep:
     ``before_closure`` says how many losses there were when it began, and ``first_closure`` has those of the first time
     that it has run its closure.
 
+    Where the loop scales its loss itself, ``left`` are the norms of what its backward passes have left. The
     ``gradients`` are known as the backward pass left them, by the ``id`` of their optimizer; ``norms`` is what is kept
     of that when the step has ended.
     """
@@ -68,6 +69,7 @@ class OpenStep:
     running: int = 0
     before_closure: int = 0
     first_closure: list[Scalar] = field(default_factory=list)
+    left: list[Scalar] = field(default_factory=list)
 
     def begin_bare(self, optimizer: int, **facts: Any) -> None:
         """The loop calls the own step of the optimizer of this ``id``, which may run a closure; the ``facts`` are those
@@ -103,6 +105,10 @@ class OpenStep:
     def is_known_finite(self) -> bool:
         """As :meth:`has_finite_loss`, and without a sync: what is not on the host may be."""
         return all(not isinstance(loss, float) or math.isfinite(loss) for loss in self.scaled)
+
+    def has_left_finite(self) -> bool:
+        """What its backward passes have left is finite, as far as it was measured. On a GPU this syncs."""
+        return all(map(is_finite_scalar, self.left))
 
     def read_losses_aside(self) -> None:
         """Brings the losses to the host, where the loop may have done so itself: nothing waits for them any more."""

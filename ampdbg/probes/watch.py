@@ -32,7 +32,7 @@ from ampdbg.probes.calls import Calls
 from ampdbg.probes.dtype_contract import DtypeContract
 from ampdbg.probes.gradients import Measures
 from ampdbg.probes.guard import Guard
-from ampdbg.probes.loss_graph import mark_scaled, scaled_behind
+from ampdbg.probes.loss_graph import is_scaled_by_hand, mark_scaled, scaled_behind
 from ampdbg.probes.models import Models
 from ampdbg.probes.open_step import Loop, OpenStep
 from ampdbg.probes.optimizers import Optimizers, innermost
@@ -46,6 +46,9 @@ from ampdbg.quantities import listed
 from ampdbg.record.run import Misuse, Record, Step, Unseen
 
 Original = Callable[..., Any]
+
+FEW_PASSES = 4
+"""In so many backward passes it is looked at whether the loop scales its loss itself."""
 
 UNWATCHED = "from step {} on ampdbg noted nothing, because it failed itself: {}; please report it"
 SEVERAL = "several threads run loops, so ampdbg does not judge the order of their calls"
@@ -81,7 +84,7 @@ class Watch:
         self._learning = threading.RLock()
         self.left_by_replays: set[str] = set()
         self._interrupted = False
-        self._clears_sound = False
+        self._clears_sound = self._scales_by_hand = False
         self._writes_itself = False
         self.ended: Callable[[bool], None] = lambda is_bad: None
         """Called when a step has ended, with whether it was withheld or its loss is known not to be finite."""
@@ -332,6 +335,8 @@ class Watch:
         original = partial(self.ledger.in_a_pass, original)
         scaled = scaled_behind(roots)
         scaler = scaled[0].by if scaled else None
+        if self.ledger.passes < FEW_PASSES and not scaled:
+            self._scales_by_hand = self._scales_by_hand or is_scaled_by_hand(roots)
         losses = [mark.loss for mark in scaled] or list(map(scalar_of, tensors_in(roots)))
         self._gets_losses(losses, scaler)
         if len(self._loop.trained) > 1:  # others may write the gradients that would be compared
@@ -349,17 +354,24 @@ class Watch:
         if self.log.has_named_losses:
             wrote, cleared = tuple(range(len(self.optimizers))), ()
         self.went_backward(wrote, cleared)
-        for step in self._loop.went_backward(losses, wrote, cleared):
-            step.read_losses_aside()
-            is_sound = self.has_unseen_steps or step.is_known_finite()
-            # A loop that clears the gradients of sound losses gives none up: its pass is for something else, as SAM's.
-            self._clears_sound |= is_sound and step.mark is None and self.optimizers.have_stepped
-            step.skipped = not (is_sound or self._clears_sound)
-            if step.skipped:  # else its losses were those of no step
-                self._end(step)
+        given_up = self._loop.went_backward(losses, wrote, cleared)
+        for optimizer in self.optimizers if self._scales_by_hand else ():  # the loop itself may withhold their steps
+            self._measures.left(optimizer, wrote)
+        for step in given_up:
+            self._give_up(step)
         for optimizer in self.optimizers if self._loop.now.running else ():
             if id(optimizer) == self._loop.now.running:  # it runs its closure, and is to write the weights
                 self._look_before_a_step(optimizer, self._loop.now)
+
+    def _give_up(self, step: OpenStep) -> None:
+        """All gradients of a step were cleared before it could be taken."""
+        step.read_losses_aside()
+        is_sound = self.has_unseen_steps or (step.is_known_finite() and step.has_left_finite())
+        # A loop that clears the gradients of sound losses gives none up: its pass is for something else, as SAM's.
+        self._clears_sound |= is_sound and step.mark is None and self.optimizers.have_stepped
+        step.skipped = not (is_sound or self._clears_sound)
+        if step.skipped:  # else its losses were those of no step
+            self._end(step)
 
     def _clip(self, original: Original, *args: Any, **kwargs: Any) -> Any:
         """``clip_grad_norm_(parameters, max_norm, ...)`` or ``clip_grad_value_(parameters, clip_value, ...)``."""

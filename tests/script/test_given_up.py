@@ -213,3 +213,42 @@ def test_each_loss_that_is_given_up_is_a_step(bad: tuple[str, ...], tmp_path: Pa
     assert [step.step for step in record.steps if step.skipped] == [*map(int, bad)]
     assert result.stdout.startswith(f"{8 - len(bad)} ")
     assert result.stdout == start(tmp_path, "run", "--no-watch", "train.py", "given up", *bad).stdout
+
+
+OWN_SCALER = scripts.loop("""
+start, grows = float(sys.argv[1]), int(sys.argv[2])
+net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+power, skipped = start, 0
+for step in range(24):
+    x, y = torch.randn(8, 16).cuda(), torch.randn(8, 4).cuda()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = nn.functional.mse_loss(net(x).float(), y)
+    optimizer.zero_grad()
+    (loss * 2.0**power).backward()
+    if not all(parameter.grad.isfinite().all() for parameter in net.parameters()):
+        power, skipped = power - grows, skipped + 1
+        continue
+    for parameter in net.parameters():
+        parameter.grad /= 2.0**power
+    optimizer.step()
+    power += grows
+print("skipped", skipped)
+""")
+"""A loss scale of the script's own begins at a power of two, and grows and falls by such a factor, or not at all."""
+
+
+def test_steps_that_a_script_withholds_for_a_loss_scale_of_its_own_are_counted(tmp_path: Path) -> None:
+    grown, page, _ = ran(tmp_path, OWN_SCALER, "12", "1")
+    assert grown.steps_run == 24
+    assert grown.steps_skipped >= 4
+    assert [(found.code, found.severity) for found in grown.findings] == [("scale-calibration", "info")]
+    assert f"the script itself withheld {grown.steps_skipped} steps" in " ".join(page.split())
+
+
+@pytest.mark.slow
+def test_a_loss_scale_of_its_own_that_nothing_lowers_is_too_large(tmp_path: Path) -> None:
+    never, _, _ = ran(tmp_path, OWN_SCALER, "26", "0")
+    assert (never.findings[0].code, never.findings[0].severity) == ("scale-calibration", "error")
+    sound, _, _ = ran(tmp_path, OWN_SCALER, "6", "0")
+    assert (sound.verdict, sound.steps_skipped, sound.findings) == ("healthy", 0, ())
