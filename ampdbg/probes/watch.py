@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, ExitStack
 from datetime import datetime, timezone
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -477,6 +477,23 @@ class Watch:
     def _end(self, step: OpenStep) -> None:
         self.log.close(step)
         self.ended(step.skipped or not step.is_known_finite())
+
+    def fails_open(self) -> Literal["loss", "gradients"] | None:
+        """What is not finite of the step under way, whose losses have gone backward and which nobody has stepped; None
+        of any other. It counts as withheld then. On a GPU this syncs."""
+        step = self._loop.now
+        if step.stepped or not step.scaled:
+            return None
+        if not step.has_finite_loss():
+            return "loss"
+        stepping = [one for one in self.optimizers if self._loop.open.get(self.calls.place_of(one)) is step]
+        for optimizer in stepping:
+            self._measures.take(optimizer, step.loss_scale(), may_change=False)
+        bad = [one for one in stepping if not self._measures.are_finite(one)]
+        for optimizer in bad:
+            self._measures.note_groups(optimizer)
+        step.skipped |= bool(bad)
+        return "gradients" if bad else None
 
     def _finish(self) -> None:
         self.ledger.pause()

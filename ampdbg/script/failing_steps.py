@@ -516,6 +516,8 @@ class FailingSteps:
             loss = self.recorder.lost_loss
             if loss is None or not self.recorder.is_in_doubt(loss):
                 self._count_given_up()
+            if ending.code and not self.recorder.is_under_way:
+                self._ended_behind_a_pass()
             if not self.recorder.is_under_way:
                 self._ended_between_steps()
             elif ending.code or self.recorder.lost_loss is not None:
@@ -537,6 +539,13 @@ class FailingSteps:
             self.why_ended = f"{how} in step {step}, after a forward pass without a backward pass"
             is_said = ending.error is not None and named_error(ending.error) in why_not
             self.why_ended += f"; {why_not}" * (bool(why_not) and not is_said)
+
+    def _ended_behind_a_pass(self) -> None:
+        """Looks at the step that the script has ended in behind its backward pass, as where it checks its gradients."""
+        number, why = self._watcher.log.closed(), self._watcher.fails_open()
+        if why is not None and self._looked_at != number and self._policy.is_open(why):
+            self._looked_at = number
+            self._look_beside_the_script(number, why)
 
     def _ended_between_steps(self) -> None:
         """Looks at the last step where that was withheld, and nothing is known of any."""

@@ -252,3 +252,37 @@ def test_a_loss_scale_of_its_own_that_nothing_lowers_is_too_large(tmp_path: Path
     assert (never.findings[0].code, never.findings[0].severity) == ("scale-calibration", "error")
     sound, _, _ = ran(tmp_path, OWN_SCALER, "6", "0")
     assert (sound.verdict, sound.steps_skipped, sound.findings) == ("healthy", 0, ())
+
+
+ENDS_BEHIND_A_PASS = scripts.loop("""
+how = sys.argv[1]
+net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+for step in range(6):
+    x, y = torch.randn(8, 16).cuda(), torch.randn(8, 4).cuda()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = nn.functional.mse_loss(net(x).float(), y)
+        if how == "loss" and step == 3:
+            loss = loss + torch.log(-loss)
+    scale = 2.0**30 if how == "gradients" and step == 3 else 2.0**8
+    optimizer.zero_grad()
+    (loss * scale).backward()
+    if how == "nothing" and step == 3:
+        raise RuntimeError("for another reason")
+    assert loss.isfinite()
+    nn.utils.clip_grad_norm_(net.parameters(), scale, error_if_nonfinite=True)
+    for parameter in net.parameters():
+        parameter.grad /= scale
+    optimizer.step()
+""")
+"""Ends in its step 3 behind the backward pass: for its loss, its gradients or for nothing that is not finite."""
+
+
+@pytest.mark.parametrize(("how", "code"), [("loss", "true-nan"), ("gradients", "scale-calibration"), ("nothing", None)])
+def test_a_step_in_which_a_script_ends_behind_its_backward_pass_is_looked_at(
+    tmp_path: Path, how: str, code: str | None
+) -> None:
+    record, _, _ = ran(tmp_path, ENDS_BEHIND_A_PASS, how)
+    assert [found.code for found in record.findings] == ([code] if code else [])
+    assert (record.steps_run, record.steps_skipped) == ((4, 1) if code else (3, 0))
+    assert [made.step for made in record.investigations] == ([3] if code else [])
