@@ -362,9 +362,11 @@ def _distance(made: Investigation) -> str:
     low, fp32, distance = made.low, made.reference, made.low.gradient_distance
     if distance is None or distance <= AGREEMENT:
         loss_apart = abs(low.loss - fp32.loss) / abs(fp32.loss) if fp32.loss else 0.0
-        said = (loss_apart > SAME_RUN, f"loss {share(loss_apart)}"), (distance, f"gradients {share(distance or 0.0)}")
-        apart = list(view.every(*said))
-        return f"step {made.step} agrees with FP32" + (f" ({' and '.join(apart)} apart)" if apart else "")
+        is_near_zero = loss_apart > AGREEMENT  # as of advantages that sum to 0: a share of it says nothing
+        of_loss = loss_apart > SAME_RUN and not is_near_zero, f"loss {share(loss_apart)}"
+        apart = list(view.every(of_loss, (distance, f"gradients {share(distance or 0.0)}")))
+        losses = f"; its loss is {number(low.loss)}, and {number(fp32.loss)} in FP32" * is_near_zero
+        return f"step {made.step} agrees with FP32" + (f" ({' and '.join(apart)} apart{losses})" if apart else "")
     by_rounding = ", which rounding explains" * (made.floor is not None)
     why = ", where half precision picks other elements, as by an index or a mask" if made.choice else by_rounding
     return f"the gradients of step {made.step} differ from FP32's by {share(distance)}{why}"
