@@ -20,6 +20,9 @@ STUCK, ACCUMULATION, AVERAGE = "stuck-moment", "lost-accumulation", "frozen-aver
 PARAMETERS = "parameters"
 """The evidence of which they are; the finding has the first for its own."""
 
+TOO_FAR = 4.0
+"""Updates that go so many times as far as float32's are no rounding."""
+
 MOST_OF_THE_UPDATE = 0.5
 """Where a larger share of the way is lost, training stands still."""
 
@@ -71,6 +74,11 @@ class HalfUpdates(Evident):
         """The parameters that shares are of, where not all of them were judged."""
         is_of_all = self.seen.judged >= self.seen.half
         return "" if is_of_all else f"{self.seen.judged} of {counted(self.seen.half, 'half parameter')}"
+
+    @property
+    def of_which_half(self) -> str:
+        """The same, or all of them."""
+        return self.of_which or "half weights"
 
     @cached_property
     def unmoved(self) -> list[StillParameter]:
@@ -222,6 +230,16 @@ OF_AVERAGES = {
 }
 
 SMALL: tuple[Decision[HalfUpdates], ...] = (
+    Decision(
+        SMALL_UPDATES,
+        "the updates of half weights go over 4 times as far as float32's, with the same gradients",
+        lambda it: it.seen.times > TOO_FAR,
+        "in {seen.steps:sampled step} the updates of {of_which_half} go {seen.times:.3g} times as far as float32's "
+        "with the same gradients, for half rounds what the optimizer divides by to zero"
+        "[: eps={seen.vanishing_eps:g} is 0 in half]",
+        {"times": "seen.times", "eps": "seen.vanishing_eps"},
+        "{repair}",
+    ),
     Decision(
         FROZEN,
         "a parameter loses over 90 % of its way, which costs over 0.02 % of what half weights gain",

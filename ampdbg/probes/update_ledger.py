@@ -680,6 +680,7 @@ class UpdateLedger:
             vanishing_eps=self._eps,
             spoilt_step=self._spoilt_step,
             spoilt=self._spoilt,
+            times=round(total.got / total.wanted, 2) if total.wanted else 1.0,
         )
 
 

@@ -262,7 +262,7 @@ _GRADIENTS = (
     _of_half_weights(
         "optimizer-underflow",
         "keep the parameters in float32 (no .half()) and let autocast lower the ops",
-        "Half-precision weights lose the optimizer's updates.",
+        "Half-precision weights do not get the optimizer's updates.",
     ),
     _of_half_weights(
         "frozen-weights",

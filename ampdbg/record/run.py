@@ -530,10 +530,10 @@ class Updates:
     parameters that stand still. ``cost`` is the share of what the loss falls by, to first order, that half weights do
     not add, and ``cost_of_still`` that of those that stand still; None where some of the ``half`` parameters are not
     among those ``judged``, beside float32's: ``still`` are those of the others that stand still, whatever float32's do.
-    ``stuck`` are second moments far from float32's,
-    ``averages`` those that the script keeps in half. ``spoilt`` names those that the update of ``spoilt_step`` made
-    infinite or NaN although every gradient and float32's update are finite. ``vanishing_eps`` is the optimizer's eps,
-    where it is 0 in float16.
+    ``stuck`` are second moments far from float32's, and ``times`` is how many times as far as float32's the updates go
+    its way. ``averages`` are those that the script keeps in half. ``spoilt`` names those that the update of
+    ``spoilt_step`` made infinite or NaN although every gradient and float32's update are finite. ``vanishing_eps`` is
+    the optimizer's eps, where it is 0 in float16.
     """
 
     steps: Count
@@ -555,6 +555,7 @@ class Updates:
     vanishing_eps: float | None = None
     spoilt_step: Count | None = None
     spoilt: tuple[str, ...] = ()
+    times: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -353,6 +353,21 @@ def test_a_weight_decay_that_is_lost_is_said_and_the_gradient_is_not_blamed(fuse
     assert shrunk == pytest.approx(0.999, abs=1e-4)
 
 
+@pytest.mark.parametrize("gradient", [1e-5, 0.1])
+def test_updates_by_a_second_moment_that_float16_flushes_to_zero_go_too_far(gradient: float) -> None:
+    def way(dtype: torch.dtype) -> tuple[Record, float]:
+        weight = nn.Parameter(torch.ones(512).to(dtype))
+        record = stepped(torch.optim.AdamW([weight], lr=1e-3, eps=1e-6, weight_decay=0.0), weight, [gradient] * 20)
+        return record, float((weight.detach().float() - 1.0).norm())
+
+    half, in_float32 = way(torch.float16), way(torch.float32)
+    is_zero = gradient < 1e-3  # the square is, and what it stands for is ten times eps
+    assert codes(half[0]) == ([("optimizer-underflow", "error")] if is_zero else [])
+    assert codes(in_float32[0]) == []
+    if is_zero:
+        assert half[0].findings[0].evidence["times"] == pytest.approx(half[1] / in_float32[1], rel=0.3)
+
+
 @pytest.mark.slow
 def test_a_second_moment_that_sticks_is_twenty_times_that_of_float32(always: None) -> None:
     gradients = [1.0] * 50 + [0.01] * 3000
