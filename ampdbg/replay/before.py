@@ -95,7 +95,7 @@ class _Root:
         untrained = ((name, self.tensors.get(name)) for name in self.untrained)
         self.left = {name: times_written(one) for name, one in untrained if one is not None}
         if not self.is_looked_at:
-            self._looks_again(self.kept[number].written)
+            self._learn(self.kept[number].written)
             return
         held = self.kept[number].held
         with torch.no_grad(), _disable_current_modes():
@@ -103,12 +103,11 @@ class _Root:
             changed += [(self.tensors[name], TENSOR) for name in self._written(self.kept[number])]
         self.changes.update((id(value), (_reference(value), kind)) for value, kind in changed)
 
-    def _looks_again(self, before: Mapping[str, int]) -> None:
-        """Looks at the next calls whole where this one was the first that wrote a buffer, as that of a discriminator
-        which begins late."""
+    def _learn(self, before: Mapping[str, int]) -> None:
+        """Has those buffers held from now on that a later call was the first to write, as that of a discriminator which
+        begins late."""
         written = (self.tensors.get(name) for name, times in self.left.items() if times != before.get(name, times))
-        if any(one is not None and id(one) not in self.changes for one in written):
-            self.calls = 0
+        self.changes |= {id(one): (_reference(one), TENSOR) for one in written if one is not None} | self.changes
 
     def first_of(self, calls: Collection[int]) -> int | None:
         """The first of these calls that is one of this module."""

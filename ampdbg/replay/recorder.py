@@ -965,8 +965,9 @@ class _Taking:
 
     def is_new(self, tensor: torch.Tensor) -> bool:
         """The call has made what stands in its arguments now, and a gradient leads there."""
-        is_others = id(tensor) in self._given or self._recorder._maker(tensor) is not None
-        return tensor.grad_fn is not None and not is_others
+        if tensor.grad_fn is None or id(tensor) in self._given:
+            return False
+        return self._recorder._maker(tensor) is None
 
     def _taken(self, tensor: torch.Tensor) -> Any:
         recorder, noted = self._recorder, self._noted
