@@ -91,15 +91,20 @@ class WeightEdits:
             yield f"by hand: {places}: the model is called without gradients, now in float32; use the same autocast"
 
     def add_keywords(self, rows: Rows) -> bool:
-        """Adds what calls of libraries take, in all files; returns whether there is such a call."""
-        is_any = False
+        """Adds what calls of libraries take; returns whether there is such a call. Those count that stand in the files
+        of the training loop, and where none does those in all files."""
+        found: dict[str, list[tuple[int, str, Edit]]] = {}
         for file in self.lines.files:
             document = document_of(file)
             for call, (of, name, value) in product(document.calls, rows):
                 if re.fullmatch(of, document.call_origin(call)):
-                    edit, is_any = with_keyword(document, call, name, value), True
-                    self.add(file, call.lineno, f"{name}={value}", [edit])
-        return is_any
+                    edit = with_keyword(document, call, name, value)
+                    found.setdefault(file, []).append((call.lineno, f"{name}={value}", edit))
+        of_loop = found.keys() & (self.lines.loop.files if self.lines.loop is not None else ())
+        for file in of_loop or found:
+            for line, title, edit in found[file]:
+                self.add(file, line, title, [edit])
+        return bool(found)
 
     def made(self) -> tuple[FileEdit, ...]:
         """The files with the edits in them."""

@@ -38,22 +38,26 @@ class CastLine(NamedTuple):
 
 
 class LoopLines(NamedTuple):
-    """The lines of one function from the ``first`` call of a model to what goes ``backward`` from there."""
+    """The lines of one function from the ``first`` call of a model to what goes ``backward`` from there, with all
+    ``files`` of the user's code that were under way then."""
 
     file: str
     first: int
     backward: int
+    files: frozenset[str] = frozenset()
 
 
 class HalfWeights:
     """Notes, while it is entered, which line of the user's code makes each parameter half, and the lines between the
-    first calls of modules that train and their backward pass."""
+    calls of modules that train and their backward pass, the last before an optimizer steps: one before that may have
+    tried out how much memory a step takes."""
 
     def __init__(self) -> None:
         self._casts: dict[int, CastLine | None] = {}
         self._default: CastLine | None = None
         self._calls: list[dict[int, int]] = []  # the line of each frame, by id
         self._entered = ExitStack()
+        self._has_stepped = False
         self.loop: LoopLines | None = None
         self.is_lowered = False
         """The model, or a part of it, is called under autocast anyway."""
@@ -102,7 +106,7 @@ class HalfWeights:
         return set_default_dtype
 
     def _called(self, module: nn.Module, args: Any) -> None:
-        if self.loop is not None and torch.is_grad_enabled():
+        if self._has_stepped and torch.is_grad_enabled():
             return
         frames = [*_frames()]
         calls = [place for place, frame in enumerate(frames) if frame.f_code.co_name == "_call_impl"]
@@ -116,11 +120,15 @@ class HalfWeights:
             self.outside |= {(caller.f_code.co_filename, caller.f_lineno): None} if caller is not None else {}
 
     def _around(self, seam: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if seam == "engine" and self.loop is None:
-            for frame in filter(is_users, _frames()):
+        self._has_stepped |= seam == "written"
+        if seam == "engine" and not self._has_stepped:
+            frames = [*filter(is_users, _frames())]
+            for frame in frames:
                 if lines := [call[id(frame)] for call in self._calls if id(frame) in call]:
-                    self.loop = LoopLines(frame.f_code.co_filename, min(lines), frame.f_lineno)
+                    files = frozenset(one.f_code.co_filename for one in frames)
+                    self.loop = LoopLines(frame.f_code.co_filename, min(lines), frame.f_lineno, files)
                     break
+            self._calls.clear()
         return original(*args, **kwargs)
 
 

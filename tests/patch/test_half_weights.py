@@ -9,8 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from ampdbg.patch.half_weights import HalfLines, WeightEdits, beta2_lowered, norms_in_float32, weights_in_float32
-from ampdbg.probes.half_weights import HalfWeights
+from ampdbg.patch.half_weights import (
+    AUTOCAST,
+    HalfLines,
+    WeightEdits,
+    beta2_lowered,
+    norms_in_float32,
+    weights_in_float32,
+)
+from ampdbg.probes.half_weights import HalfWeights, LoopLines
 
 HEAD = "import torch\nfrom torch import nn\n\n"
 LOOP = """optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -267,3 +274,39 @@ def test_beta2_is_lowered_where_the_optimizer_is_made(folder: Path, before: str,
     edits = edits_of(folder, text)
     beta2_lowered(edits)
     assert edited(edits) == text.replace(before, after)
+
+
+TRIES = """
+def measured(model):
+    model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+    model.zero_grad()
+
+model = nn.Linear(4, 4).bfloat16()
+measured(model)
+"""
+
+
+def test_the_loop_is_that_of_the_last_backward_pass_before_a_step_and_not_one_that_measures_memory(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(HEAD + TRIES + LOOP)
+    with HalfWeights() as notes:
+        runpy.run_path(str(file))
+    assert notes.loop is not None
+    lines = file.read_text().splitlines()
+    assert lines[notes.loop.first - 1].startswith("    loss = model")
+    assert lines[notes.loop.backward - 1] == "    loss.backward()"
+    assert str(file) in notes.loop.files
+
+
+def test_calls_of_libraries_take_a_keyword_in_the_files_of_the_loop_alone(tmp_path: Path) -> None:
+    (train, other) = files = [tmp_path / name for name in ("train.py", "generate.py")]
+    for file in files:
+        file.write_text("import lightning as L\n\nfabric = L.Fabric(devices=1)\n")
+    loop = LoopLines(str(train), 3, 3, frozenset([str(train)]))
+    for known, edited in ((loop, [train]), (loop._replace(files=frozenset()), files), (None, files)):
+        edits = WeightEdits(HalfLines(loop=known, files=tuple(map(str, files))))
+        assert edits.add_keywords(AUTOCAST)
+        assert [one.path for one in edits.made()] == edited
+    assert other.read_text() == train.read_text()
