@@ -12,16 +12,16 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ampdbg.ops import CASTS, base_name
 from ampdbg.probes.models import alive_in_process
@@ -228,7 +228,7 @@ class Averages:
     def __init__(self, names_of: Callable[[Shapes], Mapping[int, tuple[str, str]]]) -> None:
         self._names_of = names_of
         self._kept: dict[int, FollowedAverage] = {}
-        self._optimizers = WeakKeyDictionary[Optimizer, None]()
+        self._optimizers: MutableMapping[Optimizer, None] = WeakIdKeyDictionary()  # some have no hash
         self._parameters: list[torch.Tensor] = []
         self._names: dict[int, tuple[str, str]] = {}
         self._trained: dict[int, torch.Tensor] = {}

@@ -388,25 +388,28 @@ class Net(nn.Module):
         return h
 
 net = Net().cuda()
+before = torch.ones((), requires_grad=True).clone()
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
 for step in range(8):
     x, y = torch.randn(16, 8).cuda(), torch.randint(0, 4, (16,)).cuda()
     with torch.autocast("cuda", dtype=torch.bfloat16):
         net(x, y, step == 4)
     loss = Same.apply(net.last_loss) if "function" in sys.argv else net.last_loss
+    loss = loss * before if "before" in sys.argv else loss
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
 """)
 
 
-def test_a_loss_that_the_model_keeps_as_an_attribute_is_replayed(tmp_path: Path) -> None:
-    _, record = run(tmp_path, KEPT_BY_THE_MODEL)
+@pytest.mark.parametrize("by", ["itself", "function"])
+def test_a_loss_that_the_model_keeps_as_an_attribute_is_replayed(tmp_path: Path, by: str) -> None:
+    _, record = run(tmp_path, KEPT_BY_THE_MODEL, by)
     assert where(record) == ("true-nan", 4, "", "h = h + (h * 0).sqrt() if bad else h")
 
 
 def test_losses_that_follow_from_gradients_that_nothing_withheld_begin_at_their_step(tmp_path: Path) -> None:
-    _, record = run(tmp_path, KEPT_BY_THE_MODEL, "function")
+    _, record = run(tmp_path, KEPT_BY_THE_MODEL, "before")
     found = record.findings[0]
     assert (found.code, found.step, found.phase) == ("unknown", 4, "backward")
     assert found.message.startswith("gradients are not finite at step 4, and went into the weights")
