@@ -52,7 +52,7 @@ def mark_scaled(losses: Any, scaled: Any, scaler: Any) -> None:
     """Marks what ``scaler.scale`` made of losses, on its graph: the mark goes when the graph does, and any watch reads
     it."""
     _have_scaled.add(id(scaler))
-    for loss, leaf in zip(tensors_in(losses), tensors_in(scaled), strict=True):
+    for loss, leaf in zip(tensors_in(losses), tensors_in(scaled), strict=False):  # a scaler of the user's may add up
         node = _node_of(leaf)
         if node is not None:
             node.metadata[_SCALED] = Scaled(scaler, scalar_of(loss))

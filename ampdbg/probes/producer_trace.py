@@ -96,15 +96,16 @@ class ProducerTrace(OpTrace):
         self.bad.after(len(self.ops), base_name(traits.name), before, made[:1] if traits.keeps_the_rest else made)
         super().after(traits, place, parameter, before, made)
         self._origins.after(base_name(traits.name), self._given, made)
-        self._note_angles(base_name(traits.name), OpSeen(traits.name, place, before, NOTHING, parameter), made)
+        self._note_angles((place, traits.name), before.largest, made)
         self._made.update(map(storage_of, made))
         self._given = ()
 
-    def _note_angles(self, name: str, seen: OpSeen, made: Sequence[torch.Tensor]) -> None:
+    def _note_angles(self, key: OpKey, largest: float, made: Sequence[torch.Tensor]) -> None:
         """Follows what is half through casts and moves, up to a sine or cosine of it."""
         spacing = max((self._spacing_of(tensor) for tensor in self._given), default=0.0)
-        if name in ANGULAR and seen.place.phase == "forward" and spacing * seen.inputs.largest >= FAR_APART:
-            self.angular.add(seen.key)
+        place, name = key[0], base_name(key[1])
+        if name in ANGULAR and place.phase == "forward" and spacing * largest >= FAR_APART:
+            self.angular.add(key)
         for tensor in made:
             self._spacings[storage_of(tensor)] = spacing if name in ATEN_MOVES else 0.0
 
