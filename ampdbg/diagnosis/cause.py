@@ -288,7 +288,8 @@ class Evidence(Evident):
             return KeptScale(
                 floor, f"the loss scale, whose lower limit is {number(floor)},", "let GradScaler lower the scale"
             )
-        is_own = self.low.scale > 1.0 and self.run.script is not None and is_unscaled
+        is_kept = len({one.scale for one in self.run.steps}) == 1
+        is_own = self.low.scale > 1.0 and self.run.script is not None and is_unscaled and is_kept
         whose = "the script's own" if is_own else "the static" if has_static_scale(self.run.config) else ""
         cure = f"use a loss scale of {self.usable_scale or 1.0:g}, or a dynamic one"
         return KeptScale(self.low.scale, f"{whose} loss scale {number(self.low.scale)}", cure) if whose else None

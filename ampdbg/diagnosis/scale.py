@@ -443,6 +443,11 @@ class Scaling(Evident, ScaleCourse):
         return min((scale for scale in worked if scale < self.later_scalers[-1][0].scale), default=None)
 
     @property
+    def who(self) -> str:
+        """Who withholds its steps."""
+        return "the scaler" if self.steps[-1].scaler else "the script itself"
+
+    @property
     def behind(self) -> str:
         """Behind how many steps the scale grows."""
         interval = self.growth_interval
@@ -471,7 +476,8 @@ class Scaling(Evident, ScaleCourse):
         if settled is None or self.are_many_unexplained:
             return ""
         is_lower = settled < min(self.steps[0].scale, *(step.scale for step in self.skipped))
-        saving = f"; GradScaler(init_scale={settled:g}) saves the skipped steps" * is_lower
+        start = f"GradScaler(init_scale={settled:g})" if self.steps[-1].scaler else f"to begin at {number(settled)}"
+        saving = f"; {start} saves the skipped steps" * is_lower
         return f"none is needed{' while they are so few' if self.unexplained else saving}"
 
     def place(self, row: Decision[Any]) -> Mapping[str, Any]:
@@ -552,10 +558,9 @@ SKIPS: tuple[Decision[Scaling], ...] = (
     ),
     Decision(
         CALIBRATION,
-        "the script itself withholds steps, at a loss scale of its own, and takes one of the last five: information",
+        "the script itself withholds steps, at no loss scale that is seen, and takes one of the last five: information",
         lambda it: it.skips_are == "own" and it.goes_on,
-        "the script itself withheld {many:step}, whose gradients were not finite at a loss scale of its own; "
-        "it took others since",
+        "the script itself withheld {many:step}, whose gradients were not finite; it took others since",
         {"skipped": "many"},
         "",
         "info",
@@ -572,7 +577,7 @@ SKIPS: tuple[Decision[Scaling], ...] = (
         CALIBRATION,
         "every skip is at the start, right after growth, or finite at a lower scale: information",
         lambda it: it.skips_are == "settling",
-        "the scaler skipped {many:step} while the loss scale {settles}",
+        "{who} skipped {many:step} while the loss scale {settles}",
         {"skipped": "many", "scale": "settled_at", UNEXPLAINED: "unexplained", UNTOLD: "untold"},
         "{advice}",
         "info",

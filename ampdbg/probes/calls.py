@@ -6,7 +6,7 @@ Autograd tells without a sync which scaler scaled a loss, which dtypes it went t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from inspect import signature
@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ampdbg.call_order import Call, CallKind, CallOrder, Hit
 from ampdbg.errors import text_of
 from ampdbg.probes.loss_graph import forward_dtypes, is_one, is_plain, is_scaled_by_hand, is_scaling, scaler_of
+from ampdbg.probes.optimizers import Originals, Stepped
 from ampdbg.probes.source_lines import innermost_line, source_if_known
 from ampdbg.probes.tensors import hold_values
 from ampdbg.probes.torch_errors import misuse_of_error, misuse_of_refusal
@@ -44,6 +45,7 @@ class Calls:
         self._places: dict[int, int] = {}
         self._owners: dict[int, int] = {}
         self._marks: list[GradientMarks] = []
+        self._originals: dict[int, tuple[Originals, GradientMarks]] = {}
         self._order = CallOrder()
         self._step = step
         self.lowered: set[str] = set()
@@ -77,6 +79,17 @@ class Calls:
         self._owners.update((id(one), place) for group in optimizer.param_groups for one in group["params"])
         self._marks.append(GradientMarks(optimizer))
         self._order.add_optimizer()
+
+    def add_originals(self, optimizer: torch.optim.Optimizer, weights: Iterable[torch.Tensor]) -> None:
+        """The optimizer steps copies of these weights, whose gradients the last backward pass has written."""
+        originals, place = Originals(weights), self._places[id(optimizer)]
+        self._originals[place] = originals, GradientMarks(originals)
+        self.wrote = (*self.wrote[0], place), self.wrote[1]
+
+    def written_for(self, optimizer: torch.optim.Optimizer) -> Stepped:
+        """What backward passes write the gradients of for an optimizer: the originals of what it steps, or itself."""
+        originals, _ = self._originals.get(self._places[id(optimizer)], (optimizer, None))
+        return originals
 
     @property
     def misuses(self) -> tuple[Misuse, ...]:
@@ -171,6 +184,8 @@ class Calls:
         in_autocast, before = any(map(is_autocast_enabled, devices[:1])), self._marks_now()
         rewritten = self._rewritten(before)
         filled = self._filled(rewritten) if scaler else ()
+        originals = [(place, marks, marks.now()) for place, (_, marks) in self._originals.items()]
+        cleared = [place for place, marks, state in originals if marks.are_rewritten(state)]
         try:
             result = engine(roots, starts, *args, **kwargs)
         except Exception as error:
@@ -183,7 +198,10 @@ class Calls:
                 written.append(place)
                 if place in filled and marks.have_grown(state):
                     added.append(place)
-        self.wrote = tuple(written), rewritten
+        copied = [place for place, marks, state in originals if marks.now() != state]
+        for _, marks, _ in originals:
+            marks.renew()
+        self.wrote = (*written, *copied), (*rewritten, *cleared)
         if not scaler and any(self._marks[place].holds(torch.float16) for place in written):
             halves = ()  # a scaler refuses gradients in half, so the lack of one is no misuse
         self._note(
@@ -306,7 +324,7 @@ Marks = tuple[tuple[int, int] | None, ...]
 class GradientMarks:
     """The state of a sample of one optimizer's gradients: that of now, and the one that was last noted."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: Stepped) -> None:
         self._parameters = tuple(map(weakref.ref, _sample(optimizer)))
         self.noted = self.now()
         """The state that was last noted."""
@@ -349,7 +367,7 @@ class GradientMarks:
         return any(old is not None and old != new for old, new in zip(before, self.noted, strict=True))
 
 
-def _sample(optimizer: torch.optim.Optimizer) -> tuple[torch.Tensor, ...]:
+def _sample(optimizer: Stepped) -> tuple[torch.Tensor, ...]:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     # A discriminator's are frozen while its generator trains, and the optimizers are learnt then.
     trained = [parameter for parameter in parameters if parameter.requires_grad] or parameters

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ampdbg.probes.calls import Calls
 from ampdbg.probes.open_step import Gradients, Loop, NormOfEach, OpenStep, is_finite_scalar
-from ampdbg.probes.optimizers import Optimizers
+from ampdbg.probes.optimizers import Optimizers, Stepped
 from ampdbg.probes.steps import StepLog
 from ampdbg.probes.tensors import HALVES, Scalar, is_at_hand, is_on_device, to_host, total_norm
 from ampdbg.record.run import GroupOverflow
@@ -31,7 +31,7 @@ _DOT, _CPU = torch.ops.aten.dot.default, DispatchKeySet(DispatchKey.CPU)
 """The CPU's own kernel at once: neither autograd nor the emulation of half products has to do with this."""
 
 
-def gradient_norm(optimizer: torch.optim.Optimizer, divisor: Scalar = 1.0) -> Scalar | None:
+def gradient_norm(optimizer: Stepped, divisor: Scalar = 1.0) -> Scalar | None:
     """The 2-norm of all gradients of the optimizer divided by ``divisor``; of those on a GPU in float32, not synced.
 
     None when no parameter has a gradient. Inf or NaN when a gradient is not finite, and on a GPU also
@@ -75,7 +75,7 @@ def gradient_norms(optimizer: torch.optim.Optimizer) -> NormOfEach | None:
     return tuple((id(p), p.grad._version) for p in parameters if p.grad.numel()), torch.stack(norms)
 
 
-def _gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def _gradients_of(optimizer: Stepped) -> list[torch.Tensor]:
     found = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:  # thousands are not rare: a loop costs least
@@ -173,7 +173,8 @@ class Measures:
     def left(self, optimizer: Optimizer, wrote: Collection[int]) -> None:
         """To be called behind a backward pass whose step the loop itself may withhold, with the places of the
         optimizers whose gradients it ``wrote``. On a GPU this does not sync."""
-        norm = gradient_norm(optimizer) if self._calls.place_of(optimizer) in wrote else None
+        written = self._calls.written_for(optimizer)
+        norm = gradient_norm(written) if self._calls.place_of(optimizer) in wrote else None
         if norm is not None:
             self._step_of(optimizer).left.append(norm)
 

@@ -111,6 +111,13 @@ def is_scaled_by_hand(roots: Sequence[Any]) -> bool:
     return any(_factor(node) >= SCALED_BY_HAND for node in islice(_nodes(roots), 3))
 
 
+def last_factor(roots: Sequence[Any]) -> float:
+    """What the script has multiplied its only loss by as the last before that goes backward; 1 where it has not. Syncs
+    on a GPU where that is a tensor there."""
+    factors = [_factor(node) for node in map(_node_of, roots) if node is not None]
+    return (factors[0] or 1.0) if len(factors) == 1 else 1.0
+
+
 def is_plain(roots: Sequence[Any], starts: Sequence[torch.Tensor | None]) -> bool:
     """Nothing in the graph of these losses may have scaled them; the backward pass ``starts`` with these.
 

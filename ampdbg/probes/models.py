@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby, starmap
 from types import FunctionType
 from typing import Any, TypeVar
@@ -45,14 +45,13 @@ class Models:
         self.called: Callable[[], Iterable[nn.Module]] = tuple
         """The modules that the loop has called in the pass under way, those within others left out."""
 
-    def learn(self, optimizer: torch.optim.Optimizer) -> None:
-        """Finds the outermost modules that own parameters of the optimizer and adds those that are new.
+    def learn(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Finds the outermost modules that own parameters of an optimizer and adds those that are new.
 
         It looks through all objects of the process, which takes a tenth of a second: once for each optimizer. They
         come in the order of their parameters in the optimizer, as in each run of a script: that of Python's objects
         changes with the moment of its last garbage collection.
         """
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         places = {id(parameter): place for place, parameter in enumerate(parameters)}
         trained = set(places)
         known = {id(parameter) for _, parameter in self.named_parameters()}
@@ -61,6 +60,13 @@ class Models:
             found = [root for root in outermost_owners(trained) if id(root) not in own]
             found.sort(key=lambda root: min(places.get(id(one), len(places)) for one in root.parameters()))
             self._held += [weakref.ref(root) for root in _that_run(found, trained, self.called())]
+
+    def replace(self, copies: Iterable[torch.Tensor], originals: Sequence[torch.Tensor]) -> None:
+        """Finds the owners of weights that an optimizer steps ``copies`` of; the owners of those go."""
+        copied = set(map(id, copies))
+        held = [(one, root) for one in self._held if (root := one()) is not None]
+        self._held = [one for one, root in held if copied.isdisjoint(map(id, root.parameters()))]
+        self.learn(originals)
 
     def adopt(self, called: Iterable[nn.Module]) -> None:
         """Takes these for its models, where none is known."""

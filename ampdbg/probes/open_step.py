@@ -13,8 +13,12 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler
 
+from ampdbg.probes.loss_graph import SCALED_BY_HAND
 from ampdbg.probes.tensors import Mark, Scalar, is_on_device, read_aside, scalar_of
 from ampdbg.record.run import GroupOverflow, Step, TensorCounts
+
+DIVIDED = 0.01
+"""How near to the factor of the loss the quotient of two norms comes, where half has rounded one of them."""
 
 NormOfEach = tuple[tuple[tuple[int, int], ...], torch.Tensor]
 """The parameters by ``id`` with the version of each gradient, and their largest magnitudes: a vector on the device."""
@@ -46,7 +50,8 @@ class OpenStep:
     ``before_closure`` says how many losses there were when it began, and ``first_closure`` has those of the first time
     that it has run its closure.
 
-    Where the loop scales its loss itself, ``left`` are the norms of what its backward passes have left. The
+    Where the loop scales its loss itself, ``left`` are the norms of what its backward passes have left, and ``factor``
+    is what it has multiplied the loss by before that. The
     ``gradients`` are known as the backward pass left them, by the ``id`` of their optimizer; ``norms`` is what is kept
     of that when the step has ended.
     """
@@ -70,6 +75,7 @@ class OpenStep:
     before_closure: int = 0
     first_closure: list[Scalar] = field(default_factory=list)
     left: list[Scalar] = field(default_factory=list)
+    factor: float = 1.0
 
     def begin_bare(self, optimizer: int, **facts: Any) -> None:
         """The loop calls the own step of the optimizer of this ``id``, which may run a closure; the ``facts`` are those
@@ -135,7 +141,7 @@ class OpenStep:
 
     def scalars(self) -> list[Scalar]:
         """Every number that :meth:`to_step` needs, in its order."""
-        return [*(self.losses.values() if self.losses else self.scaled), *self.norms, self.scale]
+        return [*(self.losses.values() if self.losses else self.scaled), *self.norms, self.scale, *self.left[-1:]]
 
     def to_step(self, index: int, iteration: Callable[[int], int], values: Iterator[float]) -> Step:
         """The Step, with the values of :meth:`scalars` on the host; ``iteration`` tells how many steps of an optimizer
@@ -144,13 +150,15 @@ class OpenStep:
         losses = {name: next(values) for name in self.losses}
         loss = sum(losses.values() if losses else (next(values) for _ in self.scaled), start=0.0)
         squares = [next(values) ** 2 for _ in self.norms]
+        norm, scale = (sum(squares) ** 0.5 if squares else None), next(values)
+        own = self._own_scale(norm, next(values)) if self.left else 1.0
         return Step(
             step=index,
-            loss=loss,
-            scale=next(values),
+            loss=loss / own,
+            scale=scale * own,
             found_inf=self.skipped or bool(self.groups),
             skipped=self.skipped,
-            grad_norm=sum(squares) ** 0.5 if squares else None,
+            grad_norm=norm,
             groups=tuple(self.groups),
             nonfinite=tuple(self.nonfinite),
             losses=losses if len(losses) > 1 else {},
@@ -159,6 +167,13 @@ class OpenStep:
             optimizer=optimizer,
             others=index - iteration(optimizer),
         )
+
+    def _own_scale(self, norm: float | None, left: float) -> float:
+        """The loss scale of the loop's own, else 1: a factor that is a large power of two, or that the loop has divided
+        the gradients by again, or beside which it has withheld the step. Any other weighs the loss."""
+        is_scale = self.skipped or (self.factor >= SCALED_BY_HAND and math.frexp(self.factor)[0] == 0.5)
+        is_divided = norm is not None and math.isclose(left, norm * self.factor, rel_tol=DIVIDED)
+        return self.factor if is_scale or is_divided else 1.0
 
 
 def _first_unless_lost(first: Scalar, last: Scalar) -> Scalar:
@@ -217,6 +232,7 @@ class Loop(threading.local):
                 step = replace(step, scaled=[*step.scaled], gradients={})
             step.scaled += losses
             step.mark = going.mark or step.mark
+            step.factor = going.factor
             step.scaler, step.number = going.scaler or step.scaler, going.number or step.number
             self.open.update(dict.fromkeys(places, step))
             self.now = step

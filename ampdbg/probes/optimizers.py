@@ -21,6 +21,23 @@ COMMON = 0.02
 """The standard deviation that many models begin their weights with, GPT-2 and BERT among them."""
 
 
+class Originals:
+    """The weights of which an optimizer steps copies, in the shape of an optimizer; held weakly. The script copies
+    their gradients, and the copies back: passes never write a gradient of its own."""
+
+    def __init__(self, weights: Iterable[torch.Tensor]) -> None:
+        self._weights = tuple(map(weakref.ref, weights))
+
+    @property
+    def param_groups(self) -> list[dict[str, list[torch.Tensor]]]:
+        """As of an optimizer, in one group."""
+        return [{"params": [weight for one in self._weights if (weight := one()) is not None]}]
+
+
+Stepped = Optimizer | Originals
+"""What has groups of parameters, to which backward passes write gradients."""
+
+
 class Optimizers:
     """The optimizers of one loop in the order in which they came.
 
@@ -70,7 +87,7 @@ class Optimizers:
                 continue
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             if parameters and optimizer not in self and not parameters[0].is_meta:
-                self._models.learn(optimizer)
+                self._models.learn(parameters)
                 self.device = self.device if self._known else parameters[0].device
                 self._known[id(optimizer)] = optimizer
                 self._are_noted = False
@@ -93,6 +110,19 @@ class Optimizers:
         as where a loop with half weights keeps copies of them in FP32."""
         if self._known:
             self._models.adopt(called)
+
+    def copying(self, wrote: Sequence[torch.Tensor]) -> Iterator[Optimizer]:
+        """Those that step copies of the weights whose gradients a backward pass ``wrote``, flat ones or each by itself:
+        none of those is an optimizer's own, and together they have as many elements. Those are the models' from now on.
+        """
+        own = [(one, [weight for group in one.param_groups for weight in group["params"]]) for one in self]
+        written = {id(weight) for weight in wrote}
+        if all(written.isdisjoint(map(id, copies)) for _, copies in own):
+            size = sum(weight.numel() for weight in wrote)
+            for one, copies in own:
+                if size and sum(weight.numel() for weight in copies) == size:
+                    self._models.replace(copies, wrote)
+                    yield one
 
     def note_weights(self) -> None:
         """Keeps how large the weights are; to be called before they are stepped on. Not synced."""

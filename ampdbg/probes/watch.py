@@ -32,9 +32,9 @@ from ampdbg.probes.calls import Calls
 from ampdbg.probes.dtype_contract import DtypeContract
 from ampdbg.probes.gradients import Measures
 from ampdbg.probes.guard import Guard
-from ampdbg.probes.loss_graph import is_scaled_by_hand, mark_scaled, scaled_behind
+from ampdbg.probes.loss_graph import is_scaled_by_hand, last_factor, mark_scaled, scaled_behind
 from ampdbg.probes.models import Models
-from ampdbg.probes.open_step import Loop, OpenStep
+from ampdbg.probes.open_step import Loop, OpenStep, is_finite_scalar
 from ampdbg.probes.optimizers import Optimizers, innermost
 from ampdbg.probes.pause import is_unwatched, unwatched
 from ampdbg.probes.seams import Seam, are_meta, attached, is_going_backward, only_follows
@@ -48,7 +48,7 @@ from ampdbg.record.run import Misuse, Record, Step, Unseen
 Original = Callable[..., Any]
 
 FEW_PASSES = 4
-"""In so many backward passes it is looked at whether the loop scales its loss itself."""
+"""In so many backward passes it is looked at whether the loop scales its loss itself, and steps copies of weights."""
 
 UNWATCHED = "from step {} on ampdbg noted nothing, because it failed itself: {}; please report it"
 SEVERAL = "several threads run loops, so ampdbg does not judge the order of their calls"
@@ -151,6 +151,15 @@ class Watch:
     def is_inside_a_step(self) -> bool:
         """For a hook around a step: another one has led to that, of an optimizer of the loop or of its class."""
         return any(optimizer in self.optimizers for optimizer in steps_around())
+
+    @property
+    def withholding(self) -> Optimizer | None:
+        """The optimizer whose open step the loop, which scales its loss itself, is to withhold: gradients are not
+        finite. On a GPU this syncs where the loop does."""
+        left = self._loop.now.left
+        if not left or is_finite_scalar(left[-1]):
+            return None
+        return next((one for one in self.optimizers if self.calls.place_of(one) in self.stepping), None)
 
     @property
     def has_unseen_steps(self) -> bool:
@@ -339,6 +348,8 @@ class Watch:
             self._scales_by_hand = self._scales_by_hand or is_scaled_by_hand(roots)
         losses = [mark.loss for mark in scaled] or list(map(scalar_of, tensors_in(roots)))
         self._gets_losses(losses, scaler)
+        if self._scales_by_hand and not scaled:
+            self._loop.now.factor = last_factor(roots)
         if len(self._loop.trained) > 1:  # others may write the gradients that would be compared
             self._loop.open.clear()
             return original(roots, *args, **kwargs)
@@ -350,6 +361,8 @@ class Watch:
         passes = self.ledger.passes  # looked at behind the first, the second, the fourth ... while there is no step
         if not self.optimizers.have_stepped and passes & (passes - 1) == 0:
             self._writes_itself = self._writes_itself or self.optimizers.have_other_weights
+        if passes < FEW_PASSES and not self.calls.wrote[0]:
+            self._look_for_copies()
         wrote, cleared = self.calls.wrote
         if self.log.has_named_losses:
             wrote, cleared = tuple(range(len(self.optimizers))), ()
@@ -362,6 +375,13 @@ class Watch:
         for optimizer in self.optimizers if self._loop.now.running else ():
             if id(optimizer) == self._loop.now.running:  # it runs its closure, and is to write the weights
                 self._look_before_a_step(optimizer, self._loop.now)
+
+    def _look_for_copies(self) -> None:
+        """A backward pass has written no optimizer's gradients: one may step copies of what it has written."""
+        called = (weight for root in self.models.called() for weight in root.parameters())
+        written = [weight for weight in called if weight.grad is not None]
+        for optimizer in self.optimizers.copying(written):
+            self.calls.add_originals(optimizer, written)
 
     def _give_up(self, step: OpenStep) -> None:
         """All gradients of a step were cleared before it could be taken."""
@@ -499,8 +519,9 @@ class Watch:
         self.ledger.pause()
         if not self.guard.failure:
             step = self._loop.now
-            # A loop that looks at its loss by itself.
-            step.skipped |= not (step.stepped or self.has_unseen_steps or step.has_finite_loss())
+            # A loop that looks at its loss or its gradients by itself.
+            is_sound = step.has_finite_loss() and step.has_left_finite()
+            step.skipped |= not (step.stepped or self.has_unseen_steps or is_sound)
             if step.skipped or (step.bare and step.stepped):
                 self._close()
             self.log.finish()

@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from ampdbg.probes.guard import Guard
-from ampdbg.probes.loss_graph import leaves_behind
+from ampdbg.probes.loss_graph import SCALED_BY_HAND, leaves_behind
 from ampdbg.probes.models import WRAPPERS
 from ampdbg.probes.seams import Seam, attached, is_captured, is_fx_tracing, is_going_backward, only_follows, replaced
 from ampdbg.probes.source_lines import innermost_line
@@ -88,10 +88,6 @@ WRITES = ("__setitem__", "__set__")
 PRODUCTS = ("mul", "multiply", "__mul__", "__rmul__")
 
 QUOTIENTS = ("div", "divide", "true_divide", "__truediv__")
-
-OWN_SCALE = 8.0
-"""A loss that is multiplied by so large a power of two right before it goes backward has a loss scale of the script's
-own."""
 
 HOOKS = ("register_hook", "retain_grad")
 """Functions after which other gradients may come to a tensor, or stay."""
@@ -696,6 +692,7 @@ class Recorder(TorchFunctionMode):
         loss: torch.Tensor | None = None,
         of: Collection[int] = (),
         scale: float = math.nan,
+        own_scale: float = 1.0,
     ) -> tuple[RecordedStep | None, str, ModelState]:
         """The step that has gone backward, whole; or what leads to a ``loss`` that has not.
 
@@ -706,6 +703,7 @@ class Recorder(TorchFunctionMode):
             loss: made since the last backward pass.
             of: the places of the optimizers whose losses are wanted; all losses where none is known.
             scale: that of its scaler.
+            own_scale: what is known to be the script's own; 1 where none is.
 
         Returns:
             The step, or None with why it cannot be run again; and what the model held before it.
@@ -721,7 +719,7 @@ class Recorder(TorchFunctionMode):
         ends = [calls.end(made, start) for made, start in losses if made is not None]
         if not calls.at_scale(scale).isdisjoint(made.call for made in ends):
             return None, OF_SCALED, ModelState()
-        unscaled, scales = zip(*(calls.unscaled(made) for made in ends), strict=True)
+        unscaled, scales = zip(*(calls.unscaled(made, own_scale) for made in ends), strict=True)
         is_scaled_alike = len({*scales}) == 1 and not self._now.scaled  # beside a scaler's a factor weighs the loss
         step, why, state = self._made(calls, calls.parts_of(unscaled if is_scaled_alike else ends), model, device)
         if step is not None and is_scaled_alike:
@@ -825,16 +823,16 @@ class _Calls:
         self.calls[number] = replace(weighs, inputs=[], past={}, writes=False, training=None, why_not="")
         return Made(number, "")
 
-    def unscaled(self, made: Made) -> tuple[Made, float]:
+    def unscaled(self, made: Made, known: float) -> tuple[Made, float]:
         """What a loss was before the script has multiplied it by a loss scale of its own, and that; else 1.
 
-        That is a power of two of at least ``OWN_SCALE``: other factors weigh losses.
+        That is the one that is ``known``, or a power of two of at least ``SCALED_BY_HAND``: other factors weigh losses.
         """
         call = self.calls[made.call]
-        factors = [one for one in call.given[0] if type(one) in (int, float) and one >= OWN_SCALE]
+        factors = [one for one in call.given[0] if type(one) in (int, float) and one >= SCALED_BY_HAND]
         losses = [one for one in call.given[0] if isinstance(one, Made)]
         is_product = getattr(call.function, "__name__", "") in PRODUCTS and len(factors) == len(losses) == 1
-        if not is_product or math.frexp(factors[0])[0] != 0.5:
+        if not is_product or (factors[0] != known and math.frexp(factors[0])[0] != 0.5):
             return made, 1.0
         return losses[0], float(factors[0])
 

@@ -389,11 +389,14 @@ def _facts_of(timeline: Record, record: Record) -> Iterator[str]:
 
 
 def _loss_scale(timeline: Record, scaled: Sequence[Step]) -> str:
-    """The loss scale; of a script in which no scaler scales, that of its own, as far as its replays show one."""
-    if timeline.script is None or any(step.scaler or step.scale != 1.0 for step in scaled):
+    """The loss scale; of a script in which no scaler scales, that of its own."""
+    if timeline.script is None or any(step.scaler for step in scaled):
         return f"loss scale {_change(scale(scaled[0].scale), scale(scaled[-1].scale))}"
-    own = max((made.low.scale for made in timeline.investigations), default=1.0)
-    return f"the script's own loss scale {scale(own)}" if own > 1.0 else "no scaler used"
+    is_own = any(step.scale != 1.0 for step in scaled)
+    own = [step.scale for step in scaled] if is_own else [made.low.scale for made in timeline.investigations]
+    if any(one > 1.0 for one in own):
+        return f"the script's own loss scale {_change(scale(own[0]), scale(own[-1]))}"
+    return "no scaler used"
 
 
 def _change(first: str, last: str) -> str:

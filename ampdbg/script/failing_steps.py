@@ -253,9 +253,13 @@ class FailingSteps:
             return
         if not self.recorder.is_under_way:
             step.read_losses_aside()
-            if step.scaler is None and not step.is_known_finite() and not self._watcher.is_paused:
-                self._learn()
-                self._fails("loss", None)
+            if step.scaler is None and not self._watcher.is_paused:
+                withholding = self._watcher.withholding
+                if not step.is_known_finite():
+                    self._learn()
+                    self._fails("loss", None)
+                elif withholding is not None:
+                    self._fails("gradients", withholding, may_settle=self._own_scale > 1.0)
             return
         loss = self.recorder.lost_loss
         if loss is None or self._watcher.is_paused or self.recorder.is_in_doubt(loss):
@@ -276,15 +280,18 @@ class FailingSteps:
         if value is not None and not is_part:
             self._watcher.log.break_off(value, is_skipped=True)
 
-    def _fails(self, why: Why, optimizer: Optimizer | None, loss: torch.Tensor | None = None) -> None:
-        """Called when the loss of the step is not finite, or its gradients alone, while its weights are its own."""
+    def _fails(
+        self, why: Why, optimizer: Optimizer | None, loss: torch.Tensor | None = None, *, may_settle: bool = False
+    ) -> None:
+        """Called when the loss of the step is not finite, or its gradients alone, while its weights are its own;
+        ``may_settle`` says that the script itself withholds it, and may lower a loss scale of its own."""
         place = 0 if optimizer is None else self._watcher.optimizers.number_of(optimizer)
-        number, scale = self._watcher.log.closed(), self._scale(place)
+        number, scale = self._watcher.log.closed(), self._scale(place) * self._own_scale
         is_nan = is_nan_alone(self._watcher.open_step.groups)
         borne = max(
             (step.scale for step in self._watcher.steps if not step.skipped and step.optimizer == place), default=-1.0
         )
-        may_settle = self._watcher.open_step.scaler is not None and scale > 1.0
+        may_settle |= self._watcher.open_step.scaler is not None and scale > 1.0
         is_due = self._policy.wants(why, place, has_borne=scale <= borne, is_nan=is_nan, may_settle=may_settle)
         if number == self._looked_at or not (is_due or self.captures.is_wanted):
             return
@@ -307,7 +314,16 @@ class FailingSteps:
     def _scale(self, place: int) -> float:
         if self._watcher.open_step.scaler is not None:
             return float(self._watcher.open_step.loss_scale())
-        return next((step.scale for step in reversed(self._watcher.steps) if step.optimizer == place), 1.0)
+        scaled = (step.scale for step in reversed(self._watcher.steps) if step.optimizer == place and step.scaler)
+        return next(scaled, 1.0)
+
+    @property
+    def _own_scale(self) -> float:
+        """What the script itself has multiplied the losses of the open step by, where that is known to be a loss scale;
+        else 1."""
+        is_known = any(step.scale != 1.0 and not step.scaler for step in self._watcher.steps)
+        is_known = is_known or self._watcher.withholding is not None
+        return self._watcher.open_step.factor if is_known else 1.0
 
     def _look(
         self, number: int, why: Why, loss: torch.Tensor | None = None, *, is_cut: bool = False
@@ -370,7 +386,8 @@ class FailingSteps:
         of = next((one.optimizer for one in steps if one.step == number), watcher.open_step.optimizer or 0)
         scale = self._scale(of)
         if not is_cut:
-            step, why_not, state = self.recorder.step(model, optimizers, device.type, loss, watcher.stepping, scale)
+            of_losses = (loss, watcher.stepping, scale, self._own_scale)
+            step, why_not, state = self.recorder.step(model, optimizers, device.type, *of_losses)
         if step is None and why == "loss":
             step, other, state = self.recorder.modules(model, optimizers, device.type)
             why_not = why_not or other or ENDED_EARLIER

@@ -241,7 +241,8 @@ class _StepFinder:
         device, head = _device_type(model), self._capture.head
         if head.reach == "whole":
             stepping, scale = self.watcher.stepping, float(self.watcher.open_step.loss_scale())
-            recorded, why_not, _ = self.recorder.step(model, optimizers, device, loss, stepping, scale)
+            known = 1.0 if head.scaler_number else head.scale
+            recorded, why_not, _ = self.recorder.step(model, optimizers, device, loss, stepping, scale, known)
         else:
             most = sum(call.training is not None for call in head.calls)  # which that of a module alone has
             recorded, why_not, _ = self.recorder.modules(model, optimizers, device, most)

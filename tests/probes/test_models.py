@@ -13,7 +13,7 @@ from ampdbg.probes.models import Models, outermost_owners, unwrapped
 def learnt(parameters: Iterable[torch.Tensor]) -> Models:
     """The models that are found of an optimizer of these parameters."""
     models = Models()
-    models.learn(torch.optim.SGD(parameters, lr=0.1))
+    models.learn([*parameters])
     return models
 
 

@@ -216,41 +216,89 @@ def test_each_loss_that_is_given_up_is_a_step(bad: tuple[str, ...], tmp_path: Pa
 
 
 OWN_SCALER = scripts.loop("""
-start, grows = float(sys.argv[1]), int(sys.argv[2])
+power, falls, grows, masters, bad = float(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]), *sys.argv[4:6]
 net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)).cuda()
-optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-power, skipped = start, 0
+weights = list(net.parameters())
+if masters == "flat":
+    net.half()
+    stepped = [torch._utils._flatten_dense_tensors([weight.detach().float() for weight in weights])]
+elif masters == "model":
+    stepped = list(copy.deepcopy(net).parameters())
+    net.half()
+else:
+    stepped = weights
+optimizer = torch.optim.SGD(stepped, lr=1e-3)
+skipped, losses = 0, []
 for step in range(24):
     x, y = torch.randn(8, 16).cuda(), torch.randn(8, 4).cuda()
     with torch.autocast("cuda", dtype=torch.float16):
-        loss = nn.functional.mse_loss(net(x).float(), y)
-    optimizer.zero_grad()
+        out = net(x).float()
+        loss = nn.functional.mse_loss(out, y)
+        if bad == "root" and step >= 12:
+            loss = loss + ((out - out).square().sum() + out.sum() * 0).sqrt()
+    for weight in weights:
+        weight.grad = None
     (loss * 2.0**power).backward()
-    if not all(parameter.grad.isfinite().all() for parameter in net.parameters()):
-        power, skipped = power - grows, skipped + 1
+    losses.append(loss.item())
+    if not all(weight.grad.isfinite().all() for weight in weights):
+        power, skipped = power - falls, skipped + 1
         continue
-    for parameter in net.parameters():
-        parameter.grad /= 2.0**power
+    gradients = [weight.grad.float() / 2.0**power for weight in weights]
+    if masters == "flat":
+        gradients = [torch._utils._flatten_dense_tensors(gradients)]
+    for master, gradient in zip(stepped, gradients):
+        master.grad = gradient
     optimizer.step()
+    if masters == "flat":
+        copies = torch._utils._unflatten_dense_tensors(stepped[0].detach(), weights)
+    else:
+        copies = [master.detach() for master in stepped]
+    for weight, master in zip(weights, copies):
+        weight.data.copy_(master)
     power += grows
-print("skipped", skipped)
+print(skipped, min(losses), max(losses))
 """)
-"""A loss scale of the script's own begins at a power of two, and grows and falls by such a factor, or not at all."""
+"""A loss scale of the script's own, with weights in float32 under autocast, or in half beside float32 masters."""
+
+MASTERS = ("none", "flat", "model")
 
 
-def test_steps_that_a_script_withholds_for_a_loss_scale_of_its_own_are_counted(tmp_path: Path) -> None:
-    grown, page, _ = ran(tmp_path, OWN_SCALER, "12", "1")
-    assert grown.steps_run == 24
-    assert grown.steps_skipped >= 4
-    assert [(found.code, found.severity) for found in grown.findings] == [("scale-calibration", "info")]
-    assert f"the script itself withheld {grown.steps_skipped} steps" in " ".join(page.split())
+@pytest.mark.parametrize("masters", slow_but_for(["flat"], MASTERS))
+def test_a_loss_scale_of_the_scripts_own_settles_as_a_scalers(tmp_path: Path, masters: str) -> None:
+    result, record = run(tmp_path, OWN_SCALER, "22", "1", "0.001", masters, "")
+    skipped, least, most = map(float, result.stdout.split())
+    assert (record.steps_run, record.steps_skipped, record.verdict) == (24, skipped, "healthy")
+    assert skipped >= 2
+    losses = [step.loss for step in record.steps]
+    assert (min(losses), max(losses)) == pytest.approx((least, most), rel=1e-3)
+    assert [step.scale for step in record.steps[:3]] == [2.0**22, 2.0**21, 2.0**20]
+    (found,) = record.findings
+    assert (found.code, found.severity) == ("scale-calibration", "info")
+    assert found.message.startswith(f"the script itself skipped {skipped:.0f} steps while the loss scale settled at ")
+    assert "agrees with FP32" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("masters", slow_but_for(["model"], MASTERS))
+def test_a_loss_scale_of_the_scripts_own_that_falls_for_nothing_leads_to_the_line(tmp_path: Path, masters: str) -> None:
+    record, _, code = ran(tmp_path, OWN_SCALER, "10", "1", "0", masters, "root")
+    assert (code, record.verdict, record.steps_skipped) == (1, "other", 12)
+    root, collapse = record.findings
+    assert (root.code, root.step, collapse.code) == ("true-nan", 12, "scale-collapse")
+    assert root.source is not None
+    assert root.source.text.startswith("loss = loss + ((out - out)")
+    assert collapse.message == "the loss scale keeps falling, from 1,024 to 0.5"
+
+
+def test_a_loss_scale_of_its_own_that_grows_too_often_costs_steps(tmp_path: Path) -> None:
+    grown, _, _ = ran(tmp_path, OWN_SCALER, "14", "1", "1", "none", "")
+    assert [(found.code, found.severity) for found in grown.findings] == [("scale-oscillation", "warning")]
 
 
 @pytest.mark.slow
 def test_a_loss_scale_of_its_own_that_nothing_lowers_is_too_large(tmp_path: Path) -> None:
-    never, _, _ = ran(tmp_path, OWN_SCALER, "26", "0")
+    never, _, _ = ran(tmp_path, OWN_SCALER, "26", "0", "0", "none", "")
     assert (never.findings[0].code, never.findings[0].severity) == ("scale-calibration", "error")
-    sound, _, _ = ran(tmp_path, OWN_SCALER, "6", "0")
+    sound, _, _ = ran(tmp_path, OWN_SCALER, "6", "0", "0", "none", "")
     assert (sound.verdict, sound.steps_skipped, sound.findings) == ("healthy", 0, ())
 
 
