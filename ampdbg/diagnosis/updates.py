@@ -112,8 +112,14 @@ class HalfUpdates(Evident):
 
     @property
     def slowest(self) -> KeptAverage:
-        """The one of them that adds least in a step."""
-        return max(self.averages, key=lambda one: one.decay)
+        """The one of them that adds least in a step; of all where none stands still."""
+        return max(self.averages or self.seen.averages, key=lambda one: one.decay)
+
+    @cached_property
+    def losing(self) -> list[KeptAverage]:
+        """Those that lose most of their way, and do not stand still, the worst first."""
+        found = [one for one in self.seen.averages if MOST_OF_THE_UPDATE < one.lost <= STANDS_STILL]
+        return sorted(found, key=lambda one: -one.lost)
 
     def place(self, row: Decision[Any]) -> Mapping[str, Any]:
         """The step, and the first of the row's parameters; what stands still does so from the first step on."""
@@ -133,6 +139,11 @@ class HalfUpdates(Evident):
         """How many values of averages have moved."""
         of = "that of {0.name} ({0.moved} of the {0.entries:,} values that move in float32)"
         return [of.format(one) for one in self.averages]
+
+    @property
+    def losing_averages(self) -> list[str]:
+        """How much of their way those lose that do not stand still."""
+        return [f"that of {one.name} ({one.lost:.0%})" for one in self.losing]
 
     @property
     def lost_of_averages(self) -> float:
@@ -217,10 +228,14 @@ SPOILING: tuple[Decision[HalfUpdates], ...] = (
 
 FORECAST = "[. With such gradients a step moves few values below learning rates of {forecast}]"
 
+STOPS = (
+    "[. The decay went from {changing_decay}][. At a decay of {constant_decay:g} no value moves whose weight is less "
+    "than {apart_by} its size away from it]"
+)
+
 STILL_AVERAGES = (
     "{averages:half average} hardly moved in {slowest.steps:step}: {still_averages}. Of the way of all "
-    "{seen.averages:half average} {lost_of_averages:.0%} is lost[. The decay went from {changing_decay}][. At a decay "
-    "of {constant_decay:g} no value moves whose weight is less than {apart_by} its size away from it]"
+    "{seen.averages:half average} {lost_of_averages:.0%} is lost" + STOPS
 )
 OF_AVERAGES = {
     PARAMETERS: "averages.name",
@@ -283,6 +298,15 @@ SMALL: tuple[Decision[HalfUpdates], ...] = (
         lambda it: bool(it.averages) and it.lost_of_averages <= MOST_OF_THE_UPDATE,
         STILL_AVERAGES,
         OF_AVERAGES,
+        severity="warning",
+    ),
+    Decision(
+        AVERAGE,
+        "every average kept in half moves, but all together lose over half of their way in float32",
+        lambda it: not it.averages and bool(it.losing) and it.lost_of_averages > MOST_OF_THE_UPDATE,
+        "of the way of all {seen.averages:half average} in {slowest.steps:step} {lost_of_averages:.0%} is lost, most "
+        "of {losing_averages}" + STOPS,
+        {**OF_AVERAGES, PARAMETERS: "losing.name"},
         severity="warning",
     ),
     Decision(

@@ -131,9 +131,14 @@ class Net(nn.Sequential):
 
 
 def trained(
-    made: Callable[[nn.Module], Keep], dtype: torch.dtype = torch.float32, steps: int = 150, *, by_hook: bool = False
+    made: Callable[[nn.Module], Keep],
+    dtype: torch.dtype = torch.float32,
+    steps: int = 150,
+    *,
+    by_hook: bool = False,
+    kind: type[nn.Module] = Net,
 ) -> Record:
-    net = Net().to(dtype)
+    net = kind().to(dtype)
     optimizer, keep = torch.optim.AdamW(net.parameters(), lr=1e-3), made(net)
     if by_hook:
         optimizer.register_step_post_hook(lambda *given: keep())
@@ -148,6 +153,22 @@ def trained(
                 keep()
     assert (_get_current_dispatch_mode_stack(), nn.Module.__call__, watched.failure) == ([], CALL, "")
     return diagnose(watched.record())
+
+
+class Linear(nn.Linear):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(32, 32, bias=False)
+
+
+@pytest.mark.parametrize("decay", [0.99, 0.997])
+def test_averages_that_all_move_and_together_lose_over_half_of_their_way_are_a_warning(decay: float) -> None:
+    record = trained(lambda net: by_lerp(net, HALF, decay), kind=Linear)
+    assert record.updates is not None
+    assert max(one.lost for one in record.updates.averages) < 0.9
+    lost = sum(one.lost * one.way for one in record.updates.averages) / sum(one.way for one in record.updates.averages)
+    assert (lost > 0.5) == (decay == 0.997)
+    assert codes(record) == [("frozen-average", "warning")] * (lost > 0.5)
 
 
 def test_an_average_that_is_kept_every_sixteenth_step_is_held_against_as_few_updates() -> None:
