@@ -16,7 +16,15 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 from ampdbg.diagnosis.diagnose import diagnose
-from ampdbg.diagnosis.updates import ACCUMULATION, FROZEN, MOST_OF_THE_UPDATE, SMALL_UPDATES, STUCK, why_no_edit
+from ampdbg.diagnosis.updates import (
+    ACCUMULATION,
+    FROZEN,
+    MOST_OF_THE_UPDATE,
+    SMALL_UPDATES,
+    STUCK,
+    TOO_FAR,
+    why_no_edit,
+)
 from ampdbg.errors import ConfigError, ScriptError, named_error
 from ampdbg.observer import Observer
 from ampdbg.patch.file_edits import base_folder, file_diff
@@ -166,7 +174,7 @@ def _lost(seen: Updates) -> str:
 
 MEASURES: Mapping[str, Callable[[Updates], str]] = defaultdict(lambda: lambda seen: "found") | {
     FROZEN: lambda seen: f"{counted(len(seen.frozen or seen.still), 'parameter')} frozen, {_lost(seen)}",
-    SMALL_UPDATES: _lost,
+    SMALL_UPDATES: lambda seen: f"{seen.times:.3g} times as far" if seen.times > TOO_FAR else _lost(seen),
     STUCK: lambda seen: f"second moments {max((one.times for one in seen.stuck), default=1.0):.3g} times apart",
     ACCUMULATION: lambda seen: f"sums {seen.lost_accumulation or 0.0:.0%} apart",
 }

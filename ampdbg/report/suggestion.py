@@ -195,7 +195,7 @@ def headline(record: Record, handed: Handover) -> view.Headline:
 def _about_weights(record: Record) -> str:
     """What is wrong with them, as far as it was measured."""
     stored = f"The weights are stored in {' and '.join(record.half_weights)}"
-    return stored + (" and lose part of their updates" if record.updates is not None else "")
+    return stored + (" and do not get the optimizer's updates" if record.updates is not None else "")
 
 
 def _harmless(record: Record, seen: Updates) -> view.Headline:
