@@ -21,6 +21,7 @@ from ampdbg.diagnosis.ranges import diagnose_ranges
 from ampdbg.errors import EXIT_INTERRUPTED, AmpdbgError, named_error
 from ampdbg.observer import Observer
 from ampdbg.pinning.bisection import Kept, search
+from ampdbg.probes.tensors import HALVES
 from ampdbg.proof.jobs import CapturedStep
 from ampdbg.proof.processes import Deliver, FreshProcess, FreshProcesses, end_group
 from ampdbg.proof.suggestion import Suggestion, suggestion_of
@@ -135,6 +136,12 @@ def _set_endings(handler: Callable[[int, Any], None] | signal.Handlers) -> None:
         signal.signal(number, handler)
 
 
+OUTSIDE_OF_AUTOCAST = (
+    "its weights are stored in {} and its step runs outside of autocast, which patches rely on: keep the weights in "
+    "float32, and run the step under torch.autocast"
+)
+
+
 def _replayed(taken: RestoredStep, job: CaptureJob, observer: Observer) -> Suggestion:
     made = taken.investigated(observer)
     return Suggestion(taken.diagnosed(how_often(taken, made), "replay"))
@@ -164,7 +171,16 @@ def _bisected(taken: RestoredStep, job: CaptureJob, observer: Observer) -> Sugge
         return Suggestion(ended.record)
     with FreshProcesses(ended.run.config.start) as start:
         captured = CapturedStep(job.path, made, job.script)
-        return suggestion_of(ended, job.form, start if job.verify else None, observer, captured)
+        start_job = start if job.verify else None
+        return suggestion_of(ended, job.form, start_job, observer, captured, _why_no_patch(taken))
+
+
+def _why_no_patch(taken: RestoredStep) -> str:
+    """Why no patch can be written of what the step runs in half; "" where one can."""
+    is_lowered = any(call.lowers for call in taken.recorded.calls.values())
+    dtypes = {parameter.dtype for parameter in taken.run.workload.model.parameters()}
+    half = [str(dtype).removeprefix("torch.") for dtype in HALVES if dtype in dtypes]
+    return "" if is_lowered or not half else OUTSIDE_OF_AUTOCAST.format(half[0])
 
 
 _WORK: Mapping[str, Callable[[RestoredStep, CaptureJob, Observer], Suggestion]] = {

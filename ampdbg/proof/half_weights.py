@@ -227,7 +227,8 @@ def suggest_for_half_weights(
         if verify and not steps:
             patched = {one.path: one.after for one in files}
             after = _trained(start, patched, most, observer, f"with {remedy.title}")
-            by_hand = [*edits.by_hand(after.lines, are_half=bool(after.record.half_weights))]
+            left = edits.by_hand(after.lines, are_half=bool(after.record.half_weights))
+            by_hand = by_hand if after.failure else [*left]  # of one that raises nobody knows what it lowers
             steps += _shown(codes, before, after)
         is_proven = all(step.passed for step in steps)
         folder, is_git = base_folder(files, Path.cwd())

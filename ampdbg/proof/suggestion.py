@@ -93,14 +93,22 @@ def suggest(
 
 
 def suggestion_of(
-    searched: Bisected, form: Form, start: JobStarter | None, observer: Observer, captured: CapturedStep | None = None
+    searched: Bisected,
+    form: Form,
+    start: JobStarter | None,
+    observer: Observer,
+    captured: CapturedStep | None = None,
+    why_no_patch: str = "",
 ) -> Suggestion:
     """What comes of a search that has ended; ``captured`` is the failing step's capture, where it is a script's.
 
-    ``start`` begins what a proof needs fresh processes for; without it nothing is proven.
+    ``start`` begins what a proof needs fresh processes for; without it nothing is proven. ``why_no_patch`` says why
+    none can be written but of constants.
     """
     ended = replace(searched, record=_handed_over(searched, form))
     found = Suggestion(ended.record)
+    if why_no_patch and not _constants(ended.record):
+        return Suggestion(_with(ended.record, names=(), helper="", refused=(why_no_patch,)))
     prover = functools.partial(_proof, ended, observer, captured, start) if start is not None else None
     with contextlib.suppress(KeyboardInterrupt):
         found = _of_search(ended, form, prover, observer, trains=captured is None)

@@ -6,6 +6,7 @@ import pytest
 
 from tests.commands.program import start
 from tests.script import scripts
+from tests.script.test_captures import on
 from tests.script.test_run import alone, captured, ran, run, saves_the_same_alone, steps_captured, where
 from tests.siblings import slow_but_for
 
@@ -300,6 +301,42 @@ def test_a_loss_scale_of_its_own_that_nothing_lowers_is_too_large(tmp_path: Path
     assert (never.findings[0].code, never.findings[0].severity) == ("scale-calibration", "error")
     sound, _, _ = ran(tmp_path, OWN_SCALER, "6", "0", "0", "none", "")
     assert (sound.verdict, sound.steps_skipped, sound.findings) == ("healthy", 0, ())
+
+
+HALF_ALONE = scripts.loop("""
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.into, self.out = nn.Linear(16, 64), nn.Linear(64, 4)
+
+    def forward(self, x):
+        h = torch.relu(self.into(x))
+        h = (h * 400) * (h * 400)
+        return self.out(h / 160_000)
+
+net = Net().half().cuda()
+masters = [weight.detach().float() for weight in net.parameters()]
+optimizer = torch.optim.SGD(masters, lr=1e-3)
+for step in range(3):
+    loss = nn.functional.mse_loss(net(torch.randn(8, 16).half().cuda()).float(), torch.randn(8, 4).cuda())
+    net.zero_grad()
+    (loss * 128).backward()
+    for master, weight in zip(masters, net.parameters()):
+        master.grad = weight.grad.float() / 128
+    optimizer.step()
+    for weight, master in zip(net.parameters(), masters):
+        weight.data.copy_(master)
+""")
+
+
+def test_no_patch_is_tried_of_half_weights_outside_of_autocast(tmp_path: Path) -> None:
+    record, _, _ = ran(tmp_path, HALF_ALONE)
+    assert where(record)[::3] == ("forward-overflow", "h = (h * 400) * (h * 400)")
+    result, suggested = on(tmp_path, "suggest-fp32", captured(record)[0])
+    assert [pin.name for pin in suggested.pins] == [":own"]
+    assert suggested.handover is not None
+    assert (suggested.handover.files, suggested.verification) == ((), None)
+    assert "its step runs outside of autocast, which patches rely on" in " ".join(result.stderr.split())
 
 
 ENDS_BEHIND_A_PASS = scripts.loop("""
