@@ -284,11 +284,11 @@ class Evidence(Evident):
     def kept_scale(self) -> KeptScale | None:
         """A loss scale that nothing lowers: a scaler's floor, that of the config, or the script's own."""
         floor, is_unscaled = scale_floor(self.run.steps), not any(one.scaler for one in self.run.steps)
-        if floor is not None:
+        if floor is not None and not is_unscaled:
             return KeptScale(
                 floor, f"the loss scale, whose lower limit is {number(floor)},", "let GradScaler lower the scale"
             )
-        is_kept = len({one.scale for one in self.run.steps}) == 1
+        is_kept = floor is not None or len({one.scale for one in self.run.steps}) == 1
         is_own = self.low.scale > 1.0 and self.run.script is not None and is_unscaled and is_kept
         whose = "the script's own" if is_own else "the static" if has_static_scale(self.run.config) else ""
         cure = f"use a loss scale of {self.usable_scale or 1.0:g}, or a dynamic one"
@@ -455,12 +455,11 @@ class Evidence(Evident):
 
 
 def scale_floor(steps: Sequence[Step]) -> float | None:
-    """The loss scale that a scaler does not leave though it skips every step, as one with a floor of its own; else
+    """The loss scale that is not left though every step is skipped, as that of a scaler with a floor of its own; else
     None."""
     last = steps[-SKIPS_IN_A_ROW:]
     is_stuck = len(last) == SKIPS_IN_A_ROW and len({(step.scaler, step.scale) for step in last}) == 1
-    is_of_scaler = is_stuck and all(step.skipped and step.scaler for step in last)
-    return last[-1].scale if is_of_scaler and last[-1].scale > 1.0 else None
+    return last[-1].scale if is_stuck and all(step.skipped for step in last) and last[-1].scale > 1.0 else None
 
 
 # The table

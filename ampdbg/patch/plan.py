@@ -234,6 +234,16 @@ def lines_title(file: str, lines: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True)
+class Rest:
+    """A patch without one of its units. A model that stands can take the edits of ``lines`` alone, and these ``names``
+    of pins in place of the helper by name."""
+
+    edits: tuple[FileEdit, ...]
+    lines: tuple[FileEdit, ...]
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Patch:
     """The edits of all files together. ``without`` has them for each unit's title with that one unit left out.
 
@@ -242,7 +252,7 @@ class Patch:
 
     edits: tuple[FileEdit, ...]
     units: tuple[PatchUnit, ...]
-    without: Mapping[str, tuple[FileEdit, ...]]
+    without: Mapping[str, Rest]
     refused: tuple[Refused, ...] = ()
     left: tuple[Refused, ...] = ()
     moves_constants: bool = False
@@ -266,7 +276,7 @@ def planned(materials: Materials, ways: Sequence[PlacementRule] = WAYS[0], unnee
     parts = [part for part in _parts(chosen, materials) if _title(part) not in unneeded]
     chosen = [place for part in parts for place in part]
     units = tuple(map(_unit, parts))
-    without = {_title(part): _applied([one for one in chosen if one not in part], materials)[0] for part in parts}
+    without = {_title(part): _rest([one for one in chosen if one not in part], materials) for part in parts}
     edits, more = _applied(chosen, materials)
     return Patch(edits, units, without, (*refused, *more), tuple(left))
 
@@ -285,7 +295,7 @@ def constants_kept(constants: Sequence[Source], materials: Materials) -> Patch:
         refused += _in_file(file, edited.refused)
         edits.append(FileEdit(Path(file), before, edited.source))
     title = " and ".join(f"the constant on {lines_title(file, list(here))}" for file, here in lines.items())
-    return Patch(tuple(edits), (PatchUnit(title, ()),), {title: ()}, tuple(refused), moves_constants=True)
+    return Patch(tuple(edits), (PatchUnit(title, ()),), {title: Rest((), (), ())}, tuple(refused), moves_constants=True)
 
 
 def wider_than(narrower: Patch, why: str, patch: Patch) -> Patch:
@@ -391,6 +401,13 @@ def _unit(part: Sequence[Placement]) -> PatchUnit:
 
 def _title(part: Sequence[Placement]) -> str:
     return " and ".join(place.title for place in part)
+
+
+def _rest(placements: Sequence[Placement], materials: Materials) -> Rest:
+    edits, _ = _applied(placements, materials)
+    lines, _ = _applied([place for place in placements if place.source is not None], materials)
+    names = tuple(name for place in placements if place.source is None for name in place.pins)
+    return Rest(edits, lines, names)
 
 
 def _applied(placements: Sequence[Placement], materials: Materials) -> tuple[tuple[FileEdit, ...], tuple[Refused, ...]]:

@@ -52,7 +52,7 @@ class Patched:
     ``files`` are the patched bytes by absolute path; a file that does not exist is made by them. ``pins_file`` is the
     one among them whose ``pin_fp32`` is called with the model, or with those of several that are its ``roots``.
     ``pins`` are added to the config's. ``moves_constants`` says that the files compute with other constants in half
-    than in FP32.
+    than in FP32. ``standing`` does the same in a model that stands: what files do as the model is made, pins do there.
     """
 
     files: Mapping[Path, bytes] = field(default_factory=dict)
@@ -60,6 +60,7 @@ class Patched:
     roots: tuple[RootModel, ...] = ()
     pins: tuple[str, ...] = ()
     moves_constants: bool = False
+    standing: Patched | None = None
 
     @property
     def changes_nothing(self) -> bool:

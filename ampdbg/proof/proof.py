@@ -113,7 +113,8 @@ class _Proving:
     def seen(self, job: Job, cured: Cured = lambda tried: None) -> Seen:
         """What is seen of a job in the run that stands; where its patch cannot be put in force there, in another."""
         try:
-            return seen_in(self.run, self.failing, job, self.observer, cured)
+            standing = replace(job, patched=job.patched.standing or job.patched)
+            return seen_in(self.run, self.failing, standing, self.observer, cured)
         except CannotSwapError as why:
             if job.captured is not None:
                 seen = self.start(see_in_script, job)(self.observer)

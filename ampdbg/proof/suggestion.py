@@ -17,7 +17,16 @@ from ampdbg.patch.by_name import MODULE_NAME, module_text
 from ampdbg.patch.edits import Refused
 from ampdbg.patch.file_edits import FileEdit, base_folder, file_diff
 from ampdbg.patch.own_lines import own_lines
-from ampdbg.patch.plan import WAYS, Materials, Patch, constants_kept, lines_that_may_be_edited, planned, wider_than
+from ampdbg.patch.plan import (
+    WAYS,
+    Materials,
+    Patch,
+    Rest,
+    constants_kept,
+    lines_that_may_be_edited,
+    planned,
+    wider_than,
+)
 from ampdbg.pinning.bisection import Bisected, bisected, scales_of
 from ampdbg.pinning.pin_set import digest, tied_together
 from ampdbg.probes.half_names import names_seen
@@ -186,7 +195,7 @@ def _with_patch(record: Record, materials: Materials, prover: Prover | None, *, 
             patched = replace(_patched(patch.edits), moves_constants=patch.moves_constants)
             # What is known to be needed is left out last, and not again for each part that is not.
             parts = sorted(patch.without, key=lambda title: title not in shown)
-            proof = prover(patched, {title: _patched(patch.without[title]) for title in parts})
+            proof = prover(patched, {title: _without(patch.without[title]) for title in parts})
         except KeyboardInterrupt:
             unproven = _patched_by(patch, replace(record, interrupted=True))
             return replace(unproven, edits=())  # not proven, it is not to be written
@@ -253,6 +262,11 @@ def _by_name(ended: Bisected, form: Form, prover: Prover) -> Suggestion:
 
 def _patched(edits: Sequence[FileEdit]) -> Patched:
     return Patched({edit.path: edit.after for edit in edits})
+
+
+def _without(rest: Rest) -> Patched:
+    standing = replace(_patched(rest.lines), pins=tuple(name or EVERYTHING for name in rest.names))
+    return replace(_patched(rest.edits), standing=standing)
 
 
 def _proof(
