@@ -33,7 +33,7 @@ from ampdbg.probes.dtype_contract import DtypeContract
 from ampdbg.probes.gradients import Measures
 from ampdbg.probes.guard import Guard
 from ampdbg.probes.loss_graph import is_scaled_by_hand, last_factor, mark_scaled, scaled_behind
-from ampdbg.probes.models import Models
+from ampdbg.probes.models import Models, alive_in_process
 from ampdbg.probes.open_step import Loop, OpenStep, is_finite_scalar
 from ampdbg.probes.optimizers import Optimizers, innermost
 from ampdbg.probes.pause import is_unwatched, unwatched
@@ -378,8 +378,9 @@ class Watch:
 
     def _look_for_copies(self) -> None:
         """A backward pass has written no optimizer's gradients: one may step copies of what it has written."""
-        called = (weight for root in self.models.called() for weight in root.parameters())
-        written = [weight for weight in called if weight.grad is not None]
+        modules = alive_in_process(torch.nn.Module) if len(self.optimizers) else ()
+        weights = {id(one): one for module in modules for one in module.parameters(recurse=False)}
+        written = [one for one in weights.values() if one.grad is not None]
         for optimizer in self.optimizers.copying(written):
             self.calls.add_originals(optimizer, written)
 

@@ -123,12 +123,17 @@ class _Root:
             if name in self.tensors and (name in others or times_written(self.tensors[name]) != times)
         ]
 
-    def unknown(self, kept: _Kept) -> Iterator[str]:
-        """The buffers and parameters that were written since and are not held; they are from the next call on."""
+    def unheld(self, kept: _Kept) -> Iterator[str]:
+        """The buffers and parameters that were written since and are not held."""
         for name in self._written(kept):
             if self.tensors[name] not in kept.held:
-                self.calls = 0
                 yield f"{'parameter' if isinstance(self.tensors[name], torch.nn.Parameter) else 'buffer'} {name}"
+
+    def unknown(self, kept: _Kept) -> Iterator[str]:
+        """The same; they are held from the next call on."""
+        for name in self.unheld(kept):
+            self.calls = 0
+            yield name
 
 
 def _is_frozen(tensor: torch.Tensor) -> bool:
@@ -162,6 +167,11 @@ class Before:
         root = self._roots.get(module)
         if root is not None and number in root.kept:
             root.returned(number)
+
+    def is_known(self, number: int) -> bool:
+        """What the module of a call held before it is known, but for weights that optimizers train."""
+        kept = ((root, root.kept[number]) for root in self._roots.values() if number in root.kept)
+        return all(not any(True for _ in root.unheld(one)) for root, one in kept)
 
     def state(self, model: torch.nn.Module, calls: Collection[int]) -> tuple[ModelState, str]:
         """What the model held before these calls, and of which buffer or parameter that is not known; "" of none."""

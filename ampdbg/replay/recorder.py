@@ -85,7 +85,7 @@ DRAWS = re.compile(r"rand|dropout|bernoulli|multinomial|poisson|rrelu|gumbel|fra
 WRITES = ("__setitem__", "__set__")
 """Functions that write into their first argument, and do not end as those do that torch says this of."""
 
-PRODUCTS = ("mul", "multiply", "__mul__", "__rmul__")
+PRODUCTS = ("mul", "multiply", "mul_", "__mul__", "__rmul__", "__imul__")
 
 QUOTIENTS = ("div", "divide", "true_divide", "__truediv__")
 
@@ -715,7 +715,7 @@ class Recorder(TorchFunctionMode):
             return None, "no loss went backward in it", ModelState()
         if any(made is None for made, _ in losses):
             return None, self._compiles or NOT_ALL_SEEN, ModelState()
-        calls = _Calls(self._now.calls, self._now.changed, self._weights_written(optimizers), self._copied)
+        calls = self._calls_for(optimizers)
         ends = [calls.end(made, start) for made, start in losses if made is not None]
         if not calls.at_scale(scale).isdisjoint(made.call for made in ends):
             return None, OF_SCALED, ModelState()
@@ -735,7 +735,7 @@ class Recorder(TorchFunctionMode):
         ``most`` says how many calls of modules at most.
         """
         self._off()
-        calls = _Calls(self._now.calls, self._now.changed, self._weights_written(optimizers), self._copied)
+        calls = self._calls_for(optimizers)
         wanted = set[int]()
         called = {number: module for number, call in self._now.calls.items() if (module := call.module) is not None}
         for number, module in called.items():
@@ -790,6 +790,10 @@ class Recorder(TorchFunctionMode):
         )
         return step, "", state
 
+    def _calls_for(self, optimizers: Sequence[Optimizer]) -> _Calls:
+        now = self._now
+        return _Calls(now.calls, now.changed, self._weights_written(optimizers), self._copied, self.before)
+
     def _weights_written(self, optimizers: Sequence[Optimizer]) -> dict[int, int]:
         """When each weight was last stepped on, by ``id``."""
         written: dict[int, int] = {}
@@ -809,9 +813,11 @@ class _Calls:
         changed: Mapping[int, Sequence[int]],
         written: Mapping[int, int],
         copied: set[tuple[Line | None, str]],
+        before: Before,
     ) -> None:
         self.calls: dict[int, Noted] = dict(calls)
-        self._changed, self._written, self._copied = changed, written, copied
+        self._changed, self._written, self._copied, self._before = changed, written, copied, before
+        self._latest = max((one.steps for one in calls.values()), default=0)
         self._whys: dict[int, str] = {}
 
     def end(self, made: Made, start: torch.Tensor | None) -> Made:
@@ -868,6 +874,8 @@ class _Calls:
         weights = call.module.parameters() if call.module is not None else ()
         if any(self._written.get(id(weight), -1) > call.steps for weight in weights):
             return "its weights have changed since"
+        if call.steps < self._latest and not self._before.is_known(number):
+            return "what its module held has changed since"
         return next(
             (why for read in call.reads if (why := self._whys.get(read, "")) and not self._is_data(call, read)), ""
         )
