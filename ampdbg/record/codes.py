@@ -418,7 +418,7 @@ _CALLS = (
     _misuse(
         "misuse-many-updates",
         "optimizer",
-        "scaler.update() runs before the step of another optimizer, which then unscales its gradients by the new scale",
+        "scaler.update() runs before the step of an optimizer, which then unscales its gradients by the new scale",
         "call scaler.update() once, after the steps of all optimizers",
         "warning",
     ),

@@ -169,8 +169,9 @@ def test_a_run_in_fp32_is_not_sent_to_fp32() -> None:
 def said_of(command: str, **fields: object) -> str:
     """The page of a script's last step, which ended before its loss."""
     found = Finding("forward-overflow", "error", 1, "forward", "it overflows", "pin it", module="net")
-    last = replace(healthy_step(1), loss=math.nan, grad_norm=None)
-    record = run([healthy_step(0), last], findings=(found,), script=ScriptRun("train.py"), verdict="precision")
+    first, last = (replace(healthy_step(number), scaler=1) for number in range(2))
+    last = replace(last, loss=math.nan, grad_norm=None)
+    record = run([first, last], findings=(found,), script=ScriptRun("train.py"), verdict="precision")
     made = Investigation(1, "loss", LOST, reach="modules")
     return " ".join(rendered(replace(record, command=command, investigations=(made,), **fields)).split())  # type: ignore[arg-type]
 
