@@ -218,7 +218,13 @@ def test_each_loss_that_is_given_up_is_a_step(bad: tuple[str, ...], tmp_path: Pa
 
 OWN_SCALER = scripts.loop("""
 power, falls, grows, masters, bad = float(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]), *sys.argv[4:6]
-net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)).cuda()
+
+class Criterion(nn.Module):
+    def forward(self, net, x, y):
+        out = net(x).float()
+        return out, nn.functional.mse_loss(out, y)
+
+net, criterion = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)).cuda(), Criterion()
 weights = list(net.parameters())
 if masters == "flat":
     net.half()
@@ -233,14 +239,17 @@ skipped, losses = 0, []
 for step in range(24):
     x, y = torch.randn(8, 16).cuda(), torch.randn(8, 4).cuda()
     with torch.autocast("cuda", dtype=torch.float16):
-        out = net(x).float()
-        loss = nn.functional.mse_loss(out, y)
+        out, loss = criterion(net, x, y) if masters == "flat" else criterion.forward(net, x, y)
         if bad == "root" and step >= 12:
             loss = loss + ((out - out).square().sum() + out.sum() * 0).sqrt()
     for weight in weights:
         weight.grad = None
-    (loss * 2.0**power).backward()
     losses.append(loss.item())
+    if masters == "none":
+        (loss * 2.0**power).backward()
+    else:
+        loss *= 2.0**power
+        loss.backward()
     if not all(weight.grad.isfinite().all() for weight in weights):
         power, skipped = power - falls, skipped + 1
         continue

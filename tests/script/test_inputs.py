@@ -111,6 +111,40 @@ def test_a_target_that_overflows_as_the_script_makes_it_in_half_is_not_called_ba
     assert "no precision setting helps" not in page
 
 
+CENTRED = scripts.loop("""
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.token, self.out = torch.nn.Parameter(torch.randn(1, 16)), torch.nn.Linear(16, 16)
+    def forward(self, x):
+        return self.out(x + self.token)
+student = Net().cuda()
+teacher = copy.deepcopy(student).requires_grad_(False)
+optimizer, scaler = torch.optim.AdamW(student.parameters(), lr=1e-3), torch.amp.GradScaler("cuda", init_scale=2.0**14)
+center = torch.zeros(1, 16)
+for step in range(20):
+    x = torch.randn(8, 16)
+    x[3, 0] *= float(sys.argv[1]) if step == 16 else 1.0
+    with torch.autocast("cuda", dtype=torch.float16):
+        with torch.no_grad():
+            y = teacher(x)
+            target = torch.softmax(y - center, -1)
+        center = center * 0.9 + y.mean(0, keepdim=True).float() * 0.1
+        loss = -(target * torch.log_softmax(student(x), -1)).sum(-1).mean()
+    STEP
+    with torch.no_grad():
+        kept, new = list(teacher.parameters()), list(student.parameters())
+        torch._foreach_mul_(kept, 0.99)
+        torch._foreach_add_(kept, new, alpha=0.01)
+""")
+
+
+def test_a_center_of_what_a_teacher_gave_before_it_moved_is_held_as_it_was(tmp_path: Path) -> None:
+    record, page, _ = ran(tmp_path, CENTRED, "nan")
+    assert "step 12 agrees with FP32" in page or "step 10 agrees with FP32" in page
+    assert (record.verdict, record.findings[0].code, record.findings[0].step) == ("other", "data-nonfinite", 16)
+
+
 SOUND = [(kind, "1") for kind in ("function", "operators", "criterion", "assert")]
 SOUND += [("padded", "nan"), ("mask", "-inf")]
 
