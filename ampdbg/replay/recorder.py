@@ -135,6 +135,13 @@ class Noted:
         self.inputs = [(copied, times_written(copied)) if one is tensor else (one, times) for one, times in self.inputs]
         self.given = Copying(lambda one: copied if one is tensor else one).of(self.given)
 
+    def takes_data_of(self, call: int) -> bool:
+        """All that it takes of another call is held still, and no gradient leads to it."""
+        taken = [made for made in _mades(self.given) if made.call == call]
+        return bool(taken) and all(
+            made in self.past and times_written(self.past[made][0]) == self.past[made][1] for made in taken
+        )
+
     @property
     def is_held(self) -> bool:
         """Somebody has something that it gave; that may be the note of what was given it."""
@@ -608,10 +615,15 @@ class Recorder(TorchFunctionMode):
         return self._steps - call.steps > len(self._stepped)
 
     def _prune(self) -> None:
-        """Forgets the calls that no loss and nothing which somebody holds was made of."""
+        """Forgets the calls that no loss and nothing which somebody holds was made of, and those of long ago whose
+        results others hold as data: as each average of an average does."""
         now = self._now
-        held = (n for n, call in now.calls.items() if call.is_held and (call.leads_back or not self._is_past(call)))
-        needed = _behind(now.calls, (*held, *(made.call for made, *_ in now.losses if made is not None)))
+
+        def leads(call: Noted, read: int) -> bool:
+            return not (self._is_past(now.calls[read]) and call.takes_data_of(read)) if read in now.calls else False
+
+        held = (n for n, call in now.calls.items() if call.is_held and not self._is_past(call))
+        needed = _behind(now.calls, (*held, *(made.call for made, *_ in now.losses if made is not None)), leads)
         now.calls = {number: call for number, call in now.calls.items() if number in needed}
         now.taken = {id(one) for call in now.calls.values() for one, _ in call.inputs}
         now.made = {key: known for key, known in now.made.items() if known[1].call in needed}
@@ -876,16 +888,11 @@ class _Calls:
             return "its weights have changed since"
         if call.steps < self._latest and not self._before.is_known(number):
             return "what its module held has changed since"
-        return next(
-            (why for read in call.reads if (why := self._whys.get(read, "")) and not self._is_data(call, read)), ""
-        )
+        return next((why for read in call.reads if (why := self._why(read)) and not call.takes_data_of(read)), "")
 
-    def _is_data(self, call: Noted, read: int) -> bool:
-        """All that a call takes of another is held still, and no gradient leads to it."""
-        taken = [made for made in _mades(call.given) if made.call == read]
-        return bool(taken) and all(
-            made in call.past and times_written(call.past[made][0]) == call.past[made][1] for made in taken
-        )
+    def _why(self, read: int) -> str:
+        """Why a call that another one reads from cannot be made again; it may be forgotten."""
+        return self._whys.get(read, "" if read in self.calls else NOT_ALL_SEEN)
 
     def is_data_beside(self, number: int, model: torch.nn.Module) -> bool:
         """What a call takes that no noted one has made is finite, and made of weights that optimizers train beside the
@@ -911,7 +918,7 @@ class _Calls:
         return needed
 
     def _leads(self, call: Noted, read: int) -> bool:
-        return not self._whys.get(read) or not self._is_data(call, read)
+        return not self._why(read) or not call.takes_data_of(read)
 
     def given(self, number: int, own: Collection[int]) -> tuple[Any, Any]:
         """What a call is given, with ``Own`` in the place of what is the model's."""
@@ -919,7 +926,7 @@ class _Calls:
 
         def each(value: Any) -> Any:
             if isinstance(value, Made):
-                return call.past[value][0] if self._whys.get(value.call) else value
+                return call.past[value][0] if self._why(value.call) else value
             return Own(value) if isinstance(value, torch.Tensor) and id(value) in own else value
 
         given: tuple[Any, Any] = Copying(each).of(call.given)
@@ -934,7 +941,7 @@ class _Calls:
             device in noted.lowers,
             noted.has_gradients,
             noted.random_state,
-            frozenset(read for read in noted.reads if not self._whys.get(read)),
+            frozenset(read for read in noted.reads if not self._why(read)),
             noted.writes,
             noted.training,
         )

@@ -723,6 +723,26 @@ def test_a_default_device_may_be_set_and_taken_back_while_the_recorder_notes() -
     assert step is not None, why_not
 
 
+def test_a_running_average_and_a_graph_that_somebody_keeps_lead_to_no_step_of_long_ago() -> None:
+    model, average, kept, calls = net(), torch.zeros(()), list[torch.Tensor](), list[int]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Recorder() as recorder:
+        for number in range(12):
+            output = model(x(number))
+            average = average * 0.9 + output.detach().mean() * 0.1
+            loss = (output - average).square().mean()
+            kept.append(output)
+            optimizer.zero_grad()
+            loss.backward(retain_graph=True)
+            calls.append(len(recorder.called))
+            step, why_not, _ = recorder.step(model, (optimizer,), "cpu")
+            assert step is not None, why_not
+            assert torch.equal(step.loss(step.given[0]), loss)
+            calls.append(len(step.calls))
+            optimizer.step()
+    assert calls[-2:] == calls[6:8]
+
+
 def test_an_error_of_the_loop_goes_through_and_leaves_nothing_behind() -> None:
     call, backward, before = nn.Module.__call__, torch.Tensor.backward, torch._C._len_torch_function_stack()
     model = net()
