@@ -341,7 +341,7 @@ for step in range(3):
 def test_no_patch_is_tried_of_half_weights_outside_of_autocast(tmp_path: Path) -> None:
     record, _, _ = ran(tmp_path, HALF_ALONE)
     assert where(record)[::3] == ("forward-overflow", "h = (h * 400) * (h * 400)")
-    result, suggested = on(tmp_path, "suggest-fp32", captured(record)[0])
+    result, suggested = on(tmp_path, "suggest-fp32", Path(captured(record)[0]))
     assert [pin.name for pin in suggested.pins] == [":own"]
     assert suggested.handover is not None
     assert (suggested.handover.files, suggested.verification) == ((), None)
