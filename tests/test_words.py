@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import ampdbg
+from tests.package_source import PACKAGE, trees
 
-PACKAGE = Path(ampdbg.__file__).parent
 ROOT = PACKAGE.parent
 
 BETTER = {
@@ -65,11 +64,6 @@ def shown_strings(tree: ast.AST) -> Iterator[str]:
             yield FIELD.sub("_", node.value)
 
 
-MESSAGES = {
-    path.relative_to(PACKAGE).as_posix(): list(shown_strings(ast.parse(path.read_text("utf-8"))))
-    for path in PACKAGE.rglob("*.py")
-}
-
 PAGES = [
     *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
     *(ROOT / "docs").rglob("*.md"),
@@ -95,10 +89,11 @@ def is_message(text: str) -> bool:
     return "\n" not in text.strip() and re.search(r"[|\\]|^(\w+ ){12}", text) is None
 
 
-@pytest.mark.parametrize("name", sorted(MESSAGES))
-def test_a_message_says_it_in_plain_words(name: str) -> None:
-    assert [(found[0], text) for text in MESSAGES[name] for found in TURNS.finditer(text)] == []
-    assert [long for text in MESSAGES[name] if is_message(text) for long in long_sentences(text, MOST_WORDS)] == []
+def test_a_message_says_it_in_plain_words() -> None:
+    shown = [(name, text) for name, tree in trees().items() for text in shown_strings(tree)]
+    assert [(name, found[0], text) for name, text in shown for found in TURNS.finditer(text)] == []
+    messages = [(name, text) for name, text in shown if is_message(text)]
+    assert [(name, long) for name, text in messages for long in long_sentences(text, MOST_WORDS)] == []
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
