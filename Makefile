@@ -10,7 +10,7 @@ BIN := .venv/bin
 endif
 
 # One thread a worker: the suite runs on every core already, and more threads only fight for them.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 WORKERS := --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
 .PHONY: docs package screens demo test suite slow fuzz matrix bench lint format setup clean help

@@ -43,7 +43,21 @@ def command(*arguments: str, flags: tuple[str, ...] = ()) -> list[str]:
 
 THREADS = os.environ.get("OMP_NUM_THREADS")
 
-WARM = "import torch._dynamo, ampdbg.api, ampdbg.commands.app; from tests.forking import serve; serve()"
+WARM = """
+import gc, importlib, pkgutil
+import torch._dynamo, torch._subclasses.schema_check_mode, ampdbg
+for module in pkgutil.walk_packages(ampdbg.__path__, "ampdbg."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+from tests.forking import serve
+ampdbg.probes.unfollowed.leave_ours_alone()
+ampdbg.source.ownership.loaded_files()
+for kind in (*ampdbg.record.log.KINDS.values(), ampdbg.record.run.Record):
+    ampdbg.record.file.adapter(kind)
+ampdbg.commands.app._commands()
+gc.freeze()
+serve()
+"""
 
 FORKED = """
 import json, os, sys
