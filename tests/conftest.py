@@ -1,7 +1,9 @@
 """What the tests share: golden files, refreshed by ``pytest --update-golden``, and the program in this process."""
 
 import gc
+import importlib
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,6 +30,8 @@ Golden = Callable[[Path, str], None]
 
 def pytest_collection_finish() -> None:
     """What was imported stays to the end: a look through it, for garbage or for models, takes a third of a second."""
+    if "torch" in sys.modules:
+        importlib.import_module("torch._dynamo")  # the first optimizer of torch's would import it
     gc.collect()
     gc.freeze()
 

@@ -44,14 +44,17 @@ def command(*arguments: str, flags: tuple[str, ...] = ()) -> list[str]:
 THREADS = os.environ.get("OMP_NUM_THREADS")
 
 WARM = """
-import gc, importlib, pkgutil
+import gc, importlib, pkgutil, sys
 import torch._dynamo, torch._subclasses.schema_check_mode, ampdbg
 for module in pkgutil.walk_packages(ampdbg.__path__, "ampdbg."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
 from tests.forking import serve
 ampdbg.probes.unfollowed.leave_ours_alone()
-ampdbg.source.ownership.loaded_files()
+ownership = ampdbg.source.ownership
+installed = {getattr(module, "__file__", None) for module in sys.modules.values()} - {*ownership.loaded_files()}
+look = ownership.is_users_file
+ownership.is_users_file = lambda file: file not in installed and look(file)  # thousands of files, in each process
 for kind in (*ampdbg.record.log.KINDS.values(), ampdbg.record.run.Record):
     ampdbg.record.file.adapter(kind)
 ampdbg.commands.app._commands()
@@ -69,6 +72,9 @@ sys.path.insert(0, "")  # as python -m has it
 sys.argv = ["ampdbg", *arguments]
 for stream in (sys.stdout, sys.stderr):
     stream.reconfigure(encoding=variables["PYTHONIOENCODING"], errors="backslashreplace")
+from tests.forking import fork_what_is_fresh
+if arguments and arguments[0] in ("bisect", "replay", "suggest-fp32"):
+    fork_what_is_fresh()
 from ampdbg.__main__ import main
 main()
 """
