@@ -211,15 +211,15 @@ QUICK = (Variant(torch.optim.SGD, (("foreach", True),)), Variant(torch.optim.Ada
 """They quickly run every loop."""
 
 EACH = [
-    pytest.param(variant, loop, id=f"{variant}-{name}", marks=() if quick else pytest.mark.slow)
+    pytest.param(variant, loop, enabled, id=f"{variant}-{name}-{how}", marks=() if quick else pytest.mark.slow)
     for variant in VARIANTS
     for name, loop in LOOPS.items()
-    for quick in [variant in QUICK or (name == "plain" and variant in ONE_OF_EACH)]
+    for how, enabled in {"enabled": True, "disabled": False}.items()
+    for quick in [variant in QUICK or (enabled and name == "plain" and variant in ONE_OF_EACH)]
 ]
 
 
-@by_enabled
-@pytest.mark.parametrize(("variant", "loop"), EACH)
+@pytest.mark.parametrize(("variant", "loop", "enabled"), EACH)
 def test_a_watched_scaler_ends_where_training_without_one_ends(variant: Variant, loop: Loop, enabled: bool) -> None:
     case, seen, scale = run(variant, loop, enabled)
     # Clipping adds 1e-6 to the norm, a smaller part of a scaled one.

@@ -64,7 +64,7 @@ def saves_the_same_alone(folder: Path, *arguments: str) -> None:
 
 def alone(folder: Path, *arguments: str) -> str:
     """What a script prints that is given the same, without ampdbg."""
-    code = f"import runpy, sys; sys.argv = {arguments!r}; sys.path.insert(0, ''); runpy.run_path(sys.argv[0], None, "
+    code = f"import runpy, sys; sys.argv = {[*arguments]}; sys.path.insert(0, ''); runpy.run_path(sys.argv[0], None, "
     ended = start_python(folder, f"{code}'__main__')")
     assert ended.code == 0, ended.stderr
     return ended.stdout
