@@ -55,7 +55,7 @@ def used_by(module: ModuleType) -> dict[str, ModuleType]:
     while new:
         for value in [*vars(new.pop()).values()]:
             name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-            for one in {name, type(value).__module__} & apart.keys() - found.keys():
+            for one in apart.keys() & {name, type(value).__module__} - found.keys():
                 found[one] = apart[one]
                 new.append(apart[one])
     return found

@@ -166,7 +166,7 @@ def fork_what_is_fresh() -> None:
         os._exit(0)
     os.waitpid(child, 0)
     theirs.close()
-    processes.subprocess = SimpleNamespace(  # type: ignore[attr-defined]
+    processes.subprocess = SimpleNamespace(  # type: ignore[assignment, attr-defined]
         Popen=functools.partial(Forked, ours), PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired
     )
 
