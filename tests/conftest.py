@@ -1,9 +1,14 @@
 """What the tests share: golden files, refreshed by ``pytest --update-golden``, and the program in this process."""
 
+import functools
 import gc
+import importlib
+import itertools
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Generator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from hypothesis import Phase, settings
@@ -28,8 +33,48 @@ Golden = Callable[[Path, str], None]
 
 def pytest_collection_finish() -> None:
     """What was imported stays to the end: a look through it, for garbage or for models, takes a third of a second."""
+    if "torch" in sys.modules:
+        importlib.import_module("torch._dynamo")  # the first optimizer of torch's would import it
+    apart.update({name: sys.modules.pop(name) for name in [*sys.modules] if name.startswith("tests.")})
     gc.collect()
     gc.freeze()
+
+
+apart: dict[str, ModuleType] = {}
+"""The modules of tests and what they share: a replay restores the globals of every file of the user's."""
+
+
+ended = itertools.count(1)
+"""Tests: what is there now and then is not looked through from then on."""
+
+
+@functools.cache
+def used_by(module: ModuleType) -> dict[str, ModuleType]:
+    """The modules of tests that a module has something of, itself among them."""
+    found, new = {module.__name__: module}, [module]
+    while new:
+        for value in [*vars(new.pop()).values()]:
+            name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+            for one in apart.keys() & {name, type(value).__module__} - found.keys():
+                found[one] = apart[one]
+                new.append(apart[one])
+    return found
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Of the modules of tests those alone are there that the test's own uses."""
+    assert isinstance(item, pytest.Function)
+    used = used_by(item.module)
+    sys.modules.update(used)
+    try:
+        return (yield)
+    finally:
+        for name in used:
+            sys.modules.pop(name, None)
+        if next(ended) % 20 == 0:
+            gc.collect()
+            gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -7,6 +7,7 @@ import functools
 import os
 import pickle
 import select
+import signal
 import socket
 import struct
 import subprocess
@@ -15,8 +16,10 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, NoReturn
 
+from ampdbg.proof import processes
 from ampdbg.proof.processes import ENDING, PATHS, end_group
 
 NUMBER = struct.Struct("q")
@@ -92,10 +95,14 @@ def _number(status: IO[bytes]) -> int:
 
 def serve() -> None:
     """Forks a process for each message on the socket of the command line; when that is closed, all of them end."""
+    _serve(socket.socket(fileno=int(sys.argv[1])))
+
+
+def _serve(connection: socket.socket) -> None:
     groups = []
-    with socket.socket(fileno=int(sys.argv[1])) as connection:
+    with connection:
         while True:
-            message, files, *_ = socket.recv_fds(connection, 2**16, 3)
+            message, files, *_ = socket.recv_fds(connection, 2**16, 4)
             if not message:
                 break
             if (pid := os.fork()) == 0:
@@ -106,16 +113,17 @@ def serve() -> None:
                 os.close(file)
     for pid in groups:
         end_group(pid)
+        os.waitpid(pid, 0)  # its time counts among that of the tests
 
 
-def _guard(message: bytes, stages: int, errors: int, status: int) -> NoReturn:
+def _guard(message: bytes, stages: int, errors: int, status: int, *given: int) -> NoReturn:
     """Leads a group with the process, and tells how that ends."""
     os.setsid()
     os.write(status, NUMBER.pack(os.getpid()))
     if (worker := os.fork()) == 0:
         os.close(status)
-        os.dup2(stages, 1)
-        os.dup2(errors, 2)
+        for file, number in ((stages, 1), (errors, 2), *((one, 0) for one in given)):
+            os.dup2(file, number)
         os.close(stages)
         os.close(errors)
         _work(*pickle.loads(message))
@@ -143,3 +151,59 @@ def _work(program: str, arguments: list[str]) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+# The processes that a forked one starts in its turn
+
+
+def fork_what_is_fresh() -> None:
+    """From here on this process has its fresh ones forked from a copy of itself as it is now."""
+    ours, theirs = socket.socketpair()
+    if (child := os.fork()) == 0:
+        if os.fork() == 0:  # no child of this process, which may wait for all of its children
+            ours.close()
+            _serve(theirs)
+        os._exit(0)
+    os.waitpid(child, 0)
+    theirs.close()
+    processes.subprocess = SimpleNamespace(  # type: ignore[assignment, attr-defined]
+        Popen=functools.partial(Forked, ours), PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired
+    )
+
+
+class Forked:
+    """What ``Popen`` would be for a fresh process of a proof."""
+
+    def __init__(
+        self, server: socket.socket, command: list[str], stderr: IO[bytes] | None, cwd: Path | str = "", **_: object
+    ) -> None:
+        reading, said = os.pipe()
+        heard, writing = os.pipe()
+        self._ended, ends = os.pipe()
+        prepared = "import os, tests.forking; tests.forking.fork_what_is_fresh(); "
+        program = f"{prepared}os.chdir({str(cwd or Path.cwd())!r}); {command[2]}"
+        files = [writing, 2 if stderr is None else stderr.fileno(), ends, reading]
+        socket.send_fds(server, [pickle.dumps((program, command[3:]))], files)
+        for file in (writing, ends, reading):
+            os.close(file)
+        self.stdin, self.stdout = os.fdopen(said, "w", encoding="utf-8"), os.fdopen(heard, encoding="utf-8")
+        self.pid: int = NUMBER.unpack(os.read(self._ended, NUMBER.size))[0]
+        self._code: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self._code is None:
+            if not select.select([self._ended], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
+            data = os.read(self._ended, NUMBER.size)
+            self._code = int(NUMBER.unpack(data)[0]) if data else -signal.SIGKILL
+        return self._code
+
+    def __enter__(self) -> Forked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stdout.close()
+        with contextlib.suppress(BrokenPipeError):
+            self.stdin.close()
+        self.wait()
+        os.close(self._ended)

@@ -5,12 +5,8 @@ import io
 import re
 import tokenize
 from collections import Counter
-from pathlib import Path
 
-import ampdbg
-
-PACKAGE = Path(ampdbg.__file__).parent
-TREES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text("utf-8")) for path in PACKAGE.rglob("*.py")}
+from tests.package_source import PACKAGE, trees
 
 TYPE_NAME = re.compile(r"(?:[A-Z][a-z]+)+")
 
@@ -31,7 +27,7 @@ def public_names(tree: ast.Module) -> set[str]:
 
 
 def test_no_two_modules_give_a_public_class_or_type_the_same_name() -> None:
-    names = Counter(name for tree in TREES.values() for name in public_names(tree))
+    names = Counter(name for tree in trees().values() for name in public_names(tree))
     assert names, "the package was not found"
     assert [name for name, count in names.items() if count > 1] == []
 
@@ -42,7 +38,7 @@ def test_only_the_options_of_a_command_are_many_parameters() -> None:
 
     long = {
         f"{file}:{node.name}"
-        for file, tree in TREES.items()
+        for file, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef) and count(node) > MOST_PARAMETERS
     }
@@ -92,6 +88,6 @@ lines"""
 
 
 def test_the_package_holds_no_more_decisions_for_its_code_than_before() -> None:
-    code = sum(code_lines((PACKAGE / file).read_text("utf-8"), tree) for file, tree in TREES.items())
-    made = sum(map(decisions, TREES.values()))
+    code = sum(code_lines((PACKAGE / file).read_text("utf-8"), tree) for file, tree in trees().items())
+    made = sum(map(decisions, trees().values()))
     assert made / code <= MOST_DECISIONS

@@ -3,13 +3,11 @@
 import ast
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-import ampdbg
+from tests.package_source import PACKAGE, trees
 
-PACKAGE = Path(ampdbg.__file__).parent
 ROOT = PACKAGE.parent
 
 BETTER = {
@@ -65,11 +63,6 @@ def shown_strings(tree: ast.AST) -> Iterator[str]:
             yield FIELD.sub("_", node.value)
 
 
-MESSAGES = {
-    path.relative_to(PACKAGE).as_posix(): list(shown_strings(ast.parse(path.read_text("utf-8"))))
-    for path in PACKAGE.rglob("*.py")
-}
-
 PAGES = [
     *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
     *(ROOT / "docs").rglob("*.md"),
@@ -95,18 +88,20 @@ def is_message(text: str) -> bool:
     return "\n" not in text.strip() and re.search(r"[|\\]|^(\w+ ){12}", text) is None
 
 
-@pytest.mark.parametrize("name", sorted(MESSAGES))
-def test_a_message_says_it_in_plain_words(name: str) -> None:
-    assert [(found[0], text) for text in MESSAGES[name] for found in TURNS.finditer(text)] == []
-    assert [long for text in MESSAGES[name] if is_message(text) for long in long_sentences(text, MOST_WORDS)] == []
+def test_a_message_says_it_in_plain_words() -> None:
+    shown = [(name, text) for name, tree in trees().items() for text in shown_strings(tree)]
+    assert [(name, found[0], text) for name, text in shown for found in TURNS.finditer(text)] == []
+    messages = [(name, text) for name, text in shown if is_message(text)]
+    assert [(name, long) for name, text in messages for long in long_sentences(text, MOST_WORDS)] == []
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_a_page_says_it_in_plain_words(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    lines = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE).splitlines()
-    assert [(found[0], line) for line in lines for found in TURNS.finditer(line)] == []
-    assert [long for part in prose(text) for long in long_sentences(part, MOST_WORDS_OF_A_PAGE)] == []
+def test_a_page_says_it_in_plain_words() -> None:
+    for path in PAGES:
+        text = path.read_text(encoding="utf-8")
+        lines = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE).splitlines()
+        assert [(path.name, found[0], line) for line in lines for found in TURNS.finditer(line)] == []
+        long = [long for part in prose(text) for long in long_sentences(part, MOST_WORDS_OF_A_PAGE)]
+        assert [(path.name, sentence) for sentence in long] == []
 
 
 def test_the_page_of_a_record_says_it_in_plain_words() -> None:

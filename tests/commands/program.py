@@ -43,7 +43,24 @@ def command(*arguments: str, flags: tuple[str, ...] = ()) -> list[str]:
 
 THREADS = os.environ.get("OMP_NUM_THREADS")
 
-WARM = "import torch._dynamo, ampdbg.api, ampdbg.commands.app; from tests.forking import serve; serve()"
+WARM = """
+import gc, importlib, pkgutil, sys
+import torch._dynamo, torch._subclasses.schema_check_mode, ampdbg
+for module in pkgutil.walk_packages(ampdbg.__path__, "ampdbg."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+from tests.forking import serve
+ampdbg.probes.unfollowed.leave_ours_alone()
+ownership = ampdbg.source.ownership
+installed = {getattr(module, "__file__", None) for module in sys.modules.values()} - {*ownership.loaded_files()}
+look = ownership.is_users_file
+ownership.is_users_file = lambda file: file not in installed and look(file)  # thousands of files, in each process
+for kind in (*ampdbg.record.log.KINDS.values(), ampdbg.record.run.Record):
+    ampdbg.record.file.adapter(kind)
+ampdbg.commands.app._commands()
+gc.freeze()
+serve()
+"""
 
 FORKED = """
 import json, os, sys
@@ -55,6 +72,9 @@ sys.path.insert(0, "")  # as python -m has it
 sys.argv = ["ampdbg", *arguments]
 for stream in (sys.stdout, sys.stderr):
     stream.reconfigure(encoding=variables["PYTHONIOENCODING"], errors="backslashreplace")
+from tests.forking import fork_what_is_fresh
+if arguments and arguments[0] in ("bisect", "replay", "suggest-fp32"):
+    fork_what_is_fresh()
 from ampdbg.__main__ import main
 main()
 """

@@ -61,27 +61,14 @@ def test_a_terminal_without_unicode_gets_ascii(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_it_fits_80_columns_also_on_a_wider_terminal(code: str) -> None:
-    assert max(map(len, plain(code).splitlines())) <= 80
-    assert plain(code, width=120) == plain(code)
-
-
-@pytest.mark.parametrize("code", CODES)
-def test_no_word_of_the_file_is_lost(code: str) -> None:
-    entry = explanation(code)
+def test_its_text_has_all_of_the_file_in_80_columns_and_colour_changes_no_character(code: str) -> None:
+    entry, text = explanation(code), plain(code)
+    assert max(map(len, text.splitlines())) <= 80
+    assert plain(code, width=120) == text
     written = "\n".join(getattr(entry, field) for field in SECTIONS)
-    assert set(re.sub(r"^```.*$", "", written, flags=re.MULTILINE).split()) <= set(plain(code).split())
-
-
-@pytest.mark.parametrize("code", CODES)
-def test_its_code_can_be_copied_as_it_stands(code: str) -> None:
-    for kind, text in blocks(explanation(code).remedy):
-        if kind == "code":
-            assert textwrap.indent(text, "    ") in plain(code)
-
-
-@pytest.mark.parametrize("code", CODES)
-def test_colour_changes_no_character(code: str) -> None:
+    assert set(re.sub(r"^```.*$", "", written, flags=re.MULTILINE).split()) <= set(text.split())
+    examples = [example for kind, example in blocks(entry.remedy) if kind == "code"]
+    assert [example for example in examples if textwrap.indent(example, "    ") not in text] == []
     colored = as_text(code, Look(80, color=True, unicode=True))
     assert "\x1b[" in colored
-    assert [line.rstrip() for line in ANSI.sub("", colored).splitlines()] == plain(code).splitlines()
+    assert [line.rstrip() for line in ANSI.sub("", colored).splitlines()] == text.splitlines()

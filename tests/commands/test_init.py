@@ -129,8 +129,8 @@ def test_the_schema_is_printed(here: Here) -> None:
     [
         ("ampdbg sc", {"scan", "schema"}),
         ("ampdbg explain forward", {"forward-overflow"}),
-        ("ampdbg report --format m", {"markdown"}),
-        ("ampdbg scan --fail-on w", {"warning"}),
+        pytest.param("ampdbg report --format m", {"markdown"}, marks=pytest.mark.slow),
+        pytest.param("ampdbg scan --fail-on w", {"warning"}, marks=pytest.mark.slow),
     ],
 )
 def test_a_shell_completes_what_is_typed(typed: str, offered: set[str], tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import pytest
 from ampdbg.record.file import read_record
 from ampdbg.record.run import Record, Step
 from tests.commands.program import ROOT, Result, start
-from tests.siblings import slow_but_for
 
 FORWARD = ["linear_attention", "camera"]
 """Examples whose loss is not finite from the first step."""
@@ -48,7 +47,8 @@ def test_every_example_has_a_healthy_twin_and_a_header() -> None:
         assert "# Expect: exit code" in header
 
 
-@pytest.mark.parametrize("name", slow_but_for(["camera"], FORWARD))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORWARD)
 def test_an_overflow_in_the_forward_pass_hits_every_group_in_every_step(name: str, tmp_path: Path) -> None:
     result, record = scan(tmp_path, name)
     assert result.code == 1

@@ -112,7 +112,7 @@ runs: st.SearchStrategy[Record] = st.builds(
 
 
 @given(made=investigations, run=runs)
-@settings(max_examples=150)
+@settings(max_examples=75)
 def test_precision_is_blamed_only_where_the_step_fails_again_and_fp32_comes_through(
     made: Investigation, run: Record
 ) -> None:
@@ -125,7 +125,7 @@ def test_precision_is_blamed_only_where_the_step_fails_again_and_fp32_comes_thro
 
 
 @given(run=runs)
-@settings(max_examples=80)
+@settings(max_examples=40)
 def test_no_record_blames_precision_without_a_replay_that_does(run: Record) -> None:
     record = diagnose(run)
     if record.verdict == "precision":
@@ -137,7 +137,7 @@ def test_no_record_blames_precision_without_a_replay_that_does(run: Record) -> N
 
 
 @given(made=investigations, run=runs)
-@settings(max_examples=80)
+@settings(max_examples=40)
 def test_some_row_holds_of_every_step_and_the_finding_is_that_of_the_first(made: Investigation, run: Record) -> None:
     evidence = Evidence(made, run)
     found = next(holding(CAUSES, evidence))
@@ -148,7 +148,7 @@ def test_some_row_holds_of_every_step_and_the_finding_is_that_of_the_first(made:
 
 
 @given(made=investigations, run=runs)
-@settings(max_examples=80)
+@settings(max_examples=40)
 def test_a_precision_finding_stands_at_an_op_that_goes_wrong_in_half_alone(made: Investigation, run: Record) -> None:
     found = Evidence(made, run).cause
     if CODES[found.code].verdict == "precision":
@@ -169,7 +169,7 @@ MORE: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
 
 
 @given(made=through_in_fp32, run=runs, more=MORE)
-@settings(max_examples=150)
+@settings(max_examples=75)
 def test_more_evidence_may_withdraw_a_blame_and_never_moves_it_to_another_line(
     made: Investigation, run: Record, more: dict[str, Any]
 ) -> None:

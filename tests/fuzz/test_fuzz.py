@@ -49,7 +49,7 @@ def test_a_workload(tmp_path: Path, files: dict[str, str], arguments: tuple[str,
 @given(st.integers(0, 2**31))
 @example(65519)  # overflows at step 3 with the weights that it began with, which skipped steps have left
 @example(6298165)  # what overflows leaves 12 of its 16 parameters without a gradient, all of them small
-@rounds(12, quick=4)
+@rounds(12, quick=2)
 def test_a_model(tmp_path: Path, seed: int) -> None:
     record = models.scanned(tmp_path, seed)
     plain = models.Plain.of(seed, [step.step for step in record.steps if step.skipped])

@@ -166,7 +166,7 @@ for x in loader:
 
 def test_the_work_grows_with_a_block_and_not_with_its_square() -> None:
     works = []
-    for count in (300, 600):
+    for count in (100, 200):
         calls = 0
 
         def counted(frame: object, event: str, argument: object) -> None:

@@ -179,7 +179,7 @@ AS_IN_OTHER_FILES: dict[str, Callable[[str], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but_for(["functions", "layout", "no_import"], NAMES))
+@pytest.mark.parametrize("name", slow_but_for(["layout"], NAMES))
 @pytest.mark.parametrize("written", AS_IN_OTHER_FILES.values(), ids=AS_IN_OTHER_FILES.keys())
 def test_line_ends_indentation_and_encoding_are_kept(name: str, written: Callable[[str], bytes]) -> None:
     text, pins, names = marked(name)

@@ -98,6 +98,7 @@ def test_a_culprit(name: str, strategy: str, tmp_path: Path) -> None:
     assert record.pins[0].without.startswith(why)
 
 
+@pytest.mark.slow
 def test_where_a_gradient_becomes_half_again_the_layer_that_made_its_tensor_half_is_suspected(tmp_path: Path) -> None:
     """No pin of the code that reads the tensor in FP32 changes that."""
     record = bisected(tmp_path, "Steep", {"count": 12, "culprits": [2, 3, 7, 10]}, steps=12)

@@ -78,7 +78,7 @@ def bisected(name: str, folder: Path, overrides: tuple[str, ...] = ()) -> Record
     return bisect_run(load_config(config_of(file_of(name), folder), overrides))
 
 
-@pytest.mark.parametrize("name", slow_but_for(["custom_backward", "residual_add"], SETS))
+@pytest.mark.parametrize("name", slow_but_for(["residual_add"], SETS))
 def test_the_set_is_exact_and_proven(name: str, tmp_path: Path) -> None:
     record = bisected(name, tmp_path)
     assert_found(record, *SETS[name])
@@ -120,7 +120,8 @@ def test_a_healthy_run_has_nothing_to_pin(name: str, tmp_path: Path) -> None:
 BESIDES = {"residual of a resnet of timm": ("layer2.0.conv1", "layer2.0.downsample.0")}
 
 
-@pytest.mark.parametrize("name", slow_but_for(["gpt2 queries and keys"], OVERFLOWS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OVERFLOWS)
 def test_the_module_with_the_outliers_is_the_set(name: str, tmp_path: Path) -> None:
     overflow = OVERFLOWS[name]
     record = bisect_run(load_config(runs.config_of(planted(overflow), tmp_path), ("train.steps=3",)))

@@ -83,7 +83,7 @@ def run_turn(turn: Turn, models: nn.ModuleList, optimizer: Any, scaler: GradScal
 
 
 @given(st.lists(turns, min_size=1, max_size=8), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_no_legal_sequence_of_calls_is_blamed(sequence: list[Turn], one_scaler: bool) -> None:
     models, optimizers = two_models()
     scalers = [GradScaler("cpu", init_scale=8.0), GradScaler("cpu", init_scale=16.0)]

@@ -19,6 +19,7 @@ from torch.testing._internal.common_cuda import _create_scaling_case
 
 from ampdbg.precision.emulation import cuda_on_cpu
 from ampdbg.probes.watch import Watch, watch
+from tests.siblings import slow_but_for
 
 INIT_SCALE, GROWTH, BACKOFF = 128.0, 2.0, 0.5
 FLOAT_ATOL, CLIP_ATOL, HALF_ATOL = 1e-7, 1e-5, 1e-3
@@ -203,19 +204,22 @@ def assert_seen(case: Case, loop: Loop, enabled: bool, seen: Watch, scale: float
 
 by_enabled = pytest.mark.parametrize("enabled", [True, False], ids=["enabled", "disabled"])
 
-QUICK = (torch.optim.SGD, torch.optim.Adam)
-"""Each other optimizer quickly runs the plain loop alone."""
+ONE_OF_EACH = list({variant.kind: variant for variant in reversed(VARIANTS)}.values())
+"""The first implementation of each optimizer, which quickly runs the plain loop."""
+
+QUICK = (Variant(torch.optim.SGD, (("foreach", True),)), Variant(torch.optim.Adam, (("fused", True),)))
+"""They quickly run every loop."""
 
 EACH = [
-    pytest.param(variant, loop, id=f"{variant}-{name}", marks=() if quick else pytest.mark.slow)
+    pytest.param(variant, loop, enabled, id=f"{variant}-{name}-{how}", marks=() if quick else pytest.mark.slow)
     for variant in VARIANTS
     for name, loop in LOOPS.items()
-    for quick in [name == "plain" or variant.kind in QUICK]
+    for how, enabled in {"enabled": True, "disabled": False}.items()
+    for quick in [variant in QUICK or (enabled and name == "plain" and variant in ONE_OF_EACH)]
 ]
 
 
-@by_enabled
-@pytest.mark.parametrize(("variant", "loop"), EACH)
+@pytest.mark.parametrize(("variant", "loop", "enabled"), EACH)
 def test_a_watched_scaler_ends_where_training_without_one_ends(variant: Variant, loop: Loop, enabled: bool) -> None:
     case, seen, scale = run(variant, loop, enabled)
     # Clipping adds 1e-6 to the norm, a smaller part of a scaled one.
@@ -228,7 +232,7 @@ Policy = Callable[[], AbstractContextManager[None]]
 
 
 @by_policy
-@pytest.mark.parametrize("variant", GENTLE, ids=str)
+@pytest.mark.parametrize("variant", slow_but_for(ONE_OF_EACH, GENTLE), ids=str)
 def test_under_half_autocast_it_ends_where_half_training_without_one_ends(variant: Variant, policy: Policy) -> None:
     loop = Loop(half=True, half_control=True)
     with policy():
@@ -243,7 +247,7 @@ def test_under_half_autocast_it_ends_where_half_training_without_one_ends(varian
 
 @by_policy
 @by_enabled
-@pytest.mark.parametrize("variant", PLAIN_SGD, ids=str)
+@pytest.mark.parametrize("variant", slow_but_for(QUICK, PLAIN_SGD), ids=str)
 def test_half_training_ends_where_float32_training_ends(variant: Variant, enabled: bool, policy: Policy) -> None:
     # Only SGD: adaptive optimizers magnify the last bit of a gradient near zero to a whole step.
     with policy():

@@ -279,7 +279,7 @@ def test_ten_steps_behind_the_first_twenty_lose_within_ten_points_what_200_steps
     assert lost["linears"] == pytest.approx(1.0 - (ways["inner.weight"] + ways["outer.weight"]) / 2, abs=0.1)
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("momentum", slow_but_for([0.9], [0.0, 0.9]))
 def test_gains_that_swing_back_and_forth_under_sgd_lose_over_the_sampled_steps_what_they_lose_over_all(
     momentum: float, always: None
 ) -> None:
@@ -390,7 +390,7 @@ def test_a_second_moment_that_sticks_is_twenty_times_that_of_float32(always: Non
     assert codes(twin) == []
 
 
-@pytest.mark.parametrize("windows", [range(390, 2000, 400), [390, 790]], ids=["to the end", "early"])
+@pytest.mark.parametrize("windows", [range(390, 2000, 400), pytest.param([390, 790], marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("beta", [0.999, 0.95])
 def test_it_is_known_to_stick_where_windows_see_a_part_of_the_steps(
     windows: Sequence[int], beta: float, monkeypatch: pytest.MonkeyPatch

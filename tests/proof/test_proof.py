@@ -157,6 +157,7 @@ def test_pins_by_name_are_proven_in_the_form_they_have(make: Callable[..., Patch
         assert torch.isnan(run.workload.losses(next(run.workload.batches()))["loss"]), "a pin is left behind"
 
 
+@pytest.mark.slow
 def test_no_batch_has_to_be_carried_into_another_process(tmp_path: Path) -> None:
     kept = (
         "\n\ndef step(model, batch):\n    return loss(model(batch['x']), batch['y'])\n\n\n"

@@ -11,23 +11,23 @@ import pytest
 
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.proof import processes
-from ampdbg.proof.jobs import Job, Seen, Trained
+from ampdbg.proof.jobs import Seen, Trained
 from ampdbg.proof.processes import Task
 from tests.commands.program import environment
 from tests.observing import observing
 from tests.proof import tasks
 
 LIGHT = "from ampdbg.proof.processes import main; main()"
-NOTHING = Seen()
+NOTHING = tasks.Light()
 
 
 def run(
-    task: Task, folder: Path, monkeypatch: pytest.MonkeyPatch, seen: Seen = NOTHING, observer: Observer = UNOBSERVED
-) -> Seen:
+    task: Task, folder: Path, monkeypatch: pytest.MonkeyPatch, seen: Any = NOTHING, observer: Observer = UNOBSERVED
+) -> Any:
     """What is seen by a process that runs the task and no proof; it has not imported torch."""
     monkeypatch.setattr(processes, "RUN", LIGHT)
     with processes.FreshProcesses(folder) as start:
-        return start(task, cast(Job, seen))(observer)
+        return start(task, seen)(observer)
 
 
 def test_stages_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +64,7 @@ def test_a_process_that_ends_without_a_result_says_how(
 
 def test_a_result_counts_although_threads_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "ENDING", 0.2)
-    assert run(tasks.leaves_a_thread, tmp_path, monkeypatch, Seen(unused=("a.py",))) == Seen(unused=("a.py",))
+    assert run(tasks.leaves_a_thread, tmp_path, monkeypatch, tasks.Light("a")) == tasks.Light("a")
 
 
 def test_an_interrupt_ends_the_process_and_its_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ def test_one_that_was_started_ahead_is_taken_and_one_that_is_not_needed_ends(
     monkeypatch.setattr(subprocess, "Popen", begin)
     with processes.FreshProcesses(tmp_path) as start:
         start.warm()
-        assert start(tasks.says_two_things, cast(Job, NOTHING))(UNOBSERVED) == NOTHING
+        assert start(tasks.says_two_things, cast(Any, NOTHING))(UNOBSERVED) == cast(Any, NOTHING)
         assert len(began) == 1
         start.warm()
     assert len(began) == 2

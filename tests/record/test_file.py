@@ -27,7 +27,7 @@ def refuse_constant(name: str) -> NoReturn:
 
 
 @given(records())
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_every_record_survives_json_and_the_json_is_strict(record: Record) -> None:
     text = to_json(record)
     # By repr: NaN is not equal to itself, and 0 == 0.0 == False.

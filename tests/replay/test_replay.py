@@ -25,6 +25,7 @@ from ampdbg.replay.run import Run, prepared
 from ampdbg.replay.snapshot import ModelState, Snapshot, take_snapshot
 from ampdbg.training.loop import train
 from tests.observing import observing
+from tests.siblings import slow_but_for
 from tests.written import written
 
 WORKLOAD = """
@@ -114,7 +115,10 @@ MANNERS = [
 ]
 
 
-@pytest.mark.parametrize("raises_in", [None, "torch.float16", "torch.float32", "torch.float64"])
+RAISES_IN = [None, "torch.float16", "torch.float32", "torch.float64"]
+
+
+@pytest.mark.parametrize("raises_in", slow_but_for([None, "torch.float32"], RAISES_IN))
 def test_a_replay_leaves_no_trace(tmp_path: Path, raises_in: str | None) -> None:
     with prepared(config(tmp_path)) as run:
         snapshot = after_a_step(run)

@@ -82,11 +82,11 @@ class Net(nn.Module):
         super().__init__()
         self.body, self.head, self.factor, self.steps = nn.Linear(4, 8), nn.Linear(8, 1), factor, 0
         for number, kind in enumerate(kinds):
-            if place == "buffer":
+            if place in ("buffer", "everywhere"):
                 self.register_buffer(f"held{number}", made(kind))
-            elif place == "attribute":
+            if place in ("attribute", "everywhere"):
                 held = made(kind)
-                setattr(self, f"held{number}", held)
+                setattr(self, f"kept{number}", held)
                 setattr(self, f"more{number}", [held, {"again": made(kind)}])
     def _apply(self, fn, recurse=True):
         return self  # not every kind can be moved
@@ -94,9 +94,12 @@ class Net(nn.Module):
         self.steps += 1
         return self.head(self.body(x) * self.factor)
 
+IN_NO_BATCH = ("meta", "emptied")
+
 def data(kinds, place):
     generator = torch.Generator().manual_seed(0)
-    held = [made(kind) for kind in kinds] if place == "batch" else []
+    in_batches = [kind for kind in kinds if place == "batch" or (place == "everywhere" and kind not in IN_NO_BATCH)]
+    held = [made(kind) for kind in in_batches]
     return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator), held) for _ in range(2)]
 
 def step(model, batch):
@@ -109,9 +112,11 @@ KINDS = (
     "complex,float8,repeated without end,of two,of a mesh,refusing ops,refusing functions,emptied,inference"
 ).split(",") + ["float4"] * hasattr(torch, "float4_e2m1fn_x2")  # which torch 2.6 does not have
 
-# There is nothing to train on: torch itself refuses to move such a batch to a device.
-CASES = {place: [kind for kind in KINDS if place != "batch" or kind not in ("meta", "emptied")] for place in PLACES}
-TOGETHER = [pytest.param(place, kinds, id=f"every kind as a {place}") for place, kinds in CASES.items()]
+IN_NO_BATCH = ("meta", "emptied")
+"""There is nothing to train on: torch itself refuses to move such a batch to a device."""
+
+CASES = {place: [kind for kind in KINDS if place != "batch" or kind not in IN_NO_BATCH] for place in PLACES}
+TOGETHER = [pytest.param("everywhere", KINDS, id="every kind in every place")]
 ALONE = [
     pytest.param(place, [kind], id=f"{kind} as a {place}", marks=pytest.mark.slow)
     for place, kinds in CASES.items()

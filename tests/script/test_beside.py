@@ -205,7 +205,7 @@ def test_processes_that_train_unseen_are_told_of(tmp_path: Path, how: str, count
     assert (result.stdout, record.verdict, record.steps) == ("over\n", "inconclusive", ())
 
 
-@pytest.mark.parametrize("how", slow_but_for(["pool", "alone"], ["loader", "pool", "alone"]))
+@pytest.mark.parametrize("how", slow_but_for(["pool"], ["loader", "pool", "alone"]))
 def test_helpers_of_a_script_are_no_matter(tmp_path: Path, how: str) -> None:
     result, record = run(tmp_path, STARTS_PROCESSES, how)
     assert (record.unseen.notes, len(record.steps)) == ((), 2), result.stderr

@@ -26,7 +26,7 @@ from ampdbg.script.capture import Captures
 from ampdbg.script.launch import Start
 from tests.commands.program import Here, Result, environment, start
 from tests.script import scripts
-from tests.script.test_run import alone, captured, run, steps_captured, where
+from tests.script.test_run import by_python, captured, run, steps_captured, where
 from tests.siblings import slow_but_for
 
 COLLAPSES = (
@@ -458,7 +458,7 @@ def test_a_request_that_cannot_be_met_slows_no_step(tmp_path: Path, option: str)
 
 
 def test_without_ampdbg_run_nobody_captures(tmp_path: Path) -> None:
-    assert alone(tmp_path, "-c", "import ampdbg; print(ampdbg.capture())") == "False\n"
+    assert by_python(tmp_path, "-c", "import ampdbg; print(ampdbg.capture())") == "False\n"
 
 
 @pytest.mark.slow

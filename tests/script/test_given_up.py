@@ -200,7 +200,7 @@ print(made, [weight.double().sum().item() for weight in net.parameters()])
 
 
 @pytest.mark.parametrize("way", slow_but_for(["difference"], ["heads", "critic", "difference", "penalty"]))
-@pytest.mark.parametrize("bad", [("3",), ("3", "4", "7")])
+@pytest.mark.parametrize("bad", slow_but_for([("3", "4", "7")], [("3",), ("3", "4", "7")]))
 def test_a_loss_of_several_parts_is_one_step(way: str, bad: tuple[str, ...], tmp_path: Path) -> None:
     result, record = run(tmp_path, PARTS, way, *bad, options=())
     assert (record.steps_run, record.steps_skipped) == (8, len(bad))

@@ -16,7 +16,7 @@ import ampdbg
 from ampdbg.record.file import read_record
 from ampdbg.record.run import Record
 from ampdbg.script.launch import Script, run_script
-from tests.commands.program import Result, environment, start
+from tests.commands.program import Result, environment, start, start_python
 from tests.script import scripts
 from tests.siblings import slow_but_for
 
@@ -63,7 +63,15 @@ def saves_the_same_alone(folder: Path, *arguments: str) -> None:
 
 
 def alone(folder: Path, *arguments: str) -> str:
-    """What Python itself prints, given the same."""
+    """What a script prints that is given the same, without ampdbg."""
+    code = f"import runpy, sys; sys.argv = {[*arguments]}; sys.path.insert(0, ''); runpy.run_path(sys.argv[0], None, "
+    ended = start_python(folder, f"{code}'__main__')")
+    assert ended.code == 0, ended.stderr
+    return ended.stdout
+
+
+def by_python(folder: Path, *arguments: str) -> str:
+    """What a Python that starts for it prints, given the same."""
     program = [sys.executable, *arguments]
     found = environment(PYTHONPATH=os.pathsep.join(sys.path))
     return subprocess.run(program, check=True, cwd=folder, env=found, capture_output=True, text=True).stdout
@@ -412,9 +420,9 @@ def test_modules_beside_the_script_are_found_before_those_that_ampdbg_has(
     program = tmp_path / "bin" / "program.py"  # as pip installs it: where it stands there is no module
     program.parent.mkdir()
     program.write_text("from ampdbg.__main__ import main\nmain()", encoding="utf-8")
-    printed = alone(tmp_path, str(program), "run", "--quiet", "--emulate", "--record=r.json", *how)
+    printed = by_python(tmp_path, str(program), "run", "--quiet", "--emulate", "--record=r.json", *how)
     assert read_record(tmp_path / "r.json").verdict == "healthy"
-    assert printed == alone(tmp_path, "-c", text)
+    assert printed == by_python(tmp_path, "-c", text)
     assert printed.count(str(tmp_path)) == len(OWN) * has_own
 
 

@@ -367,7 +367,7 @@ IN_ONE_FUNCTION = net(
 )
 
 
-@pytest.mark.parametrize("between", ["    assert total.ndim == 2\n", ""], ids=["apart", "together"])
+@pytest.mark.parametrize("between", slow_but_for([""], ["    assert total.ndim == 2\n", ""]), ids=["apart", "together"])
 def test_a_block_that_the_rest_does_not_need_is_left_out_and_what_stands_beside_a_needed_line_is_not(
     between: str, tmp_path: Path
 ) -> None:
@@ -379,6 +379,7 @@ def test_a_block_that_the_rest_does_not_need_is_left_out_and_what_stands_beside_
     assert found.edits[0].after.count(b"enabled=False") == 1
 
 
+@pytest.mark.slow
 def test_a_line_that_nobody_has_shown_to_be_needed_and_that_cannot_be_edited_does_not_keep_the_others_from_it(
     tmp_path: Path,
 ) -> None:

@@ -64,7 +64,7 @@ def faint(model, batch):
 """
 
 BEFORE, AFTER = 7, 8
-QUICK = ("AdamW", "two optimizers", "a scheduler", "O3 in bfloat16")
+QUICK = ("two optimizers", "O3 in bfloat16")
 
 
 def config(folder: Path, *overrides: str, **keys: Any) -> Any:

@@ -170,11 +170,11 @@ def test_twenty_thousand_sites_take_two_megabytes() -> None:
 
 
 def test_more_sites_than_there_is_room_for_are_left_out_with_a_word() -> None:
-    record = large(30_000, 5000)
+    record = large(21_000, 5000)
     page = html(record)
     assert len(page.encode()) < 2_500_000
     sites = data_of(page)["sites"]
-    assert f"{len(sites['line']):,} of 30,000 sites are drawn" in page
+    assert f"{len(sites['line']):,} of 21,000 sites are drawn" in page
     assert "modules are listed" in page
     assert sites["window"]["low"] >= 0, "a site that bounds the scales is left out"
     whole = window(record.sites)
