@@ -98,8 +98,10 @@ def line_of_error(error: BaseException) -> Line | None:
 
 def is_users_file(file: str) -> bool:
     """A source file exists and is neither installed nor ampdbg's."""
+    if not file.endswith(".py") or lies_in_library(file):  # where a file lies takes long to ask, and most are those
+        return False
     path = Path(file)
-    return path.suffix == ".py" and path.exists() and not _is_installed(path.resolve())
+    return path.exists() and not _is_installed(path.resolve())
 
 
 @by_code
