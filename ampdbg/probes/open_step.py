@@ -143,15 +143,22 @@ class OpenStep:
         """Every number that :meth:`to_step` needs, in its order."""
         return [*(self.losses.values() if self.losses else self.scaled), *self.norms, self.scale, *self.left[-1:]]
 
-    def to_step(self, index: int, iteration: Callable[[int], int], values: Iterator[float]) -> Step:
+    @property
+    def has_power_of_two(self) -> bool:
+        """The loop has multiplied the loss by a large one: so nobody weighs losses."""
+        return self.factor >= SCALED_BY_HAND and math.frexp(self.factor)[0] == 0.5
+
+    def to_step(
+        self, index: int, iteration: Callable[[int], int], values: Iterator[float], *, has_own_scale: bool = False
+    ) -> Step:
         """The Step, with the values of :meth:`scalars` on the host; ``iteration`` tells how many steps of an optimizer
-        lie before it."""
+        lie before it, and the loop ``has_own_scale`` where it has shown one before."""
         optimizer = self.optimizer or 0
         losses = {name: next(values) for name in self.losses}
         loss = sum(losses.values() if losses else (next(values) for _ in self.scaled), start=0.0)
         squares = [next(values) ** 2 for _ in self.norms]
         norm, scale = (sum(squares) ** 0.5 if squares else None), next(values)
-        own = self._own_scale(norm, next(values)) if self.left else 1.0
+        own = self._own_scale(norm, next(values), is_known=has_own_scale) if self.left else 1.0
         return Step(
             step=index,
             loss=loss / own,
@@ -168,12 +175,12 @@ class OpenStep:
             others=index - iteration(optimizer),
         )
 
-    def _own_scale(self, norm: float | None, left: float) -> float:
+    def _own_scale(self, norm: float | None, left: float, *, is_known: bool) -> float:
         """The loss scale of the loop's own, else 1: a factor that is a large power of two, or that the loop has divided
-        the gradients by again, or beside which it has withheld the step. Any other weighs the loss."""
-        is_scale = self.skipped or (self.factor >= SCALED_BY_HAND and math.frexp(self.factor)[0] == 0.5)
+        the gradients by again, or has done so before this step, which it withholds. Any other weighs the loss."""
+        is_withheld = self.skipped and is_known
         is_divided = norm is not None and math.isclose(left, norm * self.factor, rel_tol=DIVIDED)
-        return self.factor if is_scale or is_divided else 1.0
+        return self.factor if self.has_power_of_two or is_withheld or is_divided else 1.0
 
 
 def _first_unless_lost(first: Scalar, last: Scalar) -> Scalar:

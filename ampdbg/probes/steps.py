@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Container, Mapping, Set
+from collections.abc import Callable, Container, Iterator, Mapping, Set
 from dataclasses import replace
 
 import torch
@@ -82,6 +82,8 @@ class StepLog:
         self._seen_bad: set[tuple[str, str, bool]] = set()
         self._listed: set[int] = set()
         self._room, self._stride, self._stretches = MOST_STEPS, 1, 1
+        self.has_own_scale = False
+        """The loop has multiplied a loss by a loss scale of its own."""
         self.left_out = LeftOut()
         """How many steps that went wrong are no longer among the others."""
         self.journal: RunLog | None = None
@@ -195,10 +197,15 @@ class StepLog:
         with self._changing:
             unread, self._unread = self._unread, []
             values = iter(to_host([scalar for step in unread for scalar in step.scalars()]))
-            made = [self._taken(step.to_step(self.closed(), self._iteration, values)) for step in unread]
+            made = [self._taken(self._step_of(step, values)) for step in unread]
         if self._on_step is not None:
             for step in made:
                 self._on_step(step)
+
+    def _step_of(self, ended: OpenStep, values: Iterator[float]) -> Step:
+        step = ended.to_step(self.closed(), self._iteration, values, has_own_scale=self.has_own_scale)
+        self.has_own_scale |= step.scale != 1.0 and not step.scaler
+        return step
 
     def _iteration(self, optimizer: int) -> int:
         """How many steps of an optimizer have been read."""

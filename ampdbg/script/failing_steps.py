@@ -321,9 +321,8 @@ class FailingSteps:
     def _own_scale(self) -> float:
         """What the script itself has multiplied the losses of the open step by, where that is known to be a loss scale;
         else 1."""
-        is_known = any(step.scale != 1.0 and not step.scaler for step in self._watcher.steps)
-        is_known = is_known or self._watcher.withholding is not None
-        return self._watcher.open_step.factor if is_known else 1.0
+        step = self._watcher.open_step
+        return step.factor if step.has_power_of_two or self._watcher.log.has_own_scale else 1.0
 
     def _look(
         self, number: int, why: Why, loss: torch.Tensor | None = None, *, is_cut: bool = False

@@ -312,6 +312,28 @@ def test_a_loss_scale_of_its_own_that_nothing_lowers_is_too_large(tmp_path: Path
     assert (sound.verdict, sound.steps_skipped, sound.findings) == ("healthy", 0, ())
 
 
+WEIGHED = scripts.loop("""
+net = nn.Linear(8, 4).cuda()
+optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+for step in range(16):
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = net(torch.randn(16, 8).cuda()).float().square().mean()
+        if step == 13:
+            loss = loss + (loss - loss) ** 0.5
+    optimizer.zero_grad()
+    (loss * 100).backward()
+    if all(parameter.grad.isfinite().all() for parameter in net.parameters()):
+        optimizer.step()
+""")
+
+
+def test_a_weight_of_a_loss_is_no_loss_scale_and_the_step_that_it_withholds_is_replayed(tmp_path: Path) -> None:
+    record, _, _ = ran(tmp_path, WEIGHED)
+    assert where(record)[::3] == ("true-nan", "loss = loss + (loss - loss) ** 0.5")
+    assert {step.scale for step in record.steps} == {1.0}
+    assert [step.step for step in record.steps if step.skipped] == [13]
+
+
 HALF_ALONE = scripts.loop("""
 class Net(nn.Module):
     def __init__(self):
