@@ -443,9 +443,14 @@ class Scaling(Evident, ScaleCourse):
         return min((scale for scale in worked if scale < self.later_scalers[-1][0].scale), default=None)
 
     @property
+    def is_own(self) -> bool:
+        """The script scales its loss itself, and withholds steps itself."""
+        return self.run.script is not None and not self.steps[-1].scaler
+
+    @property
     def who(self) -> str:
         """Who withholds its steps."""
-        return "the scaler" if self.steps[-1].scaler else "the script itself"
+        return "the script itself" if self.is_own else "the scaler"
 
     @property
     def behind(self) -> str:
@@ -476,7 +481,7 @@ class Scaling(Evident, ScaleCourse):
         if settled is None or self.are_many_unexplained:
             return ""
         is_lower = settled < min(self.steps[0].scale, *(step.scale for step in self.skipped))
-        start = f"GradScaler(init_scale={settled:g})" if self.steps[-1].scaler else f"to begin at {number(settled)}"
+        start = f"to begin at {number(settled)}" if self.is_own else f"GradScaler(init_scale={settled:g})"
         saving = f"; {start} saves the skipped steps" * is_lower
         return f"none is needed{' while they are so few' if self.unexplained else saving}"
 

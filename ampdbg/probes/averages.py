@@ -26,6 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ampdbg.ops import CASTS, base_name
 from ampdbg.probes.models import alive_in_process
 from ampdbg.probes.op_trace import storage_of, traits_of, written_by
+from ampdbg.probes.optimizers import stepped_by
 from ampdbg.probes.seams import is_captured, only_follows, replaced
 from ampdbg.probes.tensors import HALVES, stored, tensors_in
 from ampdbg.record.run import KeptAverage
@@ -250,7 +251,7 @@ class Averages:
             self._guarded(self._begin, [*self._optimizers])
 
     def _begin(self, stepped: Sequence[Optimizer]) -> None:
-        parameters = [one for each in stepped for group in each.param_groups for one in group["params"]]
+        parameters = [one for each in stepped for one in stepped_by(each)]
         states = [value for each in stepped for of_one in each.state.values() for value in of_one.values()]
         self._parameters = parameters
         self._trained = {id(one): stored(one.detach()) for one in parameters}

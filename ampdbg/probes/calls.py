@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ampdbg.call_order import Call, CallKind, CallOrder, Hit
 from ampdbg.errors import text_of
 from ampdbg.probes.loss_graph import forward_dtypes, is_one, is_plain, is_scaled_by_hand, is_scaling, scaler_of
-from ampdbg.probes.optimizers import Originals, Stepped
+from ampdbg.probes.optimizers import Originals, Stepped, stepped_by
 from ampdbg.probes.source_lines import innermost_line, source_if_known
 from ampdbg.probes.tensors import hold_values
 from ampdbg.probes.torch_errors import misuse_of_error, misuse_of_refusal
@@ -76,7 +76,7 @@ class Calls:
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Another one, whose place is behind the others; held weakly, as all that is noted here."""
         place = self._places[id(optimizer)] = len(self._marks)
-        self._owners.update((id(one), place) for group in optimizer.param_groups for one in group["params"])
+        self._owners.update((id(one), place) for one in stepped_by(optimizer))
         self._marks.append(GradientMarks(optimizer))
         self._order.add_optimizer()
 
@@ -113,7 +113,7 @@ class Calls:
 
     def unscaled(self, optimizer: torch.optim.Optimizer) -> None:
         """Gradients are unscaled: those of every optimizer that has no others, as the one that another one wraps."""
-        held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        held = {id(one) for one in stepped_by(optimizer)}
         places = tuple(place for place, marks in enumerate(self._marks) if marks.are_within(held))
         self._note("unscale", places)
         for place in places:
@@ -368,7 +368,7 @@ class GradientMarks:
 
 
 def _sample(optimizer: Stepped) -> tuple[torch.Tensor, ...]:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = stepped_by(optimizer)
     # A discriminator's are frozen while its generator trains, and the optimizers are learnt then.
     trained = [parameter for parameter in parameters if parameter.requires_grad] or parameters
     return tuple(trained[:: max(1, -(-len(trained) // SAMPLE))])

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from ampdbg.probes.models import Models, unwrapped
+from ampdbg.probes.optimizers import stepped_by
 from ampdbg.probes.source_lines import innermost_line, source_if_known
 from ampdbg.probes.step_hooks import name_of
 from ampdbg.probes.tensors import HALVES
@@ -201,8 +202,8 @@ class DtypeContract:
         """What an optimizer that has stepped holds, with those that have stepped inside of it, by kind of parameter."""
         models = owners_of_copies(self._models)
         names, policies = names_and_kinds(models), _policies(models.roots)
-        of_each = [[one for group in optimizer.param_groups for one in group["params"]] for optimizer in optimizers]
-        shown = of_each[0]
+        of_each = list(map(stepped_by, optimizers))
+        shown: Sequence[torch.Tensor] = of_each[0]
         self._note_asked(models.roots, policies.values(), shown)
         attributes = chain.from_iterable(vars(optimizer).items() for optimizer in optimizers)
         masters = _float32(value for key, value in attributes if MASTERS.search(key))

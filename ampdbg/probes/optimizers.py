@@ -12,10 +12,13 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ampdbg.probes.models import Models
+from ampdbg.probes.models import Models, alive_in_process
 from ampdbg.probes.open_step import NormOfEach
 from ampdbg.probes.tensors import Scalar, magnitude_of, scalar_of, total_norm
 from ampdbg.record.run import GroupOverflow, ParameterCounts, Step
+
+ROUNDED = 1e-3
+"""How far apart the norms of weights and of their copies in half may be: bfloat16 rounds each by 2**-9 at most."""
 
 COMMON = 0.02
 """The standard deviation that many models begin their weights with, GPT-2 and BERT among them."""
@@ -85,7 +88,7 @@ class Optimizers:
             optimizer = self._made.popitem()[1]()
             if optimizer is None:
                 continue
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            parameters = stepped_by(optimizer)
             if parameters and optimizer not in self and not parameters[0].is_meta:
                 self._models.learn(parameters)
                 self.device = self.device if self._known else parameters[0].device
@@ -113,14 +116,15 @@ class Optimizers:
 
     def copying(self, wrote: Sequence[torch.Tensor]) -> Iterator[Optimizer]:
         """Those that step copies of the weights whose gradients a backward pass ``wrote``, flat ones or each by itself:
-        none of those is an optimizer's own, and together they have as many elements. Those are the models' from now on.
+        none of those is any optimizer's own, watched or not, and together they have as many elements and the same norm
+        but for rounding. Those are the models' from now on. On a GPU this syncs.
         """
-        own = [(one, [weight for group in one.param_groups for weight in group["params"]]) for one in self]
-        written = {id(weight) for weight in wrote}
-        if all(written.isdisjoint(map(id, copies)) for _, copies in own):
-            size = sum(weight.numel() for weight in wrote)
-            for one, copies in own:
-                if size and sum(weight.numel() for weight in copies) == size:
+        size, written = sum(weight.numel() for weight in wrote), {id(weight) for weight in wrote}
+        owned = (weight for one in alive_in_process(Optimizer) for weight in stepped_by(one)) if size else ()
+        if written.isdisjoint(map(id, owned)):
+            for one in self:
+                copies = stepped_by(one)
+                if size == sum(weight.numel() for weight in copies) > 0 and _have_one_norm(copies, wrote):
                     self._models.replace(copies, wrote)
                     yield one
 
@@ -150,7 +154,7 @@ class Optimizers:
         On a GPU this syncs.
         """
         noted = [one for one in self if one in self._began]
-        count = sum(weight.numel() for one in noted for group in one.param_groups for weight in group["params"])
+        count = sum(weight.numel() for one in noted for weight in stepped_by(one))
         began = math.hypot(*(float(self._began[one]) for one in noted))
         common = COMMON * math.sqrt(count)
         grew = float(_norm_of_weights(noted)) / max(began, common) if began else math.nan
@@ -171,9 +175,19 @@ class Optimizers:
         return nonfinite_groups(optimizer, names, sum(len(other.param_groups) for other in others), before)
 
 
+def stepped_by(optimizer: Stepped) -> list[torch.Tensor]:
+    """The parameters of all its groups, in order."""
+    return [weight for group in optimizer.param_groups for weight in group["params"]]
+
+
+def _have_one_norm(copies: Sequence[torch.Tensor], originals: Sequence[torch.Tensor]) -> bool:
+    one, other = (float(total_norm([weight.detach() for weight in of]) or 0.0) for of in (copies, originals))
+    return math.isclose(one, other, rel_tol=ROUNDED)
+
+
 def _norm_of_weights(optimizers: Iterable[Optimizer]) -> Scalar:
     """The 2-norm of all that the optimizers train, not synced."""
-    norm = total_norm(weight.detach() for one in optimizers for group in one.param_groups for weight in group["params"])
+    norm = total_norm(weight.detach() for one in optimizers for weight in stepped_by(one))
     return 0.0 if norm is None else scalar_of(norm)
 
 

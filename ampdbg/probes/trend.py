@@ -19,6 +19,7 @@ from ampdbg.diagnosis.trend import is_constant, is_near, reached_at, what_of
 from ampdbg.formats import FLOAT16
 from ampdbg.ops import SHARES_MEMORY
 from ampdbg.probes.module_calls import ModulePaths, module_paths
+from ampdbg.probes.optimizers import stepped_by
 from ampdbg.probes.seams import Seam, attached, is_going_backward, only_follows
 from ampdbg.probes.source_lines import innermost_line, source_if_known
 from ampdbg.probes.tensors import float_values, to_host
@@ -160,7 +161,7 @@ class TrendSamples:
 
     def _note_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Notes the gradients that a scaler is about to unscale, where it has not yet."""
-        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        trained = set(map(id, stepped_by(optimizer)))
         for name, parameter in self._watcher.models.named_parameters():
             key = Key("gradient", name)
             if id(parameter) in trained and parameter.grad is not None and key not in self._found:

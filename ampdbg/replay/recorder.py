@@ -36,6 +36,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from ampdbg.probes.guard import Guard
 from ampdbg.probes.loss_graph import SCALED_BY_HAND, leaves_behind
 from ampdbg.probes.models import WRAPPERS
+from ampdbg.probes.optimizers import stepped_by
 from ampdbg.probes.seams import Seam, attached, is_captured, is_fx_tracing, is_going_backward, only_follows, replaced
 from ampdbg.probes.source_lines import innermost_line
 from ampdbg.probes.step_hooks import hooked_steps
@@ -811,8 +812,8 @@ class Recorder(TorchFunctionMode):
         written: dict[int, int] = {}
         for optimizer in optimizers:
             times = self._stepped.get(id(optimizer), 0)
-            weights = (weight for group in optimizer.param_groups for weight in group["params"])
-            written.update({id(weight): max(times, written.get(id(weight), 0)) for weight in weights} if times else {})
+            weights = map(id, stepped_by(optimizer) if times else ())
+            written |= {weight: max(times, written.get(weight, 0)) for weight in weights}
         return written
 
 
