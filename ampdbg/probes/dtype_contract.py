@@ -91,20 +91,10 @@ def names_and_kinds(models: Models) -> dict[int, tuple[str, str]]:
     return {id(parameter): (name, kind) for name, kind, parameter in kinds_in(models)}
 
 
-def owners_of_copies(models: Models) -> Models:
-    """The models; where nobody owns what is stepped, as where that is copies of a model's weights, those called."""
-    if models.roots:
-        return models
-    called = Models()
-    called.adopt(models.called())
-    return called
-
-
 def names_of(models: Models, stepped: Mapping[int, torch.Size]) -> dict[int, tuple[str, str]]:
     """As :func:`names_and_kinds`; what is stepped and has the shapes of the models' parameters, one after the other, is
     copies of them, and has their names."""
-    owners = owners_of_copies(models)
-    names, trained = names_and_kinds(owners), [one for _, one in owners.named_parameters() if one.requires_grad]
+    names, trained = names_and_kinds(models), [one for _, one in models.named_parameters() if one.requires_grad]
     are_copies = names.keys().isdisjoint(stepped) and [one.shape for one in trained] == [*stepped.values()]
     copies = zip(stepped, trained, strict=True) if are_copies else ()
     return names | {copy: names[id(one)] for copy, one in copies}
@@ -200,7 +190,7 @@ class DtypeContract:
 
     def _look(self, optimizers: Sequence[Optimizer]) -> tuple[KindDtypes, ...]:
         """What an optimizer that has stepped holds, with those that have stepped inside of it, by kind of parameter."""
-        models = owners_of_copies(self._models)
+        models = self._models
         names, policies = names_and_kinds(models), _policies(models.roots)
         of_each = list(map(stepped_by, optimizers))
         shown: Sequence[torch.Tensor] = of_each[0]

@@ -114,18 +114,18 @@ class Optimizers:
         if self._known:
             self._models.adopt(called)
 
-    def copying(self, wrote: Sequence[torch.Tensor]) -> Iterator[Optimizer]:
-        """Those that step copies of the weights whose gradients a backward pass ``wrote``, flat ones or each by itself:
-        none of those is any optimizer's own, watched or not, and together they have as many elements and the same norm
-        but for rounding. Those are the models' from now on. On a GPU this syncs.
+    def copying(self, weights: Sequence[torch.Tensor]) -> Iterator[Optimizer]:
+        """Those that step copies of these weights, flat ones or each by itself: none of the weights is any optimizer's
+        own, watched or not, and together they have as many elements and the same norm but for rounding. Their owners
+        are the models from now on. On a GPU this syncs.
         """
-        size, written = sum(weight.numel() for weight in wrote), {id(weight) for weight in wrote}
+        size, theirs = sum(weight.numel() for weight in weights), {id(weight) for weight in weights}
         owned = (weight for one in alive_in_process(Optimizer) for weight in stepped_by(one)) if size else ()
-        if written.isdisjoint(map(id, owned)):
+        if theirs.isdisjoint(map(id, owned)):
             for one in self:
                 copies = stepped_by(one)
-                if size == sum(weight.numel() for weight in copies) > 0 and _have_one_norm(copies, wrote):
-                    self._models.replace(copies, wrote)
+                if size == sum(weight.numel() for weight in copies) > 0 and _have_one_norm(copies, weights):
+                    self._models.replace(copies, weights)
                     yield one
 
     def note_weights(self) -> None:

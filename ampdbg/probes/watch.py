@@ -33,7 +33,7 @@ from ampdbg.probes.dtype_contract import DtypeContract
 from ampdbg.probes.gradients import Measures
 from ampdbg.probes.guard import Guard
 from ampdbg.probes.loss_graph import is_scaled_by_hand, last_factor, mark_scaled, scaled_behind
-from ampdbg.probes.models import Models, alive_in_process
+from ampdbg.probes.models import Models, alive_in_process, outermost_owners
 from ampdbg.probes.open_step import Loop, OpenStep, is_finite_scalar
 from ampdbg.probes.optimizers import Optimizers, innermost
 from ampdbg.probes.pause import is_unwatched, unwatched
@@ -377,12 +377,12 @@ class Watch:
                 self._look_before_a_step(optimizer, self._loop.now)
 
     def _look_for_copies(self) -> None:
-        """A backward pass has written no optimizer's gradients: one may step copies of what it has written."""
-        modules = alive_in_process(torch.nn.Module) if len(self.optimizers) else ()
-        weights = {id(one): one for module in modules for one in module.parameters(recurse=False)}
-        written = [one for one in weights.values() if one.grad is not None]
-        for optimizer in self.optimizers.copying(written):
-            self.calls.add_originals(optimizer, written)
+        """A backward pass has written no optimizer's gradients: one may step copies of the weights that it was for."""
+        every = (one for module in alive_in_process(torch.nn.Module) for one in module.parameters(recurse=False))
+        owners = outermost_owners({id(one) for one in every if one.grad is not None}) if len(self.optimizers) else ()
+        weights = {id(one): one for owner in owners for one in owner.parameters() if one.requires_grad}
+        for optimizer in self.optimizers.copying([*weights.values()]):
+            self.calls.add_originals(optimizer, weights.values())
 
     def _give_up(self, step: OpenStep) -> None:
         """All gradients of a step were cleared before it could be taken."""

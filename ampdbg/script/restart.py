@@ -220,8 +220,8 @@ class _StepFinder:
             self._look()
 
     def _begins_anew(self) -> None:
-        """Called when another pass begins: a loop may step only on what is finite, and so never."""
-        if not self._is_idle() and not self._steps:
+        """Called when another pass begins: a loop may step only on what is finite, and so never, or never again."""
+        if not self._is_idle() and (not self._steps or self.watcher.withholding is not None):
             self._look(self.recorder.lost_loss)
 
     def script_ended(self, ended: ScriptEnd) -> None:
