@@ -442,8 +442,7 @@ def held_by(model: torch.nn.Module) -> dict[str, Any]:
     return {**{name: tensor.detach().clone() for name, tensor in model.state_dict().items()}, **plain}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", [*MODELS, *OUTSIDE], ids=str)
+@pytest.mark.parametrize("model", slow_but_for(["Drawing", "Numbers"], [*MODELS, *OUTSIDE]), ids=str)
 def test_a_run_ends_in_the_same_bits_with_and_without_replays(model: Any, tmp_path: Path) -> None:
     checked = moving(tmp_path, model)
     (plain, without), (replayed, with_replays) = trained(checked, 0), trained(checked, 2)
