@@ -158,7 +158,7 @@ class OpenStep:
         loss = sum(losses.values() if losses else (next(values) for _ in self.scaled), start=0.0)
         squares = [next(values) ** 2 for _ in self.norms]
         norm, scale = (sum(squares) ** 0.5 if squares else None), next(values)
-        own = self._own_scale(norm, next(values), is_known=has_own_scale) if self.left else 1.0
+        own = self._own_scale(norm or 0.0, next(values), is_known=has_own_scale) if self.left else 1.0
         return Step(
             step=index,
             loss=loss / own,
@@ -175,11 +175,12 @@ class OpenStep:
             others=index - iteration(optimizer),
         )
 
-    def _own_scale(self, norm: float | None, left: float, *, is_known: bool) -> float:
+    def _own_scale(self, norm: float, left: float, *, is_known: bool) -> float:
         """The loss scale of the loop's own, else 1: a factor that is a large power of two, or that the loop has divided
         the gradients by again, or has done so before this step, which it withholds. Any other weighs the loss."""
         is_withheld = self.skipped and is_known
-        is_divided = norm is not None and math.isclose(left, norm * self.factor, rel_tol=DIVIDED)
+        has_norm = 0.0 < norm < math.inf  # what is zero or lost is so at any scale
+        is_divided = has_norm and math.isclose(left, norm * self.factor, rel_tol=DIVIDED)
         return self.factor if self.has_power_of_two or is_withheld or is_divided else 1.0
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from ampdbg.diagnosis.diagnose import diagnose
-from ampdbg.probes.open_step import OpenStep
+from ampdbg.probes.open_step import Gradients, OpenStep
 from ampdbg.probes.steps import LISTED_PARAMETERS, LISTED_STEPS, MOST_STEPS, STEPS_AT_ENDS, StepLog
 from ampdbg.probes.tensors import scalar_of
 from ampdbg.probes.watch import watch
@@ -185,3 +185,35 @@ def test_what_is_said_of_a_run_that_always_fails_counts_every_step_too() -> None
     record, page = same_of(record_of(whole), thinned)
     assert f"not finite in {count} of {count} steps" in record.findings[0].message
     assert "9,000 skipped" in page
+
+
+OWN_SCALES = {
+    "a large power of two": (1024.0, 5.0, 5.0, False, 1024.0),
+    "a small power of two": (4.0, 5.0, 5.0, False, 1.0),
+    "divided by again": (1000.0, 5000.0, 5.0, False, 1000.0),
+    "divided by again, rounded": (1000.0, 5010.0, 5.0, False, 1000.0),
+    "a weight": (1000.0, 5.0, 5.0, False, 1.0),
+    "a weight, with gradients of zero": (1000.0, 0.0, 0.0, False, 1.0),
+    "a weight, with gradients that are lost": (1000.0, math.inf, math.inf, False, 1.0),
+    "a weight, in a step that is withheld": (1000.0, math.inf, None, True, 1.0),
+    "none": (1.0, 5.0, 5.0, False, 1.0),
+}
+
+
+@pytest.mark.parametrize(("factor", "left", "norm", "skipped", "own"), OWN_SCALES.values(), ids=OWN_SCALES)
+def test_a_factor_of_the_loss_is_a_loss_scale_where_the_loop_divides_by_it_again(
+    factor: float, left: float, norm: float | None, skipped: bool, own: float
+) -> None:
+    log = StepLog(torch.nn.Linear(1, 1), on_step=None)
+    norms = [] if norm is None else [norm]
+    log.close(_open(factor, left, norms, skipped=skipped))
+    assert (log.steps[0].scale, log.steps[0].loss) == (own, 3.0 * factor / own)
+    if own == factor > 1.0:  # from then on what it withholds is withheld at such a scale
+        log.close(_open(factor + 1.0, math.inf, [], skipped=True))
+        assert (log.steps[1].scale, log.steps[1].loss) == (factor + 1.0, 3.0)
+
+
+def _open(factor: float, left: float, norms: list[float], *, skipped: bool) -> OpenStep:
+    """A step of a loss of 3, which the loop has multiplied by the factor."""
+    gradients = {number: Gradients(norm) for number, norm in enumerate(norms)}
+    return OpenStep(scaled=[3.0 * factor], gradients=gradients, left=[left], factor=factor, skipped=skipped)
