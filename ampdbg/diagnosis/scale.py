@@ -481,7 +481,7 @@ class Scaling(Evident, ScaleCourse):
         if settled is None or self.are_many_unexplained:
             return ""
         is_lower = settled < min(self.steps[0].scale, *(step.scale for step in self.skipped))
-        start = f"to begin at {number(settled)}" if self.is_own else f"GradScaler(init_scale={settled:g})"
+        start = f"starting at {number(settled)}" if self.is_own else f"GradScaler(init_scale={settled:g})"
         saving = f"; {start} saves the skipped steps" * is_lower
         return f"none is needed{' while they are so few' if self.unexplained else saving}"
 
