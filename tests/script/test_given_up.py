@@ -95,7 +95,7 @@ def test_a_step_that_the_loop_gives_up_is_named_and_captured(tmp_path: Path, how
 @pytest.mark.slow
 def test_half_weights_with_the_hooks_of_a_wrapper_are_left_to_a_replay(tmp_path: Path) -> None:
     result, record = run(tmp_path, GIVES_UP, "always", "wrapped")
-    assert (result.code, record.investigations, record.steps_skipped) == (1, (), 1)
+    assert (result.code, record.investigations, record.steps_skipped) == (1, (), 10)
     assert "also in FP32 ampdbg replay .ampdbg/captures/" in " ".join(result.stderr.split())
     replayed = start(tmp_path, "replay", captured(record)[0])
     assert "step 0 fails in 5 of 5 unchanged replays" in replayed.stdout, replayed.stderr
@@ -103,11 +103,11 @@ def test_half_weights_with_the_hooks_of_a_wrapper_are_left_to_a_replay(tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "steps"), [("loss", 10), ("copies", 1), ("criterion", 10), ("by hand", 10)])
-def test_a_run_that_gives_up_every_step_is_not_one_without_a_step(tmp_path: Path, how: str, steps: int) -> None:
+@pytest.mark.parametrize("how", ["loss", "copies", "criterion", "by hand"])
+def test_a_run_that_gives_up_every_step_is_not_one_without_a_step(tmp_path: Path, how: str) -> None:
     record, _, code = ran(tmp_path, GIVES_UP, "always", how)
     assert (code, record.verdict, record.findings[0].code) == (1, "precision", "forward-overflow")
-    assert (record.findings[0].step, record.steps_run, record.steps_skipped) == (0, steps, steps)
+    assert (record.findings[0].step, record.steps_run, record.steps_skipped) == (0, 10, 10)
     replayed = start(tmp_path, "replay", captured(record)[0])
     assert "step 0 fails in 5 of 5 unchanged replays" in replayed.stdout, replayed.stderr
 
