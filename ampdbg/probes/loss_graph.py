@@ -5,6 +5,7 @@ Nodes are looked at, and no tensor is kept; where a scalar is read, a GPU syncs.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -109,6 +110,11 @@ def _computed_with(leaf: Any, takers: Mapping[Any, Any]) -> torch.dtype | None:
 def is_scaled_by_hand(roots: Sequence[Any]) -> bool:
     """The losses were multiplied by a large constant on the way to ``backward``. Syncs on a GPU."""
     return any(_factor(node) >= SCALED_BY_HAND for node in islice(_nodes(roots), 3))
+
+
+def is_loss_scale(factor: float) -> bool:
+    """Nobody weighs losses by a large power of two."""
+    return factor >= SCALED_BY_HAND and math.frexp(factor)[0] == 0.5
 
 
 def last_factor(roots: Sequence[Any]) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from ampdbg.probes.loss_graph import SCALED_BY_HAND
+from ampdbg.probes.loss_graph import is_loss_scale
 from ampdbg.probes.tensors import Mark, Scalar, is_on_device, read_aside, scalar_of
 from ampdbg.record.run import GroupOverflow, Step, TensorCounts
 
@@ -143,11 +143,6 @@ class OpenStep:
         """Every number that :meth:`to_step` needs, in its order."""
         return [*(self.losses.values() if self.losses else self.scaled), *self.norms, self.scale, *self.left[-1:]]
 
-    @property
-    def has_power_of_two(self) -> bool:
-        """The loop has multiplied the loss by a large one: so nobody weighs losses."""
-        return self.factor >= SCALED_BY_HAND and math.frexp(self.factor)[0] == 0.5
-
     def to_step(
         self, index: int, iteration: Callable[[int], int], values: Iterator[float], *, has_own_scale: bool = False
     ) -> Step:
@@ -181,7 +176,7 @@ class OpenStep:
         is_withheld = self.skipped and is_known
         has_norm = 0.0 < norm < math.inf  # what is zero or lost is so at any scale
         is_divided = has_norm and math.isclose(left, norm * self.factor, rel_tol=DIVIDED)
-        return self.factor if self.has_power_of_two or is_withheld or is_divided else 1.0
+        return self.factor if is_loss_scale(self.factor) or is_withheld or is_divided else 1.0
 
 
 def _first_unless_lost(first: Scalar, last: Scalar) -> Scalar:

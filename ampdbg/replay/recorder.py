@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from ampdbg.probes.guard import Guard
-from ampdbg.probes.loss_graph import SCALED_BY_HAND, leaves_behind
+from ampdbg.probes.loss_graph import SCALED_BY_HAND, is_loss_scale, leaves_behind
 from ampdbg.probes.models import WRAPPERS
 from ampdbg.probes.optimizers import stepped_by
 from ampdbg.probes.seams import Seam, attached, is_captured, is_fx_tracing, is_going_backward, only_follows, replaced
@@ -851,7 +851,7 @@ class _Calls:
         factors = [one for one in call.given[0] if type(one) in (int, float) and one >= SCALED_BY_HAND]
         losses = [one for one in call.given[0] if isinstance(one, Made)]
         is_product = getattr(call.function, "__name__", "") in PRODUCTS and len(factors) == len(losses) == 1
-        if not is_product or (factors[0] != known and math.frexp(factors[0])[0] != 0.5):
+        if not is_product or not (factors[0] == known or is_loss_scale(factors[0])):
             return made, 1.0
         return losses[0], float(factors[0])
 

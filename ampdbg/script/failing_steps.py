@@ -29,6 +29,7 @@ from ampdbg.diagnosis.scale import is_nan_alone
 from ampdbg.errors import named_error
 from ampdbg.formats import FLOAT16
 from ampdbg.observer import Observer
+from ampdbg.probes.loss_graph import is_loss_scale
 from ampdbg.probes.module_calls import recorded_graphs
 from ampdbg.probes.seams import is_going_backward
 from ampdbg.probes.tensors import are_weights_spoilt, nonfinite
@@ -321,8 +322,8 @@ class FailingSteps:
     def _own_scale(self) -> float:
         """What the script itself has multiplied the losses of the open step by, where that is known to be a loss scale;
         else 1."""
-        step = self._watcher.open_step
-        return step.factor if step.has_power_of_two or self._watcher.log.has_own_scale else 1.0
+        factor = self._watcher.open_step.factor
+        return factor if is_loss_scale(factor) or self._watcher.log.has_own_scale else 1.0
 
     def _look(
         self, number: int, why: Why, loss: torch.Tensor | None = None, *, is_cut: bool = False

@@ -98,10 +98,7 @@ def line_of_error(error: BaseException) -> Line | None:
 
 def is_users_file(file: str) -> bool:
     """A source file exists and is neither installed nor ampdbg's."""
-    if not file.endswith(".py") or lies_in_library(file):  # where a file lies takes long to ask, and most are those
-        return False
-    path = Path(file)
-    return path.exists() and not _is_installed(path.resolve())
+    return file.endswith(".py") and not _is_installed(os.path.dirname(os.path.abspath(file))) and os.path.exists(file)
 
 
 @by_code
@@ -122,7 +119,9 @@ def lies_in_library(file: str | Path) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_installed(path: Path) -> bool:
+def _is_installed(folder: str) -> bool:
+    """A folder, or what it links to: to ask that of each file of a process takes a quarter of a second."""
+    path = Path(folder).resolve()
     return lies_in_library(path) or any(path.is_relative_to(place) for place in (*INSTALLED, AMPDBG))
 
 
