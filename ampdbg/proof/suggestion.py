@@ -112,15 +112,17 @@ def suggestion_of(
     """What comes of a search that has ended; ``captured`` is the failing step's capture, where it is a script's.
 
     ``start`` begins what a proof needs fresh processes for; without it nothing is proven. ``why_no_patch`` says why
-    none can be written but of constants.
+    one hardly can, where none is proven.
     """
     ended = replace(searched, record=_handed_over(searched, form))
     found = Suggestion(ended.record)
-    if why_no_patch and not _constants(ended.record):
-        return Suggestion(_with(ended.record, names=(), helper="", refused=(why_no_patch,)))
     prover = functools.partial(_proof, ended, observer, captured, start) if start is not None else None
     with contextlib.suppress(KeyboardInterrupt):
         found = _of_search(ended, form, prover, observer, trains=captured is None)
+        is_proven = found.record.verification is not None and found.record.verification.passed
+        if why_no_patch and not is_proven:  # a line that casts back itself may be cured all the same
+            refused = _with(found.record, names=(), helper="", files=(), units=(), refused=(why_no_patch,))
+            found = Suggestion(replace(refused, verification=None))
         return replace(found, record=replace(found.record, elapsed=ended.run.elapsed))
     # While the patch was planned or proven: what the search has found stands.
     return Suggestion(replace(ended.record, interrupted=True, elapsed=ended.run.elapsed))

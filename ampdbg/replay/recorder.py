@@ -148,11 +148,6 @@ class Noted:
         """Somebody has something that it gave; that may be the note of what was given it."""
         return any(result() is not None for result in self.gives)
 
-    @property
-    def leads_back(self) -> bool:
-        """Somebody has something that it gave and that a gradient leads through."""
-        return any(result.requires_grad for held in self.gives if (result := held()) is not None)
-
 
 class _Thread:
     """What one thread has noted."""
@@ -621,7 +616,7 @@ class Recorder(TorchFunctionMode):
         now = self._now
 
         def leads(call: Noted, read: int) -> bool:
-            return not (self._is_past(now.calls[read]) and call.takes_data_of(read)) if read in now.calls else False
+            return read in now.calls and not (self._is_past(now.calls[read]) and call.takes_data_of(read))
 
         held = (n for n, call in now.calls.items() if call.is_held and not self._is_past(call))
         needed = _behind(now.calls, (*held, *(made.call for made, *_ in now.losses if made is not None)), leads)
