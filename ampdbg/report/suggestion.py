@@ -268,10 +268,11 @@ def applying(handover: Handover, file: str = "") -> str:
     git, typed below the root of a repository, silently passes over files outside of this folder.
     """
     here, quoted = Path.cwd().resolve(), shlex.quote(file)
-    elsewhere = "" if here == Path(handover.folder) else shlex.quote(os.path.relpath(handover.folder, here))
+    folder = Path(handover.folder)  # one that is not named is the one here
+    elsewhere = "" if here == folder.resolve() else shlex.quote(os.path.relpath(folder, here))
     if not handover.is_git:
         return f"patch -p1{f' -d {elsewhere}' * bool(elsewhere)}{f' < {quoted}' * bool(file)}"
-    applied = f" {shlex.quote(os.path.relpath(file, handover.folder))}" if file else ""
+    applied = f" {shlex.quote(os.path.relpath(file, folder))}" if file else ""
     return f"git{f' -C {elsewhere}' * bool(elsewhere)} apply{applied}"
 
 

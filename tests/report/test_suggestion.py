@@ -14,7 +14,7 @@ from ampdbg.proof.suggestion import Suggestion
 from ampdbg.record.pins import FileDiff, Form, Handover, Outcome, PatchUnit, ProofStep, RootModel
 from ampdbg.record.run import Investigation, Record, ScriptRun
 from ampdbg.report.formats import written
-from ampdbg.report.suggestion import content, headline
+from ampdbg.report.suggestion import applying, content, headline
 from ampdbg.report.view import Look, Typed
 from tests.commands.suggestions import AFTER, BEFORE, FAILED, PROOF, handed_over, proven, suggestion
 from tests.report.bisections import BISECTIONS, NAMES, found
@@ -386,3 +386,8 @@ def test_json_has_the_pins_the_diffs_and_the_proof(tmp_path: Path) -> None:
     assert data["units"][0] == {"title": "line 2 of model.py", "pins": ["blocks.2.attn"], "notes": []}
     assert data["proof"]["passed"] is True
     assert data["notes"] == list(handover_of(found).notes)
+
+
+def test_a_patch_of_a_record_that_names_no_folder_is_applied_here() -> None:
+    assert applying(Handover("diff", is_git=True), "a.patch") == "git apply a.patch"
+    assert applying(Handover("diff"), "a.patch") == "patch -p1 < a.patch"
