@@ -14,7 +14,7 @@ from ampdbg.costs.step import FlopCount
 from ampdbg.errors import AmpdbgError
 from ampdbg.probes.module_calls import ModulePaths, module_paths, run_eagerly
 from ampdbg.probes.op_trace import OpPlace, OpTraits, PlacedOps, placed
-from ampdbg.probes.tensors import HALVES
+from ampdbg.probes.tensors import HALVES, nbytes
 from ampdbg.record.pins import OWN, PinCost
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep, Snapshot, rewound
@@ -55,7 +55,7 @@ class _HalfOutputs(PlacedOps):
         self, traits: OpTraits, place: OpPlace, parameter: str, before: Any, made: Sequence[torch.Tensor]
     ) -> None:
         half = [one for one in (made[:1] if traits.keeps_the_rest else made) if one.dtype in HALVES]
-        self.sizes[place.module] += sum(one.numel() * one.element_size() for one in half)
+        self.sizes[place.module] += sum(map(nbytes, half))
 
 
 def _own_flops(run: Run, snapshot: Snapshot) -> dict[str, int]:

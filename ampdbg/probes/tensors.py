@@ -185,6 +185,11 @@ def times_written(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def nbytes(tensor: torch.Tensor) -> int:
+    """The bytes of its entries; a sparse one has no ``nbytes``, and counts as if it had them all."""
+    return tensor.numel() * tensor.element_size()
+
+
 def wraps_others(tensor: Any) -> bool:
     """It is of a class that holds its values in other tensors, such as DTensor."""
     return bool(is_traceable_wrapper_subclass(tensor))

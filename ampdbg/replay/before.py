@@ -7,13 +7,12 @@ statistics of batch norms, say, a counter of steps, or the weights of a momentum
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ampdbg.probes.tensors import is_emptied, is_finite, times_written
 from ampdbg.replay.snapshot import ModelState
@@ -64,14 +63,13 @@ class _Root:
         """The call is looked at whole."""
         return self.calls <= LOOKED_AT
 
-    def begins(self, number: int, module: torch.nn.Module, noted: Collection[int]) -> None:
+    def begins(self, number: int, module: torch.nn.Module) -> None:
         """Holds what is to be held before a call."""
         self.calls += 1
         if self.is_looked_at:
             own = {**dict(module.named_buffers()), **dict(module.named_parameters())}
             self.tensors = weakref.WeakValueDictionary(own)
             self.untrained = [name for name, one in own.items() if not one.requires_grad]
-        self.kept = {call: kept for call, kept in self.kept.items() if call in noted}
         written = {name: times_written(one) for name, one in self.tensors.items()}
         self.rewritten |= {name: number for name, times in self.left.items() if written.get(name, times) != times}
         frozen = {name: one for name, one in self.tensors.items() if self.is_looked_at and _is_frozen(one)}
@@ -143,6 +141,8 @@ def _is_frozen(tensor: torch.Tensor) -> bool:
 
 
 def _samples(frozen: Mapping[str, torch.Tensor]) -> Mapping[str, FrozenSample]:
+    if not frozen:
+        return {}
     with torch.no_grad(), _disable_current_modes():
         flat = {name: one.reshape(-1) for name, one in frozen.items()}
         return {name: (one.data_ptr(), one[:: max(1, len(one) // SAMPLE)].clone()) for name, one in flat.items()}
@@ -156,27 +156,47 @@ class Before:
     """What called modules held before those of their calls that are noted still."""
 
     def __init__(self) -> None:
-        self._roots: MutableMapping[torch.nn.Module, _Root] = WeakIdKeyDictionary()
+        self._alive: dict[int, tuple[weakref.ref[torch.nn.Module], _Root]] = {}
+        """By the ``id`` of a module, which may be another's by now."""
 
-    def begins(self, number: int, module: torch.nn.Module, noted: Collection[int]) -> None:
-        """To be called before the call of this number; ``noted`` are the earlier ones that are kept."""
-        self._roots.setdefault(module, _Root()).begins(number, module, noted)
+    @property
+    def _roots(self) -> list[_Root]:
+        return [root for alive, root in self._alive.values() if alive() is not None]
+
+    def _root(self, module: torch.nn.Module) -> _Root | None:
+        alive, root = self._alive.get(id(module), (None, None))
+        return root if alive is not None and alive() is module else None
+
+    def begins(self, number: int, module: torch.nn.Module) -> None:
+        """To be called before the call of this number."""
+        root = self._root(module)
+        if root is None:
+            root = _Root()
+            self._alive = {key: known for key, known in self._alive.items() if known[0]() is not None}
+            self._alive[id(module)] = weakref.ref(module), root
+        root.begins(number, module)
+
+    def forget(self, number: int, module: torch.nn.Module) -> None:
+        """Lets go of what the module held before the call of this number."""
+        root = self._root(module)
+        if root is not None:
+            root.kept.pop(number, None)
 
     def returned(self, number: int, module: torch.nn.Module) -> None:
         """To be called when it has returned."""
-        root = self._roots.get(module)
+        root = self._root(module)
         if root is not None and number in root.kept:
             root.returned(number)
 
     def is_known(self, number: int) -> bool:
         """What the module of a call held before it is known, but for weights that optimizers train."""
-        kept = ((root, root.kept[number]) for root in self._roots.values() if number in root.kept)
+        kept = ((root, root.kept[number]) for root in self._roots if number in root.kept)
         return all(not any(True for _ in root.unheld(one)) for root, one in kept)
 
     def state(self, model: torch.nn.Module, calls: Collection[int]) -> tuple[ModelState, str]:
         """What the model held before these calls, and of which buffer or parameter that is not known; "" of none."""
         held, unknown = held_before_a_step(model), ""
-        begun = [(first, root) for root in self._roots.values() if (first := root.first_of(calls)) is not None]
+        begun = [(first, root) for root in self._roots if (first := root.first_of(calls)) is not None]
         for first, root in sorted(begun, key=lambda one: -one[0]):  # of what two others hold the earlier counts
             held = held.with_earlier(root.kept[first].held)
             unknown = next(root.unknown(root.kept[first]), unknown)
@@ -187,7 +207,7 @@ class Before:
         their largest magnitudes."""
         found = {
             id(root.tensors.get(name))
-            for root in self._roots.values()
+            for root in self._roots
             for name, number in root.rewritten.items()
             if number in calls
         }
@@ -197,8 +217,9 @@ class Before:
 
     def poisoned(self, buffers: Iterable[tuple[str, torch.Tensor]]) -> Iterator[str]:
         """The names of those buffers that noted calls have made inf or NaN, or have put in the place of others."""
-        kept = [one.held for root in self._roots.values() for one in root.kept.values()]
-        noted = [(module, root.tensors) for module, root in self._roots.items() if root.kept]
+        kept = [one.held for root in self._roots for one in root.kept.values()]
+        roots = ((alive(), root) for alive, root in self._alive.values() if root.kept)
+        noted = [(module, root.tensors) for module, root in roots if module is not None]
         new = {id(one) for module, old in noted for name, one in module.named_buffers() if old.get(name) is not one}
         for name, buffer in buffers:
             before = [held.copy_of(buffer) for held in kept if buffer in held]
@@ -207,7 +228,7 @@ class Before:
 
     def changing(self, state: ModelState) -> Iterator[tuple[str, torch.Tensor]]:
         """Those buffers of a state that calls were seen to write; others may be masks, and infinite."""
-        changes = {key for root in self._roots.values() for key in root.changes}
+        changes = {key for root in self._roots for key in root.changes}
         buffers = state.buffers
         for name, buffer in state.model.named_buffers() if state.model is not None else ():
             if id(buffer) in changes and name in buffers:

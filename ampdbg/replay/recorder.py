@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 import re
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import count, takewhile
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils import _pytree
 
 from ampdbg.probes.guard import Guard
 from ampdbg.probes.loss_graph import SCALED_BY_HAND, is_loss_scale, leaves_behind
@@ -40,7 +41,7 @@ from ampdbg.probes.optimizers import stepped_by
 from ampdbg.probes.seams import Seam, attached, is_captured, is_fx_tracing, is_going_backward, only_follows, replaced
 from ampdbg.probes.source_lines import innermost_line
 from ampdbg.probes.step_hooks import hooked_steps
-from ampdbg.probes.tensors import Mark, is_finite, leaves_of, read_aside, times_written
+from ampdbg.probes.tensors import Mark, is_finite, leaves_of, nbytes, read_aside, times_written
 from ampdbg.probes.unfollowed import leave_ours_alone
 from ampdbg.replay.before import Before
 from ampdbg.replay.copies import Copying, duplicate
@@ -65,11 +66,21 @@ from ampdbg.replay.step import (
 )
 from ampdbg.source.ownership import Line
 
-MOST_CALLS = 1000
+MOST_CALLS = 20_000
 """A step of more calls is no step but an epoch."""
 
 PRUNED_FROM = 16
 """So many calls are kept before those are looked for whose results nobody has any more."""
+
+FEW_CALLS = 64
+"""So many calls are looked through whenever a step begins; of more those alone that are new since."""
+
+MOST_DATA_CALLS = 1000
+"""So many calls at most are kept for what they gave as data, to which no gradient leads: the predictions of a
+validation, say, which the script gathers."""
+
+MOST_DATA_BYTES = 2**28
+"""So many bytes at most are kept alive for these. The script has let go of most: of the batches of its validation."""
 
 DEVICES = ("cpu", "cuda")
 """The kinds of device whose autocast is noted."""
@@ -102,14 +113,16 @@ OF_SCALED = "its loss takes gradients of a scaled loss, and ampdbg did not see t
 
 @dataclass(eq=False, slots=True)
 class Noted:
-    """One call while its step runs. ``given`` has ``Made`` in the place of what others have made; ``inputs`` has the
-    tensors that come from elsewhere, each with how often it had been written; ``past`` what stands for a result that
-    no gradient leads to; ``beside`` values that no noted call has made and that a graph of few ops leads from, each
-    with the leaves of that, by ``id``. ``why_not`` says why it cannot be made again, and ``steps`` how often
-    optimizers had stepped.
+    """One call while its step runs, of a module, or of a function that has a ``name``.
+
+    ``given`` has ``Made`` in the place of what others have made; ``inputs`` has the tensors that come from elsewhere,
+    each with how often it had been written; ``past`` what stands for a result that no gradient leads to; ``beside``
+    values that no noted call has made and that a graph of few ops leads from, each with the leaves of that, by ``id``.
+    ``why_not`` says why it cannot be made again, and ``steps`` how often optimizers had stepped.
     """
 
     function: Callable[..., Any]
+    name: str
     line: Line | None
     lowers: Mapping[str, torch.dtype]
     random_state: RandomState
@@ -148,13 +161,26 @@ class Noted:
         """Somebody has something that it gave; that may be the note of what was given it."""
         return any(result() is not None for result in self.gives)
 
+    @property
+    def is_led_to(self) -> bool:
+        """Somebody has something that it gave, and a gradient leads there."""
+        return any(held is not None and held.requires_grad for held in (result() for result in self.gives))
+
+    @property
+    def data(self) -> Iterator[torch.Tensor]:
+        """What it keeps alive for the call to be made again; weights are the model's."""
+        tensors = (one for one, _ in (*self.inputs, *self.past.values()))
+        return (one for one in tensors if not one.requires_grad)
+
 
 class _Thread:
     """What one thread has noted."""
 
     def __init__(self) -> None:
         self.calls: dict[int, Noted] = {}
-        self.numbers = itertools.count()
+        self.modules = Counter[int]()
+        """How many noted calls there are of each module, by ``id``."""
+        self.numbers = count()
         self.made: dict[int, tuple[weakref.ref[torch.Tensor], Made, bool, int]] = {}
         """By ``id``: the tensor, what made it, whether that wanted its gradient, and how often it had been written."""
         self.scaled: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -165,7 +191,9 @@ class _Thread:
         """The optimizer whose step is under way, which makes its gradients itself."""
         self.inside = self.wrappers = 0
         self.is_on = False
-        self.prune_at = PRUNED_FROM
+        self.prune_at, self.pruned_to = PRUNED_FROM, -1
+        self.bytes, self.prune_at_bytes = 0, MOST_DATA_BYTES
+        """Of the data that noted calls keep alive."""
         self.earlier = 0  # calls that were kept of earlier steps when this began: the script holds what they gave
         self.scalars: deque[tuple[weakref.ref[torch.Tensor], Mark]] = deque(maxlen=PRUNED_FROM)
         self.trained_at: set[Line | None] = set()
@@ -173,8 +201,17 @@ class _Thread:
         self.was_on = self.trains = False
         self.has_gone = False
         self.taken: set[int] = set()
-        """The ``id`` of every tensor that a noted call holds as an input."""
+        """The ``id`` of every tensor that a noted call keeps alive, and of some that none does any more."""
+        self.counted: set[int] = set()
+        """The ``id`` of those whose ``bytes`` are counted."""
         self.random_states = RandomStates()
+
+    def keeps(self, tensor: torch.Tensor) -> None:
+        """A noted call keeps the tensor alive from now on."""
+        self.taken.add(id(tensor))
+        if not tensor.requires_grad and id(tensor) not in self.counted:
+            self.counted.add(id(tensor))
+            self.bytes += nbytes(tensor)
 
 
 class _Threads(threading.local):
@@ -355,26 +392,27 @@ class Recorder(TorchFunctionMode):
 
     def _begins(self, begun: list[_Begun], function: Callable[..., Any], args: Any, kw: Any) -> None:
         now, module = self._now, function if isinstance(function, torch.nn.Module) else None
-        name, number, line = getattr(function, "__name__", ""), next(now.numbers), innermost_line()
+        name = "" if module is not None else getattr(function, "__name__", "")
+        number, line = next(now.numbers), innermost_line()
         lowers = {kind: get_autocast_dtype(kind) for kind in DEVICES if is_autocast_enabled(kind)}
-        draws = _draws(function)
-        state = now.random_states.before_a_call() if draws else now.random_states.latest
-        noted = Noted(function, line, lowers, state, self._steps, has_gradients=torch.is_grad_enabled())
+        state = now.random_states.before_a_call() if _draws(function, name) else now.random_states.latest
+        noted = Noted(function, name, line, lowers, state, self._steps, has_gradients=torch.is_grad_enabled())
         taking = _Taking(self, noted, is_in_place=_is_in_place(name))
         noted.given = tuple(map(taking.of, args)), {key: taking.of(value) for key, value in kw.items()}
         if function is torch.autograd.grad and self._is_of_scaled(args, kw):
             noted.function, noted.given = scaled_gradients, ((ScalePower(1), *noted.given[0]), noted.given[1])
         if module is not None:
             noted.training = module.training
-            self.before.begins(number, module, now.calls)
+            self.before.begins(number, module)
+            now.modules[id(module)] += 1
         now.calls[number] = noted
         begun.append((number, noted, taking))
         self._about_to_call(line)
 
     def _returns(self, begun: _Begun, args: Any, kwargs: Any, result: Any) -> None:
         number, noted, taking = begun
-        noted.has_returned, name = True, getattr(noted.function, "__name__", "")
-        if _draws(noted.function):
+        noted.has_returned, name = True, noted.name
+        if _draws(noted.function, name):
             self._now.random_states.after_a_call()
         if noted.module is not None:
             self.before.returned(number, noted.module)
@@ -589,10 +627,9 @@ class Recorder(TorchFunctionMode):
 
     def _root_begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         now = self._now
-        is_again = not now.has_gone and any(call.module is module for call in now.calls.values())
-        # What is given others of the pass goes on with it, such as a loss of each of two heads.
-        given = (leaf for _, leaf in leaves_of((args, kwargs)) if leaf.requires_grad)
-        is_again = is_again and not any(self._maker(leaf) for leaf in given)
+        is_again = not now.has_gone and now.modules[id(module)] > 0
+        if is_again:  # what is given others of the pass goes on with it, such as a loss of each of two heads
+            is_again = not any(one.requires_grad and self._maker(one) for one in _tensors_within(args, kwargs))
         if next(module.parameters(), None) is not None:
             now.trains = module.training
         is_behind = now.has_gone and not now.has_stepped
@@ -602,7 +639,7 @@ class Recorder(TorchFunctionMode):
             now.losses.clear()
             self._prune()
             now.earlier = min(len(now.calls), MOST_CALLS)
-        elif now.has_gone or is_again or len(now.calls) >= now.prune_at:
+        elif now.has_gone or is_again or len(now.calls) >= now.prune_at or now.bytes >= now.prune_at_bytes:
             self._prune()
         now.has_gone = False
 
@@ -612,20 +649,62 @@ class Recorder(TorchFunctionMode):
 
     def _prune(self) -> None:
         """Forgets the calls that no loss and nothing which somebody holds was made of, and those of long ago whose
-        results others hold as data: as each average of an average does."""
+        results others hold as data: as each average of an average does. Of many that were held before only the later
+        ones are looked at, until they are as many again."""
         now = self._now
+        is_whole = now.bytes >= now.prune_at_bytes or not FEW_CALLS < len(now.calls) < now.prune_at
+        looked_at = -1 if is_whole else now.pruned_to
+        now.pruned_to = next(reversed(now.calls), -1)
+        later = {n: now.calls[n] for n in takewhile(lambda number: number > looked_at, reversed(now.calls))}
 
         def leads(call: Noted, read: int) -> bool:
-            return read in now.calls and not (self._is_past(now.calls[read]) and call.takes_data_of(read))
+            return read in later and not (self._is_past(later[read]) and call.takes_data_of(read))
 
-        held = (n for n, call in now.calls.items() if call.is_held and not self._is_past(call))
-        needed = _behind(now.calls, (*held, *(made.call for made, *_ in now.losses if made is not None)), leads)
-        now.calls = {number: call for number, call in now.calls.items() if number in needed}
-        now.taken = {id(one) for call in now.calls.values() for one, _ in call.inputs}
-        now.made = {key: known for key, known in now.made.items() if known[1].call in needed}
-        now.changed = {number: writers for number, writers in now.changed.items() if number in needed}
+        recent = {number: call for number, call in later.items() if not self._is_past(call)}
+        led_to = (number for number, call in recent.items() if call.is_led_to)
+        needed = _behind(later, (*led_to, *(made.call for made, *_ in now.losses if made is not None)), leads)
+        held = {number for number, call in recent.items() if call.is_held} - needed
+        needed |= self._of_data(held, needed, leads) if is_whole else _behind(later, held, leads)
+        for number in later.keys() - needed:
+            self._forget(number)
         now.scaled = {key: held for key, held in now.scaled.items() if held() is not None}
-        now.prune_at = max(PRUNED_FROM, 2 * len(now.calls))
+        if is_whole:
+            now.made = {key: known for key, known in now.made.items() if known[0]() is not None}
+            now.taken = {id(one) for call in now.calls.values() for one, _ in call.inputs}
+            data = {id(one): one for call in now.calls.values() for one in call.data}
+            now.counted, now.bytes = {*data}, sum(map(nbytes, data.values()))
+            now.prune_at, now.prune_at_bytes = max(PRUNED_FROM, 2 * len(now.calls)), max(MOST_DATA_BYTES, 2 * now.bytes)
+
+    def _forget(self, number: int) -> None:
+        now, call = self._now, self._now.calls.pop(number)
+        now.changed.pop(number, None)
+        now.counted.difference_update(map(id, call.data))
+        if call.module is not None:
+            now.modules[id(call.module)] -= 1
+            self.before.forget(number, call.module)
+        alive = {id(result) for held in call.gives if (result := held()) is not None}
+        for key in alive & now.made.keys():  # data, to whoever takes it from now on
+            if now.made[key][1].call == number:
+                del now.made[key]
+
+    def _of_data(self, held: Collection[int], known: Collection[int], leads: Callable[[Noted, int], bool]) -> set[int]:
+        """The calls that data was made by which somebody holds, with all before them: of the last call of a module, and
+        of as many earlier ones as there is room for. What the others gave is data like any other from now on."""
+        calls, found, counted, room = self._now.calls, set[int](), set[int](), MOST_DATA_BYTES
+        latest = max((number for number, call in calls.items() if call.module is not None), default=0)
+
+        def leads_on(call: Noted, read: int) -> bool:
+            return not (read in found or read in known) and leads(call, read)
+
+        for number in sorted(held, reverse=True):
+            more = _behind(calls, [number], leads_on) - found
+            kept = {id(one): one for each in more for one in calls[each].data if id(one) not in counted}
+            room -= sum(map(nbytes, kept.values()))
+            if number < latest and (room < 0 or len(found) + len(more) > MOST_DATA_CALLS):
+                break
+            found |= more
+            counted |= kept.keys()
+        return found
 
     # The step.
 
@@ -689,7 +768,7 @@ class Recorder(TorchFunctionMode):
     def forget(self) -> None:
         """Lets go of what was noted."""
         now = self._now
-        for held in (now.calls, now.made, now.changed, now.scaled, now.losses, now.scalars):
+        for held in (now.calls, now.modules, now.made, now.changed, now.scaled, now.losses, now.scalars):
             held.clear()
 
     def step(
@@ -833,7 +912,9 @@ class _Calls:
         if start is None or (start.numel() == 1 and float(start) == 1.0):
             return made
         number = max(self.calls) + 1
-        weighs = replace(self.calls[made.call], function=weighted, given=((made, start), {}), reads={made.call})
+        weighs = replace(
+            self.calls[made.call], function=weighted, name="", given=((made, start), {}), reads={made.call}
+        )
         self.calls[number] = replace(weighs, inputs=[], past={}, writes=False, training=None, why_not="")
         return Made(number, "")
 
@@ -845,7 +926,7 @@ class _Calls:
         call = self.calls[made.call]
         factors = [one for one in call.given[0] if type(one) in (int, float) and one >= SCALED_BY_HAND]
         losses = [one for one in call.given[0] if isinstance(one, Made)]
-        is_product = getattr(call.function, "__name__", "") in PRODUCTS and len(factors) == len(losses) == 1
+        is_product = call.name in PRODUCTS and len(factors) == len(losses) == 1
         if not is_product or not (factors[0] == known or is_loss_scale(factors[0])):
             return made, 1.0
         return losses[0], float(factors[0])
@@ -856,7 +937,7 @@ class _Calls:
         found = set[int]()
         powers = {**dict.fromkeys(PRODUCTS, -1), **dict.fromkeys(QUOTIENTS, 1)}
         for number, call in self.calls.items():
-            power = powers.get(getattr(call.function, "__name__", ""), 0) if call.reads & found else 0
+            power = powers.get(call.name, 0) if call.reads & found else 0
             ways = [type(one) is float and one == scale**power for one in call.given[0]] if power else []
             if any(ways):
                 args = (ScalePower(power) if way else one for way, one in zip(ways, call.given[0], strict=True))
@@ -867,8 +948,9 @@ class _Calls:
 
     def why_not(self, number: int) -> str:
         """Why a call cannot be made again as it was; "" where it can."""
-        for one in sorted(_behind(self.calls, [number])):
-            self._whys.setdefault(one, self._why_not(one))
+        unknown = _behind(self.calls, [number], lambda call, read: read not in self._whys) - self._whys.keys()
+        for one in sorted(unknown):
+            self._whys[one] = self._why_not(one)
         return self._whys.get(number, NOT_ALL_SEEN)
 
     def _why_not(self, number: int) -> str:
@@ -990,6 +1072,7 @@ class _Taking:
             noted.reads |= {made.call, *recorder._now.changed.get(made.call, ())}
             if not tensor.requires_grad:
                 noted.past[made] = tensor, times
+                recorder._now.keeps(tensor)
             return made
         if tensor.requires_grad and not tensor.is_leaf:  # which is not held: a graph hangs on it
             leaves, tensor = leaves_behind(tensor), tensor.detach()
@@ -1001,13 +1084,13 @@ class _Taking:
             tensor = duplicate(tensor.detach()).requires_grad_(tensor.requires_grad)
             times = times_written(tensor)
         noted.inputs.append((tensor, times))
-        recorder._now.taken.add(id(tensor))
+        recorder._now.keeps(tensor)
         return tensor
 
 
-def _draws(function: Callable[..., Any]) -> bool:
+def _draws(function: Callable[..., Any], name: str) -> bool:
     """It may draw random numbers: code of the user's, or one of torch's functions that do."""
-    return isinstance(function, (torch.nn.Module, OwnFunction)) or _is_draw(getattr(function, "__name__", ""))
+    return isinstance(function, (torch.nn.Module, OwnFunction)) or _is_draw(name)
 
 
 @functools.cache
@@ -1032,7 +1115,7 @@ def _mades(given: Any) -> list[Made]:
 
 
 def _described(call: Noted) -> str:
-    name = getattr(call.function, "__name__", type(call.function).__name__).strip("_")
+    name = (call.name or type(call.function).__name__).strip("_")
     return f"{name} at {name_of_line(*call.line[:2])}" if call.line is not None else name
 
 
@@ -1049,6 +1132,13 @@ def _tensors(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from (one for one in value if isinstance(one, torch.Tensor))
+
+
+def _tensors_within(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """Those among arguments, and anywhere in them."""
+    for value in (*args, *kwargs.values()):
+        leaves = (value,) if isinstance(value, torch.Tensor) else _pytree.tree_leaves(value)
+        yield from (one for one in leaves if isinstance(one, torch.Tensor))
 
 
 def _noting(original: Callable[..., Any], entered: Sequence[Recorder]) -> Callable[..., Any]:

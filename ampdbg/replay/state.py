@@ -27,7 +27,7 @@ import numpy.random
 import torch
 from torch.utils import _pytree
 
-from ampdbg.probes.tensors import distinct, is_emptied, may_be_bad
+from ampdbg.probes.tensors import distinct, is_emptied, may_be_bad, nbytes
 from ampdbg.source.ownership import is_users_file
 
 LARGEST = 2**24
@@ -274,7 +274,7 @@ def _is_large(value: Any, largest: int) -> bool:
     if isinstance(value, (list, dict, set, tuple, deque)):
         return len(value) > MOST
     if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size() > largest  # a sparse one has no ``nbytes``
+        return nbytes(value) > largest
     return hasattr(type(value), "nbytes") and int(value.nbytes) > largest
 
 

@@ -31,6 +31,7 @@ from ampdbg.replay.copies import Copying
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import Run, Tail, name_of_line
 from ampdbg.replay.snapshot import ModelState, Snapshot
+from ampdbg.replay.state import CONSTANTS
 from ampdbg.source.ownership import LibraryLine, Line
 from ampdbg.workload.build import Workload
 from ampdbg.workload.losses import StepFunction
@@ -330,8 +331,10 @@ def made_in(result: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def made_in_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors in those arguments of a call that it can put others into, such as a dict, each with its path."""
     named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    holders = {name: value for name, value in named.items() if not isinstance(value, torch.Tensor)}
-    for path, tensor in made_in(holders):
+    holders = {
+        key: one for key, one in named.items() if not isinstance(one, torch.Tensor) and type(one) not in CONSTANTS
+    }
+    for path, tensor in made_in(holders) if holders else ():
         yield GIVEN + path, tensor
 
 

@@ -26,7 +26,7 @@ from safetensors.torch import save
 from ampdbg.errors import AmpdbgError, first_line, named_error, reason_of
 from ampdbg.files import free_path, replace_file
 from ampdbg.ops import CAST_METHODS
-from ampdbg.probes.tensors import leaves_of
+from ampdbg.probes.tensors import leaves_of, nbytes
 from ampdbg.quantities import byte_size, counted, dotted, shown
 from ampdbg.record.file import CAPTURE_SUFFIX, adapter, from_json, of_rank, to_json
 from ampdbg.record.findings import Count
@@ -605,7 +605,7 @@ class Captured:
             self.live.recorded.given,
         )
         tensors = {id(tensor): tensor for part in parts for _, tensor in leaves_of(part)}
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        return sum(map(nbytes, tensors.values()))
 
     @functools.cached_property
     def _states(self) -> Sequence[Any]:

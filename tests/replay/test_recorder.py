@@ -204,6 +204,15 @@ def holds_what_many_calls_gave(model: nn.Module, scaler: torch.amp.GradScaler) -
             optimizer.step()
 
 
+def calls_its_model_over_time(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    """A recurrent model whose loop over time, of more than 1,000 calls, is the script's."""
+    hidden = x()
+    for _ in range(300):
+        output = model(hidden).tanh()
+        hidden = 0.5 * torch.cat([output, output], 1)
+    scaler.scale(hidden.square().mean()).backward()
+
+
 def multiplies_its_own(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
     """A dice loss, whose union is in part a matrix product of masks alone; one number is drawn beside it."""
     mask = (torch.arange(12.0) % 2).view(4, 3)
@@ -812,6 +821,30 @@ def test_a_loop_without_a_backward_pass_holds_no_batch_but_one_or_two() -> None:
             del batch
         gc.collect()
         assert sum(batch() is not None for batch in batches) <= 2
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["without gradients", "detached"])
+def test_a_validation_whose_predictions_are_gathered_holds_few_bytes_of_its_batches(
+    monkeypatch: pytest.MonkeyPatch, grad: bool
+) -> None:
+    monkeypatch.setattr(recorders, "MOST_DATA_BYTES", 10 * x().nbytes)
+    model, batches, gathered = net(), list[weakref.ref[torch.Tensor]](), list[torch.Tensor]()
+    with Recorder() as recorder, torch.set_grad_enabled(grad):
+        for seed in range(100):
+            batch = x(seed)
+            batches.append(weakref.ref(batch))
+            gathered.append(model(batch).detach().softmax(1))
+            del batch
+        alive = [batch() is not None for batch in batches]
+        assert sum(alive) <= 12
+        assert all(alive[-3:])  # as a teacher's, whose results the next loss may need
+        with torch.enable_grad():
+            loss = (model(x()) * gathered[-1]).mean() + gathered[0].mean()
+            loss.backward()
+        step, why_not, _ = recorder.step(model, (), "cpu")
+    assert step is not None, why_not
+    assert [call.function is model for call in step.calls.values()].count(True) == 2  # the first result is data by now
+    assert torch.equal(step.loss(step.given[0]), loss)
 
 
 class Counting(nn.Module):
