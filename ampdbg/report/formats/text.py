@@ -103,7 +103,7 @@ def _parts(page: view.Page, width: int, *, is_brief: bool) -> Iterator[Renderabl
     for head in (page.headline,) if page.headline else ():
         yield Text(f"{SIGNS[head.tone]} {head.sentence}", style=f"bold {STYLES[head.tone]}")
     for section in page.story if is_brief else page.sections:
-        yield Group(*(Text(title, style="bold") for title in (view.title(section),) if title), *_drawn(section, width))
+        yield Group(*[Text(section.title, style="bold")] * bool(section.title), *_drawn(section, width))
     last = list(_end(page, is_brief=is_brief))
     yield from [Group(*last)] * bool(last)
 
