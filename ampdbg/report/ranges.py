@@ -30,7 +30,7 @@ from ampdbg.record.pins import in_words
 from ampdbg.record.run import Readiness, Record, Replay, Site
 
 from . import view
-from .scan import TONES, raised, stopped
+from .scan import REPAIRED, TONES, raised, stopped
 from .view import line, lines, more, ran_on, with_option
 
 NEAR_BITS = 2.0
@@ -110,7 +110,7 @@ def _next_command(record: Record, typed: view.Typed) -> view.NextCommand | None:
     is_pinned = ready is not None and (ready.pins or ready.trains is False)
     return view.next_of(
         (ready and not is_config, "", ""),  # a capture is replayed in the format that it has
-        (record.error, "rerun once this is repaired", measure),
+        (record.error, REPAIRED, measure),
         (is_pinned, "find the smallest set of pins, and prove it", suggest),
         (ready, CONFIRM, scan),
         (refuted_by(record), "see where it starts", again),
