@@ -61,7 +61,16 @@ def command(
         edits = _edits(engine.fix(found, settings))
         write_edits(edits, force=True)
         found = engine.lint(paths, settings)
-    write_result(_text(found, paths, format_, len(edits)), sys.stdout)
+    from ampdbg.report import lint as report
+    from ampdbg.report.formats.text import draw
+
+    writers: dict[str, Callable[[], str]] = {
+        "text": lambda: draw(report.page(found, shlex.join(paths), len(edits)), look_of(sys.stdout)),
+        "json": lambda: report.as_json(found),
+        "github": lambda: report.as_annotations(found),
+        "sarif": lambda: report.as_sarif(found, str(Path.cwd())),
+    }
+    write_result(writers[format_](), sys.stdout)
     return exit_code(found)
 
 
@@ -96,16 +105,3 @@ def _show_diff(edits: Sequence[FileEdit]) -> int:
         path = PurePosixPath(edit.path.resolve().relative_to(base).as_posix())
         write_result(unified_diff(path, edit.before, edit.after), sys.stdout)
     return EXIT_FOUND if edits else EXIT_HEALTHY
-
-
-def _text(found: Linted, paths: Sequence[str], format_: str, fixed: int) -> str:
-    from ampdbg.report import lint as report
-    from ampdbg.report.formats.text import draw
-
-    writers: dict[str, Callable[[], str]] = {
-        "text": lambda: draw(report.page(found, shlex.join(paths), fixed), look_of(sys.stdout)),
-        "json": lambda: report.as_json(found),
-        "github": lambda: report.as_annotations(found),
-        "sarif": lambda: report.as_sarif(found, str(Path.cwd())),
-    }
-    return writers[format_]()

@@ -96,11 +96,6 @@ def _checked_record(value: Path | None) -> Path | None:
     return value
 
 
-def check_page(path: Path | None, **others: Path | None) -> None:
-    """Of a page that was asked for, as :func:`check_place`."""
-    check_place("--html", path, "html", **others)
-
-
 CONFIG_OR_RECORD = "A YAML config, or a record whose config to use; by default ampdbg.yaml."
 DEFAULT_CONFIG = Path("ampdbg.yaml")
 """What ``ampdbg init`` writes."""
@@ -218,7 +213,8 @@ def with_run_options(command: Callable[..., int], but: Collection[str] = ()) -> 
     def typed(**options: Any) -> int:
         _check_folders()
         run = RunOptions(**{name: options[name] for name in shared})
-        check_page(run.html, record=run.record, config=options.get("config"), output=options.get("output"))
+        config, output = options.get("config"), options.get("output")
+        check_place("--html", run.html, "html", record=run.record, config=config, output=output)
         options = {name: value for name, value in options.items() if name not in shared}
         return command(**options, run=run)
 

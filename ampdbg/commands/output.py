@@ -94,22 +94,14 @@ def write_result(text: str | bytes, stream: TextIO) -> None:
         if isinstance(text, bytes):  # past the encoding and the line ends of the stream
             stream.buffer.write(text)
         else:
-            stream.write(_as_carried(text, stream))
+            encoding = getattr(stream, "encoding", None) or "utf-8"  # a stream of text alone carries all
+            # Names may hold any character: those that the stream does not carry are shown as escapes.
+            stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         stream.flush()
     except OSError as error:
         _silence(stream)
         if not isinstance(error, BrokenPipeError):
             raise AmpdbgError(f"stdout: cannot be written: {reason_of(error)}") from None
-
-
-def _as_carried(text: str, stream: TextIO) -> str:
-    """The text with the characters that the stream does not carry as escapes: names may hold any."""
-    encoding = getattr(stream, "encoding", None) or "utf-8"  # a stream of text alone carries all
-    try:
-        text.encode(encoding)
-    except UnicodeEncodeError:
-        return text.encode(encoding, "backslashreplace").decode(encoding)
-    return text
 
 
 def in_form(text: str, format_: str) -> str | bytes:

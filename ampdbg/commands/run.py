@@ -151,11 +151,6 @@ def command(
         files = loaded_files() if is_module else [script, *loaded_files()]
         # Where the machine lacks something, the run that the report asks for shows more than the source does.
         say_source_findings(seen, files, is_quiet=quiet or seen.rank > 0 or obstacle_in(seen.error) is not None)
-    return _code(seen, fail_on)
-
-
-def _code(seen: Record, fail_on: FailOn | None) -> int:
-    """The script's own code; where that is 0, what was found may make another of it."""
     if seen.exit_code:
         return seen.exit_code
     is_alone = seen.script is None or seen.script.processes == 1
@@ -195,7 +190,7 @@ def _check_places(record: Path | None, html: Path | None, log: Path | None, *, s
         ConfigError: something of the user's is there.
     """
     options.check_place("--record", record, "record")
-    options.check_page(html, record=record, script=script)
+    options.check_place("--html", html, "html", record=record, script=script)
     options.check_place("--log", log, "log", record=record, page=html, script=script)
 
 

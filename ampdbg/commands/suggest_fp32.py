@@ -48,14 +48,21 @@ def command(
 
     Try: ampdbg suggest-fp32 CONFIG | git apply
     """
-    _check(format_, module, apply=apply)
+    if apply and format_ != "diff":
+        raise ConfigError(f"got --apply with --format {format_}; --apply goes with --format diff")
+    if module is not None:
+        instead = f"ampdbg bisect --module {shlex.quote(str(module))}"
+        raise ConfigError(f"got --module {module}; suggest-fp32 takes the record that this writes: {instead}")
     options.check_place("--output", output, format_, config=config, record=run.record)
     if output is not None:
         from ampdbg.patch.file_edits import check_writable  # `ampdbg --help` need not wait for it
 
         check_writable(output)
     with results_only() as stdout:
-        given = read_given(_given_or_latest(config), None, script, takes_weights=True, **run.changes)
+        # Where nothing was run here yet, the config of this folder is.
+        of_folder = options.default_config(None) if not LATEST.exists() else None
+        taken = config or of_folder or latest_record()
+        given = read_given(taken, None, script, takes_weights=True, **run.changes)
         if apply and not force and not run.quiet:
             _warn_of_uncommitted(given)
         with progress.shown(run.quiet, max_trials) as observer:
@@ -94,22 +101,6 @@ def command(
                 say(written(found, typed, look_of(sys.stderr), "text").rstrip())
     saved.raise_failure()
     return EXIT_HEALTHY if text is not None else bisect.exit_code(found)
-
-
-def _given_or_latest(config: Path | None) -> Path:
-    """Where nothing was run here yet, the config of this folder is."""
-    return config or (options.default_config(None) if not LATEST.exists() else None) or latest_record()
-
-
-def _check(format_: Form, module: Path | None, *, apply: bool) -> None:
-    """Refuses what cannot be done before anything is run."""
-    if apply and format_ != "diff":
-        raise ConfigError(f"got --apply with --format {format_}; --apply goes with --format diff")
-    if module is not None:
-        raise ConfigError(
-            f"got --module {module}; suggest-fp32 takes the record that this writes: ampdbg bisect --module "
-            f"{shlex.quote(str(module))}"
-        )
 
 
 def _warn_of_uncommitted(given: Given) -> None:
