@@ -197,14 +197,11 @@ def _findings(section: view.Findings) -> Iterator[RenderableType]:
             said = f"└ {view.conjunction(finding, effect)} {effect.code} at {effect.at_step}: {effect.message}"
             yield _indented(Text(said, "dim", no_wrap=is_cut, overflow="ellipsis" if is_cut else "fold"))
     if section.is_brief:
-        yield from (_one_line(finding) for finding, _ in groups[1 : 1 + MOST_IN_BRIEF])
+        for finding, _ in groups[1 : 1 + MOST_IN_BRIEF]:
+            style = SEVERITY_STYLE[finding.severity]
+            parts = (finding.severity, f"bold {style}"), " ", (finding.code, style), f" · {finding.message}"
+            yield Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
         yield from map(_line, view.more(len(groups) - 1 - MOST_IN_BRIEF, "finding"))
-
-
-def _one_line(finding: Finding) -> RenderableType:
-    style = SEVERITY_STYLE[finding.severity]
-    parts = (finding.severity, f"bold {style}"), " ", (finding.code, style), f" · {finding.message}"
-    return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
 
 
 def _finding(finding: Finding) -> Iterator[RenderableType]:
@@ -231,22 +228,19 @@ def _prose(markdown: str) -> Iterator[RenderableType]:
     for kind, text in blocks(markdown):
         if previous and not previous == kind == "item":
             yield Text()
-        yield _indented(_block(kind, text))
         previous = kind
-
-
-def _block(kind: str, text: str) -> RenderableType:
-    if kind == "code":
-        return _indented(_verbatim(text, "green"))
-    prose = Text(text)
-    prose.highlight_regex(CODE_SPAN, "cyan")
-    if kind == "paragraph":
-        return prose
-    item = Grid.grid()
-    item.add_column(width=INDENT)
-    item.add_column()
-    item.add_row("-", prose)
-    return item
+        if kind == "code":
+            yield _indented(_verbatim(text, "green"), 2 * INDENT)
+            continue
+        block = Grid.grid(padding=(0, 0))
+        prose = Text(text)
+        prose.highlight_regex(CODE_SPAN, "cyan")
+        if kind == "item":
+            block.add_column(width=INDENT)
+            block.add_row("-", prose)
+        else:
+            block.add_row(prose)
+        yield _indented(block)
 
 
 def blocks(markdown: str) -> Iterator[tuple[str, str]]:
