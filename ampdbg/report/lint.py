@@ -11,7 +11,7 @@ from ampdbg.lint.engine import Linted, LintFinding
 from ampdbg.quantities import counted
 from ampdbg.record.findings import Severity
 
-from .view import Headline, NextCommand, Page, Paragraph, Section, StyledLine, Tone, Words, filled, first, line, next_of
+from .view import Headline, Page, Paragraph, StyledLine, Tone, Words, filled, first, line, next_of
 
 TONES: Mapping[Severity, Tone] = {"error": "bad", "warning": "doubtful", "info": "name"}
 ANNOTATIONS: Mapping[Severity, str] = {"error": "error", "warning": "warning", "info": "notice"}
@@ -20,7 +20,14 @@ ANNOTATIONS: Mapping[Severity, str] = {"error": "error", "warning": "warning", "
 
 def page(linted: Linted, given: str, fixed: int = 0) -> Page:
     """All findings, and the files that could not be looked at; ``given`` are the paths as they were typed."""
-    return harmless(Page(_headline(linted, fixed), _sections(linted), next_command=_next(linted, given)))
+    unread = tuple(line(f"{file.path}: {file.problem}", tone="doubtful") for file in linted.problems)
+    sections = filled(*(Paragraph(tuple(_lines(one))) for one in linted.findings), Paragraph(unread, "Not read"))
+    codes = [finding.code for finding in linted.findings[:1]]
+    next_ = next_of(
+        (any(finding.fixable for finding in linted.findings), "see the fixes", f"ampdbg lint --diff {given}"),
+        (codes, "what it means", f"ampdbg explain {''.join(codes)}"),
+    )
+    return harmless(Page(_headline(linted, fixed), sections, next_command=next_))
 
 
 def _headline(linted: Linted, fixed: int) -> Headline:
@@ -37,11 +44,6 @@ def _headline(linted: Linted, fixed: int) -> Headline:
     )
 
 
-def _sections(linted: Linted) -> tuple[Section, ...]:
-    unread = tuple(line(f"{file.path}: {file.problem}", tone="doubtful") for file in linted.problems)
-    return filled(*(Paragraph(tuple(_lines(one))) for one in linted.findings), Paragraph(unread, "Not read"))
-
-
 def _lines(finding: LintFinding) -> Iterator[StyledLine]:
     fixable = " [fix]" if finding.fixable else ""
     severity = Words(finding.severity, TONES[finding.severity])
@@ -55,14 +57,6 @@ def place(finding: LintFinding) -> str:
     """``train.py:12:9``; of a notebook with its cell."""
     cell = f":cell {finding.cell}" if finding.cell else ""
     return f"{finding.path}{cell}:{finding.line}:{finding.column}"
-
-
-def _next(linted: Linted, given: str) -> NextCommand | None:
-    codes = [finding.code for finding in linted.findings[:1]]
-    return next_of(
-        (any(finding.fixable for finding in linted.findings), "see the fixes", f"ampdbg lint --diff {given}"),
-        (codes, "what it means", f"ampdbg explain {''.join(codes)}"),
-    )
 
 
 def as_json(linted: Linted) -> str:

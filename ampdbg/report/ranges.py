@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import PureWindowsPath
@@ -66,7 +66,11 @@ WINDOW_COLUMNS = (
 
 def page(record: Record, typed: view.Typed) -> view.Page:
     """What ``ampdbg ranges`` says of its step."""
-    facts = (_step(record), counted(len(record.sites), "site"), *_tried(record), duration(record.elapsed))
+    facts = [_step(record), counted(len(record.sites), "site")]
+    if record.readiness is not None:
+        scales = listed(dict.fromkeys(_scale(check.scale) for check in record.checks if check.dtype == FLOAT16.name))
+        facts.append(f"measured in bfloat16, then run in FP16 at a loss scale of {scales}, without the optimizer")
+    facts.append(duration(record.elapsed))
     others = tuple(one for one in record.findings if not catalogued(one.code).in_range_table)
     windows = _window_table(record, typed.top or SHOWN) if refuted_by(record) is None else NO_WINDOWS
     return view.Page(
@@ -84,18 +88,17 @@ def _story(record: Record, typed: view.Typed, others: tuple[Finding, ...]) -> tu
     is_led_by_table = any(site.overflow == "starts" for site in record.sites)
     sites = record.sites * (not record.error)
     windows = _window_table(record, typed.top or BRIEF_MODULES) if sites and not others else NO_WINDOWS
+    below = []
+    for one in others * bool(sites and is_led_by_table):
+        tone: view.Tone = "bad" if one.severity == "error" else "doubtful"
+        below.append(line(view.Words(f"{one.severity} {one.code}", tone), f" · {one.message}"))
     return view.filled(
         raised(record),
         view.Findings(others * (not is_led_by_table), is_brief=True),
         _site_table(sites, typed, BESIDE_FINDINGS if others else BRIEF_SITES, is_brief=True),
         replace(windows, below=()),  # a finding says what bounds the windows
-        view.Paragraph(tuple(map(_finding_line, others * bool(sites and is_led_by_table)))),
+        view.Paragraph(tuple(below)),
     )
-
-
-def _finding_line(finding: Finding) -> view.StyledLine:
-    code = view.Words(f"{finding.severity} {finding.code}", "bad" if finding.severity == "error" else "doubtful")
-    return line(code, f" · {finding.message}")
 
 
 CONFIRM = "confirm it with a run in FP16"
@@ -155,13 +158,6 @@ READY: Mapping[bool | None, str] = {
 """By whether it would train in it."""
 
 
-def _tried(record: Record) -> Iterator[str]:
-    """What the readiness rests on."""
-    if record.readiness is not None:
-        scales = dict.fromkeys(_scale(check.scale) for check in record.checks if check.dtype == FLOAT16.name)
-        yield f"measured in bfloat16, then run in FP16 at a loss scale of {listed(scales)}, without the optimizer"
-
-
 def _starting(record: Record) -> int:
     """At how many sites an overflow of the forward pass starts."""
     return sum(site.phase == "forward" and site.overflow == "starts" for site in record.sites)
@@ -190,7 +186,16 @@ def _refuted(record: Record, bad: Replay) -> str:
 
 def _fitting(record: Record, _: object) -> str:
     whole = window(record.sites)
-    return f"{_measured(record)}, and {_scales(whole)}{_own_scale(record, whole)}{_unmeasured(record)}."
+    # Of a captured step its own scale, where it is none of those that work.
+    own = record.steps[-1].scale if record.script is not None and record.steps else whole.floor
+    side = "below" if own < whole.floor else "above"
+    is_outside = whole.is_open and not whole.floor <= own <= whole.ceiling
+    of_own = f"; the step's own scale, {_scale(own)}, is {side} them" * is_outside
+    # The ops that the ranges leave out, and what a replay in FP16 shows of them.
+    names, half = listed(record.unseen.unmeasured), check_in(record, "float16")
+    tried = f"; a replay with them is finite in FP16 at a loss scale of {_scale(half.scale)}" if half else ""
+    unmeasured = f" for what was measured. Not measured: {names}{tried}" * bool(names)
+    return f"{_measured(record)}, and {_scales(whole)}{of_own}{unmeasured}."
 
 
 Sentences = tuple[tuple[Callable[[Record], Any], Callable[[Record, Any], str]], ...]
@@ -227,13 +232,6 @@ def _measured(record: Record) -> str:
     return f"Everything{of_what} fits FP16 at {_step(record)}: {_spare(record.sites)}"
 
 
-def _unmeasured(record: Record) -> str:
-    """The ops that the ranges leave out, and what a replay in FP16 shows of them; "" where they leave out nothing."""
-    names, half = listed(record.unseen.unmeasured), check_in(record, "float16")
-    tried = f"; a replay with them is finite in FP16 at a loss scale of {_scale(half.scale)}" if half else ""
-    return f" for what was measured. Not measured: {names}{tried}" * bool(record.unseen.unmeasured)
-
-
 def _spare(sites: Sequence[Site]) -> str:
     forward = [site for site in sites if site.phase == "forward"]
     if not forward:
@@ -250,14 +248,6 @@ def _scales(whole: Window) -> str:
         (whole.floor, f"loss scales from {low} up work"),
         (True, "any loss scale works"),
     )
-
-
-def _own_scale(record: Record, whole: Window) -> str:
-    """What is said of the scale that a captured step had, where it is none of those that work."""
-    own = record.steps[-1].scale if record.script is not None and record.steps else whole.floor
-    side = "below" if own < whole.floor else "above"
-    is_outside = whole.is_open and not whole.floor <= own <= whole.ceiling
-    return f"; the step's own scale, {_scale(own)}, is {side} them" * is_outside
 
 
 def _site_table(sites: Sequence[Site], typed: view.Typed, top: int, *, is_brief: bool = False) -> view.Table:
@@ -347,11 +337,9 @@ def _scale(value: float) -> str:
 
 
 def _bounds(one: Window, with_module: bool = False) -> str:
-    ends = (one.highest_floor, one.lowest_ceiling)
-    set_by = " … ".join("any" if site is None else _short(site, with_module) for site in ends)
-    return set_by if one.is_open else f"none works: {set_by}"
-
-
-def _short(site: Site, with_module: bool) -> str:
-    module = f"{view.module(site.module)} " * with_module
-    return f"{module}{op_name(site.op)}{f':{site.source.line}' if site.source else ''}"
+    ends = []
+    for site in (one.highest_floor, one.lowest_ceiling):
+        module = f"{view.module(site.module)} " if with_module and site else ""
+        line_number = f":{site.source.line}" if site and site.source else ""
+        ends.append(f"{module}{op_name(site.op)}{line_number}" if site else "any")
+    return f"{'none works: ' * (not one.is_open)}{' … '.join(ends)}"
