@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -62,7 +61,7 @@ def command(
     options.check_place("--output", output, "record" if format == "json" else format, record=path, latest_record=LATEST)
     shown = api.read(path)
     look = look_of(sys.stdout) if output is None else PLAIN
-    typed = replace(typed_as(_run_again(shown, path), path), is_record=True, verbose=verbose)
+    typed = typed_as(_run_again(shown, path), path, is_record=True, verbose=verbose)
     text = written(shown, typed, look, format)
     if output is None:
         write_result(in_form(text, format), sys.stdout)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -86,13 +85,8 @@ def command(
         warning = suggestion.warning_of_piping(found.handover)
         if warning and is_printed and not run.json and not stdout.isatty():
             say(warning)  # also with --quiet: git itself would say nothing
-        typed = replace(
-            typed_as(given.typed, saved.path),
-            handed_over=str(file or ""),
-            is_applied=apply,
-            is_record=given.record is not None,
-            verbose=run.verbose,
-        )
+        how = {"handed_over": str(file or ""), "is_applied": apply, "is_record": given.record is not None}
+        typed = typed_as(given.typed, saved.path, verbose=run.verbose, **how)
         saved = with_page(saved, found, typed, run.html)
         try:  # first: in a terminal the story and the next command stay in sight below a long patch
             write_result(in_form(to_json(found), "json") if run.json else text or b"" if is_printed else b"", stdout)
@@ -107,12 +101,11 @@ def _warn_of_uncommitted(given: Given) -> None:
     """Which files the patch will be of is not known before the search; that it may not be written is said now."""
     from ampdbg.patch.file_edits import uncommitted
 
-    for file in given.config.target_files():
-        if uncommitted(file):
-            say(
-                f"warning: {file} has uncommitted changes; without --force ampdbg saves its patch beside the "
-                "record instead of applying it"
-            )
+    for file in filter(uncommitted, given.config.target_files()):
+        say(
+            f"warning: {file} has uncommitted changes; without --force ampdbg saves its patch beside the "
+            "record instead of applying it"
+        )
 
 
 def _written(output: Path, text: bytes, saved: Saved) -> Path:
