@@ -48,7 +48,6 @@ def command(
         ComparisonFormat, typer.Option("--format", help="Output format; sarif lists only what is new.")
     ] = "text",
     verbose: options.Verbose = False,
-    debug: options.Debug = False,
 ) -> int:
     """Compare two records: what got worse.
 

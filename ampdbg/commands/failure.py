@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import inspect
 import shlex
 import traceback
 from collections.abc import Callable, Mapping
@@ -17,20 +18,20 @@ from ampdbg.escapes import printable
 from ampdbg.record.run import Record
 
 from .interrupts import INTERRUPTED, interruptible
+from .options import Debug
 from .output import WRITTEN, save, say, typed_as, with_page
 
 
 def guarded(command: Callable[..., int], *, takes_signals: bool = True) -> Callable[..., None]:
     """Wraps a command, a function that returns its exit code, for Typer: no traceback of ours leaves it.
 
-    It ``takes_signals`` unless it runs a script, which has them for itself. A ``debug`` option of the command, when
-    set, shows the traceback after all. What was seen before the error is written as the whole record would have been:
+    It ``takes_signals`` unless it runs a script, which has them for itself. Every command gets the option ``debug``,
+    which shows the traceback after all. What was seen before the error is written as the whole record would have been:
     to the ``record`` option, where there is one.
     """
 
     @functools.wraps(command)
-    def run(**options: Any) -> None:
-        debug = bool(options.get("debug", False))
+    def run(debug: bool, **options: Any) -> None:
         WRITTEN.set(None)
         INTERRUPTED.set([])
         try:
@@ -51,6 +52,9 @@ def guarded(command: Callable[..., int], *, takes_signals: bool = True) -> Calla
                 code = _confess(error, debug)
         raise typer.Exit(code)
 
+    own = inspect.signature(command, eval_str=True)
+    with_traceback = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Debug)
+    vars(run)["__signature__"] = own.replace(parameters=[*own.parameters.values(), with_traceback])
     return run
 
 

@@ -11,7 +11,6 @@ import typer
 
 from ampdbg.errors import EXIT_COULD_NOT_RUN, EXIT_FOUND, EXIT_HEALTHY, ConfigError
 
-from . import options
 from .output import look_of, say, write_result
 
 if TYPE_CHECKING:
@@ -36,7 +35,6 @@ def command(
     format_: Annotated[
         Literal["text", "json", "github", "sarif"], typer.Option("--format", help="Output format.")
     ] = "text",
-    debug: options.Debug = False,
 ) -> int:
     """Find AMP misuse and apex in source code, without running it.
 

@@ -28,21 +28,17 @@ Known = Callable[[bytes], object]
 """What is true of the content of a file that an option has written."""
 
 
-def _of_format(name: str) -> Known:
+def _is_of(name: str, there: bytes) -> bool:
     """A JSON object of that format itself: a user's file may hold a whole record, or a sentence about one."""
-
-    def is_of_it(there: bytes) -> bool:
-        try:
-            data = json.loads(there)
-        except (ValueError, RecursionError):
-            return False
-        return isinstance(data, dict) and data.get("format") == name
-
-    return is_of_it
+    try:
+        data = json.loads(there)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(data, dict) and data.get("format") == name
 
 
 CONTENTS: Mapping[str, tuple[str, Known]] = {
-    "record": ("record", _of_format(RECORD_FORMAT)),
+    "record": ("record", functools.partial(_is_of, RECORD_FORMAT)),
     "text": ("report", re.compile("(✓|✗|\\?|!) ".encode()).match),
     "markdown": ("report in Markdown", re.compile("### (✓|✗|\\?|!) ".encode()).match),
     "html": ("HTML page", re.compile(rb"<!doctype html>\n<!-- A report of ampdbg ").match),
@@ -50,7 +46,7 @@ CONTENTS: Mapping[str, tuple[str, Known]] = {
     "diff": (PATCH, re.compile(rb"# (Keeps|The script's) .*\n(#.*\n)*diff --git ").match),
     "module": (PATCH, re.compile(rb'# Keeps .*\n(#.*\n)*\n"""Keeps modules in FP32 ').match),
     "yaml": (PATCH, re.compile(rb"# Keeps .*\n(#.*\n)*precision:\n").match),
-    "json": (PATCH, _of_format("ampdbg.patch")),
+    "json": (PATCH, functools.partial(_is_of, "ampdbg.patch")),
     "log": ("log of a run", BEGINS.match),
 }
 """What a file is called that an option has written, and how it is known."""
@@ -182,7 +178,6 @@ class RunOptions:
     json: Annotated[bool, typer.Option("--json", help="Print the record as JSON instead of the report.")] = False
     quiet: Annotated[bool, typer.Option("--quiet", help="Print no progress and no hints on stderr.")] = False
     verbose: Verbose = False
-    debug: Debug = False
 
     @property
     def changes(self) -> Changes:

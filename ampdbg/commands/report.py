@@ -54,7 +54,6 @@ def command(
     ] = "text",
     output: options.OutputFile = None,
     verbose: options.Verbose = False,
-    debug: options.Debug = False,
 ) -> int:
     """Show a record again, in any format."""
     path = record or latest_record()

@@ -91,7 +91,6 @@ def command(
     html: options.HtmlFile = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print no report; only write the record.")] = False,
     verbose: options.Verbose = False,
-    debug: options.Debug = False,
 ) -> int:
     """Run a training script unchanged, and watch it.
 
