@@ -98,7 +98,7 @@ def page(record: Record, typed: view.Typed) -> view.Page:
         view.Paragraph(about[:MOST_FACTS]),
         *[to_paste] * (len(ended.names) <= MOST_TO_PASTE),
     )
-    facts = (" · ".join(_facts(ended)), *ran_on(record))
+    facts = (" · ".join((*_facts(ended), duration(record.elapsed))), *ran_on(record))
     return view.Page(headline(ended), sections, facts, typed.record_path, next_command(ended), story)
 
 
@@ -306,10 +306,9 @@ ENDINGS: Mapping[Outcome, Ending] = {
 def _facts(ended: EndedSearch) -> Iterator[str]:
     search, trials = ended.search, len(ended.record.trials)
     at = "" if search.scale is None else f" at a loss scale of {scale(search.scale)}"
-    yield from view.every(
+    return view.every(
         (search.step is not None, f"step {search.step}{at}"),
         (search.modules, counted(search.modules, "module")),
         (search.candidates and search.strategy == "guided", counted(search.candidates, "candidate")),
         (trials, f"{counted(trials, 'trial')} ({search.strategy})"),
     )
-    yield duration(ended.record.elapsed)

@@ -73,15 +73,15 @@ def as_json(linted: Linted) -> str:
 
 def as_annotations(linted: Linted) -> str:
     """One workflow command a finding, which GitHub shows at its line of a pull request."""
-    return "".join(f"{_annotation(finding)}\n" for finding in linted.findings)
-
-
-def _annotation(finding: LintFinding) -> str:
-    where = {"file": finding.path, "line": finding.line, "col": finding.column, "title": finding.code}
-    if finding.cell:
-        where = {"file": finding.path, "title": f"{finding.code} (cell {finding.cell}, line {finding.line})"}
-    values = ",".join(f"{name}={_escaped(str(value), ':,')}" for name, value in where.items())
-    return f"::{ANNOTATIONS[finding.severity]} {values}::{_escaped(f'{finding.message}. {finding.remedy}')}"
+    text = ""
+    for finding in linted.findings:
+        where = {"file": finding.path, "line": finding.line, "col": finding.column, "title": finding.code}
+        if finding.cell:
+            where = {"file": finding.path, "title": f"{finding.code} (cell {finding.cell}, line {finding.line})"}
+        values = ",".join(f"{name}={_escaped(str(value), ':,')}" for name, value in where.items())
+        said = _escaped(f"{finding.message}. {finding.remedy}")
+        text += f"::{ANNOTATIONS[finding.severity]} {values}::{said}\n"
+    return text
 
 
 def _escaped(text: str, more: str = "") -> str:

@@ -58,14 +58,9 @@ def page(record: Record, typed: view.Typed) -> view.Page:
         return ended
     if record.interrupted or not (record.pins or handed.files):
         return _without_patch(record, handed, typed)
-    return view.Page(
-        headline(record, handed),
-        _sections(record, handed),
-        tuple(ran_on(record)),
-        typed.record_path,
-        next_command(record, handed, typed),
-        story=_story(record, handed),
-    )
+    sections, story = _sections(record, handed), _story(record, handed)
+    next_ = next_command(record, handed, typed)
+    return view.Page(headline(record, handed), sections, tuple(ran_on(record)), typed.record_path, next_, story)
 
 
 def _without_patch(record: Record, handed: Handover, typed: view.Typed) -> view.Page:
