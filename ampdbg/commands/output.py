@@ -39,13 +39,8 @@ PLAIN = Look(width=PLAIN_WIDTH, color=False, unicode=True)
 
 def look_of(stream: TextIO | None) -> Look:
     """Asks the stream and the environment; only a colour terminal without NO_COLOR gets colours."""
-    return Look(
-        width=min(MAX_WIDTH, shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns)
-        if _is_terminal(stream)
-        else PLAIN_WIDTH,
-        color=is_rich_terminal(stream),
-        unicode=_carries(stream, "━┃┤└×✓"),
-    )
+    columns = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if _is_terminal(stream) else PLAIN_WIDTH
+    return Look(min(MAX_WIDTH, columns), is_rich_terminal(stream), _carries(stream, "━┃┤└×✓"))
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
@@ -188,16 +183,15 @@ def save(record: Record, asked_for: Path | None) -> Saved:
     try:
         if asked_for is not None:
             write_record(record, asked_for)
-            WRITTEN.set(asked_for)
-            return Saved(asked_for, _handed_over(record, asked_for))
-        path = add_record(record)
-        WRITTEN.set(path)
+        path = asked_for or add_record(record)
     except RecordError as error:
-        if asked_for is None:
-            say(f"warning: no record was written: {error}; choose another place with --record FILE")
-        return Saved(None, failures={"record": error} if asked_for is not None else {})
+        if asked_for is not None:
+            return Saved(None, failures={"record": error})
+        say(f"warning: no record was written: {error}; choose another place with --record FILE")
+        return Saved(None)
+    WRITTEN.set(path)
     try:
-        if record.rank == 0:
+        if asked_for is None and record.rank == 0:
             write_latest(record)
     except RecordError as error:
         say(f"warning: {error}; the record of this run is {path}")

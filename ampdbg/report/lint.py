@@ -95,16 +95,9 @@ def as_sarif(linted: Linted, folder: str) -> str:
     """A SARIF log; files below ``folder`` are named from there."""
     from .formats import sarif
 
-    found = [
-        sarif.Alert(
-            finding.code,
-            finding.severity,
-            f"{finding.message}\nRemedy: {finding.remedy}",
-            finding.path,
-            0 if finding.cell else finding.line,
-            0 if finding.cell else finding.column,
-            finding.text,
-        )
-        for finding in linted.findings
-    ]
+    found = []
+    for one in linted.findings:
+        said = f"{one.message}\nRemedy: {one.remedy}"
+        at = (0, 0) if one.cell else (one.line, one.column)  # those of a notebook's cell are none of its file
+        found.append(sarif.Alert(one.code, one.severity, said, one.path, *at, one.text))
     return sarif.to_json(sarif.log(found, folder))

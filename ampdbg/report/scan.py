@@ -349,7 +349,7 @@ def _distance(made: Investigation) -> str:
     if distance is None or distance <= AGREEMENT:
         loss_apart = abs(low.loss - fp32.loss) / abs(fp32.loss) if fp32.loss else 0.0
         is_near_zero = loss_apart > AGREEMENT  # as of advantages that sum to 0: a share of it says nothing
-        of_loss = loss_apart > SAME_RUN and not is_near_zero, f"loss {share(loss_apart)}"
+        of_loss = SAME_RUN < loss_apart <= AGREEMENT, f"loss {share(loss_apart)}"
         apart = list(view.every(of_loss, (distance, f"gradients {share(distance or 0.0)}")))
         losses = f"; its loss is {number(low.loss)}, and {number(fp32.loss)} in FP32" * is_near_zero
         return f"step {made.step} agrees with FP32" + (f" ({' and '.join(apart)} apart{losses})" if apart else "")
@@ -509,10 +509,9 @@ def _capturing_again(record: Record, script: ScriptRun) -> str:
 def _of_root(captures: Sequence[str], record: Record) -> str:
     """The capture of the step that the first finding is about, or the first behind it; one before it is of another."""
     root = record.findings[0]
-    wanted = (root.replayed_step, *range(root.step, root.replayed_step))
     steps = {int(found[1]): path for path in captures if (found := re.search(r"-step-(\d+)\.[a-z]+$", path))}
-    later = [steps[step] for step in sorted(steps) if step >= root.step]
-    return next((path for path in (*map(steps.get, wanted), *later) if path), "")
+    later = (path for step, path in sorted(steps.items()) if step >= root.step)
+    return steps.get(root.replayed_step) or next(later, "")
 
 
 def _capture_to_type(path: str, script: ScriptRun, folder: str) -> str:

@@ -27,17 +27,7 @@ from ampdbg.report.formats import page_of
 from ampdbg.report.formats.text import SIGNS, blocks, exponent_bar
 from ampdbg.report.pins import TRIAL_COLUMNS, trial_table
 
-from .drawn import (
-    MOST_FINDINGS,
-    MOST_ROWS,
-    TextTable,
-    clipped,
-    line_at,
-    listings,
-    module_tree,
-    range_map,
-    timeline,
-)
+from .drawn import MOST_FINDINGS, MOST_ROWS, TextTable, clipped, line_at, listings, module_tree, range_map, timeline
 
 if TYPE_CHECKING:
     from jinja2 import Environment
