@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from ampdbg.agreement import FP32_ROUNDING, NOISE_FLOORS
 from ampdbg.quantities import byte_size, counted, duration, number, percent, share
@@ -32,17 +32,32 @@ CASTS = "Casts: copies of weights that autocast keeps. Casts and activations are
 
 
 def page(record: Record, typed: view.Typed) -> view.Page:
-    """What ``ampdbg cost`` says of the levels."""
+    """What ``ampdbg cost`` says of the levels; its story has a line for each: whether it trains, and what it takes."""
     costs = record.costs or Costs()
-    facts = f"{counted(record.planned_steps, 'step')} a level · {duration(record.elapsed)}"
-    return view.Page(
-        _headline(record, costs),
-        _sections(costs),
-        (facts, *ran_on(record), *(f"Note: {note}" for note in costs.notes)),
-        typed.record_path,
-        _next_command(costs.levels, typed),
-        story=(_story(costs),),
+    levels = [one for one in costs.levels if one.memory is not None]
+    errors = [f"{one.name} could not run: {one.error}" for one in costs.levels if one.error]
+    is_timed, has_budget = any(one.seconds is not None for one in costs.levels), costs.budget is not None
+    sections = view.filled(
+        _table("Training", _TRAINING, costs.levels, costs, *errors, LOSSES, HALF_FLOPS),
+        _table("Memory of a step", _BARS, levels, costs, *[BARS] * bool(levels)),
+        _table("", _PARTS, levels, costs, *[CASTS] * bool(levels)),
+        _table("On this GPU", _ON_GPU, levels * is_timed, costs),
+        _table(f"The largest batch in {_size(costs)}, by doubling", _FIT, levels * has_budget, costs),
     )
+    in_brief: Columns = (
+        (view.Column("does it train?"), _trained),
+        (view.Column("from FP32", "number", is_spare=True), _apart),
+        (view.Column("memory", "number"), lambda one, costs: _bytes(_total(one))),
+        (view.Column("of FP32", "number"), _memory_of_fp32),
+        *[(view.Column("speed", "number"), _speed)] * is_timed,
+        *[(view.Column(f"batch in {_size(costs)}", "number"), _batch)] * bool(costs.budget),
+    )
+    notes = [BEYOND_NOISE] * any("*" in _apart(one, costs) for one in costs.levels)
+    story = _table("The levels", in_brief, costs.levels, costs, *errors, *notes)
+    facts = f"{counted(record.planned_steps, 'step')} a level · {duration(record.elapsed)}"
+    footer = (facts, *ran_on(record), *(f"Note: {note}" for note in costs.notes))
+    next_ = _next_command(costs.levels, typed)
+    return view.Page(_headline(record, costs), sections, footer, typed.record_path, next_, (story,))
 
 
 def _headline(record: Record, costs: Costs) -> view.Headline:
@@ -66,43 +81,9 @@ def _headline(record: Record, costs: Costs) -> view.Headline:
     )
 
 
-def _story(costs: Costs) -> view.Table:
-    """One line for each level: whether it trains, and what it takes."""
-    is_timed = any(one.seconds is not None for one in costs.levels)
-    columns: Columns = (
-        (view.Column("does it train?"), _trained),
-        (view.Column("from FP32", "number", is_spare=True), _apart),
-        (view.Column("memory", "number"), lambda one, costs: _bytes(_total(one))),
-        (view.Column("of FP32", "number"), _memory_of_fp32),
-        *[(view.Column("speed", "number"), _speed)] * is_timed,
-        *[(view.Column(f"batch in {_size(costs)}", "number"), _batch)] * bool(costs.budget),
-    )
-    notes = (BEYOND_NOISE,) * any("*" in _apart(one, costs) for one in costs.levels)
-    return _table("The levels", columns, costs.levels, costs, *_errors(costs), *notes)
-
-
-def _errors(costs: Costs) -> Iterator[str]:
-    return (f"{one.name} could not run: {one.error}" for one in costs.levels if one.error)
-
-
 def _size(costs: Costs) -> str:
     budget = costs.budget or 0
     return f"{budget / 2**30:.4g} GiB" if budget % 2**20 == 0 else byte_size(budget)
-
-
-def _sections(costs: Costs) -> tuple[view.Section, ...]:
-    levels = [one for one in costs.levels if one.memory is not None]
-    timed = levels * any(one.seconds is not None for one in levels)
-    fitting = levels * (costs.budget is not None)
-    return (
-        _table("Training", _TRAINING, costs.levels, costs, *_errors(costs), LOSSES, HALF_FLOPS),
-        *view.filled(
-            _table("Memory of a step", _BARS, levels, costs, *[BARS] * bool(levels)),
-            _table("", _PARTS, levels, costs, *[CASTS] * bool(levels)),
-            _table("On this GPU", _ON_GPU, timed, costs),
-            _table(f"The largest batch in {_size(costs)}, by doubling", _FIT, fitting, costs),
-        ),
-    )
 
 
 def _table(title: str, columns: Columns, levels: Sequence[LevelCost], costs: Costs, *below: str) -> view.Table:
