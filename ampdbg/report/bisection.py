@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ampdbg.levels import format_of_config
@@ -106,22 +106,17 @@ def _to_paste(ended: EndedSearch) -> view.Snippet:
     """The lines that pin the set, in the script or in the config; none of a set that does not hold."""
     if not (ended.names and ended.holds):
         return view.Snippet("", ())
-    if ended.record.script is not None:
-        return view.Snippet("In the script", tuple(_pinning(ended)))
-    return view.Snippet("In the config", tuple(pins.pins_yaml(ended.names, ended.record.config)))
-
-
-def _pinning(ended: EndedSearch) -> Iterator[str]:
-    if not ended.record.roots:
-        yield f"ampdbg.pin_fp32(model, {_as_patterns(ended.names)})"
+    if ended.record.script is None:
+        return view.Snippet("In the config", tuple(pins.pins_yaml(ended.names, ended.record.config)))
+    calls = [_pinning("model", ended.names)] * (not ended.record.roots)
     for root in ended.record.roots:
-        own = (within(root.name, name) for name in ended.names if root_of(name) == root.name)
-        model, comment = (root.name, "") if root.is_global else ("...", f"  # ...: {root.what}")
-        yield f"ampdbg.pin_fp32({model}, {_as_patterns(own)}){comment}"
+        own = [within(root.name, name) for name in ended.names if root_of(name) == root.name]
+        calls.append(_pinning(root.name, own) if root.is_global else f"{_pinning('...', own)}  # ...: {root.what}")
+    return view.Snippet("In the script", tuple(calls))
 
 
-def _as_patterns(names: Iterable[str]) -> str:
-    return json.dumps([name or EVERYTHING for name in names])
+def _pinning(model: str, names: Sequence[str]) -> str:
+    return f"ampdbg.pin_fp32({model}, {json.dumps([name or EVERYTHING for name in names])})"
 
 
 def _message(ended: EndedSearch) -> Iterator[str]:

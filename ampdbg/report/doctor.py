@@ -23,17 +23,14 @@ def page(machine: Machine) -> Page:
     for one in judged(machine):
         advice = lines(f"↳ {one.advice}" * bool(one.advice), tone="name")
         rows.append((line(SIGNS[one.tone]), one.topic, (line(one.says), *advice)))
-    return harmless(Page(_headline(machine), (Table("", columns, tuple(rows)),)))
-
-
-def _headline(machine: Machine) -> Headline:
     torch, driver = machine.torch, machine.driver
     is_slow = any(judged_unit(TENSOR_CORES, gpu).tone != "good" for gpu in torch.gpus)
     unused = "torch uses no GPU here; ampdbg emulates CUDA's autocast on the CPU."
-    return first(
+    headline = first(
         (not torch.imported, Headline("bad", "ampdbg cannot run on this machine.")),
         (is_slow, Headline("doubtful", "FP16 runs on this machine, but does not pay off on every GPU.")),
         (torch.gpus, Headline("good", "FP16 runs on this machine's GPU.")),
         (driver.gpus or driver.problem, Headline("doubtful", unused)),
         (True, Headline("good", "No GPU here; ampdbg emulates CUDA's autocast on the CPU.")),
     )
+    return harmless(Page(headline, (Table("", columns, tuple(rows)),)))

@@ -225,20 +225,17 @@ def _first_of(rows: Sentences, record: Record) -> str:
 def _measured(record: Record) -> str:
     """What the forward pass has shown, where no overflow starts in it."""
     of_what = " that was measured" * bool(record.unseen.unmeasured)
-    beyond = sum(site.phase == "forward" and site.headroom_bits < 0.0 for site in record.sites)
+    forward = [site for site in record.sites if site.phase == "forward"]
+    beyond = sum(site.headroom_bits < 0.0 for site in forward)
     places = counted(beyond, "place")
     if beyond:
         return f"No op{of_what} overflows by itself, but an input or a constant of the code exceeds FP16 at {places}"
-    return f"Everything{of_what} fits FP16 at {_step(record)}: {_spare(record.sites)}"
-
-
-def _spare(sites: Sequence[Site]) -> str:
-    forward = [site for site in sites if site.phase == "forward"]
+    fits = f"Everything{of_what} fits FP16 at {_step(record)}"
     if not forward:
-        return "no op of the forward pass runs in half precision"
+        return f"{fits}: no op of the forward pass runs in half precision"
     computed = [site for site in forward if not site.overflow] or forward
     bits = min(site.headroom_bits for site in computed)
-    return f"the forward pass has {bits:.1f} bits to spare (a factor of {number(float(f'{2**bits:.2g}'))})"
+    return f"{fits}: the forward pass has {bits:.1f} bits to spare (a factor of {number(float(f'{2**bits:.2g}'))})"
 
 
 def _scales(whole: Window) -> str:
