@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from ampdbg.errors import AmpdbgError, RecordError, reason_of
 from ampdbg.files import replace_file
@@ -28,10 +28,9 @@ PLAIN_WIDTH = 80
 MAX_WIDTH = 140
 
 
-def typed_as(given: str, written: Path | None, **how: Any) -> Typed:
-    """What a report needs to know of the command: ``given`` as it was typed, where its record was written, and ``how``
-    that is to be shown."""
-    return Typed(given, shlex.quote(str(written)) if written else "", str(Path.cwd()), **how)
+def typed_as(given: str, written: Path | None, *, verbose: bool = False) -> Typed:
+    """What a report needs to know of the command: ``given`` as it was typed, and where its record was written."""
+    return Typed(given, shlex.quote(str(written)) if written else "", str(Path.cwd()), verbose=verbose)
 
 
 PLAIN = Look(width=PLAIN_WIDTH, color=False, unicode=True)
@@ -242,7 +241,7 @@ def show(
         AmpdbgError: stdout cannot be written.
     """
     saved = save(record, run.record)
-    typed = typed_as(given.typed, saved.path, order=order, top=top, verbose=run.verbose)
+    typed = replace(typed_as(given.typed, saved.path, verbose=run.verbose), order=order, top=top)
     saved = with_page(saved, record, typed, run.html)
     form = "json" if run.json else "text"
     write_result(in_form(written(record, typed, look_of(stdout), form), form), stdout)

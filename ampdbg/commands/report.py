@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -60,7 +61,7 @@ def command(
     options.check_place("--output", output, "record" if format == "json" else format, record=path, latest_record=LATEST)
     shown = api.read(path)
     look = look_of(sys.stdout) if output is None else PLAIN
-    typed = typed_as(_run_again(shown, path), path, is_record=True, verbose=verbose)
+    typed = replace(typed_as(_run_again(shown, path), path, verbose=verbose), is_record=True)
     text = written(shown, typed, look, format)
     if output is None:
         write_result(in_form(text, format), sys.stdout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -85,8 +86,8 @@ def command(
         warning = suggestion.warning_of_piping(found.handover)
         if warning and is_printed and not run.json and not stdout.isatty():
             say(warning)  # also with --quiet: git itself would say nothing
-        how = {"handed_over": str(file or ""), "is_applied": apply, "is_record": given.record is not None}
-        typed = typed_as(given.typed, saved.path, verbose=run.verbose, **how)
+        typed, is_record = typed_as(given.typed, saved.path, verbose=run.verbose), given.record is not None
+        typed = replace(typed, handed_over=str(file or ""), is_applied=apply, is_record=is_record)
         saved = with_page(saved, found, typed, run.html)
         try:  # first: in a terminal the story and the next command stay in sight below a long patch
             write_result(in_form(to_json(found), "json") if run.json else text or b"" if is_printed else b"", stdout)

@@ -229,18 +229,12 @@ def _prose(markdown: str) -> Iterator[RenderableType]:
         if previous and not previous == kind == "item":
             yield Text()
         previous = kind
-        if kind == "code":
-            yield _indented(_verbatim(text, "green"), 2 * INDENT)
-            continue
-        block = Grid.grid(padding=(0, 0))
-        prose = Text(text)
+        prose, item = Text(text), Grid.grid()
         prose.highlight_regex(CODE_SPAN, "cyan")
-        if kind == "item":
-            block.add_column(width=INDENT)
-            block.add_row("-", prose)
-        else:
-            block.add_row(prose)
-        yield _indented(block)
+        item.add_column(width=INDENT)
+        item.add_row("-", prose)
+        block: Mapping[str, RenderableType] = {"paragraph": prose, "item": item, "code": _verbatim(text, "green")}
+        yield _indented(block[kind], 2 * INDENT if kind == "code" else INDENT)
 
 
 def blocks(markdown: str) -> Iterator[tuple[str, str]]:
