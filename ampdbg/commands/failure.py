@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from ampdbg.errors import EXIT_COULD_NOT_RUN, EXIT_INTERRUPTED, AmpdbgError, ConfigError, UserCodeError
+from ampdbg.errors import EXIT_INTERRUPTED, AmpdbgError, ConfigError, UserCodeError
 from ampdbg.escapes import printable
 from ampdbg.record.run import Record
 
@@ -49,7 +49,9 @@ def guarded(command: Callable[..., int], *, takes_signals: bool = True) -> Calla
                 needed = f"{error.filename}: {error.strerror}; needed: the path of a file or folder"
                 code = _explain(ConfigError(needed), debug)
             else:
-                code = _confess(error, debug)
+                hint = "" if debug else "; rerun with --debug to see where, and please report it"
+                failure = f"ampdbg itself failed with {type(error).__name__}: {error}{hint}"
+                code = _explain(AmpdbgError(failure), debug)
         raise typer.Exit(code)
 
     own = inspect.signature(command, eval_str=True)
@@ -88,11 +90,3 @@ def _keep(error: AmpdbgError, options: Mapping[str, Any]) -> None:
         before = "the step before it" if steps == 1 else f"the {steps} steps before it"
         what = before if error.record.handover is None else "the findings so far"
         say(f"{what}: ampdbg report {shlex.quote(str(saved.path))}")
-
-
-def _confess(error: Exception, debug: bool) -> int:
-    if debug:
-        say(traceback.format_exc().rstrip())
-    hint = "" if debug else "; rerun with --debug to see where, and please report it"
-    say(printable(f"error: ampdbg itself failed with {type(error).__name__}: {error}{hint}", but="\n"))
-    return EXIT_COULD_NOT_RUN

@@ -299,13 +299,15 @@ def diff(record: Record, handover: Handover) -> bytes:
 
 def module(record: Record, handover: Handover) -> bytes:
     """A Python file of its own, with ``pin_fp32(model)``, for code that cannot be edited."""
-    return f"{_comments_by_name(record, handover)}\n{handover.helper}".encode()
+    comments = _commented([*_kept_in_fp32(record, handover), *_proof(record)])
+    return f"{comments}\n{handover.helper}".encode()
 
 
 def config_lines(record: Record, handover: Handover) -> bytes:
     """The pins as the config takes them, in YAML."""
+    comments = _commented([*_kept_in_fp32(record, handover), *_proof(record), *pins.about_roots(record)])
     text = "\n".join(pins.pins_yaml(handover.names, record.config))
-    return f"{_comments_by_name(record, handover)}{_commented([*pins.about_roots(record)])}{text}\n".encode()
+    return f"{comments}{text}\n".encode()
 
 
 def as_json(record: Record, handover: Handover) -> bytes:
@@ -317,10 +319,6 @@ def as_json(record: Record, handover: Handover) -> bytes:
     text |= {"pins": of_record["pins"], "proof": of_record["verification"]} | {key: handed[key] for key in keys}
     text |= {"roots": of_record["search"]["roots"]} if record.roots else {}
     return (json.dumps(text, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
-
-
-def _comments_by_name(record: Record, handover: Handover) -> str:
-    return _commented([*_kept_in_fp32(record, handover), *_proof(record)])
 
 
 def _commented(lines: Sequence[str]) -> str:
