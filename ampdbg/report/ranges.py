@@ -25,7 +25,7 @@ from ampdbg.diagnosis.ranges import (
 from ampdbg.formats import FLOAT16, Exponents
 from ampdbg.quantities import counted, duration, listed, multiple, number, scale
 from ampdbg.record.codes import catalogued
-from ampdbg.record.findings import Finding, place_of
+from ampdbg.record.findings import place_of
 from ampdbg.record.pins import in_words
 from ampdbg.record.run import Readiness, Record, Replay, Site
 
@@ -71,33 +71,30 @@ def page(record: Record, typed: view.Typed) -> view.Page:
         scales = listed(dict.fromkeys(_scale(check.scale) for check in record.checks if check.dtype == FLOAT16.name))
         facts.append(f"measured in bfloat16, then run in FP16 at a loss scale of {scales}, without the optimizer")
     facts.append(duration(record.elapsed))
+    # The findings that the table of sites does not show.
     others = tuple(one for one in record.findings if not catalogued(one.code).in_range_table)
-    windows = _window_table(record, typed.top or SHOWN) if refuted_by(record) is None else NO_WINDOWS
-    return view.Page(
-        view.Headline(_tone(record), _first_of(SENTENCES, record)),
-        view.filled(raised(record), view.Findings(others), _site_table(record.sites, typed, SHOWN), windows),
-        (" · ".join(facts), *ran_on(record)),
-        typed.record_path,
-        _next_command(record, typed),
-        story=_story(record, typed, others),
-    )
-
-
-def _story(record: Record, typed: view.Typed, others: tuple[Finding, ...]) -> tuple[view.Section, ...]:
-    """The tightest sites in brief; ``others`` are the findings that the table of sites does not show."""
     is_led_by_table = any(site.overflow == "starts" for site in record.sites)
-    sites = record.sites * (not record.error)
-    windows = _window_table(record, typed.top or BRIEF_MODULES) if sites and not others else NO_WINDOWS
+    error, sites = raised(record), record.sites * (not record.error)
+    windows = _window_table(record, typed.top or SHOWN) if refuted_by(record) is None else NO_WINDOWS
+    narrowest = _window_table(record, typed.top or BRIEF_MODULES) if sites and not others else NO_WINDOWS
     below = []
     for one in others * bool(sites and is_led_by_table):
         tone: view.Tone = "bad" if one.severity == "error" else "doubtful"
         below.append(line(view.Words(f"{one.severity} {one.code}", tone), f" · {one.message}"))
-    return view.filled(
-        raised(record),
+    story = view.filled(
+        error,
         view.Findings(others * (not is_led_by_table), is_brief=True),
         _site_table(sites, typed, BESIDE_FINDINGS if others else BRIEF_SITES, is_brief=True),
-        replace(windows, below=()),  # a finding says what bounds the windows
+        replace(narrowest, below=()),  # a finding says what bounds the windows
         view.Paragraph(tuple(below)),
+    )
+    return view.Page(
+        view.Headline(_tone(record), _first_of(SENTENCES, record)),
+        view.filled(error, view.Findings(others), _site_table(record.sites, typed, SHOWN), windows),
+        (" · ".join(facts), *ran_on(record)),
+        typed.record_path,
+        _next_command(record, typed),
+        story,
     )
 
 
@@ -255,8 +252,10 @@ def _site_table(sites: Sequence[Site], typed: view.Typed, top: int, *, is_brief:
     is_ordered = typed.order == "execution"
     shown = sorted(tightest, key=lambda site: site.order) if is_ordered else tightest
     with_text = {site.order for site in tightest[: 0 if is_brief else SHOWN_LINES]}
-    legend = " · ".join(text for applies, text in LEGEND if any(map(applies, shown)))
-    below = (*more(len(sites) - len(shown), "site"), *lines(legend, tone="faint"))
+    marks, phases = set(map(_mark, shown)), {site.phase for site in shown}
+    legend = [f"{mark.text} {meaning}" for mark, _, meaning in MARKS[:-1] if mark in marks]
+    legend += ["gradients at a loss scale of 1"] * ("backward" in phases)
+    below = (*more(len(sites) - len(shown), "site"), *lines(" · ".join(legend), tone="faint"))
     return view.Table(
         f"Tightest against FP16's limit{', in order of execution' * is_ordered} (bits: doublings left to 65,504)",
         BRIEF_COLUMNS if is_brief else SITE_COLUMNS,
@@ -265,12 +264,17 @@ def _site_table(sites: Sequence[Site], typed: view.Typed, top: int, *, is_brief:
     )
 
 
-LEGEND: tuple[tuple[Callable[[Site], bool], str], ...] = (
-    (lambda site: site.overflow == "starts", "✗ an overflow starts here"),
-    (lambda site: site.overflow == "carried", "↳ an input or a constant carries it in"),
-    (lambda site: _mark(site).text == "!", f"! within {NEAR_BITS:.0f} bits of the limit"),
-    (lambda site: site.phase == "backward", "gradients at a loss scale of 1"),
+MARKS: tuple[tuple[view.Words, Callable[[Site], bool], str], ...] = (
+    (view.Words("✗", "bad"), lambda site: site.overflow == "starts", "an overflow starts here"),
+    (view.Words("↳", "bad"), lambda site: site.overflow == "carried", "an input or a constant carries it in"),
+    (
+        view.Words("!", "doubtful"),
+        lambda site: site.headroom_bits < NEAR_BITS,
+        f"within {NEAR_BITS:.0f} bits of the limit",
+    ),
+    (view.Words(""), lambda site: True, ""),
 )
+"""What stands before a site: the first that applies, and what it says."""
 
 
 def _site_row(site: Site, with_text: bool, is_brief: bool) -> tuple[view.Cell, ...]:
@@ -289,12 +293,7 @@ def _site_row(site: Site, with_text: bool, is_brief: bool) -> tuple[view.Cell, .
 
 
 def _mark(site: Site) -> view.Words:
-    return view.first(
-        (site.overflow == "starts", view.Words("✗", "bad")),
-        (site.overflow, view.Words("↳", "bad")),
-        (site.headroom_bits < NEAR_BITS, view.Words("!", "doubtful")),
-        (True, view.Words("")),
-    )
+    return next(mark for mark, applies, _ in MARKS if applies(site))
 
 
 NO_WINDOWS = view.Table("", WINDOW_COLUMNS, ())
