@@ -11,9 +11,8 @@ from ampdbg.lint.engine import Linted, LintFinding
 from ampdbg.quantities import counted
 from ampdbg.record.findings import Severity
 
-from .view import Headline, Page, Paragraph, StyledLine, Tone, Words, filled, first, line, next_of
+from .view import TONES, Headline, Page, Paragraph, StyledLine, Words, filled, first, line, next_of
 
-TONES: Mapping[Severity, Tone] = {"error": "bad", "warning": "doubtful", "info": "name"}
 ANNOTATIONS: Mapping[Severity, str] = {"error": "error", "warning": "warning", "info": "notice"}
 """What GitHub calls a severity."""
 

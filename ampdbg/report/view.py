@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import ClassVar, Literal, TypeVar
 
 from ampdbg.formats import Exponents
 from ampdbg.quantities import counted
-from ampdbg.record.findings import CodeLine, Finding
+from ampdbg.record.findings import CodeLine, Finding, Severity
 from ampdbg.record.run import Environment, Record, Step
 
 Tone = Literal["plain", "good", "bad", "doubtful", "warning", "strong", "faint", "name", "chart"]
 """What a piece of text says by its colour."""
+
+TONES: Mapping[Severity, Tone] = {"error": "bad", "warning": "doubtful", "info": "name"}
+"""The tone of a finding by its severity."""
 
 Order = Literal["tightest", "execution"]
 """How a range profile lists its sites."""

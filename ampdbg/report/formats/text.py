@@ -43,8 +43,6 @@ STYLES: Mapping[view.Tone, str] = {
     "chart": "cyan",
 }
 
-SEVERITY_STYLE = {"error": "red", "warning": "yellow", "info": "cyan"}
-
 INDENT = 2
 NARROW = 70
 """In fewer columns a table leaves its spare columns out, so that words are not broken."""
@@ -198,7 +196,7 @@ def _findings(section: view.Findings) -> Iterator[RenderableType]:
             yield _indented(Text(said, "dim", no_wrap=is_cut, overflow="ellipsis" if is_cut else "fold"))
     if section.is_brief:
         for finding, _ in groups[1 : 1 + MOST_IN_BRIEF]:
-            style = SEVERITY_STYLE[finding.severity]
+            style = STYLES[view.TONES[finding.severity]]
             parts = (finding.severity, f"bold {style}"), " ", (finding.code, style), f" · {finding.message}"
             yield Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
         yield from map(_line, view.more(len(groups) - 1 - MOST_IN_BRIEF, "finding"))
@@ -207,7 +205,7 @@ def _findings(section: view.Findings) -> Iterator[RenderableType]:
 def _finding(finding: Finding) -> Iterator[RenderableType]:
     where = (part for part in (finding.module, finding.op, finding.parameter) if part)
     yield Text.assemble(
-        (finding.severity, SEVERITY_STYLE[finding.severity]),
+        (finding.severity, STYLES[view.TONES[finding.severity]]),
         " ",
         (finding.code, "bold"),
         f" · {' · '.join((finding.at_step, finding.phase, *where))}",
