@@ -43,7 +43,7 @@ CONTENTS: Mapping[str, tuple[str, Known]] = {
     "markdown": ("report in Markdown", re.compile("### (✓|✗|\\?|!) ".encode()).match),
     "html": ("HTML page", re.compile(rb"<!doctype html>\n<!-- A report of ampdbg ").match),
     "sarif": ("SARIF log", re.compile(rb'\{\s*"\$schema": "[^"]*sarif-schema').match),
-    "diff": (PATCH, re.compile(rb"# (Keeps|The script's) .*\n(#.*\n)*diff --git ").match),
+    "diff": (PATCH, re.compile(rb"# (Keeps|The weights are) .*\n(#.*\n)*diff --git ").match),
     "module": (PATCH, re.compile(rb'# Keeps .*\n(#.*\n)*\n"""Keeps modules in FP32 ').match),
     "yaml": (PATCH, re.compile(rb"# Keeps .*\n(#.*\n)*precision:\n").match),
     "json": (PATCH, functools.partial(_is_of, "ampdbg.patch")),
