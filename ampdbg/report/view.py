@@ -198,8 +198,8 @@ def lines(*texts: str, tone: Tone = "plain", is_code: bool = False) -> tuple[Sty
 
 
 def table(title: str, columns: Sequence[Column], rows: Sequence[tuple[Cell, ...]], *below: StyledLine) -> Table:
-    """A table without the columns in which nothing stands; the first one names the rows, and stays."""
-    used = [at == 0 or any(row[at] for row in rows) for at in range(len(columns))]
+    """A table without the columns in which nothing stands."""
+    used = [any(row[at] for row in rows) for at in range(len(columns))]
     return Table(title, tuple(compress(columns, used)), tuple(tuple(compress(row, used)) for row in rows), below=below)
 
 
