@@ -305,8 +305,8 @@ def _tensor_table(record: Record) -> view.Table:
     for at, step in enumerate(record.steps):
         for counts in step.nonfinite:
             # Infinities that a buffer, or a frozen parameter, had before the first step: masks have them.
-            is_mask = counts.kind == "buffer" or counts.frozen
-            if not (is_mask and at == 0 and counts.when == "before" and not counts.nan):
+            may_be_mask = counts.kind == "buffer" or counts.frozen
+            if not (may_be_mask and at == 0 and counts.when == "before" and not counts.nan):
                 tensors.setdefault((counts.kind, counts.name), []).append((step.step, counts))
     rows = tuple(_tensor_row(len(shown), *shown[0]) for shown in tensors.values())
     seen = AMONG.format(len(record.steps)) * (len(record.steps) != record.steps_run)
