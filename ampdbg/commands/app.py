@@ -37,21 +37,11 @@ from . import (
 from .failure import guarded
 from .output import end_streams, say, write_result
 
+VERBS = (scan, ranges, bisect, suggest_fp32, cost, run, replay, compare, lint, report, explain, init, schema, doctor)
+"""A verb a file, in the order of the help."""
+
 COMMANDS: dict[str, Callable[..., int]] = {
-    "scan": scan.command,
-    "ranges": ranges.command,
-    "bisect": bisect.command,
-    "suggest-fp32": suggest_fp32.command,
-    "cost": cost.command,
-    "run": run.command,
-    "replay": replay.command,
-    "compare": compare.command,
-    "lint": lint.command,
-    "report": report.command,
-    "explain": explain.command,
-    "init": init.command,
-    "schema": schema.command,
-    "doctor": doctor.command,
+    verb.__name__.rpartition(".")[2].replace("_", "-"): verb.command for verb in VERBS
 }
 
 

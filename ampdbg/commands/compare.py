@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -18,9 +18,6 @@ from ampdbg.record.file import read_record, strict
 
 from . import options
 from .output import in_form, look_of, write_result
-
-if TYPE_CHECKING:
-    from ampdbg.diagnosis.comparison import Comparison
 
 ComparisonFormat = Literal["text", "json", "markdown", "sarif"]
 
@@ -51,14 +48,16 @@ def command(
         ComparisonFormat, typer.Option("--format", help="Output format; sarif lists only what is new.")
     ] = "text",
     verbose: options.Verbose = False,
-    debug: options.Debug = False,
 ) -> int:
     """Compare two records: what got worse.
 
     Compares findings, overflows, headroom and the loss scales that work. THEN and NOW are two records of the same
     command. The exit code is 1 where NOW is worse: a new finding or overflow, or more lost bits than --within allows.
     """
-    from ampdbg.diagnosis.comparison import Comparison  # 30 ms that `ampdbg --help` need not wait for
+    # Here, as `ampdbg --help` is not to wait for them.
+    from ampdbg.diagnosis.comparison import Comparison
+    from ampdbg.report.comparison import data, page
+    from ampdbg.report.formats import markdown, sarif, text
 
     compared = Comparison(read_record(then), read_record(now), within)
     ran, other = compared.then.command, compared.now.command
@@ -67,19 +66,13 @@ def command(
             f"{then} comes from ampdbg {ran} and {now} from ampdbg {other}; compare takes two records of the same "
             "command"
         )
-    write_result(in_form(_written(compared, (str(then), str(now)), format_, verbose), format_), sys.stdout)
-    return EXIT_FOUND if compared.is_worse else EXIT_HEALTHY
-
-
-def _written(compared: Comparison, names: tuple[str, str], format_: ComparisonFormat, verbose: bool) -> str:
-    from ampdbg.report.comparison import data, page  # `ampdbg --help` need not wait for the pages
-    from ampdbg.report.formats import markdown, sarif, text
-
-    shown, new = harmless(page(compared, *names), str(Path.cwd())), replace(compared.now, findings=compared.appeared)
+    folder, names = str(Path.cwd()), (str(then), str(now))
+    shown, new = harmless(page(compared, *names), folder), replace(compared.now, findings=compared.appeared)
     writers: dict[ComparisonFormat, Callable[[], str]] = {
         "text": lambda: text.draw(shown, look_of(sys.stdout), is_brief=not verbose),
         "json": lambda: json.dumps(strict(data(compared, *names)), indent=1, allow_nan=False) + "\n",
         "markdown": lambda: markdown.draw(shown),
-        "sarif": lambda: sarif.to_json(sarif.log(list(sarif.alerts(new)), str(Path.cwd()))),
+        "sarif": lambda: sarif.to_json(sarif.log(list(sarif.alerts(new)), folder)),
     }
-    return writers[format_]()
+    write_result(in_form(writers[format_](), format_), sys.stdout)
+    return EXIT_FOUND if compared.is_worse else EXIT_HEALTHY

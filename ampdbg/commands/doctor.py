@@ -12,7 +12,6 @@ from .output import look_of, write_result
 
 def command(
     as_json: options.AsJson = False,
-    debug: options.Debug = False,
 ) -> int:
     """Show what this machine can do for mixed precision.
 

@@ -34,7 +34,6 @@ def command(
         ),
     ] = None,
     as_json: options.AsJson = False,
-    debug: options.Debug = False,
 ) -> int:
     """Explain a finding: meaning, decision, remedy."""
     entries = explanations() if code is None else (explanation(code),)

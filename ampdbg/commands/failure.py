@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import inspect
 import shlex
 import traceback
 from collections.abc import Callable, Mapping
@@ -12,25 +13,25 @@ from typing import Any
 
 import typer
 
-from ampdbg.errors import EXIT_COULD_NOT_RUN, EXIT_INTERRUPTED, AmpdbgError, ConfigError, UserCodeError
+from ampdbg.errors import EXIT_INTERRUPTED, AmpdbgError, ConfigError, UserCodeError
 from ampdbg.escapes import printable
 from ampdbg.record.run import Record
 
 from .interrupts import INTERRUPTED, interruptible
+from .options import Debug
 from .output import WRITTEN, save, say, typed_as, with_page
 
 
 def guarded(command: Callable[..., int], *, takes_signals: bool = True) -> Callable[..., None]:
     """Wraps a command, a function that returns its exit code, for Typer: no traceback of ours leaves it.
 
-    It ``takes_signals`` unless it runs a script, which has them for itself. A ``debug`` option of the command, when
-    set, shows the traceback after all. What was seen before the error is written as the whole record would have been:
+    It ``takes_signals`` unless it runs a script, which has them for itself. Every command gets the option ``debug``,
+    which shows the traceback after all. What was seen before the error is written as the whole record would have been:
     to the ``record`` option, where there is one.
     """
 
     @functools.wraps(command)
-    def run(**options: Any) -> None:
-        debug = bool(options.get("debug", False))
+    def run(debug: bool, **options: Any) -> None:
         WRITTEN.set(None)
         INTERRUPTED.set([])
         try:
@@ -48,9 +49,14 @@ def guarded(command: Callable[..., int], *, takes_signals: bool = True) -> Calla
                 needed = f"{error.filename}: {error.strerror}; needed: the path of a file or folder"
                 code = _explain(ConfigError(needed), debug)
             else:
-                code = _confess(error, debug)
+                hint = "" if debug else "; rerun with --debug to see where, and please report it"
+                failure = f"ampdbg itself failed with {type(error).__name__}: {error}{hint}"
+                code = _explain(AmpdbgError(failure), debug)
         raise typer.Exit(code)
 
+    own = inspect.signature(command, eval_str=True)
+    with_traceback = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Debug)
+    vars(run)["__signature__"] = own.replace(parameters=[*own.parameters.values(), with_traceback])
     return run
 
 
@@ -84,11 +90,3 @@ def _keep(error: AmpdbgError, options: Mapping[str, Any]) -> None:
         before = "the step before it" if steps == 1 else f"the {steps} steps before it"
         what = before if error.record.handover is None else "the findings so far"
         say(f"{what}: ampdbg report {shlex.quote(str(saved.path))}")
-
-
-def _confess(error: Exception, debug: bool) -> int:
-    if debug:
-        say(traceback.format_exc().rstrip())
-    hint = "" if debug else "; rerun with --debug to see where, and please report it"
-    say(printable(f"error: ampdbg itself failed with {type(error).__name__}: {error}{hint}", but="\n"))
-    return EXIT_COULD_NOT_RUN

@@ -12,7 +12,6 @@ import typer
 from ampdbg.errors import EXIT_HEALTHY
 from ampdbg.escapes import printable
 
-from . import options
 from .output import write_result
 
 
@@ -20,7 +19,6 @@ def command(
     folder: Annotated[
         Path, typer.Argument(metavar="[FOLDER]", help="The folder to write into; by default this one.")
     ] = Path(),
-    debug: options.Debug = False,
 ) -> int:
     """Write a config and a workload to start from.
 

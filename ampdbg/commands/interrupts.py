@@ -46,7 +46,8 @@ def interruptible(at_import: Callable[[], int]) -> Iterator[None]:
         if times[-1] - times[-2] < SAME:
             return
         signals.append(number)
-        if _is_importing("torch"):
+        imported = getattr(sys.modules.get("torch"), "__spec__", None)
+        if getattr(imported, "_initializing", False):  # an exception would leave torch's C++ half set up
             os._exit(at_import())
         raise KeyboardInterrupt
 
@@ -97,8 +98,3 @@ def _handlers(even_if_ignored: str = "") -> Handlers:
 def _set(handlers: Handlers) -> None:
     for number, handler in handlers.items():
         signal.signal(number, handler)
-
-
-def _is_importing(name: str) -> bool:
-    """A package is being imported: an exception there would leave torch's C++ half set up, which ends the process."""
-    return bool(getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False))

@@ -11,7 +11,6 @@ import typer
 
 from ampdbg.errors import EXIT_COULD_NOT_RUN, EXIT_FOUND, EXIT_HEALTHY, ConfigError
 
-from . import options
 from .output import look_of, say, write_result
 
 if TYPE_CHECKING:
@@ -36,7 +35,6 @@ def command(
     format_: Annotated[
         Literal["text", "json", "github", "sarif"], typer.Option("--format", help="Output format.")
     ] = "text",
-    debug: options.Debug = False,
 ) -> int:
     """Find AMP misuse and apex in source code, without running it.
 
@@ -61,7 +59,16 @@ def command(
         edits = _edits(engine.fix(found, settings))
         write_edits(edits, force=True)
         found = engine.lint(paths, settings)
-    write_result(_text(found, paths, format_, len(edits)), sys.stdout)
+    from ampdbg.report import lint as report
+    from ampdbg.report.formats.text import draw
+
+    writers: dict[str, Callable[[], str]] = {
+        "text": lambda: draw(report.page(found, shlex.join(paths), len(edits)), look_of(sys.stdout)),
+        "json": lambda: report.as_json(found),
+        "github": lambda: report.as_annotations(found),
+        "sarif": lambda: report.as_sarif(found, str(Path.cwd())),
+    }
+    write_result(writers[format_](), sys.stdout)
     return exit_code(found)
 
 
@@ -96,16 +103,3 @@ def _show_diff(edits: Sequence[FileEdit]) -> int:
         path = PurePosixPath(edit.path.resolve().relative_to(base).as_posix())
         write_result(unified_diff(path, edit.before, edit.after), sys.stdout)
     return EXIT_FOUND if edits else EXIT_HEALTHY
-
-
-def _text(found: Linted, paths: Sequence[str], format_: str, fixed: int) -> str:
-    from ampdbg.report import lint as report
-    from ampdbg.report.formats.text import draw
-
-    writers: dict[str, Callable[[], str]] = {
-        "text": lambda: draw(report.page(found, shlex.join(paths), fixed), look_of(sys.stdout)),
-        "json": lambda: report.as_json(found),
-        "github": lambda: report.as_annotations(found),
-        "sarif": lambda: report.as_sarif(found, str(Path.cwd())),
-    }
-    return writers[format_]()

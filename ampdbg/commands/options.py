@@ -28,29 +28,25 @@ Known = Callable[[bytes], object]
 """What is true of the content of a file that an option has written."""
 
 
-def _of_format(name: str) -> Known:
+def _is_of(name: str, there: bytes) -> bool:
     """A JSON object of that format itself: a user's file may hold a whole record, or a sentence about one."""
-
-    def is_of_it(there: bytes) -> bool:
-        try:
-            data = json.loads(there)
-        except (ValueError, RecursionError):
-            return False
-        return isinstance(data, dict) and data.get("format") == name
-
-    return is_of_it
+    try:
+        data = json.loads(there)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(data, dict) and data.get("format") == name
 
 
 CONTENTS: Mapping[str, tuple[str, Known]] = {
-    "record": ("record", _of_format(RECORD_FORMAT)),
+    "record": ("record", functools.partial(_is_of, RECORD_FORMAT)),
     "text": ("report", re.compile("(✓|✗|\\?|!) ".encode()).match),
     "markdown": ("report in Markdown", re.compile("### (✓|✗|\\?|!) ".encode()).match),
     "html": ("HTML page", re.compile(rb"<!doctype html>\n<!-- A report of ampdbg ").match),
     "sarif": ("SARIF log", re.compile(rb'\{\s*"\$schema": "[^"]*sarif-schema').match),
-    "diff": (PATCH, re.compile(rb"# (Keeps|The script's) .*\n(#.*\n)*diff --git ").match),
+    "diff": (PATCH, re.compile(rb"# (Keeps|The weights are) .*\n(#.*\n)*diff --git ").match),
     "module": (PATCH, re.compile(rb'# Keeps .*\n(#.*\n)*\n"""Keeps modules in FP32 ').match),
     "yaml": (PATCH, re.compile(rb"# Keeps .*\n(#.*\n)*precision:\n").match),
-    "json": (PATCH, _of_format("ampdbg.patch")),
+    "json": (PATCH, functools.partial(_is_of, "ampdbg.patch")),
     "log": ("log of a run", BEGINS.match),
 }
 """What a file is called that an option has written, and how it is known."""
@@ -94,11 +90,6 @@ def _is_own(path: Path, content: str) -> bool:
 def _checked_record(value: Path | None) -> Path | None:
     check_place("--record", value, "record")
     return value
-
-
-def check_page(path: Path | None, **others: Path | None) -> None:
-    """Of a page that was asked for, as :func:`check_place`."""
-    check_place("--html", path, "html", **others)
 
 
 CONFIG_OR_RECORD = "A YAML config, or a record whose config to use; by default ampdbg.yaml."
@@ -187,7 +178,6 @@ class RunOptions:
     json: Annotated[bool, typer.Option("--json", help="Print the record as JSON instead of the report.")] = False
     quiet: Annotated[bool, typer.Option("--quiet", help="Print no progress and no hints on stderr.")] = False
     verbose: Verbose = False
-    debug: Debug = False
 
     @property
     def changes(self) -> Changes:
@@ -218,7 +208,8 @@ def with_run_options(command: Callable[..., int], but: Collection[str] = ()) -> 
     def typed(**options: Any) -> int:
         _check_folders()
         run = RunOptions(**{name: options[name] for name in shared})
-        check_page(run.html, record=run.record, config=options.get("config"), output=options.get("output"))
+        config, output = options.get("config"), options.get("output")
+        check_place("--html", run.html, "html", record=run.record, config=config, output=output)
         options = {name: value for name, value in options.items() if name not in shared}
         return command(**options, run=run)
 

@@ -28,9 +28,9 @@ PLAIN_WIDTH = 80
 MAX_WIDTH = 140
 
 
-def typed_as(given: str, written: Path | None) -> Typed:
+def typed_as(given: str, written: Path | None, *, verbose: bool = False) -> Typed:
     """What a report needs to know of the command: ``given`` as it was typed, and where its record was written."""
-    return Typed(given, shlex.quote(str(written)) if written else "", str(Path.cwd()))
+    return Typed(given, shlex.quote(str(written)) if written else "", str(Path.cwd()), verbose=verbose)
 
 
 PLAIN = Look(width=PLAIN_WIDTH, color=False, unicode=True)
@@ -38,13 +38,8 @@ PLAIN = Look(width=PLAIN_WIDTH, color=False, unicode=True)
 
 def look_of(stream: TextIO | None) -> Look:
     """Asks the stream and the environment; only a colour terminal without NO_COLOR gets colours."""
-    return Look(
-        width=min(MAX_WIDTH, shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns)
-        if _is_terminal(stream)
-        else PLAIN_WIDTH,
-        color=is_rich_terminal(stream),
-        unicode=_carries(stream, "━┃┤└×✓"),
-    )
+    columns = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if _is_terminal(stream) else PLAIN_WIDTH
+    return Look(min(MAX_WIDTH, columns), is_rich_terminal(stream), _carries(stream, "━┃┤└×✓"))
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
@@ -94,22 +89,14 @@ def write_result(text: str | bytes, stream: TextIO) -> None:
         if isinstance(text, bytes):  # past the encoding and the line ends of the stream
             stream.buffer.write(text)
         else:
-            stream.write(_as_carried(text, stream))
+            encoding = getattr(stream, "encoding", None) or "utf-8"  # a stream of text alone carries all
+            # Names may hold any character: those that the stream does not carry are shown as escapes.
+            stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         stream.flush()
     except OSError as error:
         _silence(stream)
         if not isinstance(error, BrokenPipeError):
             raise AmpdbgError(f"stdout: cannot be written: {reason_of(error)}") from None
-
-
-def _as_carried(text: str, stream: TextIO) -> str:
-    """The text with the characters that the stream does not carry as escapes: names may hold any."""
-    encoding = getattr(stream, "encoding", None) or "utf-8"  # a stream of text alone carries all
-    try:
-        text.encode(encoding)
-    except UnicodeEncodeError:
-        return text.encode(encoding, "backslashreplace").decode(encoding)
-    return text
 
 
 def in_form(text: str, format_: str) -> str | bytes:
@@ -195,16 +182,15 @@ def save(record: Record, asked_for: Path | None) -> Saved:
     try:
         if asked_for is not None:
             write_record(record, asked_for)
-            WRITTEN.set(asked_for)
-            return Saved(asked_for, _handed_over(record, asked_for))
-        path = add_record(record)
-        WRITTEN.set(path)
+        path = asked_for or add_record(record)
     except RecordError as error:
-        if asked_for is None:
-            say(f"warning: no record was written: {error}; choose another place with --record FILE")
-        return Saved(None, failures={"record": error} if asked_for is not None else {})
+        if asked_for is not None:
+            return Saved(None, failures={"record": error})
+        say(f"warning: no record was written: {error}; choose another place with --record FILE")
+        return Saved(None)
+    WRITTEN.set(path)
     try:
-        if record.rank == 0:
+        if asked_for is None and record.rank == 0:
             write_latest(record)
     except RecordError as error:
         say(f"warning: {error}; the record of this run is {path}")
@@ -255,7 +241,7 @@ def show(
         AmpdbgError: stdout cannot be written.
     """
     saved = save(record, run.record)
-    typed = replace(typed_as(given.typed, saved.path), order=order, top=top, verbose=run.verbose)
+    typed = replace(typed_as(given.typed, saved.path, verbose=run.verbose), order=order, top=top)
     saved = with_page(saved, record, typed, run.html)
     form = "json" if run.json else "text"
     write_result(in_form(written(record, typed, look_of(stdout), form), form), stdout)

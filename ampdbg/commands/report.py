@@ -55,14 +55,13 @@ def command(
     ] = "text",
     output: options.OutputFile = None,
     verbose: options.Verbose = False,
-    debug: options.Debug = False,
 ) -> int:
     """Show a record again, in any format."""
     path = record or latest_record()
     options.check_place("--output", output, "record" if format == "json" else format, record=path, latest_record=LATEST)
     shown = api.read(path)
     look = look_of(sys.stdout) if output is None else PLAIN
-    typed = replace(typed_as(_run_again(shown, path), path), is_record=True, verbose=verbose)
+    typed = replace(typed_as(_run_again(shown, path), path, verbose=verbose), is_record=True)
     text = written(shown, typed, look, format)
     if output is None:
         write_result(in_form(text, format), sys.stdout)

@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stderr
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, TextIO, cast
 
@@ -92,7 +91,6 @@ def command(
     html: options.HtmlFile = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print no report; only write the record.")] = False,
     verbose: options.Verbose = False,
-    debug: options.Debug = False,
 ) -> int:
     """Run a training script unchanged, and watch it.
 
@@ -104,8 +102,11 @@ def command(
     from ampdbg.script.launch import launched_as
 
     launched_rank = launched_as()[0]
-    own_files = (_of_rank(path, launched_rank) for path in (record, html, log))
-    _check_places(*own_files, script=None if is_module else Path(script))
+    own_record, page, own_log = (_of_rank(path, launched_rank) for path in (record, html, log))
+    file = None if is_module else Path(script)
+    options.check_place("--record", own_record, "record")
+    options.check_place("--html", page, "html", record=own_record, script=file)
+    options.check_place("--log", own_log, "log", record=own_record, page=page, script=file)
     started, stderr = Path.cwd(), sys.stderr
     flags = _flags(context)
 
@@ -115,11 +116,14 @@ def command(
         with redirect_stderr(stderr):  # the script's own may be a file of its own, or closed
             with _working_in(started):
                 saved = save(seen, _of_rank(record, seen.rank))
-                typed = replace(typed_as(command_typed, saved.path), verbose=verbose)
+                typed = typed_as(command_typed, saved.path, verbose=verbose)
                 saved = with_page(saved, seen, typed, _of_rank(html, seen.rank))
             if not quiet:
                 _show_report(seen, typed)
-                _say_misplaced(misplaced, command_typed, is_module=is_module)
+                if misplaced:
+                    moved, before = shlex.join(misplaced), "-m " * is_module
+                    instead = f"ampdbg run {moved} {before}{command_typed}"
+                    say(f"{moved} follows the script, so the script got it. To give it to ampdbg: {instead}")
             saved.say_failures()
 
     if not watch:
@@ -151,27 +155,14 @@ def command(
         files = loaded_files() if is_module else [script, *loaded_files()]
         # Where the machine lacks something, the run that the report asks for shows more than the source does.
         say_source_findings(seen, files, is_quiet=quiet or seen.rank > 0 or obstacle_in(seen.error) is not None)
-    return _code(seen, fail_on)
-
-
-def _code(seen: Record, fail_on: FailOn | None) -> int:
-    """The script's own code; where that is 0, what was found may make another of it."""
     if seen.exit_code:
         return seen.exit_code
     is_alone = seen.script is None or seen.script.processes == 1
     return exit_code(seen, fail_on or ("warning" if is_alone else "never"))
 
 
-def _say_misplaced(options: list[str], script: str, *, is_module: bool) -> None:
-    """Of a script that has failed: which of its flags ampdbg would have understood before its name."""
-    given, before = shlex.join(options), "-m " * is_module
-    typed = f"ampdbg run {given} {before}{script}"
-    if options:
-        say(f"{given} follows the script, so the script got it. To give it to ampdbg: {typed}")
-
-
 def _flags(context: typer.Context) -> set[str]:
-    """The options of ampdbg that take no value."""
+    """The options of ampdbg that take no value: a script that fails may have got one that was meant for ampdbg."""
     flags = (one for one in context.command.params if getattr(one, "is_flag", False))
     return {name for one in flags for name in (*one.opts, *one.secondary_opts) if name.startswith("--")}
 
@@ -186,17 +177,6 @@ def _log_beside(record: Path | None) -> Path | None:
     if record is None or record.suffix == ".jsonl" or (record.exists() and not record.is_file()):
         return None
     return record.with_suffix(".jsonl")
-
-
-def _check_places(record: Path | None, html: Path | None, log: Path | None, *, script: Path | None) -> None:
-    """Refuses to write over what the user has, before the script starts.
-
-    Raises:
-        ConfigError: something of the user's is there.
-    """
-    options.check_place("--record", record, "record")
-    options.check_page(html, record=record, script=script)
-    options.check_place("--log", log, "log", record=record, page=html, script=script)
 
 
 def _show_report(seen: Record, typed: Typed) -> None:

@@ -7,11 +7,10 @@ import sys
 
 from ampdbg.errors import EXIT_HEALTHY
 
-from . import options
 from .output import write_result
 
 
-def command(debug: options.Debug = False) -> int:
+def command() -> int:
     """Print the config's JSON schema.
 
     For editors: ampdbg schema > ampdbg.schema.json, with this first line in the config:

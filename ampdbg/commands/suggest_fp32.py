@@ -48,14 +48,21 @@ def command(
 
     Try: ampdbg suggest-fp32 CONFIG | git apply
     """
-    _check(format_, module, apply=apply)
+    if apply and format_ != "diff":
+        raise ConfigError(f"got --apply with --format {format_}; --apply goes with --format diff")
+    if module is not None:
+        instead = f"ampdbg bisect --module {shlex.quote(str(module))}"
+        raise ConfigError(f"got --module {module}; suggest-fp32 takes the record that this writes: {instead}")
     options.check_place("--output", output, format_, config=config, record=run.record)
     if output is not None:
         from ampdbg.patch.file_edits import check_writable  # `ampdbg --help` need not wait for it
 
         check_writable(output)
     with results_only() as stdout:
-        given = read_given(_given_or_latest(config), None, script, takes_weights=True, **run.changes)
+        # Where nothing was run here yet, the config of this folder is.
+        of_folder = options.default_config(None) if not LATEST.exists() else None
+        taken = config or of_folder or latest_record()
+        given = read_given(taken, None, script, takes_weights=True, **run.changes)
         if apply and not force and not run.quiet:
             _warn_of_uncommitted(given)
         with progress.shown(run.quiet, max_trials) as observer:
@@ -79,13 +86,8 @@ def command(
         warning = suggestion.warning_of_piping(found.handover)
         if warning and is_printed and not run.json and not stdout.isatty():
             say(warning)  # also with --quiet: git itself would say nothing
-        typed = replace(
-            typed_as(given.typed, saved.path),
-            handed_over=str(file or ""),
-            is_applied=apply,
-            is_record=given.record is not None,
-            verbose=run.verbose,
-        )
+        typed, is_record = typed_as(given.typed, saved.path, verbose=run.verbose), given.record is not None
+        typed = replace(typed, handed_over=str(file or ""), is_applied=apply, is_record=is_record)
         saved = with_page(saved, found, typed, run.html)
         try:  # first: in a terminal the story and the next command stay in sight below a long patch
             write_result(in_form(to_json(found), "json") if run.json else text or b"" if is_printed else b"", stdout)
@@ -96,32 +98,15 @@ def command(
     return EXIT_HEALTHY if text is not None else bisect.exit_code(found)
 
 
-def _given_or_latest(config: Path | None) -> Path:
-    """Where nothing was run here yet, the config of this folder is."""
-    return config or (options.default_config(None) if not LATEST.exists() else None) or latest_record()
-
-
-def _check(format_: Form, module: Path | None, *, apply: bool) -> None:
-    """Refuses what cannot be done before anything is run."""
-    if apply and format_ != "diff":
-        raise ConfigError(f"got --apply with --format {format_}; --apply goes with --format diff")
-    if module is not None:
-        raise ConfigError(
-            f"got --module {module}; suggest-fp32 takes the record that this writes: ampdbg bisect --module "
-            f"{shlex.quote(str(module))}"
-        )
-
-
 def _warn_of_uncommitted(given: Given) -> None:
     """Which files the patch will be of is not known before the search; that it may not be written is said now."""
     from ampdbg.patch.file_edits import uncommitted
 
-    for file in given.config.target_files():
-        if uncommitted(file):
-            say(
-                f"warning: {file} has uncommitted changes; without --force ampdbg saves its patch beside the "
-                "record instead of applying it"
-            )
+    for file in filter(uncommitted, given.config.target_files()):
+        say(
+            f"warning: {file} has uncommitted changes; without --force ampdbg saves its patch beside the "
+            "record instead of applying it"
+        )
 
 
 def _written(output: Path, text: bytes, saved: Saved) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ampdbg.levels import format_of_config
@@ -14,7 +14,7 @@ from ampdbg.record.pins import EVERYTHING, Outcome, Search, root_of, within
 from ampdbg.record.run import SUM, Record
 
 from . import pins, scan, view
-from .view import line, ran_on, with_option
+from .view import line, lines, ran_on, with_option
 
 MOST_FACTS, MOST_TO_PASTE = 1, 3
 """So many facts of the set, and lines for the config, are in a story."""
@@ -78,47 +78,45 @@ def page(record: Record, typed: view.Typed) -> view.Page:
     if record.search is None:
         return scan.page(record, typed)
     ended = EndedSearch(record, record.search, typed)
-    return view.Page(
-        headline(ended),
-        _sections(ended),
-        (" · ".join(_facts(ended)), *ran_on(record)),
-        typed.record_path,
-        next_command(ended),
-        story=_sections(ended, is_brief=True),
+    message, about = view.Paragraph(lines(*_message(ended))), tuple(_about_the_set(ended))
+    findings, to_paste = record.findings * (not record.pins), _to_paste(ended)
+    sections = view.filled(
+        message,
+        pins.pin_table(record),
+        view.Findings(findings),
+        view.Paragraph(lines(*pins.about_roots(record))),
+        view.Paragraph(about),
+        _loss_table(ended),
+        pins.trial_table(record),
+        pins.proof_table(record.verification),
+        to_paste,
     )
-
-
-def _sections(ended: EndedSearch, *, is_brief: bool = False) -> tuple[view.Section, ...]:
-    """All of them, or the story."""
-    record, names = ended.record, ended.names
-    trials, proof = pins.trial_table(record), pins.proof_table(record.verification)
-    details: tuple[view.Section, ...] = (_loss_table(ended), trials, proof)
-    is_pasted = names and ended.holds and not (is_brief and len(names) > MOST_TO_PASTE)
-    title, snippet = (
-        ("In the script", _pinning(ended)) if record.script else ("In the config", pins.pins_yaml(names, record.config))
+    story = view.filled(
+        message,
+        pins.pin_lines(record),
+        view.Findings(findings, is_brief=True),
+        view.Paragraph(about[:MOST_FACTS]),
+        *[to_paste] * (len(ended.names) <= MOST_TO_PASTE),
     )
-    return view.filled(
-        view.Paragraph(tuple(map(line, _message(ended)))),
-        pins.pin_lines(record) if is_brief else pins.pin_table(record),
-        view.Findings(record.findings * (not record.pins), is_brief=is_brief),
-        view.Paragraph(() if is_brief else tuple(map(line, pins.about_roots(record)))),
-        view.Paragraph(tuple(_about_the_set(ended))[: MOST_FACTS if is_brief else None]),
-        *(() if is_brief else details),
-        view.Snippet(title, tuple(snippet) if is_pasted else ()),
-    )
+    facts = (" · ".join((*_facts(ended), duration(record.elapsed))), *ran_on(record))
+    return view.Page(headline(ended), sections, facts, typed.record_path, next_command(ended), story)
 
 
-def _pinning(ended: EndedSearch) -> Iterator[str]:
-    if not ended.record.roots:
-        yield f"ampdbg.pin_fp32(model, {_as_patterns(ended.names)})"
+def _to_paste(ended: EndedSearch) -> view.Snippet:
+    """The lines that pin the set, in the script or in the config; none of a set that does not hold."""
+    if not (ended.names and ended.holds):
+        return view.Snippet("", ())
+    if ended.record.script is None:
+        return view.Snippet("In the config", tuple(pins.pins_yaml(ended.names, ended.record.config)))
+    calls = [_pinning("model", ended.names)] * (not ended.record.roots)
     for root in ended.record.roots:
-        own = (within(root.name, name) for name in ended.names if root_of(name) == root.name)
-        model, comment = (root.name, "") if root.is_global else ("...", f"  # ...: {root.what}")
-        yield f"ampdbg.pin_fp32({model}, {_as_patterns(own)}){comment}"
+        own = [within(root.name, name) for name in ended.names if root_of(name) == root.name]
+        calls.append(_pinning(root.name, own) if root.is_global else f"{_pinning('...', own)}  # ...: {root.what}")
+    return view.Snippet("In the script", tuple(calls))
 
 
-def _as_patterns(names: Iterable[str]) -> str:
-    return json.dumps([name or EVERYTHING for name in names])
+def _pinning(model: str, names: Sequence[str]) -> str:
+    return f"ampdbg.pin_fp32({model}, {json.dumps([name or EVERYTHING for name in names])})"
 
 
 def _message(ended: EndedSearch) -> Iterator[str]:
@@ -152,14 +150,12 @@ def _about_the_set(ended: EndedSearch) -> Iterator[view.StyledLine]:
     )
     for name, counts in search.classes.items():
         if len(counts) == 2:
-            yield line(_share_of_class(name, *counts))
+            pinned, every = counts
+            all_of_them = "Both" if every == 2 else f"All {every}"
+            some = f"{pinned} of the {every} instances of {name} {'is' if pinned == 1 else 'are'} in the set."
+            yield line(some if pinned < every else f"{all_of_them} instances of {name} are in the set.")
     if search.cost is not None and count:
         yield line(pins.cost_sentence(search.cost, format_of_config(ended.record.config)))
-
-
-def _share_of_class(name: str, pinned: int, every: int) -> str:
-    some = f"{pinned} of the {every} instances of {name} {'is' if pinned == 1 else 'are'} in the set."
-    return some if pinned < every else f"{'Both' if every == 2 else f'All {every}'} instances of {name} are in the set."
 
 
 def _loss_table(ended: EndedSearch) -> view.Table:
@@ -192,12 +188,12 @@ def _found(ended: EndedSearch) -> str:
     need, them = ("needs", "it") if len(ended.names) == 1 else ("need", "them")
     own = sum(pin.own for pin in ended.record.pins)
     some, whose = f" {own} of them" * (own < len(ended.names)), "its" if own == 1 else "their"
-    lines = f",{some} in {whose} own lines only" * bool(own)
+    own_lines = f",{some} in {whose} own lines only" * bool(own)
     return view.first(
         (not ended.names, f"{step} fails intermittently and did not fail in any trial, so no module can be blamed."),
         (not ended.holds, f"{ended.some} in FP32 made the failing step healthy once, but not in a second replay."),
         (not ended.search.minimal, f"With {ended.some} in FP32, {healthy}."),
-        (True, f"{ended.some} {need} FP32{lines}. With {them} pinned, {healthy}."),
+        (True, f"{ended.some} {need} FP32{own_lines}. With {them} pinned, {healthy}."),
     )
 
 
@@ -220,8 +216,8 @@ def _nothing_to_pin(ended: EndedSearch) -> str:
 
 
 def _not_in_a_module(ended: EndedSearch) -> str:
-    lines = listed(filter(None, (place_of(pin.source) for pin in ended.record.pins)))
-    where = f", at {lines}" * bool(lines)
+    places = listed(place_of(pin.source) for pin in ended.record.pins if pin.source)
+    where = f", at {places}" * bool(places)
     if not any(finding.module for finding in ended.record.findings[:1]):
         return f"No module needs FP32: the step function or the loss fails{where}."
     return (
@@ -279,17 +275,18 @@ class Ending:
     has_patch: bool = False
 
 
-REPAIRED = "rerun once this is repaired"
 ANOTHER = "run more steps: another failing step may be reproducible"
 
 ENDINGS: Mapping[Outcome, Ending] = {
     "found": Ending("bad", _found, ANOTHER, has_longer_run=True, has_patch=True),
     "nothing-to-pin": Ending("good", _nothing_to_pin, "run more steps", has_longer_run=True),
-    "fp32-fails": Ending("bad", lambda ended: f"No pin helps: {ended.step} fails in FP32 too.", REPAIRED),
+    "fp32-fails": Ending("bad", lambda ended: f"No pin helps: {ended.step} fails in FP32 too.", scan.REPAIRED),
     "fp32-raises": Ending(
-        "doubtful", lambda ended: f"ampdbg tried no pin: the replay of {ended.step} in FP32 raised an error.", REPAIRED
+        "doubtful",
+        lambda ended: f"ampdbg tried no pin: the replay of {ended.step} in FP32 raised an error.",
+        scan.REPAIRED,
     ),
-    "no-pin-helps": Ending("bad", lambda ended: ended.why_no_pin, REPAIRED),
+    "no-pin-helps": Ending("bad", lambda ended: ended.why_no_pin, scan.REPAIRED),
     "not-in-a-module": Ending("bad", _not_in_a_module, has_patch=True),
     "not-reproduced": Ending("doubtful", _not_reproduced, ANOTHER, has_longer_run=True),
     "no-set-helps": Ending(
@@ -304,10 +301,9 @@ ENDINGS: Mapping[Outcome, Ending] = {
 def _facts(ended: EndedSearch) -> Iterator[str]:
     search, trials = ended.search, len(ended.record.trials)
     at = "" if search.scale is None else f" at a loss scale of {scale(search.scale)}"
-    yield from view.every(
+    return view.every(
         (search.step is not None, f"step {search.step}{at}"),
         (search.modules, counted(search.modules, "module")),
         (search.candidates and search.strategy == "guided", counted(search.candidates, "candidate")),
         (trials, f"{counted(trials, 'trial')} ({search.strategy})"),
     )
-    yield duration(ended.record.elapsed)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from ampdbg.errors import AmpdbgError
-from ampdbg.record.codes import CODES, Code
+from ampdbg.record.codes import CODES
 
 from .view import Column, Page, Paragraph, Prose, Table, Words, line
 
@@ -41,29 +41,24 @@ class Explanation:
 
 def explanation(code: str) -> Explanation:
     """Reads what there is to know about ``code``; raises AmpdbgError, which suggests codes near it."""
-    if code in CODES:
-        return _parsed(CODES[code])
-    raise AmpdbgError(f"{code!r} is not a code; {_suggestion(code)}")
-
-
-def explanations() -> tuple[Explanation, ...]:
-    """All of them, in the order of the catalogue."""
-    return tuple(_parsed(code) for code in CODES.values())
-
-
-def _parsed(code: Code) -> Explanation:
+    if code not in CODES:
+        raise AmpdbgError(f"{code!r} is not a code; {_suggestion(code)}")
     from importlib import resources  # 5 ms that `ampdbg --help` need not wait for
 
     from ampdbg.diagnosis.diagnose import conditions_of  # and as many of the table
 
-    file = resources.files("ampdbg") / "record" / "explanations" / f"{code.name}.md"
+    file = resources.files("ampdbg") / "record" / "explanations" / f"{code}.md"
     title, *parts = file.read_text(encoding="utf-8").removeprefix("# ").split("\n## ")
     bodies = {heading: body.strip() for heading, _, body in (part.partition("\n") for part in parts)}
-    conditions = "".join(f"- {when[0].upper()}{when[1:]}.\n" for when in conditions_of(code.name))
+    conditions = "".join(f"- {when[0].upper()}{when[1:]}.\n" for when in conditions_of(code))
     bodies[SECTIONS["decision"]] = f"{conditions}\n{bodies[SECTIONS['decision']]}".strip()
-    return Explanation(
-        code.name, code.family, title.strip(), **{field: bodies[heading] for field, heading in SECTIONS.items()}
-    )
+    sections = {field: bodies[heading] for field, heading in SECTIONS.items()}
+    return Explanation(code, CODES[code].family, title.strip(), **sections)
+
+
+def explanations() -> tuple[Explanation, ...]:
+    """All of them, in the order of the catalogue."""
+    return tuple(map(explanation, CODES))
 
 
 def _suggestion(given: str) -> str:

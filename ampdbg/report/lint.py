@@ -11,16 +11,22 @@ from ampdbg.lint.engine import Linted, LintFinding
 from ampdbg.quantities import counted
 from ampdbg.record.findings import Severity
 
-from .view import Headline, NextCommand, Page, Paragraph, Section, StyledLine, Tone, Words, filled, first, line, next_of
+from .view import TONES, Headline, Page, Paragraph, StyledLine, Words, filled, first, line, next_of
 
-TONES: Mapping[Severity, Tone] = {"error": "bad", "warning": "doubtful", "info": "name"}
 ANNOTATIONS: Mapping[Severity, str] = {"error": "error", "warning": "warning", "info": "notice"}
 """What GitHub calls a severity."""
 
 
 def page(linted: Linted, given: str, fixed: int = 0) -> Page:
     """All findings, and the files that could not be looked at; ``given`` are the paths as they were typed."""
-    return harmless(Page(_headline(linted, fixed), _sections(linted), next_command=_next(linted, given)))
+    unread = tuple(line(f"{file.path}: {file.problem}", tone="doubtful") for file in linted.problems)
+    sections = filled(*(Paragraph(tuple(_lines(one))) for one in linted.findings), Paragraph(unread, "Not read"))
+    codes = [finding.code for finding in linted.findings[:1]]
+    next_ = next_of(
+        (any(finding.fixable for finding in linted.findings), "see the fixes", f"ampdbg lint --diff {given}"),
+        (codes, "what it means", f"ampdbg explain {''.join(codes)}"),
+    )
+    return harmless(Page(_headline(linted, fixed), sections, next_command=next_))
 
 
 def _headline(linted: Linted, fixed: int) -> Headline:
@@ -35,11 +41,6 @@ def _headline(linted: Linted, fixed: int) -> Headline:
         (unread, Headline("doubtful", f"{nothing}, of which {unread} could not be read.")),
         (True, Headline("good", f"{nothing}.")),
     )
-
-
-def _sections(linted: Linted) -> tuple[Section, ...]:
-    unread = tuple(line(f"{file.path}: {file.problem}", tone="doubtful") for file in linted.problems)
-    return filled(*(Paragraph(tuple(_lines(one))) for one in linted.findings), Paragraph(unread, "Not read"))
 
 
 def _lines(finding: LintFinding) -> Iterator[StyledLine]:
@@ -57,14 +58,6 @@ def place(finding: LintFinding) -> str:
     return f"{finding.path}{cell}:{finding.line}:{finding.column}"
 
 
-def _next(linted: Linted, given: str) -> NextCommand | None:
-    codes = [finding.code for finding in linted.findings[:1]]
-    return next_of(
-        (any(finding.fixable for finding in linted.findings), "see the fixes", f"ampdbg lint --diff {given}"),
-        (codes, "what it means", f"ampdbg explain {''.join(codes)}"),
-    )
-
-
 def as_json(linted: Linted) -> str:
     """All of it as one object."""
     data = {
@@ -79,15 +72,15 @@ def as_json(linted: Linted) -> str:
 
 def as_annotations(linted: Linted) -> str:
     """One workflow command a finding, which GitHub shows at its line of a pull request."""
-    return "".join(f"{_annotation(finding)}\n" for finding in linted.findings)
-
-
-def _annotation(finding: LintFinding) -> str:
-    where = {"file": finding.path, "line": finding.line, "col": finding.column, "title": finding.code}
-    if finding.cell:
-        where = {"file": finding.path, "title": f"{finding.code} (cell {finding.cell}, line {finding.line})"}
-    values = ",".join(f"{name}={_escaped(str(value), ':,')}" for name, value in where.items())
-    return f"::{ANNOTATIONS[finding.severity]} {values}::{_escaped(f'{finding.message}. {finding.remedy}')}"
+    text = ""
+    for finding in linted.findings:
+        where = {"file": finding.path, "line": finding.line, "col": finding.column, "title": finding.code}
+        if finding.cell:
+            where = {"file": finding.path, "title": f"{finding.code} (cell {finding.cell}, line {finding.line})"}
+        values = ",".join(f"{name}={_escaped(str(value), ':,')}" for name, value in where.items())
+        said = _escaped(f"{finding.message}. {finding.remedy}")
+        text += f"::{ANNOTATIONS[finding.severity]} {values}::{said}\n"
+    return text
 
 
 def _escaped(text: str, more: str = "") -> str:
@@ -101,16 +94,9 @@ def as_sarif(linted: Linted, folder: str) -> str:
     """A SARIF log; files below ``folder`` are named from there."""
     from .formats import sarif
 
-    found = [
-        sarif.Alert(
-            finding.code,
-            finding.severity,
-            f"{finding.message}\nRemedy: {finding.remedy}",
-            finding.path,
-            0 if finding.cell else finding.line,
-            0 if finding.cell else finding.column,
-            finding.text,
-        )
-        for finding in linted.findings
-    ]
+    found = []
+    for one in linted.findings:
+        said = f"{one.message}\nRemedy: {one.remedy}"
+        at = (0, 0) if one.cell else (one.line, one.column)  # those of a notebook's cell are none of its file
+        found.append(sarif.Alert(one.code, one.severity, said, one.path, *at, one.text))
     return sarif.to_json(sarif.log(found, folder))

@@ -97,13 +97,20 @@ def _why(pin: Pin, record: Record, *, is_repeated: bool) -> tuple[StyledLine, ..
     if is_repeated:
         beside = ", ".join(_against_half(site, format_of_config(record.config)))
         return (line(": ".join(filter(None, ("the same line", beside)))), *_without(pin.without.partition(": ")[0]))
-    code, ops = _what_goes_wrong(pin, record), ""
-    if others:
-        named = (f"{op_name(one.op)}{f':{one.source.line}' if one.source else ''}" for one in others)
-        ops = f"and {counted(len(others), 'more op')}: {listed(dict.fromkeys(named))}"
+    named = (f"{op_name(one.op)}{f':{one.source.line}' if one.source else ''}" for one in others)
+    ops = f"and {counted(len(others), 'more op')}: {listed(dict.fromkeys(named))}" * bool(others)
+    where = (
+        "backward" * (site.phase == "backward"),
+        site.module * (site.module != pin.module),
+        f"call {site.call}" * bool(site.call),
+        op_name(site.op),
+        place_of(site.source),
+    )
     return (
-        *lines(code, tone="bad"),
-        *_site(site, pin, format_of_config(record.config)),
+        *lines(_what_goes_wrong(pin, record), tone="bad"),
+        line(" · ".join(filter(None, where))),
+        *lines(site.source.text.strip() if site.source else "", tone="strong", is_code=True),
+        *lines(", ".join(_against_half(site, format_of_config(record.config)))),
         *lines(ops, tone="faint"),
         *_without(pin.without),
     )
@@ -111,19 +118,6 @@ def _why(pin: Pin, record: Record, *, is_repeated: bool) -> tuple[StyledLine, ..
 
 def _without(what: str) -> tuple[StyledLine, ...]:
     return (line(Words("without it: ", "doubtful"), what),) if what else ()
-
-
-def _site(site: PinSite, pin: Pin, low: FloatFormat) -> Iterator[StyledLine]:
-    parts = (
-        "backward" * (site.phase == "backward"),
-        site.module * (site.module != pin.module),
-        f"call {site.call}" * bool(site.call),
-        op_name(site.op),
-        place_of(site.source),
-    )
-    yield line(" · ".join(filter(None, parts)))
-    yield from lines(site.source.text.strip() if site.source else "", tone="strong", is_code=True)
-    yield from lines(", ".join(_against_half(site, low)))
 
 
 def _against_half(site: PinSite, low: FloatFormat) -> tuple[str, ...]:
@@ -170,21 +164,19 @@ def pins_yaml(names: Sequence[str], config: Mapping[str, object]) -> list[str]:
 def proof_in_brief(proof: Proof) -> tuple[StyledLine, ...]:
     """The proof in a line; where it failed, what did. Behind it a line for each check that warns."""
     warned = (line(_sign_of(step), f" {step.name}: {step.detail}") for step in proof.steps if step.warns)
-    return (_proof_line(proof), *warned)
-
-
-def _proof_line(proof: Proof) -> StyledLine:
-    if proof.unproven:
-        return line(Words("- ", "faint"), f"not proven: {proof.unproven}")
     ran = [step for step in proof.steps if step.ran]
     failed = [step for step in ran if not step.passed]
-    if failed:
-        said = "; ".join(": ".join(filter(None, (step.name, step.detail))) for step in failed)
-        return line(Words("✗ ", "bad"), f"{len(ran) - len(failed)} of {counted(len(ran), 'check')} passed; {said}")
+    all_of_them = counted(len(ran), "check")
+    said = "; ".join(": ".join(filter(None, (step.name, step.detail))) for step in failed)
     left_out = listed(step.name for step in proof.steps if not step.ran)
-    names = listed([step.name for step in ran], 3)
     besides = f"; not run: {left_out}" * bool(left_out)
-    return line(Words("✓ ", "good"), f"{counted(len(ran), 'check')} passed: {names}{besides}")
+    passed = f"{all_of_them} passed: {listed([step.name for step in ran], 3)}{besides}"
+    whole = view.first(
+        (proof.unproven, line(Words("- ", "faint"), f"not proven: {proof.unproven}")),
+        (failed, line(Words("✗ ", "bad"), f"{len(ran) - len(failed)} of {all_of_them} passed; {said}")),
+        (True, line(Words("✓ ", "good"), passed)),
+    )
+    return (whole, *warned)
 
 
 def proof_table(proof: Proof | None) -> Table:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import PureWindowsPath
@@ -25,12 +25,12 @@ from ampdbg.diagnosis.ranges import (
 from ampdbg.formats import FLOAT16, Exponents
 from ampdbg.quantities import counted, duration, listed, multiple, number, scale
 from ampdbg.record.codes import catalogued
-from ampdbg.record.findings import Finding, place_of
+from ampdbg.record.findings import place_of
 from ampdbg.record.pins import in_words
 from ampdbg.record.run import Readiness, Record, Replay, Site
 
 from . import view
-from .scan import TONES, raised, stopped
+from .scan import REPAIRED, TONES, raised, stopped
 from .view import line, lines, more, ran_on, with_option
 
 NEAR_BITS = 2.0
@@ -66,36 +66,36 @@ WINDOW_COLUMNS = (
 
 def page(record: Record, typed: view.Typed) -> view.Page:
     """What ``ampdbg ranges`` says of its step."""
-    facts = (_step(record), counted(len(record.sites), "site"), *_tried(record), duration(record.elapsed))
+    facts = [_step(record), counted(len(record.sites), "site")]
+    if record.readiness is not None:
+        scales = listed(dict.fromkeys(_scale(check.scale) for check in record.checks if check.dtype == FLOAT16.name))
+        facts.append(f"measured in bfloat16, then run in FP16 at a loss scale of {scales}, without the optimizer")
+    facts.append(duration(record.elapsed))
+    # The findings that the table of sites does not show.
     others = tuple(one for one in record.findings if not catalogued(one.code).in_range_table)
+    is_led_by_table = any(site.overflow == "starts" for site in record.sites)
+    error, sites = raised(record), record.sites * (not record.error)
     windows = _window_table(record, typed.top or SHOWN) if refuted_by(record) is None else NO_WINDOWS
+    narrowest = _window_table(record, typed.top or BRIEF_MODULES) if sites and not others else NO_WINDOWS
+    below = []
+    for one in others * bool(sites and is_led_by_table):
+        tone: view.Tone = "bad" if one.severity == "error" else "doubtful"
+        below.append(line(view.Words(f"{one.severity} {one.code}", tone), f" · {one.message}"))
+    story = view.filled(
+        error,
+        view.Findings(others * (not is_led_by_table), is_brief=True),
+        _site_table(sites, typed, BESIDE_FINDINGS if others else BRIEF_SITES, is_brief=True),
+        replace(narrowest, below=()),  # a finding says what bounds the windows
+        view.Paragraph(tuple(below)),
+    )
     return view.Page(
         view.Headline(_tone(record), _first_of(SENTENCES, record)),
-        view.filled(raised(record), view.Findings(others), _site_table(record.sites, typed, SHOWN), windows),
+        view.filled(error, view.Findings(others), _site_table(record.sites, typed, SHOWN), windows),
         (" · ".join(facts), *ran_on(record)),
         typed.record_path,
         _next_command(record, typed),
-        story=_story(record, typed, others),
+        story,
     )
-
-
-def _story(record: Record, typed: view.Typed, others: tuple[Finding, ...]) -> tuple[view.Section, ...]:
-    """The tightest sites in brief; ``others`` are the findings that the table of sites does not show."""
-    is_led_by_table = any(site.overflow == "starts" for site in record.sites)
-    sites = record.sites * (not record.error)
-    windows = _window_table(record, typed.top or BRIEF_MODULES) if sites and not others else NO_WINDOWS
-    return view.filled(
-        raised(record),
-        view.Findings(others * (not is_led_by_table), is_brief=True),
-        _site_table(sites, typed, BESIDE_FINDINGS if others else BRIEF_SITES, is_brief=True),
-        replace(windows, below=()),  # a finding says what bounds the windows
-        view.Paragraph(tuple(map(_finding_line, others * bool(sites and is_led_by_table)))),
-    )
-
-
-def _finding_line(finding: Finding) -> view.StyledLine:
-    code = view.Words(f"{finding.severity} {finding.code}", "bad" if finding.severity == "error" else "doubtful")
-    return line(code, f" · {finding.message}")
 
 
 CONFIRM = "confirm it with a run in FP16"
@@ -110,7 +110,7 @@ def _next_command(record: Record, typed: view.Typed) -> view.NextCommand | None:
     is_pinned = ready is not None and (ready.pins or ready.trains is False)
     return view.next_of(
         (ready and not is_config, "", ""),  # a capture is replayed in the format that it has
-        (record.error, "rerun once this is repaired", measure),
+        (record.error, REPAIRED, measure),
         (is_pinned, "find the smallest set of pins, and prove it", suggest),
         (ready, CONFIRM, scan),
         (refuted_by(record), "see where it starts", again),
@@ -155,13 +155,6 @@ READY: Mapping[bool | None, str] = {
 """By whether it would train in it."""
 
 
-def _tried(record: Record) -> Iterator[str]:
-    """What the readiness rests on."""
-    if record.readiness is not None:
-        scales = dict.fromkeys(_scale(check.scale) for check in record.checks if check.dtype == FLOAT16.name)
-        yield f"measured in bfloat16, then run in FP16 at a loss scale of {listed(scales)}, without the optimizer"
-
-
 def _starting(record: Record) -> int:
     """At how many sites an overflow of the forward pass starts."""
     return sum(site.phase == "forward" and site.overflow == "starts" for site in record.sites)
@@ -190,7 +183,16 @@ def _refuted(record: Record, bad: Replay) -> str:
 
 def _fitting(record: Record, _: object) -> str:
     whole = window(record.sites)
-    return f"{_measured(record)}, and {_scales(whole)}{_own_scale(record, whole)}{_unmeasured(record)}."
+    # Of a captured step its own scale, where it is none of those that work.
+    own = record.steps[-1].scale if record.script is not None and record.steps else whole.floor
+    side = "below" if own < whole.floor else "above"
+    is_outside = whole.is_open and not whole.floor <= own <= whole.ceiling
+    of_own = f"; the step's own scale, {_scale(own)}, is {side} them" * is_outside
+    # The ops that the ranges leave out, and what a replay in FP16 shows of them.
+    names, half = listed(record.unseen.unmeasured), check_in(record, "float16")
+    tried = f"; a replay with them is finite in FP16 at a loss scale of {_scale(half.scale)}" if half else ""
+    unmeasured = f" for what was measured. Not measured: {names}{tried}" * bool(names)
+    return f"{_measured(record)}, and {_scales(whole)}{of_own}{unmeasured}."
 
 
 Sentences = tuple[tuple[Callable[[Record], Any], Callable[[Record, Any], str]], ...]
@@ -220,27 +222,17 @@ def _first_of(rows: Sentences, record: Record) -> str:
 def _measured(record: Record) -> str:
     """What the forward pass has shown, where no overflow starts in it."""
     of_what = " that was measured" * bool(record.unseen.unmeasured)
-    beyond = sum(site.phase == "forward" and site.headroom_bits < 0.0 for site in record.sites)
+    forward = [site for site in record.sites if site.phase == "forward"]
+    beyond = sum(site.headroom_bits < 0.0 for site in forward)
     places = counted(beyond, "place")
     if beyond:
         return f"No op{of_what} overflows by itself, but an input or a constant of the code exceeds FP16 at {places}"
-    return f"Everything{of_what} fits FP16 at {_step(record)}: {_spare(record.sites)}"
-
-
-def _unmeasured(record: Record) -> str:
-    """The ops that the ranges leave out, and what a replay in FP16 shows of them; "" where they leave out nothing."""
-    names, half = listed(record.unseen.unmeasured), check_in(record, "float16")
-    tried = f"; a replay with them is finite in FP16 at a loss scale of {_scale(half.scale)}" if half else ""
-    return f" for what was measured. Not measured: {names}{tried}" * bool(record.unseen.unmeasured)
-
-
-def _spare(sites: Sequence[Site]) -> str:
-    forward = [site for site in sites if site.phase == "forward"]
+    fits = f"Everything{of_what} fits FP16 at {_step(record)}"
     if not forward:
-        return "no op of the forward pass runs in half precision"
+        return f"{fits}: no op of the forward pass runs in half precision"
     computed = [site for site in forward if not site.overflow] or forward
     bits = min(site.headroom_bits for site in computed)
-    return f"the forward pass has {bits:.1f} bits to spare (a factor of {number(float(f'{2**bits:.2g}'))})"
+    return f"{fits}: the forward pass has {bits:.1f} bits to spare (a factor of {number(float(f'{2**bits:.2g}'))})"
 
 
 def _scales(whole: Window) -> str:
@@ -252,14 +244,6 @@ def _scales(whole: Window) -> str:
     )
 
 
-def _own_scale(record: Record, whole: Window) -> str:
-    """What is said of the scale that a captured step had, where it is none of those that work."""
-    own = record.steps[-1].scale if record.script is not None and record.steps else whole.floor
-    side = "below" if own < whole.floor else "above"
-    is_outside = whole.is_open and not whole.floor <= own <= whole.ceiling
-    return f"; the step's own scale, {_scale(own)}, is {side} them" * is_outside
-
-
 def _site_table(sites: Sequence[Site], typed: view.Typed, top: int, *, is_brief: bool = False) -> view.Table:
     """The tightest sites; in brief in a line each, without their exponents."""
     # What is carried on, the masks of thirty layers say, is not to take the room of what starts.
@@ -268,8 +252,10 @@ def _site_table(sites: Sequence[Site], typed: view.Typed, top: int, *, is_brief:
     is_ordered = typed.order == "execution"
     shown = sorted(tightest, key=lambda site: site.order) if is_ordered else tightest
     with_text = {site.order for site in tightest[: 0 if is_brief else SHOWN_LINES]}
-    legend = " · ".join(text for applies, text in LEGEND if any(map(applies, shown)))
-    below = (*more(len(sites) - len(shown), "site"), *lines(legend, tone="faint"))
+    marks, phases = set(map(_mark, shown)), {site.phase for site in shown}
+    legend = [f"{mark.text} {meaning}" for mark, _, meaning in MARKS[:-1] if mark in marks]
+    legend += ["gradients at a loss scale of 1"] * ("backward" in phases)
+    below = (*more(len(sites) - len(shown), "site"), *lines(" · ".join(legend), tone="faint"))
     return view.Table(
         f"Tightest against FP16's limit{', in order of execution' * is_ordered} (bits: doublings left to 65,504)",
         BRIEF_COLUMNS if is_brief else SITE_COLUMNS,
@@ -278,12 +264,17 @@ def _site_table(sites: Sequence[Site], typed: view.Typed, top: int, *, is_brief:
     )
 
 
-LEGEND: tuple[tuple[Callable[[Site], bool], str], ...] = (
-    (lambda site: site.overflow == "starts", "✗ an overflow starts here"),
-    (lambda site: site.overflow == "carried", "↳ an input or a constant carries it in"),
-    (lambda site: _mark(site).text == "!", f"! within {NEAR_BITS:.0f} bits of the limit"),
-    (lambda site: site.phase == "backward", "gradients at a loss scale of 1"),
+MARKS: tuple[tuple[view.Words, Callable[[Site], bool], str], ...] = (
+    (view.Words("✗", "bad"), lambda site: site.overflow == "starts", "an overflow starts here"),
+    (view.Words("↳", "bad"), lambda site: site.overflow == "carried", "an input or a constant carries it in"),
+    (
+        view.Words("!", "doubtful"),
+        lambda site: site.headroom_bits < NEAR_BITS,
+        f"within {NEAR_BITS:.0f} bits of the limit",
+    ),
+    (view.Words(""), lambda site: True, ""),
 )
+"""What stands before a site: the first that applies, and what it says."""
 
 
 def _site_row(site: Site, with_text: bool, is_brief: bool) -> tuple[view.Cell, ...]:
@@ -302,12 +293,7 @@ def _site_row(site: Site, with_text: bool, is_brief: bool) -> tuple[view.Cell, .
 
 
 def _mark(site: Site) -> view.Words:
-    return view.first(
-        (site.overflow == "starts", view.Words("✗", "bad")),
-        (site.overflow, view.Words("↳", "bad")),
-        (site.headroom_bits < NEAR_BITS, view.Words("!", "doubtful")),
-        (True, view.Words("")),
-    )
+    return next(mark for mark, applies, _ in MARKS if applies(site))
 
 
 NO_WINDOWS = view.Table("", WINDOW_COLUMNS, ())
@@ -347,11 +333,9 @@ def _scale(value: float) -> str:
 
 
 def _bounds(one: Window, with_module: bool = False) -> str:
-    ends = (one.highest_floor, one.lowest_ceiling)
-    set_by = " … ".join("any" if site is None else _short(site, with_module) for site in ends)
-    return set_by if one.is_open else f"none works: {set_by}"
-
-
-def _short(site: Site, with_module: bool) -> str:
-    module = f"{view.module(site.module)} " * with_module
-    return f"{module}{op_name(site.op)}{f':{site.source.line}' if site.source else ''}"
+    ends = []
+    for site in (one.highest_floor, one.lowest_ceiling):
+        module = f"{view.module(site.module)} " if with_module and site else ""
+        line_number = f":{site.source.line}" if site and site.source else ""
+        ends.append(f"{module}{op_name(site.op)}{line_number}" if site else "any")
+    return f"{'none works: ' * (not one.is_open)}{' … '.join(ends)}"

@@ -29,7 +29,6 @@ from ampdbg.record.run import (
     Investigation,
     ParameterCounts,
     Record,
-    Replay,
     ScriptRun,
     Step,
     TensorCounts,
@@ -58,20 +57,10 @@ TENSOR_COLUMNS = (view.Column("tensor"), *COUNTS, view.Column("of", "number"), v
 
 def page(record: Record, typed: view.Typed) -> view.Page:
     """What a scan says of its run."""
-    return view.Page(
-        headline(record),
-        _sections(record),
-        (" · ".join(_facts(record)), *weights_in_brief(record, typed), *ran_on(record), *captures_of(record, typed)),
-        typed.record_path,
-        next_command(record, typed),
-        story=view.filled(raised(record), view.Findings(record.findings, is_brief=True), sound_step(record)),
-    )
-
-
-def _sections(record: Record) -> tuple[view.Section, ...]:
+    error, sound = raised(record), sound_step(record)
     charted = record.scaled_steps * any(step.skipped or _is_lost(step, record) for step in record.scaled_steps)
-    return view.filled(
-        raised(record),
+    sections = view.filled(
+        error,
         view.Findings(record.findings),
         view.ScaleChart("Loss scale", charted),
         group_table(record),
@@ -79,8 +68,14 @@ def _sections(record: Record) -> tuple[view.Section, ...]:
         contract(record),
         ledger(record.ledger),
         averages(record.ledger),
-        sound_step(record),
+        sound,
     )
+    footer = [" · ".join(_facts(record)), *weights_in_brief(record, typed), *ran_on(record)]
+    if record.command == "run" and record.captures:
+        footer.append(f"Captured: {' '.join(_to_type(path, typed.folder) for path in record.captures)}")
+    story = view.filled(error, view.Findings(record.findings, is_brief=True), sound)
+    next_ = next_command(record, typed)
+    return view.Page(headline(record), sections, tuple(footer), typed.record_path, next_, story)
 
 
 def raised(record: Record) -> view.Paragraph:
@@ -150,7 +145,8 @@ def _verdict(record: Record) -> str:
 
 def _headline_facts(finding: Finding, record: Record) -> dict[str, str]:
     """What a headline may name (:data:`ampdbg.record.codes.FACTS`)."""
-    timeline = _timeline_of(finding, record)
+    with_it = (one for one in record.timelines if any(step.step == finding.step for step in one.steps))
+    timeline = next(with_it, record.timelines[0])  # where none has its step, the one that was skipped most
     steps = timeline.scaled_steps
     facts = dict.fromkeys(FACTS, "") | {
         "step": str(finding.step),
@@ -176,12 +172,6 @@ def _headline_facts(finding: Finding, record: Record) -> dict[str, str]:
         if isinstance(settled, float)
         else "settles; it has not settled yet",
     }
-
-
-def _timeline_of(finding: Finding, record: Record) -> Record:
-    """The steps of the optimizer whose step the finding is about; of none, those of the one that was skipped most."""
-    found = (one for one in record.timelines if any(step.step == finding.step for step in one.steps))
-    return next(found, record.timelines[0])
 
 
 def _skips(timeline: Record, record: Record) -> str:
@@ -248,9 +238,8 @@ def group_table(record: Record) -> view.Table:
     reachable = total - sum(name in untrained for name in record.groups)
     # The groups of a model that has few are always named one by one.
     nearly_all = reachable - total // 10 if total > FEW_GROUPS else math.inf
-    local = [step for step in hit if _hit(step) < nearly_all]
+    listing = [step for step in hit if 0 < len(step.groups) < nearly_all]
     everywhere = [step for step in hit if _hit(step) >= nearly_all]
-    listing = [step for step in local if step.groups]
     events: dict[int, list[tuple[int, GroupOverflow]]] = {}
     for step in listing:
         for group in step.groups:
@@ -313,19 +302,16 @@ def _everywhere(steps: Sequence[Step], total: int) -> Iterator[view.StyledLine]:
 def _tensor_table(record: Record) -> view.Table:
     """Each tensor once, the earliest first, with its counts in the first step that shows it."""
     tensors: dict[tuple[str, str], list[tuple[int, TensorCounts]]] = {}
-    for step in record.steps:
-        for counts in (one for one in step.nonfinite if not _is_mask(one, step, record)):
-            tensors.setdefault((counts.kind, counts.name), []).append((step.step, counts))
+    for at, step in enumerate(record.steps):
+        for counts in step.nonfinite:
+            # Infinities that a buffer, or a frozen parameter, had before the first step: masks have them.
+            may_be_mask = counts.kind == "buffer" or counts.frozen
+            if not (may_be_mask and at == 0 and counts.when == "before" and not counts.nan):
+                tensors.setdefault((counts.kind, counts.name), []).append((step.step, counts))
     rows = tuple(_tensor_row(len(shown), *shown[0]) for shown in tensors.values())
     seen = AMONG.format(len(record.steps)) * (len(record.steps) != record.steps_run)
     title = f"Non-finite tensors, before or after a step{seen}"
     return view.Table(title, TENSOR_COLUMNS, rows[:MAX_TENSORS], below=more(len(rows) - MAX_TENSORS))
-
-
-def _is_mask(counts: TensorCounts, step: Step, record: Record) -> bool:
-    """A buffer, or a frozen parameter, had its infinities, and no NaN, before the first step, as masks have."""
-    is_of_the_start = step is record.steps[0] and counts.when == "before"
-    return (counts.kind == "buffer" or counts.frozen) and is_of_the_start and not counts.nan
 
 
 def _tensor_row(steps: int, first: int, counts: TensorCounts) -> tuple[str, ...]:
@@ -363,7 +349,7 @@ def _distance(made: Investigation) -> str:
     if distance is None or distance <= AGREEMENT:
         loss_apart = abs(low.loss - fp32.loss) / abs(fp32.loss) if fp32.loss else 0.0
         is_near_zero = loss_apart > AGREEMENT  # as of advantages that sum to 0: a share of it says nothing
-        of_loss = loss_apart > SAME_RUN and not is_near_zero, f"loss {share(loss_apart)}"
+        of_loss = SAME_RUN < loss_apart <= AGREEMENT, f"loss {share(loss_apart)}"
         apart = list(view.every(of_loss, (distance, f"gradients {share(distance or 0.0)}")))
         losses = f"; its loss is {number(low.loss)}, and {number(fp32.loss)} in FP32" * is_near_zero
         return f"step {made.step} agrees with FP32" + (f" ({' and '.join(apart)} apart{losses})" if apart else "")
@@ -427,10 +413,6 @@ def next_command(record: Record, typed: view.Typed) -> view.NextCommand | None:
 
 REPAIRED = "rerun once this is repaired"
 
-
-# A script that was watched: its captures, and what to type next
-
-
 REPLAY_COLUMNS = (
     view.Column("precision"),
     view.Column("loss", "number"),
@@ -439,34 +421,24 @@ REPLAY_COLUMNS = (
 )
 
 
-def captures_of(record: Record, typed: view.Typed) -> Iterator[str]:
-    """Where its captures are."""
-    if record.command == "run" and record.captures:
-        paths = [_to_type(path, typed.folder) for path in record.captures]
-        yield f"Captured: {' '.join(paths)}"
-
-
 def sound_step(record: Record) -> view.Table:
     """A step that did not fail, in each precision, which no finding shows: a captured one, or one that raises in a
     precision, so that it could not be compared."""
     made = next((made for made in record.investigations if made.why == "end"), None)
-    errors = [replay for replay in made.replays if replay.error] if made else []
+    rows, errors = [], []
+    for replay in made.replays if made else ():
+        of_weights = " on rounded weights" * replay.rounded  # the noise floor
+        condition = of_weights if replay.dtype == "float32" else f", loss scale {scale(replay.scale)}"
+        precision = f"{short_of(replay.dtype)}{condition}"
+        distance = "" if replay.gradient_distance is None else share(replay.gradient_distance)
+        numbers = (number(replay.loss), number(replay.grad_norm))
+        if replay.error:
+            numbers = ("raises", "-")
+            errors.append(line(f"in {precision} {replay.error}", tone="doubtful"))
+        rows.append((precision, *numbers, distance))
     if made is None or not (record.command == "replay" or errors):
         return view.Table("", (), ())
-    below = tuple(view.line(f"in {_precision(one)} {one.error}", tone="doubtful") for one in errors)
-    return view.Table(f"Step {made.step}, replayed", REPLAY_COLUMNS, tuple(map(_replay_row, made.replays)), below=below)
-
-
-def _replay_row(replay: Replay) -> tuple[str, ...]:
-    distance = "" if replay.gradient_distance is None else share(replay.gradient_distance)
-    numbers = ("raises", "-") if replay.error else (number(replay.loss), number(replay.grad_norm))
-    return _precision(replay), *numbers, distance
-
-
-def _precision(replay: Replay) -> str:
-    short = short_of(replay.dtype)
-    of_weights = " on rounded weights" * replay.rounded  # the noise floor
-    return short + of_weights if replay.dtype == "float32" else f"{short}, loss scale {scale(replay.scale)}"
+    return view.Table(f"Step {made.step}, replayed", REPLAY_COLUMNS, tuple(rows), below=tuple(errors))
 
 
 def pin_may_help(record: Record) -> bool:
@@ -505,7 +477,9 @@ def _after_script(record: Record, script: ScriptRun, typed: view.Typed) -> view.
     is_replayed = not captures or record.command != "run" or record.investigations
     codes = [one.code for one in record.findings[:1] if record.verdict != "healthy" and not only_settles(record)]
     suggest, find = "ampdbg suggest-fp32", prove if is_cured else search
-    needs_gpu = has_no_gpu and (obstacle or _ran_in_fp32(record))
+    # No step ran in half precision, which may be why nothing else was found.
+    is_fp32 = record.environment.policy == "none" and (not record.findings or record.verdict == "inconclusive")
+    needs_gpu = has_no_gpu and (obstacle or is_fp32)
     again = _capturing_again(record, script) if is_cured else ""
     emulated = f"ampdbg run --emulate {'-m ' * script.is_module}{typed.config}"
     return view.next_of(
@@ -532,18 +506,12 @@ def _capturing_again(record: Record, script: ScriptRun) -> str:
     return script.again(record.environment, record.last_failing_step)
 
 
-def _ran_in_fp32(record: Record) -> bool:
-    """No step ran in half precision, which may be why nothing else was found."""
-    return record.environment.policy == "none" and (not record.findings or record.verdict == "inconclusive")
-
-
 def _of_root(captures: Sequence[str], record: Record) -> str:
     """The capture of the step that the first finding is about, or the first behind it; one before it is of another."""
     root = record.findings[0]
-    wanted = (root.replayed_step, *range(root.step, root.replayed_step))
     steps = {int(found[1]): path for path in captures if (found := re.search(r"-step-(\d+)\.[a-z]+$", path))}
-    later = [steps[step] for step in sorted(steps) if step >= root.step]
-    return next((path for path in (*map(steps.get, wanted), *later) if path), "")
+    later = (path for step, path in sorted(steps.items()) if step >= root.step)
+    return steps.get(root.replayed_step) or next(later, "")
 
 
 def _capture_to_type(path: str, script: ScriptRun, folder: str) -> str:

@@ -19,17 +19,8 @@ from ampdbg.record.findings import place_of
 from ampdbg.record.pins import Form, Handover, call_of_pins, in_words
 from ampdbg.record.run import Record, Updates
 
-from . import bisection, view
-from .pins import (
-    about_roots,
-    cost_sentence,
-    pin_lines,
-    pin_table,
-    pins_yaml,
-    proof_in_brief,
-    proof_table,
-)
-from .view import filled, first, line, more, next_of, ran_on
+from . import bisection, pins, view
+from .view import filled, first, line, lines, more, next_of, ran_on
 
 FORMAT, VERSION = "ampdbg.patch", 1
 
@@ -51,6 +42,7 @@ OWN_CAST = (
 )
 
 FAILED = "Patches that failed their proofs"
+REFUSED = "Why ampdbg edits no code"
 
 MANY = 6
 """Beyond so many pins the comments count them."""
@@ -66,14 +58,9 @@ def page(record: Record, typed: view.Typed) -> view.Page:
         return ended
     if record.interrupted or not (record.pins or handed.files):
         return _without_patch(record, handed, typed)
-    return view.Page(
-        headline(record, handed),
-        _sections(record, handed),
-        tuple(ran_on(record)),
-        typed.record_path,
-        next_command(record, handed, typed),
-        story=_sections(record, handed, MOST_IN_BRIEF),
-    )
+    sections, story = _sections(record, handed), _story(record, handed)
+    next_ = next_command(record, handed, typed)
+    return view.Page(headline(record, handed), sections, tuple(ran_on(record)), typed.record_path, next_, story)
 
 
 def _without_patch(record: Record, handed: Handover, typed: view.Typed) -> view.Page:
@@ -92,42 +79,57 @@ def _without_patch(record: Record, handed: Handover, typed: view.Typed) -> view.
     )
 
 
-def _sections(record: Record, handed: Handover, most: int | None = None) -> tuple[view.Section, ...]:
-    """All of them; for a story at most so many of the patch's places, and of other remedies."""
-    is_brief, proof = most is not None, record.verification
-    by_name, pins = _is_by_name(record, handed), pin_lines(record) if is_brief else pin_table(record)
-    refused = handed.refused * (not handed.units and proof is None and not by_name)
-    left_out = more(len(handed.units) - most) if most is not None else ()
-    notes = (*handed.notes, *_together(record))
-    if handed.pins_nothing and not is_brief:
+def _sections(record: Record, handed: Handover) -> tuple[view.Section, ...]:
+    """All that there is to say of the patch; each of its places with its notes."""
+    edits = []
+    for unit in handed.units:
+        edits += [line(unit.title), *(line(note, tone="faint", depth=1) for note in unit.notes)]
+    parts = (
+        view.Paragraph(lines(*pins.about_roots(record))),
+        view.Paragraph(tuple(edits), _of_edits(handed)),
+        view.Paragraph(lines(*_refused(record, handed)), REFUSED),
+        pins.proof_table(record.verification),
+    )
+    if handed.pins_nothing:
         names = listed(map(in_words, handed.names))
-        instead = f"FP32 for {names} cures it too: --format yaml prints the pins."
-        notes = ((instead,) * bool(names)) + handed.notes * (record.search is None)
-    is_titled = is_brief or handed.pins_nothing
+        instead = f"FP32 for {names} cures it too: --format yaml prints the pins." * bool(names)
+        notes = (instead, *handed.notes * (record.search is None))
+        return filled(view.Findings(record.findings), *parts, _remedies(notes, _about_notes(record)))
+    notes = (*handed.notes, *_together(record))
+    return filled(pins.pin_table(record), *parts, view.Paragraph(lines(_cost(record, handed))), _remedies(notes))
+
+
+def _story(record: Record, handed: Handover) -> tuple[view.Section, ...]:
+    """What there is room for: the first places of the patch, without their notes, and the first other remedies."""
+    proof, units = record.verification, handed.units
+    edits = (line(unit.title) for unit in units[:MOST_IN_BRIEF])
     return filled(
-        view.Findings(record.findings, is_brief=is_brief) if handed.pins_nothing else pins,
-        view.Paragraph(tuple(map(line, about_roots(record))) * (by_name or not is_brief)),
-        view.Paragraph((*_edits(handed, most), *left_out), "The patch" if handed.files else FAILED),
-        view.Paragraph(tuple(map(line, refused[:most])), "Why ampdbg edits no code"),
-        view.Paragraph(proof_in_brief(proof), "The proof") if proof and is_brief else proof_table(proof),
-        view.Paragraph(tuple(map(line, _cost(record, handed))) * (not is_titled)),
-        _remedies(notes[:most], _about_notes(record) if is_titled else "Other remedies"),
+        view.Findings(record.findings, is_brief=True) if handed.pins_nothing else pins.pin_lines(record),
+        view.Paragraph(lines(*pins.about_roots(record)) * _is_by_name(record, handed)),
+        view.Paragraph((*edits, *more(len(units) - MOST_IN_BRIEF)), _of_edits(handed)),
+        view.Paragraph(lines(*_refused(record, handed)[:MOST_IN_BRIEF]), REFUSED),
+        view.Paragraph(pins.proof_in_brief(proof) if proof else (), "The proof"),
+        _remedies((*handed.notes, *_together(record))[:MOST_IN_BRIEF], _about_notes(record)),
     )
 
 
-def _edits(handed: Handover, most: int | None) -> Iterator[view.StyledLine]:
-    """What the patch changes, a line a place; each with its notes, unless there is room for ``most`` places."""
-    for unit in handed.units[:most]:
-        yield line(unit.title)
-        yield from (line(note, tone="faint", depth=1) for note in unit.notes * (most is None))
+def _of_edits(handed: Handover) -> str:
+    return "The patch" if handed.files else FAILED
 
 
-def _cost(record: Record, handed: Handover) -> Iterator[str]:
-    """What the set takes, where it was measured."""
-    if record.search is not None and record.search.cost is not None:
-        low, of_patch = format_of_config(record.config), bool(handed.files) and handed.form in ("diff", "json")
-        said = cost_sentence(record.search.cost, low, "Pinned by name, the set" if of_patch else "The set")
-        yield said + f" {OF_THE_PATCH}" * of_patch
+def _refused(record: Record, handed: Handover) -> tuple[str, ...]:
+    """Why no code could be edited, where nothing else was made of the set."""
+    return handed.refused * (not (handed.units or record.verification or _is_by_name(record, handed)))
+
+
+def _cost(record: Record, handed: Handover) -> str:
+    """What the set takes; "" where it was not measured."""
+    if record.search is None or record.search.cost is None:
+        return ""
+    cost, low = record.search.cost, format_of_config(record.config)
+    if handed.files and handed.form in ("diff", "json"):
+        return f"{pins.cost_sentence(cost, low, 'Pinned by name, the set')} {OF_THE_PATCH}"
+    return pins.cost_sentence(cost, low)
 
 
 def _together(record: Record) -> tuple[str, ...]:
@@ -160,7 +162,7 @@ def _about_notes(record: Record) -> str:
 
 
 def _remedies(notes: tuple[str, ...], title: str = "Other remedies") -> view.Paragraph:
-    return view.Paragraph(tuple(map(line, notes)), title)
+    return view.Paragraph(lines(*notes), title)
 
 
 def headline(record: Record, handed: Handover) -> view.Headline:
@@ -297,13 +299,15 @@ def diff(record: Record, handover: Handover) -> bytes:
 
 def module(record: Record, handover: Handover) -> bytes:
     """A Python file of its own, with ``pin_fp32(model)``, for code that cannot be edited."""
-    return f"{_comments_by_name(record, handover)}\n{handover.helper}".encode()
+    comments = _commented([*_kept_in_fp32(record, handover), *_proof(record)])
+    return f"{comments}\n{handover.helper}".encode()
 
 
 def config_lines(record: Record, handover: Handover) -> bytes:
     """The pins as the config takes them, in YAML."""
-    lines = "\n".join(pins_yaml(handover.names, record.config))
-    return f"{_comments_by_name(record, handover)}{_commented([*about_roots(record)])}{lines}\n".encode()
+    comments = _commented([*_kept_in_fp32(record, handover), *_proof(record), *pins.about_roots(record)])
+    text = "\n".join(pins.pins_yaml(handover.names, record.config))
+    return f"{comments}{text}\n".encode()
 
 
 def as_json(record: Record, handover: Handover) -> bytes:
@@ -315,10 +319,6 @@ def as_json(record: Record, handover: Handover) -> bytes:
     text |= {"pins": of_record["pins"], "proof": of_record["verification"]} | {key: handed[key] for key in keys}
     text |= {"roots": of_record["search"]["roots"]} if record.roots else {}
     return (json.dumps(text, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
-
-
-def _comments_by_name(record: Record, handover: Handover) -> str:
-    return _commented([*_kept_in_fp32(record, handover), *_proof(record)])
 
 
 def _commented(lines: Sequence[str]) -> str:

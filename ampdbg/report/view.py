@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from itertools import compress
+from typing import ClassVar, Literal, TypeVar
 
 from ampdbg.formats import Exponents
 from ampdbg.quantities import counted
-from ampdbg.record.findings import CodeLine, Finding
+from ampdbg.record.findings import CodeLine, Finding, Severity
 from ampdbg.record.run import Environment, Record, Step
 
 Tone = Literal["plain", "good", "bad", "doubtful", "warning", "strong", "faint", "name", "chart"]
 """What a piece of text says by its colour."""
+
+TONES: Mapping[Severity, Tone] = {"error": "bad", "warning": "doubtful", "info": "name"}
+"""The tone of a finding by its severity."""
 
 Order = Literal["tightest", "execution"]
 """How a range profile lists its sites."""
@@ -98,6 +102,7 @@ class Findings:
 
     findings: tuple[Finding, ...]
     is_brief: bool = False
+    title: ClassVar = ""
 
 
 @dataclass(frozen=True)
@@ -109,11 +114,6 @@ class ScaleChart:
 
 
 Section = Table | Paragraph | Snippet | Prose | Findings | ScaleChart
-
-
-def title(section: Section) -> str:
-    """The title of a section; findings have none."""
-    return "" if isinstance(section, Findings) else section.title
 
 
 CONTENTS = ("rows", "above", "below", "lines", "markdown", "findings", "steps")
@@ -195,6 +195,12 @@ def line(*parts: str | Words, tone: Tone = "plain", depth: int = 0, is_code: boo
 def lines(*texts: str, tone: Tone = "plain", is_code: bool = False) -> tuple[StyledLine, ...]:
     """A line for each text in which something stands."""
     return tuple(line(text, tone=tone, is_code=is_code) for text in texts if text)
+
+
+def table(title: str, columns: Sequence[Column], rows: Sequence[tuple[Cell, ...]], *below: StyledLine) -> Table:
+    """A table without the columns in which nothing stands."""
+    used = [any(row[at] for row in rows) for at in range(len(columns))]
+    return Table(title, tuple(compress(columns, used)), tuple(tuple(compress(row, used)) for row in rows), below=below)
 
 
 def module(name: str) -> str:

@@ -33,12 +33,10 @@ def contract(record: Record) -> view.Table:
     """A row for each kind of parameter, and below them what was asked for; nothing of FP32 weights."""
     kinds = record.dtypes * bool(record.half_weights)
     rows = dict.fromkeys((one.kind, *("/".join(_names(one, field)) for field in PLACES)) for one in kinds)
-    used = [0, *(at for at, _ in enumerate(PLACES, 1) if any(row[at] for row in rows))]
-    headings = ("kind", *PLACES.values())
-    columns = tuple(view.Column(headings[at]) for at in used)
+    columns = [view.Column(heading) for heading in ("kind", *PLACES.values())]
     wanted = listed([f"{who} {short_of(what)}" for who, what in record.asked.items()], 9)
     asked = (view.line(f"Asked for: {wanted}"),) * bool(rows and record.asked)
-    return view.Table("Dtypes of weights", columns, tuple(tuple(row[at] for at in used) for row in rows), below=asked)
+    return view.table("Dtypes of weights", columns, list(rows), *asked)
 
 
 def weights_in_brief(record: Record, typed: view.Typed) -> Iterator[str]:
@@ -76,19 +74,16 @@ OF_AVERAGES = "The share of the way of averages in float32 that those in half do
 
 
 def ledger(updates: Updates) -> view.Table:
-    """A row for each kind of parameter, none where none was measured; columns are left out in which nothing stands."""
-    rows = [vars(one) for one in updates.kinds]
-    columns: list[tuple[view.Column, tuple[str, ...]]] = [(view.Column("kind"), tuple(row["kind"] for row in rows))]
-    for field, (head, kind, words) in COLUMNS.items():
-        values = [row[field] for row in rows]
-        if any(value is not None for value in values):
-            cells = tuple("" if value is None else words(value) for value in values)
-            columns.append((view.Column(head, kind), cells))
-    heads, cells_of = zip(*columns, strict=True)
+    """A row for each kind of parameter, none where none was measured."""
+    columns = [view.Column("kind"), *(view.Column(head, kind) for head, kind, _ in COLUMNS.values())]
+    rows = []
+    for one in updates.kinds:
+        values = [(getattr(one, field), words) for field, (_, _, words) in COLUMNS.items()]
+        rows.append((one.kind, *("" if value is None else words(value) for value, words in values)))
     title = f"Half weights, in {counted(updates.steps, 'sampled step')}"
     off, passes = updates.lost_accumulation, counted(updates.passes, "backward pass")
     below = [MEASURED] * bool(updates.kinds) + [SUM.format(passes, percent(off or 0.0))] * (off is not None)
-    return view.Table(title, heads, tuple(zip(*cells_of, strict=True)), below=tuple(map(view.line, below)))
+    return view.table(title, columns, rows, *map(view.line, below))
 
 
 def averages(updates: Updates) -> view.Table:

@@ -104,7 +104,9 @@ def test_an_interrupt_comes_behind_the_record_and_a_second_does_not_wait_for_it(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.mark.parametrize("first", ["Keeps in FP32 under autocast: net.", "The script's bfloat16 weights lose part of"])
+@pytest.mark.parametrize(
+    "first", ["Keeps in FP32 under autocast: net.", "The weights are stored in bfloat16, which this cures:"]
+)
 def test_a_patch_is_written_over_an_earlier_one(tmp_path: Path, first: str) -> None:
     file = tmp_path / "amp.patch"
     file.write_text(f"# {first}\n#   - train.py:3\ndiff --git a/train.py b/train.py\n", encoding="utf-8")

@@ -58,8 +58,8 @@ def draw(page: view.Page, details: Sequence[view.Snippet] = ()) -> str:
     kinds = (view.Findings,) * any(isinstance(one, view.Findings) for one in story)
     folded = [section for section in page.sections if section not in story and not isinstance(section, kinds)]
     for at, section in enumerate((*story, *details, *folded)):
-        is_open, title = at < len(story), view.title(section)
-        is_again = not is_open and title in map(view.title, story)
+        is_open, title = at < len(story), section.title
+        is_again = not is_open and title in [one.title for one in story]
         part = parts.section(section, ", in full" * is_again, is_open).rstrip("\n")
         if len(part) + 2 > room:
             left_out.append("findings" if isinstance(section, view.Findings) else title or "a table")

@@ -13,7 +13,7 @@ from urllib.parse import quote
 from ampdbg import __version__
 from ampdbg.escapes import harmless
 from ampdbg.record.codes import CODES
-from ampdbg.record.findings import CodeLine, Finding, Severity
+from ampdbg.record.findings import CodeLine, Severity
 from ampdbg.record.run import Record
 from ampdbg.report.explanation import explanation
 from ampdbg.report.view import Look, Typed, with_effects
@@ -73,15 +73,11 @@ def alerts(record: Record) -> Iterator[Alert]:
     """The findings without a root. One without a line of code is put on the first of what was run."""
     for finding, effects in with_effects(record.findings):
         at = finding.source or CodeLine(_what_ran(record), 1, function="", text="")
-        said = _message(finding, effects)
-        yield Alert(finding.code, finding.severity, said, at.file, at.line, text=at.text.strip(), module=finding.module)
-
-
-def _message(finding: Finding, effects: Sequence[Finding]) -> str:
-    lines = [f"{finding.message} ({finding.at_step}, {finding.phase})"]
-    lines += [f"Remedy: {finding.remedy}"] * bool(finding.remedy)
-    lines += [f"Then {effect.code} at {effect.at_step}: {effect.message}" for effect in effects]
-    return "\n".join(lines)
+        lines = [f"{finding.message} ({finding.at_step}, {finding.phase})"]
+        lines += [f"Remedy: {finding.remedy}"] * bool(finding.remedy)
+        lines += [f"Then {effect.code} at {effect.at_step}: {effect.message}" for effect in effects]
+        said, text = "\n".join(lines), at.text.strip()
+        yield Alert(finding.code, finding.severity, said, at.file, at.line, text=text, module=finding.module)
 
 
 def _what_ran(record: Record) -> str:

@@ -43,8 +43,6 @@ STYLES: Mapping[view.Tone, str] = {
     "chart": "cyan",
 }
 
-SEVERITY_STYLE = {"error": "red", "warning": "yellow", "info": "cyan"}
-
 INDENT = 2
 NARROW = 70
 """In fewer columns a table leaves its spare columns out, so that words are not broken."""
@@ -81,8 +79,18 @@ def draw(page: view.Page, look: view.Look, *, is_brief: bool = False) -> str:
         highlight=False,
         _environ={},
     )
+    is_story = is_brief and _leaves_out(page)
+    parts: list[RenderableType] = []
+    if page.headline is not None:
+        head = f"{SIGNS[page.headline.tone]} {page.headline.sentence}"
+        parts.append(Text(head, style=f"bold {STYLES[page.headline.tone]}"))
+    for section in page.story if is_story else page.sections:
+        title = [Text(section.title, style="bold")] * bool(section.title)
+        parts.append(Group(*title, *_drawn(section, look.width)))
+    end = list(_end(page, is_brief=is_story))
+    parts += [Group(*end)] * bool(end)
     with console.capture() as capture:
-        for number, part in enumerate(_parts(page, look.width, is_brief=is_brief and _leaves_out(page))):
+        for number, part in enumerate(parts):
             if number:
                 console.print()
             console.print(part, crop=False)
@@ -97,15 +105,6 @@ def _leaves_out(page: view.Page) -> bool:
     is_cut = any(len(every) != 1 or len(every[0][1]) > 1 for every in groups)
     shown = [*page.story, *(replace(one, is_brief=False) for one in brief * (not is_cut))]
     return bool(page.story) and any(section not in shown for section in page.sections)
-
-
-def _parts(page: view.Page, width: int, *, is_brief: bool) -> Iterator[RenderableType]:
-    for head in (page.headline,) if page.headline else ():
-        yield Text(f"{SIGNS[head.tone]} {head.sentence}", style=f"bold {STYLES[head.tone]}")
-    for section in page.story if is_brief else page.sections:
-        yield Group(*(Text(title, style="bold") for title in (view.title(section),) if title), *_drawn(section, width))
-    last = list(_end(page, is_brief=is_brief))
-    yield from [Group(*last)] * bool(last)
 
 
 def _end(page: view.Page, *, is_brief: bool) -> Iterator[RenderableType]:
@@ -156,14 +155,7 @@ def _drawn(section: view.Section, width: int) -> Iterator[RenderableType]:
 
 def _table(section: view.Table, width: int) -> Iterator[RenderableType]:
     shown = [at for at, column in enumerate(section.columns) if width >= NARROW or not column.is_spare]
-    yield from (_line(one, depth=1) for one in section.above)
-    yield _indented(
-        _grid([section.columns[at] for at in shown], [[row[at] for at in shown] for row in section.rows], width)
-    )
-    yield from (_line(one, depth=1) for one in section.below)
-
-
-def _grid(columns: Sequence[view.Column], rows: Sequence[Sequence[view.Cell]], width: int) -> Grid:
+    columns = [section.columns[at] for at in shown]
     gap = 1 if any(column.kind == "histogram" for column in columns) else 2
     has_headings = any(column.heading for column in columns)
     grid = Grid(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim", show_header=has_headings)
@@ -174,9 +166,11 @@ def _grid(columns: Sequence[view.Column], rows: Sequence[Sequence[view.Cell]], w
         else:
             heading = "2^-24" + "2^15".rjust(BAR_WIDTH - 6) if column.kind == "histogram" else column.heading
             grid.add_column(heading, justify="right" if column.kind in view.RIGHT else "left", no_wrap=True)
-    for row in rows:
-        grid.add_row(*map(_cell, row))
-    return grid
+    for row in section.rows:
+        grid.add_row(*(_cell(row[at]) for at in shown))
+    yield from (_line(one, depth=1) for one in section.above)
+    yield _indented(grid)
+    yield from (_line(one, depth=1) for one in section.below)
 
 
 def _cell(cell: view.Cell) -> RenderableType:
@@ -197,20 +191,17 @@ def _findings(section: view.Findings) -> Iterator[RenderableType]:
             said = f"└ {view.conjunction(finding, effect)} {effect.code} at {effect.at_step}: {effect.message}"
             yield _indented(Text(said, "dim", no_wrap=is_cut, overflow="ellipsis" if is_cut else "fold"))
     if section.is_brief:
-        yield from (_one_line(finding) for finding, _ in groups[1 : 1 + MOST_IN_BRIEF])
+        for finding, _ in groups[1 : 1 + MOST_IN_BRIEF]:
+            style = STYLES[view.TONES[finding.severity]]
+            parts = (finding.severity, f"bold {style}"), " ", (finding.code, style), f" · {finding.message}"
+            yield Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
         yield from map(_line, view.more(len(groups) - 1 - MOST_IN_BRIEF, "finding"))
-
-
-def _one_line(finding: Finding) -> RenderableType:
-    style = SEVERITY_STYLE[finding.severity]
-    parts = (finding.severity, f"bold {style}"), " ", (finding.code, style), f" · {finding.message}"
-    return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
 
 
 def _finding(finding: Finding) -> Iterator[RenderableType]:
     where = (part for part in (finding.module, finding.op, finding.parameter) if part)
     yield Text.assemble(
-        (finding.severity, SEVERITY_STYLE[finding.severity]),
+        (finding.severity, STYLES[view.TONES[finding.severity]]),
         " ",
         (finding.code, "bold"),
         f" · {' · '.join((finding.at_step, finding.phase, *where))}",
@@ -231,22 +222,13 @@ def _prose(markdown: str) -> Iterator[RenderableType]:
     for kind, text in blocks(markdown):
         if previous and not previous == kind == "item":
             yield Text()
-        yield _indented(_block(kind, text))
         previous = kind
-
-
-def _block(kind: str, text: str) -> RenderableType:
-    if kind == "code":
-        return _indented(_verbatim(text, "green"))
-    prose = Text(text)
-    prose.highlight_regex(CODE_SPAN, "cyan")
-    if kind == "paragraph":
-        return prose
-    item = Grid.grid()
-    item.add_column(width=INDENT)
-    item.add_column()
-    item.add_row("-", prose)
-    return item
+        prose, item = Text(text), Grid.grid()
+        prose.highlight_regex(CODE_SPAN, "cyan")
+        item.add_column(width=INDENT)
+        item.add_row("-", prose)
+        block: Mapping[str, RenderableType] = {"paragraph": prose, "item": item, "code": _verbatim(text, "green")}
+        yield _indented(block[kind], 2 * INDENT if kind == "code" else INDENT)
 
 
 def blocks(markdown: str) -> Iterator[tuple[str, str]]:

@@ -12,7 +12,7 @@ import functools
 import gzip
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
@@ -27,17 +27,7 @@ from ampdbg.report.formats import page_of
 from ampdbg.report.formats.text import SIGNS, blocks, exponent_bar
 from ampdbg.report.pins import TRIAL_COLUMNS, trial_table
 
-from .drawn import (
-    MOST_FINDINGS,
-    MOST_ROWS,
-    TextTable,
-    clipped,
-    line_at,
-    listings,
-    module_tree,
-    range_map,
-    timeline,
-)
+from .drawn import MOST_FINDINGS, MOST_ROWS, TextTable, clipped, line_at, listings, module_tree, range_map, timeline
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -60,6 +50,13 @@ def write(record: Record, typed: view.Typed, look: view.Look) -> str:
         "files": listings(record, names, typed.folder),
         "timeline": timeline(record),
         "findings": [_at_line(at, one, record, names) for at, one in enumerate(findings)],
+    }
+    tree, steps = data["modules"], data["timeline"] or {"shown": 0, "ran": 0}
+    left_out = {  # for each part how much of it the page shows, and how much there is
+        "sites": (len(sites["line"]), len(record.sites)),
+        "modules": (len(tree["name"]), tree["every"]),
+        "steps": (steps["shown"], steps["ran"]),
+        "findings": (len(findings), len(record.findings)),
     }
     data["names"] = [clipped(text) for text in harmless(tuple(names), typed.folder)]
     style, script = _file("page.css"), "".join(map(_file, SCRIPTS))
@@ -85,7 +82,7 @@ def write(record: Record, typed: view.Typed, look: view.Look) -> str:
             record_path=harmless(typed.record_path),
             config=_config(record, typed),
             drawn=data,
-            shown=_left_out(record, data),
+            shown=left_out,
         )
     )
     return text
@@ -160,17 +157,6 @@ def _config(record: Record, typed: view.Typed) -> list[str]:
     text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True) if plain else ""
     lines = harmless(text, typed.folder, but="\n").splitlines()
     return lines[:MOST_ROWS] + (["…"] if len(lines) > MOST_ROWS else [])
-
-
-def _left_out(record: Record, data: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """For each part how much of it the page shows, and how much there is."""
-    tree, steps = data["modules"], data["timeline"] or {"shown": 0, "ran": 0}
-    return {
-        "sites": (len(data["sites"]["line"]), len(record.sites)),
-        "modules": (len(tree["name"]), tree["every"]),
-        "steps": (steps["shown"], steps["ran"]),
-        "findings": (min(MOST_FINDINGS, len(record.findings)), len(record.findings)),
-    }
 
 
 def _templates() -> Environment:
