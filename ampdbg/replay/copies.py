@@ -46,9 +46,10 @@ class Copying:
     again.
     """
 
+    _kinds = Kinds()  # each call of a loop is copied: to ask every class anew takes as long as the rest
+
     def __init__(self, change: Callable[[Any], Any]) -> None:
         self._change = change
-        self._kinds = Kinds()
         self._objects = 0
         self._met: dict[int, tuple[Any, Any]] = {}
 
