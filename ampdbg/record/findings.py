@@ -79,6 +79,12 @@ class Finding:
         return f"step {self.step}" + (f" (iteration {iteration})" if isinstance(iteration, int) else "")
 
     @property
+    def where(self) -> tuple[str, ...]:
+        """Its step and phase, and those of its module, op and parameter that are known."""
+        known = (part for part in (self.module, self.op, self.parameter) if part)
+        return self.at_step, self.phase, *known
+
+    @property
     def replayed_step(self) -> int:
         """The step whose replays decided it: later than ``step`` where the same fault began before any replay."""
         replayed = self.evidence.get("replayed_step")

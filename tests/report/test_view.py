@@ -1,8 +1,11 @@
 """What the pages share: where a follow-up is shown, a command with an option set anew, and the formats."""
 
+import html
 import pkgutil
+import re
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 from ampdbg.record.file import to_json
 from ampdbg.record.findings import Finding
 from ampdbg.report import formats
+from ampdbg.report.formats import written
 from ampdbg.report.view import Look, Typed, root_of, with_option
 from tests.report.pages import rendered
 from tests.report.records import healthy
@@ -92,3 +96,16 @@ def test_a_file_in_the_folder_is_a_format(tmp_path: Path, monkeypatch: pytest.Mo
     del sys.modules["ampdbg.report.formats.verdict"]
     assert formats.written(healthy(), TYPED, LOOK, "verdict") == "healthy"
     assert "verdict" in [module.name for module in pkgutil.iter_modules(formats.__path__)]
+
+
+@pytest.mark.parametrize("name", ["text", "markdown", "html"])
+def test_a_finding_and_what_it_causes_are_placed_alike_in_every_format(name: str) -> None:
+    root = Finding(
+        "gradient-overflow", "error", 6, "backward", "m", "", "net.a", "mul", "net.a.weight", evidence={"iteration": 3}
+    )
+    effect = replace(root, code="scale-collapse", step=7, evidence={"iteration": 4}, root=0)
+    record = replace(healthy(), findings=(root, effect))
+    shown = written(record, Typed("c.yaml", "r.json", "/home/me"), Look(140, color=False, unicode=True), name)
+    text = " ".join(html.unescape(re.sub(r"<[^>]*>|\\|\u200b", "", shown)).split())
+    assert "step 6 (iteration 3) · backward · net.a · mul · net.a.weight" in text
+    assert "scale-collapse at step 7 (iteration 4): m" in text

@@ -199,12 +199,11 @@ def _findings(section: view.Findings) -> Iterator[RenderableType]:
 
 
 def _finding(finding: Finding) -> Iterator[RenderableType]:
-    where = (part for part in (finding.module, finding.op, finding.parameter) if part)
     yield Text.assemble(
         (finding.severity, STYLES[view.TONES[finding.severity]]),
         " ",
         (finding.code, "bold"),
-        f" · {' · '.join((finding.at_step, finding.phase, *where))}",
+        f" · {' · '.join(finding.where)}",
     )
     yield _indented(Text(finding.message))
     for before, source in view.places(finding):
