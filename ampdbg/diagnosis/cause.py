@@ -106,6 +106,11 @@ class Evidence(Evident):
         return self.half if self.made.step else ""
 
     @property
+    def is_captured(self) -> bool:
+        """It is replayed from a capture, in a later process than that in which it failed."""
+        return self.run.script is not None and self.run.command != "run"
+
+    @property
     def is_answered(self) -> bool:
         """FP32 has shown what the step comes to."""
         return self.made.reproduced > 0 and not self.made.reference.error
@@ -616,9 +621,18 @@ CAUSES: tuple[Decision[Evidence], ...] = (
     ),
     Decision(
         UNKNOWN,
-        "no replay of the unchanged step fails",
+        "a captured step does not fail any more when it is replayed",
+        lambda it: it.is_captured and not it.made.reproduced,
+        "step {made.step} does not fail in any of {made.tries} replays: its loss is {made.low.loss}, and was "
+        "{made.loss} when it was captured",
+        {"reproduced": "made.reproduced", "tries": "made.tries"},
+        remedy="if its code has changed since, that is the cure; else it depends on what no capture holds",
+    ),
+    Decision(
+        UNKNOWN,
+        "no replay of the unchanged step fails, or FP32 did not run",
         lambda it: not it.made.reproduced or it.made.fp32 is None,
-        "none of {made.tries} replays reproduced the failure",
+        "{made.reproduced} of {made.tries} replays reproduced the failure",
         {"reproduced": "made.reproduced", "tries": "made.tries"},
     ),
     Decision(

@@ -93,6 +93,9 @@ class Watch:
         self.withheld: Callable[[Optimizer], None] = lambda optimizer: None
         """Called when gradients are not finite behind a loss that is: before the optimizer writes the weights, or
         behind a scaler that has withheld that."""
+        self.gave_up: Callable[[], None] = lambda: None
+        """Called when the gradients of a loss that is known not to be finite were cleared before anybody stepped; the
+        open step is that of the loss."""
         self.went_backward: Callable[[Collection[int], Collection[int]], None] = lambda wrote, cleared: None
         """Called behind a backward pass, with the places of the optimizers whose gradients it has written, and of those
         whose gradients were cleared before it."""
@@ -366,12 +369,12 @@ class Watch:
         wrote, cleared = self.calls.wrote
         if self.log.has_named_losses:
             wrote, cleared = tuple(range(len(self.optimizers))), ()
-        self.went_backward(wrote, cleared)
         given_up = self._loop.went_backward(losses, wrote, cleared)
         for optimizer in self.optimizers if self._scales_by_hand else ():  # the loop itself may withhold their steps
             self._measures.left(optimizer, wrote)
         for step in given_up:
             self._give_up(step)
+        self.went_backward(wrote, cleared)
         for optimizer in self.optimizers if self._loop.now.running else ():
             if id(optimizer) == self._loop.now.running:  # it runs its closure, and is to write the weights
                 self._look_before_a_step(optimizer, self._loop.now)
@@ -392,6 +395,10 @@ class Watch:
         self._clears_sound |= is_sound and step.mark is None and self.optimizers.have_stepped
         step.skipped = not (is_sound or self._clears_sound)
         if step.skipped:  # else its losses were those of no step
+            if not step.is_known_finite():
+                after, self._loop.now = self._loop.now, step
+                self.gave_up()
+                self._loop.now = after
             self._end(step)
 
     def _clip(self, original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -499,14 +506,17 @@ class Watch:
         self.log.close(step)
         self.ended(step.skipped or not step.is_known_finite())
 
-    def fails_open(self) -> Literal["loss", "gradients"] | None:
+    def fails_open(self, *, is_cut: bool) -> Literal["loss", "gradients"] | None:
         """What is not finite of the step under way, whose losses have gone backward and which nobody has stepped; None
-        of any other. It counts as withheld then. On a GPU this syncs."""
+        of any other. Its gradients count where it ``is_cut`` by the end of the script, and it as withheld then. On a
+        GPU this syncs."""
         step = self._loop.now
         if step.stepped or not step.scaled:
             return None
         if not step.has_finite_loss():
             return "loss"
+        if not is_cut:
+            return None
         stepping = [one for one in self.optimizers if self._loop.open.get(self.calls.place_of(one)) is step]
         for optimizer in stepping:
             self._measures.take(optimizer, step.loss_scale(), may_change=False)

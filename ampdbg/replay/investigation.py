@@ -159,7 +159,7 @@ class _Replays:
     def _again_until_it_fails(self, why: Why) -> tuple[Replayed, bool, int]:
         for tries in range(1, TRIES + 1):
             low = self._low(traced=self._producers, stops_at_loss=why == "loss", keep_gradients=why == "gradients")
-            if not (math.isfinite(low.replay.loss) if why == "loss" else is_finite(low.replay)):
+            if fails(low.replay, why):
                 return low, True, tries
         return low, False, TRIES
 
@@ -249,6 +249,11 @@ def _numbers_of(leaf: torch.Tensor) -> torch.Tensor | None:
         return leaf.float()
     values = float_values(leaf)
     return values if values is None else values.float()
+
+
+def fails(replay: Replay, why: Why) -> bool:
+    """A replay is not finite as its step was: in its loss, or, where that was finite, in its loss or its gradients."""
+    return not (math.isfinite(replay.loss) if why == "loss" else is_finite(replay))
 
 
 def is_blamed(made: Investigation) -> bool:

@@ -595,6 +595,17 @@ class Recorder(TorchFunctionMode):
         if now.runs_closure is not None:
             self._guard.hooked(self._about_to_step, now.runs_closure, None)
 
+    @contextlib.contextmanager
+    def without_the_last_pass(self) -> Iterator[None]:
+        """While this is entered, the losses of the last backward pass are of no step; its gradients are those of the
+        next one."""
+        losses = self._now.losses
+        self._now.losses = [one for one in losses if one[2] is not losses[-1][2]]
+        try:
+            yield
+        finally:
+            self._now.losses = losses
+
     def _has_more(self) -> bool:
         """Modules gave something that leads backward, and that no loss so far was made of."""
         calls = self._now.calls.items()

@@ -153,7 +153,11 @@ def _headline_facts(finding: Finding, record: Record) -> dict[str, str]:
         "phase": finding.phase,
         "skips": "no step ran",
         "verdict": _verdict(record),
-        "cause": "FP32 fails too" if finding.evidence.get("finite_in_fp32") is False else "The cause is unknown",
+        "cause": view.first(
+            (finding.evidence.get("finite_in_fp32") is False, "FP32 fails too"),
+            (finding.evidence.get("reproduced") == 0, "No replay of it fails"),
+            (True, "The cause is unknown"),
+        ),
         "where": finding.module and f" in {finding.module}",
     }
     if not steps:

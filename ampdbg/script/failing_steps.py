@@ -228,6 +228,7 @@ class FailingSteps:
         """Notes the steps, and is to be entered while the loop runs."""
         watcher.lost = partial(self._fails, "loss")
         watcher.withheld = partial(self._fails, "gradients")
+        watcher.gave_up = self._gave_up
         watcher.ended = self.step_ended
         watcher.went_backward = self.recorder.went_backward
         watcher.log.poisoned = lambda: set(self.recorder.before.poisoned(watcher.models.named_buffers()))
@@ -270,6 +271,11 @@ class FailingSteps:
         self._fails("loss", None, loss)
         self._given_up = float(loss.detach())
         self.recorder.doubt(loss, lambda is_part: self._count_given_up(is_part=is_part))
+
+    def _gave_up(self) -> None:
+        """Called when the loop has cleared the gradients of a lost loss, and another pass has gone backward since."""
+        with self.recorder.without_the_last_pass():
+            self._fails("loss", None)
 
     def _learn(self) -> None:
         self._watcher.learn()
@@ -533,8 +539,8 @@ class FailingSteps:
             loss = self.recorder.lost_loss
             if loss is None or not self.recorder.is_in_doubt(loss):
                 self._count_given_up()
-            if ending.code and not self.recorder.is_under_way:
-                self._ended_behind_a_pass()
+            if not self.recorder.is_under_way:
+                self._ended_behind_a_pass(is_cut=bool(ending.code))
             if not self.recorder.is_under_way:
                 self._ended_between_steps()
             elif ending.code or self.recorder.lost_loss is not None:
@@ -557,9 +563,10 @@ class FailingSteps:
             is_said = ending.error is not None and named_error(ending.error) in why_not
             self.why_ended += f"; {why_not}" * (bool(why_not) and not is_said)
 
-    def _ended_behind_a_pass(self) -> None:
-        """Looks at the step that the script has ended in behind its backward pass, as where it checks its gradients."""
-        number, why = self._watcher.log.closed(), self._watcher.fails_open()
+    def _ended_behind_a_pass(self, *, is_cut: bool) -> None:
+        """Looks at the step that the script has ended in behind its backward pass, as where it checks its gradients, or
+        where the last micro-batches are too few for a step."""
+        number, why = self._watcher.log.closed(), self._watcher.fails_open(is_cut=is_cut)
         if why is not None and self._looked_at != number and self._policy.is_open(why):
             self._looked_at = number
             self._look_beside_the_script(number, why)

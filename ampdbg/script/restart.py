@@ -33,7 +33,7 @@ from ampdbg.probes.module_calls import run_eagerly
 from ampdbg.probes.watch import Watch
 from ampdbg.quantities import counted, number
 from ampdbg.record.run import Investigation, Record, ScriptRun, Step, Unseen
-from ampdbg.replay.investigation import investigate
+from ampdbg.replay.investigation import fails, investigate
 from ampdbg.replay.recorder import Recorder
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run
@@ -328,4 +328,4 @@ def how_often(taken: RestoredStep, made: Investigation) -> Investigation:
         return made
     manner = Manner(taken.run.mode.format.name, taken.capture.head.scale, is_lifted=False)
     replays = [replay_step(taken.run, taken.snapshot, manner).replay for _ in range(AGAIN)]
-    return replace(made, reproduced=sum(not is_finite(one) for one in replays), tries=AGAIN)
+    return replace(made, reproduced=sum(fails(one, made.why) for one in replays), tries=AGAIN)

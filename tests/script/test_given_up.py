@@ -402,3 +402,48 @@ def test_a_step_in_which_a_script_ends_behind_its_backward_pass_is_looked_at(
     assert [found.code for found in record.findings] == ([code] if code else [])
     assert (record.steps_run, record.steps_skipped) == ((4, 1) if code else (3, 0))
     assert [made.step for made in record.investigations] == ([3] if code else [])
+
+
+LEFT_OVER = scripts.loop("""
+bad = int(sys.argv[1])
+net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1)).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+scaler = torch.amp.GradScaler("cuda")
+for epoch in range(3):
+    optimizer.zero_grad()
+    for number in range(5):
+        x = torch.randn(8, 16).cuda()
+        with torch.autocast("cuda", dtype=torch.float16):
+            share = net(x).sigmoid() * (1e-9 if 5 * epoch + number == bad else 1.0)
+            loss = -torch.log(share + 1e-9).mean()
+        scaler.scale(loss).backward()
+        if number % 3 == 2:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+torch.save(net.state_dict(), "net.pt")
+""")
+"""Steps on three micro-batches: of the five of an epoch two are left over."""
+
+
+@pytest.mark.parametrize("bad", slow_but_for([4, 14], [3, 4, 13, 14]))
+def test_a_lost_micro_batch_that_no_step_follows_is_named_and_captured(tmp_path: Path, bad: int) -> None:
+    step = 1 if bad < 5 else 3  # one is taken in each epoch
+    record, _, code = ran(tmp_path, LEFT_OVER, str(bad))
+    assert (code, record.verdict) == (1, "precision")
+    assert where(record) == ("eps-underflow", step, "", "loss = -torch.log(share + 1e-9).mean()")
+    assert steps_captured(record) == [step]
+    saves_the_same_alone(tmp_path, str(bad))
+    replayed = start(tmp_path, "replay", captured(record)[0])
+    assert f"eps-underflow · step {step} · forward" in replayed.stdout, replayed.stderr
+
+
+def test_a_captured_step_whose_code_was_cured_is_said_not_to_fail_any_more(tmp_path: Path) -> None:
+    record, _, _ = ran(tmp_path, LEFT_OVER, "2")
+    (tmp_path / "train.py").write_text(LEFT_OVER.replace("log(share + 1e-9)", "log(share.float() + 1e-9)"))
+    replayed = start(tmp_path, "replay", captured(record)[0])
+    said = " ".join(replayed.stdout.split())
+    assert "where the loss is inf. No replay of it fails" in said
+    assert "step 0 does not fail in any of 5 replays: its loss is 2" in said
+    assert ", and was inf when it was captured" in said
+    assert "step 0 fails in 0 of 5 unchanged replays" in said
