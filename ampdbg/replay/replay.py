@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ampdbg.environment import FUSED_ATTENTION_NOTE
 from ampdbg.errors import AmpdbgError, UserCodeError, first_line, text_of
+from ampdbg.precision.autocast_policy import unshown_warnings
 from ampdbg.precision.modes import DTYPES, clip
 from ampdbg.precision.widening import LIFTS, altered, lifted, rounded, spread, widen, widened
 from ampdbg.probes.draws import drawn_alike
@@ -109,7 +110,9 @@ def replay_step(
     """
     model = run.workload.model
     weights = altered(model.parameters(), manner.rounded)
-    with uncollected(), rewound(model, snapshot), weights, altered(_tensors_of(model, snapshot), manner.altered):
+    # The step has shown its warnings when it ran, and where a call is made anew Python would show them once more.
+    data = altered(_tensors_of(model, snapshot), manner.altered)
+    with unshown_warnings(), uncollected(), rewound(model, snapshot), weights, data:
         with placed(model, traced) if traced else contextlib.nullcontext() as trace:
             _wait(run.device)
             started = time.perf_counter()

@@ -382,6 +382,34 @@ def test_a_warning_that_python_shows_once_is_shown_once(tmp_path: Path) -> None:
     assert result.stderr.count("FutureWarning: my own") == 1
 
 
+WARNS_EACH_TIME = scripts.loop("""
+warnings.simplefilter("always")
+net = nn.Linear(16, 4).cuda()
+optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.1), torch.amp.GradScaler("cuda")
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        warnings.warn("my own")
+        return self.net(x) * 300 * 300
+
+model = Model()
+for step in range(5):
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(torch.randn(8, 16, device="cuda") * (100.0 if step == 2 else 1e-3)).float().square().mean() * 1e-9
+    STEP
+""")
+
+
+def test_a_replay_shows_no_warning_of_the_step_again(tmp_path: Path) -> None:
+    result, record = run(tmp_path, WARNS_EACH_TIME)
+    assert [made.step for made in record.investigations] == [2]
+    assert result.stderr.count("UserWarning: my own") == record.steps_run == 5
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
