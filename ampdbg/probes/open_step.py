@@ -168,6 +168,7 @@ class OpenStep:
             succeeds=self.succeeds,
             optimizer=optimizer,
             others=index - iteration(optimizer),
+            passes=1 if losses else max(1, len(self.scaled)),
         )
 
     def _own_scale(self, norm: float, left: float, *, is_known: bool) -> float:

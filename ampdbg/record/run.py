@@ -327,11 +327,11 @@ class TensorCounts:
 class Step:
     """What was seen in one optimizer step.
 
-    ``loss`` is the mean over the accumulated micro-batches, before scaling; ``losses`` has each by name
-    when the workload returns several. ``scale`` is the loss scale during the step, also one that
-    a script multiplies its loss by itself (1 of none), and ``scaler`` numbers the loop's scalers from 1; it is 0 where
-    there is none. At the first step of one that has taken the place of another, for the same optimizer, ``succeeds`` is
-    the number of that.
+    ``loss`` is the mean over the accumulated micro-batches of a config, and the sum over the ``passes`` of a script's
+    own loop, before scaling; ``losses`` has each by name when the workload returns several. ``scale`` is the loss
+    scale during the step, also one that a script multiplies its loss by itself (1 of none), and ``scaler`` numbers the
+    loop's scalers from 1; it is 0 where there is none. At the first step of one that has taken the place of another,
+    for the same optimizer, ``succeeds`` is the number of that.
     ``grad_norm`` is the 2-norm of all gradients after unscaling and before clipping; inf or NaN when any of them is
     not finite, and None where it was not taken, as of most healthy steps of a long run. ``skipped`` says that an
     optimizer's step was withheld. ``groups_hit`` is how many groups had a non-finite gradient where ``groups`` does not
@@ -354,6 +354,7 @@ class Step:
     succeeds: Count = 0
     optimizer: Count = 0
     others: Count = 0
+    passes: Count = 1
 
     @property
     def iteration(self) -> int:

@@ -689,6 +689,16 @@ def test_a_loss_that_was_zero_before_its_part_of_the_model_trains_has_not_risen(
     assert ["from 1.5 to 2,000" in note for note in noted(*[0.0] * 10, 1.4, 1.5, 1e3, 2e3)] == [True]
 
 
+def test_a_loss_that_is_summed_over_ever_more_passes_has_not_risen() -> None:
+    def noted(*of_a_pass: float) -> tuple[str, ...]:
+        passes = [1, 1, 2, 4, 8, 16, 16, 16]
+        summed = zip(steps_of("........"), of_a_pass, passes, strict=True)
+        return diagnosed([replace(step, loss=one * count, passes=count) for step, one, count in summed]).unseen.notes
+
+    assert noted(1.0, 1.1, 1.0, 0.9, 1.0, 1.1, 0.9, 1.0) == ()
+    assert len(noted(1.0, 1.1, 1.0, 0.9, 30.0, 31.0, 32.0, 33.0)) == 1
+
+
 @pytest.mark.parametrize(("later", "verdict"), [(5e3, "inconclusive"), (5e2, "healthy")])
 def test_a_run_whose_loss_has_left_its_first_one_for_good_is_not_called_healthy(later: float, verdict: str) -> None:
     steps = [replace(step, loss=later if step.step else 2.0) for step in steps_of("." * 20)]

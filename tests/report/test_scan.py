@@ -73,6 +73,12 @@ def test_of_several_optimizers_the_page_counts_iterations_and_has_each_ones_own_
     assert "optimizer 1: 0 skipped, gradient norm" in said
 
 
+def test_a_loss_is_said_to_be_a_sum_where_the_steps_have_unlike_many_passes() -> None:
+    first, last = healthy_step(0), replace(healthy_step(1), loss=60.0, passes=16)
+    assert "loss 4.2 to 60 (sums over 1 and 16 passes) ·" in " ".join(rendered(run([first, last])).split())
+    assert "passes" not in rendered(run([replace(first, passes=16), last]))
+
+
 def test_an_optimizer_without_a_scaler_is_not_in_the_chart_of_the_loss_scale() -> None:
     scaled = [replace(skipped_step(0, 8.0, ()), scaler=1), replace(healthy_step(1, 4.0), scaler=1)]
     bare = replace(healthy_step(2, 1.0), optimizer=1)
