@@ -630,9 +630,16 @@ CAUSES: tuple[Decision[Evidence], ...] = (
     ),
     Decision(
         UNKNOWN,
-        "no replay of the unchanged step fails, or FP32 did not run",
-        lambda it: not it.made.reproduced or it.made.fp32 is None,
-        "{made.reproduced} of {made.tries} replays reproduced the failure",
+        "no replay of the unchanged step fails",
+        lambda it: not it.made.reproduced,
+        "none of {made.tries} replays reproduced the failure",
+        {"reproduced": "made.reproduced", "tries": "made.tries"},
+    ),
+    Decision(
+        UNKNOWN,
+        "only some replays of the unchanged step fail, and none was made in FP32",
+        lambda it: it.made.fp32 is None,
+        "{made.reproduced} of {made.tries} replays reproduced the failure, and none was made in FP32",
         {"reproduced": "made.reproduced", "tries": "made.tries"},
     ),
     Decision(

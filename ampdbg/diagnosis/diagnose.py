@@ -153,8 +153,9 @@ def _behind(finding: Finding, faults: list[Finding], record: Record) -> Finding:
     from to another one.
     """
     withheld = {step.step for step in record.steps if step.skipped and math.isfinite(step.loss)}
-    ops = [one for one in (*faults[:1], finding) if one.op and one.phase == "backward" and one.step in withheld]
-    if finding.root == ITSELF or (finding.root is None and len({one.step for one in ops}) > 1):
+    without_a_trace = (one.step for one in faults[:1] if one.op and one.phase == "backward" and one.step in withheld)
+    is_apart = finding.root is None and bool(finding.op) and any(step != finding.step for step in without_a_trace)
+    if finding.root == ITSELF or is_apart:
         return replace(finding, root=None)
     is_of_fp16, optimizers = _is_of_precision(finding), {step.step: step.optimizer for step in record.steps}
     roots = [(index, cause) for index, cause in enumerate(faults) if cause.root is None]

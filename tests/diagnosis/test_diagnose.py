@@ -664,6 +664,16 @@ def test_an_overflow_does_not_follow_from_a_later_one(monkeypatch: pytest.Monkey
     assert [finding.root for finding in diagnosed(()).findings] == [None, 0, 0]
 
 
+def test_of_a_step_that_was_withheld_no_op_of_another_step_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    withheld = Finding("gradient-overflow", "error", 2, "backward", "it fails", op="mul")
+    silent = Finding("silent-overflow", "error", 4, "forward", "it fails", op="exp")
+    in_it, falls = replace(silent, step=2), Finding("scale-collapse", "error", 4, "backward", "it falls")
+    family = diagnosis.Family("any", lambda record: iter((withheld, silent, in_it, falls)))
+    monkeypatch.setattr(diagnosis, "ORDER_OF_DECISION", [family])
+    assert [finding.root for finding in diagnosed("..x..").findings] == [None, None, 0, 0]
+    assert [finding.root for finding in diagnosed(".....").findings] == [None, 0, 0, 0]  # its weights were written
+
+
 def test_a_divergence_is_told_once_from_the_first_step_that_shows_it() -> None:
     steps = [
         replace(step, loss=loss)
