@@ -387,6 +387,14 @@ class Scaling(Evident, ScaleCourse):
         return self.steps[-1].scale
 
     @property
+    def falling(self) -> list[Step]:
+        """The row of skips that the first new low stands in, from its begin on; where there is none, the skips."""
+        if not self.lows:
+            return self.skipped
+        until = self.steps[: self.steps.index(self.lows[0]) + 1]
+        return list(takewhile(attrgetter("skipped"), reversed(until)))[::-1]
+
+    @property
     def first_scale(self) -> float:
         """The loss scale that it comes down from: where it follows gradients that of the first new low."""
         return (self.lows if self.skips_are == "following" else self.steps)[0].scale
@@ -494,7 +502,7 @@ class Scaling(Evident, ScaleCourse):
             CALIBRATION: self.skipped,
             RUNAWAY: self.steps[-1:],
         }
-        first = next(iter(begins.get(row.code, self.lows or self.skipped)))
+        first = next(iter(begins.get(row.code, self.falling)))
         found = {"step": first.step, "phase": "backward"}
         if row.code == RESTART and self.run.took_no_step:
             return {**found, "severity": "error"}

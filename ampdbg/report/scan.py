@@ -370,7 +370,9 @@ def _facts_of(timeline: Record, record: Record) -> Iterator[str]:
         with_loss = [step for step in timeline.steps if is_own_loss(step, record)]
         if any(step.loss for step in with_loss):  # an optimizer that steps on the losses of another has none
             one, other = with_loss[0], with_loss[-1]
-            sums = f" (sums over {one.passes:,} and {other.passes:,} passes)" * (one.passes != other.passes)
+            sums = f" (sums over {one.passes:,} and {other.passes:,} passes)" * (
+                one.passes != other.passes and math.isfinite(other.loss)
+            )
             yield f"loss {_change(number(one.loss), number(other.loss))}{sums}"
         if last.grad_norm is not None:
             yield f"gradient norm {number(last.grad_norm)}"

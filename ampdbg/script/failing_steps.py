@@ -567,7 +567,8 @@ class FailingSteps:
         """Looks at the step that the script has ended in behind its backward pass, as where it checks its gradients, or
         where the last micro-batches are too few for a step."""
         number, why = self._watcher.log.closed(), self._watcher.fails_open(is_cut=is_cut)
-        if why is not None and self._looked_at != number and self._policy.is_open(why):
+        is_known = not is_cut and bool(self.found)
+        if why is not None and self._looked_at != number and self._policy.is_open(why) and not is_known:
             self._looked_at = number
             self._look_beside_the_script(number, why)
 

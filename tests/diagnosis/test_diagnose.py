@@ -664,6 +664,12 @@ def test_an_overflow_does_not_follow_from_a_later_one(monkeypatch: pytest.Monkey
     assert [finding.root for finding in diagnosed(()).findings] == [None, 0, 0]
 
 
+@pytest.mark.parametrize(("steps", "begins"), [("N" * 26, 0), ("xx" + "." * 40 + "N" * 20, 42)])
+def test_a_scale_falls_from_the_first_step_of_the_row_that_it_falls_in(steps: str, begins: int) -> None:
+    (collapse,) = (found for found in diagnosed(steps).findings if found.code == "scale-collapse")
+    assert collapse.step == begins
+
+
 def test_of_a_step_that_was_withheld_no_op_of_another_step_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     withheld = Finding("gradient-overflow", "error", 2, "backward", "it fails", op="mul")
     silent = Finding("silent-overflow", "error", 4, "forward", "it fails", op="exp")
