@@ -127,27 +127,15 @@ weight_casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
 
 @contextlib.contextmanager
-def unshown_warnings() -> Iterator[None]:
-    """While this is entered no warning is shown. The filters stay as they are: by a change of those Python forgets what
-    it has shown, and shows it all again."""
-    shown, warnings.showwarning = warnings.showwarning, _unshown
-    try:
-        yield
-    finally:
-        warnings.showwarning = shown
-
-
-def _unshown(*given: Any, **named: Any) -> None: pass  # fmt: skip
-
-
-@contextlib.contextmanager
 def cuda_autocast_policy() -> Iterator[None]:
     """While this is entered, ``torch.autocast("cpu")`` casts by CUDA's op lists."""
     casts_keep_gradients()
     library = torch.library.Library("aten", "IMPL")
     native = set(torch._C._dispatch_get_registrations_for_dispatch_key(_CAST_ON_CPU_ONLY))
     try:
-        with unshown_warnings():  # that a C++ kernel is overridden, which is what is meant here
+        with warnings.catch_warnings():
+            # torch warns once that a C++ kernel is overridden: that is what is meant here.
+            warnings.simplefilter("ignore")
             for name, kernel in _kernels(installed_lists(Path(torch.__file__).parent), native):
                 library.impl(name, kernel, "AutocastCPU", **_ALLOW_OVERRIDE)
         yield

@@ -14,11 +14,11 @@ import math
 import re
 import threading
 import weakref
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import count, takewhile
+from itertools import count, islice, takewhile
 from typing import Any
 
 import torch
@@ -79,8 +79,12 @@ MOST_DATA_CALLS = 1000
 """So many calls at most are kept for what they gave as data, to which no gradient leads: the predictions of a
 validation, say, which the script gathers."""
 
-MOST_DATA_BYTES = 2**28
-"""So many bytes at most are kept alive for these. The script has let go of most: of the batches of its validation."""
+MOST_DATA_BYTES = 2**27
+"""So many bytes are kept alive for these, and at most twice as many until that is looked at. The script has let go of
+most: of the batches of its validation, say."""
+
+ALWAYS_KEPT = 16
+"""What the last call of a module is made of is kept whatever its size, where that are at most so many calls."""
 
 DEVICES = ("cpu", "cuda")
 """The kinds of device whose autocast is noted."""
@@ -200,15 +204,14 @@ class _Thread:
         """Where modules were called whose passes have gone backward."""
         self.was_on = self.trains = False
         self.has_gone = False
-        self.taken: set[int] = set()
-        """The ``id`` of every tensor that a noted call keeps alive, and of some that none does any more."""
+        self.takers = defaultdict[int, list[int]](list)
+        """By the ``id`` of a tensor, the numbers of the calls that were given it; some are forgotten by now."""
         self.counted: set[int] = set()
         """The ``id`` of those whose ``bytes`` are counted."""
         self.random_states = RandomStates()
 
     def keeps(self, tensor: torch.Tensor) -> None:
         """A noted call keeps the tensor alive from now on."""
-        self.taken.add(id(tensor))
         if not tensor.requires_grad and id(tensor) not in self.counted:
             self.counted.add(id(tensor))
             self.bytes += nbytes(tensor)
@@ -399,6 +402,8 @@ class Recorder(TorchFunctionMode):
         noted = Noted(function, name, line, lowers, state, self._steps, has_gradients=torch.is_grad_enabled())
         taking = _Taking(self, noted, is_in_place=_is_in_place(name))
         noted.given = tuple(map(taking.of, args)), {key: taking.of(value) for key, value in kw.items()}
+        for tensor, _ in noted.inputs:
+            now.takers[id(tensor)].append(number)
         if function is torch.autograd.grad and self._is_of_scaled(args, kw):
             noted.function, noted.given = scaled_gradients, ((ScalePower(1), *noted.given[0]), noted.given[1])
         if module is not None:
@@ -430,7 +435,8 @@ class Recorder(TorchFunctionMode):
 
     def _keeps(self, tensor: torch.Tensor) -> None:
         """Calls that were given data which the script is about to write keep a copy of what it is."""
-        calls = self._now.calls.values() if id(tensor) in self._now.taken else ()  # most take what is nobody's
+        numbers = self._now.takers.get(id(tensor), ())
+        calls = [call for number in numbers if (call := self._now.calls.get(number)) is not None]
         given = [(call, times) for call in calls for one, times in call.inputs if one is tensor]
         takers = [call for call, times in given if times == times_written(tensor) and not tensor.requires_grad]
         copied = duplicate(tensor.detach()) if takers else tensor
@@ -681,10 +687,13 @@ class Recorder(TorchFunctionMode):
         now.scaled = {key: held for key, held in now.scaled.items() if held() is not None}
         if is_whole:
             now.made = {key: known for key, known in now.made.items() if known[0]() is not None}
-            now.taken = {id(one) for call in now.calls.values() for one, _ in call.inputs}
+            takers = ((id(one), number) for number, call in now.calls.items() for one, _ in call.inputs)
+            now.takers.clear()
+            for key, number in takers:
+                now.takers[key].append(number)
             data = {id(one): one for call in now.calls.values() for one in call.data}
             now.counted, now.bytes = {*data}, sum(map(nbytes, data.values()))
-            now.prune_at, now.prune_at_bytes = max(PRUNED_FROM, 2 * len(now.calls)), max(MOST_DATA_BYTES, 2 * now.bytes)
+            now.prune_at, now.prune_at_bytes = max(PRUNED_FROM, 2 * len(now.calls)), now.bytes + MOST_DATA_BYTES
 
     def _forget(self, number: int) -> None:
         now, call = self._now, self._now.calls.pop(number)
@@ -711,7 +720,8 @@ class Recorder(TorchFunctionMode):
             more = _behind(calls, [number], leads_on) - found
             kept = {id(one): one for each in more for one in calls[each].data if id(one) not in counted}
             room -= sum(map(nbytes, kept.values()))
-            if number < latest and (room < 0 or len(found) + len(more) > MOST_DATA_CALLS):
+            is_within = room >= 0 and len(found) + len(more) <= MOST_DATA_CALLS
+            if not is_within and (number < latest or len(more) > ALWAYS_KEPT):
                 break
             found |= more
             counted |= kept.keys()
@@ -733,10 +743,12 @@ class Recorder(TorchFunctionMode):
     def is_under_way(self) -> bool:
         """A step has begun, and nothing has gone backward in it: a module with weights was called, where any was. What
         has none may prepare the data of the next step."""
-        begun = [*self._now.calls.values()][self._now.earlier :]
-        modules = [call.module for call in begun if call.module is not None]
-        has_weights = any(next(module.parameters(), None) is not None for module in modules)
-        return bool(begun) and (has_weights or not modules) and not self._now.has_gone
+        now = self._now
+        begun = 0 if now.has_gone else len(now.calls) - now.earlier
+        modules = (call.module for call in islice(reversed(now.calls.values()), max(begun, 0)))
+        has_weights = (next(module.parameters(), None) is not None for module in modules if module is not None)
+        first = next(has_weights, None)
+        return begun > 0 and (first is None or first or any(has_weights))
 
     @property
     def has_losses(self) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,13 +16,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ampdbg.environment import FUSED_ATTENTION_NOTE
 from ampdbg.errors import AmpdbgError, UserCodeError, first_line, text_of
-from ampdbg.precision.autocast_policy import unshown_warnings
 from ampdbg.precision.modes import DTYPES, clip
 from ampdbg.precision.widening import LIFTS, altered, lifted, rounded, spread, widen, widened
 from ampdbg.probes.draws import drawn_alike
 from ampdbg.probes.garbage import uncollected
 from ampdbg.probes.module_calls import ModulePaths, compiled_notes, module_paths
 from ampdbg.probes.op_trace import OpTrace, placed
+from ampdbg.probes.seams import replaced
 from ampdbg.probes.shadow_trace import WIDENED_NOTE, RangeSeen, ShadowTrace, bfloat16_for_float16
 from ampdbg.probes.tensors import float_values, is_finite, magnitude_of, nonfinite, stored, to_host, together
 from ampdbg.record.run import Replay, Unseen
@@ -85,6 +86,9 @@ class Replayed:
     idle: frozenset[str] = frozenset()
 
 
+def _unshown(*given: Any, **named: Any) -> None: pass  # fmt: skip
+
+
 def replay_step(
     run: Run,
     snapshot: Snapshot,
@@ -111,8 +115,14 @@ def replay_step(
     model = run.workload.model
     weights = altered(model.parameters(), manner.rounded)
     # The step has shown its warnings when it ran, and where a call is made anew Python would show them once more.
-    data = altered(_tensors_of(model, snapshot), manner.altered)
-    with unshown_warnings(), uncollected(), rewound(model, snapshot), weights, data:
+    unshown = replaced(warnings, "showwarning", lambda shown: _unshown)
+    with (
+        unshown,
+        uncollected(),
+        rewound(model, snapshot),
+        weights,
+        altered(_tensors_of(model, snapshot), manner.altered),
+    ):
         with placed(model, traced) if traced else contextlib.nullcontext() as trace:
             _wait(run.device)
             started = time.perf_counter()
