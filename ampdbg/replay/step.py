@@ -324,6 +324,8 @@ def made_in(result: Any) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(result, torch.Tensor):
         yield "", result
         return
+    if type(result) in CONSTANTS:
+        return
     for path, leaf in _pytree.tree_flatten_with_path(result)[0]:
         yield from _held_by(leaf, _pytree.keystr(path))
 

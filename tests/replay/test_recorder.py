@@ -847,6 +847,30 @@ def test_a_validation_whose_predictions_are_gathered_holds_few_bytes_of_its_batc
     assert torch.equal(step.loss(step.given[0]), loss)
 
 
+def test_a_cache_that_a_generation_grows_is_held_in_few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorders, "MOST_DATA_BYTES", 100 * x()[:1].nbytes)
+    model, caches = nn.Linear(6, 6), list[weakref.ref[torch.Tensor]]()
+    with Recorder(), torch.no_grad():
+        cache = x()
+        for _ in range(200):
+            cache = torch.cat([cache, model(cache[-1:])])
+            caches.append(weakref.ref(cache))
+    assert sum(held.nbytes for one in caches if (held := one()) is not None) <= 3 * cache.nbytes
+
+
+def test_what_is_written_row_by_row_is_given_to_those_that_had_it_before_as_it_was() -> None:
+    model, rows = nn.Linear(6, 3), torch.zeros(40, 6)
+    with Recorder() as recorder:
+        loss = torch.zeros(())
+        for row in range(40):
+            rows[row] = x(row)[0]
+            loss = loss + model(rows.clone()).mean()
+        loss.backward()
+        step, why_not, _ = recorder.step(model, (), "cpu")
+    assert step is not None, why_not
+    assert torch.equal(step.loss(step.given[0]), loss)
+
+
 class Counting(nn.Module):
     """Computes with a buffer that each of its passes writes, ``how``."""
 
