@@ -195,7 +195,8 @@ class _Thread:
         """The optimizer whose step is under way, which makes its gradients itself."""
         self.inside = self.wrappers = 0
         self.is_on = False
-        self.prune_at, self.pruned_to = PRUNED_FROM, -1
+        self.prune_at, self.pruned_to, self.whole_at = PRUNED_FROM, -1, -1
+        """How many calls are looked through, up to which that was done, and from which on it is for all again."""
         self.bytes, self.prune_at_bytes = 0, MOST_DATA_BYTES
         """Of the data that noted calls keep alive."""
         self.earlier = 0  # calls that were kept of earlier steps when this began: the script holds what they gave
@@ -667,11 +668,11 @@ class Recorder(TorchFunctionMode):
     def _prune(self) -> None:
         """Forgets the calls that no loss and nothing which somebody holds was made of, and those of long ago whose
         results others hold as data: as each average of an average does. Of many that were held before only the later
-        ones are looked at, until they are as many again."""
+        ones are looked at, until as many were made again."""
         now = self._now
-        is_whole = now.bytes >= now.prune_at_bytes or not FEW_CALLS < len(now.calls) < now.prune_at
-        looked_at = -1 if is_whole else now.pruned_to
-        now.pruned_to = next(reversed(now.calls), -1)
+        last = next(reversed(now.calls), -1)
+        is_whole = len(now.calls) <= FEW_CALLS or last >= now.whole_at or now.bytes >= now.prune_at_bytes
+        looked_at, now.pruned_to = -1 if is_whole else now.pruned_to, last
         later = {n: now.calls[n] for n in takewhile(lambda number: number > looked_at, reversed(now.calls))}
 
         def leads(call: Noted, read: int) -> bool:
@@ -694,6 +695,7 @@ class Recorder(TorchFunctionMode):
             data = {id(one): one for call in now.calls.values() for one in call.data}
             now.counted, now.bytes = {*data}, sum(map(nbytes, data.values()))
             now.prune_at, now.prune_at_bytes = max(PRUNED_FROM, 2 * len(now.calls)), now.bytes + MOST_DATA_BYTES
+            now.whole_at = last + len(now.calls)
 
     def _forget(self, number: int) -> None:
         now, call = self._now, self._now.calls.pop(number)
