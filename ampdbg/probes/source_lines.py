@@ -52,10 +52,14 @@ def innermost_line() -> Line | None:
     search ends at autograd's engine. What is found below it is a custom Function's backward, a hook, or
     a forward pass that is computed again.
     """
-    frame = next((frame for role, frame in _frames(sys._getframe(1)) if role == "users"), None)
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (role := _role(frame)) != "users":  # asked of each function: no generator is
+        frame = frame.f_back if role != "ends" else None
     if frame is None:
         return None
-    frame = frame if _owner(frame) == _USERS else _in_its_module(frame)
+    if _owner(frame) == _USERS:
+        return _line_of(frame)
+    frame = _in_its_module(frame)
     caller = next((one for role, one in _frames(frame) if role == "users" and _owner(one) == _USERS), frame)
     return _line_of(frame) if caller is frame else LibraryLine(_line_of(frame), _line_of(caller))
 
