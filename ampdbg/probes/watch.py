@@ -283,33 +283,33 @@ class Watch:
             self.calls.unscaled(optimizer)
         return result
 
-    def _step(self, original: Original, scaler: GradScaler, given: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def _step(self, original: Original, scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         around = [one for one in steps_under_way() if one in self.optimizers]
         for outer in around:
             self._loop.now.give_up_bare(id(outer))
-        optimizer = next((one for one in (given, *around) if one in self.optimizers), None)
-        if optimizer is None:
-            return self._calling("step", original, scaler, given, *args, **kwargs)
-        step = self.turn_of(optimizer)
+        stepping = next((one for one in (optimizer, *around) if one in self.optimizers), None)
+        if stepping is None:
+            return self._calling("step", original, scaler, optimizer, *args, **kwargs)
+        step = self.turn_of(stepping)
         step.scaler, step.number = scaler, self.calls.number_of(scaler)
-        in_kernel = bool(getattr(given, "_step_supports_amp_scaling", False))  # a fused one unscales in its own
+        in_kernel = bool(getattr(optimizer, "_step_supports_amp_scaling", False))  # a fused one unscales in its own
         divisor = step.loss_scale() if in_kernel else 1.0
         if in_kernel:
-            self._measures.before_kernel(optimizer, divisor)
-        self._loop.fired.discard(id(given))
-        result = self._calling("step", original, scaler, given, *args, **kwargs)
+            self._measures.before_kernel(stepping, divisor)
+        self._loop.fired.discard(id(optimizer))
+        result = self._calling("step", original, scaler, optimizer, *args, **kwargs)
         step.stepped = True
-        flags = scaler._found_inf_per_device(given).values() if in_kernel else ()
-        found_inf = in_kernel and any(self._measures.read(optimizer, list(flags)))
-        withheld = id(given) not in self._loop.fired or found_inf
+        flags = scaler._found_inf_per_device(optimizer).values() if in_kernel else ()
+        found_inf = in_kernel and any(self._measures.read(stepping, list(flags)))
+        withheld = id(optimizer) not in self._loop.fired or found_inf
         if withheld:
-            self._measures.withheld(optimizer, divisor)
-            self._measures.note_groups(optimizer)
+            self._measures.withheld(stepping, divisor)
+            self._measures.note_groups(stepping)
             if not step.skipped:
-                self.withheld(optimizer) if step.has_finite_loss() else self.lost(optimizer)
+                self.withheld(stepping) if step.has_finite_loss() else self.lost(stepping)
         step.skipped |= withheld
-        step.succeeds = step.succeeds or self.calls.succeeded_by(scaler, optimizer)
-        self.calls.by_optimizer("step", optimizer, skipped=withheld)
+        step.succeeds = step.succeeds or self.calls.succeeded_by(scaler, stepping)
+        self.calls.by_optimizer("step", stepping, skipped=withheld)
         return result
 
     def _update(self, original: Original, scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:

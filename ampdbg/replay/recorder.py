@@ -530,7 +530,8 @@ class Recorder(TorchFunctionMode):
             return original(*args, **kwargs)
         if seam == "scale":
             result = self._alone(original, *args, **kwargs)
-            self._alone(self._guard.hooked, self._scaled, args[1], result)
+            outputs = args[1] if len(args) > 1 else kwargs["outputs"]
+            self._alone(self._guard.hooked, self._scaled, outputs, result)
             return result
         optimizer = args[1] if len(args) > 1 else kwargs["optimizer"]
         self._off()

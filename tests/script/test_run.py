@@ -382,6 +382,29 @@ def test_a_warning_that_python_shows_once_is_shown_once(tmp_path: Path) -> None:
     assert result.stderr.count("FutureWarning: my own") == 1
 
 
+BY_KEYWORD = scripts.loop("""
+net = nn.Linear(16, 4).cuda()
+optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.1), torch.amp.GradScaler("cuda")
+for step in range(6):
+    with torch.autocast(device_type="cuda", dtype=torch.float16):
+        out = net(input=torch.randn(8, 16, device="cuda")) * (1e6 if step == 3 else 1.0)
+        loss = F.mse_loss(input=out.float(), target=torch.zeros(8, 4, device="cuda"))
+    optimizer.zero_grad(set_to_none=True)
+    scaler.scale(outputs=loss).backward(gradient=None)
+    scaler.unscale_(optimizer=optimizer)
+    nn.utils.clip_grad_norm_(parameters=net.parameters(), max_norm=1.0)
+    scaler.step(optimizer=optimizer)
+    scaler.update(new_scale=None)
+""")
+
+
+def test_what_is_called_by_keyword_is_watched_as_well(tmp_path: Path) -> None:
+    record, _, _ = ran(tmp_path, BY_KEYWORD)
+    assert (record.steps_run, record.steps_skipped, record.unseen.notes) == (6, 1, ())
+    assert where(record)[:2] == ("forward-overflow", 3)
+    assert "out = net(input=" in where(record)[3]
+
+
 WARNS_EACH_TIME = scripts.loop("""
 warnings.simplefilter("always")
 net = nn.Linear(16, 4).cuda()
@@ -478,7 +501,7 @@ def test_a_script_that_breaks_what_the_watcher_asks_trains_on(tmp_path: Path, na
     unwatched = start(tmp_path, "run", "--emulate", "--no-watch", "train.py", "400", "6")
     assert result.stdout == unwatched.stdout != ""
     assert "Traceback" not in result.stderr
-    assert "ampdbg itself failed" in record.error
+    assert "because it failed itself" in record.error
     assert "ampdbg itself failed after" in " ".join(result.stderr.split())
 
 
