@@ -162,6 +162,8 @@ def fork_what_is_fresh() -> None:
     if (child := os.fork()) == 0:
         if os.fork() == 0:  # no child of this process, which may wait for all of its children
             ours.close()
+            with open(os.devnull, "wb") as nothing:  # else who reads what this process says would wait for this copy
+                os.dup2(nothing.fileno(), 1)
             _serve(theirs)
         os._exit(0)
     os.waitpid(child, 0)
