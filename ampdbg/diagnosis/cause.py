@@ -108,7 +108,7 @@ class Evidence(Evident):
     @property
     def is_captured(self) -> bool:
         """It is replayed from a capture, in a later process than that in which it failed."""
-        return self.run.script is not None and self.run.command != "run"
+        return self.run.script is not None and self.run.command not in ("run", "watch")
 
     @property
     def is_answered(self) -> bool:

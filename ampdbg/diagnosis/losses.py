@@ -37,7 +37,7 @@ def losses_of(steps: Iterable[Step]) -> list[float]:
     """What to compare with, each as if it were of as many passes as the last: no loss that is exactly 0, as that of a
     discriminator before it begins to train."""
     known = [step for step in steps if step.loss]
-    return finite([step.loss / max(step.passes, 1) * known[-1].passes for step in known])
+    return finite([step.loss / step.passes * known[-1].passes for step in known])
 
 
 def finite(losses: Sequence[float]) -> list[float]:

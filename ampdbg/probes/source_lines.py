@@ -53,7 +53,7 @@ def innermost_line() -> Line | None:
     a forward pass that is computed again.
     """
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (role := _role(frame)) != "users":  # asked of each function: no generator is
+    while frame is not None and (role := _role(frame)) != "users":  # no generator: this is asked for each call
         frame = frame.f_back if role != "ends" else None
     if frame is None:
         return None

@@ -397,8 +397,10 @@ class Watch:
         if step.skipped:  # else its losses were those of no step
             if not step.is_known_finite():
                 after, self._loop.now = self._loop.now, step
-                self.gave_up()
-                self._loop.now = after
+                try:
+                    self.gave_up()
+                finally:
+                    self._loop.now = after
             self._end(step)
 
     def _clip(self, original: Original, *args: Any, **kwargs: Any) -> Any:

@@ -354,7 +354,7 @@ class Step:
     succeeds: Count = 0
     optimizer: Count = 0
     others: Count = 0
-    passes: Count = 1
+    passes: Annotated[int, Interval(ge=1, lt=2**63)] = 1
 
     @property
     def iteration(self) -> int:

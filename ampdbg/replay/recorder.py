@@ -84,7 +84,7 @@ MOST_DATA_BYTES = 2**27
 most: of the batches of its validation, say."""
 
 ALWAYS_KEPT = 16
-"""What the last call of a module is made of is kept whatever its size, where that are at most so many calls."""
+"""What the last call of a module is made of is kept whatever its size, where those are at most so many calls."""
 
 DEVICES = ("cpu", "cuda")
 """The kinds of device whose autocast is noted."""

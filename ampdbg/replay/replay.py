@@ -86,9 +86,6 @@ class Replayed:
     idle: frozenset[str] = frozenset()
 
 
-def _unshown(*given: Any, **named: Any) -> None: pass  # fmt: skip
-
-
 def replay_step(
     run: Run,
     snapshot: Snapshot,
@@ -115,7 +112,7 @@ def replay_step(
     model = run.workload.model
     weights = altered(model.parameters(), manner.rounded)
     # The step has shown its warnings when it ran, and where a call is made anew Python would show them once more.
-    unshown = replaced(warnings, "showwarning", lambda shown: _unshown)
+    unshown = replaced(warnings, "showwarning", lambda shown: lambda *given, **named: None)
     with (
         unshown,
         uncollected(),
