@@ -376,7 +376,8 @@ def _facts_of(timeline: Record, record: Record) -> Iterator[str]:
             yield f"loss {_change(number(one.loss), number(other.loss))}{sums}"
         if last.grad_norm is not None:
             yield f"gradient norm {number(last.grad_norm)}"
-        if with_loss or last.scaler:  # else it ended before anybody could scale it
+        ended_first = record.exit_code != 0 and len(record.steps) == 1  # maybe before a scaler could scale its loss
+        if last.scaler or (with_loss and not ended_first):
             yield _loss_scale(timeline, scaled)
         healthy = (made for made in timeline.investigations if agrees_with_fp32(made) or made.choice)
         yield from map(_distance, healthy)

@@ -116,6 +116,7 @@ def test_an_overflow_that_ends_a_script_is_named(tmp_path: Path, how: str) -> No
     assert f"the script ended in step {step}; ampdbg replays that step now, also in FP32" in page
     ends = "an error ends the run" if code == 1 else f"the script ends with exit code {code}"
     assert f"The forward pass overflows in attention at step {step}, where {ends}." in page
+    assert "no scaler used" not in page  # which a step that ends before its backward pass cannot show
 
 
 def test_an_overflow_of_a_criterion_that_is_no_part_of_the_model_is_named(tmp_path: Path) -> None:
