@@ -83,6 +83,9 @@ MOST_DATA_BYTES = 2**27
 """So many bytes are kept alive for these, and at most twice as many until that is looked at. The script has let go of
 most: of the batches of its validation, say."""
 
+MOST_STEP_BYTES = 2**30
+"""The inputs of the micro-batches of one step may take this many bytes; the oldest are dropped beyond that."""
+
 ALWAYS_KEPT = 16
 """What the last call of a module is made of is kept whatever its size, where those are at most so many calls."""
 
@@ -110,6 +113,9 @@ HOOKS = ("register_hook", "retain_grad")
 
 NOT_ALL_SEEN = "ampdbg did not see every call that its loss needs"
 """Why a step cannot be run again where a graph leads into it that no noted call has made."""
+
+TOO_LARGE = "the inputs of its micro-batches take more than the 1 GiB that ampdbg keeps"
+"""Why a step with gradient accumulation cannot be replayed whole: its first micro-batches are dropped."""
 
 OF_SCALED = "its loss takes gradients of a scaled loss, and ampdbg did not see them divided by the loss scale"
 """The scale is in them, so that no other one can be tried."""
@@ -190,6 +196,8 @@ class _Thread:
         self.scaled: dict[int, weakref.ref[torch.Tensor]] = {}
         self.changed: dict[int, list[int]] = {}
         self.losses: list[tuple[Made | None, torch.Tensor | None, set[int]]] = []
+        self.has_dropped = False
+        """Some of the ``losses`` are None because their calls took too much memory."""
         self.has_stepped, self.is_stepping = True, False
         self.runs_closure: Optimizer | None = None
         """The optimizer whose step is under way, which makes its gradients itself."""
@@ -575,7 +583,7 @@ class Recorder(TorchFunctionMode):
             lead_back(number in _behind(now.calls, (made.call for made in makers if made is not None)))
         if now.has_stepped or now.is_stepping:  # by a closure, which an optimizer runs again for other weights
             now.losses.clear()
-            now.has_stepped = False
+            now.has_stepped = now.has_dropped = False
         self._stepped_before.clear()
         wrote = set[int]()
         for root, start in zip(roots, starts, strict=False):
@@ -660,6 +668,8 @@ class Recorder(TorchFunctionMode):
             now.earlier = min(len(now.calls), MOST_CALLS)
         elif now.has_gone or is_again or len(now.calls) >= now.prune_at or now.bytes >= now.prune_at_bytes:
             self._prune()
+        if is_behind:
+            self._drop_oldest_passes()
         now.has_gone = False
 
     def _is_past(self, call: Noted) -> bool:
@@ -697,6 +707,16 @@ class Recorder(TorchFunctionMode):
             now.counted, now.bytes = {*data}, sum(map(nbytes, data.values()))
             now.prune_at, now.prune_at_bytes = max(PRUNED_FROM, 2 * len(now.calls)), now.bytes + MOST_DATA_BYTES
             now.whole_at = last + len(now.calls)
+
+    def _drop_oldest_passes(self) -> None:
+        """Free the inputs of a step's oldest micro-batches while all take more than ``MOST_STEP_BYTES``."""
+        now = self._now
+        kept = [place for place, (made, *_) in enumerate(now.losses) if made is not None]
+        while now.bytes > MOST_STEP_BYTES and len(kept) > 1:
+            _, start, wrote = now.losses[oldest := kept.pop(0)]
+            now.losses[oldest] = None, start, wrote
+            now.has_dropped, now.whole_at = True, -1
+            self._prune()
 
     def _forget(self, number: int) -> None:
         now, call = self._now, self._now.calls.pop(number)
@@ -827,7 +847,8 @@ class Recorder(TorchFunctionMode):
         if not losses:
             return None, "no loss went backward in it", ModelState()
         if any(made is None for made, _ in losses):
-            return None, self._compiles or NOT_ALL_SEEN, ModelState()
+            why = TOO_LARGE if self._now.has_dropped else NOT_ALL_SEEN
+            return None, self._compiles or why, ModelState()
         calls = self._calls_for(optimizers)
         ends = [calls.end(made, start) for made, start in losses if made is not None]
         if not calls.at_scale(scale).isdisjoint(made.call for made in ends):

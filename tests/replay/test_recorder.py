@@ -847,6 +847,34 @@ def test_a_validation_whose_predictions_are_gathered_holds_few_bytes_of_its_batc
     assert torch.equal(step.loss(step.given[0]), loss)
 
 
+def test_the_micro_batches_of_a_large_step_hold_few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorders, "MOST_STEP_BYTES", 10 * x().nbytes)
+    model, batches = net(), list[weakref.ref[torch.Tensor]]()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def train(count: int) -> torch.Tensor:
+        for seed in range(count):
+            batch = x(seed)
+            batches.append(weakref.ref(batch))
+            loss: torch.Tensor = model(batch).square().mean()
+            loss.backward()
+        return loss
+
+    with Recorder() as recorder:
+        train(100)
+        assert 10 <= sum(batch() is not None for batch in batches) <= 12
+        step, why_not, _ = recorder.step(model, [optimizer], "cpu")
+        assert (step, why_not) == (None, recorders.TOO_LARGE)
+        last, why_not, state = recorder.modules(model, [optimizer], "cpu")
+        assert last is not None, why_not
+        optimizer.step()
+        loss = train(5)
+        step, why_not, state = recorder.step(model, [optimizer], "cpu")
+        assert step is not None, why_not
+        state.held.restore()
+        assert torch.equal(step.loss(list(step.given)[-1]), loss)
+
+
 def test_a_cache_that_a_generation_grows_is_held_in_few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorders, "MOST_DATA_BYTES", 100 * x()[:1].nbytes)
     model, caches = nn.Linear(6, 6), list[weakref.ref[torch.Tensor]]()
