@@ -52,7 +52,7 @@ Kept = dict[tuple[int, str], FailingStep]
 
 @dataclass(frozen=True)
 class Bisected:
-    """A search that has ended, while its run still stands. ``failing`` are the steps that the set has to cure."""
+    """A finished search with its prepared run; ``failing`` are the steps that the set must cure."""
 
     run: Run
     record: Record

@@ -77,7 +77,7 @@ class Experiment:
 
     @property
     def seen_atoms(self) -> tuple[str, ...]:
-        """The atoms in which something was seen to go wrong, in any trial."""
+        """The atoms in which an op failed in any trial."""
         return tuple(self._sites)
 
     def sites(self, atoms: Iterable[str]) -> tuple[PinSite, ...]:
@@ -138,7 +138,7 @@ def on_further_batches(run: Run, failing: FailingStep, scales: ScaleRange) -> It
 
 @dataclass(frozen=True)
 class Health:
-    """``guilty`` are the ops that go wrong, those behind a NaN loss first; empty where the replay is healthy."""
+    """The health of a replay. ``guilty`` are the failing ops, causes of a NaN loss first."""
 
     healthy: bool
     why: str = ""
@@ -167,8 +167,8 @@ def judged(case: PinnedReplays, pins: Sequence[str], names: Names, *, is_silent:
 def health_of(made: Investigation, *, is_silent: bool) -> Health:
     """Judge the first replay of ``made`` against the second, in FP32.
 
-    A healthy replay has finite loss, gradients and buffers, keeps the gradients' energy, and has a loss within the
-    noise floor of FP32's loss. If the step failed only by its distance from FP32, the gradients must be close too.
+    A replay is healthy if loss, gradients and buffers are finite and the gradients keep their energy. The loss must be
+    within the noise floor of FP32's loss. The gradients must be too, if the step failed only by its distance from FP32.
 
     Args:
         made: the result of ``PinnedReplays.with_pins``.
