@@ -117,7 +117,7 @@ class _Section(BaseModel):
 
 
 class TargetSpec(_Section):
-    """A user's object: where it is defined, and the keyword arguments it is called with."""
+    """An object of the user's code: where it is defined, and the keyword arguments it is called with."""
 
     target: TargetText
     args: Annotated[
@@ -129,7 +129,7 @@ class TargetSpec(_Section):
 
 
 class OptimizerSpec(TargetSpec):
-    """The optimizer, with ``groups``: one parameter group for each parameter, for each module, or a single group."""
+    """The optimizer; ``groups`` makes a parameter group of each parameter, each module, or the whole model."""
 
     target: TargetText = "torch.optim:AdamW"
     groups: Annotated[
@@ -338,7 +338,7 @@ class Config(ConfigFile):
 
     ``FILE.py`` targets and ``checkpoint`` are relative to ``folder``, the config's folder. ``start`` is the working
     folder at load time. Both are absolute, since user code may change the working folder. ``continues_scale`` is true
-    if a loss scale continues from the checkpoint. ``places`` has the origin of each key: ``"config.yaml:3"`` or
+    if the checkpoint's loss scale replaces the config's. ``places`` has the origin of each key: ``"config.yaml:3"`` or
     ``"--set train.steps=9"``.
     """
 

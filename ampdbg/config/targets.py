@@ -23,8 +23,7 @@ TARGET_FORMS = "FILE.py:NAME (relative to the config) or package.module:NAME"
 
 @dataclass(frozen=True)
 class Target:
-    """A target: ``FILE.py:NAME`` with a ``file``, or ``package.module:NAME`` with a ``module``. ``name`` may be
-    dotted."""
+    """A target: ``FILE.py:NAME`` has a ``file``, ``package.module:NAME`` a ``module``; ``name`` may be dotted."""
 
     text: str
     file: str

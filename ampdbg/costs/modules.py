@@ -59,7 +59,7 @@ class _HalfOutputs(PlacedOps):
 
 
 def _own_flops(run: Run, snapshot: Snapshot) -> dict[str, int]:
-    """Return FLOPs by the module whose own lines run, or nothing if an error is raised."""
+    """Return FLOPs by the module whose own lines run, whichever module calls it; empty if an error is raised."""
     model = run.workload.model
     try:
         with (

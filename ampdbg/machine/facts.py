@@ -1,6 +1,6 @@
 """Facts about a machine's mixed precision support: GPUs, driver, compiler, torch and frameworks.
 
-Nothing is imported here, because an import may raise or crash. torch runs in a child process, and its calls may hang.
+torch is queried in a child process and the driver by nvidia-smi: an import may crash, and a call may hang.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ASK_TORCH = (
 
 @dataclass(frozen=True)
 class Gpu:
-    """``capability`` is NVIDIA's compute capability as (major, minor), or None if unknown."""
+    """A GPU; ``capability`` is NVIDIA's compute capability as (major, minor), or None if unknown."""
 
     name: str
     capability: tuple[int, int] | None = None
@@ -74,10 +74,8 @@ class InstalledTorch:
 
 @dataclass(frozen=True)
 class Machine:
-    """``visible`` is CUDA_VISIBLE_DEVICES, ``nvcc`` a CUDA version.
-
-    Each framework has its version and its fp16 behavior on a CPU and on a GPU ("" if unknown).
-    """
+    """Facts about a machine. ``visible`` is CUDA_VISIBLE_DEVICES, and ``nvcc`` is nvcc's CUDA version. Each framework
+    has its version and its fp16 behavior on a CPU and on a GPU ("" if unknown)."""
 
     torch: InstalledTorch
     driver: Driver = Driver()
@@ -227,10 +225,8 @@ SOURCES: Mapping[str, tuple[str, str, str, str]] = {
     "pytorch_lightning": ("pytorch_lightning/trainer/connectors/accelerator_connector.py", *LIGHTNING),
     "lightning_fabric": ("lightning_fabric/connector.py", *LIGHTNING),
 }
-"""By framework: a source file, a pattern that decides the fate of fp16, and its effects on a CPU and a GPU.
-
-Without the pattern, a release's behavior is unknown.
-"""
+"""By framework: a source file, a pattern that decides the fate of fp16, and its effects on a CPU and a GPU. Without the
+pattern, a release's behavior is unknown."""
 
 
 def _frameworks() -> Iterator[tuple[str, tuple[str, str, str]]]:

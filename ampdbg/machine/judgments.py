@@ -40,10 +40,8 @@ UNITS: Mapping[str, tuple[tuple[int, int], str, str, str]] = {
         "use FP16 with a GradScaler, or FP32",
     ),
 }
-"""By unit: the first compute capability with it, its benefit, the effect of its lack, and advice for that case.
-
-The capabilities are from NVIDIA's CUDA C++ Programming Guide.
-"""
+"""By unit: the first compute capability with it, its benefit, the effect of its lack, and advice for that case. The
+capabilities are from NVIDIA's CUDA C++ Programming Guide."""
 
 TF32 = (8, 0)
 

@@ -97,7 +97,7 @@ def edit_maker(source: bytes, making: Making, pins: Sequence[str]) -> Edited:
 
 
 def _check_names(module: cst.Module, functions: Collection[str]) -> None:
-    """Check that the file can import torch and functools by name and defines none of the helper's functions.
+    """Check that torch and functools keep their meaning in the file, and that the helper's names are free.
 
     Raises:
         EditError: one of the names means something else in the file.
@@ -147,9 +147,9 @@ def with_model_kept(text: SourceFile, making: Making) -> tuple[int, cst.Module]:
 
 
 def _with_line_kept(text: SourceFile, line: cst.SimpleStatementLine, making: Making, number: int) -> cst.Module:
-    """Edit ``return Net()`` to ``return _keep_in_fp32(Net())``; add a call with the model's name after other lines.
+    """Edit ``return Net()`` to ``return _keep_in_fp32(Net())``; after other lines, add a call with the model's name.
 
-    If the line adds a part to a model with known names, the call follows the enclosing loop.
+    If the line adds a part to a named model, the call is for that model, after the enclosing loop.
     """
     if len(line.body) > 1:
         raise EditError("the line holds several statements; create the model on its own line", number)
@@ -172,11 +172,8 @@ def _with_line_kept(text: SourceFile, line: cst.SimpleStatementLine, making: Mak
 
 
 def _names_given(small: cst.BaseSmallStatement, value: cst.BaseExpression | None, path: str) -> list[str]:
-    """Return the names that the statement gives the model.
-
-    For ``a = b = Net()`` these are all targets. In ``a, n = Net(), 2``, it is the only target of a call, or the one
-    named ``path``.
-    """
+    """Return the names of the model in a statement: all targets of ``a = b = Net()``. In ``a, n = Net(), 2``, it is the
+    only target of a call, or the target with the path."""
     whole = [*targets(small)]
     if isinstance(value, cst.Tuple):
         several = [target.elements for target in whole if isinstance(target, cst.Tuple)]

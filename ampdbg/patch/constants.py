@@ -40,8 +40,8 @@ ROUNDS_TO_ONE = 1 - 2.0 ** -(FLOAT16.precision + 1)
 class ConstantRole:
     """A use of a constant, and its replacement beside a half tensor.
 
-    A number that ``is_lost`` in half is replaced by ``number``, and any other expression that ``may_be`` lost by
-    ``named``. Their fields are the constant as ``{}``, the tensor's ``{finfo}``, and as ``{end}`` min or max, by the
+    A number that ``is_lost`` in half is replaced by ``number``, and another expression that ``may_be`` lost by
+    ``named``. In these templates ``{}`` is the constant, ``{finfo}`` the tensor's, and ``{end}`` min or max, by the
     number's sign.
     """
 
@@ -181,7 +181,7 @@ class _Constants:
         return f"{self.torch}.finfo"
 
     def value(self, node: cst.BaseExpression) -> float | None:
-        """Return the value of an expression of numbers, such as ``-10**9`` or ``np.finfo(np.float32).min``, or None."""
+        """Return the value of a numeric expression such as ``-10**9`` or ``np.finfo(np.float32).min``, or None."""
         imports = self.bindings.imports.items()
         known = {"__builtins__": {"float": float}} | {name: NUMERIC[of] for name, of in imports if of in NUMERIC}
         try:

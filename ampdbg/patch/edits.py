@@ -83,7 +83,7 @@ NOTHING_SEEN = NamesSeen()
 
 
 def edit_source(source: bytes, pins: Sequence[LinePin], names: NamesSeen = NOTHING_SEEN) -> Edited:
-    """Put the pinned statements and calls of one file under ``autocast(enabled=False)`` and cast their inputs to FP32.
+    """Put pinned statements and calls of one file under ``autocast(enabled=False)``, and cast their inputs to FP32.
 
     Each pin is edited or refused independently. The result needs only torch and runs on any device. It keeps the file's
     formatting, comments, line endings and encoding. Code already in FP32 is left alone.
@@ -91,7 +91,7 @@ def edit_source(source: bytes, pins: Sequence[LinePin], names: NamesSeen = NOTHI
     Args:
         source: the file's bytes.
         pins: the pins in this file.
-        names: the tensors' names that a trace saw in this file.
+        names: the names that held tensors in a trace of this file.
     """
     try:
         file = read_source(source)
@@ -107,7 +107,7 @@ def edit_source(source: bytes, pins: Sequence[LinePin], names: NamesSeen = NOTHI
 
 @dataclass
 class _Rewriter(cst.CSTTransformer):
-    """Rewrites the suites that hold pinned ``lines``, which are keyed by node id.
+    """Rewrites the suites with pinned ``lines``, by node id.
 
     ``refused`` maps a line number, or 0 for the file, to the reason why it was not edited.
     """
@@ -249,7 +249,7 @@ class _Suite:
             plain = (node for node in walk(value_of(piece.small) or piece.small) if isinstance(node, PLAIN))
             found += (spelled(node) for node in plain if code_of(node) in known and root_name(node) not in made)
             made |= assigned_codes(piece.small)
-        # Next come the parameters that hold a tensor elsewhere in the function.
+        # Otherwise use a parameter that holds a tensor elsewhere in the function.
         found += (name for name in self.bindings.parameters if name in around.half | around.full)
         never = bound_inside(pieces) | (self.bindings.maybe_numbers & casts.unsure)
         found = [text for text in found if text.partition(".")[0].partition("[")[0] not in never]
@@ -297,10 +297,8 @@ def _end_of_block(pieces: Sequence[Piece], start: int) -> int:
 
 
 def _may_stand_between(piece: Piece) -> bool:
-    """True if an unpinned line may be in a block with autocast off.
-
-    It must assign to names and call no user code. It must not write into a tensor or compute a product.
-    """
+    """True if an unpinned line may be in a block with autocast off: it assigns to names and calls no user code. It also
+    writes into no tensor and computes no product, which autocast would run in half."""
     match piece.statement:
         case cst.SimpleStatementLine(body=[cst.Assign() as line]) if piece.pinned is None:
             # An attribute such as `self.last = h` may be read elsewhere, so it must keep its dtype.

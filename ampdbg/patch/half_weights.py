@@ -91,10 +91,8 @@ class WeightEdits:
             yield f"by hand: {places}: the model is called without gradients, now in float32; use the same autocast"
 
     def add_keywords(self, rows: Rows) -> bool:
-        """Add keyword arguments to matching library calls and return True if there are any.
-
-        Calls in the training loop's files take precedence over calls in other files.
-        """
+        """Add keyword arguments to matching library calls; return True if there are any. Calls in the training loop's
+        files take precedence over calls in other files."""
         found: dict[str, list[tuple[int, str, Edit]]] = {}
         for file in self.lines.files:
             document = document_of(file)
@@ -109,7 +107,6 @@ class WeightEdits:
         return bool(found)
 
     def made(self) -> tuple[FileEdit, ...]:
-        """Return the edited files."""
         found = []
         for file, edits in ((file, tuple(edits)) for file, edits in self._edits.items() if edits):
             needed = ("torch",) * any("torch." in edit.new for edit in edits)
@@ -119,7 +116,7 @@ class WeightEdits:
 
 
 def place_of(file: str, line: int) -> str:
-    """Name a line as a patch does."""
+    """Name a line in the words of a patch."""
     return f"line {line} of {Path(file).name}"
 
 
@@ -199,10 +196,8 @@ def _under_autocast(edits: WeightEdits) -> None:
 
 
 def _between(document: Document, loop: LoopLines) -> Sequence[ast.stmt]:
-    """Return the statements from the first model call up to the backward pass, without a ``zero_grad`` at the end.
-
-    They belong to the innermost block that contains both.
-    """
+    """Return the statements from the first model call up to the backward pass, in the innermost block with both. A
+    final ``zero_grad`` is omitted."""
     first, last = (statement_at(document, line) for line in (loop.first, loop.backward))
     for begin, end in product(_statements_around(document, first), _statements_around(document, last)):
         block = document.block(begin)

@@ -36,12 +36,9 @@ ACCUMULATIONS = frozenset(
     "mm addmm bmm baddbmm addbmm mv dot sum mean cumsum prod cumprod norm linalg_vector_norm var std "
     "logsumexp logcumsumexp convolution _convolution".split()
 )
-"""Ops that sum many products or terms.
-
-An accumulation directly before a wrapped line is wrapped with it, since its result would only be rounded to half.
-CUDA's autocast runs some sums in FP32 that a CPU's runs in half. Outside of the block, such a half result would meet
-FP32.
-"""
+"""Ops that sum many products or terms. An accumulation directly before a wrapped line is wrapped too, since its result
+would only be rounded to half. CUDA's autocast runs some sums in FP32 that a CPU's autocast runs in half. Outside of the
+block, their half results would meet FP32."""
 
 
 MOST_GENERATIONS = 4
@@ -56,11 +53,11 @@ Caller = tuple[str, int, str, str]
 
 @dataclass(frozen=True)
 class OwnLines:
-    """The user's lines that overflow or contribute to it.
+    """The user's lines that overflow or contribute to it, from replays of the failing steps.
 
-    ``close`` are lines beyond FP16 or near its limit, by module. ``adding_up`` has the module, file and line of each
-    accumulation. ``calls`` has the user's call that runs a library's line or a line of ``made_by``. ``made_by`` has the
-    module and line of the producers of a line's inputs.
+    ``close`` are lines beyond or near the limit of FP16, by module. ``adding_up`` has the module, file and line of each
+    accumulation. ``calls`` has the user's call for lines in libraries and in ``made_by``. ``made_by`` has the modules
+    and lines that produced a line's inputs.
     """
 
     close: Mapping[str, frozenset[Line]]
@@ -127,7 +124,7 @@ class _Flow(OpTrace):
 
 
 def own_lines(run: Run, failing: Sequence[FailingStep], pins: Iterable[Pin] = ()) -> OwnLines:
-    """Replay each failing step in FP32 and in the shadow run, which shows every value that FP16 would hold."""
+    """Collect lines from replays of the failing steps in FP32 and in bfloat16, which exceeds FP16's range."""
     pins = tuple(pins)
     sources = [source for pin in pins for source in (pin.source, *(site.source for site in pin.sites)) if source]
     lines = {(source.file, source.line) for source in sources if not is_users_file(source.file)}
@@ -200,7 +197,7 @@ def _call_on(line: Line, called: str = "") -> UsersCall | None:
 
 
 def users_lines(pin: Pin) -> Iterator[Line]:
-    """Yield each of the user's own lines that overflow once."""
+    """Yield the user's own lines that overflow, without duplicates."""
     for source in dict.fromkeys((pin.source, *(site.source for site in pin.sites))):
         if source is not None and is_users_file(source.file):
             yield source.file, source.line, source.function

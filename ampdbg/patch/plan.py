@@ -139,7 +139,7 @@ def _around(users: UsersCall, pin: Pin, materials: Materials) -> Placement:
 
 
 def _where_it_is_made(pin: Pin, materials: Materials, *, before: slice) -> Iterator[Placement]:
-    """Place a pin, with casts to half removed, at lines ``before`` it that produced its inputs, or at their calls.
+    """Place a pin, without casts to half, at lines ``before`` it that produced its inputs, or at their calls.
 
     ``before`` selects the generations of producers. A value that was rounded to half there cannot be repaired by a cast
     in the pin's own lines: ``1 - p`` is 0 once p has rounded to 1.
@@ -235,8 +235,7 @@ def lines_title(file: str, lines: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Rest:
-    """A patch without one of its units: its ``edits``, or for an existing model, edits of ``lines`` and pinned
-    ``names``."""
+    """A patch without one unit: its ``edits``, or for an existing model, ``lines`` to edit and ``names`` to pin."""
 
     edits: tuple[FileEdit, ...]
     lines: tuple[FileEdit, ...]
@@ -247,7 +246,7 @@ class Rest:
 class Patch:
     """The edits of all files. ``without`` maps each unit's title to the patch without that unit.
 
-    ``left`` holds reasons why pins are not edited that no trial has shown to be needed.
+    ``left`` holds the refusals of pins that no trial has shown to be needed.
     """
 
     edits: tuple[FileEdit, ...]
@@ -334,7 +333,7 @@ def _best(pin: Pin, materials: Materials, ways: Sequence[PlacementRule]) -> tupl
 
 
 def _sharing(function: FunctionType, source: LinePin, materials: Materials) -> Sharing:
-    """Return which modules run the edited method or are called in it."""
+    """Count the modules that run the edited method, and the pinned ones among them or their called children."""
     running, modules = modules_running(function, materials.model), dict(materials.model.named_modules())
     child = source.callee.rpartition(".")[2]
     called = [".".join(filter(None, (name, child))) for name in running]

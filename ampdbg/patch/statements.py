@@ -108,8 +108,7 @@ class TensorNames:
         return isinstance(node, cst.Call) and self.runs(node) == "users"
 
     def runs(self, call: cst.Call) -> Literal["users", "torch", "plain"]:
-        """Return the kind of code that a call runs, judged by its text; ``plain`` is Python itself or a plain
-        module."""
+        """Return the kind of code that a call runs, judged by its text; ``plain`` is Python or a plain module."""
         if origin := self.bindings.origin(call.func):
             module, _, name = origin.rpartition(".")
             is_torchs = module in TORCH_FUNCTIONS and name[:1].islower()
@@ -281,7 +280,7 @@ def _hoisted(value: cst.BaseExpression, pinned: PinnedLine) -> list[cst.BaseExpr
     are all its calls, and those arguments of the calls that compute.
 
     Raises:
-        EditError: one of the calls is conditional.
+        EditError: the line has nothing to pin, or one of the calls is conditional.
     """
     calls = _calls(value, pinned)
     fp32 = [node for node in calls if _is_fp32(node, pinned)]
@@ -400,8 +399,7 @@ class _Replaced(cst.CSTTransformer):
 
 @dataclass
 class _Lifting(cst.CSTTransformer):
-    """Replaces casts to half such as ``x.half()`` and ``x.to(y.dtype)`` by ``x.float()``, and half ``dtype=`` by
-    float32."""
+    """Replaces casts to half (``x.half()``, ``x.to(y.dtype)``) by ``x.float()``, and a half ``dtype=`` by float32."""
 
     names: TensorNames
 
@@ -577,7 +575,7 @@ def _rebinding(names: Sequence[str]) -> cst.BaseStatement:
 
 
 def casts_of(pieces: Sequence[Piece], made: Collection[str]) -> Casts:
-    """Cast the half names that the pieces read: in a line before the block, or inline if each is read once.
+    """Cast the half names that the pieces read: in a line at the start of the block, or inline if each is read once.
 
     Args:
         pieces: the contents of the block.

@@ -1,4 +1,8 @@
-"""The search for the smallest set of pins: train until a step fails, then replay that step with sets of pins."""
+"""The search for the smallest set of pins: train until a step fails, then replay that step with sets of pins.
+
+The guided search uses the shadow, a replay in the wider bfloat16 that shows where FP16 would overflow. The search works
+on atoms, the smallest units to pin: a module's own lines, or a line of the script.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +47,7 @@ TRIES = 10
 """The number of replays that measure the failure rate of a step that does not always fail."""
 
 DOUBT = 0.02
-"""A trial of such a step is repeated until a failing step passes by chance with at most this probability."""
+"""A trial of a step that fails sometimes is repeated until it passes by chance with less than this probability."""
 
 MOST_REPEATS = 20
 
@@ -91,7 +95,7 @@ def bisected(
     max_trials: int | None,
     observer: Observer,
 ) -> Iterator[Bisected]:
-    """Run :func:`bisect_run`, and keep the run prepared until the context exits."""
+    """Yield the finished search of :func:`bisect_run` while its run is still prepared."""
     kept: Kept = {}
     with prepared(config) as run:
 
@@ -291,11 +295,8 @@ def _proposed(setting: Setting, pins: Sequence[str]) -> list[str]:
 
 
 def _proposed_by_shadow(run: Run, failing: FailingStep, pins: Sequence[str]) -> list[OpPlace]:
-    """Return the places of all ops that would overflow, in order of execution.
-
-    If gradients overflow, the step's own loss scale applies. The list is empty if hard-coded dtypes prevent a bfloat16
-    run.
-    """
+    """Return the places of all ops that would overflow, in order of execution; gradients at the step's loss scale if
+    they overflow. The list is empty if hard-coded dtypes prevent a bfloat16 run."""
     scale = failing.scale if failing.made.why == "gradients" else LOWEST_SCALE
     try:
         with weights_of(run.workload.model, failing), run.pinned(pins):

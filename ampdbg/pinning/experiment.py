@@ -27,7 +27,7 @@ FURTHER_BATCHES = 3
 class Experiment:
     """Runs failing steps with pins. A set is healthy if all steps are; a trial ends at the first unhealthy step.
 
-    The ops that fail in any trial are kept by atom, the smallest unit to pin.
+    The ops that fail in any trial are kept by atom: a module's own lines, or a line of the script.
 
     Args:
         run: the workload, with the weights of the first step.
@@ -146,11 +146,8 @@ class Health:
 
 
 Names = Literal["always", "unhealthy", "never"]
-"""When a trial names the failing ops, which takes several times as long as not naming them.
-
-A trial that is expected to pass names them only if it fails. Silent overflows are always searched for. With ``never``,
-the search stops at the first op.
-"""
+"""When a trial names the failing ops, which takes several times as long. A trial that is expected to pass names them
+only if it fails. Silent overflows are always searched for. With ``never``, the search stops at the first op."""
 
 
 def judged(case: PinnedReplays, pins: Sequence[str], names: Names, *, is_silent: bool) -> tuple[Health, Investigation]:
@@ -212,7 +209,7 @@ def _far(made: Investigation) -> tuple[Suspect, ...]:
 
 
 def _guilty(made: Investigation) -> tuple[Suspect, ...]:
-    """Return the ops that fail only in FP16, without masks. After a non-finite loss, gradients say nothing."""
+    """Return the ops that fail only in FP16, except intended masks. After a non-finite loss, gradients are ignored."""
     found = [suspect for suspect in suspects(made) if not suspect.is_constant]
     if not math.isfinite(made.low.loss):
         found = [suspect for suspect in found if suspect.producer.phase == "forward"]

@@ -59,10 +59,8 @@ class Setting:
         )
 
     def _try(self, pins: tuple[str, ...]) -> Trial:
-        """Run a trial, which is expected to pass until a set is healthy, and to fail once pins are dropped.
-
-        With very many pins it does not name the failing ops, since they only describe the dropped pins.
-        """
+        """Run a trial, which should pass until a set is healthy, and fail once pins are dropped. With very many pins it
+        does not name the failing ops, since they only describe the dropped pins."""
         if self.trials.best is None:
             return self.experiment.run(pins, "unhealthy")
         return self.experiment.run(pins, "never" if len(pins) > most_dropped(self.experiment.tree) else "always")

@@ -111,8 +111,7 @@ def in_script(job: CaptureJob, observer: Observer, deliver: Deliver, folder: Pat
 def _outcome(taken: RestoredStep, job: CaptureJob, observer: Observer) -> Suggestion | AmpdbgError:
     """Return the job's result. A signal before any result ends the process.
 
-    Python raises KeyboardInterrupt only in the main thread. If the script trains in another thread, a signal ends the
-    process at once.
+    Only the main thread gets KeyboardInterrupt. If the script trains in another thread, a signal ends the process.
     """
     if threading.current_thread() is threading.main_thread():
         _set_endings(_interrupt_once)

@@ -307,10 +307,7 @@ REPLAYED_STEPS = 2
 
 
 def trained_with_the_patch(job: Job, observer: Observer) -> Trained:
-    """Train with the patch, from a dynamic loss scale that already suits the failing steps.
-
-    Steps that are skipped until a larger scale settles prove nothing.
-    """
+    """Train with the patch, from a loss scale that suits the failing steps, since skipped steps prove nothing."""
     observer.stage(f"{job.train_steps} steps with the patch")
     precision, borne = job.config.precision, job.borne
     scale = precision.loss_scale

@@ -1,4 +1,4 @@
-"""The remedy for a script with half weights: an edit, proven by short runs of the script before and after it."""
+"""The remedy for a script with half weights: an edit, proven by short runs (windows) before and after it."""
 
 from __future__ import annotations
 
@@ -55,10 +55,8 @@ STEPS, LEAST, LONGEST = 60, 20, 120.0
 
 @dataclass(frozen=True)
 class SeenWindow:
-    """The results of a window; ``failure`` is the reason for an early end.
-
-    ``elements`` counts the elements of trained half parameters by kind. ``states`` is the optimizer's states for each.
-    """
+    """The results of a window; ``failure`` is the reason for an early end. ``elements`` counts the elements of trained
+    half parameters by kind, and ``states`` the optimizer's states for each element."""
 
     record: Record
     lines: HalfLines = field(default_factory=HalfLines)
@@ -135,11 +133,8 @@ def _trained(start: Start, patched: Mapping[Path, bytes], most: int, observer: O
 
 
 class Remedy(NamedTuple):
-    """A cure for half weights.
-
-    ``fits`` takes the codes found and the kinds of parameters that lose most of their updates. ``edit`` adds the edits.
-    ``widens`` is true of the kinds that become float32.
-    """
+    """A cure for half weights. ``fits`` takes the codes found and the kinds of parameters that mostly lose updates.
+    ``edit`` adds the edits. ``widens`` is true of the kinds that become float32."""
 
     title: str
     fits: Callable[[frozenset[str], frozenset[str]], bool]
@@ -183,7 +178,7 @@ MEASURES: Mapping[str, Callable[[Updates], str]] = defaultdict(lambda: lambda se
     STUCK: lambda seen: f"second moments {max((one.times for one in seen.stuck), default=1.0):.3g} times apart",
     ACCUMULATION: lambda seen: f"sums {seen.lost_accumulation or 0.0:.0%} apart",
 }
-"""The text that compares the ledger's measurements with float32 masters, by code."""
+"""Texts of the ledger's measurements, compared with float32 masters, by code."""
 
 
 NOTHING = "none lost, as the weights are float32 themselves"

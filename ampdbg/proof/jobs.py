@@ -35,8 +35,7 @@ class StepUse:
     """The cost of one forward and backward pass: the median time in seconds, and bytes.
 
     ``saved_bytes`` is what autograd saves for the backward pass of one micro-batch, without the weights. ``peak_bytes``
-    is the peak of CUDA's allocator, or None on other devices. If CUDA ``is_emulated``, the time says nothing about a
-    GPU.
+    is the peak of CUDA's allocator, or None on other devices. If CUDA ``is_emulated``, the time is a CPU's.
     """
 
     seconds: float
@@ -92,9 +91,9 @@ class Job:
     part of the patch. ``reference`` runs them without it.
 
     ``scales`` has one entry for each failing step, and each step runs ``repeats`` times. ``train_steps`` is the length
-    of the training run. With ``captured``, the failing step is a script's and cannot be trained by a config.
-    ``begins_at`` is the first loss scale of the training run. ``borne`` is the largest scale that suits the failing
-    steps with the patch.
+    of the training run, and ``begins_at`` its first loss scale. With ``captured``, the failing step is a script's and
+    has no training run. ``borne`` is the largest loss scale that suits the failing steps with the patch. ``threads`` is
+    torch's number of threads.
     """
 
     kind: Literal["patched", "dropped", "reference"]
@@ -223,8 +222,7 @@ def _pin_by_file(patched: Patched, run: Run) -> None:
 def overlaid(files: Mapping[Path, bytes]) -> Iterator[set[Path]]:
     """Import these bytes instead of the files' contents, and show their lines in tracebacks and traces.
 
-    This works for imports by path, by name and from packages. It bypasses bytecode caches. Modules imported earlier are
-    unchanged.
+    This covers imports by path, by name and from packages, without bytecode caches. Earlier imports are unchanged.
 
     Args:
         files: the bytes of each file by path, in the file's own encoding.

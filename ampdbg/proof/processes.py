@@ -80,10 +80,8 @@ class FreshProcess:
 
 @contextlib.contextmanager
 def fresh_process(errors: str = "", **how: Any) -> Iterator[FreshProcess]:
-    """Start a process in a new process group, and kill the group on exit.
-
-    Its stderr goes to the file ``errors`` in its folder, if given.
-    """
+    """Start a process in a new group, and kill the group on exit. Its stderr may go to the file ``errors`` in its
+    folder."""
     with temporary_folder() as folder, contextlib.ExitStack() as stack:
         output = stack.enter_context((folder / errors).open("wb")) if errors else None
         child = subprocess.Popen(

@@ -103,10 +103,8 @@ class _Proving:
         return Proof(all(step.passed for step in shown), tuple(shown))
 
     def dropped(self, without: Mapping[str, Patched]) -> Iterator[tuple[str, Seen]]:
-        """Yield the results without each part, the last part first, so that of two equivalent parts the first is kept.
-
-        A patch without the part that changes nothing is the reference, and needs no run.
-        """
+        """Yield the results without each part, last part first, so that of two equivalent parts the first is kept. If
+        the remaining patch changes nothing, the reference run covers it."""
         for title, rest in reversed([*without.items()]):
             if not rest.changes_nothing:
                 self.observer.stage(f"the failing step without {title}")
@@ -127,8 +125,7 @@ class _Proving:
     def training(self, patched: Seen, float32: Trained | None) -> Iterator[ProofStep]:
         """Yield the checks of the training run and its losses, compared with FP32 losses.
 
-        Two FP32 runs are compared only where their distance decides the verdict. ``float32`` is an existing run of all
-        steps.
+        Two FP32 runs are compared only where their distance decides the verdict. ``float32`` is a run of all steps.
         """
         trained = patched.trained
         if self.job.captured is not None:
@@ -280,8 +277,7 @@ def training_run(trained: Trained, nothing_trained: str = "") -> ProofStep:
 def losses_as_in_fp32(trained: Trained, float32: Trained, rounded: Trained | None) -> ProofStep:
     """Return the check that the losses are close to FP32's, compared with the distance of two FP32 runs.
 
-    The two FP32 runs differ by rounding. Losses of skipped steps do not count, since weights are untrained early in a
-    run.
+    The FP32 runs differ by rounding. Losses of skipped steps do not count, since early weights are untrained.
     """
     name = "its losses"
     if float32.failure or not _finite(float32):
