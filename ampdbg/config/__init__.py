@@ -1,1 +1,1 @@
-"""The YAML config: validated, frozen, every mistake reported at once with its line (no torch)."""
+"""The YAML config: validated, frozen, with every mistake and its line reported at once (no torch)."""

@@ -1,4 +1,4 @@
-"""Reads a config file and the ``--set`` options into a Config, or says everything that is wrong with them."""
+"""Loading of a config file and the ``--set`` options into a Config, with a report of all mistakes."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from ampdbg.files import read_file
 from ampdbg.quantities import cut, dotted, shown
 
 LARGEST_FILE = 2**20
-"""Bytes."""
+"""In bytes."""
 
 MOST_MISTAKES = 20
-"""So many mistakes are explained, and the rest counted."""
+"""Up to this many mistakes are explained; the others are only counted."""
 
 LONGEST = 200
-"""Characters of a key, or of what is to be typed, in a message."""
+"""The maximum number of characters of a key or a suggested input in a message."""
 
 LONGEST_TEXT, LONGEST_MESSAGE = 1000, 8000
-"""Characters of what is said of one mistake, whatever the config holds, and of what is said of all."""
+"""The maximum numbers of characters for one mistake and for all mistakes."""
 
-# Options come after every line of the file.
+# Options are sorted after every line of the file.
 _AFTER_THE_FILE = 10**9
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads and checks a config.
+    """Load and check a config.
 
     Args:
         path: the YAML file; targets and the checkpoint are relative to its folder.
-        overrides: ``"dotted.key=value"``, the value being YAML; they replace what the file says.
+        overrides: ``"dotted.key=value"`` with a YAML value; they replace the file's values.
 
     Raises:
-        ConfigError: the message lists every mistake, each with its line or its ``--set`` option.
+        ConfigError: lists every mistake with its line or its ``--set`` option.
     """
     document = _read(path)
     data = {} if document.data is None else document.data
@@ -57,26 +57,26 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def config_of(data: Mapping[str, Any], source: str, folder: Path, overrides: Sequence[str] = ()) -> Config:
-    """Checks a config that is in no YAML file; messages name ``source`` instead of a line.
+    """Check a config that is not in a YAML file. Messages name ``source`` instead of a line.
 
     Args:
-        data: the keys and values of a config file; it is left as it is.
-        source: what the user gave instead of a config, such as ``"--module model.py"``.
-        folder: targets and the checkpoint are relative to it.
+        data: the keys and values of a config file; not modified.
+        source: the user's alternative to a config, such as ``"--module model.py"``.
+        folder: the folder that targets and the checkpoint are relative to.
         overrides: as for :func:`load_config`.
 
     Raises:
-        ConfigError: the message lists every mistake.
+        ConfigError: lists every mistake.
     """
     places: dict[KeyPath, Place] = {keys: Place(0, source) for keys in ((), *((key,) for key in data))}
     return _checked(copy.deepcopy(dict(data)), places, overrides, folder, source, [])
 
 
 def config_of_record(resolved: Mapping[str, Any], source: str, folder: Path, overrides: Sequence[str] = ()) -> Config:
-    """Checks the config of a record again; the arguments are those of :func:`config_of`.
+    """Check the config of a record; the arguments are those of :func:`config_of`.
 
-    A key that holds its default is taken as not given: a record does not distinguish the two, and an optimizer
-    that is given would come before the model's own ``configure_optimizers``.
+    A key with its default value counts as not given, since a record does not distinguish the two. Otherwise its
+    optimizer would take precedence over the model's own ``configure_optimizers``.
     """
     defaults = ConfigFile.model_construct().model_dump(mode="json")
     given = {key: value for key, value in resolved.items() if value != defaults.get(key)}
@@ -91,7 +91,7 @@ def _checked(
     source: str,
     mistakes: list[Mistake],
 ) -> Config:
-    """The config that ``data`` and ``overrides`` make; raises with ``mistakes`` and all that are found here."""
+    """Return the config from ``data`` and ``overrides``, or raise with ``mistakes`` and all further mistakes."""
     for index, override in enumerate(overrides):
         place = Place(_AFTER_THE_FILE + index, f"--set {cut(override, LONGEST)}")
         mistakes += [Mistake(place, "", text) for text in _override(data, override, place, places)]
@@ -108,7 +108,7 @@ def _checked(
 
 
 def _read(path: Path) -> YamlDocument:
-    """The file as YAML: a mapping, or nothing at all."""
+    """Return the file as YAML: a mapping, or an empty document."""
     problem = why_no_file(Path(os.path.abspath(path)), str(path), "*.y*ml")
     if problem:
         raise ConfigError(f"{path}: {problem}")
@@ -130,7 +130,7 @@ def _read(path: Path) -> YamlDocument:
 
 
 def _override(data: dict[Any, Any], override: str, place: Place, places: dict[KeyPath, Place]) -> list[str]:
-    """Puts one ``--set`` into ``data`` and its place into ``places``; returns what is wrong with it."""
+    """Apply one ``--set`` to ``data`` and record its place in ``places``; return its mistakes."""
     key, equals, text = override.partition("=")
     path: KeyPath = tuple(key.strip().split("."))
     if not equals or not all(path):
@@ -158,9 +158,9 @@ def _override(data: dict[Any, Any], override: str, place: Place, places: dict[Ke
 
 
 class Place(NamedTuple):
-    """Where a key was given: ``"config.yaml:3"`` or ``"--set train.steps=9"``; mistakes are sorted by ``order``.
+    """The origin of a key: ``"config.yaml:3"`` or ``"--set train.steps=9"``. Mistakes are sorted by ``order``.
 
-    ``written`` is the key as it is written, where YAML reads no text in it; else "".
+    ``written`` is the key's spelling if YAML does not read it as text, else "".
     """
 
     order: int
@@ -169,23 +169,23 @@ class Place(NamedTuple):
 
 
 def _places(document: YamlDocument, place: Callable[[int], Place]) -> dict[KeyPath, Place]:
-    """The places of the keys of a document, each in the ``place`` of its line."""
+    """Return the places of a document's keys, with ``place`` applied to their lines."""
     found = {path: place(line) for path, line in document.lines.items()}
     for path, key in document.written.items():
         found.setdefault(path, found[(*path[:-1], key)]._replace(written=key or "null"))
     return found
 
 
-# Other names of the formats, too far from the config's for difflib.
+# Format names that difflib does not match to the config's names.
 _SAID_AS = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "float": "float32"}
 
-# What pydantic adds to a location: which kind of a union was tried, and that a key is meant, not its value.
+# Parts that pydantic adds to a location: the tried kind of a union, or a marker for keys.
 _MARKERS = ("<mapping>", "<number>", "<path>", "[key]")
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """One mistake; ``key`` is dotted, and empty where the mistake lies in no key."""
+    """A mistake; ``key`` is dotted, or empty if the mistake is not in a key."""
 
     place: Place
     key: str
@@ -197,7 +197,7 @@ class Mistake:
 
 
 def in_one_message(mistakes: Iterable[Mistake], source: str) -> str:
-    """The message of a ConfigError: the mistake itself, or a list of them in the file's order."""
+    """Return the message of a ConfigError: the only mistake, or a list in the order of the file."""
     ordered = sorted(mistakes, key=lambda mistake: mistake.place.order)
     if len(ordered) == 1:
         return str(ordered[0])
@@ -209,12 +209,12 @@ def in_one_message(mistakes: Iterable[Mistake], source: str) -> str:
 
 
 def explain(error: ValidationError, places: Mapping[KeyPath, Place]) -> list[Mistake]:
-    """pydantic's errors as mistakes."""
+    """Convert pydantic's errors to mistakes."""
     items: list[Any] = error.errors(include_url=False)
     paths = [tuple(part for part in item["loc"] if part not in _MARKERS) for item in items]
     ordered = sorted(zip(paths, items, strict=True), key=lambda pair: place_of(pair[0], places).order)
     return [
-        # Names that are near take a while to find.
+        # Only explained mistakes search similar names, which is slow.
         Mistake(
             place,
             dotted((*path[:-1], place.written) if place.written else path),
@@ -226,7 +226,7 @@ def explain(error: ValidationError, places: Mapping[KeyPath, Place]) -> list[Mis
 
 
 def place_of(path: KeyPath, places: Mapping[KeyPath, Place]) -> Place:
-    """Where ``path`` was given, or the nearest key above it that was."""
+    """Return the place of ``path``, or of its nearest parent with a place."""
     while path not in places:
         as_written = (*path[:-1], str(path[-1]))  # a key that YAML reads as a number
         if as_written in places:
@@ -248,7 +248,7 @@ def _explanation(path: KeyPath, item: Mapping[str, Any], place: Place) -> str:
     if kind == "value_error":
         return str(item["ctx"]["error"])
     if kind == "invalid_key" or item["loc"][-1] == "[key]":
-        # YAML 1.1 reads on, off, yes and no as booleans, and dates and numbers as such.
+        # YAML 1.1 reads on, off, yes and no as booleans, and also dates and numbers.
         return (
             f"got {place.written or shown(path[-1])} as a key; allowed: names that are strings (quote it if it is one)"
         )
@@ -264,7 +264,7 @@ def _explanation(path: KeyPath, item: Mapping[str, Any], place: Place) -> str:
 
 
 def _in_schema(path: KeyPath) -> tuple[type[BaseModel], FieldInfo | None]:
-    """The section that has or would have the key, and the key's field; that of the sequence or mapping it is in."""
+    """Return the section of a key and the key's field, or the field of the enclosing sequence or mapping."""
     owner: type[BaseModel] = ConfigFile
     field: FieldInfo | None = None
     for depth, part in enumerate(path):
@@ -277,7 +277,7 @@ def _in_schema(path: KeyPath) -> tuple[type[BaseModel], FieldInfo | None]:
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
-    """The section class in an annotation such as ``TargetSpec | None``."""
+    """Return the section class in an annotation such as ``TargetSpec | None``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((found for part in typing.get_args(annotation) if (found := _section(part))), None)

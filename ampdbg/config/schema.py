@@ -1,6 +1,6 @@
 """The keys of the YAML config: their types, defaults and limits.
 
-A field's ``title`` says what it means, its ``description`` what is allowed there: the error message's words.
+A field's ``title`` is its meaning. Its ``description`` names the allowed values, and error messages quote it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from ampdbg.levels import CHOICES, LEVELS, lowest_format
 from ampdbg.quantities import quoted
 
 DEVICE = "^(auto|cpu|cuda(:[0-9]{1,2}|:1[01][0-9]|:12[0-7])?)$"
-"""torch keeps the index of a device in eight bits."""
+"""torch stores a device index in eight bits."""
 
 
 def _not_boolean(value: object) -> object:
-    """Python counts booleans as numbers; in a config they are a slip."""
+    """Reject booleans, which Python treats as numbers but which are mistakes in a config."""
     if isinstance(value, bool):
         raise PydanticCustomError("boolean", "a boolean")
     return value
@@ -48,7 +48,7 @@ def _not_text(value: object) -> object:
 
 
 def _empty_section(value: object) -> object:
-    """A key with everything below it commented out means the defaults."""
+    """Treat a key with an empty body as the defaults, since everything below it may be commented out."""
     return {} if value is None else value
 
 
@@ -77,13 +77,12 @@ def _one_or_several(value: object) -> object:
 
 
 class _Also:
-    """For the JSON schema: what a check of ours takes beside the type itself, such as nothing below a key."""
+    """Adds alternatives that ampdbg's validators accept to the JSON schema of a type, such as null."""
 
     def __init__(self, *others: dict[str, Any]) -> None:
         self._others = others
 
     def __get_pydantic_json_schema__(self, core: Any, handler: Any) -> dict[str, Any]:
-        """The type's own schema, or one of the others."""
         shown = handler(core)
         about = {key: shown.pop(key) for key in ("title", "description", "default") if key in shown}
         return {"anyOf": [shown, *self._others], **about}
@@ -98,7 +97,7 @@ PositiveInteger = Annotated[
 ]
 Scale = Annotated[
     Number,
-    # GradScaler keeps the scale in float32.
+    # GradScaler stores the scale in float32.
     Field(ge=FLOAT32.smallest_normal, le=FLOAT32.largest, description="a positive number that float32 can hold"),
 ]
 SAVED = "the path of a .pt or .safetensors file, relative to the config"
@@ -118,7 +117,7 @@ class _Section(BaseModel):
 
 
 class TargetSpec(_Section):
-    """Something of the user's: where it is defined, and the keyword arguments it is called with."""
+    """An object of the user's code: where it is defined, and the keyword arguments it is called with."""
 
     target: TargetText
     args: Annotated[
@@ -130,7 +129,7 @@ class TargetSpec(_Section):
 
 
 class OptimizerSpec(TargetSpec):
-    """``groups``: one parameter group for each parameter, for each module, or a single one."""
+    """The optimizer; ``groups`` makes a parameter group of each parameter, each module, or the whole model."""
 
     target: TargetText = "torch.optim:AdamW"
     groups: Annotated[
@@ -143,7 +142,7 @@ class OptimizerSpec(TargetSpec):
 
 
 class CheckpointFiles(_Section):
-    """What a training script has saved, by what it is of: each file is that part, or has it under a usual name."""
+    """Files that a training script saved. Each file is the named part, or has it under a usual name."""
 
     model: Annotated[SavedFile | None, Field(description=SAVED)] = None
     optimizer: SavedFiles = None
@@ -152,7 +151,7 @@ class CheckpointFiles(_Section):
 
 
 class LossScale(_Section):
-    """A dynamic loss scale, with GradScaler's parameters and defaults, and the bounds of Apex's."""
+    """A dynamic loss scale, with GradScaler's parameters and defaults, and Apex's bounds."""
 
     init: Annotated[Scale, Field(title="the initial scale")] = 65536.0
     growth_factor: Annotated[
@@ -189,7 +188,7 @@ class LossScale(_Section):
 
 
 class Precision(_Section):
-    """Which dtype each op gets, and how the loss is scaled (a number is a static scale)."""
+    """The dtype of each op, and the scaling of the loss (a number is a static scale)."""
 
     dtype: Annotated[
         Literal["float16", "bfloat16", "float32"],
@@ -231,7 +230,7 @@ class Precision(_Section):
     @model_validator(mode="before")
     @classmethod
     def _loss_scale_of_level(cls, given: Any) -> Any:
-        """What the config does not say of the loss scale is the level's default."""
+        """Fill in the level's defaults for the loss scale."""
         level = LEVELS.get(str(given.get("level", "O1"))) if isinstance(given, Mapping) else None
         if level is None:
             return given
@@ -290,7 +289,7 @@ class Train(_Section):
 
 
 class ConfigFile(_Section):
-    """The whole file."""
+    """The contents of a config file."""
 
     model: Annotated[
         TargetSpec,
@@ -335,12 +334,12 @@ class ConfigFile(_Section):
 
 
 class Config(ConfigFile):
-    """A valid config, and where it came from.
+    """A valid config and its origin.
 
-    ``folder`` is the config's folder, what ``FILE.py`` targets and ``checkpoint`` are relative to. ``start`` is the
-    working folder when the config was read. Both are absolute, since the user's code may change the working folder.
-    ``continues_scale`` says whether a loss scale continues from the checkpoint's, or begins with the config's own.
-    ``places`` says where each key was given: ``"config.yaml:3"`` or ``"--set train.steps=9"``.
+    ``FILE.py`` targets and ``checkpoint`` are relative to ``folder``, the config's folder. ``start`` is the working
+    folder at load time. Both are absolute, since user code may change the working folder. ``continues_scale`` is true
+    if the checkpoint's loss scale replaces the config's. ``places`` has the origin of each key: ``"config.yaml:3"`` or
+    ``"--set train.steps=9"``.
     """
 
     folder: Path
@@ -349,40 +348,40 @@ class Config(ConfigFile):
     continues_scale: bool = True
 
     def where(self, key: str) -> str:
-        """``"config.yaml:3: model.target"``: how a message names a key, by its own line or the one of its section."""
+        """Return a key's name for messages, ``"config.yaml:3: model.target"``, with its own line or its section's."""
         above = key
         while above and above not in self.places:
             above = above.rpartition(".")[0]
         return f"{self.places[above]}: {key}" if above else key
 
     def targets(self) -> dict[str, TargetSpec]:
-        """What it names, by key."""
+        """Return the config's targets by key."""
         values = {key: getattr(self, key) for key in ConfigFile.model_fields}
         return {key: value for key, value in values.items() if isinstance(value, TargetSpec)}
 
     def target_files(self) -> tuple[Path, ...]:
-        """The files of its targets, each once."""
+        """Return the files of the targets, without duplicates."""
         targets = (parse_target(spec.target) for spec in self.targets().values())
         return tuple(dict.fromkeys(target.path(self.folder) for target in targets if target.file))
 
     def resolved(self) -> dict[str, Any]:
-        """All keys with defaults filled in, as plain data; paths stay as they were written."""
+        """Return all keys, including defaults, as plain data. Paths stay as written."""
         return self.model_dump(mode="json", exclude={"folder", "start", "places", "continues_scale"})
 
     def folder_from_start(self) -> str:
-        """The config's folder as a record names it: relative to where the run was started, with forward slashes."""
+        """Return the config's folder for a record: relative to the start folder, with forward slashes."""
         try:
             return Path(os.path.relpath(self.folder, self.start)).as_posix()
-        except ValueError:  # another drive, on Windows
+        except ValueError:  # another drive on Windows
             return self.folder.as_posix()
 
 
 THE_SCRIPT = "the_script"
-"""The target of a model that a script creates itself."""
+"""The target name of a model that a script creates itself."""
 
 
 def config_of_script(precision: Precision, clip_grad_norm: float | None = None) -> Config:
-    """The config of a script's step: the script itself makes what the targets would name."""
+    """Return the config of a script's step, in which the script itself creates the targets."""
     script = TargetSpec(target=f"__main__:{THE_SCRIPT}")
     train = Train(clip_grad_norm=clip_grad_norm)
     return Config(model=script, data=script, precision=precision, train=train, folder=Path.cwd(), start=Path.cwd())
@@ -391,18 +390,18 @@ def config_of_script(precision: Precision, clip_grad_norm: float | None = None) 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 LIMITS = {"ge": "minimum", "le": "maximum", "gt": "exclusiveMinimum", "lt": "exclusiveMaximum"}
-"""How JSON schema spells a limit that pydantic leaves as it is where a check of ours comes before it."""
+"""JSON schema's names of limits, for fields where a validator runs before pydantic's own checks."""
 
 
 def json_schema() -> dict[str, Any]:
-    """The keys, their types, limits and defaults; each ``description`` says what is allowed."""
+    """Return the JSON schema: keys, types, limits and defaults. Each ``description`` names the allowed values."""
     schema: dict[str, Any] = _spelled(ConfigFile.model_json_schema())
     about = "The config of ampdbg, the precision debugger for PyTorch mixed-precision training."
     return {"$schema": DIALECT, **schema, "title": "ampdbg", "description": about}
 
 
 def _spelled(value: Any, *, is_names: bool = False) -> Any:
-    """Without the titles that only repeat a key, and with limits as the standard spells them."""
+    """Return the schema without titles that only repeat a key, and with standard names of limits."""
     if isinstance(value, Mapping):
         return {
             key if is_names else LIMITS.get(key, key): _spelled(

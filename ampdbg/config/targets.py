@@ -1,4 +1,4 @@
-"""Targets as written in the config: their syntax, and whether they can be there, without importing anything."""
+"""Targets as written in the config: their syntax, and checks for their existence without imports."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ampdbg.quantities import listed, quoted
 from ampdbg.syntax_tree import UNPARSABLE, syntax_tree
 
 LONGEST_NAME = 255
-"""Of a file, on every system in use."""
+"""The maximum length of a file name on all common systems."""
 
 TARGET_FORMS = "FILE.py:NAME (relative to the config) or package.module:NAME"
 
 
 @dataclass(frozen=True)
 class Target:
-    """``FILE.py:NAME`` has a ``file``, ``package.module:NAME`` a ``module``; ``name`` may be dotted."""
+    """A target: ``FILE.py:NAME`` has a ``file``, ``package.module:NAME`` a ``module``; ``name`` may be dotted."""
 
     text: str
     file: str
@@ -31,17 +31,17 @@ class Target:
     name: str
 
     def path(self, folder: Path) -> Path:
-        """The absolute path of the file, for a config in ``folder``."""
+        """Return the absolute path of the file for a config in ``folder``."""
         return Path(os.path.abspath(folder / self.file))
 
 
 def parse_target(text: str) -> Target:
-    """Splits a target.
+    """Parse a target.
 
     Raises:
-        ValueError: it is written in neither form; the message says what is allowed.
+        ValueError: the text has neither form; the message names the allowed forms.
     """
-    # From the right, for the sake of "C:\\model.py:build".
+    # Split from the right because of "C:\\model.py:build".
     place, colon, name = text.strip().rpartition(":")
     if not colon or not place or text.strip().endswith(".py"):
         raise ValueError(f"got {quoted(text)}; allowed: {TARGET_FORMS}{_without_colon(text.strip())}")
@@ -55,7 +55,7 @@ def parse_target(text: str) -> Target:
 
 
 def did_you_mean(given: str, allowed: Iterable[str]) -> str:
-    """``" Did you mean 'steps'?"``, or nothing when no allowed word is close."""
+    """Return ``" Did you mean 'steps'?"``, or "" if no allowed word is similar."""
     words = list(allowed)
     by_folded = {word.casefold(): word for word in words}
     folded = get_close_matches(given.casefold(), by_folded, n=1)
@@ -64,7 +64,7 @@ def did_you_mean(given: str, allowed: Iterable[str]) -> str:
 
 
 def why_absent(target: Target, folder: Path) -> str | None:
-    """Why the target cannot be there, as far as shows without running code; None when it can."""
+    """Return the reason why the target cannot exist, as far as visible without running code, or None."""
     if target.file:
         return _why_absent_from_file(target, target.path(folder))
     package = target.module.partition(".")[0]
@@ -77,12 +77,12 @@ def why_absent(target: Target, folder: Path) -> str | None:
 
 
 def why_no_file(path: Path, written: str, pattern: str) -> str | None:
-    """Why ``path`` is no file that can be read, with the files of the same kind beside it; None when it is one."""
+    """Return the reason why ``path`` is not a readable file, with similar files in its folder, or None."""
     if max(map(len, path.parts)) > LONGEST_NAME:
         return f"got {quoted(written)}, a name of more than {LONGEST_NAME} characters"
     if os.path.isdir(path.parent) and not os.access(path.parent, os.X_OK):
         return f"got {quoted(written)}, but the folder {path.parent} may not be entered"
-    # Path's own methods raise where a name is too long for the system.
+    # os.path is used because Path's methods raise if a name is too long for the system.
     if os.path.isfile(path):
         return None
     if os.path.isdir(path):
@@ -96,7 +96,7 @@ def why_no_file(path: Path, written: str, pattern: str) -> str | None:
 
 
 def _files_in(folder: Path, missing: str, pattern: str) -> str:
-    """The file that was probably meant, by its stem (all end alike), or all that there are."""
+    """Return a hint with the most similar file by stem, or with all files of the kind."""
     beside = sorted(item.name for item in folder.glob(pattern) if item.is_file())
     by_stem = {Path(name).stem: name for name in beside}
     close = get_close_matches(Path(missing).stem, by_stem, n=1)
@@ -128,10 +128,9 @@ def _why_absent_from_file(target: Target, path: Path) -> str | None:
 
 
 def defined_names(path: Path) -> list[str] | None:
-    """The names at the top level of a Python file, definitions before imports.
+    """Return the names defined at the top level of a Python file, definitions before imports.
 
-    None when that does not show without running it: it does not parse (importing it will say why), imports
-    ``*``, or writes its namespace by ``globals()`` or ``exec``.
+    Return None if that requires running it: it does not parse, imports ``*``, or uses ``globals()`` or ``exec``.
     """
     try:
         source = importlib.util.decode_source(path.read_bytes())

@@ -1,7 +1,7 @@
 """A YAML document with the line of every key.
 
-The values are those of ``yaml.safe_load`` with one exception: a plain ``3e-4`` is the number that YAML 1.2
-and everyone who writes it mean, where PyYAML (YAML 1.1) reads a string. Quote it to have a string.
+The values are those of ``yaml.safe_load``, except that a plain ``3e-4`` is a number, as in YAML 1.2. PyYAML (YAML 1.1)
+reads it as a string. Quote it to get a string.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 import yaml
 
 MOST_VALUES = 100_000
-"""So many values a config may hold, with those that its aliases repeat: aliases of aliases may be billions."""
+"""The maximum number of values with repetitions by aliases. Nested aliases may expand to billions."""
 
 DEEPEST = 100
-"""So many lists and mappings may stand in one another."""
+"""The maximum nesting depth of lists and mappings."""
 
 KeyPath = tuple[object, ...]
 
@@ -25,7 +25,7 @@ _FLOAT_TAG = "tag:yaml.org,2002:float"
 _NO_TEXT = frozenset(f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "timestamp", "binary"))
 _EXPONENT_FLOAT = re.compile(r"^[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
 
-# What PyYAML says, and what the person who typed it needs to hear.
+# Parts of PyYAML's messages, each with an explanation for the author of the file.
 _EXPLANATIONS = (
     ("character '\\t'", "a tab where YAML wants spaces; indent with spaces"),
     ("mapping values are not allowed", "a ':' where no key is possible; check the indentation, or quote the value"),
@@ -43,7 +43,7 @@ _EXPLANATIONS = (
 
 
 class YamlError(Exception):
-    """The text is no YAML that can be read; ``line`` counts from 1."""
+    """The text is not readable YAML; ``line`` counts from 1."""
 
     def __init__(self, line: int, text: str) -> None:
         super().__init__(text)
@@ -53,10 +53,10 @@ class YamlError(Exception):
 
 @dataclass(frozen=True)
 class YamlDocument:
-    """Plain data, the line of every key path (the root's path is ``()``) and the keys given twice.
+    """Plain data, the line of every key path (``()`` for the root) and the keys given twice.
 
-    ``lines`` has the keys as they are written. ``written`` has those that YAML reads as no text: by their paths with
-    what pydantic calls such a key in the last place, ``"None"`` for ``null``, they as they are written.
+    ``lines`` has keys as written. ``written`` has the spelling of keys that YAML does not read as text. Its paths end
+    with pydantic's name of the key, such as ``"None"`` for ``null``.
     """
 
     data: Any
@@ -66,9 +66,9 @@ class YamlDocument:
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that also knows YAML 1.2's floats, and says in which line a value is that it cannot make.
+    """SafeLoader with YAML 1.2 floats, and with line numbers for values that it cannot construct.
 
-    It stops at the first value that is too many or too deep: PyYAML takes most of a minute for a megabyte of them.
+    It stops at the first value beyond a limit. PyYAML takes most of a minute for a megabyte of such values.
     """
 
     def __init__(self, text: str) -> None:
@@ -91,10 +91,10 @@ class _Loader(yaml.SafeLoader):
         try:
             made = super().construct_object(node, deep)
             if isinstance(made, int):
-                str(made)  # what stands in base 16 or 60 may be longer than Python writes
+                str(made)  # raises if a number in base 16 or 60 has more digits than Python prints
             return made
         except (ValueError, LookupError, AttributeError, TypeError, OverflowError) as error:
-            # SafeLoader looks `!!bool x` up in a table, and takes the match of `!!timestamp x` for granted.
+            # SafeLoader raises KeyError for `!!bool x` and AttributeError for `!!timestamp x`.
             given = str(node.value) if len(str(node.value)) <= 40 else f"{len(str(node.value))} characters"
             kind = node.tag.rpartition(":")[2]
             problem = f"a value that its YAML type {kind} does not allow ({given})"
@@ -102,7 +102,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _text(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> str:
-    r"""A string; JSON's ``"\ud83d\ude00"`` is one character, of which half is none that could be written again."""
+    r"""Return a string, with JSON's surrogate pairs (``"\ud83d\ude00"``) joined. Half a pair cannot be encoded."""
     try:
         return str(node.value).encode("utf-16", "surrogatepass").decode("utf-16")
     except UnicodeDecodeError:
@@ -114,10 +114,10 @@ _Loader.add_implicit_resolver(_FLOAT_TAG, _EXPONENT_FLOAT, list("-+.0123456789")
 
 
 def read_yaml(text: str) -> YamlDocument:
-    """Reads one YAML document; an empty one has the data None.
+    """Read one YAML document. The data of an empty document is None.
 
     Raises:
-        YamlError: the text is not YAML, or holds an alias that contains itself or stands for too much.
+        YamlError: the text is not YAML, or has an alias that contains itself or expands to too many values.
     """
     try:
         loader = _Loader(text)
@@ -125,7 +125,7 @@ def read_yaml(text: str) -> YamlDocument:
         if node is None:
             return YamlDocument(None, {(): 1}, ())
         _check_size(node, [], {})
-        keys = list(_keys(node))  # before construction, which puts merged keys beside those that replace them
+        keys = list(_keys(node))  # before construction, which merges keys into the nodes
         written = dict(_written(loader, node))
         data = loader.construct_document(node)
     except yaml.YAMLError as error:
@@ -137,10 +137,10 @@ def read_yaml(text: str) -> YamlDocument:
 
 
 def _check_size(node: yaml.Node, above: list[yaml.Node], sizes: dict[int, int]) -> int:
-    """How many values a node holds, those of its aliases and merges each time; kept in ``sizes``.
+    """Return the number of values in a node, counting each use of an alias or merge; cached in ``sizes``.
 
     Raises:
-        YamlError: they are more than ``MOST_VALUES``, or an alias contains itself.
+        YamlError: there are more than ``MOST_VALUES``, or an alias contains itself.
     """
     if node in above:
         raise YamlError(_line(node), "an alias that contains itself")
@@ -158,7 +158,7 @@ def _too_many(line: int) -> YamlError:
 
 
 def _keys(node: yaml.Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, int, int | None]]:
-    """Each key and item below a node: its path, its line, and the line in which its mapping gave the key before."""
+    """Yield each key and item below a node: its path, its line, and the line of an earlier duplicate."""
     first: dict[tuple[str, str], int] = {}
     for key, value, here in _children(node, path):
         line = _line(key or value)
@@ -177,7 +177,7 @@ def _written(loader: yaml.SafeLoader, node: yaml.Node, path: KeyPath = ()) -> It
 
 
 def _children(node: yaml.Node, path: KeyPath) -> Iterator[tuple[yaml.ScalarNode | None, yaml.Node, KeyPath]]:
-    """The key (None in a sequence), value and path of everything directly in ``node``."""
+    """Yield the key (None in a sequence), value and path of each direct child of ``node``."""
     if isinstance(node, yaml.SequenceNode):
         yield from ((None, item, (*path, index)) for index, item in enumerate(node.value))
     elif isinstance(node, yaml.MappingNode):

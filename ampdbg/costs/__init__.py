@@ -1,1 +1,1 @@
-"""What a step costs: the memory that it holds, its FLOPs, its time; and the levels of precision side by side."""
+"""The cost of a step: memory, FLOPs and time, and a comparison of the precision levels."""

@@ -1,4 +1,4 @@
-"""The levels of precision side by side: each trains the same workload from the same start, and is measured."""
+"""A comparison of the precision levels: each trains the same workload from the same start and is measured."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from ampdbg.training.loop import batches_of_steps, train_prepared, update_weight
 from ampdbg.workload.batches import tensor_leaves
 
 REPLAYS = 1
-"""So many unhealthy steps of each kind are replayed: one shows whether the level trains."""
+"""This many unhealthy steps of each kind are replayed. One is enough to show if the level trains."""
 
 WARM_UP, TIMED = 3, 10
-"""Steps on a GPU; the median of the timed ones is the time of one."""
+"""Steps on a GPU. The step time is the median of the timed steps."""
 
 FUSED = "a GPU's fused kernels may keep less than the CPU's: dropout keeps a mask of one byte per element"
 
@@ -39,24 +39,24 @@ SKIPPED = "to compare losses, ampdbg also trained FP32 without the updates that 
 
 
 def compare(config: Config, pins: tuple[str, ...], memory: int | None, observer: Observer) -> Record:
-    """Trains ``train.steps`` steps at each level and measures what one of them takes.
+    """Train ``train.steps`` steps at each level and measure the cost of one step.
 
     Args:
-        pins: names that run in FP32 beside the config's own.
-        memory: bytes; how large a batch fits into them is found too.
-        observer: sees each level begin, and its steps.
+        pins: names to run in FP32 in addition to the config's pins.
+        memory: a memory budget in bytes; if given, also find the largest batch that fits.
+        observer: sees the start of each level and its steps.
 
     Returns:
-        A record with ``costs``. An interrupt leaves out what had not ended.
+        A record with ``costs``. After an interrupt, it omits unfinished levels.
 
     Raises:
-        WorkloadError, UserCodeError: none of the levels could be run; the error is the first one's.
+        WorkloadError, UserCodeError: no level could run; the error is the first level's.
     """
     started, interrupted, made = time.monotonic(), False, _Comparison(memory, observer)
     try:
         for name, at in levels_of(config, (*config.precision.pins, *pins)):
             made.run(name, at)
-            gc.collect()  # a GPU's memory is to be the next level's own
+            gc.collect()  # frees a GPU's memory for the next level
         made.against_fp32(config)
     except KeyboardInterrupt:
         interrupted = True
@@ -78,7 +78,7 @@ def compare(config: Config, pins: tuple[str, ...], memory: int | None, observer:
 
 
 def levels_of(config: Config, pins: tuple[str, ...]) -> Iterator[tuple[str, Config]]:
-    """The levels by name, each as the config that is run; O1 with pins only where there are any."""
+    """Yield the levels' names and configs; O1 with pins only if there are any."""
     yield "FP32", _at(config, "O0")
     yield "O1", _at(config, "O1")
     if pins:
@@ -89,7 +89,7 @@ def levels_of(config: Config, pins: tuple[str, ...]) -> Iterator[tuple[str, Conf
 
 
 def _at(config: Config, level: str, dtype: str = "float16", pins: tuple[str, ...] = ()) -> Config:
-    """The config as ``--set precision.level`` makes it: what it says itself of the loss scale holds at each level."""
+    """Return the config at a level, as ``--set precision.level`` would; its own loss scale settings are kept."""
     own, scale = config.precision, config.precision.loss_scale
     given: dict[str, Any] = {"level": level, "dtype": dtype, "policy": own.policy, "pins": pins}
     if scale != Precision.model_validate({"level": own.level}).loss_scale:
@@ -100,7 +100,7 @@ def _at(config: Config, level: str, dtype: str = "float16", pins: tuple[str, ...
 
 
 class _Comparison:
-    """The levels that have been run, and what there is to say beside them; each has a workload of its own."""
+    """The results of the levels so far, with notes; each level prepares its own workload."""
 
     def __init__(self, budget: int | None, observer: Observer) -> None:
         self._budget = budget
@@ -113,7 +113,7 @@ class _Comparison:
         self.batch: int | None = None
 
     def run(self, name: str, config: Config) -> None:
-        """Trains it as ``ampdbg scan`` does and measures a step of it; an error of the user's ends this level alone."""
+        """Train a level as ``ampdbg scan`` does and measure a step. An error in user code ends this level only."""
         self._observer.level(name)
         precision, losses = config.precision, Losses(self._observer)
         cost = LevelCost(name, precision.level, precision.format.name, precision.pins)
@@ -128,13 +128,13 @@ class _Comparison:
             self.records.append(record)
         except AmpdbgError as error:
             cost = replace(cost, error=_in_a_line(str(error)))
-            error.__cause__ = error.__context__ = None  # their frames would keep this level's model alive
+            error.__cause__ = error.__context__ = None  # frames would keep this level's model alive
             self.failures.append(error.with_traceback(None))
         self.levels.append(cost)
         self._losses[name] = losses
 
     def _with_use(self, cost: LevelCost, run: Run) -> LevelCost:
-        """With what a step takes; nothing else is to be run after it."""
+        """Return the cost with a step's measurements. The run must not be used afterward."""
         try:
             batch = next(batches_of_steps(run))[0]
             seconds, peak = _timed(run) if run.device.type == "cuda" else (None, None)
@@ -153,7 +153,7 @@ class _Comparison:
         return cost
 
     def against_fp32(self, config: Config) -> None:
-        """Adds how far the losses are from FP32's, and FP32 from itself when it begins with rounded weights."""
+        """Add the distance of each level's losses from FP32's, and of FP32 from itself with rounded initial weights."""
         if not self.levels[0].trains:
             return
         noises: dict[str, float | None] = {}
@@ -176,7 +176,7 @@ class _Comparison:
     def _fp32(
         self, how: str, config: Config, withheld: Sequence[int] = (), *, is_rounded: bool = False
     ) -> Sequence[float] | None:
-        """FP32's losses in another run; None where it raises."""
+        """Return FP32's losses in another run, or None if it raises."""
         self._observer.stage(f"FP32 {how}")
         with contextlib.suppress(AmpdbgError):
             return fp32_losses(config, withheld=withheld, is_rounded=is_rounded)
@@ -205,7 +205,7 @@ def _pass(run: Run, batch: Any) -> PassUse:
 
 
 def _memory(run: Run, use: PassUse) -> StepMemory:
-    """Takes one more step, on gradients of 0: of an optimizer whose steps were all skipped there is no state yet."""
+    """Return a step's memory. It takes a step on zero gradients, since skipped steps create no optimizer state."""
     model, optimizers = run.workload.model, run.workload.optimizers
     gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
     size = bytes_of(gradients)
@@ -223,7 +223,7 @@ def _memory(run: Run, use: PassUse) -> StepMemory:
 
 
 def _timed(run: Run) -> tuple[float, int]:
-    """The median seconds of a GPU's step, and the peak of its memory; an emulated step's would say nothing of one."""
+    """Return the median seconds of a step on a GPU and its peak memory. An emulated step has neither."""
     scaler, every, seconds = run.scaler(), batches_of_steps(run), []
     for number, batches in zip(range(WARM_UP + TIMED), every, strict=False):
         if number == WARM_UP:
@@ -238,22 +238,22 @@ def _timed(run: Run) -> tuple[float, int]:
     return statistics.median(seconds[WARM_UP:]), torch.cuda.max_memory_allocated(run.device)
 
 
-# How large a batch fits: the batch of a config is doubled, and what a pass keeps is counted again
+# The largest batch: the config's batch is doubled, and its saved bytes are measured again
 
 
 MOST_TIMES = 16
-"""Where memory does not grow in proportion, no larger batch is tried."""
+"""The largest multiple to measure if memory does not grow in proportion."""
 
 MOST_DOUBLINGS = 20
 
 IN_PROPORTION = 0.01
-"""Two doublings whose growth agrees within this share are taken to continue so."""
+"""Two doublings with growth within this relative tolerance are extrapolated."""
 
 
 def shared_dimension(batch: Any) -> tuple[int, int] | None:
-    """The first dimension in which all tensors of a batch are of one size, and that size; None where there is none."""
+    """Return the first dimension with one size in all tensors of a batch, and that size, or None."""
     leaves = [leaf for _, leaf in tensor_leaves(batch)]
-    if any(leaf.is_nested for leaf in leaves):  # their sizes are several
+    if any(leaf.is_nested for leaf in leaves):  # nested tensors have several sizes
         return None
     shapes = [leaf.shape for leaf in leaves if leaf.ndim]
     sizes = [set(each) for each in zip(*shapes, strict=False)]
@@ -261,18 +261,18 @@ def shared_dimension(batch: Any) -> tuple[int, int] | None:
 
 
 def enlarged(batch: Any, times: int, dimension: int) -> Any:
-    """The batch so many times over along the dimension; numbers stay as they are."""
+    """Return the batch repeated along the dimension. Scalars are unchanged."""
     return altered_batch(batch, lambda leaf: torch.cat([leaf] * times, dimension) if leaf.ndim else leaf)
 
 
 def largest_batch(batch: Any, room: int, activations: int, activations_of: Callable[[Any], int]) -> BatchFit:
-    """How many times the batch fits, by doubling: measured until it grows in proportion, and reckoned from there on.
+    """Find how many times the batch fits by doubling: measure until growth is proportional, then extrapolate.
 
     Args:
         batch: a batch of the config.
-        room: bytes that its activations may take.
-        activations: bytes that those of the batch itself take.
-        activations_of: those of another batch.
+        room: the bytes available for activations.
+        activations: the bytes of the batch's own activations.
+        activations_of: returns the activation bytes of another batch.
     """
     shared, measured = shared_dimension(batch), [activations]
     while measured[-1] <= room:
@@ -289,7 +289,7 @@ def largest_batch(batch: Any, room: int, activations: int, activations_of: Calla
             )
         try:
             larger = enlarged(batch, 2 * times, shared[0])
-        except Exception as error:  # noqa: BLE001 - a tensor's class, or a device's allocator
+        except Exception as error:  # noqa: BLE001 - raised by a tensor subclass or an allocator
             return BatchFit(times, tuple(measured), why=f"torch cannot double the batch: {first_line(error)}")
         try:
             measured.append(activations_of(larger))

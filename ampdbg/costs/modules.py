@@ -1,4 +1,4 @@
-"""What each module's own lines cost in a step: the share of its FLOPs and of its half activations."""
+"""The cost of each module's own lines in a step: shares of the step's FLOPs and half activations."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from ampdbg.replay.snapshot import FailingStep, Snapshot, rewound
 
 @dataclass(frozen=True)
 class StepCosts:
-    """What each module's own lines cost in the forward pass: FLOPs, and bytes of half activations."""
+    """The FLOPs and the bytes of half activations of each module's own lines in the forward pass."""
 
     flops: Mapping[str, int]
     activation_bytes: Mapping[str, int]
 
     def of(self, atoms: Iterable[str]) -> PinCost:
-        """The share that these have: leaf modules, and other modules' own lines (``NAME:own``)."""
+        """Return the share of these atoms: leaf modules, and other modules' own lines (``NAME:own``)."""
         chosen = {atom.removesuffix(OWN) for atom in atoms}
         size = sum(self.activation_bytes.get(name, 0) for name in chosen)
         flops = sum(self.flops.get(name, 0) for name in chosen)
@@ -37,7 +37,7 @@ class StepCosts:
 
 
 def step_costs(run: Run, failing: FailingStep) -> StepCosts:
-    """Runs the forward pass of the step twice more: with FLOPs counted, and with a look at what is half."""
+    """Run the step's forward pass twice more, to measure half outputs and to count FLOPs."""
     model, snapshot = run.workload.model, failing.snapshot
     with rewound(model, snapshot), placed(model, _HalfOutputs) as outputs, contextlib.suppress(AmpdbgError):
         _run_forward(run, snapshot)
@@ -45,7 +45,7 @@ def step_costs(run: Run, failing: FailingStep) -> StepCosts:
 
 
 class _HalfOutputs(PlacedOps):
-    """Adds up the bytes that the ops of each module give in half."""
+    """Sums the bytes of half outputs of each module's ops."""
 
     def __init__(self, model: torch.nn.Module, paths: ModulePaths) -> None:
         super().__init__(model, paths)
@@ -59,7 +59,7 @@ class _HalfOutputs(PlacedOps):
 
 
 def _own_flops(run: Run, snapshot: Snapshot) -> dict[str, int]:
-    """FLOPs by the module whose own lines run, which may be called by another than its parent; none where it raises."""
+    """Return FLOPs by the module whose own lines run, whichever module calls it; empty if an error is raised."""
     model = run.workload.model
     try:
         with (

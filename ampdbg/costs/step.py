@@ -1,4 +1,4 @@
-"""What one pass of a step takes, whatever it runs on: the memory behind its tensors, and its FLOPs by dtype."""
+"""The cost of one pass of a step on any device: memory of its tensors, and FLOPs by dtype."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _ON_CPU = zip(FUSED_ATTENTION.split(), FUSED_ATTENTION.replace("_for_cpu", "").s
 FORMULAS: Mapping[Any, Any] = flop_registry | {
     getattr(torch.ops.aten, ours): flop_registry[getattr(torch.ops.aten, theirs)] for ours, theirs in _ON_CPU
 }
-"""torch's own counts by op, and those of its fused attention for a CPU's too."""
+"""torch's FLOP formulas by op, also used for its fused CPU attention."""
 
 
 @dataclass(frozen=True)
 class PassUse:
-    """What forward and backward of one micro-batch take.
+    """The cost of the forward and backward pass of one micro-batch.
 
-    ``casts`` and ``activations`` are bytes that autograd keeps between the two, weights left out: copies of weights in
-    another dtype, as autocast makes them, and all else. ``flops`` are those of matrix products, convolutions and
-    attention by the dtype of their operands; recurrent layers have none, as torch has no formula for them.
+    ``casts`` and ``activations`` are the bytes that autograd saves between the passes, without the weights. ``casts``
+    are autocast's copies of weights in another dtype. ``flops`` counts matrix products, convolutions and attention by
+    operand dtype. torch has no formula for recurrent layers.
     """
 
     activations: int
@@ -44,15 +44,15 @@ class PassUse:
 
 
 def use_of_a_pass(workload: Workload, batch: Any, forward: Callable[[], AbstractContextManager[Any]]) -> PassUse:
-    """Runs forward and backward once, at a loss scale of 1; gradients and buffers change as in any pass.
+    """Run the forward and backward pass once at a loss scale of 1; gradients and buffers change as usual.
 
-    Where CUDA is emulated the tensors are those that a GPU keeps, in their dtypes: the kernels that widen half
-    operands stand below autograd. What is a fused kernel on a GPU alone may keep less there.
+    With an emulated CUDA, autograd saves the tensors and dtypes of a GPU, since half operands are widened below
+    autograd. An op that is fused only on a GPU may save less there.
 
     Args:
-        workload: what makes losses of the batch.
-        batch: on the device; it is copied, for it may be a slice of a data set, and a step may write into it.
-        forward: makes the context of the forward pass.
+        workload: computes losses from the batch.
+        batch: a batch on the device; copied, since it may be a slice of a data set that the step writes into.
+        forward: returns the context manager of the forward pass.
 
     Raises: as :func:`~ampdbg.replay.run.run_pass`.
     """
@@ -66,8 +66,8 @@ def use_of_a_pass(workload: Workload, batch: Any, forward: Callable[[], Abstract
         return held
 
     def count(losses: NamedLosses, share: float) -> None:
-        # Between the passes: what belongs to a lost part of the graph, is gone too; and what a backward
-        # pass casts again, as a checkpoint does, may lie where an activation lay.
+        # Count between the passes. Lost parts of the graph are already freed. Casts repeated in the backward pass, as
+        # in a checkpoint, may reuse an activation's memory.
         alive = (held.tensor for reference in packed if (held := reference()) is not None)
         for at, size in _memory(alive).items():
             if at not in weights:
@@ -80,17 +80,17 @@ def use_of_a_pass(workload: Workload, batch: Any, forward: Callable[[], Abstract
 
 
 class _Packed:
-    """What autograd holds instead of a tensor: it goes when autograd lets it go."""
+    """Replaces a saved tensor in the autograd graph, and is freed with it."""
 
     __slots__ = ("__weakref__", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # Else the result of an op that keeps it would hold its own graph, also where nothing else does.
+        # Without detach, the output of an op that saves its output would keep its own graph alive.
         self.tensor = tensor.detach()
 
 
 class FlopCount(TorchDispatchMode):
-    """Counts the FLOPs of what runs, by what ``kind`` says of an op's first tensor."""
+    """Counts FLOPs by the ``kind`` of an op's first tensor."""
 
     def __init__(self, kind: Callable[[torch.Tensor], str]) -> None:
         super().__init__()
@@ -102,13 +102,13 @@ class FlopCount(TorchDispatchMode):
         formula = FORMULAS.get(getattr(op, "overloadpacket", op))
         if formula is not None:
             operand = next((value for value in args if isinstance(value, torch.Tensor)), out)
-            with contextlib.suppress(Exception):  # of operands that a formula does not know, such as nested ones
+            with contextlib.suppress(Exception):  # formulas reject some operands, such as nested tensors
                 self.flops[self._kind(operand)] += int(formula(*args, **(kwargs or {}), out_val=out))
         return out
 
 
 class _Ops(FlopCount):
-    """Counts FLOPs, and holds the copies of weights in another dtype, so that nothing else comes to lie there."""
+    """Counts FLOPs, and keeps casts of weights alive so that no other tensor reuses their memory."""
 
     def __init__(self, weights: Mapping[int, int]) -> None:
         super().__init__(lambda operand: str(operand.dtype)[6:])
@@ -123,19 +123,19 @@ class _Ops(FlopCount):
 
 
 def bytes_of(tensors: Iterable[Any]) -> int:
-    """The memory behind tensors, each piece once; what else is among them takes none."""
+    """Return the bytes of all tensors among the values, counting shared storage once."""
     return sum(_memory(tensors).values())
 
 
 def _memory(tensors: Iterable[Any]) -> dict[int, int]:
-    """Bytes by storage. One that is on the meta device, as that of a fake tensor, takes none."""
+    """Return bytes by storage, without meta tensors such as fake tensors, which use no memory."""
     parts = (part for tensor in tensors if isinstance(tensor, torch.Tensor) for part in _strided(tensor))
     storages = (part.untyped_storage() for part in parts)
     return {storage._cdata: storage.nbytes() for storage in storages if storage.device.type != "meta"}
 
 
 def _strided(tensor: Any) -> Iterator[torch.Tensor]:
-    """What holds the numbers: the tensor itself, or the parts of a sparse one, or of one that wraps others."""
+    """Yield the strided tensors that hold the data: the tensor itself, or the parts of a sparse or wrapper tensor."""
     if is_traceable_wrapper_subclass(tensor):
         held = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         yield from (part for one in held if isinstance(one, torch.Tensor) for part in _strided(one))

@@ -1,1 +1,1 @@
-"""The machine that ampdbg runs on: facts, asked without torch in this process, and what they mean."""
+"""The machine that ampdbg runs on: facts, collected without importing torch in this process, and judgments."""

@@ -1,6 +1,6 @@
-"""What a machine has for mixed precision: GPUs, driver, compiler, torch and frameworks; none of it is imported here.
+"""Facts about a machine's mixed precision support: GPUs, driver, compiler, torch and frameworks.
 
-torch answers in a process of its own, and the driver by its tool: an import may raise or crash, a call hang.
+torch is queried in a child process and the driver by nvidia-smi: an import may crash, and a call may hang.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 IMPORT_LIMIT = 90.0
-"""Seconds for torch: its first import from a slow disk takes half of that."""
+"""The time limit for importing torch, in seconds. A first import from a slow disk takes about half of it."""
 
 TOOL_LIMIT = 10.0
-"""Seconds for the tools of NVIDIA's, asked at once: where no daemon keeps the GPUs awake, nvidia-smi wakes each."""
+"""The time limit for NVIDIA's tools, in seconds. Without the persistence daemon, nvidia-smi wakes each GPU first."""
 
 ASK_TORCH = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from ampdbg.environment import answer; answer()"
@@ -33,7 +33,7 @@ ASK_TORCH = (
 
 @dataclass(frozen=True)
 class Gpu:
-    """``capability`` is NVIDIA's compute capability, (major, minor); None where it is not known."""
+    """A GPU; ``capability`` is NVIDIA's compute capability as (major, minor), or None if unknown."""
 
     name: str
     capability: tuple[int, int] | None = None
@@ -41,7 +41,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Driver:
-    """What nvidia-smi says, or its ``problem``. ``cuda`` is the newest CUDA that the driver serves."""
+    """The answers of nvidia-smi, or its ``problem``. ``cuda`` is the newest CUDA version that the driver supports."""
 
     version: str = ""
     cuda: str = ""
@@ -51,9 +51,9 @@ class Driver:
 
 @dataclass(frozen=True)
 class InstalledTorch:
-    """``version`` is the package's, "" where there is none; ``problem`` is why not all questions were answered.
+    """The installed torch package and its answers to the questions of :mod:`ampdbg.environment`.
 
-    The rest are the answers to the questions of :mod:`ampdbg.environment`, and what each of them raised.
+    ``version`` is "" if there is none. ``problem`` is why questions are unanswered, and ``problems`` are their errors.
     """
 
     version: str = ""
@@ -74,8 +74,8 @@ class InstalledTorch:
 
 @dataclass(frozen=True)
 class Machine:
-    """``visible`` is CUDA_VISIBLE_DEVICES; ``nvcc`` the version of its CUDA, or else its problem. Each framework has
-    its version, and what it does with fp16 on a CPU and on a GPU, "" where that was not found in its source."""
+    """Facts about a machine. ``visible`` is CUDA_VISIBLE_DEVICES, and ``nvcc`` is nvcc's CUDA version. Each framework
+    has its version and its fp16 behavior on a CPU and on a GPU ("" if unknown)."""
 
     torch: InstalledTorch
     driver: Driver = Driver()
@@ -86,9 +86,9 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Asks torch, the driver, the compiler and the installed packages, all at once; takes three seconds.
+    """Query torch, the driver, the compiler and the installed packages concurrently, in about three seconds.
 
-    It takes at most ten where a tool hangs, and a minute and a half where torch does.
+    It takes up to 10 s if a tool hangs, and up to 90 s if torch does.
     """
     with ThreadPoolExecutor() as pool:
         torch, driver = pool.submit(_torch), pool.submit(_driver)
@@ -99,7 +99,7 @@ def this_machine() -> Machine:
 
 
 def output_of(command: Sequence[str], limit: float) -> tuple[str, str]:
-    """What a program writes to stdout within ``limit`` seconds, and why it failed or ""."""
+    """Return a program's stdout within ``limit`` seconds, and the reason for a failure or ""."""
     try:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     except OSError as error:
@@ -113,7 +113,7 @@ def output_of(command: Sequence[str], limit: float) -> tuple[str, str]:
             child.kill()
             try:
                 output, _ = child.communicate(timeout=1)
-            except subprocess.TimeoutExpired as late:  # what hangs inside of a driver cannot be ended
+            except subprocess.TimeoutExpired as late:  # a process that hangs inside a driver cannot be killed
                 output = late.output or b""
             return output.decode(errors="replace"), f"no answer within {limit:g} s"
     text, said = output.decode(errors="replace"), errors.decode(errors="replace")
@@ -122,22 +122,22 @@ def output_of(command: Sequence[str], limit: float) -> tuple[str, str]:
     if child.returncode < 0:
         return text, f"ended by a signal: {signal.strsignal(-child.returncode)}"
     lines = [line.strip() for line in (said or text).splitlines() if line.strip()]
-    is_python = any(line.startswith("Traceback") for line in lines)  # which says last what it is about
+    is_python = any(line.startswith("Traceback") for line in lines)  # Python names the error in the last line
     return text, [*lines, f"ended with exit code {child.returncode}"][len(lines) - 1 if is_python else 0]
 
 
 def _version(package: str) -> str | None:
     try:
         return metadata.version(package)
-    except Exception:  # noqa: BLE001 - it is not installed, or its metadata is damaged
+    except Exception:  # noqa: BLE001 - not installed, or damaged metadata
         return None
 
 
 def _folders(package: str) -> list[Path]:
-    """Where a package is found; it is not imported."""
+    """Return a package's folders without importing it."""
     try:
         spec = util.find_spec(package)
-    except Exception:  # noqa: BLE001 - finders are anybody's code
+    except Exception:  # noqa: BLE001 - third-party finders may raise anything
         return []
     return [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
 
@@ -149,7 +149,7 @@ def _torch() -> InstalledTorch:
     text, problem = output_of([sys.executable, "-c", ASK_TORCH, json.dumps(sys.path)], IMPORT_LIMIT)
     said: dict[str, Any] = {"problems": {}}
     for line in text.splitlines():
-        # What is no answer was printed by a package that torch imports, or is cut off.
+        # Other lines come from packages that torch imports, or are cut off.
         with contextlib.suppress(ValueError, TypeError, KeyError):
             name, answer, raised = json.loads(line)["ampdbg"]
             said |= {} if answer is None else {name: answer}
@@ -169,7 +169,7 @@ def _driver() -> Driver:
     if smi is None:
         return Driver()
     text = problem = fields = ""
-    # A driver from before 2021 does not know compute_cap.
+    # Drivers before 2021 do not support compute_cap.
     for fields in ("driver_version,name,compute_cap", "driver_version,name"):
         text, problem = output_of([smi, f"--query-gpu={fields}", "--format=csv,noheader"], TOOL_LIMIT)
         if "compute_cap" not in problem:
@@ -185,14 +185,14 @@ def _driver() -> Driver:
 
 
 def _cuda_of_driver() -> str:
-    """The newest CUDA that it serves; CUDA 13's calls it the version of the user-mode driver: CUDA UMD Version."""
+    """Return the newest CUDA version that the driver supports. CUDA 13 prints it as "CUDA UMD Version"."""
     smi = shutil.which("nvidia-smi")
     found = re.search(r"CUDA (?:UMD )?Version:\s*(\d[\d.]*)", output_of([smi], TOOL_LIMIT)[0] if smi else "")
     return found[1] if found else ""
 
 
 def _nvcc() -> tuple[str, str]:
-    """The CUDA version of the compiler that torch would compile extensions with, and its problem."""
+    """Return the CUDA version of the compiler that torch uses for extensions, and the compiler's problem."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = shutil.which("nvcc", path=str(Path(home, "bin")) if home else None)
     text, problem = output_of([nvcc, "--version"], TOOL_LIMIT) if nvcc else ("", "")
@@ -225,8 +225,8 @@ SOURCES: Mapping[str, tuple[str, str, str, str]] = {
     "pytorch_lightning": ("pytorch_lightning/trainer/connectors/accelerator_connector.py", *LIGHTNING),
     "lightning_fabric": ("lightning_fabric/connector.py", *LIGHTNING),
 }
-"""By framework: a file of its package, the passage there that decides what becomes of fp16, and what that does on a
-CPU and on a GPU. A release without the passage does something that nobody has looked at."""
+"""By framework: a source file, a pattern that decides the fate of fp16, and its effects on a CPU and a GPU. Without the
+pattern, a release's behavior is unknown."""
 
 
 def _frameworks() -> Iterator[tuple[str, tuple[str, str, str]]]:

@@ -1,4 +1,4 @@
-"""What the facts of a machine mean for mixed precision, and what to do about them: data to data."""
+"""Judgments of a machine's facts for mixed precision, with advice. Pure functions on data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ JudgmentTone = Literal["good", "bad", "doubtful", "plain"]
 
 @dataclass(frozen=True)
 class Judgment:
-    """A fact with what it means, and what to do, if anything; ``tone`` is plain where nothing is good or bad."""
+    """A fact with its meaning and advice, if any; ``tone`` is plain if it is neither good nor bad."""
 
     topic: str
     tone: JudgmentTone
@@ -40,26 +40,26 @@ UNITS: Mapping[str, tuple[tuple[int, int], str, str, str]] = {
         "use FP16 with a GradScaler, or FP32",
     ),
 }
-"""From which compute capability on a GPU has it (NVIDIA, CUDA C++ Programming Guide), what it gives, what its lack
-means, and what to do then."""
+"""By unit: the first compute capability with it, its benefit, the effect of its lack, and advice for that case. The
+capabilities are from NVIDIA's CUDA C++ Programming Guide."""
 
 TF32 = (8, 0)
 
 INSTALL = "install torch's CUDA build: https://pytorch.org/get-started"
 
 GTX_16 = "GTX 16"
-"""In the names of GPUs of 7.5 without tensor cores, whose FP16 convolutions give NaN (PyTorch issues 58123, 77955)."""
+"""In names of capability 7.5 GPUs without tensor cores; FP16 convolutions yield NaN (PyTorch issues 58123, 77955)."""
 
 SUMS = "cuda.matmul.allow_fp16_reduced_precision_reduction"
 
 
 def judged(machine: Machine) -> tuple[Judgment, ...]:
-    """All that there is to say, in the order of the page."""
+    """Return all judgments, in the order of the page."""
     return tuple(judgment for judge in JUDGES for judgment in judge(machine))
 
 
 def _of(topic: str, *rows: tuple[object, JudgmentTone, str, str]) -> Iterator[Judgment]:
-    """The judgment of the first condition that holds: tone, what is said, advice; none where no condition holds."""
+    """Yield a judgment from the first row with a true condition, if any. A row is condition, tone, text and advice."""
     yield from islice((Judgment(topic, *judgment) for holds, *judgment in rows if holds), 1)  # type: ignore[arg-type]
 
 
@@ -87,7 +87,7 @@ def _gpu(machine: Machine) -> Iterator[Judgment]:
         "GPU",
         (torch.gpus, "good", f"{names}; torch sees {them}", ""),
         (driver.problem, "bad", f"nvidia-smi: {driver.problem}", "repair the driver: nvidia-smi must list the GPU"),
-        # What keeps torch from a GPU that nvidia-smi lists, as far as it is known.
+        # Reasons why torch does not see a GPU that nvidia-smi lists.
         (names and not torch.imported, "bad", f"{names}; torch could not say whether it sees it", ""),
         (names and not torch.cuda, "bad", f"{names}; this torch is not built for CUDA", INSTALL),
         (names and machine.visible is not None, "bad", f"{names}; {by_variable}", "unset CUDA_VISIBLE_DEVICES"),
@@ -107,7 +107,7 @@ def _dotted(capability: tuple[int, int]) -> str:
 
 
 def _units(machine: Machine) -> Iterator[Judgment]:
-    """What each kind of GPU computes with."""
+    """Judge the arithmetic units of each kind of GPU."""
     gpus = dict.fromkeys(machine.torch.gpus or machine.driver.gpus)
     for gpu in gpus:
         for unit in UNITS if gpu.capability else ():
@@ -116,7 +116,7 @@ def _units(machine: Machine) -> Iterator[Judgment]:
 
 
 def judged_unit(unit: str, gpu: Gpu) -> Judgment:
-    """The judgment of the GPU's unit; good where its capability is not known."""
+    """Return the judgment of the GPU's unit, which is good if the capability is unknown."""
     begins, has, lacks, advice = UNITS[unit]
     is_gtx_16, capability = unit is TENSOR_CORES and GTX_16 in gpu.name, gpu.capability or begins
     gives_nan = "none in the GTX 16 series, and some of its FP16 kernels give NaN where nothing overflows"
@@ -159,14 +159,14 @@ def _major(version: str) -> int:
 
 
 def _serves(kernel: str, capability: tuple[int, int]) -> bool:
-    """``sm_80``, ``sm_90a`` or ``compute_90`` runs there: binaries in one major version, PTX on all later."""
+    """True if ``sm_80``, ``sm_90a`` or ``compute_90`` runs there: binaries in one major version, PTX in all later."""
     name = re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", kernel)
     built = (int(name[2]), int(name[3])) if name else capability
     return built <= capability and (kernel.startswith("compute") or built[0] == capability[0])
 
 
 def _arithmetic(machine: Machine) -> Iterator[Judgment]:
-    """How torch multiplies as it starts; a script may set it otherwise."""
+    """Judge torch's default settings for products; a script may change them."""
     torch = machine.torch
     tf32 = listed(name for name, is_on in torch.flags.items() if name.endswith("allow_tf32") and is_on) or "nowhere"
     has_tf32 = any(gpu.capability and gpu.capability >= TF32 for gpu in torch.gpus)
@@ -184,7 +184,7 @@ def _arithmetic(machine: Machine) -> Iterator[Judgment]:
 
 
 def _frameworks(machine: Machine) -> Iterator[Judgment]:
-    """One line for all that do the same."""
+    """Judge frameworks with the same behavior in one line."""
     by_doing: dict[str, list[str]] = {}
     for name, (version, on_cpu, on_gpu) in machine.frameworks.items():
         does = on_gpu if machine.torch.gpus else on_cpu

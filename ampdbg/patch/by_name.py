@@ -1,4 +1,4 @@
-"""Pins of modules by name as plain code: a helper in the user's own factory or class, or a file of its own."""
+"""Code that pins modules by name: a helper in the user's factory or class, or a separate file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ampdbg.source.expressions import (
 from ampdbg.source.source_file import EditError, SourceFile, read_source
 
 MODULE_NAME = "ampdbg_pins"
-"""What a file of :func:`module_text` is called; with ``.py`` behind it."""
+"""The name for the module that :func:`module_text` returns."""
 
 MODULE = '''"""Keeps modules in FP32 under autocast. Found by `ampdbg suggest-fp32`; needs torch alone.
 
@@ -49,13 +49,13 @@ SEVERAL = "\nThe script has several models. Call it with these, wrapped in DataP
 
 
 def module_text(names: Sequence[str], roots: Sequence[RootModel] = ()) -> str:
-    """A file of its own with ``pin_fp32(model)``, for code that cannot be edited.
+    """Return the source of a module that defines ``pin_fp32(model)``, for code that cannot be edited.
 
     The user saves it as ``ampdbg_pins.py`` and calls ``from ampdbg_pins import pin_fp32; pin_fp32(model)``.
 
     Args:
-        names: pins, as the config takes them: qualified names, with ``:own`` behind where only own lines are meant.
-        roots: the models that the names are of, where the script has several: ``pin_fp32`` takes each of them.
+        names: pins as the config spells them: qualified module names, with the suffix ``:own`` to pin own lines only.
+        roots: the models that the names belong to, if the script has several; ``pin_fp32`` then takes each of them.
     """
     models = "\n".join(f"    {root.argument}: {root.what}" for root in roots)
     return MODULE.format(
@@ -68,16 +68,16 @@ def module_text(names: Sequence[str], roots: Sequence[RootModel] = ()) -> str:
 
 
 FUNCTION = "_keep_in_fp32"
-"""What the helper in a user's file is called."""
+"""The name of the helper in the user's file."""
 
 
 def edit_maker(source: bytes, making: Making, pins: Sequence[str]) -> Edited:
-    """Adds a helper that pins modules to the user's file, and one call of it where the model is made.
+    """Add a helper that pins modules to the user's file, and one call where the model is created.
 
     Args:
         source: the file's bytes.
-        making: the line that creates the model there, counted in ``source``.
-        pins: as the ``names`` of :func:`module_text`.
+        making: the line of ``source`` that creates the model.
+        pins: as ``names`` of :func:`module_text`.
     """
     try:
         text = read_source(source)
@@ -85,7 +85,7 @@ def edit_maker(source: bytes, making: Making, pins: Sequence[str]) -> Edited:
         _check_names(text.module, functions)
         index, module = with_model_kept(text, making)
         added = [apart(_parsed(body, module.default_indent), 2) for body in functions.values()]
-        # The code after the helper keeps its own comment lines.
+        # The statement after the helper keeps its own leading comments.
         body = [*module.body[:index], *added, apart(module.body[index], 2), *module.body[index + 1 :]]
         for package in ("torch", "functools"):
             module = with_imported(module.with_changes(body=body), package)
@@ -97,7 +97,7 @@ def edit_maker(source: bytes, making: Making, pins: Sequence[str]) -> Edited:
 
 
 def _check_names(module: cst.Module, functions: Collection[str]) -> None:
-    """The helper calls torch and functools by these names, and its functions have names of their own.
+    """Check that torch and functools keep their meaning in the file, and that the helper's names are free.
 
     Raises:
         EditError: one of the names means something else in the file.
@@ -120,23 +120,23 @@ def _parsed(text: str, indent: str) -> Statement:
     return node
 
 
-# The call of the helper where the file makes the model: in its factory or class, or behind the line that makes it
+# The call of the helper: in the factory or class that creates the model, or after the line that creates it
 
 
 NOT_ONE = (type(None), cst.Tuple, cst.BaseList, cst.BaseSet, cst.BaseDict, cst.IfExp, cst.Lambda, *COMPREHENSIONS)
-"""What gives no model, more than one, or one thing here and another there."""
+"""Expressions that do not yield exactly one model."""
 
 
 def with_model_kept(text: SourceFile, making: Making) -> tuple[int, cst.Module]:
-    """The module with the model that is made there passed through the helper.
+    """Return the module with a helper call around or after the expression that creates the model.
 
-    What a ``return`` gives is; any other line is followed by the call.
+    A returned value is passed through the helper. After any other line, the helper is called.
 
     Returns:
-        The index of the top-level statement that makes the model, and the module.
+        The index of the top-level statement that creates the model, and the module.
 
     Raises:
-        EditError: there is no plain place for the call.
+        EditError: there is no simple place for the call.
     """
     line = text.at(making.line).line
     if making.is_wrapped:
@@ -147,9 +147,9 @@ def with_model_kept(text: SourceFile, making: Making) -> tuple[int, cst.Module]:
 
 
 def _with_line_kept(text: SourceFile, line: cst.SimpleStatementLine, making: Making, number: int) -> cst.Module:
-    """``return Net()`` as ``return _keep_in_fp32(Net())``; behind any other line the call with the model's name.
+    """Edit ``return Net()`` to ``return _keep_in_fp32(Net())``; after other lines, add a call with the model's name.
 
-    A line that gives a part to a model with known names is followed by the call for that, behind its loop.
+    If the line adds a part to a named model, the call is for that model, after the enclosing loop.
     """
     if len(line.body) > 1:
         raise EditError("the line holds several statements; create the model on its own line", number)
@@ -172,8 +172,8 @@ def _with_line_kept(text: SourceFile, line: cst.SimpleStatementLine, making: Mak
 
 
 def _names_given(small: cst.BaseSmallStatement, value: cst.BaseExpression | None, path: str) -> list[str]:
-    """What the statement calls the model: each name of ``a = b = Net()``, the one with the path, or the one that a call
-    is for, of ``a, n = Net(), 2``."""
+    """Return the names of the model in a statement: all targets of ``a = b = Net()``. In ``a, n = Net(), 2``, it is the
+    only target of a call, or the target with the path."""
     whole = [*targets(small)]
     if isinstance(value, cst.Tuple):
         several = [target.elements for target in whole if isinstance(target, cst.Tuple)]
@@ -189,7 +189,7 @@ def _kept(value: cst.BaseExpression) -> cst.Call:
     return cst.Call(cst.Name(FUNCTION), [cst.Arg(value)])
 
 
-# The text of the helper, for code that has nothing but torch
+# The text of the helper, which needs torch alone
 
 LINE_LENGTH = 88
 INDENT = "    "
@@ -274,12 +274,12 @@ PIN_OWN = ("module.forward = functools.partial(_own_lines_in_fp32, module)", "_a
 
 
 def helper_functions(function: str, pins: Sequence[str], roots: Sequence[RootModel] = ()) -> dict[str, str]:
-    """The text of each function by its name, the one to call with a model last; no blank lines around them.
+    """Return the source of each function by name, with the function to call last and no surrounding blank lines.
 
     Args:
-        function: the name of the one to call.
-        pins: qualified names of modules, with ``:own`` behind where only own lines are meant.
-        roots: the models that it takes, where the pins are of several.
+        function: the name of the function to call.
+        pins: qualified names of modules, with the suffix ``:own`` to pin own lines only.
+        roots: the models that the function takes, if the pins belong to several.
     """
     pins = tuple(dict.fromkeys(pins))
     has_own = {name.endswith(OWN) for name in pins}
@@ -307,15 +307,15 @@ def _pinning(pins: Sequence[str], roots: Sequence[RootModel]) -> Iterator[str]:
 
 def _pinning_of_one(pins: Sequence[str], model: str) -> Iterator[str]:
     own = [pin.removesuffix(OWN) for pin in pins if pin.endswith(OWN)]
-    # A module wraps those that it calls, whatever their forward is by then: the inner ones come first.
+    # Pinning wraps the current forward of each inner module, so inner modules are pinned first.
     own.sort(key=lambda name: name.count("."), reverse=True)
     yield from _loop([pin for pin in pins if not pin.endswith(OWN)], PIN, model)
     yield from _loop(own, PIN_OWN, model)
 
 
 def _loop(names: Sequence[str], body: Sequence[str], model: str) -> Iterator[str]:
-    """The lines that pin each of the modules by ``body``; ``model`` is the expression that has them."""
-    # As JSON: the keys of an nn.ModuleDict may hold anything but dots.
+    """Yield the lines that apply ``body`` to each module; ``model`` is the expression of the model."""
+    # Quoted as JSON, because the keys of an nn.ModuleDict may hold anything but dots.
     quoted = [json.dumps(name, ensure_ascii=False) for name in names]
     if len(quoted) == 1:
         yield f"module = {model}.get_submodule({quoted[0]})"

@@ -1,7 +1,7 @@
-"""Constants that half cannot hold, kept within its range where the code writes them: a mask's, an eps.
+"""Edits that keep constants such as mask values and eps within the range of half.
 
-In FP32 the edited code computes what it did: ``max(eps, torch.finfo(x.dtype).tiny)`` is ``eps`` there, and to a softmax
-one number below -1e9 is as good as another.
+The edited code computes the same in FP32: there ``max(eps, torch.finfo(x.dtype).tiny)`` is ``eps``. For a softmax, all
+mask values below -1e9 are equivalent.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from ampdbg.source.expressions import (
 from ampdbg.source.source_file import EditError, read_source
 
 ROUNDS_TO_ONE = 1 - 2.0 ** -(FLOAT16.precision + 1)
-"""From here on it is 1 in half, which has no number between 1 - 2**-11 and 1."""
+"""From this value on, a number rounds to 1 in half. Half has no number between 1 - 2**-11 and 1."""
 
 
 @dataclass(frozen=True)
 class ConstantRole:
-    """What a constant is for, and what replaces it beside a half tensor.
+    """A use of a constant, and its replacement beside a half tensor.
 
-    A number is replaced where it ``is_lost`` in half, by ``number``; what is no number, where it ``may_be`` one that is
-    lost, by ``named``. In these ``{}`` is the constant and ``{finfo}`` that of the tensor's dtype; ``{end}`` is ``min``
-    for a number below zero, else ``max``.
+    A number that ``is_lost`` in half is replaced by ``number``, and another expression that ``may_be`` lost by
+    ``named``. In these templates ``{}`` is the constant, ``{finfo}`` the tensor's, and ``{end}`` min or max, by the
+    number's sign.
     """
 
     is_lost: Callable[[float], bool]
@@ -66,7 +66,7 @@ FILLED = ConstantRole(
     "max({}, {finfo}.min)",
 )
 NUMBER = replace(FILLED, may_be=lambda constants, constant, owner: "inf" not in spelled(constant))
-"""What a tensor is filled with that takes nothing but a number."""
+"""The fill value of a method that accepts only a number."""
 
 MULTIPLIED = ConstantRole(
     lambda value: value < 0 and _is_beyond(value),
@@ -74,7 +74,7 @@ MULTIPLIED = ConstantRole(
     lambda constants, constant, other: constants.may_be_number(constant) and constants.is_tensor(other),
     "max({}, {finfo}.min / 2)",
 )
-"""A mask's number in a product; half of the range is left for what it is added to."""
+"""A mask value in a product. Half of the range is left for the term that it is added to."""
 
 SUBTRACTED = ConstantRole(
     lambda value: value > 0 and _is_beyond(value), "({finfo}.max / 2)", lambda constants, constant, other: False
@@ -82,16 +82,16 @@ SUBTRACTED = ConstantRole(
 LEAST = ConstantRole(
     lambda value: 0.0 < value < FLOAT16.smallest_subnormal, "max({}, {finfo}.tiny)", _is_eps, "max({}, {finfo}.tiny)"
 )
-"""An eps, by its size or its name."""
+"""An eps, recognized by its size or its name."""
 
 GREATEST = ConstantRole(
     lambda value: ROUNDS_TO_ONE <= value < 1, "min({}, 1 - {finfo}.eps)", lambda constants, constant, other: False
 )
 SHORT_OF_ONE = ConstantRole(lambda value: False, "", _is_eps, "max({}, {finfo}.eps)")
-"""What a probability's greatest value is short of 1."""
+"""The distance from 1 of a probability's upper bound."""
 
 CREATES = {"tensor": 0, "scalar_tensor": 0, "full": 1}
-"""Functions that make a tensor of a number, of a dtype in their arguments, and which argument the number is."""
+"""Functions that create a tensor from a number and take a dtype, each with the position of the number."""
 
 BOUNDS = ((LEAST, 0, "min"), (GREATEST, 1, "max"))
 
@@ -105,18 +105,18 @@ ARGUMENTS: Mapping[str, Sequence[tuple[ConstantRole, int, str]]] = {
     **dict.fromkeys(["clamp_min", "clamp_min_"], ((LEAST, 0, "min"),)),
     **dict.fromkeys(["clamp_max", "clamp_max_"], ((GREATEST, 0, "max"),)),
 }
-"""Methods that take a constant, which argument it is, and its keyword; torch has them as functions too."""
+"""Methods that take a constant, with its position and keyword. torch has the same functions."""
 
 OPERANDS: Mapping[type[cst.CSTNode], ConstantRole] = {cst.Multiply: MULTIPLIED, cst.Add: LEAST}
 
 HALF_ENDINGS = ("dtype", "float16", "half")
-"""How the source may spell a dtype that is half: ``x.dtype``, ``torch.float16``."""
+"""Endings of the spelling of a half dtype, as in ``x.dtype`` and ``torch.float16``."""
 
 ConstantUse = tuple[ConstantRole, cst.BaseExpression | None, cst.BaseExpression]
-"""What a constant is for, the constant, if there is one, and what it meets."""
+"""The role, the constant (None if it is omitted), and the tensor expression that it is combined with."""
 
 Replacements = Iterator[tuple[cst.BaseExpression, str]]
-"""Constants, and what replaces each."""
+"""Constants, each with the source of its replacement."""
 
 NOTHING = "the line has no constant that can be kept within the range of half"
 
@@ -126,23 +126,23 @@ NUMERIC: Mapping[str, Any] = {
     **{f"{module}.{name}": held for module in ("torch", "numpy") for name, held in LIMITS.items()},
     **dict.fromkeys(("torch", "numpy"), SimpleNamespace(**LIMITS)),
 }
-"""What numbers are computed of, by where it is imported from; NumPy's floats are torch's."""
+"""Names that a constant expression may use, by the module they come from, with torch's dtypes for NumPy's."""
 
 
 def edit_constants(source: bytes, lines: Collection[int], half: Collection[str] = ()) -> Edited:
-    """Keeps the constants of statements within the range of the tensors that they are written into.
+    """Keep the constants of statements within the range of the half tensors that they are combined with.
 
-    A mask beyond it becomes ``torch.finfo(x.dtype).min``, and half of that where it is multiplied: what is added to
-    it stays in range. A mask made elsewhere is clamped where it is cast to half. What is added to a divisor, or is its
-    least value, becomes at least ``torch.finfo(x.dtype).tiny``.
+    A mask value out of range becomes ``torch.finfo(x.dtype).min``. In a product it becomes half of that, so that adding
+    to it stays in range. A mask created elsewhere is clamped where it is cast to half. A divisor's lower bound, or a
+    term added to it, becomes at least ``torch.finfo(x.dtype).tiny``.
 
     Args:
         source: the file's bytes.
-        lines: a line of each statement, from 1.
-        half: expressions that held half tensors there, as the source spells them.
+        lines: a line number of each statement, from 1.
+        half: expressions on these lines that held half tensors, as the source spells them.
 
     Returns:
-        The new file, or the reason why it is as it was.
+        The new file, or the unchanged file with the reason for the refusal.
     """
     line, needs_import = 0, False
     new: dict[int, cst.BaseExpression] = {}
@@ -154,7 +154,7 @@ def edit_constants(source: bytes, lines: Collection[int], half: Collection[str] 
             name, is_missing = torch_in(bindings)
             constants = _Constants(bindings, frozenset(half), name)
             found = dict(constants.replaced(located.line))
-            # A name may be a number or a tensor: it is edited where no number is written out.
+            # A name may be a number or a tensor, so names are edited only if no literal number is.
             numbers = {constant: text for constant, text in found.items() if constants.value(constant) is not None}
             found = numbers or dict(constants.clamped(located.line)) or found
             if not found:
@@ -170,7 +170,7 @@ def edit_constants(source: bytes, lines: Collection[int], half: Collection[str] 
 
 @dataclass(frozen=True)
 class _Constants:
-    """The constants of a statement, in which ``half`` held half tensors; ``torch`` is how torch is called."""
+    """The constants of a statement; ``half`` are expressions with half tensors, ``torch`` is torch's local name."""
 
     bindings: Bindings
     half: frozenset[str]
@@ -181,21 +181,21 @@ class _Constants:
         return f"{self.torch}.finfo"
 
     def value(self, node: cst.BaseExpression) -> float | None:
-        """The number that an expression of numbers alone is: ``-1e9``, ``-10**9``, ``np.finfo(np.float32).min``."""
+        """Return the value of a numeric expression such as ``-10**9`` or ``np.finfo(np.float32).min``, or None."""
         imports = self.bindings.imports.items()
         known = {"__builtins__": {"float": float}} | {name: NUMERIC[of] for name, of in imports if of in NUMERIC}
         try:
             return float(eval(code_of(node), known))
-        except Exception:  # noqa: BLE001 - it holds another name, or is no real number
+        except Exception:  # noqa: BLE001 - it contains another name, or is not a real number
             return None
 
     def replaced(self, statement: cst.CSTNode) -> Replacements:
-        """Each constant that half cannot hold, and what replaces it."""
+        """Yield each constant that half cannot hold, with its replacement."""
         cast = {id(node) for owner, _ in self.clamped(statement) for node in walk(owner)}
         for node in walk(statement):
             yield from self._made(node)
             for role, constant, other in self._positions(node, cast):
-                # No eps that half can hold helps `1 - p`, which is 0 there from 0.9998 on.
+                # In `1 - p`, no eps that half can hold helps: from p = 0.9998 on, p rounds to 1 in half.
                 is_in_vain = role is LEAST and self._taken_from_one(other) is not None
                 if constant is not None and not is_in_vain and (tensor := self._tensor_of(other)):
                     yield from self._within(role, constant, other, f"{tensor}.dtype")
@@ -203,7 +203,7 @@ class _Constants:
     def _within(
         self, role: ConstantRole, constant: cst.BaseExpression, other: cst.BaseExpression, dtype: str
     ) -> Replacements:
-        """What replaces a constant beside a tensor of a dtype, if it has to be replaced."""
+        """Yield the replacement of a constant beside a tensor of this dtype, if one is needed."""
         match constant:
             case cst.Call(func=cst.Attribute(attr=cst.Name(value="tensor")), args=[cst.Arg(value=inner)]):
                 constant = inner
@@ -216,7 +216,7 @@ class _Constants:
             yield constant, text.format(spelled(constant), finfo=f"{self.finfo}({dtype})", end=end)
 
     def _positions(self, node: cst.CSTNode, cast: Collection[int]) -> Iterator[ConstantUse]:
-        """Where a node itself takes constants; the products in a mask that is ``cast`` are none."""
+        """Yield the uses of constants in the node itself, without products in a mask that is ``cast`` to half."""
         match node:
             case cst.Call(func=cst.Attribute(value=owner, attr=cst.Name(value=name)), args=args):
                 yield from self._arguments(name, owner, args)
@@ -244,7 +244,7 @@ class _Constants:
                 yield SHORT_OF_ONE, self._taken_from_one(constant), owner
 
     def _made(self, node: cst.CSTNode) -> Replacements:
-        """The number of which a call makes a tensor, of a dtype that may be half."""
+        """Yield the number from which a call creates a tensor, if the call's dtype may be half."""
         match node:
             case cst.Call(func=function, args=args) if (name := dotted(function).rpartition(".")[2]) in CREATES:
                 constant, dtype = _argument(args, CREATES[name], "fill_value"), _argument(args, len(args), "dtype")
@@ -252,7 +252,7 @@ class _Constants:
                     yield from self._within(FILLED, constant, dtype, spelled(dtype))
 
     def clamped(self, statement: cst.CSTNode) -> Replacements:
-        """A mask made in FP32, where it is cast to half: what is added to it there stays in range."""
+        """Yield each FP32 mask that is cast to half, clamped so that adding to it stays in range."""
         for call in find(statement, cst.Call):
             match call:
                 case cst.Call(func=cst.Attribute(value=owner, attr=cst.Name(value=name)), args=args):
@@ -262,7 +262,7 @@ class _Constants:
                         yield owner, f"{mask}.clamp(min={self.finfo}({dtype}).min / 2)"
 
     def _dtype_of(self, name: str, args: Sequence[cst.Arg]) -> str:
-        """What a cast to half casts to; "" where a call is none."""
+        """Return the half dtype that a call casts to, or "" if it is not such a cast."""
         if name == "half":
             return f"{self.torch}.float16"
         to = _argument(args, 0, "dtype") if name in ("to", "type_as") else None
@@ -280,7 +280,7 @@ class _Constants:
         return bool(self.half & {code_of(item) for item in walk(node) if isinstance(item, cst.BaseExpression)})
 
     def _tensor_of(self, node: cst.BaseExpression) -> str:
-        """A name or an attribute in the expression that holds a half tensor, as far as is known; "" for none."""
+        """Return a name or attribute in the expression that seems to hold a half tensor, or ""."""
         parts = [item for item in walk(node) if isinstance(item, (cst.Name, cst.Attribute)) and dotted(item)]
         read = names_read(node)
         seen = (spelled(item) for item in parts if code_of(item) in self.half)
@@ -288,12 +288,12 @@ class _Constants:
         return next(seen, "") or next(filter(self._may_be_tensor, plain), "")
 
     def _may_be_tensor(self, name: str) -> bool:
-        """A plain name belongs to the function and is neither a number nor ``self``."""
+        """True if the name is local to the function and is neither a number nor ``self``."""
         is_local = name in self.bindings.local and name not in self.bindings.maybe_numbers
         return is_local and name not in ("self", "cls") and name not in self.bindings.imports
 
     def _taken_from_one(self, node: cst.BaseExpression) -> cst.BaseExpression | None:
-        """``p`` of ``1 - p``; None of anything else."""
+        """Return ``p`` if the expression is ``1 - p``, else None."""
         match bare(node):
             case cst.BinaryOperation(left=one, operator=cst.Subtract(), right=taken) if self.value(one) == 1:
                 return taken

@@ -1,4 +1,4 @@
-"""Edits a user's source so that pinned code runs in FP32, as a person would have written it."""
+"""Edits of a user's source that run pinned code in FP32, written as a person would write them."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ from ampdbg.source.source_file import EditError, Located, SourceFile, read_sourc
 
 @dataclass(frozen=True)
 class LinePin:
-    """Lines of one function whose operations must run in FP32; with a ``callee``, its calls there and nothing else.
+    """Lines of one function whose operations must run in FP32. With a ``callee``, only its calls on these lines do.
 
     Attributes:
-        function: its ``co_name``, or its whole qualified name (``Block.forward``), by which it is that one alone; ""
-            for whatever stands on the lines, ``<module>`` for the module's own code.
+        function: its ``co_name``, or its qualified name (``Block.forward``) to match that function alone; "" for any
+            code on the lines, ``<module>`` for code at module level.
         lines: counted from 1.
-        callee: what is called, as the source spells it: ``self.attn``, ``self.blocks[0]``, ``block`` in a loop.
-        is_lifted: what they cast to half themselves is cast to FP32 too.
+        callee: the called expression as the source spells it: ``self.attn``, ``self.blocks[0]``, ``block`` in a loop.
+        is_lifted: the lines' own casts to half become casts to FP32.
     """
 
     function: str
@@ -60,7 +60,7 @@ class LinePin:
 
 @dataclass(frozen=True)
 class Refused:
-    """A pin, or a line of one, that was left alone; ``line`` is 0 where it is the whole file, ``file`` where known."""
+    """A pin, or one line of it, that was not edited. ``line`` is 0 for the whole file; ``file`` may be unknown."""
 
     line: int
     reason: str
@@ -69,9 +69,9 @@ class Refused:
 
 @dataclass(frozen=True)
 class Edited:
-    """The new file, and what was left alone and why. Where nothing is edited it is the old one, byte for byte.
+    """The new file, or the old one byte for byte if no edit was made, and the refusals.
 
-    ``blocks`` are by line the first one of those that stand in one block with it.
+    ``blocks`` maps each pinned line to the first pinned line in the same block.
     """
 
     source: bytes
@@ -83,15 +83,15 @@ NOTHING_SEEN = NamesSeen()
 
 
 def edit_source(source: bytes, pins: Sequence[LinePin], names: NamesSeen = NOTHING_SEEN) -> Edited:
-    """Puts pinned statements and calls of one file under autocast's ``enabled=False``, inputs cast up.
+    """Put pinned statements and calls of one file under ``autocast(enabled=False)``, and cast their inputs to FP32.
 
-    Each pin is edited or refused for itself. The result needs torch alone, runs on any device, and keeps the file's
-    formatting, comments, line endings and encoding. What is in FP32 already stays as it is.
+    Each pin is edited or refused independently. The result needs only torch and runs on any device. It keeps the file's
+    formatting, comments, line endings and encoding. Code already in FP32 is left alone.
 
     Args:
         source: the file's bytes.
-        pins: what to pin in it.
-        names: what a trace saw in it.
+        pins: the pins in this file.
+        names: the names that held tensors in a trace of this file.
     """
     try:
         file = read_source(source)
@@ -107,9 +107,9 @@ def edit_source(source: bytes, pins: Sequence[LinePin], names: NamesSeen = NOTHI
 
 @dataclass
 class _Rewriter(cst.CSTTransformer):
-    """Rewrites the suites that hold pinned ``lines``, by the nodes' ids.
+    """Rewrites the suites with pinned ``lines``, by node id.
 
-    What had to be left alone is in ``refused``: the line's number, 0 for the file's, and the reason.
+    ``refused`` maps a line number, or 0 for the file, to the reason why it was not edited.
     """
 
     source: SourceFile
@@ -123,7 +123,7 @@ class _Rewriter(cst.CSTTransformer):
         super().__init__()
 
     def mark(self, pins: Sequence[LinePin]) -> None:
-        """Finds what the pins name; what is not there is refused."""
+        """Find the pinned lines in the file. Refuse missing lines."""
         by_line = [(pin, number) for pin in pins for number in sorted(set(pin.lines))]
         for pin, number in by_line:
             try:
@@ -168,15 +168,15 @@ def _located(pin: LinePin, number: int, source: SourceFile) -> Located:
 
 
 AUTOCASTS = ("torch.autocast", "torch.amp.autocast", "torch.amp.autocast_mode.autocast")
-"""The class that takes ``device_type``, by all its names; the one of ``torch.cuda.amp`` does not."""
+"""All names of the autocast class with a ``device_type``. The class in ``torch.cuda.amp`` takes none."""
 
 BETWEEN = 2
-"""At most so many unpinned lines in a row are taken into a block, so that there is one block and not two."""
+"""Up to this many consecutive unpinned lines are moved into a block, which avoids a second block."""
 
 
 @dataclass
 class _Suite:
-    """A suite of a ``file`` being rewritten; ``indent`` is by how much a block in it is indented."""
+    """A suite of a ``file`` under rewriting. ``indent`` is the indentation of a new block."""
 
     file: _Rewriter
     bindings: Bindings
@@ -188,14 +188,14 @@ class _Suite:
     def rewritten(
         self, before: Sequence[cst.CSTNode], after: Sequence[cst.BaseStatement]
     ) -> Sequence[cst.BaseStatement]:
-        """The statements of the new suite; ``before`` are the file's own nodes, ``after`` those with edits inside."""
+        """Return the new statements: ``before`` are the file's own nodes, ``after`` the same with inner edits."""
         if not any(id(node) in self.file.lines for node in before):
             return after
         while True:
             refused = len(self.file.refused)
             pieces = [p for old, new in zip(before, after, strict=True) for p in self._pieces(old, new)]
             statements = list(self._gathered(pieces))
-            # A block that cannot be made leaves its lines as they were, and the others are gathered again.
+            # If a block is refused, keep its lines and build the remaining blocks again.
             if len(self.file.refused) == refused:
                 return statements
 
@@ -236,7 +236,7 @@ class _Suite:
         return self.with_off(device_type, body).with_changes(leading_lines=pieces[0].line.leading_lines)
 
     def _device_type(self, pieces: Sequence[Piece], casts: Casts) -> str:
-        """``x.device.type`` of a tensor that is there when the block is entered, a plain name where there is one.
+        """Return ``x.device.type`` of a tensor that exists at the start of the block, a plain name if possible.
 
         Raises:
             EditError: no such tensor has a name.
@@ -249,11 +249,11 @@ class _Suite:
             plain = (node for node in walk(value_of(piece.small) or piece.small) if isinstance(node, PLAIN))
             found += (spelled(node) for node in plain if code_of(node) in known and root_name(node) not in made)
             made |= assigned_codes(piece.small)
-        # Nothing that the block reads: a parameter that holds a tensor elsewhere in the function.
+        # Otherwise use a parameter that holds a tensor elsewhere in the function.
         found += (name for name in self.bindings.parameters if name in around.half | around.full)
         never = bound_inside(pieces) | (self.bindings.maybe_numbers & casts.unsure)
         found = [text for text in found if text.partition(".")[0].partition("[")[0] not in never]
-        # A name that the reader knows, rather than one that the edit has just introduced or an attribute.
+        # Prefer names that the user wrote to new names and attributes.
         found.sort(key=lambda text: (text in casts.unsure, text not in self.bindings.local, not text.isidentifier()))
         if not found:
             is_traced = any(piece.names.half | piece.names.full for piece in pieces)
@@ -261,10 +261,10 @@ class _Suite:
         return f"{found[0]}.device.type"
 
     def with_off(self, device_type: str, body: Sequence[cst.BaseStatement]) -> cst.With:
-        """``with torch.autocast(device_type=…, enabled=False):`` around statements, spelled as the file spells it.
+        """Return ``with torch.autocast(device_type=…, enabled=False):`` around statements, with the file's own import.
 
         Raises:
-            EditError: the function has a variable of its own named torch.
+            EditError: the function has its own variable named torch.
         """
         autocast = _imported_as(AUTOCASTS, self.bindings)
         if not autocast:
@@ -276,7 +276,7 @@ class _Suite:
 
 
 def _indented(line: cst.BaseStatement, indent: str) -> cst.BaseStatement:
-    """Lines behind a backslash are indented with the statement; LibCST does it within parentheses only."""
+    """Indent a statement and its backslash continuations. LibCST re-indents only lines within parentheses."""
 
     def deeper(node: cst.CSTNode, _: object) -> cst.CSTNode:
         space = cst.ensure_type(node, cst.SimpleWhitespace)
@@ -286,7 +286,7 @@ def _indented(line: cst.BaseStatement, indent: str) -> cst.BaseStatement:
 
 
 def _end_of_block(pieces: Sequence[Piece], start: int) -> int:
-    """Behind the last piece of the block that begins at ``start``; ``start`` itself where none does."""
+    """Return the index after the last piece of the block at ``start``, or ``start`` if no block begins there."""
     end = start
     for index in range(start, len(pieces)):
         if pieces[index].is_fp32:
@@ -297,11 +297,11 @@ def _end_of_block(pieces: Sequence[Piece], start: int) -> int:
 
 
 def _may_stand_between(piece: Piece) -> bool:
-    """An unpinned line may be in a block: an assignment to names that calls none of the user's code, writes
-    into no tensor, and computes no product, which autocast would run in half."""
+    """True if an unpinned line may be in a block with autocast off: it assigns to names and calls no user code. It also
+    writes into no tensor and computes no product, which autocast would run in half."""
     match piece.statement:
         case cst.SimpleStatementLine(body=[cst.Assign() as line]) if piece.pinned is None:
-            # Who reads `self.last = h` elsewhere is to find what the code put there, and no cast.
+            # An attribute such as `self.last = h` may be read elsewhere, so it must keep its dtype.
             stores = any(isinstance(target, (cst.Attribute, cst.Subscript)) for target in targets(line))
             writes = stores or any(map(writes_in_place, find(line, cst.Call)))
             refused = (type(node) in SUSPENDED or is_product(node) or piece.names.is_users(node) for node in walk(line))
@@ -310,10 +310,10 @@ def _may_stand_between(piece: Piece) -> bool:
 
 
 def torch_in(bindings: Bindings) -> tuple[str, bool]:
-    """The name that torch has in a function, and whether the file must import it for that.
+    """Return the name of torch in a function, and True if the file must import it first.
 
     Raises:
-        EditError: the name means something else there.
+        EditError: the name torch means something else there.
     """
     if known := _imported_as(("torch",), bindings):
         return known, False
@@ -323,6 +323,6 @@ def torch_in(bindings: Bindings) -> tuple[str, bool]:
 
 
 def _imported_as(origins: Sequence[str], bindings: Bindings) -> str:
-    """The name of one of these that no variable of the function hides; "" where there is none."""
+    """Return the name of an import from ``origins`` that the function does not shadow, or ""."""
     hidden = bindings.local if bindings.function is not None else frozenset()
     return next((name for name, origin in bindings.imports.items() if origin in origins and name not in hidden), "")

@@ -1,4 +1,4 @@
-"""Edited files as unified diffs, and written: all or none, and uncommitted work is never overwritten."""
+"""Unified diffs of edited files, and writing them: all or none, and never over uncommitted work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ampdbg.files import put, staged_file
 from ampdbg.record.pins import FileDiff
 
 CONTEXT = 3
-"""Unchanged lines around a change, as git has it."""
+"""The number of unchanged lines around a change, as in git."""
 
 NO_NEWLINE = b"\\ No newline at end of file\n"
 _HEADING = re.compile(rb"^[ \t]*(class|async[ \t]+def|def)[ \t].*$")
@@ -31,7 +31,7 @@ _ESCAPES = {
 
 @dataclass(frozen=True)
 class FileEdit:
-    """A file, the bytes that it must hold now and those that it shall have."""
+    """A file with its expected current bytes and its new bytes."""
 
     path: Path
     before: bytes
@@ -39,7 +39,7 @@ class FileEdit:
 
 
 def counterpart(line: int, here: bytes, there: bytes) -> int:
-    """Which line of ``there`` is line ``line`` of ``here``, be it indented in another way; 0 where none is."""
+    """Return the line of ``there`` that matches line ``line`` of ``here``, ignoring indentation, or 0."""
     return next((at + line - start for start, at, size in _common(here, there) if start < line <= start + size), 0)
 
 
@@ -50,10 +50,10 @@ def _common(here: bytes, there: bytes) -> Sequence[tuple[int, int, int]]:
 
 
 def base_folder(edits: Sequence[FileEdit], config_folder: Path) -> tuple[Path, bool]:
-    """What the paths of a diff are relative to, and whether that is the root of a git repository.
+    """Return the folder that a diff's paths are relative to, and True if it is a git repository's root.
 
-    That is the repository around the config and the files, also where the files have one of their own within;
-    else the folder that holds them all: the config's own, wherever below it the edits fall.
+    This is the repository around the config and all files, even if the files are in a nested one. Without a repository,
+    it is the common parent of the config's folder and all files.
     """
     files = [edit.path.resolve().parent for edit in edits]
     around = Path(os.path.commonpath([config_folder.resolve(), *files]))
@@ -62,7 +62,7 @@ def base_folder(edits: Sequence[FileEdit], config_folder: Path) -> tuple[Path, b
 
 
 def file_diff(edit: FileEdit, base: Path) -> FileDiff:
-    """The edit as a diff whose path counts from ``base``."""
+    """Return the edit as a diff whose path is relative to ``base``."""
     path = PurePosixPath(edit.path.resolve().relative_to(base).as_posix())
     diff = unified_diff(path, edit.before, edit.after)
     try:
@@ -82,39 +82,38 @@ def _repository(folder: Path) -> Path | None:
 
 
 def unified_diff(path: PurePosixPath, before: bytes, after: bytes) -> bytes:
-    """The change of one file as ``git apply`` and ``patch -p1`` take it, byte for byte; empty where there is none.
+    """Return the change of one file for ``git apply`` and ``patch -p1``, or empty bytes if nothing changed.
 
-    The lines are the file's own bytes, whatever its encoding and line endings, so the diff must be written to a binary
-    stream.
+    The lines are the file's own bytes in any encoding and with any line endings. Write the diff to a binary stream.
 
     Args:
-        path: relative to where the diff is applied.
-        before: the file's bytes; ``after`` are those that it shall have.
+        path: relative to the folder where the diff is applied.
+        before: the file's old bytes; ``after`` are its new bytes.
     """
     if before == after:
         return b""
     old, new = _quoted("a/", path), _quoted("b/", path)
-    # A tab ends a name with spaces, which patch would otherwise cut at the first.
+    # A tab ends a name with spaces, which patch would otherwise cut at the first space.
     end = b"\t\n" if " " in str(path) else b"\n"
     header = b"diff --git %b %b\n--- %b%b+++ %b%b" % (old, new, old, end, new, end)
     return header + b"".join(_hunks(_lines(before), _lines(after)))
 
 
 def _quoted(prefix: str, path: PurePosixPath) -> bytes:
-    """A path as git writes it: as in C, with quotes and octal numbers, where it holds more than plain characters."""
+    """Return a path as git writes it: C-quoted with octal escapes unless it is printable ASCII."""
     name = (prefix + path.as_posix()).encode("utf-8", "surrogateescape")
     escaped = b"".join(_ESCAPES.get(byte, bytes([byte]) if 32 <= byte < 127 else b"\\%03o" % byte) for byte in name)
     return name if escaped == name else b'"' + escaped + b'"'
 
 
 def _lines(content: bytes) -> list[bytes]:
-    """Lines end at a line feed and nowhere else: a form feed or a lone carriage return is part of a line."""
+    """Split at line feeds only. A form feed or a lone carriage return is part of a line."""
     return re.findall(rb"[^\n]*\n|[^\n]+\Z", content)
 
 
 def _hunks(before: Sequence[bytes], after: Sequence[bytes]) -> Iterator[bytes]:
-    """The hunks, each headed by the class or function above it."""
-    # The two lines that name the files come first; git's have more to say.
+    """Yield the hunks, each headed by the class or function above it."""
+    # Skip difflib's two header lines; the caller writes git's longer header.
     for line in islice(difflib.diff_bytes(difflib.unified_diff, before, after, n=CONTEXT), 2, None):
         if (start := _RANGE.match(line)) is not None:
             above = reversed(before[: max(int(start[1]) - 1, 0)])
@@ -125,16 +124,16 @@ def _hunks(before: Sequence[bytes], after: Sequence[bytes]) -> Iterator[bytes]:
 
 
 def write_edits(edits: Sequence[FileEdit], *, force: bool = False) -> None:
-    """Writes all files, or none where one of them cannot be.
+    """Write all files, or none if one of them cannot be written.
 
-    Each file is replaced in one step and keeps its permissions and its links.
+    Each file is replaced atomically and keeps its permissions and links.
 
     Args:
         edits: one for each file.
-        force: also writes files in which git sees changes that are not committed.
+        force: also overwrite files with uncommitted changes in git.
 
     Raises:
-        PatchError: a file is not as the edit expects it, has uncommitted changes, or cannot be written.
+        PatchError: a file differs from the edit's expected bytes, has uncommitted changes, or cannot be written.
     """
     edits = [FileEdit(edit.path.resolve(), edit.before, edit.after) for edit in edits]
     for edit in edits:
@@ -158,7 +157,7 @@ def write_edits(edits: Sequence[FileEdit], *, force: bool = False) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Refuses a place where no file can be written, as far as that shows without writing it.
+    """Check, without writing, that a file can be written at this path.
 
     Raises:
         PatchError: no file can be written there.
@@ -171,10 +170,10 @@ def check_writable(path: Path) -> None:
 
 
 def uncommitted(path: Path) -> bool:
-    """git sees uncommitted changes in the file; False without git, or where the file is in no repository."""
+    """True if git reports uncommitted changes; False without git or outside of a repository."""
     command = ["git", "--literal-pathspecs", "-C", str(path.parent), "status", "--porcelain", "--", path.name]
     try:
-        # Without optional locks `git status` does not refresh the index: a check leaves no trace.
+        # Without optional locks, `git status` does not refresh the index, so the check changes nothing.
         environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
         result = subprocess.run(command, capture_output=True, check=False, env=environment)
     except OSError:

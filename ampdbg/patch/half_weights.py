@@ -1,4 +1,4 @@
-"""Half weights as edits of the user's code: stored in float32 under autocast, norms alone, or a lower beta2."""
+"""Edits for half weights: float32 weights under autocast, norms alone in float32, or a lower beta2."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ampdbg.source.source_file import read_source
 ARGUMENTS = r"transformers\..*TrainingArguments|trl\.(\w+\.)*(SFT|DPO|GRPO|KTO|ORPO|Reward)Config"
 
 Rows = Sequence[tuple[str, str, str]]
-"""What a call takes: a pattern of the qualified name of what is called, a keyword and its value."""
+"""Arguments for library calls: a regex for the callee's qualified name, a keyword and its value."""
 
 AUTOCAST: Rows = (
     (r"accelerate\..*Accelerator", "mixed_precision", '"bf16"'),
@@ -32,7 +32,7 @@ AUTOCAST: Rows = (
 BETA2: Rows = ((r"torch\.optim\..*Adam\w*", "betas", "(0.9, 0.95)"), (ARGUMENTS, "adam_beta2", "0.95"))
 
 LOADERS = ("from_pretrained", "from_config")
-"""Methods that make a model in the dtype of a checkpoint, where the call names no other."""
+"""Methods that load a model in its checkpoint's dtype by default."""
 
 IN_BFLOAT16 = 'with torch.autocast("{}", dtype=torch.bfloat16):'
 
@@ -47,9 +47,9 @@ NORMS = (
 
 @dataclass(frozen=True)
 class HalfLines:
-    """Where a script makes its weights half and trains them, of its ``files``; the ``device`` by torch's type.
+    """The lines of a script's ``files`` that make its weights half and train them; ``device`` is a torch device type.
 
-    ``outside`` are files and lines that call the model without gradients, and outside of autocast.
+    ``outside`` are files and lines that call the model without gradients and without autocast.
     """
 
     casts: tuple[CastLine, ...] = ()
@@ -62,10 +62,10 @@ class HalfLines:
 
 @dataclass
 class WeightEdits:
-    """The edits of all files so far: what each is, and which lines were left alone, with why.
+    """The edits of all files so far, with their titles and the lines that were not edited.
 
-    ``refused`` are lines that make weights half, ``unlowered`` those to put under autocast by hand, and ``lowers`` says
-    that edits put some there.
+    ``refused`` are messages on lines that make weights half, and ``unlowered`` on lines to put under autocast by hand.
+    ``lowers`` is true if the edits enable autocast.
     """
 
     lines: HalfLines
@@ -76,14 +76,14 @@ class WeightEdits:
     _edits: dict[str, dict[Edit, None]] = field(default_factory=dict)
 
     def add(self, file: str, line: int, title: str, edits: Iterable[Edit], why_none: str = "") -> None:
-        """Adds the edits of a line, or why there are none."""
+        """Add the edits of a line, or the reason for having none."""
         known, place = list(edits), place_of(file, line)
         self._edits.setdefault(file, {}).update(dict.fromkeys(known))
         self.titles += [f"{place}: {title}"] * bool(known)
         self.refused += [f"by hand: {place}: {why_none}"] * (not known)
 
     def by_hand(self, after: HalfLines, *, are_half: bool) -> Iterator[str]:
-        """What is left to be done, by what the patched script did; ``are_half``: it has half weights still."""
+        """Yield the remaining manual steps after the patched script ran; ``are_half`` if it still has half weights."""
         yield from self.refused * are_half
         yield from (self.unlowered or [OFF] * self.lowers) * (not after.is_lowered)
         if after.outside and self.lowers:
@@ -91,8 +91,8 @@ class WeightEdits:
             yield f"by hand: {places}: the model is called without gradients, now in float32; use the same autocast"
 
     def add_keywords(self, rows: Rows) -> bool:
-        """Adds what calls of libraries take; returns whether there is such a call. Those count that stand in the files
-        of the training loop, and where none does those in all files."""
+        """Add keyword arguments to matching library calls; return True if there are any. Calls in the training loop's
+        files take precedence over calls in other files."""
         found: dict[str, list[tuple[int, str, Edit]]] = {}
         for file in self.lines.files:
             document = document_of(file)
@@ -107,7 +107,6 @@ class WeightEdits:
         return bool(found)
 
     def made(self) -> tuple[FileEdit, ...]:
-        """The files with the edits in them."""
         found = []
         for file, edits in ((file, tuple(edits)) for file, edits in self._edits.items() if edits):
             needed = ("torch",) * any("torch." in edit.new for edit in edits)
@@ -117,12 +116,12 @@ class WeightEdits:
 
 
 def place_of(file: str, line: int) -> str:
-    """A line as a patch names it."""
+    """Name a line in the words of a patch."""
     return f"line {line} of {Path(file).name}"
 
 
 def weights_in_float32(edits: WeightEdits) -> None:
-    """No line makes the weights half any more, and the model runs under autocast in bfloat16."""
+    """Make the weights float32 and run the model under autocast in bfloat16."""
     for cast in edits.lines.casts:
         document = document_of(cast.file)
         statement = statement_at(document, cast.line)
@@ -132,7 +131,7 @@ def weights_in_float32(edits: WeightEdits) -> None:
 
 
 def norms_in_float32(edits: WeightEdits) -> None:
-    """The weights stay half but for those of norms, and the model runs under autocast in bfloat16."""
+    """Make the weights of norms float32, leave the others half, and run the model under autocast in bfloat16."""
     for cast in edits.lines.casts:
         document = document_of(cast.file)
         statement = statement_at(document, cast.line)
@@ -144,7 +143,7 @@ def norms_in_float32(edits: WeightEdits) -> None:
 
 
 def beta2_lowered(edits: WeightEdits) -> None:
-    """Adam's second moment decays by what half holds."""
+    """Lower Adam's beta2 to a decay that half can represent."""
     edits.add_keywords(BETA2)
 
 
@@ -164,10 +163,10 @@ def _uncast(document: Document, statement: ast.stmt, dtypes: frozenset[str]) -> 
 
 
 def _model_named_by(document: Document, statement: ast.stmt) -> list[str]:
-    """What the model is called that the statement makes half: ``model = Net().half()``, ``model.half()``."""
+    """Return the name of the model that a statement makes half: ``model = Net().half()``, ``model.half()``."""
     match statement:
         case ast.Assign([ast.Attribute(attr="data")]):
-            return []  # a parameter
+            return []  # a parameter, not a model
         case ast.Assign([ast.Name() | ast.Attribute() as target]):
             return [document.source(target)]
         case ast.Expr(ast.Call(ast.Attribute(ast.Name() | ast.Attribute() as owner))):
@@ -176,7 +175,7 @@ def _model_named_by(document: Document, statement: ast.stmt) -> list[str]:
 
 
 def _under_autocast(edits: WeightEdits) -> None:
-    """The training loop's forward pass and loss under autocast, as a library's loop takes it or around the lines."""
+    """Put the training loop's forward pass and loss under autocast, by a library's argument or a ``with`` block."""
     loop, device = edits.lines.loop, edits.lines.device
     if edits.lines.is_lowered or loop is None:
         return
@@ -197,8 +196,8 @@ def _under_autocast(edits: WeightEdits) -> None:
 
 
 def _between(document: Document, loop: LoopLines) -> Sequence[ast.stmt]:
-    """The statements on the lines from the first call of the model up to the backward pass, in the innermost block with
-    both; a ``zero_grad`` at the end is none of them."""
+    """Return the statements from the first model call up to the backward pass, in the innermost block with both. A
+    final ``zero_grad`` is omitted."""
     first, last = (statement_at(document, line) for line in (loop.first, loop.backward))
     for begin, end in product(_statements_around(document, first), _statements_around(document, last)):
         block = document.block(begin)

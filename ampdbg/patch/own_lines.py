@@ -1,4 +1,4 @@
-"""Which lines of a pinned module's own code a patch has to wrap: those that go wrong, and those close to it."""
+"""Selection of the lines to wrap in a pinned module's own code: they overflow, or nearly do."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ampdbg.source.ownership import Line, is_users_file
 from ampdbg.source.source_file import EditError, read_source
 
 CLOSE_BITS = 2
-"""A line whose values are within so many bits of the limit is wrapped together with one that is beyond it."""
+"""A line whose values are within this many bits of the limit is wrapped with a line beyond the limit."""
 
 CLOSE = FLOAT16.largest / 2**CLOSE_BITS
 
@@ -36,26 +36,29 @@ ACCUMULATIONS = frozenset(
     "mm addmm bmm baddbmm addbmm mv dot sum mean cumsum prod cumprod norm linalg_vector_norm var std "
     "logsumexp logcumsumexp convolution _convolution".split()
 )
-"""Ops that add up many products or terms. One that leads straight into a wrapped line is wrapped with it, as a
-person would: its result would only be rounded to half on the way. A sum that CUDA's autocast makes in FP32 a CPU's
-leaves in half: left outside, it would meet FP32 in the block."""
+"""Ops that sum many products or terms. An accumulation directly before a wrapped line is wrapped too, since its result
+would only be rounded to half. CUDA's autocast runs some sums in FP32 that a CPU's autocast runs in half. Outside of the
+block, their half results would meet FP32."""
 
 
 MOST_GENERATIONS = 4
-"""A value that was rounded too early is looked for so many lines before the one that it spoils."""
+"""How many producer lines back to search for the rounding that spoils a value."""
 
 UsersCall = tuple[str, LinePin]
-"""A file, and in it the user's own call of a function."""
+"""A file, and the user's call of a function in it."""
 
 Caller = tuple[str, int, str, str]
-"""The file, line and function of a call, and the name of what it calls."""
+"""The file, line and function of a call, and the name of its callee."""
 
 
 @dataclass(frozen=True)
 class OwnLines:
-    """Lines of the user's code by module and function: ``close`` are beyond FP16 or near it, ``adding_up``
-    holds the module, file and line of each accumulation, ``calls`` the file and the call that lead to a line of a
-    library's, or to one in ``made_by``: the module and line of what made the values that a line reads."""
+    """The user's lines that overflow or contribute to it, from replays of the failing steps.
+
+    ``close`` are lines beyond or near the limit of FP16, by module. ``adding_up`` has the module, file and line of each
+    accumulation. ``calls`` has the user's call for lines in libraries and in ``made_by``. ``made_by`` has the modules
+    and lines that produced a line's inputs.
+    """
 
     close: Mapping[str, frozenset[Line]]
     adding_up: frozenset[tuple[str, str, int]]
@@ -63,14 +66,14 @@ class OwnLines:
     made_by: Mapping[tuple[str, int], Collection[tuple[str, Line]]] = field(default_factory=dict)
 
     def calls_of(self, pin: Pin) -> list[UsersCall]:
-        """The calls of libraries in which the lines of a pin go wrong, or else the only ones on its lines."""
+        """Return the library calls in which the lines of a pin overflow, or else the only calls on its lines."""
         lines = [pin.source] if pin.source else [site.source for site in pin.sites]
         library = [(line.file, line.line) for line in lines if line is not None and not is_users_file(line.file)]
         calls = [self.calls[line] for line in library if line in self.calls] or map(_call_on, users_lines(pin))
         return list(dict.fromkeys(call for call in calls if call is not None))
 
     def generations_of(self, pin: Pin) -> list[list[Line]]:
-        """The lines of a pin, and before them those that made what these read, in the same modules' own code."""
+        """Return the lines of a pin, then each earlier generation of producers in the same modules."""
         modules = {pin.module, *(site.module for site in pin.sites)}
         found, met = [sorted(set(users_lines(pin)))], set(users_lines(pin))
         while found[-1] and len(found) <= MOST_GENERATIONS:
@@ -80,7 +83,7 @@ class OwnLines:
         return [lines for lines in found if lines]
 
     def of(self, pin: Pin) -> dict[tuple[str, str], list[int]]:
-        """The lines to wrap for a pin, by file and function, in order."""
+        """Return the lines to wrap for a pin, in order, by file and function."""
         lines: dict[tuple[str, str], set[int]] = {}
         for file, number, function in (*users_lines(pin), *self.close.get(pin.module, ())):
             lines.setdefault((file, function), set()).add(number)
@@ -92,14 +95,14 @@ class OwnLines:
         }
 
     def _leading_into(self, module: str, file: str, first: int) -> Iterator[int]:
-        """The accumulations in the statements just before a line."""
-        with contextlib.suppress(EditError):  # Not a line that could be edited.
+        """Yield the accumulations in the statements just before a line."""
+        with contextlib.suppress(EditError):  # The line may not be editable.
             above = read_source(Path(file).read_bytes()).above(first)
             yield from itertools.takewhile(lambda line: (module, file, line) in self.adding_up, above)
 
 
 class _Flow(OpTrace):
-    """Notes also for each line of the forward pass the lines that made what it reads, by their storage."""
+    """Also records, for each line of the forward pass, the lines that produced its inputs, matched by storage."""
 
     def __init__(self, model: torch.nn.Module, paths: ModulePaths) -> None:
         super().__init__(model, paths)
@@ -121,7 +124,7 @@ class _Flow(OpTrace):
 
 
 def own_lines(run: Run, failing: Sequence[FailingStep], pins: Iterable[Pin] = ()) -> OwnLines:
-    """Runs each failing step as the shadow, which shows every value that FP16 would hold."""
+    """Collect lines from replays of the failing steps in FP32 and in bfloat16, which exceeds FP16's range."""
     pins = tuple(pins)
     sources = [source for pin in pins for source in (pin.source, *(site.source for site in pin.sites)) if source]
     lines = {(source.file, source.line) for source in sources if not is_users_file(source.file)}
@@ -136,7 +139,7 @@ def own_lines(run: Run, failing: Sequence[FailingStep], pins: Iterable[Pin] = ()
                 try:
                     ranges = shadow_step(run, step.snapshot).ranges
                 except UserCodeError:
-                    ranges = ()  # Code that names its dtype does not run in bfloat16; what FP16 showed has to do.
+                    ranges = ()  # Code with a hard-coded dtype fails in bfloat16. Use only what the FP16 run showed.
             for seen in ranges:
                 value = seen.output.largest * (scale if seen.place.phase == "backward" else 1.0)
                 if value >= CLOSE and seen.place.line is not None and is_users_file(seen.place.line[0]):
@@ -154,7 +157,7 @@ def own_lines(run: Run, failing: Sequence[FailingStep], pins: Iterable[Pin] = ()
 
 @contextlib.contextmanager
 def _callers(libraries: Collection[str]) -> Iterator[Mapping[CodeType, Caller | None]]:
-    """Notes where the user's code first calls each function of its own and of these files of libraries."""
+    """Record where user code first calls each user function and each function in the library files."""
     found: dict[CodeType, Caller | None] = {}
 
     def on_call(frame: FrameType, event: str, argument: object) -> None:
@@ -175,26 +178,26 @@ def _caller(frame: FrameType) -> Caller | None:
 
 
 def _users_call(line: tuple[str, int], callers: Mapping[CodeType, Caller | None]) -> UsersCall | None:
-    """The user's call of the function that holds a line; None where the calling line makes several calls."""
+    """Return the user's call of the function that holds a line, or None if the calling line makes several calls."""
     codes = [code for code in callers if code.co_filename == line[0] and line[1] in {n for *_, n in code.co_lines()}]
     caller = next((callers[code] for code in codes), None)
     return _call_on(caller[:3], caller[3]) if caller is not None else None
 
 
 def _call_on(line: Line, called: str = "") -> UsersCall | None:
-    """The call of this name on a line, or else the only one there; None where there are several."""
+    """Return the call of this name on a line, or the line's only callee; None if that is ambiguous."""
     file, number, function = line
     try:
         statement = read_source(Path(file).read_bytes()).at(number).line
     except EditError:
-        return None  # Not a line that could be edited.
+        return None  # not an editable line
     callees = [code_of(call.func) for call in find(statement, cst.Call)]
     named = [callee for callee in callees if callee.rpartition(".")[2] == called] or callees
     return (file, LinePin(function, (number,), named[0])) if len(set(named)) == 1 else None
 
 
 def users_lines(pin: Pin) -> Iterator[Line]:
-    """The lines of the user's own that go wrong, each once."""
+    """Yield the user's own lines that overflow, without duplicates."""
     for source in dict.fromkeys((pin.source, *(site.source for site in pin.sites))):
         if source is not None and is_users_file(source.file):
             yield source.file, source.line, source.function

@@ -1,6 +1,6 @@
-"""From pins to a patch: for each the smallest edit of the user's own code that the code allows.
+"""Planning of a patch: for each pin, the smallest edit that the user's code allows.
 
-A pin can stand in its lines, at the call of the module, or go by its name.
+An edit wraps lines of code, wraps the module's call, or pins the module by name.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from ampdbg.source.ownership import is_users_file
 from ampdbg.syntax_tree import UNPARSABLE, syntax_tree
 
 FEW = 2
-"""So many modules that are not pinned may run in FP32 with those that are, if these are no more than they."""
+"""An edit may add this many unpinned modules to FP32, or as many as it pins if that is more."""
 
 
 @dataclass(frozen=True)
 class Materials:
-    """What a plan is made from: the model, its pins, the lines to wrap, and what holds half tensors on them.
+    """The inputs of a plan: the model, its pins, the lines to wrap, and the half tensors' names on them.
 
-    ``makings`` say where the model is made.
+    ``makings`` records where the model is created.
     """
 
     model: torch.nn.Module
@@ -49,7 +49,7 @@ class Materials:
 
     @functools.cached_property
     def edited(self) -> Callable[[str, tuple[LinePin, ...]], Edited]:
-        """A file of these as the edits of some pins make it; each is made once."""
+        """A cached function that returns a file with the edits of some pins."""
 
         @functools.cache
         def edited(file: str, sources: tuple[LinePin, ...]) -> Edited:
@@ -63,7 +63,7 @@ class Materials:
 
 @dataclass(frozen=True)
 class Sharing:
-    """How many modules run the code that an edit changes, of which class, and how many of them are pinned."""
+    """The number of modules that run the edited code, their class, and the number of pinned modules among them."""
 
     kind: str
     running: int
@@ -71,7 +71,7 @@ class Sharing:
 
     @property
     def is_wide(self) -> bool:
-        """The edit takes many more modules into FP32 than the set holds."""
+        """True if the edit runs many more modules in FP32 than are pinned."""
         return self.running - self.pinned > max(FEW, self.pinned)
 
     def __str__(self) -> str:
@@ -80,11 +80,10 @@ class Sharing:
 
 @dataclass(frozen=True)
 class Placement:
-    """One edit for one or more pins, decided once: ``refused`` says why it cannot be made, if so.
+    """One edit for one or more pins; ``refused`` holds the reasons if it cannot be made.
 
-    ``source`` is None for names in the helper's call, where the model is made. ``method`` is the qualified name of what
-    it edits, and ``sharing`` says what else runs that, where it is a method of the model's. ``notes`` are for the
-    reader of the patch.
+    ``source`` is None for a pin by name, which the helper applies. ``method`` is the qualified name of the edited
+    method of the model, and ``sharing`` counts the modules that run it. ``notes`` are for the reader of the patch.
     """
 
     title: str
@@ -101,7 +100,7 @@ PlacementRule = Callable[[Pin, Materials], Iterator[Placement]]
 
 
 def lines_that_may_be_edited(pins: Iterable[Pin], lines: OwnLines, model: torch.nn.Module) -> set[tuple[str, int]]:
-    """A line, by its file, of each function that a pin may be edited in: its own lines', and its caller."""
+    """Return the files and lines of all functions in which the pins may be edited, including their callers."""
     pins = tuple(pins)
     found = {(file, line) for pin in pins for (file, _), some in lines.of(pin).items() for line in some}
     makers = {maker[:2] for pin in pins for some in lines.generations_of(pin) for maker in some}
@@ -114,7 +113,7 @@ def lines_that_may_be_edited(pins: Iterable[Pin], lines: OwnLines, model: torch.
 
 
 def _own_code(pin: Pin, materials: Materials) -> Iterator[Placement]:
-    """The lines that go wrong, and those about to, in the module's own code or outside of any module."""
+    """Place a pin at the lines that overflow or nearly do, inside or outside of modules."""
     if not _stands_in_lines(pin, materials):
         return
     sources = [pin.source] if pin.source else [site.source for site in pin.sites]
@@ -123,13 +122,13 @@ def _own_code(pin: Pin, materials: Materials) -> Iterator[Placement]:
     wrong = {line[:2] for line in users_lines(pin)}
     for (file, function), near in materials.lines.of(pin).items():
         refused = {one.line for one in materials.edited(file, (LinePin(function, tuple(near)),)).refused}
-        # What is only close to the limit may stay as it is where it cannot be edited.
+        # A line only close to the limit may stay unedited.
         lines = tuple(line for line in near if line not in refused or (file, line) in wrong)
         yield _decided(lines_title(file, lines), pin, file, LinePin(function, lines), materials)
 
 
 def _library_call(pin: Pin, materials: Materials) -> Iterator[Placement]:
-    """The user's own call of an installed library's function in which a line goes wrong."""
+    """Place a pin at the user's call of a library function in which a line overflows."""
     for call in materials.lines.calls_of(pin) if _stands_in_lines(pin, materials) else ():
         yield _around(call, pin, materials)
 
@@ -140,9 +139,10 @@ def _around(users: UsersCall, pin: Pin, materials: Materials) -> Placement:
 
 
 def _where_it_is_made(pin: Pin, materials: Materials, *, before: slice) -> Iterator[Placement]:
-    """The lines so many generations ``before`` the pin's, or the calls of their functions, without casts to half.
+    """Place a pin, without casts to half, at lines ``before`` it that produced its inputs, or at their calls.
 
-    What was rounded to half there comes too late to a cast in the pin's own lines: ``1 - p`` where p is 1 by then.
+    ``before`` selects the generations of producers. A value that was rounded to half there cannot be repaired by a cast
+    in the pin's own lines: ``1 - p`` is 0 once p has rounded to 1.
     """
     generations = materials.lines.generations_of(pin) if _stands_in_lines(pin, materials) else []
     for file, line, function in itertools.chain(*(generations[before] or generations[-1:])):
@@ -154,7 +154,7 @@ def _where_it_is_made(pin: Pin, materials: Materials, *, before: slice) -> Itera
 
 
 def _stands_in_lines(pin: Pin, materials: Materials) -> bool:
-    """The pin is of lines, or of a module that runs nothing else: one of the user's own class without children."""
+    """True if the pin covers lines, or a module of a user's class without children, which runs nothing else."""
     module = materials.model.get_submodule(pin.module)
     forward = next(functions_run(type(module), "forward"), None)
     is_users = forward is not None and is_users_file(forward.__code__.co_filename)
@@ -162,12 +162,12 @@ def _stands_in_lines(pin: Pin, materials: Materials) -> bool:
 
 
 def _leaves_children(pin: Pin, materials: Materials) -> bool:
-    """The pin leaves child modules in half: an edit that takes them into FP32 was not tried."""
+    """True if the pin leaves child modules in half, so that no trial ran them in FP32."""
     return pin.own and any(True for _ in materials.model.get_submodule(pin.module).children())
 
 
 def _call(pin: Pin, materials: Materials) -> Iterator[Placement]:
-    """The call of the module in its parent's forward, where that is the user's own code."""
+    """Place a pin at the module's call in its parent's forward, if that is user code."""
     if pin.source or _leaves_children(pin, materials):
         return
     if (found := call_of(pin.module, materials.model)) is not None:
@@ -178,7 +178,7 @@ def _call(pin: Pin, materials: Materials) -> Iterator[Placement]:
 
 
 def _helper(pin: Pin, materials: Materials) -> Iterator[Placement]:
-    """The helper, by the module's name, in the file that makes the model."""
+    """Place a pin by the module's name in a helper in the file that creates the model."""
     making = None if pin.source else materials.makings.of(materials.model, (pin.name,))
     if making is not None:
         edited = _with_helper(Path(making.file).read_bytes(), (pin.name,), materials)
@@ -195,11 +195,11 @@ WAYS: tuple[tuple[PlacementRule, ...], ...] = (
     (_call, _helper),
     (_helper,),
 )
-"""The narrowest first; each next one is for where the patch of the one before does not cure the step."""
+"""The placement rules, narrowest first. The planner goes to the next tuple if a patch does not cure the step."""
 
 
 def _decided(title: str, pin: Pin, file: str, source: LinePin, materials: Materials) -> Placement:
-    """The placement, with why it is refused."""
+    """Return the placement with its refusals and sharing."""
     refused = _in_file(file, materials.edited(file, (source,)).refused)
     place = Placement(title, file, source, (pin.name,), refused=refused)
     function = method_at(file, source.lines[0], materials.model)
@@ -213,7 +213,7 @@ def _in_file(file: str, refused: Iterable[Refused]) -> tuple[Refused, ...]:
 
 
 def _with_helper(source: bytes, names: Sequence[str], materials: Materials) -> Edited:
-    """The file that makes the model, which may be edited already, with the helper that pins modules by name."""
+    """Add the helper that pins modules by name to the file, possibly edited before, that creates the model."""
     making = materials.makings.of(materials.model, names)
     if making is None:
         return Edited(source, (Refused(0, "no one line creates the model; call the helper by hand"),))
@@ -225,7 +225,7 @@ def _with_helper(source: bytes, names: Sequence[str], materials: Materials) -> E
 
 
 def lines_title(file: str, lines: Sequence[int]) -> str:
-    """Lines of a file in words."""
+    """Name lines of a file in words."""
     name = Path(file).name
     if len(lines) == 1:
         return f"line {lines[0]} of {name}"
@@ -235,8 +235,7 @@ def lines_title(file: str, lines: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Rest:
-    """A patch without one of its units. A model that stands can take the edits of ``lines`` alone, and these ``names``
-    of pins in place of the helper by name."""
+    """A patch without one unit: its ``edits``, or for an existing model, ``lines`` to edit and ``names`` to pin."""
 
     edits: tuple[FileEdit, ...]
     lines: tuple[FileEdit, ...]
@@ -245,9 +244,9 @@ class Rest:
 
 @dataclass(frozen=True)
 class Patch:
-    """The edits of all files together. ``without`` has them for each unit's title with that one unit left out.
+    """The edits of all files. ``without`` maps each unit's title to the patch without that unit.
 
-    ``left`` says why pins are not edited that no trial has shown to be needed.
+    ``left`` holds the refusals of pins that no trial has shown to be needed.
     """
 
     edits: tuple[FileEdit, ...]
@@ -259,11 +258,11 @@ class Patch:
 
 
 def planned(materials: Materials, ways: Sequence[PlacementRule] = WAYS[0], unneeded: Collection[str] = ()) -> Patch:
-    """The patch for the pins.
+    """Return the patch for the pins.
 
-    Each pin is edited in the first of ``ways`` that the code allows, unless another runs many fewer modules in FP32.
-    What none allows is in ``refused``, or ``left`` out as are units by the
-    titles in ``unneeded``: whether the others are enough is for the proof to say.
+    Each pin takes the first of ``ways`` that the code allows and that adds few other modules to FP32. The first wide
+    way is the fallback. Pins without a way go to ``refused``, or to ``left`` if no trial needed them. Units titled in
+    ``unneeded`` are omitted; the proof decides if the rest is enough.
     """
     chosen: list[Placement] = []
     refused: list[Refused] = []
@@ -282,7 +281,7 @@ def planned(materials: Materials, ways: Sequence[PlacementRule] = WAYS[0], unnee
 
 
 def constants_kept(constants: Sequence[Source], materials: Materials) -> Patch:
-    """The patch that keeps constants of the user's code within the range of half, and pins nothing."""
+    """Return a patch that keeps constants of user code within the range of half and pins nothing."""
     lines: dict[str, dict[int, None]] = {}
     for one in constants:
         lines.setdefault(one.file, {})[one.line] = None
@@ -299,7 +298,7 @@ def constants_kept(constants: Sequence[Source], materials: Materials) -> Patch:
 
 
 def wider_than(narrower: Patch, why: str, patch: Patch) -> Patch:
-    """The patch, with a note at each unit that stands in for others of a narrower one: ``why`` that one failed."""
+    """Return the patch with a note at each unit that replaces units of a narrower one: ``why`` that one failed."""
     units = []
     for unit in patch.units:
         before = [one.title for one in narrower.units if not set(one.pins).isdisjoint(unit.pins)]
@@ -309,7 +308,7 @@ def wider_than(narrower: Patch, why: str, patch: Patch) -> Patch:
 
 
 def _best(pin: Pin, materials: Materials, ways: Sequence[PlacementRule]) -> tuple[list[Placement], list[Refused]]:
-    """The placements of one way, and what was refused where there is none."""
+    """Return the placements of the best way, or the refusals if there is none."""
     wide: list[Placement] = []
     refused: list[Refused] = []
     notes: list[str] = []
@@ -319,7 +318,7 @@ def _best(pin: Pin, materials: Materials, ways: Sequence[PlacementRule]) -> tupl
         refused += reasons
         if not placements or reasons:
             why_not = ((place, one.reason) for place in placements for one in place.refused)
-            telling = (one for one in why_not if one[1] != NOTHING_COMPUTED)  # what it calls is edited
+            telling = (one for one in why_not if one[1] != NOTHING_COMPUTED)  # its callee is edited instead
             notes += dict.fromkeys(f"{place.title} cannot be edited: {reason}" for place, reason in telling)
             continue
         beyond = [f"{place.title} {place.sharing}" for place in placements if place.sharing and place.sharing.is_wide]
@@ -334,17 +333,17 @@ def _best(pin: Pin, materials: Materials, ways: Sequence[PlacementRule]) -> tupl
 
 
 def _sharing(function: FunctionType, source: LinePin, materials: Materials) -> Sharing:
-    """What modules run the method that is edited, or are called there."""
+    """Count the modules that run the edited method, and the pinned ones among them or their called children."""
     running, modules = modules_running(function, materials.model), dict(materials.model.named_modules())
     child = source.callee.rpartition(".")[2]
     called = [".".join(filter(None, (name, child))) for name in running]
-    # What a library call calls is no child.
+    # The callee in a library call is not a child module.
     pinned = sum(_is_pinned(name, materials.pins) for name in (called if {*called} <= modules.keys() else running))
     return Sharing(function.__qualname__.split(".")[-2:][0], len(running), pinned)
 
 
 def _is_pinned(name: str, pins: Iterable[Pin]) -> bool:
-    """A module runs in FP32 with these pins, by itself or with one that holds it."""
+    """True if a module runs in FP32 with these pins, by its own pin or a parent's."""
     of_modules = [pin for pin in pins if pin.source is None]
     return any(
         pin.module == name or (not pin.own and (not pin.module or name.startswith(f"{pin.module}.")))
@@ -353,7 +352,7 @@ def _is_pinned(name: str, pins: Iterable[Pin]) -> bool:
 
 
 def _merged(placements: Sequence[Placement], materials: Materials) -> Iterator[Placement]:
-    """Pins of several instances of a class come to the same edit; lines of one function to one for each block."""
+    """Merge the pins of several instances into one edit, and lines of one function into one edit for each block."""
     by_target: dict[tuple[object, ...], list[Placement]] = {}
     for place in placements:
         source = place.source
@@ -374,7 +373,7 @@ def _merged(placements: Sequence[Placement], materials: Materials) -> Iterator[P
 
 
 def _blocks(file: str, source: LinePin, materials: Materials) -> list[tuple[int, ...]]:
-    """The lines of a pin, those of one block together."""
+    """Return the lines of a pin, grouped by block."""
     blocks, found = materials.edited(file, (source,)).blocks, dict[int, list[int]]()
     for line in source.lines:
         found.setdefault(blocks.get(line, next(reversed(found), line)), []).append(line)
@@ -382,7 +381,7 @@ def _blocks(file: str, source: LinePin, materials: Materials) -> list[tuple[int,
 
 
 def _parts(placements: Sequence[Placement], materials: Materials) -> tuple[tuple[Placement, ...], ...]:
-    """The placements in parts that can be left out: of tied modules, which were pinned together, one may do alone."""
+    """Group the placements into parts that can be omitted; tied modules, pinned together, are one part."""
     names = [pin.name for pin in materials.pins if pin.source is None]
     tied = [part for part in tied_together(names, materials.model) if len(part) > 1]
     ties = {name: part for part in tied for name in part}
@@ -393,7 +392,7 @@ def _unit(part: Sequence[Placement]) -> PatchUnit:
     notes: dict[str, None] = {}
     for place in part:
         notes |= dict.fromkeys(place.notes)
-        # The code that is edited runs for modules beside those that are pinned.
+        # The edited code also runs for modules that are not pinned.
         if place.sharing is not None and max(place.sharing.pinned, 1) < place.sharing.running:
             notes[str(place.sharing)] = None
     return PatchUnit(_title(part), tuple(pin for place in part for pin in place.pins), tuple(notes))
@@ -411,7 +410,7 @@ def _rest(placements: Sequence[Placement], materials: Materials) -> Rest:
 
 
 def _applied(placements: Sequence[Placement], materials: Materials) -> tuple[tuple[FileEdit, ...], tuple[Refused, ...]]:
-    """All edits together, file by file; the helper's call comes last, for it moves the lines below it."""
+    """Return all edits together, by file. The helper's call comes last because it moves the lines below it."""
     files: list[FileEdit] = []
     refused: list[Refused] = []
     for file in dict.fromkeys(place.file for place in placements):
@@ -429,32 +428,32 @@ def _applied(placements: Sequence[Placement], materials: Materials) -> tuple[tup
     return tuple(files), tuple(refused)
 
 
-# The functions of modules' classes as they are written in files: which of them run, where, and what they call
+# Functions of module classes as their files have them: which run, where, and what they call
 
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def written(value: object) -> FunctionType | None:
-    """A method, property or decorated function of a class as its author wrote it; None for anything else."""
+    """Return the author's function of a method, property or decorated function; None for anything else."""
     value = getattr(value, "fget", None) or getattr(value, "__func__", value)
     return inspect.unwrap(value) if isinstance(value, FunctionType) else None
 
 
 def functions_run(kind: type, name: str) -> Iterator[FunctionType]:
-    """What a class runs as its method ``name``: its own or inherited one, and those above that this one calls."""
+    """Yield the functions that a class runs as its method ``name``: its own, and inherited functions that it calls."""
     for owner in kind.__mro__:
         function = written(vars(owner).get(name))
         if function is not None:
             yield function
         if name in vars(owner) and (function is None or name not in function.__code__.co_names):
-            return  # it calls none above, as `super().forward(x)` or `Block.forward(self, x)` would
+            return  # it calls no inherited one, as `super().forward(x)` or `Block.forward(self, x)` would
 
 
 def call_of(module: str, model: torch.nn.Module) -> tuple[FunctionType, LinePin] | None:
-    """The ``forward`` of a module's parent, where that is the user's own code, and the calls of the module there.
+    """Return the ``forward`` of a module's parent and a pin of the module's calls in it.
 
-    None where that forward reaches the module in another way: in a loop, through another method or function.
+    Return None if it is not user code, or reaches the module indirectly: in a loop or through another function.
     """
     parent, _, child = module.rpartition(".")
     functions = functions_run(type(model.get_submodule(parent)), "forward") if child else ()
@@ -467,14 +466,14 @@ def call_of(module: str, model: torch.nn.Module) -> tuple[FunctionType, LinePin]
 
 
 def modules_running(function: FunctionType, model: torch.nn.Module) -> tuple[str, ...]:
-    """The names of all modules whose class runs this method, and not one of its own in its place."""
+    """Return the names of all modules that run this method rather than an override."""
     named = [(path, type(module)) for path, module in model.named_modules()]
     kinds = {kind for _, kind in named if function in functions_run(kind, function.__name__)}
     return tuple(path for path, kind in named if kind in kinds)
 
 
 def method_at(file: str, line: int, model: torch.nn.Module) -> FunctionType | None:
-    """The method of the model's classes that holds a line."""
+    """Return the method of the model's classes that contains a line."""
     owners = {owner for module in model.modules() for owner in type(module).__mro__}
     functions = (written(value) for owner in owners for value in vars(owner).values())
     here = (one for one in functions if one is not None and one.__code__.co_filename == file)
@@ -482,7 +481,7 @@ def method_at(file: str, line: int, model: torch.nn.Module) -> FunctionType | No
 
 
 def node_of(function: FunctionType) -> FunctionNode | None:
-    """The function as its file has it; None where that is none that parses, or another now."""
+    """Return the function's node in its file, or None if the file does not parse or has changed there."""
     code = function.__code__
     try:
         nodes = ast.walk(syntax_tree(Path(code.co_filename).read_bytes()))
@@ -493,14 +492,14 @@ def node_of(function: FunctionType) -> FunctionNode | None:
 
 
 def lines_of(node: FunctionNode | None) -> range:
-    """The lines of a function, from that of its first decorator on."""
+    """Return the lines of a function, including its decorators."""
     if node is None:
         return range(0)
     return range(min(one.lineno for one in (node, *node.decorator_list)), (node.end_lineno or 0) + 1)
 
 
 def _own(node: ast.AST | None) -> Iterator[ast.AST]:
-    """The nodes of a function without those of the functions in it."""
+    """Yield the nodes of a function, without nested functions."""
     for child in ast.iter_child_nodes(node) if node is not None else ():
         if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             yield child

@@ -1,4 +1,4 @@
-"""Pinned statements whole in a block with autocast off: calls before it, half names cast, the rest as it is."""
+"""Rewrites of pinned statements for a block with autocast off: calls move before it, half names are cast."""
 
 from __future__ import annotations
 
@@ -32,22 +32,21 @@ from ampdbg.syntax_tree import syntax_tree
 
 _Node = TypeVar("_Node", bound=cst.CSTNode)
 
-# What a name holds, and what a call is
+# What names hold and what calls run
 
 
 @dataclass(frozen=True)
 class NamesSeen:
-    """What a trace of a file saw: names, attributes and elements (``batch["x"]``), as the source spells them.
+    """Names, attributes and elements (``batch["x"]``) that a trace of a file saw, as the source spells them.
 
-    ``half`` are those that held half tensors, by the first line of each statement, and ``full`` those that held other
-    tensors there and no half ones.
+    By the first line of each statement, ``half`` names held half tensors and ``full`` names only other tensors.
     """
 
     half: Mapping[int, Collection[str]] = field(default_factory=dict)
     full: Mapping[int, Collection[str]] = field(default_factory=dict)
 
     def on(self, lines: range, bindings: Bindings) -> TensorNames:
-        """What is known of the names on some lines; where the trace saw none of these, what it saw on others counts."""
+        """Return the names with tensors on these lines, or on all lines if the trace did not run these."""
         seen = self.half.keys() | self.full.keys()
         known = seen & set(lines) or seen
         half, full = (
@@ -58,7 +57,7 @@ class NamesSeen:
 
 
 TORCH_FUNCTIONS = ("torch", "torch.nn.functional", "torch.linalg", "torch.fft", "torch.special", "torch.Tensor")
-"""Where the functions of tensors live; a call of anything else in torch (checkpoint) may run modules."""
+"""The origins of functions that only compute with tensors. Other torch functions (checkpoint) may run modules."""
 
 BUILTINS: Mapping[str, Literal["torch", "plain"]] = {
     **dict.fromkeys(
@@ -68,28 +67,28 @@ BUILTINS: Mapping[str, Literal["torch", "plain"]] = {
     ),
     **dict.fromkeys(["sum", "abs", "pow"], "torch"),
 }
-"""Python's own functions: those that compute do so with torch's operators."""
+"""Python builtins. Those marked ``torch`` compute with torch operators when given tensors."""
 
 CONSUMERS = frozenset("sum list tuple max min any all sorted set dict".split())
-"""Builtins that run a generator to its end before they return."""
+"""Builtins that exhaust a generator before they return."""
 
 OPERATORS = (cst.Add, cst.Subtract, cst.Multiply, cst.Divide, cst.FloorDivide, cst.Modulo, cst.Power)
 CONDITIONAL = (cst.IfExp, cst.BooleanOperation, cst.Lambda, *COMPREHENSIONS)
-"""Expressions whose parts may run never or many times: no call is taken out of them."""
+"""Expressions that may evaluate a part never or many times, so that no call may move out."""
 
 PLAIN = (cst.Name, cst.Attribute, cst.Subscript)
 
 
 @dataclass(frozen=True)
 class TensorNames:
-    """Canonical texts of expressions that a trace saw hold ``half`` tensors, or none but others: ``full``."""
+    """Canonical texts of expressions that held ``half`` tensors in a trace, or only other tensors (``full``)."""
 
     half: frozenset[str]
     full: frozenset[str]
     bindings: Bindings
 
     def is_tensor(self, node: cst.CSTNode) -> bool:
-        """Arithmetic with it is arithmetic with tensors, as far as is known."""
+        """True if the expression is known or likely to be a tensor."""
         if isinstance(node, cst.BaseExpression) and code_of(node) in self.half | self.full:
             return True
         if isinstance(node, cst.Call):
@@ -98,18 +97,18 @@ class TensorNames:
         return not is_asked and any(map(self.is_tensor, node.children))
 
     def computes(self, node: cst.CSTNode) -> bool:
-        """The node itself computes with tensors, and neither moves, makes nor casts them."""
+        """True if the node itself computes with tensors, rather than moving, creating or casting them."""
         if isinstance(node, cst.Call):
             return self.runs(node) == "torch" and called_name(node) not in COMPUTES_NOTHING
         is_arithmetic = isinstance(node, cst.BinaryOperation) and isinstance(node.operator, OPERATORS)
         return isinstance(node, cst.MatrixMultiply) or (is_arithmetic and self.is_tensor(node))
 
     def is_users(self, node: cst.CSTNode) -> bool:
-        """The node calls code of the user's: a child module, a method, a function."""
+        """True if the node calls user code: a child module, a method or a function."""
         return isinstance(node, cst.Call) and self.runs(node) == "users"
 
     def runs(self, call: cst.Call) -> Literal["users", "torch", "plain"]:
-        """Whose code a call runs, as far as its text says: ``plain`` is Python's own, or that of a plain module."""
+        """Return the kind of code that a call runs, judged by its text; ``plain`` is Python or a plain module."""
         if origin := self.bindings.origin(call.func):
             module, _, name = origin.rpartition(".")
             is_torchs = module in TORCH_FUNCTIONS and name[:1].islower()
@@ -125,22 +124,22 @@ class TensorNames:
         if name in METADATA | VIEWS or code_of(base) in self.half | self.full:
             return True
         if isinstance(base, cst.Attribute) and not self.is_tensor(base):
-            return name in MOVES  # `self.decoder.norm(x)` is a module's; `self.weight.t()` a tensor's
+            return name in MOVES  # `self.decoder.norm(x)` calls a module, `self.weight.t()` a tensor's method
         if isinstance(base, cst.Name):
             is_other = base.value in ("self", "cls") or base.value in self.bindings.imports
             return not is_other and (name in TENSOR_METHODS | MOVES or name.endswith("_"))
-        # A method of a call's or an operator's result.
+        # The base is the result of a call or an operator.
         return not (isinstance(base, cst.Call) and code_of(base.func) == "super")
 
 
 VIEWS = frozenset({"items", "keys", "values"})
-"""Methods of dicts that only hand out what they hold."""
+"""Methods of dicts that only return their contents."""
 
 COMPUTES_NOTHING = METADATA | MOVES | CREATES | VIEWS
 
 
 def called_name(call: cst.Call) -> str:
-    """The last part of what is called: ``softmax`` of ``F.softmax(x)``; "" of anything without a name."""
+    """Return the last part of the callee's name: ``softmax`` for ``F.softmax(x)``; "" if it has no name."""
     match call.func:
         case cst.Name(value=name) | cst.Attribute(attr=cst.Name(value=name)):
             return name
@@ -148,14 +147,14 @@ def called_name(call: cst.Call) -> str:
 
 
 def writes_in_place(call: cst.Call) -> bool:
-    """This is a tensor's method or a function that writes into its argument: ``add_``, ``out=``."""
+    """True if a call writes into its tensor or argument: ``add_``, ``out=``."""
     name = called_name(call)
     writes = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
     return writes or "out" in map(keyword_of, call.args)
 
 
 def written_into(body: cst.CSTNode) -> Iterator[str]:
-    """The names whose memory the code writes into."""
+    """Yield the names of tensors that the code writes into."""
     for item in walk(body):
         match item:
             case cst.AugAssign(target=target) | cst.AssignTarget(target=cst.Subscript() as target):
@@ -165,7 +164,7 @@ def written_into(body: cst.CSTNode) -> Iterator[str]:
 
 
 def root_name(node: cst.CSTNode) -> str:
-    """``x`` of ``x[i].T``, ``self`` of ``self.weight``."""
+    """Return ``x`` for ``x[i].T`` and ``self`` for ``self.weight``."""
     match node:
         case cst.Name(value=name):
             return name
@@ -174,16 +173,15 @@ def root_name(node: cst.CSTNode) -> str:
     return ""
 
 
-# A pinned line: the calls in it that are put on lines of their own, and what is left of it
+# A pinned line: calls that move to their own lines, and the remaining statement
 
 
 @dataclass(frozen=True)
 class PinnedLine:
-    """A line of simple statements that is pinned, and what of it runs in FP32.
+    """A pinned line of simple statements, and the parts of it that run in FP32.
 
-    ``number`` is the first of its lines that a pin names. ``callees`` are the canonical texts of what is called in
-    FP32. The line's own operations run in FP32 where ``operations`` says so, and where it ``is_lifted`` it casts
-    nothing to half.
+    ``number`` is the first of its lines that a pin names. ``callees`` are the canonical texts of the pinned callees.
+    With ``operations``, the line's own operations run in FP32. If it ``is_lifted``, it casts nothing to half.
     """
 
     number: int
@@ -198,9 +196,9 @@ class PinnedLine:
 
 @dataclass(frozen=True)
 class Piece:
-    """One statement of the new suite, what is known of its names, and the pinned line that it comes from.
+    """One statement of the new suite, the tensors that its names hold, and the pinned line that it comes from.
 
-    It runs in FP32 where ``is_fp32`` says so.
+    It runs in FP32 if ``is_fp32``.
     """
 
     statement: cst.BaseStatement
@@ -210,17 +208,16 @@ class Piece:
 
     @property
     def line(self) -> cst.SimpleStatementLine:
-        """The statement, where it is one that may stand in a block."""
+        """The statement as a simple line, the only kind that a block takes."""
         return cst.ensure_type(self.statement, cst.SimpleStatementLine)
 
     @property
     def small(self) -> cst.BaseSmallStatement:
-        """The only statement of that line."""
         return self.line.body[0]
 
 
 def value_of(statement: cst.CSTNode) -> cst.BaseExpression | None:
-    """The expression of a statement that calls are taken out of."""
+    """Return the expression from which calls may be moved out of a statement."""
     match statement:
         case cst.Assign(value=value) | cst.AnnAssign(value=value) | cst.AugAssign(value=value):
             return value
@@ -230,17 +227,17 @@ def value_of(statement: cst.CSTNode) -> cst.BaseExpression | None:
 
 
 def pieces_of_line(line: cst.SimpleStatementLine, pinned: PinnedLine) -> Sequence[Piece]:
-    """What a pinned line has to compute before its statement, each on a line of its own, and what is left of it.
+    """Split a pinned line into calls on their own lines and the remaining statement.
 
     Raises:
-        EditError: there is nothing to pin in it, or it cannot be written so without a change of what it does.
+        EditError: the line has nothing to pin, or cannot be split without changing its behavior.
     """
     if len(line.body) > 1:
         raise EditError("the line holds several statements; put each on its own line first")
     small, names = line.body[0], pinned.names
     _refuse_suspended(small)
     lifted = cst.ensure_type(small.visit(_Lifting(names)), type(small)) if pinned.is_lifted else small
-    if not lifted.deep_equals(small):  # LibCST copies all that it visits
+    if not lifted.deep_equals(small):  # LibCST copies every node that it visits
         casts = value_of(lifted)
         if casts is not None and not any(map(names.computes, _apart(casts, pinned))):
             return [Piece(line.with_changes(body=[lifted]), names, pinned)]
@@ -260,7 +257,7 @@ def pieces_of_line(line: cst.SimpleStatementLine, pinned: PinnedLine) -> Sequenc
         assignment = cst.Assign([cst.AssignTarget(cst.Name(name))], made)
         pieces.append(Piece(cst.SimpleStatementLine([assignment]), names, pinned, _is_fp32(node, pinned)))
         new[id(node)] = cst.Name(name)
-        # What autocast computed is in half.
+        # The result of an op under autocast is in half.
         kind = "full" if pieces[-1].is_fp32 else "half"
         names = replace(names, **{kind: getattr(names, kind) | {name}})
     rest = line.with_changes(body=[with_replaced(small, new)], leading_lines=())
@@ -277,13 +274,13 @@ NOTHING_COMPUTED = "it only calls modules or functions; pin what it calls"
 
 
 def _hoisted(value: cst.BaseExpression, pinned: PinnedLine) -> list[cst.BaseExpression]:
-    """What gets lines of its own before the statement, in the order that it is computed.
+    """Return the expressions to move to their own lines before the statement, in order of evaluation.
 
-    That is every pinned call and, so that none overtakes another, what is called before it; where the operations of
-    the line are pinned, all that it calls, and what such a call is given that computes.
+    These are the pinned calls and, to keep the order, all calls before them. If the line's operations are pinned, they
+    are all its calls, and those arguments of the calls that compute.
 
     Raises:
-        EditError: one of them is made on a condition.
+        EditError: the line has nothing to pin, or one of the calls is conditional.
     """
     calls = _calls(value, pinned)
     fp32 = [node for node in calls if _is_fp32(node, pinned)]
@@ -295,11 +292,12 @@ def _hoisted(value: cst.BaseExpression, pinned: PinnedLine) -> list[cst.BaseExpr
 
 
 def _calls(node: cst.CSTNode, pinned: PinnedLine) -> list[cst.BaseExpression]:
-    """What hands on the result of a call of the user's, or of a pinned one, in the order of the calls. What stands
-    inside another such call stays there, unless some of it is FP32.
+    """Return the expressions that forward the result of a user's or pinned call, in order of evaluation.
+
+    A call nested in another such call is omitted, unless either runs in FP32.
 
     Raises:
-        EditError: such a call is made on a condition, or after the statement.
+        EditError: a call is conditional, or runs after the statement.
     """
     call = _called(node, pinned)
     if isinstance(node, CONDITIONAL):
@@ -320,7 +318,7 @@ def _calls(node: cst.CSTNode, pinned: PinnedLine) -> list[cst.BaseExpression]:
 
 
 def _parts_called_with(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
-    """The children of a node, and of a method what it is asked of."""
+    """Return the children of a node; for a method call, the owner and the arguments."""
     match node:
         case cst.Call(func=cst.Attribute(value=owner), args=args):
             return (owner, *args)
@@ -328,7 +326,7 @@ def _parts_called_with(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
 
 
 def _apart(node: cst.CSTNode, pinned: PinnedLine) -> Iterator[cst.CSTNode]:
-    """The node and all below it, but for what is called there and what that is given."""
+    """Yield the node and its descendants, without user or pinned calls and their arguments."""
     if _called(node, pinned) is None:
         yield node
         for child in _parts_called_with(node):
@@ -336,7 +334,7 @@ def _apart(node: cst.CSTNode, pinned: PinnedLine) -> Iterator[cst.CSTNode]:
 
 
 def _called(node: cst.CSTNode, pinned: PinnedLine) -> cst.Call | None:
-    """The call whose result an expression hands on: ``self.key(x)`` of ``self.key(x)[0].view(1, -1).T``."""
+    """Return the call that produces an expression: ``self.key(x)`` in ``self.key(x)[0].view(1, -1).T``."""
     match node:
         case cst.Call() if pinned.is_pinned(node) or pinned.names.is_users(node):
             return node
@@ -353,12 +351,12 @@ def _is_fp32(node: cst.BaseExpression, pinned: PinnedLine) -> bool:
 
 
 def is_product(node: cst.CSTNode) -> bool:
-    """Autocast runs this in half, so it is not to move into FP32 by accident."""
+    """True if autocast runs the node in half, so that an edit must not move it into FP32 by accident."""
     return isinstance(node, cst.MatrixMultiply) or (isinstance(node, cst.Call) and called_name(node) in PRODUCTS)
 
 
 def _alone(node: cst.BaseExpression, indent: str) -> cst.BaseExpression:
-    """The expression with parentheses only where it goes over several lines that would fall apart."""
+    """Return the expression without parentheses, unless its line breaks need them."""
     value = bare(node)
     try:
         syntax_tree(cst.Module([]).code_for_node(value), mode="eval")
@@ -370,7 +368,7 @@ def _alone(node: cst.BaseExpression, indent: str) -> cst.BaseExpression:
 
 
 def _name_for(node: cst.BaseExpression, value: cst.BaseExpression, pinned: PinnedLine) -> str:
-    """What a person would call the result of a call, or what another call is given."""
+    """Return a readable name for the result of a call, or for the argument of one."""
     call, end = _called(node, pinned), ""
     if call is None:
         calls = (call for call in find(value, cst.Call) if any(arg.value is node for arg in call.args))
@@ -380,13 +378,13 @@ def _name_for(node: cst.BaseExpression, value: cst.BaseExpression, pinned: Pinne
 
 
 def unused(name: str, taken: Collection[str]) -> str:
-    """``name``, or with something behind it where it is taken."""
+    """Return ``name``, or ``name`` with a suffix if it is taken."""
     candidates = (name, f"{name}_out", *(f"{name}_{number}" for number in range(2, len(taken) + 3)))
     return next(candidate for candidate in candidates if candidate.isidentifier() and candidate not in taken)
 
 
 def with_replaced(node: _Node, new: Mapping[int, cst.BaseExpression]) -> _Node:
-    """The node with others in the places of those below it that have these ids."""
+    """Return the node with some descendants replaced, by their ids."""
     return cst.ensure_type(node.visit(_Replaced(new)), type(node))
 
 
@@ -401,8 +399,7 @@ class _Replaced(cst.CSTTransformer):
 
 @dataclass
 class _Lifting(cst.CSTTransformer):
-    """Writes ``x.float()`` for each cast to half: ``x.half()``, ``x.to(torch.float16)``, ``x.to(y.dtype)``; and of a
-    ``dtype=`` that may be half ``dtype=torch.float32``."""
+    """Replaces casts to half (``x.half()``, ``x.to(y.dtype)``) by ``x.float()``, and a half ``dtype=`` by float32."""
 
     names: TensorNames
 
@@ -430,7 +427,7 @@ class _Lifting(cst.CSTTransformer):
 
 HALF_DTYPES = ("torch.float16", "torch.half", "torch.bfloat16")
 
-# What is refused, and what is written otherwise
+# Statements that are refused or rewritten
 
 
 SUSPENDED: dict[type[cst.CSTNode], str] = {
@@ -451,7 +448,7 @@ def _refuse_suspended(code: cst.CSTNode) -> None:
 
 
 def _refuse_writes(statement: cst.BaseSmallStatement, names: TensorNames) -> None:
-    """What is written into a half tensor is in half, whatever it was computed in."""
+    """Refuse writes into a half tensor, which round any result to half."""
     if any(map(writes_in_place, find(statement, cst.Call))):
         raise EditError("it writes into an existing tensor, which stays in half; assign the result instead")
     for target in targets(statement):
@@ -460,13 +457,13 @@ def _refuse_writes(statement: cst.BaseSmallStatement, names: TensorNames) -> Non
 
 
 def _without_augmented(statement: cst.BaseSmallStatement, names: TensorNames) -> cst.BaseSmallStatement:
-    """``x += y`` as ``x = x + y`` where x is in half: written in place, the sum would be in half too."""
+    """Return ``x += y`` as ``x = x + y`` if x is in half. An in-place sum would stay in half."""
     if not isinstance(statement, cst.AugAssign) or code_of(statement.target) in names.full:
         return statement
     target = statement.target
     if next(find(target, cst.Call), None) is not None:
         raise EditError("a call computes what it assigns to; write it as an assignment first")
-    # `AddAssign` is `Add` in place.
+    # LibCST's `AddAssign` is the in-place form of `Add`.
     operator = getattr(cst, type(statement.operator).__name__.removesuffix("Assign"))()
     plain = cst.BinaryOperation(target, operator, statement.value)
     apart = plain.with_changes(right=statement.value.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()]))
@@ -478,18 +475,18 @@ def _without_augmented(statement: cst.BaseSmallStatement, names: TensorNames) ->
 
 
 LOOKED_AT = frozenset("len isinstance hasattr type id repr print".split())
-"""Builtins that read no values of a tensor that they are given."""
+"""Builtins that do not read the values of a tensor argument."""
 
 NOT_READ = METADATA - {"dtype"} | CAST_METHODS
-"""What asks a tensor for no value, or casts it already."""
+"""Attributes and methods that read no value of a tensor, or already cast it."""
 
 
 def _reads(
     node: cst.CSTNode, names: TensorNames, made: Collection[str]
 ) -> Iterator[tuple[str, cst.BaseExpression | None]]:
-    """The half tensors that a statement reads, by their texts, in its order; those ``made`` in the block are not half.
+    """Yield the half tensors that a statement reads, as text and node, in order.
 
-    Each is cast where it stands; where only its dtype is asked for, it is not.
+    Tensors ``made`` in the block are in FP32. The node is None if only the dtype is read, which needs no cast.
     """
     match node:
         case cst.Name() | cst.Attribute() | cst.Subscript() if code := _half_tensor(node, names, made):
@@ -502,7 +499,7 @@ def _reads(
 
 
 def _parts_read(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
-    """The parts of a node whose values are read."""
+    """Return the parts of a node that are read by value."""
     match node:
         case cst.Attribute(value=cst.Name() | cst.Attribute() | cst.Subscript(), attr=cst.Name(value=name)) if (
             name in NOT_READ
@@ -524,8 +521,7 @@ def _parts_read(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
 
 
 def _surely_used(node: cst.CSTNode) -> Iterator[tuple[cst.BaseExpression, bool]]:
-    """What a statement computes with in any case, as no None is; and whether it asks that for an attribute, as no
-    number is asked."""
+    """Yield operands that cannot be None, each with True if it cannot be a number either."""
     if isinstance(node, CONDITIONAL):
         return
     match node:
@@ -540,12 +536,12 @@ def _surely_used(node: cst.CSTNode) -> Iterator[tuple[cst.BaseExpression, bool]]
 
 
 def _half_tensor(node: cst.BaseExpression, names: TensorNames, made: Collection[str]) -> str:
-    """The text of the half tensor that a name, an attribute or an element holds, or is an element of; "" for none."""
+    """Return the text of the half tensor that an expression reads from, or ""."""
     match node:
         case cst.Subscript(value=base) if of := _half_tensor(base, names, made):
             return of
         case cst.Attribute(value=base, attr=name) if name.value in TRANSPOSED and _half_tensor(base, names, made):
-            return ""  # `x.float().T`, as a person writes it
+            return ""  # `x.float().T` is the usual order
     code = code_of(node)
     is_half = code in names.half - names.full and code not in made and root_name(node) not in made
     return code if is_half else ""
@@ -553,8 +549,10 @@ def _half_tensor(node: cst.BaseExpression, names: TensorNames, made: Collection[
 
 @dataclass(frozen=True)
 class Casts:
-    """What of a block is cast, and how: names in front by ``lines``, others ``inline`` where they are read, by the
-    nodes' ids. ``unsure`` may be None or a number there."""
+    """The casts of a block.
+
+    Casts in ``lines`` come first. ``inline`` casts are keyed by node id. ``unsure`` names may hold None or a number.
+    """
 
     lines: Sequence[cst.BaseStatement]
     inline: Mapping[int, cst.BaseExpression]
@@ -562,7 +560,7 @@ class Casts:
 
 
 def cast_lines(names: Collection[str], optional: Collection[str]) -> list[cst.BaseStatement]:
-    """``q, k = q.float(), k.float()``, and for what is ``optional``, and may be None, a condition of its own."""
+    """Return ``q, k = q.float(), k.float()``, and a conditional cast for each ``optional`` name, which may be None."""
     always = [name for name in names if name not in optional]
     lines = [_rebinding(always)] if always else []
     for name in (name for name in names if name in optional):
@@ -577,14 +575,14 @@ def _rebinding(names: Sequence[str]) -> cst.BaseStatement:
 
 
 def casts_of(pieces: Sequence[Piece], made: Collection[str]) -> Casts:
-    """A line that casts the names which the pieces read in half; where each is read but once, it is cast there.
+    """Cast the half names that the pieces read: in a line at the start of the block, or inline if each is read once.
 
     Args:
-        pieces: what stands in the block.
-        made: what holds FP32 when the block is entered.
+        pieces: the contents of the block.
+        made: expressions that are in FP32 when the block starts.
 
     Raises:
-        EditError: what would be cast may be None there.
+        EditError: a tensor to cast may be None.
     """
     reads: list[tuple[str, cst.BaseExpression | None]] = []
     known = set(made)
@@ -594,7 +592,7 @@ def casts_of(pieces: Sequence[Piece], made: Collection[str]) -> Casts:
     bindings = pieces[0].names.bindings
     numbers = bindings.maybe_numbers
     used = {id(node): is_asked for piece in pieces for node, is_asked in _surely_used(piece.small)}
-    # What may be a number is promoted beside an FP32 tensor without a cast; what is asked for a method is none there.
+    # A possible number needs no cast, since an FP32 tensor promotes it. A read of its attribute rules out a number.
     reads = [(code, node) for code, node in reads if code not in numbers or used.get(id(node))]
     cast = dict.fromkeys(code for code, node in reads if node is not None)
     sure = {code for code, node in reads if id(node) in used}
@@ -617,7 +615,7 @@ def casts_of(pieces: Sequence[Piece], made: Collection[str]) -> Casts:
 
 
 def bound_inside(pieces: Sequence[Piece]) -> set[str]:
-    """Names that the expressions of the pieces bind: in comprehensions, lambdas, and by ``:=``."""
+    """Return the names that the pieces bind in comprehensions, in lambdas and with ``:=``."""
     kinds = (cst.CompFor, cst.Param, cst.NamedExpr)
     binding = (item for piece in pieces for item in walk(piece.small) if isinstance(item, kinds))
     return {name for item in binding for name in names_assigned(item)}

@@ -1,4 +1,8 @@
-"""From a config to the smallest set of pins: train until a step fails, then run that step with sets of pins."""
+"""The search for the smallest set of pins: train until a step fails, then replay that step with sets of pins.
+
+The guided search uses the shadow, a replay in the wider bfloat16 that shows where FP16 would overflow. The search works
+on atoms, the smallest units to pin: a module's own lines, or a line of the script.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +41,13 @@ from ampdbg.search.strategies import OutOfTrials, Result, atom_tree, best_so_far
 from ampdbg.training.loop import train_prepared
 
 REPLAYED_STEPS = 2
-"""At most so many unhealthy steps of each kind are replayed, and kept, while the run is trained."""
+"""Up to this many unhealthy steps of each kind are replayed, and kept, during training."""
 
 TRIES = 10
-"""A step that does not fail every time it is run is run so often to learn how often it does."""
+"""The number of replays that measure the failure rate of a step that does not always fail."""
 
 DOUBT = 0.02
-"""A trial of a step that fails sometimes is repeated until it would pass by chance less often than this."""
+"""A trial of a step that fails sometimes is repeated until it passes by chance with less than this probability."""
 
 MOST_REPEATS = 20
 
@@ -52,7 +56,7 @@ Kept = dict[tuple[int, str], FailingStep]
 
 @dataclass(frozen=True)
 class Bisected:
-    """A search that has ended, while its run still stands. ``failing`` are the steps that the set has to cure."""
+    """A finished search with its prepared run; ``failing`` are the steps that the set must cure."""
 
     run: Run
     record: Record
@@ -66,20 +70,19 @@ def bisect_run(
     max_trials: int | None = None,
     observer: Observer = UNOBSERVED,
 ) -> Record:
-    """Trains the workload of ``config``, and finds the smallest set of modules that cures the steps that fail.
+    """Train the workload of ``config``, and find the smallest set of modules that cures the failing steps.
 
     Args:
-        strategy: ``guided`` by the wide shadow, ``ddmin`` blind over the module tree.
-        max_trials: no more experiments than that.
-        observer: sees steps and replays, and the search; that begins again where a step turns out to fail only
-            sometimes.
+        strategy: ``guided`` by overflows in a wider format, or ``ddmin``, blind over the module tree.
+        max_trials: the maximum number of trials.
+        observer: sees steps, replays and the search, which starts again if a step turns out to fail only sometimes.
 
     Returns:
-        The diagnosed record with ``pins``, ``trials`` and ``search``; after an interrupt the best set so far.
+        The diagnosed record with ``pins``, ``trials`` and ``search``; after an interrupt, with the best set so far.
 
     Raises:
-        WorkloadError: a target cannot be used, or the device is not there.
-        UserCodeError: the user's code raised, and would have raised in FP32 too.
+        WorkloadError: a target cannot be used, or the device is missing.
+        UserCodeError: the user's code raised, and would also raise in FP32.
     """
     with bisected(config, strategy, max_trials, observer) as ended:
         return ended.record
@@ -92,7 +95,7 @@ def bisected(
     max_trials: int | None,
     observer: Observer,
 ) -> Iterator[Bisected]:
-    """As :func:`bisect_run`, for what has to be done with the run after the search."""
+    """Yield the finished search of :func:`bisect_run` while its run is still prepared."""
     kept: Kept = {}
     with prepared(config) as run:
 
@@ -111,7 +114,7 @@ def search(
     max_trials: int | None,
     observer: Observer,
 ) -> Bisected:
-    """Finds the set that cures those of the ``kept`` steps that the findings of the ``record`` are about."""
+    """Find the set that cures the ``kept`` steps of the findings in the ``record``."""
     failing = _failing_steps(record, kept)
     if not record.interrupted:
         needless = _without_a_search(record, failing, strategy)
@@ -121,13 +124,13 @@ def search(
             try:
                 with seldom_collected(), weights_of(run.workload.model, failing[0]):
                     record = _searched(run, record, failing, strategy, max_trials, observer)
-            except KeyboardInterrupt:  # before the first trial has ended
+            except KeyboardInterrupt:  # before the end of the first trial
                 record = replace(record, interrupted=True)
     return Bisected(run, replace(record, elapsed=run.elapsed), tuple(failing))
 
 
 def _refuse_names(model: torch.nn.Module) -> None:
-    """A pin of such a name would be another module's, or none's."""
+    """Raise if a module's name looks like a pin of own lines."""
     for name, _ in model.named_modules():
         if name.endswith(OWN):
             raise WorkloadError(
@@ -137,14 +140,14 @@ def _refuse_names(model: torch.nn.Module) -> None:
 
 
 def _failing_steps(record: Record, kept: Mapping[tuple[int, str], FailingStep]) -> list[FailingStep]:
-    """The kept steps that a finding of precision is about, the root's first; all that fails is to be cured."""
+    """Return the kept steps with a finding that a pin helps, the root finding's step first."""
     located = [finding for finding in record.findings if finding.op or finding is record.findings[0]]
     steps = dict.fromkeys(finding.replayed_step for finding in located if CODES[finding.code].pin_helps)
     return [failing for step in steps for (number, _), failing in kept.items() if number == step]
 
 
 def _without_a_search(record: Record, failing: Sequence[FailingStep], strategy: Strategy) -> Search | None:
-    """What there is to say where no experiment is needed; None where there is one to make."""
+    """Return the search result if no trial is needed, else None."""
     root = next(iter(record.faults), None)
     if root is None:
         return Search(strategy, "nothing-to-pin", f"none of {counted(record.steps_run, 'step')} failed")
@@ -167,7 +170,7 @@ def _searched(
     max_trials: int | None,
     observer: Observer,
 ) -> Record:
-    """Searches on the first failing step, whose weights the model must have; the set has to cure all of them."""
+    """Search on the first failing step, with the model's weights restored to it. The set must cure all steps."""
     first = failing[0]
     search = Search(strategy, "found", step=first.snapshot.step, scale=first.scale)
     case, *others = (PinnedReplays(run, one, scales_of(run.config, record, one)) for one in failing)
@@ -189,14 +192,14 @@ def _searched(
 
 
 def _unusable_reference(search: Search, fp32: Replay) -> Search:
-    """No pin can be judged: FP32 raised an error, or fails as well."""
+    """Return the search result if FP32 raises or also fails, so that no pin can be judged."""
     if fp32.error:
         return replace(search, outcome="fp32-raises", message=fp32.error)
     return replace(search, outcome="fp32-fails", message=f"the loss is {number(fp32.loss)} in FP32 too")
 
 
 def _settled(setting: Setting, record: Record, search: Search) -> Record:
-    """Where the answers contradict each other, the search begins again, with repeats."""
+    """Conclude the search. If its trials contradict each other, restart it with repeats."""
     try:
         return _concluded(setting, record, search)
     except Contradiction:
@@ -206,10 +209,10 @@ def _settled(setting: Setting, record: Record, search: Search) -> Record:
 
 
 def scales_of(config: Config, record: Record, failing: FailingStep) -> ScaleRange:
-    """The loss scales at which a step may be cured.
+    """Return the loss scales at which a step may be cured.
 
-    A static scale is kept. Where the gradients overflow at a scale that has to be usable, a set may go with a lower
-    one, as long as that loses nothing and does not cure the step by itself.
+    A static scale is kept. If gradients overflow at a scale that must stay usable, a set may use a lower one. That
+    scale must lose no gradients and must not cure the step by itself.
     """
     if isinstance(config.precision.loss_scale, float):
         return ScaleRange(failing.scale)
@@ -230,8 +233,7 @@ def _finite_in_fp32(run: Run, cases: Iterable[PinnedReplays]) -> Iterator[Pinned
 
 
 def _how_often(experiment: Experiment, search: Search, tries: int = 2) -> Search:
-    """The search with how often the step fails without pins, in these tries and earlier ones, and how many repeats
-    a trial needs for that."""
+    """Measure how often the step fails without pins, including earlier tries, and derive the repeats for each trial."""
     answers = [experiment.run(()) for _ in range(tries)]
     if answers[0].healthy or (answers[0].why, answers[0].suspects) != (answers[1].why, answers[1].suspects):
         answers += [experiment.run(()) for _ in range(TRIES - len(answers))]
@@ -240,17 +242,17 @@ def _how_often(experiment: Experiment, search: Search, tries: int = 2) -> Search
 
 
 def _repeats(rate: float) -> int:
-    """So many runs of a step that fails with this rate are all healthy with a chance below ``DOUBT``."""
+    """Return how many runs of a step with this failure rate all pass with a probability below ``DOUBT``."""
     if rate in (0.0, 1.0):
         return 1
     return min(MOST_REPEATS, math.ceil(math.log(DOUBT) / math.log(1.0 - rate)))
 
 
 def _concluded(setting: Setting, record: Record, search: Search) -> Record:
-    """Searches, proves what was found and writes it down; after an interrupt it is the best so far, not proven.
+    """Search, verify the result and record it; after an interrupt, record the best set so far, unverified.
 
     Raises:
-        Contradiction: the answers contradict each other, and each was of one run alone.
+        Contradiction: the trials, one run each, contradict each other.
     """
     trials = setting.trials
     try:
@@ -267,9 +269,9 @@ def _concluded(setting: Setting, record: Record, search: Search) -> Record:
 
 
 def _guided(setting: Setting) -> Result:
-    """Guided; blind where that leads to no healthy set although every module in FP32 would be one."""
+    """Run the guided search, and fall back to ``ddmin`` if it finds no healthy set."""
     propose = functools.partial(_proposed, setting)
-    # Where a failing step goes beyond FP16, then where only its shadow does.
+    # Actual overflows come first, then overflows of the shadow alone.
     candidates = list(dict.fromkeys([*setting.experiment.seen_atoms, *propose(())]))
     result = guided(setting.trials, candidates, propose, setting.experiment.fails_without)
     return result if result.healthy else delta_debug(setting.trials)
@@ -282,7 +284,7 @@ STRATEGIES: dict[Strategy, Callable[[Setting], Result]] = {
 
 
 def _proposed(setting: Setting, pins: Sequence[str]) -> list[str]:
-    """The atoms where the shadow of a failing step, with the pins in force, goes beyond FP16."""
+    """Return the atoms that overflow in the shadow of a failing step with the pins in force."""
     experiment = setting.experiment
     proposed = (
         experiment.atom_at(place.module, *(place.line or ())[:2])
@@ -293,8 +295,8 @@ def _proposed(setting: Setting, pins: Sequence[str]) -> list[str]:
 
 
 def _proposed_by_shadow(run: Run, failing: FailingStep, pins: Sequence[str]) -> list[OpPlace]:
-    """The places of every op that would overflow, in order of execution; gradients at the step's own loss scale,
-    where it is they that overflow. None where the step cannot run in bfloat16: code that asks for its dtype."""
+    """Return the places of all ops that would overflow, in order of execution; gradients at the step's loss scale if
+    they overflow. The list is empty if hard-coded dtypes prevent a bfloat16 run."""
     scale = failing.scale if failing.made.why == "gradients" else LOWEST_SCALE
     try:
         with weights_of(run.workload.model, failing), run.pinned(pins):

@@ -1,4 +1,4 @@
-"""The experiment of a search: failing steps run with a set of pins, judged, and what went wrong noted by module."""
+"""The trial of a set of pins: replays of failing steps, a judgment, and the overflowing ops by module."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from ampdbg.replay.snapshot import FailingStep, further_steps, weights_of
 from ampdbg.search.strategies import AtomTree
 
 FURTHER_BATCHES = 3
-"""A set that was found, and the patch of it, is tried on so many more batches."""
+"""The number of further batches on which a set, and then its patch, is tried."""
 
 
 class Experiment:
-    """Runs failing steps with pins: a set is healthy when it is on all of them, and the first that it is not on ends
-    the trial. Each op that was seen to go wrong in any trial is kept with its atom.
+    """Runs failing steps with pins. A set is healthy if all steps are; a trial ends at the first unhealthy step.
+
+    The ops that fail in any trial are kept by atom: a module's own lines, or a line of the script.
 
     Args:
-        run: the workload; it has the weights of the first step meanwhile.
-        cases: the steps, the one that the search is about first.
-        tree: what can be pinned.
+        run: the workload, with the weights of the first step.
+        cases: the steps, beginning with the step of the search.
+        tree: the tree of atoms.
         is_silent: see :func:`health_of`.
-        suspected: modules that something is known to go wrong in.
+        suspected: modules with an already known failure.
     """
 
     def __init__(
@@ -48,13 +49,13 @@ class Experiment:
         self.cases = tuple(cases)
         self.is_silent = is_silent
         self.outside: list[PinSite] = []
-        """What went wrong although the module that it seems to be in was pinned: lines of the step or the loss."""
+        """Ops that failed although their module was pinned: they are in the step function or the loss."""
         self._run = run
         self.tree = tree
         self._sites: dict[str, list[PinSite]] = {tree.own(name): [] for name in suspected if name in tree}
 
     def run(self, pins: Sequence[str], names: Names = "always") -> Trial:
-        """One trial. Its loss is that of the first step, in FP16."""
+        """Run one trial. Its loss is the FP16 loss of the first step."""
         started = time.perf_counter()
         health, made = judged(self.cases[0], pins, names, is_silent=self.is_silent)
         for case in self.cases[1:] if health.healthy else ():
@@ -76,29 +77,29 @@ class Experiment:
 
     @property
     def seen_atoms(self) -> tuple[str, ...]:
-        """The atoms in which something was seen to go wrong, in any trial."""
+        """The atoms in which an op failed in any trial."""
         return tuple(self._sites)
 
     def sites(self, atoms: Iterable[str]) -> tuple[PinSite, ...]:
-        """What was seen to go wrong in these atoms, each op once."""
+        """Return the ops that failed in these atoms, without duplicates."""
         return tuple(site for atom in atoms for site in self._sites.get(atom, ()))
 
     def fails_without(self, atoms: Iterable[str]) -> bool:
-        """No set without one of these atoms can be healthy, as far as is known without a trial.
+        """True if every healthy set must contain one of these atoms, as far as is known without a trial.
 
-        So it is where no overflow may be left, and an op of theirs has a value in FP32 that the format does not hold:
-        pins elsewhere make that no smaller.
+        That is the case if no overflow may remain and one of their ops exceeds the format's range in FP32. Pins
+        elsewhere do not reduce that value.
         """
         largest = self._run.mode.format.largest
         forward = (site for site in self.sites(atoms) if site.phase == "forward" and self.is_silent)
         return any(site.value is not None and site.value > largest for site in forward)
 
     def atom_of(self, site: PinSite) -> str:
-        """The atom that an op is of."""
+        """Return the atom of an op."""
         return self.atom_at(site.module, *((site.source.file, site.source.line) if site.source is not None else ()))
 
     def atom_at(self, module: str, file: str = "", number: int = 0) -> str:
-        """The atom of a place: its module's own lines, or its line of a script behind all modules."""
+        """Return the atom of a place: its module's own lines, or its script line after all modules."""
         line = name_of_line(file, number)
         return line if not module and line in self.tree else self.tree.own(module)
 
@@ -113,7 +114,7 @@ class Experiment:
 
 
 def _sites(suspect: Suspect) -> Iterator[PinSite]:
-    """Where it goes wrong; of a gradient that becomes half again where its tensor was made half."""
+    """Yield where the op fails; for a gradient cast back to half, where its tensor was cast to half."""
     producer = suspect.producer
     for _, module, call, _, source in producer.made_half or (producer.site,):
         yield PinSite(producer.phase, module, producer.op, source, suspect.value, call, producer.parameter)
@@ -124,20 +125,20 @@ def _is_same(one: PinSite, other: PinSite) -> bool:
 
 
 def on_further_batches(run: Run, failing: FailingStep, scales: ScaleRange) -> Iterator[PinnedReplays]:
-    """The step on the batches that come after its own, where FP32 is finite on them."""
-    made = replace(failing.made, floor=None)  # that is of the step's own batch
+    """Yield the step on the batches after its own, if FP32 is finite on them."""
+    made = replace(failing.made, floor=None)  # the floor belongs to the step's own batch
     for snapshot in further_steps(run, failing, FURTHER_BATCHES):
         case = PinnedReplays(run, replace(failing, snapshot=snapshot, made=made), scales)
         if is_finite(case.fp32_in_brief.replay):
             yield case
 
 
-# Whether a replay with pins is healthy, and if not, why and which ops go wrong in it
+# Health of a replay with pins, the reason for a failure, and the failing ops
 
 
 @dataclass(frozen=True)
 class Health:
-    """``guilty`` are the ops that go wrong, those behind a NaN loss first; empty where the replay is healthy."""
+    """The health of a replay. ``guilty`` are the failing ops, causes of a NaN loss first."""
 
     healthy: bool
     why: str = ""
@@ -145,12 +146,12 @@ class Health:
 
 
 Names = Literal["always", "unhealthy", "never"]
-"""A trial names what goes wrong, which takes several times as long. One that is expected to be healthy does so
-only where it is not. What is silent is always looked for; where nothing is to be named, the first op is enough."""
+"""When a trial names the failing ops, which takes several times as long. A trial that is expected to pass names them
+only if it fails. Silent overflows are always searched for. With ``never``, the search stops at the first op."""
 
 
 def judged(case: PinnedReplays, pins: Sequence[str], names: Names, *, is_silent: bool) -> tuple[Health, Investigation]:
-    """One replay with pins, and its health; see :func:`health_of`."""
+    """Replay once with pins and judge the replay; see :func:`health_of`."""
     most = 1 if names == "never" else SUSPECTS
     made = case.with_pins(pins, is_brief=names != "always" and not is_silent, most=most)
     health = health_of(made, is_silent=is_silent)
@@ -161,15 +162,14 @@ def judged(case: PinnedReplays, pins: Sequence[str], names: Names, *, is_silent:
 
 
 def health_of(made: Investigation, *, is_silent: bool) -> Health:
-    """Judges the first replay of ``made`` against the second, FP32's.
+    """Judge the first replay of ``made`` against the second, in FP32.
 
-    Healthy means: loss, gradients and buffers finite, the gradient's energy kept, and the loss within the noise floor
-    of FP32's. So are the gradients, where the step has failed for no other reason than being far from FP32.
+    A replay is healthy if loss, gradients and buffers are finite and the gradients keep their energy. The loss must be
+    within the noise floor of FP32's loss. The gradients must be too, if the step failed only by its distance from FP32.
 
     Args:
-        made: what ``PinnedReplays.with_pins`` returned.
-        is_silent: an overflow that erases itself is what is being cured: then none may be left, although
-            everything that leaves the step is finite.
+        made: the result of ``PinnedReplays.with_pins``.
+        is_silent: the failure is an overflow that erases itself. None may remain, even if all results are finite.
     """
     low, fp32, floor = made.low, made.reference, noise_floor(made)
     guilty = _guilty(made)
@@ -198,7 +198,7 @@ def health_of(made: Investigation, *, is_silent: bool) -> Health:
 
 
 def gradients_far(made: Investigation) -> str:
-    """How far the gradients of a replay that is healthy else are from FP32's; "" within the noise."""
+    """Describe how far the gradients of an otherwise healthy replay are from FP32's, or return "" within the noise."""
     if agrees(made.low, made.reference, noise_floor(made)):
         return ""
     return f"finite, but the gradients are {made.low.gradient_distance or 0.0:.0%} away from FP32's"
@@ -209,7 +209,7 @@ def _far(made: Investigation) -> tuple[Suspect, ...]:
 
 
 def _guilty(made: Investigation) -> tuple[Suspect, ...]:
-    """What goes wrong in FP16 alone; masks do so on purpose. Behind a loss that is not finite gradients say nothing."""
+    """Return the ops that fail only in FP16, except intended masks. After a non-finite loss, gradients are ignored."""
     found = [suspect for suspect in suspects(made) if not suspect.is_constant]
     if not math.isfinite(made.low.loss):
         found = [suspect for suspect in found if suspect.producer.phase == "forward"]
@@ -227,7 +227,7 @@ def _what(made: Investigation) -> str:
 
 
 def _goes_wrong(suspect: Suspect) -> str:
-    """The op, and its value where that is what explains it: behind a zero divisor no value of FP32's does."""
+    """Describe the op, and its value if that explains the failure; after a division by zero it does not."""
     why = ""
     if suspect.overflows:
         why = f" reaches {number(suspect.value)}"
@@ -240,4 +240,4 @@ def _place(source: Source | None) -> str:
     if source is None:
         return ""
     name = PurePath(source.file).name
-    return f" ({name}:{source.line})" if source.line else f" ({name})"  # in a line that only a patch has
+    return f" ({name}:{source.line})" if source.line else f" ({name})"  # a line that exists only in a patch

@@ -1,4 +1,4 @@
-"""The set of pins that a search ends with: run again, described and costed for the record, or why there is none."""
+"""The result of a search: a healthy set, replayed again, described and costed, or the reason for having none."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ Item = TypeVar("Item", bound=Hashable)
 
 
 class Contradiction(Exception):  # noqa: N818 - not an error: the search begins again
-    """A step that seemed to fail every time does not: the search begins again, with repeats."""
+    """A step that seemed to fail in every replay does not. The search starts again, with repeats."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What every part of one search needs; ``order`` are the modules in order of their first calls."""
+    """The inputs of every part of one search; ``order`` lists the modules in order of their first calls."""
 
     run: Run
     experiment: Experiment
@@ -48,7 +48,7 @@ class Setting:
 
     @cached_property
     def trials(self) -> Trials:
-        """Its trials; ``replace`` restarts them."""
+        """The search's trials. ``dataclasses.replace`` discards them."""
         return Trials(
             self._try,
             self.experiment.tree,
@@ -59,20 +59,20 @@ class Setting:
         )
 
     def _try(self, pins: tuple[str, ...]) -> Trial:
-        """A set is tried to be healthy before one is, and then with fewer pins, to fail: what fails then only describes
-        those that it lacks, and of very many pins nobody reads that."""
+        """Run a trial, which should pass until a set is healthy, and fail once pins are dropped. With very many pins it
+        does not name the failing ops, since they only describe the dropped pins."""
         if self.trials.best is None:
             return self.experiment.run(pins, "unhealthy")
         return self.experiment.run(pins, "never" if len(pins) > most_dropped(self.experiment.tree) else "always")
 
 
 def record_of_found(setting: Setting, record: Record, search: Search, result: Result) -> Record:
-    """A set that is healthy and was searched to the end: run once more, on further batches too, and costed.
+    """Return the record of a healthy set: replayed once more, tried on further batches, and costed.
 
-    What an interrupt leaves of that is in the record, and what the search has proven stands.
+    After an interrupt, the record has the trials made so far, and the search's result stands.
 
     Raises:
-        Contradiction: the set is not healthy when it is run once more, or the step is without pins.
+        Contradiction: the set is unhealthy in another replay, or the step is healthy without pins.
     """
     if not result.pins and setting.repeats == 1:
         raise Contradiction
@@ -102,7 +102,7 @@ def record_of_found(setting: Setting, record: Record, search: Search, result: Re
 
 
 def _closing_trials(setting: Setting, pins: tuple[str, ...]) -> Iterator[Trial]:
-    """More runs of the set that are no part of the search; each as often as its trials were repeated."""
+    """Yield extra trials of the set outside of the search, each repeated as often as the search's trials."""
     experiment, first = setting.experiment, setting.experiment.cases[0]
     yield trial_of(AGAIN, [experiment.run(pins, "unhealthy") for _ in range(setting.repeats)])
     further = on_further_batches(setting.run, replace(first.failing, scale=first.scale), first.scales)
@@ -119,14 +119,14 @@ def _losses(setting: Setting, again: Sequence[Trial]) -> dict[str, float]:
 
 
 def _set_scale(setting: Setting) -> float | None:
-    """The lowest loss scale that a step was cured at whose gradients overflow at its own; None where there is none."""
+    """Return the lowest loss scale that cured a step whose gradients overflow at its own scale, or None."""
     cases = [case for case in setting.experiment.cases if case.scales.is_lossless]
     lowered = [case.scale for case in cases if case.scale < case.failing.scale]
     return min(lowered, default=None)
 
 
 def record_without_set(setting: Setting, record: Record, search: Search) -> Record:
-    """No set is healthy: what goes wrong is in no module, or it is not known where it is."""
+    """Return the record if no set is healthy: the failure is outside of all modules, or has no known place."""
     outside, trials = setting.experiment.outside, setting.trials.made
     if not outside:
         message = f"with every module in FP32 the step still fails: {trials[-1].why}"
@@ -147,9 +147,9 @@ def _no_module_cures(site: PinSite) -> str:
 
 
 def record_of_best(setting: Setting, record: Record, search: Search, result: Result) -> Record:
-    """The record with a set that is healthy: what each pin cures, what dropping it does, what it costs.
+    """Return the record of a healthy set: what each pin cures and costs, and the effect of dropping it.
 
-    Another interrupt leaves out the costs.
+    Another interrupt omits the costs.
     """
     model, tree = setting.run.workload.model, setting.experiment.tree
     try:
@@ -178,7 +178,7 @@ def record_of_best(setting: Setting, record: Record, search: Search, result: Res
 
 
 def _pin(setting: Setting, name: str, findings: Sequence[Finding]) -> Pin:
-    """The pin of this name, with what goes wrong in it; its reason is the finding there, or the root finding."""
+    """Return the pin of this name with its overflow sites. Its reason is the finding there, or the root finding."""
     if is_line(name):
         line, sites = setting.run.tail.lines[name][0], setting.experiment.sites([name])
         at = (
@@ -197,20 +197,20 @@ def _pin(setting: Setting, name: str, findings: Sequence[Finding]) -> Pin:
 
 
 def _library_modules_whole(setting: Setting, pins: tuple[str, ...]) -> tuple[str, ...]:
-    """A line inside a library cannot be patched: where the whole module is healthy too, it is the pin to take."""
+    """Replace own-line pins of library modules, which no patch can edit, by whole modules if that is healthy."""
     modules = dict(setting.run.workload.model.named_modules())
     classes = {pin: type(modules.get(pin.removesuffix(OWN))) for pin in pins}
     whole = [pin.removesuffix(OWN) if is_library_class(classes[pin]) else pin for pin in pins]
-    # A module that is whole now may hold others of the set.
+    # A whole module may contain others of the set.
     larger = setting.experiment.tree.compress(setting.experiment.tree.expand(whole))
-    with contextlib.suppress(OutOfTrials):  # what was found stands without it
+    with contextlib.suppress(OutOfTrials):  # the set found before stays
         if larger != pins and setting.trials.test(larger, "whole library modules").healthy:
             return larger
     return pins
 
 
 def classes_of(model: torch.nn.Module, pins: Iterable[str], ran: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """How many instances of each pinned class are pinned, and how many ran, where there are several."""
+    """Return the numbers of pinned and of run instances of each pinned class with several instances."""
     every = Counter(type(model.get_submodule(name)).__name__ for name in ran if not is_line(name))
     named = (pin.removesuffix(OWN) for pin in pins if not is_line(pin))
     pinned = Counter(type(model.get_submodule(name)).__name__ for name in named)
@@ -218,13 +218,13 @@ def classes_of(model: torch.nn.Module, pins: Iterable[str], ran: Iterable[str]) 
 
 
 def digests(pins: Iterable[Pin]) -> dict[str, str]:
-    """The SHA-256 of each of the user's files that holds a line of the pins."""
+    """Return the SHA-256 of each user file with a line of the pins."""
     files = {site.source.file for pin in pins for site in pin.sites if site.source is not None}
     return {file: digest(file) for file in sorted(files) if is_users_file(file)}
 
 
 def digest(file: str) -> str:
-    """The SHA-256 of a file; "" where it cannot be read."""
+    """Return the SHA-256 of a file, or "" if it cannot be read."""
     try:
         return hashlib.sha256(Path(file).read_bytes()).hexdigest()
     except OSError:
@@ -232,7 +232,7 @@ def digest(file: str) -> str:
 
 
 def tied_together(names: Sequence[str], model: torch.nn.Module) -> tuple[tuple[str, ...], ...]:
-    """The pins in parts: those that hold the same parameter are one part, every other is a part of its own."""
+    """Group the pins into parts: pins that share a parameter are in one part."""
 
     def parameters(pin: str) -> Iterator[int]:
         if is_line(pin):
@@ -244,7 +244,7 @@ def tied_together(names: Sequence[str], model: torch.nn.Module) -> tuple[tuple[s
 
 
 def parted(items: Iterable[Item], held: Callable[[Item], Iterable[Hashable]]) -> tuple[tuple[Item, ...], ...]:
-    """The items in parts: those that hold the same thing, as ``held`` lists what an item holds, are in one part."""
+    """Group the items into parts: items for which ``held`` lists a common key are in one part."""
     holder: dict[Hashable, Item] = {}
     part = {item: [item] for item in items}
     for item in list(part):

@@ -1,1 +1,1 @@
-"""Runs a patch before it is shown: failing steps, further batches, a training run."""
+"""Tests of a patch before it is shown: on failing steps, further batches and a training run."""

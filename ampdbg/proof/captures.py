@@ -1,6 +1,6 @@
-"""What is done with a capture, in a process of its own: there the script is started again, taken over, and ended.
+"""Commands on a capture, run in a new process that restarts the captured script and takes over at its step.
 
-The process ends in the middle of the script, so that nothing of it runs on: no checkpoint is saved, no log is closed.
+The process exits in the middle of the script, so that the script saves no checkpoint and closes no log.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from ampdbg.script.capture import Capture, CaptureError
 from ampdbg.script.restart import RestoredStep, how_often, restore_in_script
 
 ENDING = 60.0
-"""Seconds that an interrupted search has to write down what it has found."""
+"""Seconds that an interrupted search may take to deliver its results."""
 
 
 @dataclass(frozen=True)
 class CaptureJob:
-    """What is done with a capture.
+    """A command on a capture.
 
-    ``script`` is started instead of the captured command line, if it is not empty. ``strategy`` and
-    ``max_trials`` are those of a search, ``form`` and ``verify`` those of a suggestion.
+    A ``script`` that is not empty is started instead of the captured command line. ``strategy`` and ``max_trials`` are
+    for a search, ``form`` and ``verify`` for a suggestion.
     """
 
     command: Literal["replay", "ranges", "bisect", "suggest-fp32"]
@@ -52,11 +52,11 @@ class CaptureJob:
 
 
 def done_with(job: CaptureJob, process: FreshProcess, observer: Observer) -> Suggestion:
-    """Does it, in a process that was started for it; what the script prints goes to stderr.
+    """Run the job in a process started for it. The script's output goes to stderr.
 
     Raises:
         CaptureError: the capture or its script cannot be used.
-        KeyboardInterrupt: nothing was found by then.
+        KeyboardInterrupt: interrupted before the search found anything.
     """
     capture = Capture(job.path, job.script)
     observer.stage(f"restarting {capture.start.name}, up to a step like step {capture.head.step}")
@@ -86,12 +86,12 @@ def _interrupted(process: FreshProcess) -> int:
 
 
 def in_script(job: CaptureJob, observer: Observer, deliver: Deliver, folder: Path) -> None:
-    """Starts the script again, and delivers what comes of the job there."""
+    """Restart the script and deliver the job's result."""
 
     def end(outcome: Suggestion | AmpdbgError) -> None:
         deliver(outcome)
         sys.stderr.flush()
-        end_group(os.getpid())  # with what the script has started, also where nobody waits for the result any more
+        end_group(os.getpid())  # ends all processes that the script started, even if the parent no longer waits
         os._exit(0)
 
     def use(taken: RestoredStep | CaptureError) -> None:
@@ -103,15 +103,15 @@ def in_script(job: CaptureJob, observer: Observer, deliver: Deliver, folder: Pat
     try:
         restore_in_script(Capture(job.path, job.script), use, folder)
     except AmpdbgError as error:
-        end(CaptureError(str(error)))  # without what only this process has
-    except Exception as error:  # noqa: BLE001 - what the script has left of torch may raise anything
+        end(CaptureError(str(error)))  # drops attributes that cannot be pickled
+    except Exception as error:  # noqa: BLE001 - the script may have modified torch, so anything may be raised
         end(CaptureError(f"{job.path}: {named_error(error)}"))
 
 
 def _outcome(taken: RestoredStep, job: CaptureJob, observer: Observer) -> Suggestion | AmpdbgError:
-    """What comes of the job; a signal that ends it ends the process where nothing was found by then.
+    """Return the job's result. A signal before any result ends the process.
 
-    Python interrupts the main thread alone: where the script trains in another one, a signal ends the process at once.
+    Only the main thread gets KeyboardInterrupt. If the script trains in another thread, a signal ends the process.
     """
     if threading.current_thread() is threading.main_thread():
         _set_endings(_interrupt_once)
@@ -121,12 +121,12 @@ def _outcome(taken: RestoredStep, job: CaptureJob, observer: Observer) -> Sugges
         return CaptureError(str(error))
     except KeyboardInterrupt:
         os._exit(EXIT_INTERRUPTED)
-    except BaseException as error:  # noqa: BLE001 - it would pass through the script
+    except BaseException as error:  # noqa: BLE001 - otherwise the script may catch it
         return CaptureError(f"{job.path}: {named_error(error)}")
 
 
 def _interrupt_once(number: int, frame: object) -> None:
-    """A batch system sends SIGTERM to every process, and who waits for this one then sends SIGINT."""
+    """Interrupt once. A batch system signals all processes, and then the waiting parent sends SIGINT again."""
     _set_endings(signal.SIG_IGN)
     raise KeyboardInterrupt
 
@@ -176,7 +176,7 @@ def _bisected(taken: RestoredStep, job: CaptureJob, observer: Observer) -> Sugge
 
 
 def _why_no_patch(taken: RestoredStep) -> str:
-    """Why no patch can be written of what the step runs in half; "" where one can."""
+    """Return the reason why the step's half computations cannot be patched, or ""."""
     is_lowered = any(call.lowers for call in taken.recorded.calls.values())
     dtypes = {parameter.dtype for parameter in taken.run.workload.model.parameters()}
     half = [str(dtype).removeprefix("torch.") for dtype in HALVES if dtype in dtypes]

@@ -1,4 +1,4 @@
-"""The experiments of a proof, with the patch in force: the failing steps, further batches, training."""
+"""The experiments of a proof, with the patch in force: the failing steps, further batches and training."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ from ampdbg.workload.losses import call_model
 from ampdbg.workload.targets import imports_apart
 
 Cured = Callable[[Sequence[Tried]], None]
-"""Called where a patch makes all failing steps healthy, before the rest is run."""
+"""Called when a patch cures all failing steps, before the remaining experiments."""
 
 
 def seen_in(run: Run, failing: Sequence[FailingStep], job: Job, observer: Observer, cured: Cured) -> Seen:
-    """What is seen of a job in a run that stands, in which its patch is put in force for it.
+    """Run a job's experiments in an existing run, with the job's patch temporarily in force.
 
     Raises:
-        CannotSwapError: it cannot be.
+        CannotSwapError: the patch cannot be put in force there.
     """
 
     def seen() -> Seen:
-        of_disk = replace(job, patched=Patched(moves_constants=job.patched.moves_constants))  # so are all lines
+        of_disk = replace(job, patched=Patched(moves_constants=job.patched.moves_constants))  # its lines are on disk
         with in_force(job.patched, run, failing):
             return experiments(run, failing, of_disk, observer, cured)
 
@@ -60,7 +60,7 @@ def seen_in(run: Run, failing: Sequence[FailingStep], job: Job, observer: Observ
 
 
 def seen_anew(failing: Sequence[FailingStep], job: Job, observer: Observer, cured: Cured) -> Seen:
-    """The same in a workload rebuilt from the patched files; the running ones are left alone."""
+    """Run a job's experiments in a workload rebuilt from the patched files, and keep the running workload unchanged."""
 
     def seen() -> Seen:
         with _quiet(), imports_apart(), prepared_with(job.patched, job.config) as run:
@@ -70,21 +70,21 @@ def seen_anew(failing: Sequence[FailingStep], job: Job, observer: Observer, cure
 
 
 def train_alone(job: Job, observer: Observer, deliver: Deliver, folder: Path) -> None:
-    """Trains with the patched files, for a process that has imported nothing of the user's."""
+    """Train with the patched files, in a process that has imported no user code."""
     torch.set_num_threads(job.threads)
     deliver(_of_patched_files(job, lambda: Seen(trained=trained_with_the_patch(job, observer))))
 
 
 def see_in_script(job: Job, observer: Observer, deliver: Deliver, folder: Path) -> None:
-    """Starts the script of a capture, with the patched files, and delivers what is seen of the job in its step.
+    """Restart a capture's script with the patched files, and deliver the results of the job in its step.
 
-    The process ends then, in the middle of the script: nothing of it is to run on.
+    The process then exits in the middle of the script, so that no more of the script runs.
     """
     captured, texts = job.captured, {os.path.realpath(path): text for path, text in job.patched.files.items()}
     assert captured is not None
     torch.set_num_threads(job.threads)
     capture = Capture(captured.path, captured.script)
-    script = os.path.realpath(capture.start.name)  # of a module no file
+    script = os.path.realpath(capture.start.name)  # for a module, not an existing file
 
     def seen() -> Seen:
         def use(step: RestoredStep | CaptureError) -> None:
@@ -102,7 +102,7 @@ def see_in_script(job: Job, observer: Observer, deliver: Deliver, folder: Path) 
             restore_in_script(capture, use, folder, texts.get(script))
         raise AssertionError("the process ends in the script")
 
-    deliver(_without_raising(seen))  # where the script could not be taken over
+    deliver(_without_raising(seen))  # the script could not be taken over
 
 
 def _of_patched_files(job: Job, see: Callable[[], Seen]) -> Seen:
@@ -114,13 +114,13 @@ def _of_patched_files(job: Job, see: Callable[[], Seen]) -> Seen:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What the user's modules print as they are imported once more was printed before."""
+    """Discard the user modules' output during a second import."""
     with open(os.devnull, "w", encoding="utf-8") as nothing, contextlib.redirect_stdout(nothing):
         yield
 
 
 def _moved(failing: Sequence[FailingStep], workload: Workload) -> Iterator[FailingStep]:
-    """The steps for a model that was rebuilt."""
+    """Yield the steps for a rebuilt model."""
     shapes = [parameter.shape for parameter in workload.model.parameters()]
     for step in failing:
         if [weight.shape for weight in step.snapshot.weights] != shapes:
@@ -130,14 +130,14 @@ def _moved(failing: Sequence[FailingStep], workload: Workload) -> Iterator[Faili
 
 
 def _without_raising(see: Callable[[], Seen]) -> Seen:
-    """What was seen, or as its ``failure`` what the user's code or its patched form has raised."""
+    """Return the results, or a ``failure`` with the error that the user's or the patched code raised."""
     try:
         return see()
     except AmpdbgError as error:
         return Seen(failure=first_line(error))
     except CannotSwapError:
         raise
-    except Exception as error:  # noqa: BLE001 - a patched model may break what every other model keeps to
+    except Exception as error:  # noqa: BLE001 - a patched model may raise anything
         return Seen(failure=named_error(error))
 
 
@@ -148,7 +148,7 @@ def experiments(
     observer: Observer,
     cured: Cured = lambda tried: None,
 ) -> Seen:
-    """The failing steps, and what is to be known of the first besides; the patch of the job has to be in force."""
+    """Try the failing steps, then measure the first one further. The job's patch must be in force."""
     is_patched = job.kind == "patched"
     tried = tuple(_each_tried(run, steps, job))
     if job.kind == "dropped" or (is_patched and not tried[-1].healthy):
@@ -158,7 +158,7 @@ def experiments(
         further, further_failure = _further(run, steps[0], tried[0].scale, job, observer) if is_patched else ((), "")
         low = run.mode.format.name
         ways = {"patched": low} if is_patched else {"unpatched": low, "float32": "float32"}
-        if steps[0].made.reach == "modules":  # nothing goes backward
+        if steps[0].made.reach == "modules":  # no backward pass runs
             ways = {}
         uses = {way: use for way, dtype in ways.items() if (use := step_use(run, steps[0], dtype))}
         eval_failure = raised_in_eval_mode(run, steps[0])
@@ -166,9 +166,9 @@ def experiments(
 
 
 def _each_tried(run: Run, steps: Sequence[FailingStep], job: Job) -> Iterator[Tried]:
-    """Of each failing step the first of the job's repeats that is unhealthy, else the last.
+    """Yield for each failing step its first unhealthy try, or its last of ``repeats``.
 
-    But for the reference, the first step that is unhealthy is enough.
+    Unless the job is the reference, stop after the first unhealthy step.
     """
     for failing, scales in zip(steps, job.scales, strict=True):
         replays = PinnedReplays(run, failing, scales)
@@ -186,7 +186,7 @@ def _tried(replays: PinnedReplays, job: Job) -> Tried:
     _, made = judged(replays, (), "unhealthy" if job.kind == "patched" else "always", is_silent=job.is_silent)
     low, fp32 = made.low, made.reference
     health = health_of(on_disk(made, job.patched), is_silent=job.is_silent)
-    # A constant that was moved is another number in half than in FP32: that it does no harm has to be seen.
+    # A moved constant differs between half and FP32, so the gradients must show that it does no harm.
     why = health.why or (gradients_far(made) if job.patched.moves_constants else "")
     return Tried(
         step=replays.failing.snapshot.step,
@@ -202,8 +202,8 @@ def _tried(replays: PinnedReplays, job: Job) -> Tried:
 
 
 def on_disk(made: Investigation, patched: Patched) -> Investigation:
-    """The investigation of a patched step with the lines of its first replay as the user's files have them."""
-    line_of = functools.cache(patched.line_on_disk)  # many ops have one line
+    """Return the investigation of a patched step with its first replay's lines mapped to the user's files."""
+    line_of = functools.cache(patched.line_on_disk)  # many ops share a line
 
     def moved(one: Producer) -> Producer:
         at = one.source
@@ -215,27 +215,27 @@ def on_disk(made: Investigation, patched: Patched) -> Investigation:
 def _further(
     run: Run, failing: FailingStep, scale: float, job: Job, observer: Observer
 ) -> tuple[tuple[Tried, ...], str]:
-    """The step on the batches that come after its own, where FP32 is finite on them; and why there were no more."""
+    """Return the step on later batches with a finite FP32 loss, and the reason for having no more."""
     if job.captured is not None:
         return (), "a capture holds only the batch of its own step"
     observer.stage("further batches with the patch")
     seen: list[Tried] = []
     try:
         for replays in on_further_batches(run, replace(failing, scale=scale), job.scales[0]):
-            seen.append(_tried(replays, job))  # noqa: PERF401 - what was seen before an error stays
+            seen.append(_tried(replays, job))  # noqa: PERF401 - keeps earlier results if an error is raised
     except AmpdbgError as error:
         return tuple(seen), first_line(error)
     return tuple(seen), ""
 
 
-# The forward pass in eval mode: the user's code may take other branches there, and raise in them
+# The forward pass in eval mode, where user code may take other branches and raise
 
 
 def raised_in_eval_mode(run: Run, failing: FailingStep) -> str:
-    """What one forward pass in eval mode raises, in a line; "" where it runs.
+    """Return the error of one forward pass in eval mode as one line, or "".
 
-    It is that of the step's first batch, under the run's autocast and without a graph. All that the model holds is put
-    back, its mode too; it must have the step's weights.
+    It runs the step's first batch under the run's autocast without a graph. The model must have the step's weights. Its
+    state and mode are restored.
     """
     model, user, is_training = run.workload.model, run.workload.user, run.workload.model.training
     try:
@@ -249,7 +249,7 @@ def raised_in_eval_mode(run: Run, failing: FailingStep) -> str:
                 model.eval()
                 _forward(run, failing.snapshot.batches[0])
             finally:
-                # A method of the user's own may do more than to set the mode, and undo that here.
+                # An overridden `train` may do more than set the mode, and undo it here.
                 model.train(is_training)
     except AmpdbgError as error:
         return first_line(error)
@@ -257,26 +257,26 @@ def raised_in_eval_mode(run: Run, failing: FailingStep) -> str:
 
 
 def _forward(run: Run, batch: Any) -> None:
-    """The model alone where the loss comes after it: in eval mode its output may be none that the loss takes."""
+    """Run the model alone if a loss function follows, which may not accept the eval mode's output."""
     if run.config.step is None and run.config.loss is not None:
         call_model(run.workload.model, batch)
     else:
         run.workload.step.call(batch, 0)
 
 
-# What one step takes on this machine: its time, what it keeps for the backward pass, the GPU's peak memory
+# Cost of one step on this machine: time, bytes saved for the backward pass, the GPU's peak memory
 
 TIMED_STEPS = 3
-"""The median of so many steps is the time of one; an untimed one goes before them."""
+"""The reported time is the median of this many steps, after an untimed warm-up step."""
 
 
 def step_use(run: Run, failing: FailingStep, dtype: str) -> StepUse | None:
-    """Measures the step in ``dtype``; the model must have its weights. None where the step raises."""
+    """Measure the step in ``dtype``, or return None if it raises. The model must have the step's weights."""
     manner = Manner(dtype, failing.scale, is_lifted=False)
     saved = _saved_bytes(run, failing, manner)
     if saved is None:
         return None
-    seconds = 0.0 if is_emulating() else _seconds(run, failing, manner)  # a CPU's say nothing of a GPU's
+    seconds = 0.0 if is_emulating() else _seconds(run, failing, manner)  # a CPU's time says nothing about a GPU
     return StepUse(seconds, saved, _peak_bytes(run, failing, manner), is_emulating())
 
 
@@ -286,7 +286,7 @@ def _seconds(run: Run, failing: FailingStep, manner: Manner) -> float:
 
 
 def _saved_bytes(run: Run, failing: FailingStep, manner: Manner) -> int | None:
-    """Of several micro-batches the first's. None where the step raises."""
+    """Return the bytes that the first micro-batch saves, or None if the step raises."""
     forward = run.mode.forward if manner.dtype == run.mode.format.name else contextlib.nullcontext
     with contextlib.suppress(AmpdbgError), rewound(run.workload.model, failing.snapshot):
         use = use_of_a_pass(run.workload, failing.snapshot.batches[0], forward)
@@ -303,12 +303,11 @@ def _peak_bytes(run: Run, failing: FailingStep, manner: Manner) -> int | None:
 
 
 REPLAYED_STEPS = 2
-"""At most so many unhealthy steps of each kind are replayed in the run with the patch."""
+"""Up to this many unhealthy steps of each kind are replayed in the run with the patch."""
 
 
 def trained_with_the_patch(job: Job, observer: Observer) -> Trained:
-    """Its dynamic loss scale begins no higher than suits the failing steps, where it would settle: skipped steps
-    prove nothing."""
+    """Train with the patch, from a loss scale that suits the failing steps, since skipped steps prove nothing."""
     observer.stage(f"{job.train_steps} steps with the patch")
     precision, borne = job.config.precision, job.borne
     scale = precision.loss_scale
@@ -321,7 +320,7 @@ def trained_with_the_patch(job: Job, observer: Observer) -> Trained:
 
 
 def trained_in_fp32(job: Job, withheld: Collection[int], *, is_rounded: bool = False) -> Trained:
-    """The same steps without the patch, in FP32; ``is_rounded`` from weights that were rounded to half."""
+    """Train the same steps without the patch in FP32; with ``is_rounded``, from weights rounded to half."""
     try:
         with _quiet(), imports_apart():
             losses = fp32_losses(_longer(job), withheld=withheld, is_rounded=is_rounded)
@@ -331,10 +330,10 @@ def trained_in_fp32(job: Job, withheld: Collection[int], *, is_rounded: bool = F
 
 
 def disproves(finding: Finding, steps: Sequence[Step]) -> bool:
-    """A finding in the run with the patch disproves the patch; ``steps`` are those of the run.
+    """True if a finding disproves the patch; ``steps`` are the steps of the run with the patch.
 
-    A warning does not: its step agrees with FP32. Neither does the loss scale of a run whose last steps were
-    taken: growing gradients take a few skips, and one of 1e-15 is lost at any scale.
+    A warning does not, since its step agrees with FP32. A loss scale finding does not if the last steps were taken.
+    Growing gradients cause a few skips, and a gradient of 1e-15 is lost at any scale.
     """
     code = CODES[finding.code]
     if finding.severity != "error" or not code.counts_against_a_patch:
@@ -345,7 +344,7 @@ def disproves(finding: Finding, steps: Sequence[Step]) -> bool:
 
 
 def _trained(job: Job) -> Trained:
-    """Trained as ``ampdbg scan`` does, and diagnosed as far as its replays allow."""
+    """Train like ``ampdbg scan``, and diagnose as far as the replays allow."""
     losses, failure = Losses(), ""
     try:
         record = train(

@@ -1,4 +1,4 @@
-"""A script whose weights are half: the edit that cures what that loses, and a short run of it before and after."""
+"""The remedy for a script with half weights: an edit, proven by short runs (windows) before and after it."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ from ampdbg.script.restart import REFUSED
 from ampdbg.source.ownership import loaded_files
 
 STEPS, LEAST, LONGEST = 60, 20, 120.0
-"""A window has so many steps; one that takes so many seconds ends with fewer, but for the least."""
+"""A window has up to STEPS steps. After LONGEST seconds it ends, but with no fewer than LEAST steps."""
 
 
 @dataclass(frozen=True)
 class SeenWindow:
-    """What was seen of a window; ``failure`` is why it ended early. The elements of trained half parameters are counted
-    by kind, and so is how many ``states`` the optimizer has of each."""
+    """The results of a window; ``failure`` is the reason for an early end. ``elements`` counts the elements of trained
+    half parameters by kind, and ``states`` the optimizer's states for each element."""
 
     record: Record
     lines: HalfLines = field(default_factory=HalfLines)
@@ -68,7 +68,7 @@ class SeenWindow:
 def train_a_window(
     start: Start, patched: Mapping[Path, bytes], most: int, observer: Observer, deliver: Deliver, folder: Path
 ) -> None:
-    """Trains so many steps of a script, with patched files, in this process, which ends in the middle of it."""
+    """Train up to ``most`` steps of a patched script in this process, which exits in the middle of the script."""
     began, seen = time.monotonic(), list[SeenWindow]()
     watch, notes = Watch(None, ()), HalfWeights()
 
@@ -100,7 +100,7 @@ def train_a_window(
         stack.enter_context(alone(has_launcher=start.is_of_group))
         stack.enter_context(emulated_gpu() if start.emulate else contextlib.nullcontext())
         stack.enter_context(overlaid(patched))
-        stack.enter_context(patch.object(update_ledger, "SHARE", math.inf))  # this process's time is nobody's
+        stack.enter_context(patch.object(update_ledger, "SHARE", math.inf))  # measure without a time limit
         stack.enter_context(watch)
         stack.enter_context(notes)
         run_script(Script(start.name, start.arguments, start.is_module, text=text), script_ended)
@@ -133,8 +133,8 @@ def _trained(start: Start, patched: Mapping[Path, bytes], most: int, observer: O
 
 
 class Remedy(NamedTuple):
-    """A way to cure half weights: whether it ``fits`` the codes that were found and the kinds of parameter that lose
-    most of their way, how it is made, and of which kinds it makes them float32, ``widens``."""
+    """A cure for half weights. ``fits`` takes the codes found and the kinds of parameters that mostly lose updates.
+    ``edit`` adds the edits. ``widens`` is true of the kinds that become float32."""
 
     title: str
     fits: Callable[[frozenset[str], frozenset[str]], bool]
@@ -154,7 +154,7 @@ REMEDIES = (
     Remedy("beta2 = 0.95", lambda codes, kinds: codes == {STUCK}, beta2_lowered, lambda kind: False),
     Remedy("weights in float32 under autocast", lambda codes, kinds: True, weights_in_float32, bool),
 )
-"""The cheapest first; the first that passes its proof is suggested."""
+"""The remedies, cheapest first. The first with a passed proof is suggested."""
 
 ALTERNATIVES = (
     ("torchao's AdamW8bit(..., bf16_stochastic_round=True)", -2),
@@ -163,7 +163,7 @@ ALTERNATIVES = (
     ('HF Trainer\'s optim="adamw_torch_8bit", optim_args="bf16_stochastic_round=True"', -2),
     ("torch-optimi's AdamW, which keeps what rounding loses (Kahan)", 2),
 )
-"""Optimizers for bfloat16 weights, and by how many bytes a parameter they differ from torch's AdamW."""
+"""Optimizers for bfloat16 weights, with the difference in bytes per parameter from torch's AdamW."""
 
 
 def _lost(seen: Updates) -> str:
@@ -178,7 +178,7 @@ MEASURES: Mapping[str, Callable[[Updates], str]] = defaultdict(lambda: lambda se
     STUCK: lambda seen: f"second moments {max((one.times for one in seen.stuck), default=1.0):.3g} times apart",
     ACCUMULATION: lambda seen: f"sums {seen.lost_accumulation or 0.0:.0%} apart",
 }
-"""What the ledger measures of each code against float32 masters."""
+"""Texts of the ledger's measurements, compared with float32 masters, by code."""
 
 
 NOTHING = "none lost, as the weights are float32 themselves"
@@ -187,17 +187,17 @@ NOTHING = "none lost, as the weights are float32 themselves"
 def suggest_for_half_weights(
     known: Record, start: Start, form: Form, *, verify: bool, observer: Observer
 ) -> Suggestion:
-    """The edit that cures what half weights lose in a script, proven by its first steps before and after.
+    """Suggest an edit that cures the losses of half weights, proven by the script's first steps before and after it.
 
     Args:
         known: the record of a run of the script.
-        start: how the script is started.
-        form: how the edit is handed over: as a diff or as JSON.
-        verify: run it with the edit.
+        start: the command that starts the script.
+        form: the output format of the edit, a diff or JSON.
+        verify: run the script with the edit.
 
     Raises:
-        ConfigError: it is to be handed over as pins.
-        ScriptError: the script cannot be started again, or no line of it is known that makes the weights half.
+        ConfigError: the form is one of pins.
+        ScriptError: the script cannot be restarted, or ampdbg knows no line that makes the weights half.
     """
     if form in ("module", "yaml"):
         raise ConfigError(f"got --format {form}; no pin cures half weights; allowed: --format diff, --format json")
@@ -228,7 +228,7 @@ def suggest_for_half_weights(
             patched = {one.path: one.after for one in files}
             after = _trained(start, patched, most, observer, f"with {remedy.title}")
             left = edits.by_hand(after.lines, are_half=bool(after.record.half_weights))
-            by_hand = by_hand if after.failure else [*left]  # of one that raises nobody knows what it lowers
+            by_hand = by_hand if after.failure else [*left]  # a failed run may not have reached autocast
             steps += _shown(codes, before, after)
         is_proven = all(step.passed for step in steps)
         folder, is_git = base_folder(files, Path.cwd())
@@ -250,7 +250,7 @@ def suggest_for_half_weights(
 
 
 def _shown(codes: frozenset[str], before: SeenWindow, after: SeenWindow) -> Iterator[ProofStep]:
-    """What the two windows say of the edit."""
+    """Yield the proof steps from the two windows."""
     old, new = before.record, after.record
     was, now = ({finding.code for finding in one.faults} for one in (old, new))
     found = (f"{one.code}: {one.message}" for one in new.faults if one.code not in was)
@@ -268,13 +268,13 @@ def _shown(codes: frozenset[str], before: SeenWindow, after: SeenWindow) -> Iter
 
 
 def _cost(remedy: Remedy, seen: SeenWindow) -> str:
-    """What it takes in memory: in float32 weight, gradient and states have two bytes more for each element."""
+    """Describe the memory cost: in float32, weight, gradient and states take two more bytes per element."""
     count = sum(size for kind, size in seen.elements.items() if remedy.widens(kind))
     return f"{remedy.title}: {byte_size((4 + 2 * seen.states) * count)} more"
 
 
 def _alternatives(codes: frozenset[str], seen: SeenWindow) -> Iterator[str]:
-    """The optimizers with which bfloat16 weights lose nothing of their updates."""
+    """Yield the optimizers that lose no updates of bfloat16 weights."""
     may_stay = codes <= {FROZEN, SMALL_UPDATES} and seen.record.half_weights == ("bfloat16",)
     for what, each in ALTERNATIVES if may_stay else ():
         size = byte_size(abs(each) * sum(seen.elements.values()))

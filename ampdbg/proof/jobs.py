@@ -1,4 +1,4 @@
-"""The experiments of a proof: what is run, how a patch comes into force for it, and what was seen."""
+"""The experiments of a proof: their jobs, the ways to put a patch in force, and their results."""
 
 from __future__ import annotations
 
@@ -32,11 +32,10 @@ from ampdbg.replay.snapshot import FailingStep, weights_of
 
 @dataclass(frozen=True)
 class StepUse:
-    """One forward and backward pass: its median time in seconds, and bytes.
+    """The cost of one forward and backward pass: the median time in seconds, and bytes.
 
-    ``saved_bytes`` is what autograd keeps for the backward pass of one micro-batch, without the weights
-    themselves; ``peak_bytes`` is the most that CUDA's allocator had handed out, None on other devices. Where CUDA
-    ``is_emulated`` the time says nothing of a GPU's.
+    ``saved_bytes`` is what autograd saves for the backward pass of one micro-batch, without the weights. ``peak_bytes``
+    is the peak of CUDA's allocator, or None on other devices. If CUDA ``is_emulated``, the time is a CPU's.
     """
 
     seconds: float
@@ -47,12 +46,14 @@ class StepUse:
 
 @dataclass(frozen=True)
 class Patched:
-    """A workload with its pins in force, in any form that a suggestion has; nothing of it for the workload as it is.
+    """The pins of a workload in any form of a suggestion; empty for the unchanged workload.
 
-    ``files`` are the patched bytes by absolute path; a file that does not exist is made by them. ``pins_file`` is the
-    one among them whose ``pin_fp32`` is called with the model, or with those of several that are its ``roots``.
-    ``pins`` are added to the config's. ``moves_constants`` says that the files compute with other constants in half
-    than in FP32. ``standing`` does the same in a model that stands: what files do as the model is made, pins do there.
+    Attributes:
+        files: the patched bytes by absolute path; the file need not exist.
+        pins_file: a key of ``files`` whose ``pin_fp32`` is called with the model, or with the models of ``roots``.
+        pins: names to add to the config's pins.
+        moves_constants: the files use different constants in half and in FP32.
+        standing: an equivalent for an existing model, where pins replace edits of the model's creation.
     """
 
     files: Mapping[Path, bytes] = field(default_factory=dict)
@@ -64,18 +65,18 @@ class Patched:
 
     @property
     def changes_nothing(self) -> bool:
-        """The files hold these bytes already, and nothing else is pinned."""
+        """True if the files already have these bytes and there are no pins."""
         return not self.pins and all(path.exists() and path.read_bytes() == now for path, now in self.files.items())
 
     def line_on_disk(self, file: str, line: int) -> int:
-        """Which line of a file, as its user has it, is ``line`` of the patched one; 0 where only the patch has it."""
+        """Return the line of the user's file for a patched ``line``, or 0 if only the patch has it."""
         path = next((path for path in self.files if _key(path) == _key(file)), None)
         return counterpart(line, self.files[path], path.read_bytes()) if path is not None and path.exists() else line
 
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """The capture of a script's failing step, and what replays of it have shown; ``script`` as of a Capture."""
+    """The capture of a script's failing step, with the investigation of its replays; ``script`` as in Capture."""
 
     path: Path
     made: Investigation
@@ -84,15 +85,15 @@ class CapturedStep:
 
 @dataclass(frozen=True)
 class Job:
-    """What is run of a patch at once.
+    """The experiments to run together for a patch.
 
-    ``patched``: the failing steps with it, and further batches. ``dropped``: the failing steps with a part of it.
-    ``reference``: the failing steps without it.
+    ``patched`` runs the failing steps and further batches with the patch. ``dropped`` runs the failing steps with a
+    part of the patch. ``reference`` runs them without it.
 
-    ``scales`` has one entry a failing step, and each step is run ``repeats`` times. The training run has
-    ``train_steps`` steps. With ``captured`` the failing step is a script's, and there is no config that could be
-    trained by. ``begins_at`` is the loss scale that the training run would begin with, ``borne`` the largest one that
-    suits the failing steps with the patch; torch has so many ``threads``.
+    ``scales`` has one entry for each failing step, and each step runs ``repeats`` times. ``train_steps`` is the length
+    of the training run, and ``begins_at`` its first loss scale. With ``captured``, the failing step is a script's and
+    has no training run. ``borne`` is the largest loss scale that suits the failing steps with the patch. ``threads`` is
+    torch's number of threads.
     """
 
     kind: Literal["patched", "dropped", "reference"]
@@ -110,9 +111,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Tried:
-    """A failing step that was run: ``loss`` in FP16 at the usable ``scale``, and FP32's of the very same code.
+    """The result of a failing step: its FP16 ``loss`` at the usable ``scale``, and the same code's FP32 results.
 
-    ``reach`` is as of its investigation, ``unreached`` as of its FP16 replay.
+    ``reach`` is from the investigation, and ``unreached`` from its FP16 replay.
     """
 
     step: int
@@ -128,11 +129,11 @@ class Tried:
 
 @dataclass(frozen=True)
 class Trained:
-    """A training run: the loss of each step, the steps whose update was skipped, the last loss scale.
+    """A training run: the loss of each step, the steps with a skipped update, the last loss scale.
 
-    It was to have so many ``steps``; ``begun_at`` is its first loss scale where that is lower than the config's.
-    ``faults`` are codes and messages of findings that speak against the patch, ``beside`` the codes of those that do
-    not. ``failure`` is why it ended early.
+    ``steps`` is the planned length, and ``begun_at`` the first loss scale if it is below the config's. ``faults``
+    describe findings that count against the patch, and ``beside`` has the codes of the other findings. ``failure`` is
+    the reason for an early end.
     """
 
     steps: int = 0
@@ -147,15 +148,16 @@ class Trained:
 
 @dataclass(frozen=True)
 class Seen:
-    """What was seen of a job.
+    """The results of a job.
 
-    ``failure`` is why it could not be run at all, ``anew`` why all was imported again for it. ``unused`` names patched
-    files that were never imported, ``eval_failure`` is what the first failing step raised in eval mode. ``uses`` are by
-    what ran: "patched", "unpatched" and "float32"; ``trained`` is the training run.
+    ``failure`` is the reason why it did not run. ``unused`` names patched files that were never imported.
+    ``eval_failure`` is the error of the first failing step in eval mode. ``uses`` has the keys "patched", "unpatched"
+    and "float32".
     """
 
     failure: str = ""
     anew: str = ""
+    """The reason why everything was imported again, or ""."""
     unused: tuple[str, ...] = ()
     tried: tuple[Tried, ...] = ()
     further: tuple[Tried, ...] = ()
@@ -167,7 +169,7 @@ class Seen:
 
 @contextlib.contextmanager
 def prepared_with(patched: Patched, config: Config) -> Iterator[Run]:
-    """The workload with the pins of a patch in force; its files have to be :func:`overlaid`."""
+    """Prepare the workload with a patch's pins in force. The patch's files must be :func:`overlaid`."""
     precision = config.precision.model_copy(update={"pins": (*config.precision.pins, *patched.pins)})
     with prepared(config.model_copy(update={"precision": precision})) as run:
         _pin_by_file(patched, run)
@@ -176,16 +178,16 @@ def prepared_with(patched: Patched, config: Config) -> Iterator[Run]:
 
 @contextlib.contextmanager
 def in_force(patched: Patched, run: Run, failing: Sequence[FailingStep]) -> Iterator[None]:
-    """A patch in force in a run that stands already, and taken out of it afterwards.
+    """Put a patch in force in an existing run until the context exits.
 
     Raises:
-        CannotSwapError: its code cannot be swapped, or the failing steps do not run it when they are replayed.
-        AmpdbgError: a file of pins, or what it is called with, cannot be used.
+        CannotSwapError: the code cannot be swapped, or replays of the failing steps do not run it.
+        AmpdbgError: the file of pins or its arguments cannot be used.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(run.pinned(patched.pins))
         if patched.pins_file is not None:
-            for module in run.workload.model.modules():  # its attributes come back, a `forward` of its own too
+            for module in run.workload.model.modules():  # restores its attributes, including an own `forward`
                 stack.enter_context(patch.dict(vars(module)))
             _pin_by_file(patched, run)
         else:
@@ -196,7 +198,7 @@ def in_force(patched: Patched, run: Run, failing: Sequence[FailingStep]) -> Iter
 
 
 def _codes_run(run: Run, failing: Sequence[FailingStep]) -> set[int]:
-    """The ``id`` of the code of each function that the failing steps run, in this thread."""
+    """Return the ``id`` of the code of each function that the failing steps run in this thread."""
     seen: dict[int, CodeType] = {}
 
     def on_call(frame: FrameType, event: str, argument: Any) -> None:
@@ -218,16 +220,15 @@ def _pin_by_file(patched: Patched, run: Run) -> None:
 
 @contextlib.contextmanager
 def overlaid(files: Mapping[Path, bytes]) -> Iterator[set[Path]]:
-    """Imports take these bytes instead of what the files hold, and tracebacks and traces show their lines.
+    """Import these bytes instead of the files' contents, and show their lines in tracebacks and traces.
 
-    It makes no difference how a file is imported: by path, by name, as part of a package. No bytecode is read or
-    written for it. A module that was imported before stays as it is.
+    This covers imports by path, by name and from packages, without bytecode caches. Earlier imports are unchanged.
 
     Args:
-        files: the bytes of each file, encoded as the file says, by path.
+        files: the bytes of each file by path, in the file's own encoding.
 
     Yields:
-        The paths, as they were given, of the files that are already imported.
+        The given paths of the files imported so far.
     """
     given = {_key(path): path for path in files}
     taken: set[Path] = set()
@@ -241,7 +242,7 @@ def overlaid(files: Mapping[Path, bytes]) -> Iterator[set[Path]]:
             return original(loader, fullname)
         source = files[file]
         code: CodeType = loader.source_to_code(source, path)
-        # inspect, tracebacks and traces take a line from linecache. Without a time it is not compared with the disk.
+        # inspect, tracebacks and traces read linecache. An entry without a time is not checked against the disk.
         linecache.cache[path] = (len(source), None, io.StringIO(decode_source(source)).readlines(), path)
         shown.add(path)
         taken.add(file)
@@ -256,5 +257,5 @@ def overlaid(files: Mapping[Path, bytes]) -> Iterator[set[Path]]:
 
 
 def _key(path: str | Path) -> str:
-    """Two spellings of one file have one key."""
+    """Return a key that is equal for all spellings of a path."""
     return os.path.normcase(os.path.realpath(path))

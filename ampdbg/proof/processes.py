@@ -1,6 +1,6 @@
-"""A fresh process: it has imported nothing of the user's, calls one function of ampdbg's, and answers however it ends.
+"""Fresh processes: each has imported no user code, runs one ampdbg function, and reports a result or its failure.
 
-What its observer sees arrives here.
+Observer events in the process are forwarded to this process.
 """
 
 from __future__ import annotations
@@ -26,62 +26,62 @@ if TYPE_CHECKING:
     from ampdbg.proof.jobs import Job, Seen
 
 ENDING = 30.0
-"""Seconds that a process may take to end once it has said all: the user's code may have left threads behind."""
+"""Seconds that a process may take to exit after its last event, since user code may have left threads."""
 
 RUN = (
-    "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "  # while it imports there is nothing to keep
-    "import ampdbg.proof.captures, torch._dynamo; "  # which every optimizer of torch's imports
+    "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "  # nothing to save during imports
+    "import ampdbg.proof.captures, torch._dynamo; "  # imported here early: every torch optimizer imports it
     "from ampdbg.proof.processes import main; main()"
 )
 
-# Imports are to be found where they are in this process. `python -m` would look into the working folder first,
-# where a file may have the name of a module of Python's own.
+# Imports must resolve as in this process. `python -m` would search the working folder first, where a file may shadow a
+# module of the standard library.
 PATHS = "import os, sys; sys.path[:] = sys.argv.pop().split(os.pathsep); "
 
 Deliver = Callable[[Any], None]
-"""Takes the result, at most once; the process may end behind it."""
+"""Takes the result, at most once. The process may exit right after."""
 
 Task = Callable[..., None]
-"""What a process calls: with arguments of its own, an observer, a ``Deliver``, and a temporary folder."""
+"""The function that a process calls with its arguments, an observer, a ``Deliver`` and a temporary folder."""
 
 Pending = Callable[[Observer], "Seen"]
-"""Waits for what a job sees; a failure or crash is the ``failure`` of that."""
+"""Waits for the results of a job. A failure or crash becomes their ``failure``."""
 
 JobStarter = Callable[[Task, "Job"], Pending]
-"""Begins what is to be seen of a job."""
+"""Starts a job."""
 
 
 @dataclass(frozen=True)
 class FreshProcess:
-    """One that waits for its task, or is at it; ``folder`` is a temporary one for both sides."""
+    """A process that waits for its task or runs it; both sides share the temporary ``folder``."""
 
     child: subprocess.Popen[str]
     folder: Path
 
     def begin(self, task: Task, *arguments: Any, outlives: bool = False) -> None:
-        """Gives it its task. Unless it ``outlives`` this process, it ends at once with that."""
+        """Send the task. Unless it ``outlives`` this process, it is killed when this process ends."""
         (self.folder / "task").write_bytes(pickle.dumps((task, arguments, outlives, sys.argv)))
         assert self.child.stdin is not None
         self.child.stdin.write(f"{self.folder}\n")
         self.child.stdin.flush()
 
     def pass_on(self, observer: Observer) -> None:
-        """Until it has said all."""
+        """Forward the process's events to the observer until it closes its output."""
         assert self.child.stdout is not None
         for line in self.child.stdout:
             name, arguments = pickle.loads(base64.b64decode(line))
             getattr(observer, name)(*arguments)
 
     def result(self) -> Any:
-        """What was delivered; None for nothing."""
+        """Return the delivered result, or None."""
         path = self.folder / "result"
         return pickle.loads(path.read_bytes()) if path.exists() else None
 
 
 @contextlib.contextmanager
 def fresh_process(errors: str = "", **how: Any) -> Iterator[FreshProcess]:
-    """It leads a group of its own, and ends here with all that it has started; its stderr goes into the file ``errors``
-    of its folder, where that is given."""
+    """Start a process in a new group, and kill the group on exit. Its stderr may go to the file ``errors`` in its
+    folder."""
     with temporary_folder() as folder, contextlib.ExitStack() as stack:
         output = stack.enter_context((folder / errors).open("wb")) if errors else None
         child = subprocess.Popen(
@@ -101,7 +101,7 @@ def fresh_process(errors: str = "", **how: Any) -> Iterator[FreshProcess]:
 
 
 class FreshProcesses(contextlib.ExitStack):
-    """Begins each job in a process of its own that works in ``folder``; while this is entered they live."""
+    """Starts each job in a new process with the working directory ``folder``, and kills all of them on exit."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -109,8 +109,8 @@ class FreshProcesses(contextlib.ExitStack):
         self._waiting: list[FreshProcess] = []
 
     def warm(self) -> None:
-        """Starts one ahead: torch takes seconds to import."""
-        with contextlib.suppress(OSError):  # the reason is that of the first job, which cannot be begun either
+        """Start a process in advance, since importing torch takes seconds."""
+        with contextlib.suppress(OSError):  # the first job will fail with the same error
             self._waiting.append(self._started())
 
     def __call__(self, task: Task, job: Job) -> Pending:
@@ -138,7 +138,7 @@ def _seen_by(process: FreshProcess, observer: Observer) -> Seen:
 
 
 def _ended(child: subprocess.Popen[str]) -> str:
-    """How a process ended, where it has left no result."""
+    """Describe the exit of a process that left no result."""
     try:
         code = child.wait(ENDING)
     except subprocess.TimeoutExpired:
@@ -153,19 +153,19 @@ def _last_line(output: Path) -> str:
 
 
 def end_group(pid: int) -> None:
-    """Ends a process and, where there are groups, all that it has started."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses for one that has ended
+    """Kill a process and, except on Windows, its process group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS raises this for an ended process
         if sys.platform == "win32":
             os.kill(pid, signal.SIGTERM)
         else:
             os.killpg(pid, signal.SIGKILL)
 
 
-# The side of the process
+# The child process's side
 
 
 def main() -> None:
-    """Calls the task in the folder that comes by stdin; ends where none does."""
+    """Run the task in the folder named on stdin, or exit if there is none."""
     events, given = own_stdout(), os.fdopen(os.dup(0), encoding="utf-8")
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -179,7 +179,7 @@ def main() -> None:
 
 
 def _end_with(given: IO[str]) -> None:
-    """Waits for the end of who has started this process, and ends it."""
+    """Wait until the parent process ends, then kill this process group."""
     given.read()
     end_group(os.getpid())
 
@@ -195,15 +195,14 @@ class _Told(Observer):
 
     @staticmethod
     def _send(stream: IO[str], name: str, *arguments: Any) -> None:
-        stream.write(base64.b64encode(pickle.dumps((name, arguments))).decode() + "\n")  # print may be the script's
+        stream.write(base64.b64encode(pickle.dumps((name, arguments))).decode() + "\n")  # the script may replace print
         stream.flush()
 
 
 def own_stdout() -> IO[str]:
-    """What the process that has started this one reads; whatever else is printed goes to stderr from now on.
+    """Return the stream to the parent process, and redirect all other output to stderr.
 
-    It ends with this process alone: a worker that the script has forked may live as long as the script, which is
-    never to end.
+    The stream must close when this process ends. Workers forked by the script drop it, since they may live longer.
     """
     stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -213,6 +212,6 @@ def own_stdout() -> IO[str]:
 
 
 def _let_go(stream: IO[str]) -> None:
-    """Leaves the other end of a stream to its other holders; its number stays taken, as somebody may close it here."""
+    """Redirect a stream to the null device without freeing its number, which may be closed again."""
     with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nothing:
         os.dup2(nothing.fileno(), stream.fileno(), inheritable=False)

@@ -1,4 +1,4 @@
-"""Proof before print: all that is claimed of a patch is run, where the step has failed and in a fresh process."""
+"""The proof of a patch before it is shown: its claims are tested in the failing run and in a fresh process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ampdbg.replay.snapshot import FailingStep
 from ampdbg.training.fp32_twin import distance, last_quarter, taken
 
 SAME_FUNCTION = 1e-3
-"""In FP32 a patch that only changes precision leaves loss and gradients as they are, within this share."""
+"""The relative change of loss and gradients in FP32 that a patch of precision alone may cause."""
 
 
 def prove(
@@ -33,25 +33,25 @@ def prove(
     observer: Observer,
     start: JobStarter,
 ) -> Proof:
-    """Runs the failing steps, further batches and a training run with the patch, and holds them against FP32.
+    """Run the failing steps, further batches and a training run with the patch, and compare them with FP32.
 
-    Nothing is written to the files that are patched. The patch is put in force in the ``run``, and taken out of it
-    again; a fresh process imports the patched files and trains with them. What cannot be put in force in a running
-    model is imported again, or its script restarts.
+    The patched files are not written. The patch is put in force in the ``run`` and then removed. A fresh process
+    imports the patched files and trains with them. If a running model cannot take the patch, the files are imported
+    again or the script restarts.
 
     Args:
-        job: the patch, and what is to be shown of it.
-        run: the workload, in which the steps have failed.
+        job: the patch, and the experiments for it.
+        run: the workload in which the steps failed.
         failing: the steps that the patch cures, at least one.
-        without: for each part that can be left out, by its title, the patch without it.
+        without: the patch without each part that can be omitted, by the part's title.
         observer: sees what is about to run.
-        start: begins what needs a fresh process.
+        start: starts jobs that need a fresh process.
 
     Returns:
         The proof. It ends at the first failing step that the patch does not cure.
 
     Raises:
-        KeyboardInterrupt: the processes that were under way end with their starter.
+        KeyboardInterrupt: interrupted. The processes end with their starter.
     """
     return _Proving(job, run, failing, observer, start).proof(without)
 
@@ -69,7 +69,7 @@ class _Proving:
 
     def proof(self, without: Mapping[str, Patched]) -> Proof:
         training: list[Pending] = []
-        # On a GPU neither the memory nor the time would be a run's own.
+        # On a GPU, concurrent runs would distort memory and time.
         at_once = is_emulating() and self.job.captured is None
 
         def train(tried: Sequence[Tried]) -> None:
@@ -83,7 +83,7 @@ class _Proving:
         dropped = dict[str, Seen]()
         for title, seen in self.dropped(without):
             dropped[title] = seen
-            if not (without_a_unit(title, seen).passed or training):  # it is to be proven without that
+            if not (without_a_unit(title, seen).passed or training):  # the next proof omits this part
                 tried = map(without_a_unit, dropped, dropped.values())
                 return Proof(False, (*with_the_patch(patched, self.job.patched), *tried))
         self.observer.stage("the failing step without the patch")
@@ -94,7 +94,7 @@ class _Proving:
         for pending in training:
             alone = pending(self.observer)
             patched = replace(patched, trained=alone.trained, failure=alone.failure, unused=alone.unused)
-        # What FP32 made of the steps when they were investigated, in their second replay.
+        # FP32 losses of the steps' second replay, from the investigation.
         recorded = [step.made.reference.loss for step in self.failing]
         shown = [*with_the_patch(patched, self.job.patched), same_in_fp32(patched, reference, recorded)]
         shown += [without_a_unit(title, dropped.get(title, reference)) for title in without or ["the patch"]]
@@ -103,15 +103,15 @@ class _Proving:
         return Proof(all(step.passed for step in shown), tuple(shown))
 
     def dropped(self, without: Mapping[str, Patched]) -> Iterator[tuple[str, Seen]]:
-        """What is seen without each part, the last one first: of two that would do, the first blamed is kept. What the
-        reference shows needs no run of its own."""
+        """Yield the results without each part, last part first, so that of two equivalent parts the first is kept. If
+        the remaining patch changes nothing, the reference run covers it."""
         for title, rest in reversed([*without.items()]):
             if not rest.changes_nothing:
                 self.observer.stage(f"the failing step without {title}")
                 yield title, self.seen(replace(self.job, kind="dropped", patched=rest))
 
     def seen(self, job: Job, cured: Cured = lambda tried: None) -> Seen:
-        """What is seen of a job in the run that stands; where its patch cannot be put in force there, in another."""
+        """Return the results of a job in the existing run, or in another if the patch cannot be swapped in."""
         try:
             standing = replace(job, patched=job.patched.standing or job.patched)
             return seen_in(self.run, self.failing, standing, self.observer, cured)
@@ -123,8 +123,10 @@ class _Proving:
             return replace(seen, anew=str(why))
 
     def training(self, patched: Seen, float32: Trained | None) -> Iterator[ProofStep]:
-        """The run with the patch, and its losses beside FP32's; how far two runs in FP32 are apart is looked at where
-        that decides. ``float32`` is a run that has taken all steps, where there is one."""
+        """Yield the checks of the training run and its losses, compared with FP32 losses.
+
+        Two FP32 runs are compared only where their distance decides the verdict. ``float32`` is a run of all steps.
+        """
         trained = patched.trained
         if self.job.captured is not None:
             yield not_run("training", NOT_TRAINED)
@@ -139,21 +141,20 @@ class _Proving:
         yield losses_as_in_fp32(trained, float32, rounded)
 
     def trained_in_fp32(self, withheld: Collection[int], *, is_rounded: bool = False) -> Trained:
-        """Trains without the patch."""
         self.observer.stage(f"{self.job.train_steps} steps in FP32{' from rounded weights' * is_rounded}")
         return trained_in_fp32(self.job, withheld, is_rounded=is_rounded)
 
 
-# What the experiments say about the patch: each a step of the proof, passed or not
+# The checks of a proof, passed or not
 
 
 def not_run(name: str, why: str) -> ProofStep:
-    """What could not be run, and says nothing of the patch."""
+    """Return a check that could not run, and says nothing about the patch."""
     return ProofStep(name, True, f"not run: {why}", ran=False)
 
 
 def with_the_patch(seen: Seen, patched: Patched) -> Iterator[ProofStep]:
-    """The checks that it comes into force, and makes each failing step healthy."""
+    """Yield the checks that the patch takes effect and makes each failing step healthy."""
     what, done = _in_force(patched, seen)
     if seen.failure:
         yield ProofStep(what, False, seen.failure)
@@ -169,7 +170,7 @@ def with_the_patch(seen: Seen, patched: Patched) -> Iterator[ProofStep]:
 
 
 def _in_force(patched: Patched, seen: Seen) -> tuple[str, str]:
-    """What is proven, and how it came into force."""
+    """Name the object of the proof, and how it was put in force."""
     if patched.pins_file is not None:
         given = listed(root.what for root in patched.roots) or "the model"
         return "this file", f"imported, and called with {given}: {patched.pins_file.stem}.{call_of_pins(patched.roots)}"
@@ -185,18 +186,18 @@ WITHOUT, NOT_NEEDED = "without ", "not needed: "
 
 
 def unneeded_unit(proof: Proof) -> str:
-    """The last part of the patch, by its title, without which the failing step is as healthy; "" for none."""
+    """Return the title of the last part that the failing step does not need, or ""."""
     needless = (step.name for step in reversed(proof.steps) if not step.passed and step.detail.startswith(NOT_NEEDED))
     return next(needless, "").removeprefix(WITHOUT)
 
 
 def needed_units(proof: Proof) -> set[str]:
-    """The parts of the patch, by their titles, without which the failing step has failed."""
+    """Return the titles of the parts without which the failing step failed."""
     return {step.name.removeprefix(WITHOUT) for step in proof.steps if step.passed and step.name.startswith(WITHOUT)}
 
 
 def without_a_unit(title: str, seen: Seen) -> ProofStep:
-    """The check that the failing step fails without this part of the patch: else that is not needed."""
+    """Return the check that the failing step fails without this part, which is otherwise not needed."""
     name = WITHOUT + title
     if seen.failure:
         return ProofStep(name, False, f"could not be run: {seen.failure}")
@@ -207,9 +208,9 @@ def without_a_unit(title: str, seen: Seen) -> ProofStep:
 
 
 def same_in_fp32(patched: Seen, reference: Seen, recorded: Sequence[float]) -> ProofStep:
-    """The check that the model's function is unchanged in FP32; ``recorded`` are FP32's losses in the recorded run.
+    """Return the check that the model computes the same in FP32; ``recorded`` are the recorded run's FP32 losses.
 
-    Another process computed those: their distance from this one's is what the code varies by itself.
+    Another process computed the recorded losses. Their distance from this process's losses is the code's own noise.
     """
     name = "the model's function"
     if reference.failure:
@@ -230,7 +231,7 @@ def same_in_fp32(patched: Seen, reference: Seen, recorded: Sequence[float]) -> P
 
 
 def further_batches(seen: Seen) -> ProofStep:
-    """The check that the patch also holds on batches that it was not made for."""
+    """Return the check that the patch also holds on later batches."""
     healthy = sum(one.healthy for one in seen.further)
     bad = next((one for one in seen.further if not one.healthy), None)
     if not seen.further:
@@ -240,7 +241,7 @@ def further_batches(seen: Seen) -> ProofStep:
 
 
 def in_eval_mode(patched: Seen, reference: Seen) -> ProofStep:
-    """The check that the patched model runs in eval mode, where code takes branches that training does not."""
+    """Return the check that the patched model runs in eval mode, where code may take other branches."""
     name = "in eval mode"
     if not patched.eval_failure:
         return ProofStep(name, True, "the failing step's batch runs through")
@@ -250,7 +251,7 @@ def in_eval_mode(patched: Seen, reference: Seen) -> ProofStep:
 
 
 def why_nothing_was_trained(precision: Precision, trained: Trained, tried: Sequence[Tried]) -> str:
-    """What is wrong with a run of which every step was skipped, and what to type; "" for any other run."""
+    """Describe a run in which every step was skipped, with an option to set; return "" for any other run."""
     if not trained.losses or len(trained.skipped) < len(trained.losses):
         return ""
     key = "precision.loss_scale.init" if isinstance(precision.loss_scale, LossScale) else "precision.loss_scale"
@@ -262,7 +263,7 @@ def why_nothing_was_trained(precision: Precision, trained: Trained, tried: Seque
 
 
 def training_run(trained: Trained, nothing_trained: str = "") -> ProofStep:
-    """The check that a run with the patch has no finding of precision; ``nothing_trained`` is why no step was taken."""
+    """Return the check that the run has no precision finding; ``nothing_trained`` is why no step was taken."""
     name = f"training {counted(trained.steps, 'step')}"
     wrong = trained.failure or next(iter(trained.faults), nothing_trained)
     if wrong:
@@ -274,9 +275,9 @@ def training_run(trained: Trained, nothing_trained: str = "") -> ProofStep:
 
 
 def losses_as_in_fp32(trained: Trained, float32: Trained, rounded: Trained | None) -> ProofStep:
-    """The check that the run's losses stay as near to FP32's as those of two FP32 runs that differ by rounding.
+    """Return the check that the losses are close to FP32's, compared with the distance of two FP32 runs.
 
-    The loss of a skipped step is no evidence: early in a run its weights are untrained.
+    The FP32 runs differ by rounding. Losses of skipped steps do not count, since early weights are untrained.
     """
     name = "its losses"
     if float32.failure or not _finite(float32):
@@ -302,9 +303,9 @@ def losses_as_in_fp32(trained: Trained, float32: Trained, rounded: Trained | Non
 
 
 def use_of_a_step(uses: Mapping[str, StepUse]) -> Iterator[ProofStep]:
-    """Time and memory of a step with the patch beside the others, in a line; nothing is judged by it.
+    """Yield one line with a step's time and memory with the patch and without, for information only.
 
-    Where CUDA is emulated there is no time: a CPU's says nothing of a GPU's.
+    With an emulated CUDA it omits the time, since a CPU's time says nothing about a GPU.
     """
     if "patched" not in uses:
         return
@@ -334,7 +335,7 @@ def _state(one: Tried) -> str:
 
 
 def _missing(one: Tried) -> str:
-    """What does not learn in such a step: half precision chose otherwise, or rounds to where a function is flat."""
+    """Describe parameters without a gradient: half chose another branch, or rounded to a flat part of a function."""
     have = "has" if len(one.unreached) == 1 else "have"
     return f"{listed(one.unreached)} {have} no gradient at any loss scale, and {have} one in FP32"
 
@@ -344,5 +345,5 @@ def _finite(run: Trained) -> bool:
 
 
 def _number(value: float) -> str:
-    """So many digits that half's rounding shows."""
+    """Format with enough digits to show the rounding of half."""
     return f"{value:.4f}" if 0.1 <= abs(value) < 1e4 else f"{value:.5g}"

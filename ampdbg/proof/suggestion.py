@@ -1,4 +1,4 @@
-"""The whole way from a config to a proven patch: search the pins, plan the edits, prove them, or say why not."""
+"""The way from a config to a proven patch: search pins, plan edits, prove them, or report the reason for failing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from ampdbg.replay.snapshot import weights_of
 from ampdbg.source.ownership import is_users_file
 
 PROVEN_STEPS = 200
-"""The patched run is trained for so many steps, or to a little beyond the failing step."""
+"""The patched run trains for this many steps, or to BEYOND steps after the failing step if that is more."""
 
 BEYOND = 20
 
@@ -53,7 +53,7 @@ CODE_NEEDS_AUTOCAST = (
 
 
 Prover = Callable[[Patched, Mapping[str, Patched]], Proof]
-"""Proves a patch, of which parts can be left out: the patch without each of them, by its title."""
+"""Proves a patch. The mapping has the patch without each omissible part, by the part's title."""
 
 
 @dataclass(frozen=True)
@@ -74,22 +74,22 @@ def suggest(
     max_trials: int | None = None,
     observer: Observer = UNOBSERVED,
 ) -> Suggestion:
-    """Trains, bisects, plans the patch or the pins by name, and proves it.
+    """Train, bisect, plan the patch or the pins by name, and prove it.
 
     Args:
-        form: what is to be suggested. Where weights are half it is YAML in any case: edits of code rely on autocast.
-        verify: prove it.
-        known: a record of this config: files that have changed since are refused.
+        form: the output format. With half weights it is always YAML, because edits of code need autocast.
+        verify: prove the suggestion.
+        known: a record of this config; files changed since then are refused.
 
-    The other arguments are those of :func:`~ampdbg.pinning.bisection.bisect_run`.
+    See :func:`~ampdbg.pinning.bisection.bisect_run` for the remaining arguments.
 
     Returns:
-        The suggestion. After an interrupt its record is ``interrupted`` and it has no edits; a search that had ended
-        by then stands, and the record has the patch that was being proven.
+        The suggestion. After an interrupt, its record is ``interrupted`` and it has no edits. A finished search is
+        kept, with the unproven patch.
 
     Raises:
-        WorkloadError: a target cannot be used, or a file is not what it was when ``known`` was made.
-        UserCodeError: the user's code raised, and would have raised in FP32 too.
+        WorkloadError: a target cannot be used, or a file has changed since ``known`` was recorded.
+        UserCodeError: the user's code raised, and would also raise in FP32.
     """
     _refuse_stale(known)
     if config.precision.has_half_weights:
@@ -109,10 +109,10 @@ def suggestion_of(
     captured: CapturedStep | None = None,
     why_no_patch: str = "",
 ) -> Suggestion:
-    """What comes of a search that has ended; ``captured`` is the failing step's capture, where it is a script's.
+    """Return the suggestion for a finished search.
 
-    ``start`` begins what a proof needs fresh processes for; without it nothing is proven. ``why_no_patch`` says why
-    one hardly can, where none is proven.
+    Without ``start``, which starts jobs in fresh processes, nothing is proven. ``captured`` is the capture of a
+    script's failing step. ``why_no_patch`` is shown instead of an unproven patch.
     """
     ended = replace(searched, record=_handed_over(searched, form))
     found = Suggestion(ended.record)
@@ -120,28 +120,28 @@ def suggestion_of(
     with contextlib.suppress(KeyboardInterrupt):
         found = _of_search(ended, form, prover, observer, trains=captured is None)
         is_proven = found.record.verification is not None and found.record.verification.passed
-        if why_no_patch and not is_proven:  # a line that casts back itself may be cured all the same
+        if why_no_patch and not is_proven:  # a line that casts back to half can still be cured
             refused = _with(found.record, names=(), helper="", files=(), units=(), refused=(why_no_patch,))
             found = Suggestion(replace(refused, verification=None))
         return replace(found, record=replace(found.record, elapsed=ended.run.elapsed))
-    # While the patch was planned or proven: what the search has found stands.
+    # Interrupted during planning or proof: the search's result stands.
     return Suggestion(replace(ended.record, interrupted=True, elapsed=ended.run.elapsed))
 
 
 def _of_search(ended: Bisected, form: Form, prover: Prover | None, observer: Observer, *, trains: bool) -> Suggestion:
-    """What comes of it, in the form that is asked for; a proof ``trains`` with the patch too, or it cannot."""
+    """Return the suggestion in the requested form; ``trains`` is true if the proof trains with the patch."""
     record = ended.record
     if record.interrupted or not ended.failing or not (record.pins or _constants(record)):
         return Suggestion(record)
     if form in ("module", "yaml"):
-        names_say_it_all = record.pins and all(pin.source is None for pin in record.pins)  # a loss's line has none
+        names_say_it_all = record.pins and all(pin.source is None for pin in record.pins)  # a line has no name
         return _by_name(ended, form, prover) if prover and names_say_it_all else Suggestion(record)
     observer.stage("planning the patch")
     return _with_patch(record, _materials(ended), prover, trains=trains)
 
 
 def _handed_over(searched: Bisected, form: Form) -> Record:
-    """The record of the search, with what there is to hand over but for a patch."""
+    """Return the record of the search with everything to hand over except a patch."""
     record, config = searched.record, searched.run.config
     names = record.pin_names
     folder, is_git = base_folder((), config.folder)
@@ -153,7 +153,7 @@ def _handed_over(searched: Bisected, form: Form) -> Record:
 
 
 def _constants(record: Record) -> tuple[Source, ...]:
-    """The lines of the user's own on which a constant stands that half cannot hold; none where that is not all."""
+    """Return the user's lines with constants that half cannot hold, or none if there are other causes."""
     roots = [finding for finding in record.faults if finding.root is None]
     lines = tuple(finding.source for finding in roots if finding.source and is_users_file(finding.source.file))
     return lines if len(lines) == len(roots) and all(CODES[one.code].is_a_constant for one in roots) else ()
@@ -165,12 +165,12 @@ def _roots(names: Sequence[str], searched: Bisected) -> tuple[RootModel, ...]:
 
 
 def _with_patch(record: Record, materials: Materials, prover: Prover | None, *, trains: bool) -> Suggestion:
-    """The narrowest patch that holds; a wider one is tried where a narrower does not.
+    """Return the narrowest patch that is proven, trying wider patches after failures.
 
-    A constant that is kept in range needs no pin at all. One that computes something else then, such as a larger eps,
-    may hold in one step and not in the next: where nothing is trained with it, pins come first. What is only tied to a
-    module that goes wrong, or calls another such one, is left as it is first. What the proof shows that the rest of a
-    patch does not need, is left out of it: what an edit hands on in FP32 may cure the next line too.
+    Constants kept in range need no pins. If such an edit computes something else, such as a larger eps, it may hold for
+    one step only. Without training, pins are then tried first. Modules that are only tied to a failing module, or only
+    call one, are first left alone. Parts that the proof finds unneeded are omitted, since one edit's FP32 output may
+    cure the next line.
     """
     failed: list[tuple[Patch, Proof]] = []
     shown: set[str] = set()
@@ -179,7 +179,7 @@ def _with_patch(record: Record, materials: Materials, prover: Prover | None, *, 
     needed = replace(materials, pins=pins)
     plans = [functools.partial(planned, needed, ways) for ways in WAYS] if needed.pins else []
     plans += [functools.partial(planned, materials, ways) for ways in WAYS] if needed != materials else []
-    if prover is not None and (constants := _constants(record)):  # pins have been tried by the search
+    if prover is not None and (constants := _constants(record)):  # the search has tried pins only
         is_other = any(CODES[finding.code].changes_function for finding in record.findings if finding.root is None)
         plans.insert(
             len(plans) if is_other and not trains else 0, functools.partial(constants_kept, constants, materials)
@@ -195,12 +195,12 @@ def _with_patch(record: Record, materials: Materials, prover: Prover | None, *, 
             return _patched_by(patch, record)
         try:
             patched = replace(_patched(patch.edits), moves_constants=patch.moves_constants)
-            # What is known to be needed is left out last, and not again for each part that is not.
+            # Parts known to be needed are omitted last, and are not tested again for each unneeded part.
             parts = sorted(patch.without, key=lambda title: title not in shown)
             proof = prover(patched, {title: _without(patch.without[title]) for title in parts})
         except KeyboardInterrupt:
             unproven = _patched_by(patch, replace(record, interrupted=True))
-            return replace(unproven, edits=())  # not proven, it is not to be written
+            return replace(unproven, edits=())  # an unproven patch must not be written
         if proof.passed:
             narrower = ((p, why.failure) for p, why in failed if not (p.moves_constants or unneeded_unit(why)))
             patch = next((wider_than(*other, patch) for other in narrower), patch)
@@ -214,7 +214,7 @@ def _with_patch(record: Record, materials: Materials, prover: Prover | None, *, 
 
 
 def _without_the_unneeded(plan: functools.partial[Patch], patch: Patch, proof: Proof) -> list[functools.partial[Patch]]:
-    """The plan without the unit that the proof shows not to be needed; none where it needs all of them."""
+    """Return the plan without the unit that the proof found unneeded, or none."""
     title = unneeded_unit(proof)
     left_out = (*plan.keywords.get("unneeded", ()), title)
     return [functools.partial(plan, unneeded=left_out)] if title and len(patch.units) > 1 else []
@@ -232,7 +232,7 @@ def _with(record: Record, **fields: Any) -> Record:
 
 
 def _reasons(refused: Sequence[Refused]) -> Iterator[str]:
-    """Each reason once for each file, with its lines."""
+    """Yield each reason once for each file, with its lines."""
     lines: dict[tuple[str, str], list[int]] = {}
     for one in refused:
         lines.setdefault((one.file, one.reason), []).append(one.line)
@@ -243,7 +243,7 @@ def _reasons(refused: Sequence[Refused]) -> Iterator[str]:
 
 
 def _by_name(ended: Bisected, form: Form, prover: Prover) -> Suggestion:
-    """The pins by name, proven in the form that they are handed over in."""
+    """Prove the pins by name, in the requested form."""
     file = ended.run.config.folder / f"{MODULE_NAME}.py"
 
     def patched(names: Sequence[str]) -> Patched:
@@ -295,7 +295,7 @@ def _proof(
 
 
 def _materials(ended: Bisected) -> Materials:
-    """What a plan needs, and what holds half tensors in the functions that may be edited, as the failing step runs."""
+    """Return a plan's inputs, with the half tensors' names in editable functions, from a replay of the failing step."""
     pins, run, first = ended.record.pins, ended.run, ended.failing[0]
     model = run.workload.model
     lines = own_lines(run, ended.failing, pins)
@@ -303,13 +303,13 @@ def _materials(ended: Bisected) -> Materials:
     edited = lines_that_may_be_edited(pins, lines, model) | {(one.file, one.line) for one in _constants(ended.record)}
     with weights_of(model, first), names_seen(edited) as names:
         replay_step(run, first.snapshot, half)
-    # What a replay runs itself is known from it; of what it does not run it has seen nothing.
+    # Prefer names seen in the replay. For lines that it does not run, use the names seen in the run.
     seen = {line: found for line, found in names.items() if found.half or found.full}
     return Materials(model, pins, lines, {**run.names, **seen}, run.makings)
 
 
 def _refuse_stale(known: Record | None) -> None:
-    """Lines of a file that has changed are not the lines that failed."""
+    """Raise if a file has changed, because its recorded lines may be wrong."""
     for file, before in (known.search.sources if known is not None and known.search is not None else {}).items():
         if digest(file) != before:
             raise WorkloadError(

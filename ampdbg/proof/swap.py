@@ -1,4 +1,4 @@
-"""A patch in force in the live process: its functions run other code for a while, and then their own again."""
+"""A patch in force in the live process: its functions temporarily run the patched code."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from ampdbg.quantities import counted
 from ampdbg.syntax_tree import UNPARSABLE, syntax_tree
 
 Changed = Mapping[int, str]
-"""The names of functions whose code is another one now, by the ``id`` of that."""
+"""The names of changed functions, by the ``id`` of their new code."""
 
 
 class CannotSwapError(Exception):
-    """Why a patch cannot be put in force in a process that has imported the files before."""
+    """The reason why a patch cannot be put in force in a process that has already imported the files."""
 
 
 @contextlib.contextmanager
 def swapped(files: Mapping[Path, bytes]) -> Iterator[Changed]:
-    """While this is entered the functions of these files run the code that the patched bytes have for them.
+    """Run the patched code in the functions of these files until the context exits.
 
-    What runs already continues as it is, such as the loop of a script: who takes the patch to be in force has to see
-    that what it has changed is run. Lines are those of the files, and 0 where only the patch has one.
+    Running calls, such as a script's loop, continue with their old code. Callers must check that the changed functions
+    are called again. The new code has the line numbers of the files, and 0 for lines that only the patch has.
 
     Raises:
-        CannotSwapError: it changes more than the bodies of functions and the imports of a file.
+        CannotSwapError: the patch changes more than function bodies and imports.
     """
     changed: dict[int, str] = {}
     with contextlib.ExitStack() as stack:
@@ -48,11 +48,11 @@ def swapped(files: Mapping[Path, bytes]) -> Iterator[Changed]:
 
 
 CodePlace = tuple[str, int]
-"""A function as its code knows it: its name, and its first line, that of a decorator where it has any."""
+"""A function by its code's name and first line, including decorators."""
 
 
 class _Read(NamedTuple):
-    """A file: what it runs as it is imported, and what its functions do but for those in them."""
+    """A file: the statements that run on import, and the bodies of its functions without nested functions."""
 
     outside: list[ast.stmt]
     bodies: dict[CodePlace, str]
@@ -67,7 +67,7 @@ def _read(source: bytes, name: str, line_of: Callable[[int], int]) -> _Read:
             line, end = line_of(node.lineno), line_of(node.end_lineno or node.lineno)
             vars(node).update(lineno=line, end_lineno=max(line, end), col_offset=0, end_col_offset=0)
     codes, bodies = dict(_codes(compile(tree, name, "exec", dont_inherit=True))), {}
-    for node in reversed(nodes):  # an inner one before that around it
+    for node in reversed(nodes):  # inner functions before outer functions
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
             bodies[node.name, first] = "".join(map(ast.dump, node.body))
@@ -110,7 +110,7 @@ def _in_force(name: str, path: Path, after: bytes, functions: list[FunctionType]
 
 
 def _swaps(old: _Read, new: _Read, functions: list[FunctionType]) -> Iterator[tuple[FunctionType, CodeType, CodeType]]:
-    """Each function that is what the file has now, with its code and the patched one."""
+    """Yield each function with the file's current code, its code and its patched code."""
     for one in functions:
         code, place = one.__code__, (one.__code__.co_name, one.__code__.co_firstlineno)
         if place in old.bodies and code.co_code == old.codes[place].co_code:
@@ -121,7 +121,7 @@ def _swaps(old: _Read, new: _Read, functions: list[FunctionType]) -> Iterator[tu
 
 @contextlib.contextmanager
 def _items(space: dict[str, Any], items: Mapping[str, Any]) -> Iterator[None]:
-    """While this is entered the dict has these items."""
+    """Give the dict these items until the context exits."""
     before = {key: space[key] for key in items if key in space}
     try:
         space.update(items)

@@ -1,4 +1,4 @@
-"""A config and a workload to start from, as ``ampdbg init`` writes them: they run as they are."""
+"""The starter config and workload that ``ampdbg init`` writes. They run without changes."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 from ampdbg.errors import ConfigError, reason_of
 
 CONFIG = Path("ampdbg.yaml")
-"""What commands take that are given no config."""
+"""The default config file of commands."""
 
 FILES = {CONFIG.name: "ampdbg.yaml", "workload.py": "workload.py.txt"}
-"""What is written, and the file of this package that holds it: no code of ampdbg's."""
+"""The files to write, by name, with their sources in this package, which are not ampdbg's own code."""
 
 
 def write_starter(folder: Path) -> list[Path]:
-    """Writes the files into ``folder``, which is made where it is missing, and nothing over what is there.
+    """Write the files into ``folder``, which is created if missing. No existing file is overwritten.
 
     Raises:
-        ConfigError: one of them is there, or cannot be written; then none is left.
+        ConfigError: a file exists or cannot be written; then none is left.
     """
     there = [str(folder / name) for name in FILES if os.path.lexists(folder / name)]
     if there:
@@ -35,7 +35,7 @@ def write_starter(folder: Path) -> list[Path]:
                 with (folder / name).open("x", encoding="utf-8") as file:
                     undoing.callback((folder / name).unlink, missing_ok=True)
                     file.write((resources.files(__package__ or __name__) / source).read_text(encoding="utf-8"))
-            undoing.pop_all()  # all is there, and stays
+            undoing.pop_all()  # keep the files
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written: {reason_of(error)}") from None
     return [folder / name for name in FILES]
