@@ -1,9 +1,9 @@
 """Running averages of trained weights that a script keeps in half precision, as EMA and SWA do.
 
-After some optimizer steps, a dispatch mode traces ops on half tensors shaped like a parameter, up to the next module
-call. It repeats these ops in float64 on twins of each tensor: one of zeros, one of ones. If the twins become c and
-c + d, the script keeps the share d of the old values. If c is also 1 - d times a trained parameter, the tensor is an
-average. A tensor in a parameter's own memory is not an average. The trace never writes to the script's tensors.
+After some optimizer steps, until the next module call, a dispatch mode traces half tensors shaped like a parameter. It
+repeats their ops in float64 on twins of each tensor: one of zeros, one of ones. If the twins become c and c + d, the
+script keeps the share d of the old values. If c is also 1 - d times a trained parameter, the tensor is an average. A
+tensor in a parameter's own memory is not an average. The trace never writes to the script's tensors.
 """
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ def sampled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class FoundAverage(NamedTuple):
-    """An average of the parameter with the ``id`` ``of``, after an update. That moves the average toward the parameter's
-    values, ``aim``, by the share 1 - ``decay`` of the distance."""
+    """An average of the parameter whose ``id`` is ``of``, after an update. Each update moves it by 1 - ``decay`` of its
+    distance to the parameter's values, ``aim``."""
 
     of: int
     decay: float

@@ -313,8 +313,8 @@ class Calls:
 
 @lru_cache(maxsize=64)
 def _takes_score(step: Callable[..., Any]) -> bool:
-    """True if a scheduler's ``step`` requires an argument, such as a score. If a script defines the class under watch,
-    only its call of the base's ``step`` is seen, perhaps without the score."""
+    """True if a scheduler's ``step`` requires an argument, such as a score. A class that the script defines later is
+    seen only when it calls the base's ``step``, perhaps without the score."""
     try:
         _, *others = signature(step).parameters.values()
     except (TypeError, ValueError):  # no signature, or no parameter at all
