@@ -211,7 +211,7 @@ class DtypeContract:
             kept = (optimizer.state.get(one, {}).items() for one, optimizer in product(holders, optimizers))
             states = [(key, value) for key, value in chain.from_iterable(kept) if torch.is_tensor(value) and value.ndim]
             own = [(one, one.grad, policies.get(id(one), CastPolicy())) for one in of_it]
-            # mistral-finetune keeps masters as attributes. So does Megatron its main_grad, which is a gradient.
+            # mistral-finetune stores masters as attributes. Megatron's main_grad is one too, but is a gradient.
             beside = _float32(value for one in of_it for key, value in vars(one).items() if "grad" not in key)
             sums = [policy.reduce_dtype or policy.param_dtype or grad for _, grad, policy in own if policy.is_on]
             return KindDtypes(
