@@ -174,8 +174,7 @@ class Calls:
     ) -> Any:
         """Run a backward pass from the losses ``roots``, and record which optimizers' gradients it wrote.
 
-        ``scaled_by`` is the scaler of the losses, or None. The other arguments go to autograd's engine: ``starts`` are
-        the initial gradients.
+        ``scaled_by`` is the losses' scaler, or None. The engine gets the other arguments; ``starts`` are gradients.
         """
         scaler, halves = 0 if scaled_by is None else self.number_of(scaled_by), self._halves(roots)
         is_off = "" in self.scalers.values()  # a disabled scaler: the loop runs without scaling on purpose
@@ -287,8 +286,7 @@ class Calls:
         return any(map(is_scaling, scalers)) and is_plain(roots, starts)
 
     def _halves(self, roots: Sequence[Any]) -> tuple[str, ...]:
-        """Return the 16-bit dtypes in the losses' graphs. A loop seldom changes its precision, so only the 1st, 2nd,
-        4th, 8th … pass is searched."""
+        """Return the 16-bit dtypes in the losses' graphs, in passes 1, 2, 4, 8 … only: precision seldom changes."""
         times = self._times.get("backward", 0) + 1
         if times & (times - 1):
             return ()

@@ -101,8 +101,7 @@ def names_of(models: Models, stepped: Mapping[int, torch.Size]) -> dict[int, tup
 
 
 class CastPolicy(NamedTuple):
-    """The dtypes in which a distributed wrapper, such as FSDP, computes with parameters and sums gradients; None means
-    no cast. ``is_on`` is True if there is such a wrapper."""
+    """The dtypes to which a distributed wrapper, such as FSDP, casts parameters and summed gradients; None: no cast."""
 
     name: str = ""
     param_dtype: torch.dtype | None = None

@@ -48,8 +48,11 @@ class LoopLines(NamedTuple):
 
 
 class HalfWeights:
-    """Records, while entered, the line that makes each parameter half, and the lines from a model call to its backward
-    pass. The last pass before the first optimizer step counts: earlier passes may only measure a step's memory."""
+    """Records, while entered, which line of the user's code makes each parameter half.
+
+    It also records the lines from a model call to its backward pass. The last pass before the first optimizer step
+    counts: earlier passes may only measure the memory of a step.
+    """
 
     def __init__(self) -> None:
         self._casts: dict[int, CastLine | None] = {}
