@@ -31,15 +31,15 @@ from ampdbg.probes.tensors import HALVES, stored, tensors_in
 from ampdbg.record.run import KeptAverage
 
 FIRST = 2
-"""The first optimizer step after which averages are searched: some scripts create them in step 1."""
+"""Search for averages from this optimizer step on: some scripts create them only after the first step."""
 
 TRIES = 32
 """Consecutive steps to trace without a find, because some averages are updated every few steps only. The next trace
 then waits until the number of steps has doubled."""
 
 LOOKS_AGAIN = 30.0
-"""Seconds until the next search of all tensors, if none can be an average. From then on, wait as long as the loop has
-run so far."""
+"""If no tensor can be an average, seconds until the next search of all tensors. Later waits last as long as the loop
+has run so far."""
 
 NEAR = 2.0**-6
 """Upper bound of the relative error when a parameter is rounded to half on the way to its average."""
@@ -80,7 +80,7 @@ class AverageTrace(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the op, after the same op on the twins."""
         kwargs, traits, twins = kwargs or {}, traits_of(op), list[torch.Tensor]()
-        # To return a number, as item() does, torch 2.6 reads memory even if the tensor has several values.
+        # For item() on a twin, which has several values, torch 2.6 reads raw memory instead of raising.
         makes_nothing = traits.is_view or (traits.is_number and not traits.written)
         if self.is_over or makes_nothing or is_captured():
             return op(*args, **kwargs)

@@ -55,7 +55,7 @@ class Calls:
         self.computed: dict[int, torch.dtype] = {}
         """The dtype in which the graphs compute with each parameter, by the parameter's ``id``."""
         self.wrote: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-        """Places of the optimizers with gradients that the last pass wrote, and with gradients cleared before it."""
+        """Two groups of optimizer places: gradients written by the last pass, and gradients cleared before it."""
         self.graphs = 0
         """The number of loss graphs searched for dtypes."""
         self.scalers: dict[int, str] = {}
@@ -102,7 +102,7 @@ class Calls:
         return self._rewritten(self._marks_now())
 
     def by_scaler(self, kind: CallKind, scaler: Any) -> None:
-        """Record a scaler call that concerns all optimizers."""
+        """Record a scaler call that takes no optimizer."""
         self._note(kind, actor=self.number_of(scaler))
 
     def by_optimizer(self, kind: CallKind, optimizer: torch.optim.Optimizer, **facts: Any) -> None:
@@ -174,7 +174,7 @@ class Calls:
     ) -> Any:
         """Run a backward pass from the losses ``roots``, and record which optimizers' gradients it wrote.
 
-        ``scaled_by`` is the losses' scaler, or None. The engine gets the other arguments; ``starts`` are gradients.
+        ``scaled_by`` is the losses' scaler, or None. The rest goes to the engine; ``starts`` are the first gradients.
         """
         scaler, halves = 0 if scaled_by is None else self.number_of(scaled_by), self._halves(roots)
         is_off = "" in self.scalers.values()  # a disabled scaler: the loop runs without scaling on purpose
@@ -335,7 +335,7 @@ class GradientMarks:
     def now(self) -> Marks:
         """Return the ``id`` and version of each sampled gradient; None for a parameter without a gradient."""
         found: list[tuple[int, int] | None] = []
-        for alive in self._parameters:  # runs several times a step, where a plain loop costs least
+        for alive in self._parameters:  # several times per step: a plain loop is fastest
             gradient = getattr(alive(), "grad", None)
             found.append(None if gradient is None else (id(gradient), gradient._version))
         return tuple(found)
@@ -371,6 +371,6 @@ class GradientMarks:
 
 def _sample(optimizer: Stepped) -> tuple[torch.Tensor, ...]:
     parameters = stepped_by(optimizer)
-    # A discriminator may be frozen for its generator's pass at this moment: then sample its frozen parameters.
+    # A discriminator is frozen while its generator trains, which may be when ampdbg finds the optimizers.
     trained = [parameter for parameter in parameters if parameter.requires_grad] or parameters
     return tuple(trained[:: max(1, -(-len(trained) // SAMPLE))])

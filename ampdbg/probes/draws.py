@@ -32,7 +32,7 @@ NOISE: Mapping[str, NoiseKind] = {
     "normal": "scaled",
     **dict.fromkeys(("multinomial", "poisson"), "picked"),
 }
-"""Random ops of torch. They return a new tensor, fill a tensor, take mean and deviation, or sample from their input."""
+"""Random ops by kind. They return a new tensor, write into one, take mean and deviation, or sample from an input."""
 
 
 @dataclass(eq=False)
@@ -156,7 +156,7 @@ class _Noise(TorchDispatchMode):
             return result
         given = next((one.dtype for one in args if isinstance(one, torch.Tensor)), torch.get_default_dtype())
         dtype = self._drawing.noted(kwargs.get("dtype") or given)
-        with torch.no_grad(), _disable_current_modes():  # the trace must not see it
+        with torch.no_grad(), _disable_current_modes():  # op traces must not see this
             drawn = _drawn(kind, op, dtype, args, kwargs)
             wide = drawn.to(self._wider.get(drawn.dtype, drawn.dtype))
             return args[0].copy_(wide) if kind == "written" else wide

@@ -78,7 +78,7 @@ def gradient_norms(optimizer: torch.optim.Optimizer) -> NormOfEach | None:
 def _gradients_of(optimizer: Stepped) -> list[torch.Tensor]:
     found = []
     for group in optimizer.param_groups:
-        for parameter in group["params"]:  # for thousands of parameters a plain loop costs least
+        for parameter in group["params"]:  # up to thousands: a plain loop is fastest
             gradient = parameter.grad
             if gradient is not None:
                 found.append(gradient)

@@ -25,7 +25,7 @@ class Guard:
     def around(
         self, handler: Callable[..., Any], watcher: Any, original: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Call the watcher's handler, which calls ``original``; if the handler fails, return what ``original`` does."""
+        """Call the watcher's handler, which calls ``original``; if the handler fails, the call ends as without it."""
         self._told = 0
         returned: list[Any] = []
         raised: Exception | None = None

@@ -38,9 +38,9 @@ NamesByLine = Mapping[tuple[str, int], LineNames]
 
 
 class CallNames:
-    """Records the expressions on the user's lines, before they run, by the first line of their statement.
+    """Records which expressions on the user's lines hold half tensors, just before the line runs.
 
-    Files that cannot be parsed are skipped.
+    ``seen`` has them by file and first line of the statement. Files that cannot be parsed are skipped.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,8 @@ class CallNames:
         self._read: dict[str, Mapping[int, tuple[int, Mapping[str, ast.expr]]]] = {}
 
     def note(self, line: Line | None) -> None:
-        """Record the line, or the user's caller of a library line; call this from a frame below, before the op runs."""
+        """Record the line, or the user's caller of a library line. Call this inside a call on the line, before its op
+        runs."""
         line = line.caller if isinstance(line, LibraryLine) else line
         if line is None or not is_users_file(line[0]):
             return

@@ -90,7 +90,7 @@ class HalfWeights:
             self._casts[id(parameter)] = self._default or _cast_line()
 
     def _given_data(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Replace ``Parameter.__setattr__``: module casts, and some scripts, assign the half tensor to ``data``."""
+        """Wrap ``Parameter.__setattr__``: module casts, and some scripts, assign the half tensor to ``data``."""
 
         def set_attribute(parameter: nn.Parameter, name: str, value: Any) -> None:
             before = parameter.dtype
@@ -140,7 +140,7 @@ def _frames() -> Iterator[FrameType]:
 
 
 def _cast_line() -> CastLine | None:
-    """Return the user's innermost line. If it names a half dtype, follow its callers up while they name one too."""
+    """Return the user's innermost line. If it and its callers name a half dtype, return the outermost of that chain."""
     users = filter(is_users, _frames())
     lines = [CastLine(frame.f_code.co_filename, frame.f_lineno, _dtypes_on(frame)) for frame in users]
     return next(iter([*takewhile(attrgetter("dtypes"), lines)][-1:] + lines), None)

@@ -78,8 +78,8 @@ def scaler_of(roots: Sequence[Any]) -> Any:
 def forward_dtypes(roots: Sequence[Any]) -> tuple[tuple[str, ...], dict[int, torch.dtype]]:
     """Return the 16-bit dtypes of these losses' forward pass, and the dtype that each parameter is computed with.
 
-    The storage dtypes of parameters do not count. ``compiled`` means a compiled function, whose single node hides its
-    dtypes. A parameter, by ``id``, is computed with in the output dtype of the first op on it.
+    The storage dtypes of parameters do not count. ``compiled`` means a compiled function, which hides its dtypes in one
+    node. The second result maps the ``id`` of a parameter to the output dtype of the first op on it.
     """
     found: set[torch.dtype] = set()
     takers: dict[Any, Any] = {}

@@ -104,7 +104,7 @@ class Makings:
         return making if making is None else replace(making, path=path)
 
     def lines_apart(self, models: Sequence[nn.Module]) -> tuple[tuple[str, int], ...]:
-        """Return the lines that build the models, from the innermost call where all lines differ; empty if none does."""
+        """Return the lines that build the models, at the innermost call where all differ; empty if there is none."""
         calls = [tuple(self._calls_that_make(model)) for model in models]
         lines = (tuple(call.at for call in same) for same in zip(*calls, strict=False))
         return next((found for found in lines if len(set(found)) == len(models)), ())
@@ -122,7 +122,7 @@ class Makings:
         if not own or last is None:
             return None
         begun = next(iter(_outside(min(own, key=_number_of), model)), None)
-        # If a library builds the model from a config, only the model's own methods are user code on the stack.
+        # If a config names the model's class, ampdbg creates the model: then only its methods are user code.
         for caller in _outside(last, model) if begun is not None else reversed(last.callers):
             known = tuple(name for name, held in caller.known if held() is model)
             if known or (begun is not None and caller.at == begun.at):
@@ -189,7 +189,7 @@ def _caller(frame: FrameType) -> _Caller:
 
 def _modules_in(held: Any) -> Iterator[tuple[str, nn.Module]]:
     for name, value in list(held.items()) if isinstance(held, dict) else ():
-        if issubclass(type(value), nn.Module):  # to ask the value for its class may run code of it
+        if issubclass(type(value), nn.Module):  # isinstance may run code of the value
             yield name, value
 
 

@@ -333,11 +333,11 @@ class _Places:
 
 
 class HalfMakers:
-    """Finds the ops that made the half tensors which FP32 ops read. There, gradients are cast back to half, and pinning
-    the FP32 op does not change that.
+    """Finds the ops that made the half tensors which FP32 ops read. The backward pass casts their gradients back to
+    half, and a pin of the FP32 op does not change that.
 
-    Products and casts make half tensors. Any other op keeps the dtype of its inputs. Its maker is the input's maker
-    that ran last: with that op in FP32, this op is in FP32 too.
+    Products and casts make half tensors. Any other op keeps the dtype of its inputs, and has the input's maker that ran
+    last: with that maker in FP32, the op is in FP32 too.
     """
 
     def __init__(self) -> None:
@@ -363,7 +363,7 @@ class HalfMakers:
             self._read.setdefault(place, {}).update((maker, op) for _, maker, op in makers)
 
     def of_gradient(self, name: str, place: OpPlace, made: Sequence[torch.Tensor]) -> Mapping[OpPlace, str]:
-        """If this op casts a gradient to half, return the ops, with names, that made the matching tensors half."""
+        """If the op casts a gradient to half, return the ops that made its tensor half, with names; else nothing."""
         if place.phase == "forward" or base_name(name) not in CASTS or made[0].dtype not in HALVES:
             return {}
         return self._read.get(place._replace(phase="forward"), {})
