@@ -42,7 +42,7 @@ KINDS = (
 
 
 FIRST = 3
-"""Check cast buffers after this many first steps of a loop: it has then written each buffer that it ever writes."""
+"""Check cast buffers after each of the first 3 optimizer steps: the loop has then written all that it ever writes."""
 
 KEPT_IN_FLOAT32 = re.compile(r"inv_freq|running_(mean|var)|expert_bias|score_correction_bias")
 """Buffers that may need float32: frequencies that positions multiply, and values that grow in small steps."""
