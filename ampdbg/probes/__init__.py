@@ -1,1 +1,1 @@
-"""What is watched while a training step runs: gradients, the scaler, batches, parameters and buffers."""
+"""Probes that watch a running training step: gradients, the scaler, batches, parameters and buffers."""

@@ -1,10 +1,9 @@
-"""Averages of trained weights that a script keeps in half, as EMA and SWA do: what they are made of, and whether they
-move.
+"""Running averages of trained weights that a script keeps in half precision, as EMA and SWA do.
 
-Now and then, between a step and the next call of a module, what a script does with half tensors of the parameters'
-shapes is done beside it in float64, once from zeros and once from ones. Where that makes c and c + d, the script keeps
-d of what was there; and where c is 1 - d times a trained parameter, what it makes is an average of that. What has
-become a parameter's own tensor is none. Nothing of the script's is written.
+After some optimizer steps, until the next module call, a dispatch mode traces half tensors shaped like a parameter. It
+repeats their ops in float64 on twins of each tensor: one of zeros, one of ones. If the twins become c and c + d, the
+script keeps the share d of the old values. If c is also 1 - d times a trained parameter, the tensor is an average. A
+tensor in a parameter's own memory is not an average. The trace never writes to the script's tensors.
 """
 
 from __future__ import annotations
@@ -32,32 +31,33 @@ from ampdbg.probes.tensors import HALVES, stored, tensors_in
 from ampdbg.record.run import KeptAverage
 
 FIRST = 2
-"""The step behind which averages are looked for first: some are made in the first one."""
+"""Search for averages from this optimizer step on: some scripts create them only after the first step."""
 
 TRIES = 32
-"""So many steps in a row are looked at, for some averages are kept every few steps; then none before there were twice
-as many."""
+"""Consecutive steps to trace without a find, because some averages are updated every few steps only. The next trace
+then waits until the number of steps has doubled."""
 
 LOOKS_AGAIN = 30.0
-"""Seconds until all objects are looked through again, where no tensor can be an average; then twice as many."""
+"""If no tensor can be an average, seconds until the next search of all tensors. Later waits last as long as the loop
+has run so far."""
 
 NEAR = 2.0**-6
-"""What half rounds of a parameter on the way to its average is a smaller share."""
+"""Upper bound of the relative error when a parameter is rounded to half on the way to its average."""
 
 WHOLE, SAMPLE = 4096, 1024
-"""Tensors of at most so many entries, and parameters of one dimension, are looked at whole; of others about so many."""
+"""Tensors of at most ``WHOLE`` entries are compared in full, larger tensors in about ``SAMPLE`` entries. The update
+ledger also compares 1-D parameters in full."""
 
 MemoryPlace = tuple[int, int, int]
-"""Where the values of a tensor are, and how many: views of all of it have the same."""
-
+"""Storage address, offset and number of entries: equal for all views of the whole tensor."""
 
 Shapes = Mapping[int, torch.Size]
-"""Those of what optimizers step, in their order, by ``id``."""
+"""The shapes of the stepped tensors by ``id``, in the order of the optimizers."""
 
 
 class WrittenValues(NamedTuple):
-    """What a script has given a tensor: ``twin``, what it makes of zeros and of ones, (2, n), and ``values``, the n
-    that were really made."""
+    """The result of a script's ops on one tensor: ``values`` holds n sampled values. ``twin``, of shape (2, n), holds
+    the same ops' results from zeros and from ones."""
 
     twin: torch.Tensor
     values: torch.Tensor
@@ -66,9 +66,9 @@ class WrittenValues(NamedTuple):
 
 
 class AverageTrace(TorchDispatchMode):
-    """What a stretch of a script gives half tensors of these ``shapes``, and what is made of them, by place.
+    """Traces ops on half tensors of the given ``shapes``, and on their results, by place in memory.
 
-    Those at the addresses ``but`` are left out.
+    Storages at the addresses ``but`` are ignored.
     """
 
     def __init__(self, shapes: set[torch.Size], but: set[int]) -> None:
@@ -78,24 +78,24 @@ class AverageTrace(TorchDispatchMode):
         self._new: set[MemoryPlace] = set()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an op, and before it what that makes of the twins."""
+        """Run the op, after the same op on the twins."""
         kwargs, traits, twins = kwargs or {}, traits_of(op), list[torch.Tensor]()
-        # torch 2.6 reads the memory behind a number that is asked of several values.
+        # For item() on a twin, which has several values, torch 2.6 reads raw memory instead of raising.
         makes_nothing = traits.is_view or (traits.is_number and not traits.written)
         if self.is_over or makes_nothing or is_captured():
             return op(*args, **kwargs)
-        with suppress(Exception):  # an op may raise anything on vectors in the place of what it was given
+        with suppress(Exception):  # on twins, which are vectors, an op may raise anything
             twins = self._twins(op, args, kwargs)
         result = op(*args, **kwargs)
         try:
             self._keep(tensors_in([written_by(traits, args, kwargs), result]), twins)
-        except Exception:  # noqa: BLE001 - whatever tensors a script has, it is to go on
+        except Exception:  # noqa: BLE001 - no tensor of the script may stop it
             self.is_over = True
             self.given.clear()
         return result
 
     def may_begin(self, tensor: torch.Tensor) -> bool:
-        """This is a half tensor of one of the shapes; one of a class that raises at any question is none."""
+        """True for a half tensor of one of the shapes; False if its class raises on attribute access."""
         with suppress(Exception):
             part = stored(tensor) if tensor.dtype in HALVES else tensor
             is_of_shape = part.dtype in HALVES and part.shape in self._shapes
@@ -103,12 +103,12 @@ class AverageTrace(TorchDispatchMode):
         return False
 
     def _is_followed(self, tensor: torch.Tensor) -> bool:
-        """It has a twin, or was there before the stretch and is to have one."""
+        """True if the tensor has a twin, or if it is older than the trace and needs a twin."""
         place = place_of(tensor)
         return place in self.given or (place not in self._new and self.may_begin(tensor))
 
     def _twins(self, op: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-        """Those of what the op writes, and then of what it returns."""
+        """Return the twins of the tensors that the op writes, then of the tensors that it returns."""
         if not any(map(self._is_followed, map(stored, tensors_in([args, *kwargs.values()])))):
             return []
         args, kwargs = _pytree.tree_map_only(torch.Tensor, self._twin, (args, kwargs))
@@ -130,7 +130,7 @@ class AverageTrace(TorchDispatchMode):
 
     def _keep(self, made: Sequence[torch.Tensor], twins: Sequence[torch.Tensor]) -> None:
         made = list(map(stored, made))
-        for place in map(place_of, made):  # where others may have been, too
+        for place in map(place_of, made):  # freed tensors may have used the same memory
             self.given.pop(place, None)
             self._new.add(place)
         for tensor, twin in zip(made, twins, strict=False):
@@ -138,20 +138,20 @@ class AverageTrace(TorchDispatchMode):
 
 
 def place_of(tensor: torch.Tensor) -> MemoryPlace:
-    """The place of a tensor; its first number is 0 where it has none of its own."""
+    """Return the tensor's place in memory; the address is 0 if the tensor has no memory of its own."""
     storage = storage_of(tensor)
     return storage, int(tensor.storage_offset()) if storage else 0, tensor.numel()
 
 
 def sampled(tensor: torch.Tensor) -> torch.Tensor:
-    """Some values of a tensor, always the same, in float64."""
+    """Return values at fixed positions of a tensor, in float64."""
     size = tensor.numel()
     return tensor.detach().flatten()[:: 1 if size <= WHOLE else size // SAMPLE | 1].double()
 
 
 class FoundAverage(NamedTuple):
-    """An average as it is behind a step: that of the parameter ``of``, to whose ``aim`` a step adds 1 - ``decay`` of
-    the way."""
+    """An average of the parameter whose ``id`` is ``of``, after an update. Each update moves it by 1 - ``decay`` of its
+    distance to the parameter's values, ``aim``."""
 
     of: int
     decay: float
@@ -162,8 +162,8 @@ class FoundAverage(NamedTuple):
 def found_in(
     trace: AverageTrace, trained: Mapping[int, torch.Tensor], own: Collection[int] = ()
 ) -> Iterator[FoundAverage]:
-    """The averages that a stretch has written: each is the first of what may be one of the same parameter. None is in
-    the storages of parameters, which are their ``own``."""
+    """Yield the averages that a trace saw: for each parameter the first tensor that fits. Tensors in the parameters'
+    ``own`` storages are skipped."""
     free = dict(trained)
     for given in (given for place, given in trace.given.items() if place[0] not in own):
         rest, whole = given.twin
@@ -185,9 +185,9 @@ def _is_near(aim: torch.Tensor, values: torch.Tensor) -> bool:
 
 @dataclass
 class FollowedAverage:
-    """What is known of the average of a parameter, over windows that begin where it was ``last`` found.
+    """The average of one parameter, followed from each find to the next; ``last`` is the latest find.
 
-    It is kept ``every`` so many steps, as the first two finds lie apart; 0 before the second one.
+    ``every`` is the update interval in steps: the distance of the first two finds, 0 before the second find.
     """
 
     last: FoundAverage
@@ -203,9 +203,9 @@ class FollowedAverage:
         self.has_moved = self.is_to_move.clone()
 
     def add(self, now: FoundAverage, step: int) -> None:
-        """Ends a window: how far an average in float32 goes in it, as half can hold that, and where half's stays."""
+        """Compare the movement since the last find with that of a float32 average, rounded to the average's dtype."""
         self.every = self.every or step - self.step
-        # Of a decay that changes meanwhile the largest: float32 goes that far at least.
+        # If the decay changed in between, take the larger one: float32 moves at least that far.
         decay = max(self.last.decay, now.decay)
         begun, kept = self.last.given.values, decay ** ((step - self.step) / self.every)
         aim = (self.last.aim + now.aim) / 2.0
@@ -220,16 +220,16 @@ class FollowedAverage:
 
 
 class Averages:
-    """The averages of a loop that are kept in half; nothing is traced where no tensor can be one.
+    """The half-precision averages of a training loop; traces nothing while no tensor can be an average.
 
     Args:
-        names_of: the names and the kinds of what an optimizer steps.
+        names_of: returns the name and the kind of each stepped tensor, by ``id``.
     """
 
     def __init__(self, names_of: Callable[[Shapes], Mapping[int, tuple[str, str]]]) -> None:
         self._names_of = names_of
         self._kept: dict[int, FollowedAverage] = {}
-        self._optimizers: MutableMapping[Optimizer, None] = WeakIdKeyDictionary()  # some have no hash
+        self._optimizers: MutableMapping[Optimizer, None] = WeakIdKeyDictionary()  # some optimizers have no hash
         self._parameters: list[torch.Tensor] = []
         self._names: dict[int, tuple[str, str]] = {}
         self._trained: dict[int, torch.Tensor] = {}
@@ -241,11 +241,11 @@ class Averages:
         self._may_be, self._began, self._looks_at = False, time.monotonic(), 0.0
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """To be called right behind each step of an optimizer, before hooks of its own; what comes then may be traced,
-        up to :meth:`end`."""
+        """Start a trace, if one is due, which lasts until :meth:`end`. Call this right after each optimizer step,
+        before the optimizer's own hooks."""
         self.end()
         self._steps += 1
-        self._optimizers[optimizer] = None  # behind the step of a critic a generator's weights are averaged too
+        self._optimizers[optimizer] = None  # a script may average a generator after its critic's step
         is_due = self._steps >= self._next and (self._may_be or time.monotonic() >= self._looks_at)
         if is_due and self._trace is None and not (_get_current_dispatch_mode_stack() or only_follows()):
             self._guarded(self._begin, [*self._optimizers])
@@ -265,13 +265,13 @@ class Averages:
             self._stretch.enter_context(replaced(torch.nn.Module, "__call__", self._ending))
 
     def _name(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Looks up how those are called that are not known yet."""
+        """Look up the names of new parameters."""
         shapes = {id(one): one.shape for one in parameters}
         found = self._names_of(shapes) if shapes.keys() - self._names.keys() else {}
         self._names = {key: found.get(key, ("a parameter", "other weights")) for key in shapes} | self._names
 
     def _may_be_any(self, trace: AverageTrace) -> bool:
-        """There are tensors that can be averages."""
+        """True if any tensor of this process can be an average."""
         if not self._may_be:
             now = time.monotonic()
             self._looks_at = max(now + LOOKS_AGAIN, 2.0 * now - self._began)
@@ -286,8 +286,8 @@ class Averages:
         return call
 
     def end(self) -> None:
-        """To be called before what is no part of keeping averages. Where the script is in a mode of its own that it has
-        entered since, nothing more is traced, and the trace is left later."""
+        """End the trace; call this before code that does not update averages. If the script has since entered a
+        dispatch mode, tracing stops now, and a later call exits the trace's mode."""
         trace = self._trace
         if trace is None or self._thread != threading.get_ident():
             return
@@ -300,11 +300,11 @@ class Averages:
             self._trained, self._parameters = {}, []
 
     def _guarded(self, part: Callable[[Any], None], given: Any) -> None:
-        """Does its part within a call of the script's, which is to go on: no average is looked for behind an error."""
+        """Call ``part``, which runs inside the script's call; after an error, search for averages no more."""
         try:
             with torch.no_grad():
                 part(given)
-        except Exception:  # noqa: BLE001 - whatever tensors a script has
+        except Exception:  # noqa: BLE001 - no tensor of the script may stop it
             self._next = math.inf
 
     def _note(self, trace: AverageTrace) -> None:
@@ -312,7 +312,7 @@ class Averages:
         found = list(found_in(trace, self._trained, own))
         self._tries += 1
         known = [one for one in found if one.of in self._kept]
-        if known or self._tries == TRIES:  # the second find follows at once, and shows how often it is kept
+        if known or self._tries == TRIES:  # no pause after a first find: the second shows the interval
             self._next, self._tries = 2 * self._steps, 0
         elif found:
             self._tries = 0
@@ -322,7 +322,7 @@ class Averages:
 
     @property
     def seen(self) -> tuple[KeptAverage, ...]:
-        """What is known of each."""
+        """The averages that would have moved in float32."""
         return tuple(
             KeptAverage(
                 *self._names[of],

@@ -1,6 +1,8 @@
-"""The calls of a training loop whose order matters under mixed precision, noted without keeping a tensor.
+"""Records the calls of a training loop that mixed precision needs in a fixed order, without keeping a tensor.
 
-Autograd tells without a sync which scaler scaled a loss, which dtypes it went through and who wrote gradients.
+The autograd graph shows, without a GPU sync, which scaler scaled a loss and which dtypes computed it. The version
+counters of gradients show who wrote them. A misuse is a call in the wrong order, such as clipping before ``unscale_``.
+An optimizer's place is its position in the order of registration.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch._C import is_autocast_enabled  # as it is, where an emulated GPU has other names
+from torch._C import is_autocast_enabled  # the original, which an emulated GPU does not patch
 from torch.amp.grad_scaler import GradScaler
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -29,17 +31,17 @@ from ampdbg.record.run import Misuse
 from ampdbg.source.ownership import Line, line_of_error
 
 FEW = 16
-"""The line is looked up for so many calls of each kind, and for every one that is a misuse."""
+"""Look up the source line for this many calls of each kind, and for every misuse."""
 
 MISUSES_KEPT = 50
-"""So many misuses, told apart by code and line, go into the record."""
+"""Maximum number of misuses in the record; misuses with equal code and line count once."""
 
 SAMPLE = 8
-"""So many parameters of each optimizer are looked at. What they do not show is not blamed."""
+"""Number of parameters sampled from each optimizer. A misuse that the sample does not show is not reported."""
 
 
 class Calls:
-    """The calls seen so far, and what is wrong with their order."""
+    """The calls recorded so far, and the misuses among them."""
 
     def __init__(self, step: Callable[[], int]) -> None:
         self._places: dict[int, int] = {}
@@ -49,20 +51,19 @@ class Calls:
         self._order = CallOrder()
         self._step = step
         self.lowered: set[str] = set()
-        """The 16-bit dtypes in the graphs of the losses so far; ``compiled`` where a graph shows none of its own."""
+        """The 16-bit dtypes in the losses' graphs; ``compiled`` for a compiled function, which hides its dtypes."""
         self.computed: dict[int, torch.dtype] = {}
-        """By the ``id`` of a parameter, in which dtype those graphs compute with it."""
+        """The dtype in which the graphs compute with each parameter, by the parameter's ``id``."""
         self.wrote: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-        """Of the last backward pass: the places of the optimizers whose gradients it has written, and of those whose
-        gradients were cleared before it."""
+        """Two groups of optimizer places: gradients written by the last pass, and gradients cleared before it."""
         self.graphs = 0
-        """So many losses' graphs were looked into for them."""
+        """The number of loss graphs searched for dtypes."""
         self.scalers: dict[int, str] = {}
-        """By ``id``, those that were given losses: the kind of device that each is for; "" for one that is off."""
+        """The device type of each scaler that received a loss, by the scaler's ``id``; "" for a disabled scaler."""
         self.scales_gradients = False
-        """``autograd.grad`` has made a graph of what a scaler had scaled."""
+        """True if ``autograd.grad`` ran with ``create_graph`` on a scaled loss."""
         self.clip_grad_norm: float | None = None
-        """What the loop clips the norm of its gradients to; None where it does not."""
+        """The loop's limit for the gradient norm; None if the loop does not clip it."""
         self._actors: dict[int, weakref.ref[Any]] = {}
         self._numbers = WeakIdKeyDictionary()
         self._count = count(1)
@@ -74,45 +75,45 @@ class Calls:
         self._looks = 0
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Another one, whose place is behind the others; held weakly, as all that is noted here."""
+        """Register an optimizer at the next place; this class holds every object weakly."""
         place = self._places[id(optimizer)] = len(self._marks)
         self._owners.update((id(one), place) for one in stepped_by(optimizer))
         self._marks.append(GradientMarks(optimizer))
         self._order.add_optimizer()
 
     def add_originals(self, optimizer: torch.optim.Optimizer, weights: Iterable[torch.Tensor]) -> None:
-        """The optimizer steps copies of these weights, whose gradients the last backward pass has written."""
+        """Record that the optimizer steps copies of ``weights``, which got gradients in the last backward pass."""
         originals, place = Originals(weights), self._places[id(optimizer)]
         self._originals[place] = originals, GradientMarks(originals)
         self.wrote = (*self.wrote[0], place), self.wrote[1]
 
     def written_for(self, optimizer: torch.optim.Optimizer) -> Stepped:
-        """What backward passes write the gradients of for an optimizer: the originals of what it steps, or itself."""
+        """Return the owner of the gradients that passes write: the optimizer, or the originals of its copies."""
         originals, _ = self._originals.get(self._places[id(optimizer)], (optimizer, None))
         return originals
 
     @property
     def misuses(self) -> tuple[Misuse, ...]:
-        """What was wrong so far, the first first."""
+        """The misuses so far, in the order of their first occurrence."""
         return tuple(self._found.values())
 
     def rewritten(self) -> tuple[int, ...]:
-        """The optimizers whose gradients were cleared, or written by unknown hands, since the last call."""
+        """Return the places of optimizers with gradients cleared or written outside the recorded calls."""
         return self._rewritten(self._marks_now())
 
     def by_scaler(self, kind: CallKind, scaler: Any) -> None:
-        """A call of the scaler's that is about no optimizer."""
+        """Record a scaler call that takes no optimizer."""
         self._note(kind, actor=self.number_of(scaler))
 
     def by_optimizer(self, kind: CallKind, optimizer: torch.optim.Optimizer, **facts: Any) -> None:
-        """A call about one optimizer, whose gradients are now as the call has left them."""
+        """Record a finished call for one optimizer, and the state in which the call left its gradients."""
         place = self._places.get(id(optimizer))
         if place is not None:
             self._note(kind, (place,), **facts)
             self._marks[place].renew()
 
     def unscaled(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gradients are unscaled: those of every optimizer that has no others, as the one that another one wraps."""
+        """Record ``unscale_`` for each optimizer that holds only parameters of this one, as inside a wrapper."""
         held = {id(one) for one in stepped_by(optimizer)}
         places = tuple(place for place, marks in enumerate(self._marks) if marks.are_within(held))
         self._note("unscale", places)
@@ -120,16 +121,16 @@ class Calls:
             self._marks[place].renew()
 
     def succeeded_by(self, scaler: Any, optimizer: torch.optim.Optimizer) -> int:
-        """The number of the scaler that this one, which steps an optimizer, has taken the place of; 0 of none."""
+        """Return the number of the scaler that stepped the optimizer before ``scaler``; 0 if none did."""
         place, number = self._places.get(id(optimizer), -1), self.number_of(scaler)
         before = self._stepped_by.get(place, number)
         self._stepped_by[place] = number
         return before if before != number else 0
 
     def scheduled(self, scheduler: Any, *told: Any) -> None:
-        """A learning-rate scheduler of one of the optimizers is about to move by a step; its start does not count.
+        """Record that a learning-rate scheduler is about to step; its initial step does not count.
 
-        One that is ``told`` something counts no steps: a score, as ReduceLROnPlateau, or the place it is to move to.
+        A call with an argument is ignored: a score, as for ReduceLROnPlateau, or an epoch counts no steps.
         """
         if any(one is not None for one in told) or _takes_score(type(scheduler).step):
             return
@@ -138,28 +139,28 @@ class Calls:
             self._note("schedule", (place,), actor=self.number_of(scheduler))
 
     def refused(self, kind: CallKind, optimizer: Any, actor: Any, error: Exception) -> None:
-        """The scaler has raised."""
+        """Record that the scaler raised ``error`` in a call of this kind."""
         place = self._places.get(id(optimizer))
         if self._note(kind, () if place is None else (place,), actor=self.number_of(actor), raised=text_of(error)):
             self._explained = id(error)
 
     def failed(self, error: BaseException) -> None:
-        """The loop has raised; some errors say of themselves which misuse they are."""
+        """Record the misuse that the loop's error names, if it names one."""
         code, line = misuse_of_error(error), line_of_error(error)
         if code and id(error) != self._explained:
             self._explained = id(error)
             self._report(Hit(code, Call("backward", self._step(), line=line, raised=text_of(error))), line)
 
     def explains(self, error: BaseException | None) -> bool:
-        """A misuse is what raised this error."""
+        """True if a recorded misuse raised this error."""
         return error is not None and id(error) == self._explained
 
     def scaler_of(self, optimizer: torch.optim.Optimizer) -> Any:
-        """The scaler whose loss scale the gradients of this optimizer still carry; None where none is known."""
+        """Return the scaler whose loss scale the optimizer's gradients still carry; None if no scaler is known."""
         return self._actor(self._order.carries_scale(self._places[id(optimizer)]))
 
     def is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
-        """``unscale_`` was called for this optimizer, and no step since."""
+        """True if ``unscale_`` was called for this optimizer after its last step."""
         return self._order.gradients[self._places[id(optimizer)]].unscaled is not None
 
     def backward(
@@ -171,12 +172,12 @@ class Calls:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Runs a backward pass from ``roots`` and notes whose gradients it has written; it ``starts`` with these.
+        """Run a backward pass from the losses ``roots``, and record which optimizers' gradients it wrote.
 
-        ``scaled_by`` is the scaler of what goes backward, or None; the other arguments are the engine's own.
+        ``scaled_by`` is the losses' scaler, or None. The rest goes to the engine; ``starts`` are the first gradients.
         """
         scaler, halves = 0 if scaled_by is None else self.number_of(scaled_by), self._halves(roots)
-        is_off = "" in self.scalers.values()  # the loop has decided to do without
+        is_off = "" in self.scalers.values()  # a disabled scaler: the loop runs without scaling on purpose
         if not scaler and halves and (is_off or is_scaled_by_hand(roots) or not all(map(is_one, starts))):
             halves = ()
         is_plain = not scaler and self._is_plain(roots, starts)
@@ -203,7 +204,7 @@ class Calls:
             marks.renew()
         self.wrote = (*written, *copied), (*rewritten, *cleared)
         if not scaler and any(self._marks[place].holds(torch.float16) for place in written):
-            halves = ()  # a scaler refuses gradients in half, so the lack of one is no misuse
+            halves = ()  # a scaler rejects FP16 gradients, so its absence is not a misuse
         self._note(
             "backward",
             tuple(written),
@@ -217,14 +218,15 @@ class Calls:
         return result
 
     def grad(self, roots: Sequence[Any], creates_graph: bool) -> None:
-        """``torch.autograd.grad`` is about to run."""
+        """Record a call of ``torch.autograd.grad`` on a scaled loss."""
         scaler = scaler_of(roots)
         if scaler is not None:
             self.scales_gradients |= creates_graph
             self._note("grad", actor=self.number_of(scaler), creates_graph=creates_graph)
 
     def clipped(self, run: Callable[[], Any], parameters: Sequence[torch.Tensor], limit: Any) -> Any:
-        """Clips gradients and notes whose; a limit beyond the loss scale itself is meant for scaled ones."""
+        """Clip gradients with ``run``, and record the call. A limit of at least the loss scale is meant for scaled
+        gradients, and is not recorded."""
         places = self.owners(parameters)
         held = [self._order.carries_scale(place) for place in places]
         scalers = [scaler for scaler in map(self._actor, held) if scaler is not None]
@@ -237,11 +239,11 @@ class Calls:
         return result
 
     def place_of(self, optimizer: torch.optim.Optimizer) -> int:
-        """In which order it was added, from 0."""
+        """Return the optimizer's place, from 0."""
         return self._places[id(optimizer)]
 
     def owners(self, parameters: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """The places of the optimizers that hold any of these parameters."""
+        """Return the places of the optimizers that hold any of these parameters."""
         return tuple(sorted({self._owners[id(one)] for one in parameters if id(one) in self._owners}))
 
     def _note(self, kind: CallKind, optimizers: tuple[int, ...] = (), **facts: Any) -> tuple[Hit, ...]:
@@ -267,24 +269,24 @@ class Calls:
         return [marks.now() for marks in self._marks]
 
     def _rewritten(self, now: Sequence[Marks]) -> tuple[int, ...]:
-        """Whose gradients were cleared, or written by someone, since they were noted."""
+        """Return the places of optimizers with gradients cleared or written since the last recorded call."""
         pairs = enumerate(zip(self._marks, now, strict=False))
         return tuple(place for place, (marks, state) in pairs if marks.are_rewritten(state))
 
     def _filled(self, rewritten: Sequence[int]) -> tuple[int, ...]:
-        """Of the optimizers in doubt, those whose gradients a step has used, and which are still there."""
+        """Return the optimizers in :attr:`CallOrder.doubtful` with gradients that a step used and nothing cleared."""
         used = (place for place in tuple(self._order.doubtful) if self._order.gradients[place].used)
         return tuple(place for place in used if place not in rewritten and not self._marks[place].are_cleared())
 
     def _is_plain(self, roots: Sequence[Any], starts: Sequence[torch.Tensor | None]) -> bool:
-        """A scaler is in use, and nothing may have scaled these losses; few are looked at."""
+        """True if a scaler is in use but nothing can have scaled these losses; checks at most ``FEW`` passes."""
         actors = () if self._looks == FEW else tuple(self._actors.values())
         scalers = [actor for actor in (alive() for alive in actors) if isinstance(actor, GradScaler)]
         self._looks += bool(scalers)
         return any(map(is_scaling, scalers)) and is_plain(roots, starts)
 
     def _halves(self, roots: Sequence[Any]) -> tuple[str, ...]:
-        """Looks into the graph at the 1st, 2nd, 4th, 8th … backward pass: a loop seldom changes its precision."""
+        """Return the 16-bit dtypes in the losses' graphs, in passes 1, 2, 4, 8 … only: precision seldom changes."""
         times = self._times.get("backward", 0) + 1
         if times & (times - 1):
             return ()
@@ -294,26 +296,26 @@ class Calls:
         return found
 
     def number_of(self, actor: Any) -> int:
-        """A number for a scaler or scheduler, from 1, which no other gets when this one has gone."""
+        """Return the number of a scaler or scheduler, from 1; a number is never used twice."""
         number: int = self._numbers.get(actor, 0)
         if not number:
-            number = self._numbers.setdefault(actor, next(self._count))  # in one step: threads may ask at once
+            number = self._numbers.setdefault(actor, next(self._count))  # atomic: threads may call this at once
             self._actors[number] = weakref.ref(actor)
         return number
 
     def _actor(self, number: int) -> Any:
-        """Whose number that is; None of 0, and of one that has gone."""
+        """Return the scaler or scheduler with this number; None for 0, and after it was deleted."""
         alive = self._actors.get(number)
         return None if alive is None else alive()
 
 
 @lru_cache(maxsize=64)
 def _takes_score(step: Callable[..., Any]) -> bool:
-    """A class of schedulers must be told something at each ``step``: one that a script makes while it is
-    watched is seen only where that calls the base's, and may hand on nothing."""
+    """True if a scheduler's ``step`` requires an argument, such as a score. A class that the script defines later is
+    seen only when it calls the base's ``step``, perhaps without the score."""
     try:
         _, *others = signature(step).parameters.values()
-    except (TypeError, ValueError):  # none of Python's own, or a function that takes nothing
+    except (TypeError, ValueError):  # no signature, or no parameter at all
         return False
     return any(one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in others)
 
@@ -322,53 +324,53 @@ Marks = tuple[tuple[int, int] | None, ...]
 
 
 class GradientMarks:
-    """The state of a sample of one optimizer's gradients: that of now, and the one that was last noted."""
+    """The current and the last recorded state of a sample of one optimizer's gradients."""
 
     def __init__(self, optimizer: Stepped) -> None:
         self._parameters = tuple(map(weakref.ref, _sample(optimizer)))
         self.noted = self.now()
-        """The state that was last noted."""
+        """The state last recorded."""
         self._is_cleared_unseen = False
 
     def now(self) -> Marks:
-        """The identity and version of each gradient of the sample; None where there is none."""
+        """Return the ``id`` and version of each sampled gradient; None for a parameter without a gradient."""
         found: list[tuple[int, int] | None] = []
-        for alive in self._parameters:  # several times in each step: a loop costs least
+        for alive in self._parameters:  # several times per step: a plain loop is fastest
             gradient = getattr(alive(), "grad", None)
             found.append(None if gradient is None else (id(gradient), gradient._version))
         return tuple(found)
 
     def are_within(self, parameters: Collection[int]) -> bool:
-        """Those are gradients of these parameters alone, given by ``id``."""
+        """True if every sampled parameter is in ``parameters``, given by ``id``."""
         return bool(self._parameters) and all(id(alive()) in parameters for alive in self._parameters)
 
     def holds(self, dtype: torch.dtype) -> bool:
-        """Some are of a parameter, and so themselves, of this dtype."""
+        """True if any sampled parameter, and so its gradient, has this dtype."""
         return any(getattr(alive(), "dtype", None) is dtype for alive in self._parameters)
 
     def renew(self) -> None:
-        """From here on the gradients are those of now."""
+        """Record the current state."""
         self.noted = self.now()
 
     def are_rewritten(self, now: Marks) -> bool:
-        """The gradients of ``now`` were cleared, or written by someone, since they were noted."""
+        """True if the gradients were cleared or written between the last record and ``now``."""
         return now != self.noted or not any(now)
 
     def are_cleared(self) -> bool:
-        """The gradients are zero though nobody was seen to write them, as by ``p.grad.data.zero_()`` or by the
-        optimizer's own step: a loop that clears them so once does so always. On a GPU this syncs, until it is so."""
+        """True if the gradients are zero but no version changed, as by ``p.grad.data.zero_()`` or the optimizer's own
+        step. A loop that clears them so once does it always: the first True is kept. Until then a GPU syncs."""
         if not self._is_cleared_unseen:
             found = (getattr(alive(), "grad", None) for alive in self._parameters)
             self._is_cleared_unseen = not hold_values(gradient for gradient in found if gradient is not None)
         return self._is_cleared_unseen
 
     def have_grown(self, before: Marks) -> bool:
-        """Any gradient that was there before has been written since, as one that is added to."""
+        """True if any gradient that existed in ``before`` was written since, as by accumulation."""
         return any(old is not None and old != new for old, new in zip(before, self.noted, strict=True))
 
 
 def _sample(optimizer: Stepped) -> tuple[torch.Tensor, ...]:
     parameters = stepped_by(optimizer)
-    # A discriminator's are frozen while its generator trains, and the optimizers are learnt then.
+    # A discriminator is frozen while its generator trains, which may be when ampdbg finds the optimizers.
     trained = [parameter for parameter in parameters if parameter.requires_grad] or parameters
     return tuple(trained[:: max(1, -(-len(trained) // SAMPLE))])

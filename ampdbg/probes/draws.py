@@ -1,12 +1,11 @@
-"""Random numbers that are the same in every replay of a step: what is drawn depends on the dtype that it is drawn in.
+"""Makes every replay of a step use the same random numbers, although random ops depend on their dtype.
 
-Noise is drawn as the step has drawn it, and widened then: float64 takes more random bits a number than float32, and on
-a CPU half takes others where their count is no multiple of 16.
+A replay draws noise in the dtype of the original step, then widens it. float64 takes more random bits a number than
+float32. On a CPU, half dtypes use other random numbers if the count is not a multiple of 16.
 
-CUDA's kernel of dropout takes as many random numbers at a time as fit its vector loads, four of float32 and eight of
-half, so that one random state makes two masks. What a step was seen to drop in half is dropped in FP32 too. Of fused
-attention, which keeps its mask to itself, nobody can tell what it has dropped: replays draw that anew, all of them the
-same.
+CUDA's dropout kernel draws as many random numbers at a time as its vector loads hold: four in float32, eight in half.
+So one random state makes two masks, and a replay in FP32 computes the mask in the step's dtype. Fused attention does
+not expose its dropout mask. Replays draw their own mask for it, the same in all of them.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ NOISE: Mapping[str, NoiseKind] = {
     "normal": "scaled",
     **dict.fromkeys(("multinomial", "poisson"), "picked"),
 }
-"""Torch's ops that draw: a new tensor, into a tensor, by a mean and a deviation, or by what they are given."""
+"""Random ops by kind. They return a new tensor, write into one, take mean and deviation, or sample from an input."""
 
 
 @dataclass(eq=False)
 class Draws:
-    """The dtypes of what one step drew in, in order, as its first replay has noted them.
+    """The dtypes of one step's random draws, in order, as its first replay records them.
 
-    Where ``every`` is set, all of them draw as for that one.
+    If ``every`` is set, all draws use that dtype.
     """
 
     dtypes: list[torch.dtype] = field(default_factory=list)
@@ -50,16 +49,15 @@ class Draws:
 
 @contextlib.contextmanager
 def drawn_alike(draws: Draws, *, notes: bool, wider: Mapping[torch.dtype, torch.dtype] | None = None) -> Iterator[None]:
-    """While this is entered this thread draws the noise that it has drawn in the step, and on a GPU dropout drops the
-    same.
+    """Make this thread draw the step's noise, and its dropout masks on a GPU, inside the ``with`` block.
 
     Args:
-        draws: of the step.
-        notes: the step is run again as it was: what it draws from is noted, where that is not known yet.
-        wider: what each dtype of the step is in this replay; itself where it is not in it.
+        draws: the dtypes of the step's draws.
+        notes: this replay uses the step's own precision, so record its dtypes, if no replay has.
+        wider: maps a dtype of the step to its dtype in this replay; other dtypes stay.
     """
     drawing = _Drawing(draws, notes=notes and not draws.are_noted)
-    if not draws.are_noted:  # what a replay has noted that raised is of no other
+    if not draws.are_noted:  # discard the dtypes from a replay that raised
         draws.dtypes.clear()
     with contextlib.ExitStack() as stack:
         dropouts = ((owner, name, drawing.dropout) for owner in (torch._VF, torch) for name in ("dropout", "dropout_"))
@@ -73,42 +71,42 @@ def drawn_alike(draws: Draws, *, notes: bool, wider: Mapping[torch.dtype, torch.
 
 
 def depends_on_dtype(tensor: torch.Tensor) -> bool:
-    """Other random numbers are drawn for a tensor of its shape in another dtype."""
+    """True if dropout on a tensor of this shape draws other random numbers in another dtype."""
     return tensor.is_cuda
 
 
 def mask_of(like: torch.Tensor, dtype: torch.dtype, p: float) -> torch.Tensor:
-    """What dropout keeps of a tensor of this shape and layout in a dtype, as bool; draws as it does."""
+    """Return dropout's bool mask of kept entries for a tensor like ``like`` in ``dtype``; draws as dropout does."""
     given = torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=like.device)
     return torch.native_dropout(given, p, True)[1]
 
 
-_attention = torch._C._nn.scaled_dot_product_attention  # as it is, where F has another one
+_attention = torch._C._nn.scaled_dot_product_attention  # the original, while F holds the replacement
 
 
 class _Drawing:
     def __init__(self, draws: Draws, *, notes: bool) -> None:
         self._draws = draws
         self.notes = notes
-        """What is drawn in is noted."""
+        """True if the dtype of each draw is recorded."""
         self._thread = threading.get_ident()
         self._number = 0
 
     @property
     def is_here(self) -> bool:
-        """This is the thread that draws."""
+        """True in the thread that entered :func:`drawn_alike`."""
         return self._thread == threading.get_ident()
 
     def dropout(self, original: Function) -> Function:
-        """What stands for ``torch.dropout(input, p, train)``, or its in-place form: the same ops in every dtype, so
-        that what FP32 reaches in one can be held against it."""
+        """Return a replacement of ``torch.dropout(input, p, train)``, or its in-place form, with the same ops in every
+        dtype. So ampdbg can compare each op with its FP32 run."""
         is_in_place = original.__name__.endswith("_")
 
         def call(input: torch.Tensor, p: float, train: bool) -> Any:  # noqa: A002 - it may be named
             if not (train and 0.0 < p < 1.0) or not self._is_drawn_anew(input):
                 return original(input, p, train)
             dtype = self.noted(input.dtype)
-            with torch.no_grad(), _disable_current_modes():  # it is none of the step's ops
+            with torch.no_grad(), _disable_current_modes():  # op traces must not see this
                 kept = mask_of(input, dtype, p)
             scale = 1.0 / (1.0 - p)
             return input.mul_(kept).mul_(scale) if is_in_place else input * kept * scale
@@ -116,7 +114,7 @@ class _Drawing:
         return call
 
     def noted(self, dtype: torch.dtype) -> torch.dtype:
-        """What the step drew in, where this draws in a dtype."""
+        """Return the dtype of the step's next draw; ``dtype`` itself while recording, or after the step's last draw."""
         if self.notes:
             self._draws.dtypes.append(dtype)
             return dtype
@@ -126,7 +124,7 @@ class _Drawing:
         return self._draws.dtypes[number] if number < len(self._draws.dtypes) else dtype
 
     def attention(self, original: Function) -> Function:
-        """What stands for ``F.scaled_dot_product_attention``."""
+        """Return a replacement of ``F.scaled_dot_product_attention``."""
 
         def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             dropped = kwargs.get("dropout_p", args[1] if len(args) > 1 else 0.0)
@@ -141,7 +139,7 @@ class _Drawing:
 
 
 class _Noise(TorchDispatchMode):
-    """Draws noise as the step has drawn it, in the dtype of that, and gives it in the dtype of the replay."""
+    """Draws noise in the dtype of the step, and returns it in the dtype of the replay."""
 
     def __init__(self, drawing: _Drawing, wider: Mapping[torch.dtype, torch.dtype]) -> None:
         super().__init__()
@@ -158,14 +156,14 @@ class _Noise(TorchDispatchMode):
             return result
         given = next((one.dtype for one in args if isinstance(one, torch.Tensor)), torch.get_default_dtype())
         dtype = self._drawing.noted(kwargs.get("dtype") or given)
-        with torch.no_grad(), _disable_current_modes():  # it is none of the step's ops
+        with torch.no_grad(), _disable_current_modes():  # op traces must not see this
             drawn = _drawn(kind, op, dtype, args, kwargs)
             wide = drawn.to(self._wider.get(drawn.dtype, drawn.dtype))
             return args[0].copy_(wide) if kind == "written" else wide
 
 
 def _drawn(kind: NoiseKind, op: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> torch.Tensor:
-    """What an op draws in a dtype."""
+    """Run a random op in ``dtype``."""
     drawn: torch.Tensor
     match kind:
         case "written":
@@ -180,10 +178,9 @@ def _drawn(kind: NoiseKind, op: Any, dtype: torch.dtype, args: Any, kwargs: Any)
 
 
 def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """``F.scaled_dot_product_attention`` as fused kernels compute it, with a mask of dropout that float32 draws.
+    """Return ``F.scaled_dot_product_attention`` as fused kernels compute it, with a dropout mask drawn in float32.
 
-    Scores are float32, as in a fused kernel, whatever is given; what comes out is of the dtype that is given, or that
-    autocast lowers to.
+    Scores are at least float32, as in a fused kernel. The result has the dtype of ``query``, or the autocast dtype.
     """
     kind = query.device.type
     is_lowered = torch.is_autocast_enabled(kind) and query.dtype is not torch.float64
@@ -192,7 +189,7 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args
 
     def widened(given: Any) -> Any:
         is_float = isinstance(given, torch.Tensor) and given.is_floating_point()
-        return given.to(dtype).to(wide) if is_float else given  # autocast lowers a mask as well
+        return given.to(dtype).to(wide) if is_float else given  # autocast casts a mask too
 
     given = tree_map(widened, ((query, key, value, *args), kwargs))
     with torch.autocast(kind, enabled=False), sdpa_kernel(SDPBackend.MATH):

@@ -1,7 +1,7 @@
-"""The dtype contract of a loop: in which dtypes its parameters are stored, computed with, summed and stepped.
+"""The dtype contract of a loop: the dtypes in which it stores, computes, sums and steps its parameters.
 
-Looked at once for each optimizer, right behind its first step: nothing is read from a device, and nothing held. What
-casts a model is noted while it is built.
+ampdbg checks each optimizer once, right after its first step. The check reads no data from a device and keeps no
+tensor. Casts of a model are recorded while the script builds the model.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ KINDS = (
     ("conv", "convolutions"),
     ("linear", "linears"),
 )
-"""The kinds of parameter, by a part of the module's class or of the parameter's name; the first that fits."""
+"""Part of the module's class name or of the parameter's name, and the kind that it means; the first match counts."""
 
 
 FIRST = 3
-"""Behind so many steps of a loop its cast buffers are looked at: by then it has written those that it writes."""
+"""Check cast buffers after each of the first 3 optimizer steps: the loop has then written all that it ever writes."""
 
 KEPT_IN_FLOAT32 = re.compile(r"inv_freq|running_(mean|var)|expert_bias|score_correction_bias")
-"""Buffers that half may not do for: frequencies that positions multiply, and what grows in small steps."""
+"""Buffers that may need float32: frequencies that positions multiply, and values that grow in small steps."""
 
 POSITIONS = ("max_seq_len_cached", "max_position_embeddings", "max_seq_len")
-"""How modules that hold rotary frequencies call the number of positions that they are for."""
+"""Attributes in which modules with rotary frequencies store their number of positions."""
 
 FAR = 1000
-"""A position at which frequencies are to be right, where a model has so many."""
+"""The position at which frequencies must be accurate, if the model has this many positions."""
 
 MASTERS = re.compile("master|fp32")
-"""What apex, TransformerEngine, DeepSpeed and Megatron call float32 copies that are stepped in place of weights."""
+"""Matches the names that apex, TransformerEngine, DeepSpeed and Megatron give to float32 masters."""
 
 COMPRESSED = {"bf16_compress": torch.bfloat16, "fp16_compress": torch.float16}
-"""The dtype in which DistributedDataParallel's hook of this name sums gradients up."""
+"""The dtype in which DistributedDataParallel's communication hook of this name sums gradients."""
 
 
 ASKED: Mapping[str, Callable[[Any], Any]] = {
@@ -69,17 +69,17 @@ ASKED: Mapping[str, Callable[[Any], Any]] = {
     "Fabric's precision": lambda root: root._strategy.precision.precision,
     "the model's config.dtype": lambda root: callable(root.from_pretrained) and unwrapped(root).config.dtype,
 }
-"""Where a framework keeps what it was asked for, by an outermost module; those raise that are none of its own."""
+"""Functions that read the precision setting of a framework from an outermost module; they raise for other modules."""
 
 
 def kind_of(module: str, name: str) -> str:
-    """The kind of a parameter as people read them, by its name and the class of its module."""
+    """Return the kind of a parameter, as shown to the user, from its name and the class of its module."""
     found = f"{module} {'.'.join(name.split('.')[-2:])}".lower()
     return next((kind for part, kind in KINDS if part in found), OTHERS)
 
 
 def kinds_in(models: Models | nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
-    """The name and the kind of each parameter of the models, and the parameter."""
+    """Yield the name, the kind and the tensor of each parameter of the models."""
     for path, module in models.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             full = f"{path}.{name}".lstrip(".")
@@ -87,13 +87,13 @@ def kinds_in(models: Models | nn.Module) -> Iterator[tuple[str, str, nn.Paramete
 
 
 def names_and_kinds(models: Models) -> dict[int, tuple[str, str]]:
-    """The name and the kind of each parameter of the models, by ``id``."""
+    """Return the name and the kind of each parameter of the models, by ``id``."""
     return {id(parameter): (name, kind) for name, kind, parameter in kinds_in(models)}
 
 
 def names_of(models: Models, stepped: Mapping[int, torch.Size]) -> dict[int, tuple[str, str]]:
-    """As :func:`names_and_kinds`; what is stepped and has the shapes of the models' parameters, one after the other, is
-    copies of them, and has their names."""
+    """Return :func:`names_and_kinds`, with the same names for copies of the parameters. Stepped tensors are copies if
+    their shapes equal those of the trained parameters, in order, and none is a parameter."""
     names, trained = names_and_kinds(models), [one for _, one in models.named_parameters() if one.requires_grad]
     are_copies = names.keys().isdisjoint(stepped) and [one.shape for one in trained] == [*stepped.values()]
     copies = zip(stepped, trained, strict=True) if are_copies else ()
@@ -101,7 +101,7 @@ def names_of(models: Models, stepped: Mapping[int, torch.Size]) -> dict[int, tup
 
 
 class CastPolicy(NamedTuple):
-    """What a wrapper for several processes casts parameters to, and sums their gradients in; None: as they are."""
+    """The dtypes to which a distributed wrapper, such as FSDP, casts parameters and summed gradients; None: no cast."""
 
     name: str = ""
     param_dtype: torch.dtype | None = None
@@ -110,32 +110,32 @@ class CastPolicy(NamedTuple):
 
 
 Cast = tuple[weakref.ref[nn.Module], str, int, float, Line | None]
-"""A buffer that was cast to half: its module, its name and version, by how much that changed a value, and where."""
+"""A buffer cast to half: its module, name and version, the largest error of the cast, and the source line."""
 
 
 class DtypeContract:
-    """What the optimizers of a loop hold in which dtypes, since each has stepped.
+    """The dtypes of a loop's parameters, gradients and optimizer states, taken after each optimizer's first step.
 
     Args:
-        models: name the parameters.
-        computed: in which dtype each parameter is computed with, by its ``id``.
+        models: give the names of the parameters.
+        computed: the dtype in which ops compute with each parameter, by its ``id``.
     """
 
     def __init__(self, models: Models, computed: Mapping[int, torch.dtype]) -> None:
         self._models, self._computed = models, computed
         self._of: dict[int, tuple[weakref.ref[Optimizer], tuple[KindDtypes, ...]]] = {}
         self._inside: dict[int, weakref.ref[Optimizer]] = {}
-        """The optimizers that have stepped inside of the step under way."""
+        """The optimizers that stepped inside the current step, by ``id``."""
         self._averages: dict[str, set[torch.dtype]] = {}
         self._casts: list[Cast] = []
         self._steps = 0
         self.lowers_to: Callable[[str], torch.dtype | None] = lambda device: None
-        """What autocast of a kind of device lowers to around the calls of the step under way; None where it is off."""
+        """Returns the autocast dtype of a device type around the current step's calls; None if autocast is off."""
         self._asked: dict[str, str] = {}
         self._cast_buffers: dict[str, CastBuffer] = {}
 
     def after(self, optimizer: Optimizer) -> None:
-        """To be called right behind a step of the optimizer, while the gradients are still there."""
+        """Check the optimizer's dtypes, if it is new. Call this right after its step, while the gradients exist."""
         known, self._steps = self._of.get(id(optimizer)), self._steps + 1
         if known is None or known[0]() is not optimizer:
             inside = (one for alive in self._inside.values() if (one := alive()) not in (None, optimizer))
@@ -145,19 +145,19 @@ class DtypeContract:
             self._cast_buffers |= {buffer.name: buffer for buffer in self._cast_now()}
 
     def inside(self, optimizer: Optimizer) -> None:
-        """An optimizer steps inside of another's step, which may leave to it what it keeps."""
+        """Record an optimizer that steps inside another optimizer's step, and may hold that optimizer's state."""
         self._inside[id(optimizer)] = weakref.ref(optimizer)
 
     @property
     def seen(self) -> dict[str, Any]:
-        """What was seen so far, by the fields of a record."""
+        """The results so far, by field name of the record."""
         every = (of_kind for _, of_it in self._of.values() for of_kind in of_it)
         dtypes = tuple(replace(one, averages=_names(self._averages.get(one.kind, ()))) for one in every)
         return {"dtypes": dtypes, "asked": {**self._asked}, "cast_buffers": tuple(self._cast_buffers.values())}
 
     def cast(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Runs what casts a module or moves it, ``Module._apply``, and notes which float32 buffers of its own are half
-        then; its children go through the same."""
+        """Run ``Module._apply``, which casts or moves a module, and record its own float32 buffers that became half.
+        The children get calls of their own."""
         own = [(name, one) for name, one in module.named_buffers(recurse=False) if KEPT_IN_FLOAT32.search(name)]
         before = {name: one for name, one in own if not is_lazy(one) and one.numel() and not one.is_meta}
         result, line = original(module, *args, **kwargs), innermost_line() if before else None
@@ -170,13 +170,13 @@ class DtypeContract:
         return result
 
     def averaged(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Runs what an averaged model takes the weights of now with: by what the first one is, averages are known."""
+        """Run an averaged model's update, and record the dtypes of the loop's first averaged model by kind."""
         for _, kind, parameter in () if self._averages else kinds_in(model):
             self._averages.setdefault(kind, set()).add(parameter.dtype)
         return original(model, *args, **kwargs)
 
     def _cast_now(self) -> Iterator[CastBuffer]:
-        """The buffers that were cast, belong to the models and are still half."""
+        """Yield the cast buffers that belong to the models and are still half."""
         paths = {id(module): path for path, module in self._models.named_modules()} if self._casts else {}
         for owner, name, version, off, line in self._casts:
             module: Any = owner()
@@ -189,7 +189,7 @@ class DtypeContract:
                 yield CastBuffer(full, _name(now.dtype), off, reach, is_written, momentum, source)
 
     def _look(self, optimizers: Sequence[Optimizer]) -> tuple[KindDtypes, ...]:
-        """What an optimizer that has stepped holds, with those that have stepped inside of it, by kind of parameter."""
+        """Return the dtypes of the first optimizer by kind of parameter, with the state of the optimizers inside it."""
         models = self._models
         names, policies = names_and_kinds(models), _policies(models.roots)
         of_each = list(map(stepped_by, optimizers))
@@ -210,7 +210,7 @@ class DtypeContract:
             kept = (optimizer.state.get(one, {}).items() for one, optimizer in product(holders, optimizers))
             states = [(key, value) for key, value in chain.from_iterable(kept) if torch.is_tensor(value) and value.ndim]
             own = [(one, one.grad, policies.get(id(one), CastPolicy())) for one in of_it]
-            # As mistral-finetune keeps them; Megatron's main_grad hangs there too, and is no master.
+            # mistral-finetune stores masters as attributes. Megatron's main_grad is one too, but is a gradient.
             beside = _float32(value for one in of_it for key, value in vars(one).items() if "grad" not in key)
             sums = [policy.reduce_dtype or policy.param_dtype or grad for _, grad, policy in own if policy.is_on]
             return KindDtypes(
@@ -229,9 +229,9 @@ class DtypeContract:
         return tuple(of_kind(kind, of_it) for kind, of_it in by_kind.items())
 
     def _note_asked(self, roots: Iterable[nn.Module], policies: Iterable[CastPolicy], stepped: Sequence[Any]) -> None:
-        """Which precision was asked for, as far as frameworks keep it."""
+        """Record the requested precision, as far as frameworks store it."""
         for root, (who, ask) in product(roots, ASKED.items()):
-            with contextlib.suppress(Exception):  # it may be anybody's
+            with contextlib.suppress(Exception):  # the module may belong to no framework
                 self._asked |= {who: _name(answer)} if (answer := ask(root)) else {}
         given = {policy.name: f"param_dtype={_name(policy.param_dtype)}" for policy in policies if policy.param_dtype}
         lowered = next((self.lowers_to(one.device.type) for one in stepped), None)
@@ -239,7 +239,7 @@ class DtypeContract:
 
 
 def _policies(roots: Iterable[nn.Module]) -> dict[int, CastPolicy]:
-    """Of wrappers for several processes, by the ``id`` of each parameter inside of them: the innermost counts."""
+    """Return the policy of the innermost distributed wrapper of each parameter, by the parameter's ``id``."""
     found: dict[int, CastPolicy] = {}
     are_several = distributed.is_available() and distributed.is_initialized()
     for module in (module for root in roots if are_several for module in root.modules()):
@@ -259,7 +259,7 @@ def _policy_of(module: Any) -> CastPolicy:
 
 
 def _float32(values: Any) -> list[torch.Tensor]:
-    """The float32 tensors among values, and in lists and dicts of them."""
+    """Return the float32 tensors, but scalars, among values and in their lists and dicts."""
     found = (leaf for leaf in tree_leaves(list(values)) if isinstance(leaf, torch.Tensor))
     return [leaf for leaf in found if leaf.ndim and leaf.dtype is torch.float32]
 
@@ -269,6 +269,6 @@ def _name(dtype: object) -> str:
 
 
 def _names(found: Iterable[torch.Tensor | torch.dtype | None]) -> tuple[str, ...]:
-    """The names of dtypes, and of those of tensors."""
+    """Return the sorted names of dtypes and of tensors' dtypes, without None."""
     dtypes = (one.dtype if isinstance(one, torch.Tensor) else one for one in found)
     return tuple(sorted({_name(dtype) for dtype in dtypes if dtype is not None}))

@@ -1,4 +1,4 @@
-"""When Python looks for garbage: never in the middle of what makes, or looks at, very many objects."""
+"""Keeps Python's garbage collector from running while code creates or searches very many objects."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import gc
 from collections.abc import Iterator
 
 SELDOM = 100
-"""So many times as seldom as otherwise Python looks through all objects, and not only through the young ones."""
+"""Full collections, which search all objects and not only young ones, become rarer by this factor."""
 
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Python looks for cycles of garbage only afterwards, for as long as this is entered.
+    """Turn the garbage collector off inside the ``with`` block.
 
-    A step makes many objects that stay until its end: each time that there are a quarter more of them Python would look
-    through all, those of every import too, and find nothing. Behind it they are young still, and looked through first.
+    A step creates many objects that live until its end. Whenever their number grows by a quarter, Python would search
+    all objects, those of all imports too, and free none. Afterward they are still young, and Python checks them first.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -28,8 +28,8 @@ def uncollected() -> Iterator[None]:
 
 @contextlib.contextmanager
 def seldom_collected() -> Iterator[None]:
-    """While this is entered Python looks for garbage among what was made of late, and ``SELDOM`` through all that there
-    is: what a search keeps of each trial would make it do so again and again."""
+    """Make full garbage collections ``SELDOM`` times rarer; collections of young objects continue. The results that a
+    pin search keeps from each trial would otherwise cause one full collection after the other."""
     young, middle, old = gc.get_threshold()
     gc.set_threshold(young, middle, old * SELDOM)
     try:

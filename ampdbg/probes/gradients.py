@@ -1,6 +1,6 @@
-"""The gradients between ``scale(loss).backward()`` and ``step()``: their norm, and when a watcher looks at them.
+"""Measures gradients between ``scale(loss).backward()`` and ``step()``, before the loop alters them.
 
-That is before the loop alters them, and where a GPU is waited for anyway.
+On a GPU the results are read only where the loop waits for the GPU anyway.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from ampdbg.probes.tensors import HALVES, Scalar, is_at_hand, is_on_device, to_h
 from ampdbg.record.run import GroupOverflow
 
 NARROW = (*HALVES, torch.float32)
-"""The dtypes whose norms torch takes of many tensors at once, in float32."""
+"""The dtypes for which torch computes the norms of many tensors in one call, in float32."""
 
 SMALL = 32_768
-"""On a CPU gradients up to this many elements are gathered into one buffer for the norm: one kernel for all of them
-costs less than one each. Larger ones are read where they are, which costs less than copying them."""
+"""On a CPU, gradients of at most this many elements are copied into one buffer for the norm. One kernel for all costs
+less than one kernel each. Larger gradients are read in place, which costs less than a copy."""
 
 _DOT, _CPU = torch.ops.aten.dot.default, DispatchKeySet(DispatchKey.CPU)
-"""The CPU's own kernel at once: neither autograd nor the emulation of half products has to do with this."""
+"""Calls the CPU kernel directly, past autograd and past the emulation of half products."""
 
 
 def gradient_norm(optimizer: Stepped, divisor: Scalar = 1.0) -> Scalar | None:
-    """The 2-norm of all gradients of the optimizer divided by ``divisor``; of those on a GPU in float32, not synced.
+    """Return the 2-norm of all gradients of the optimizer, divided by ``divisor``; on a GPU in float32, not synced.
 
-    None when no parameter has a gradient. Inf or NaN when a gradient is not finite, and on a GPU also
-    when the squares overflow float32; on a CPU a second look in float64 parts the two.
+    None if no parameter has a gradient. Inf or NaN if a gradient is not finite, and on a GPU also if the squares
+    overflow float32. On a CPU a second pass in float64 separates the two cases.
     """
     gradients = _gradients_of(optimizer)
     plain = _norm_of_plain(gradients)
@@ -46,7 +46,7 @@ def gradient_norm(optimizer: Stepped, divisor: Scalar = 1.0) -> Scalar | None:
 def _norm_of_any(gradients: list[torch.Tensor], divisor: Scalar) -> Scalar | None:
     kinds = {(type(one), one.layout, one.dtype in NARROW, one.dtype, one.device) for one in gradients if one.numel()}
     if [kind[:3] for kind in kinds] == [(torch.Tensor, torch.strided, True)]:
-        # With as few calls as can be: a GPU's loop has to wait for each.
+        # As few calls as possible: on a GPU each call costs the loop time.
         values = [one for one in gradients if one.numel()]
         norms = torch._foreach_norm(values, 2.0, torch.float32)
         norm: torch.Tensor | None = torch.linalg.vector_norm(torch.stack(norms))
@@ -62,9 +62,9 @@ def _norm_of_any(gradients: list[torch.Tensor], divisor: Scalar) -> Scalar | Non
 
 @torch.no_grad()
 def gradient_norms(optimizer: torch.optim.Optimizer) -> NormOfEach | None:
-    """The largest magnitude of each gradient of the optimizer, NaN where it holds one; not synced.
+    """Return the largest magnitude of each gradient of the optimizer, NaN if the gradient holds NaN; not synced.
 
-    None where they are not all dense on one device.
+    None unless all gradients are dense and on one device.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     gradients = [p.grad for p in parameters if p.grad.numel()]
@@ -78,7 +78,7 @@ def gradient_norms(optimizer: torch.optim.Optimizer) -> NormOfEach | None:
 def _gradients_of(optimizer: Stepped) -> list[torch.Tensor]:
     found = []
     for group in optimizer.param_groups:
-        for parameter in group["params"]:  # thousands are not rare: a loop costs least
+        for parameter in group["params"]:  # up to thousands: a plain loop is fastest
             gradient = parameter.grad
             if gradient is not None:
                 found.append(gradient)
@@ -86,9 +86,9 @@ def _gradients_of(optimizer: Stepped) -> list[torch.Tensor]:
 
 
 def _norm_of_plain(gradients: list[torch.Tensor]) -> float | None:
-    """The norm of ordinary float32 gradients in main memory; None where some are not, or the sum overflows.
+    """Return the norm of plain float32 gradients in main memory; None for other gradients or if the sum overflows.
 
-    Thousands of small gradients are not rare: what Python spends on each of them adds up to part of a step.
+    Models may have thousands of small gradients, and Python's time for each adds up to a part of the step.
     """
     if not gradients or not is_at_hand(gradients[0]):
         return None
@@ -104,39 +104,39 @@ def _norm_of_plain(gradients: list[torch.Tensor]) -> float | None:
             if not is_plain or part.dtype is not torch.float32:
                 return None
             flat = part.detach().reshape(-1)
-            # On a CPU a dot product takes half the time of a norm, and Python adds a few numbers sooner than torch.
+            # On a CPU a dot product takes half the time of a norm. Python adds a few numbers faster than torch.
             squares += _DOT.redispatch(_CPU, flat, flat).item()
-    except (RuntimeError, TypeError):  # sparse ones, or several devices
+    except (RuntimeError, TypeError):  # sparse gradients, or several devices
         return None
     return None if math.isinf(squares) else math.sqrt(squares)
 
 
 class Measures:
-    """What is kept of the gradients of the step that a loop has under way.
+    """Measures and keeps the gradients of a loop's open steps.
 
     Args:
-        loop: has the step.
-        optimizers: only their gradients are looked at.
-        calls: know which of them a scaler has scaled or unscaled.
-        log: knows whether the norm of the step is to be recorded.
+        loop: holds the open steps.
+        optimizers: the optimizers to measure.
+        calls: know which gradients a scaler has scaled or unscaled.
+        log: knows whether to record the norm of the step.
     """
 
     def __init__(self, loop: Loop, optimizers: Optimizers, calls: Calls, log: StepLog) -> None:
         self._loop, self._optimizers, self._calls, self._log = loop, optimizers, calls, log
 
     def unscaled(self, scaler: GradScaler, optimizer: Optimizer) -> None:
-        """To be called when a scaler, enabled or not, has unscaled the gradients of an optimizer."""
+        """Measure an optimizer's gradients after a scaler, enabled or not, has unscaled them."""
         may_change = not self._loop.is_inside("step")
         if scaler.is_enabled() and not self._wants_norm:
             self._trust(scaler, optimizer, may_change=may_change)
         self.take(optimizer, 1.0, may_change=may_change)
 
     def _trust(self, scaler: GradScaler, optimizer: Optimizer, *, may_change: bool) -> None:
-        """Leaves it to a scaler that has unscaled the gradients to know whether they are finite.
+        """Skip the measurement if the scaler's own check for inf and NaN is enough.
 
-        On a CPU its flags are there, and gradients that are not finite are to be measured. On a GPU to read them would
-        cost a sync: where it withholds the step, the gradients are looked at then. Where they ``may_change`` before, as
-        by clipping, their largest magnitudes are kept.
+        On a CPU its flags can be read, so only finite gradients are skipped. On a GPU reading them would sync, so the
+        gradients are measured when the scaler withholds the step. If they ``may_change`` before, as by clipping, their
+        largest magnitudes are kept.
         """
         flags = scaler._found_inf_per_device(optimizer).values()
         are_read = all(map(is_at_hand, flags))
@@ -145,13 +145,13 @@ class Measures:
             self._known(optimizer)[id(optimizer)] = Gradients(each=each)
 
     def before_kernel(self, optimizer: Optimizer, divisor: Scalar) -> None:
-        """To be called before a scaler steps an optimizer whose gradients it does not unscale, nor anybody alters."""
+        """Measure gradients before a step whose kernel unscales them, as of a fused optimizer."""
         if not self._wants_norm:
             self._known(optimizer)[id(optimizer)] = Gradients()
         self.take(optimizer, divisor, may_change=False)
 
     def before_clipping(self, parameters: Sequence[torch.Tensor]) -> None:
-        """The last moment with gradients as the backward pass left them, where ``unscale_`` has not come before."""
+        """Measure gradients before clipping changes them, unless ``unscale_`` has measured them already."""
         places = self._calls.owners(parameters)
         for optimizer in [one for one in self._optimizers if self._calls.place_of(one) in places]:
             scaled = self._calls.scaler_of(optimizer) is not None
@@ -159,8 +159,8 @@ class Measures:
             self.take(optimizer, self._step_of(optimizer).loss_scale() if scaled else 1.0, is_early=is_early)
 
     def take(self, optimizer: Optimizer, divisor: Scalar, *, may_change: bool = True, is_early: bool = False) -> None:
-        """Keeps what tells of the gradients as they are now, before the loop does anything to them; unless that is
-        known. Those on a GPU are not waited for: where they ``may_change`` before, the norm of each is kept."""
+        """Measure the current gradients, unless this step has done so. On a GPU this does not sync: if they
+        ``may_change`` before the norm is read, the largest magnitude of each is kept."""
         is_to_be_looked_at = optimizer in self._optimizers and id(optimizer) not in self._known(optimizer)
         norm = gradient_norm(optimizer, divisor) if is_to_be_looked_at else None
         if isinstance(norm, torch.Tensor):
@@ -171,35 +171,35 @@ class Measures:
             self._known(optimizer)[id(optimizer)] = Gradients(norm, groups=groups, is_early=is_early)
 
     def left(self, optimizer: Optimizer, wrote: Collection[int]) -> None:
-        """To be called behind a backward pass whose step the loop itself may withhold, with the places of the
-        optimizers whose gradients it ``wrote``. On a GPU this does not sync."""
+        """Measure gradients after a backward pass, if the loop itself may withhold the step. ``wrote`` holds the places
+        of the optimizers with gradients that the pass wrote. On a GPU this does not sync."""
         written = self._calls.written_for(optimizer)
         norm = gradient_norm(written) if self._calls.place_of(optimizer) in wrote else None
         if norm is not None:
             self._step_of(optimizer).left.append(norm)
 
     def are_finite(self, optimizer: Optimizer) -> bool:
-        """The gradients of an optimizer are finite, as far as they were measured. On a GPU this syncs."""
+        """True unless measured gradients of the optimizer are not finite. On a GPU this syncs."""
         known = self._known(optimizer).get(id(optimizer))
         return known is None or is_finite_scalar(known.norm)
 
     def withheld(self, optimizer: Optimizer, divisor: Scalar) -> None:
-        """To be called where a scaler has withheld a step: it has found what it was trusted to find."""
+        """Measure gradients after a scaler withheld the step, if its own check had replaced the measurement."""
         known = self._known(optimizer).get(id(optimizer))
         if known is not None and known.norm is None:
             known.norm = gradient_norm(optimizer, divisor) if known.each is None else known.each[1].amax()
 
     def note_groups(self, optimizer: Optimizer) -> None:
-        """Adds the groups whose gradients were not finite to the step."""
+        """Add the parameter groups with non-finite gradients to the step."""
         known = self._known(optimizer).get(id(optimizer), Gradients())
         groups = self._optimizers.nonfinite_groups(optimizer, known.each) if known.groups is None else known.groups
         self._step_of(optimizer).groups += groups
 
     def steps_on_lost(self, optimizer: Optimizer) -> bool:
-        """An optimizer whose step a scaler has just called is to step, though a loss is known to be lost.
+        """True if the scaler lets the optimizer step although a loss is known to be inf or NaN.
 
-        The scaler has waited for a GPU, which has nothing left to do: to read from it is free. Where a fused optimizer
-        finds what is not finite, nobody has waited yet, and nobody does so here.
+        The scaler has already waited for the GPU, so reading the losses is free. A fused optimizer checks for inf
+        itself, and nothing has waited yet: then this method does not sync either.
         """
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is None:
@@ -208,8 +208,8 @@ class Measures:
         return is_to_step and not self._step_of(optimizer).is_known_finite()
 
     def read(self, optimizer: Optimizer, others: Sequence[Scalar] = ()) -> list[float]:
-        """Brings the losses to the host, the norm of an optimizer's gradients, and others, whose values it returns. On
-        a GPU this syncs once."""
+        """Copy the losses, the norm of the optimizer's gradients and ``others`` to the host. Return the values of
+        ``others``. On a GPU this syncs once."""
         step, known = self._step_of(optimizer), self._known(optimizer).get(id(optimizer), Gradients())
         norms = [] if known.norm is None else [known.norm]
         values = to_host([*norms, *step.scaled, *others])
@@ -222,7 +222,7 @@ class Measures:
         return values[behind:]
 
     def _groups(self, optimizer: Optimizer, norm: float) -> tuple[GroupOverflow, ...] | None:
-        """The groups that are not finite, where the norm is not."""
+        """Return the groups with non-finite gradients; None if the norm is finite."""
         return None if math.isfinite(norm) else self._optimizers.nonfinite_groups(optimizer)
 
     def _step_of(self, optimizer: Optimizer) -> OpenStep:

@@ -1,4 +1,4 @@
-"""What goes wrong in a watcher itself is no concern of the loop that it watches."""
+"""Keeps exceptions in ampdbg's own watcher code away from the training loop that it watches."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ampdbg.errors import named_error
 
 
 class Guard:
-    """Runs what a watcher does around a loop, and keeps the watcher's own failures from it."""
+    """Runs a watcher's handlers around the loop's calls, and stops the watcher at its first own exception."""
 
     def __init__(self) -> None:
         self.failure = ""
-        """What went wrong in the watcher; it is to note nothing from then on."""
+        """The watcher's own error as text; once set, the watcher must record nothing more."""
         self.failed: Callable[[], None] = lambda: None
-        """Called when the watcher has failed: whatever else it has put into torch is to go."""
+        """Called when the watcher has failed, to remove its other hooks from torch."""
         self._told = 0
 
     def around(
         self, handler: Callable[..., Any], watcher: Any, original: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Calls the watcher's handler, which calls ``original``; where that fails, the call ends as without it."""
+        """Call the watcher's handler, which calls ``original``; if the handler fails, the call ends as without it."""
         self._told = 0
         returned: list[Any] = []
         raised: Exception | None = None
@@ -50,10 +50,10 @@ class Guard:
                 raise raised
             return returned[0] if returned else original(*args, **kwargs)
         finally:
-            raised = None  # it holds every frame below it, and so itself
+            raised = None  # its traceback refers to this frame: a reference cycle
 
     def hooked(self, hook: Callable[..., None], *given: Any) -> None:
-        """Calls what hangs on an optimizer's step, or on the end of the loop."""
+        """Call the watcher's hook of an optimizer step or of the loop's end; the hook's own errors stop the watcher."""
         self._told = 0
         try:
             hook(*given)
@@ -63,7 +63,7 @@ class Guard:
             self._fail(error)
 
     def answered(self, question: Callable[..., bool], *given: Any) -> bool:
-        """What the watcher's question comes to; no where it fails."""
+        """Return the result of the watcher's predicate; False if it raises."""
         try:
             return question(*given)
         except Exception as error:
@@ -73,7 +73,7 @@ class Guard:
         return False
 
     def told(self, callback: Callable[[Any], None]) -> Callable[[Any], None]:
-        """A callback of the loop's own: what it raises is for the loop."""
+        """Wrap a callback of the user, so that its errors reach the loop."""
 
         def tell(step: Any) -> None:
             try:
@@ -85,7 +85,7 @@ class Guard:
         return tell
 
     def _fail(self, error: Exception) -> None:
-        # Only text is kept: the error itself holds the frames of a step, and so its tensors.
+        # Keep only text: the error refers to the frames of a step, and so to its tensors.
         at = traceback.extract_tb(error.__traceback__)[-1]
         self.failure = f"{named_error(error)} ({Path(at.filename).name}, line {at.lineno})"
         with contextlib.suppress(Exception):
@@ -93,7 +93,7 @@ class Guard:
 
 
 def _is_of_a_signal(error: Exception) -> bool:
-    """A signal's handler of the loop's own has raised it, as for a time limit: that may be anywhere."""
+    """True if a signal handler of the loop raised the error, as for a time limit; that can happen on any line."""
     handlers = map(signal.getsignal, signal.valid_signals())
     codes = {getattr(getattr(handler, "__func__", handler), "__code__", None) for handler in handlers}
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))

@@ -1,4 +1,4 @@
-"""Which expressions hold half tensors on each line of a function, as seen while a step runs."""
+"""Records which expressions on each source line hold half tensors while a step runs."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from ampdbg.source.ownership import LibraryLine, Line, is_users_file
 from ampdbg.syntax_tree import UNPARSABLE, syntax_tree
 
 _PLAIN = (ast.Name, ast.Attribute, ast.Subscript)
-"""Expressions that can be looked at without running any code of the user's, if what they are made of is."""
+"""Expressions that ampdbg can evaluate without running user code, if their parts are such expressions too."""
 
 CONTAINERS = (list, tuple, torch.Tensor, torch.nn.ParameterList, torch.nn.ParameterDict)
 
 
 @dataclass
 class LineNames:
-    """The expressions of one line, as they stand in the source, that held half tensors and other float tensors."""
+    """The source text of the expressions on one line that held half tensors, and of those that held wider floats."""
 
     half: dict[str, None] = field(default_factory=dict)
     full: dict[str, None] = field(default_factory=dict)
 
 
 NamesByLine = Mapping[tuple[str, int], LineNames]
-"""By file and line (from 1)."""
+"""The expressions by file and line (from 1)."""
 
 
 class CallNames:
-    """Notes the names of each line of the user's code that calls what is noted; ``seen`` has them by its statement.
+    """Records which expressions on the user's lines hold half tensors, just before the line runs.
 
-    Values are looked at before what a line calls is run. Code that cannot be parsed is passed over.
+    ``seen`` has them by file and first line of the statement. Files that cannot be parsed are skipped.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,8 @@ class CallNames:
         self._read: dict[str, Mapping[int, tuple[int, Mapping[str, ast.expr]]]] = {}
 
     def note(self, line: Line | None) -> None:
-        """To be called below the line, before what it calls is run; of a library's it is that which led there."""
+        """Record the line, or the user's caller of a library line. Call this inside a call on the line, before its op
+        runs."""
         line = line.caller if isinstance(line, LibraryLine) else line
         if line is None or not is_users_file(line[0]):
             return
@@ -58,7 +59,7 @@ class CallNames:
                 return
 
     def note_frame(self, frame: FrameType) -> None:
-        """To be called before the line of a frame is run."""
+        """Record the frame's current line; call this before the line runs."""
         file = frame.f_code.co_filename
         if file not in self._read:
             self._read[file] = _read_in(file)
@@ -69,8 +70,8 @@ class CallNames:
 
 @contextlib.contextmanager
 def names_seen(lines: Collection[tuple[str, int]]) -> Iterator[NamesByLine]:
-    """Notes the dtypes of names, attributes and constant elements in every function that holds one of ``lines``, just
-    before each line runs, in this thread."""
+    """Record the dtypes of names, attributes and constant elements in each function with one of ``lines``. Values are
+    read in this thread, just before each line runs."""
     names, files = CallNames(), {file for file, _ in lines}
 
     def on_line(frame: FrameType, event: str, argument: Any) -> Any:
@@ -88,17 +89,17 @@ def names_seen(lines: Collection[tuple[str, int]]) -> Iterator[NamesByLine]:
 
 
 def _read_in(file: str) -> Mapping[int, tuple[int, Mapping[str, ast.expr]]]:
-    """Of each line of a file the first of its innermost statement, and what of that can be looked at."""
+    """Map each line of a file to the first line of its innermost statement, and to that statement's expressions."""
     try:
         nodes = [*ast.walk(syntax_tree(Path(file).read_bytes()))]
     except (OSError, *UNPARSABLE):
         return {}
     read: dict[int, tuple[int, dict[str, ast.expr]]] = {}
-    for node in nodes:  # an outer one is met before those in it
+    for node in nodes:  # outer statements come before inner statements
         if isinstance(node, ast.stmt):
             read |= dict.fromkeys(range(node.lineno, (node.end_lineno or node.lineno) + 1), (node.lineno, {}))
     for node in nodes:
-        if isinstance(node, _PLAIN) and node.lineno in read:  # else it decorates a function of the module
+        if isinstance(node, _PLAIN) and node.lineno in read:  # else it is a decorator at module level
             read[node.lineno][1][ast.unparse(node)] = node
     return read
 
@@ -107,15 +108,15 @@ def _note(names: LineNames, text: str, node: ast.expr, frame: FrameType) -> None
     try:
         value = _value_of(node, frame)
     except Exception:  # noqa: BLE001
-        # Not there yet on this line, or an attribute that raises: then it holds nothing here.
+        # The name has no value yet, or the attribute raises.
         return
     if isinstance(value, torch.Tensor) and value.is_floating_point():
         (names.half if value.dtype in HALVES else names.full)[text] = None
 
 
 def _value_of(node: ast.expr, frame: FrameType) -> Any:
-    """What an expression holds; only containers whose elements come without any computation are looked into. None of
-    what would have to be computed."""
+    """Return the value of an expression; None if reading it would compute something. Elements are read only from
+    containers that store them."""
     match node:
         case ast.Name(id=name):
             return frame.f_locals[name] if name in frame.f_locals else frame.f_globals[name]
@@ -125,6 +126,6 @@ def _value_of(node: ast.expr, frame: FrameType) -> Any:
             held: Any = _value_of(base, frame)
             key: Any = index.value if isinstance(index, ast.Constant) else _value_of(index, frame)
             if isinstance(held, Mapping):
-                return held.get(key)  # a defaultdict would get an entry of its own by being asked
+                return held.get(key)  # held[key] would add an entry to a defaultdict
             return held[key] if isinstance(held, CONTAINERS) else None
     return None

@@ -1,4 +1,4 @@
-"""Where a script makes its weights half, and where it calls the model that has them: the lines of the user's code."""
+"""Finds the user's lines that make weights half, and the lines that call the model with these weights."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from ampdbg.source.ownership import is_users
 from ampdbg.source.source_file import read_source
 
 NAMES = {"float16": torch.float16, "half": torch.float16, "bfloat16": torch.bfloat16, "auto": torch.bfloat16}
-"""The half dtypes as libraries take them by name; ``auto`` is that of a checkpoint, which is half where it made one."""
+"""Half dtypes by the names that libraries accept. ``auto`` is the checkpoint's dtype, which is half on a cast line."""
 
 
 class CastLine(NamedTuple):
-    """A line of the user's code, from 1, that makes weights half; ``dtypes`` are the expressions on it that say so."""
+    """A line of the user's code, from 1, that makes weights half; ``dtypes`` are its expressions for a half dtype."""
 
     file: str
     line: int
@@ -38,8 +38,8 @@ class CastLine(NamedTuple):
 
 
 class LoopLines(NamedTuple):
-    """The lines of one function from the ``first`` call of a model to what goes ``backward`` from there, with all
-    ``files`` of the user's code that were under way then."""
+    """The lines of one function from its ``first`` model call to its ``backward`` call. ``files`` are all user files on
+    the stack of the backward call."""
 
     file: str
     first: int
@@ -48,9 +48,11 @@ class LoopLines(NamedTuple):
 
 
 class HalfWeights:
-    """Notes, while it is entered, which line of the user's code makes each parameter half, and the lines between the
-    calls of modules that train and their backward pass, the last before an optimizer steps: one before that may have
-    tried out how much memory a step takes."""
+    """Records, while entered, which line of the user's code makes each parameter half.
+
+    It also records the lines from a model call to its backward pass. The last pass before the first optimizer step
+    counts: earlier passes may only measure the memory of a step.
+    """
 
     def __init__(self) -> None:
         self._casts: dict[int, CastLine | None] = {}
@@ -60,9 +62,9 @@ class HalfWeights:
         self._has_stepped = False
         self.loop: LoopLines | None = None
         self.is_lowered = False
-        """The model, or a part of it, is called under autocast anyway."""
+        """True if the script trains the model, or a part of it, under autocast."""
         self.outside: dict[tuple[str, int], None] = {}
-        """The lines of the user's code that call it without gradients, where its parts run outside autocast."""
+        """The user's lines that call the model without gradients and without autocast."""
 
     def __enter__(self) -> HalfWeights:
         with ExitStack() as stack:
@@ -78,7 +80,7 @@ class HalfWeights:
         self._entered.close()
 
     def casts(self, half: Iterable[nn.Parameter]) -> tuple[CastLine, ...]:
-        """The lines that have made these parameters half; of one of which none is known, all that have made any."""
+        """Return the lines that made these parameters half; all known cast lines if a parameter's line is unknown."""
         known = [self._casts.get(id(one)) for one in half]
         found = dict.fromkeys([*self._casts.values()] if None in known else known)
         return tuple(one for one in found if one is not None)
@@ -88,7 +90,7 @@ class HalfWeights:
             self._casts[id(parameter)] = self._default or _cast_line()
 
     def _given_data(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """What sets an attribute of a parameter: a cast of a module gives each new ``data``, as a script may itself."""
+        """Wrap ``Parameter.__setattr__``: module casts, and some scripts, assign the half tensor to ``data``."""
 
         def set_attribute(parameter: nn.Parameter, name: str, value: Any) -> None:
             before = parameter.dtype
@@ -133,20 +135,20 @@ class HalfWeights:
 
 
 def _frames() -> Iterator[FrameType]:
-    """The frames under way, the innermost first."""
+    """Return the stack frames of this thread, innermost first."""
     return (frame for frame, _ in walk_stack(sys._getframe(1)))
 
 
 def _cast_line() -> CastLine | None:
-    """The innermost line of the user's code; where that names a half dtype, the outermost of those that hand it on."""
+    """Return the user's innermost line. If it and its callers name a half dtype, return the outermost of that chain."""
     users = filter(is_users, _frames())
     lines = [CastLine(frame.f_code.co_filename, frame.f_lineno, _dtypes_on(frame)) for frame in users]
     return next(iter([*takewhile(attrgetter("dtypes"), lines)][-1:] + lines), None)
 
 
 def _dtypes_on(frame: FrameType) -> frozenset[str]:
-    """The names, attributes and texts in the statement under way that stand for a half dtype."""
-    with contextlib.suppress(Exception):  # the text is gone, or an attribute of the user's raises
+    """Return the names, attributes and strings in the frame's current statement that mean a half dtype."""
+    with contextlib.suppress(Exception):  # the file is gone, or a user's attribute raises
         document = document_of(frame.f_code.co_filename)
         texts = (one.value for one in document.find(ast.keyword) if str(one.arg).endswith("dtype"))
         nodes = [*document.loads(), *(one for one in texts if isinstance(one, ast.Constant))]
@@ -157,7 +159,7 @@ def _dtypes_on(frame: FrameType) -> frozenset[str]:
 
 
 def document_of(file: str) -> Document:
-    """A file as it is."""
+    """Parse a source file, as it is on disk now."""
     return _parsed(Path(file).read_bytes())
 
 
@@ -167,13 +169,13 @@ def _parsed(source: bytes) -> Document:
 
 
 def statement_at(document: Document, line: int) -> ast.stmt:
-    """The innermost statement on a line that has run."""
+    """Return the innermost statement on a line that has run."""
     statements = (node for node in ast.walk(document.tree) if isinstance(node, ast.stmt))
     return [one for one in statements if one.lineno <= line <= (one.end_lineno or line)][-1]
 
 
 def _value(node: ast.AST, frame: FrameType) -> Any:
-    """What a plain name, an attribute of one or a text stands for; a text for a dtype."""
+    """Return the value of a name or attribute in the frame, or the dtype that a string names; None if unknown."""
     match node:
         case ast.Constant(str(text)):
             return NAMES.get(text)

@@ -1,6 +1,6 @@
-"""What the graph of a loss tells: which scaler has scaled it, what it was lowered to, whether the code has scaled it.
+"""Reads a loss's autograd graph: the scaler that scaled the loss, its 16-bit dtypes, and factors of the script's own.
 
-Nodes are looked at, and no tensor is kept; where a scalar is read, a GPU syncs.
+Only graph nodes are inspected, and no tensor is kept. Reading a scalar factor syncs on a GPU.
 """
 
 from __future__ import annotations
@@ -20,50 +20,50 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ampdbg.probes.tensors import HALVES, Scalar, scalar_of, tensors_in
 
 NEAREST = 4
-"""So many nodes are looked at for what the code itself has made of the loss."""
+"""Search this many nodes for a product of the loss with a constant tensor."""
 
 NEAR = 16
-"""A scaled loss may be divided or added up before ``backward``: so many nodes are looked at for the scaler."""
+"""Search this many nodes for the scaler: a loop may divide or add up scaled losses before ``backward``."""
 
 FAR = 4000
-"""So many nodes are looked at for the dtypes of the forward pass."""
+"""Search this many nodes for the dtypes of the forward pass."""
 
 SCALED_BY_HAND = 8.0
-"""A loss that is multiplied by at least this has a loss scale of the loop's own."""
+"""A factor of at least this is a loss scale of the loop's own."""
 
 MOVES = re.compile(
     "(ToCopy|T|Transpose|Permute|View|UnsafeView|Expand|Unsqueeze|Squeeze|Slice|Select|Split|Clone|Alias)Backward"
 )
-"""The nodes of casts and views."""
+"""Matches the names of the nodes of casts and views."""
 
 _SCALED = "ampdbg.scaled"
 
 _have_scaled: set[int] = set()
-"""The ``id`` of each scaler that has: where there is none, no graph is looked into for one."""
+"""The ``id`` of each scaler that has scaled a loss; while this is empty, no graph is searched for a scaler."""
 
 
 class Scaled(NamedTuple):
-    """A loss as it was before a scaler scaled it: a scalar, on its device."""
+    """A scaler and the loss before it was scaled: a scalar, on the loss's device."""
 
     by: Any
     loss: Scalar
 
 
 def mark_scaled(losses: Any, scaled: Any, scaler: Any) -> None:
-    """Marks what ``scaler.scale`` made of losses, on its graph: the mark goes when the graph does, and any watch reads
-    it."""
+    """Mark the results of ``scaler.scale`` in the metadata of their graph nodes. The mark lives as long as the graph,
+    and every watch can read it."""
     _have_scaled.add(id(scaler))
-    for loss, leaf in zip(tensors_in(losses), tensors_in(scaled), strict=False):  # a scaler of the user's may add up
+    for loss, leaf in zip(tensors_in(losses), tensors_in(scaled), strict=False):  # a user's scaler may sum losses
         node = _node_of(leaf)
         if node is not None:
             node.metadata[_SCALED] = Scaled(scaler, scalar_of(loss))
 
 
 def scaled_behind(roots: Sequence[Any]) -> list[Scaled]:
-    """What one scaler has scaled of what goes backward from these; nothing where none has."""
+    """Return the marks of one scaler in the graphs of these losses; an empty list if no scaler has scaled them."""
     if not _have_scaled:
         return []
-    for nodes in (filter(None, map(_node_of, roots)), islice(_nodes(roots), NEAR)):  # seldom is one altered since
+    for nodes in (filter(None, map(_node_of, roots)), islice(_nodes(roots), NEAR)):  # few loops alter a scaled loss
         marks = [mark for node in nodes if (mark := node.metadata.get(_SCALED)) is not None]
         if marks:
             return [mark for mark in marks if mark.by is marks[0].by]
@@ -71,15 +71,15 @@ def scaled_behind(roots: Sequence[Any]) -> list[Scaled]:
 
 
 def scaler_of(roots: Sequence[Any]) -> Any:
-    """The scaler that scaled these losses, or None."""
+    """Return the scaler that scaled these losses, or None."""
     return next((mark.by for mark in scaled_behind(roots)), None)
 
 
 def forward_dtypes(roots: Sequence[Any]) -> tuple[tuple[str, ...], dict[int, torch.dtype]]:
-    """The 16-bit dtypes of the forward pass behind these losses; what parameters are stored in does not count. And in
-    which dtype each parameter, by ``id``, is computed with: that of what the first op makes of it.
+    """Return the 16-bit dtypes of these losses' forward pass, and the dtype that each parameter is computed with.
 
-    ``compiled`` stands for those inside a compiled function, which its one node does not show.
+    The storage dtypes of parameters do not count. ``compiled`` means a compiled function, which hides its dtypes in one
+    node. The second result maps the ``id`` of a parameter to the output dtype of the first op on it.
     """
     found: set[torch.dtype] = set()
     takers: dict[Any, Any] = {}
@@ -99,7 +99,7 @@ def forward_dtypes(roots: Sequence[Any]) -> tuple[tuple[str, ...], dict[int, tor
 
 
 def _computed_with(leaf: Any, takers: Mapping[Any, Any]) -> torch.dtype | None:
-    """The dtype of what the first op makes of a parameter that is no cast and no view of it."""
+    """Return the output dtype of the first op on a parameter, past casts and views; None if unknown."""
     node = takers.get(leaf)
     while node is not None and MOVES.match(node.name()):
         node = takers.get(node)
@@ -108,26 +108,26 @@ def _computed_with(leaf: Any, takers: Mapping[Any, Any]) -> torch.dtype | None:
 
 
 def is_scaled_by_hand(roots: Sequence[Any]) -> bool:
-    """The losses were multiplied by a large constant on the way to ``backward``. Syncs on a GPU."""
+    """True if the script multiplied the losses by a large constant before ``backward``. Syncs on a GPU."""
     return any(_factor(node) >= SCALED_BY_HAND for node in islice(_nodes(roots), 3))
 
 
 def is_loss_scale(factor: float) -> bool:
-    """Nobody weighs losses by a large power of two."""
+    """True for a large power of two: such a factor is not a weight of a loss."""
     return factor >= SCALED_BY_HAND and math.frexp(factor)[0] == 0.5
 
 
 def last_factor(roots: Sequence[Any]) -> float:
-    """What the script has multiplied its only loss by as the last before that goes backward; 1 where it has not. Syncs
-    on a GPU where that is a tensor there."""
+    """Return the factor of the script's last product before ``backward``; 1 without a product, or for several losses.
+    Syncs on a GPU if the factor is a tensor there."""
     factors = [_factor(node) for node in map(_node_of, roots) if node is not None]
     return (factors[0] or 1.0) if len(factors) == 1 else 1.0
 
 
 def is_plain(roots: Sequence[Any], starts: Sequence[torch.Tensor | None]) -> bool:
-    """Nothing in the graph of these losses may have scaled them; the backward pass ``starts`` with these.
+    """True if nothing in the losses' graph can have scaled them; ``starts`` are the pass's initial gradients.
 
-    A product with a constant tensor may: that tensor may be a gradient of a scaled loss.
+    A product with a constant tensor can: the tensor may be a gradient of a scaled loss.
     """
     if not all(map(is_one, starts)) or is_scaled_by_hand(roots):
         return False
@@ -137,8 +137,8 @@ def is_plain(roots: Sequence[Any], starts: Sequence[torch.Tensor | None]) -> boo
 
 
 def leaves_behind(tensor: torch.Tensor) -> set[int] | None:
-    """The leaves that the graph of a tensor leads to, by ``id``, where that is a few ops of torch's, none in half; else
-    None."""
+    """Return the ``id`` of each leaf in a tensor's graph. None if the graph has more than ``NEAR`` nodes, a half dtype,
+    or a function that is not torch's."""
     nodes = list(islice(_nodes([tensor]), NEAR + 1))
     dtypes = {getattr(entry, "dtype", None) for node in nodes for entry in node._input_metadata}
     if len(nodes) > NEAR or not dtypes.isdisjoint(HALVES) or not all(map(_is_torchs, nodes)):
@@ -147,25 +147,25 @@ def leaves_behind(tensor: torch.Tensor) -> set[int] | None:
 
 
 def is_one(gradient: torch.Tensor | None) -> bool:
-    """A backward pass starts from the loss as it is: torch fills in a one where nothing is given."""
+    """True if the initial gradient of a pass is one, which is also torch's default for None."""
     return gradient is None or (gradient.numel() == 1 and float(gradient) == 1.0)
 
 
 def is_scaling(scaler: GradScaler) -> bool:
-    """The scaler has a scale that makes a difference. Syncs on a GPU."""
+    """True if the scaler's scale is at least ``SCALED_BY_HAND``. Syncs on a GPU."""
     scale = getattr(scaler, "_scale", None)
     return isinstance(scale, torch.Tensor) and float(scale) >= SCALED_BY_HAND
 
 
 def _is_torchs(node: Any) -> bool:
-    """What the node does is known: a compiled or a user's own function may scale."""
+    """True for a node of torch's own; a compiled or user-defined function may scale."""
     if isinstance(node, BackwardCFunction):
         return str(getattr(type(node), "_forward_cls", node).__module__).startswith("torch.")
     return not node.name().startswith("CompiledFunction")
 
 
 def _has_constant_factor(node: Any) -> bool:
-    """The node is of a product, number by number, with a tensor of several that needs no gradient."""
+    """True for an elementwise or dot product with a constant of several elements, or if its saved tensors are freed."""
     if not node.name().startswith(("MulBackward", "DotBackward")):
         return False
     saved = _saved(node)
@@ -173,7 +173,7 @@ def _has_constant_factor(node: Any) -> bool:
 
 
 def _saved(node: Any) -> list[torch.Tensor] | None:
-    """The tensors that a node has kept; None where an earlier backward pass has freed them."""
+    """Return the tensors that a node has saved; None if an earlier backward pass has freed them."""
     try:
         kept = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
     except RuntimeError:
@@ -182,17 +182,17 @@ def _saved(node: Any) -> list[torch.Tensor] | None:
 
 
 def _factor(node: Any) -> float:
-    """The largest scalar that the node multiplies by; a tensor that is no constant of the loop counts as well."""
+    """Return the largest scalar factor of a product node, constant or not; 0 for other nodes."""
     if not node.name().startswith("MulBackward"):
         return 0.0
     scalars = [value for value in _saved(node) or () if value.numel() == 1]
-    # To a dispatch mode of the user's torch hands the constant of a product as a number, which has no methods.
+    # A user's dispatch mode would get the constant of a product as a number, without tensor methods.
     with _disable_current_modes():
         return max((abs(float(value.detach())) for value in scalars), default=0.0)
 
 
 def _nodes(roots: Iterable[Any]) -> Iterator[Any]:
-    """The graph's nodes, the nearest to the roots first."""
+    """Yield the graph's nodes, those nearest to the roots first."""
     waiting = deque(node for node in map(_node_of, roots) if node is not None)
     seen = set(waiting)
     while waiting:

@@ -1,4 +1,4 @@
-"""Where a script makes its model: the lines of the user's code that modules were put into one another on."""
+"""Finds the lines of the user's code that build a model, by the registrations of modules in other modules."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from ampdbg.record.pins import OWN, RootModel, is_line, root_of, within
 from ampdbg.source.ownership import is_ampdbgs, is_users
 
 FORWARD = "_call_impl"
-"""torch's name of what calls a forward: what is put into a model there is no part of its making."""
+"""torch's function that calls a forward; registrations inside a forward do not build the model."""
 
 
 @dataclass(frozen=True)
 class Making:
-    """The line of the user's code that has made a model what the pins take it for, outside of the model or in it.
+    """The user's line that registers, itself or in a call, the last module on the paths to the pinned modules.
 
-    ``known`` are expressions that gave the model there before; none where the model begins there. It ``is_wrapped``
-    where the line has put it into another module. ``path`` is its name where the pins are of several models in one.
+    ``known`` are expressions for the model before the line runs; none if the line creates the model. ``is_wrapped`` is
+    True if the line puts the model into another module. ``path`` names the model if the script has several.
     """
 
     file: str
@@ -48,7 +48,7 @@ class Making:
 
 @dataclass(frozen=True)
 class _Caller:
-    """A frame of the user's code: the modules that it was given, and those that names of it stand for."""
+    """A frame of the user's code, with the modules among its arguments and the modules that its names refer to."""
 
     file: str
     line: int
@@ -57,13 +57,13 @@ class _Caller:
 
     @property
     def at(self) -> tuple[str, int]:
-        """Its file and line."""
+        """The file and the line."""
         return self.file, self.line
 
 
 @dataclass(frozen=True)
 class _Event:
-    """Something was put into a module, such as a ``module``; ``callers`` are the user's, the innermost first."""
+    """A registration of a parameter or ``module`` in a module; ``callers`` are the user's frames, innermost first."""
 
     number: int
     callers: tuple[_Caller, ...]
@@ -71,9 +71,9 @@ class _Event:
 
 
 class Makings:
-    """Notes, while it is entered, where the user's code puts modules and parameters into modules.
+    """Records, while entered, where the user's code registers modules and parameters in modules.
 
-    What is unpickled or copied is put nowhere: of that nothing is known.
+    Unpickling and copying register nothing, so their lines are unknown.
     """
 
     def __init__(self) -> None:
@@ -90,9 +90,9 @@ class Makings:
         self._entered.close()
 
     def of(self, model: nn.Module, pins: Sequence[str]) -> Making | None:
-        """Where ``model`` has got the last of what leads to the pinned modules; None where no one place is known.
+        """Return the line that registers the last module on the paths to the pinned modules; None if unknown.
 
-        It may be several models in one, as :meth:`Models.together` makes: then the one that the pins are of.
+        If :meth:`Models.together` joined several models in ``model``, all pins must belong to one of them.
         """
         if not isinstance(model, Together):
             return self._of_one(model, pins)
@@ -104,26 +104,25 @@ class Makings:
         return making if making is None else replace(making, path=path)
 
     def lines_apart(self, models: Sequence[nn.Module]) -> tuple[tuple[str, int], ...]:
-        """The file and line that makes each of the models: of the calls that lead there the innermost in which all
-        differ; nothing where there is none."""
+        """Return the lines that build the models, at the innermost call where all differ; empty if there is none."""
         calls = [tuple(self._calls_that_make(model)) for model in models]
         lines = (tuple(call.at for call in same) for same in zip(*calls, strict=False))
         return next((found for found in lines if len(set(found)) == len(models)), ())
 
     def _calls_that_make(self, model: nn.Module) -> Iterator[_Caller]:
-        """Those under way when the first of its parts was put into it, the innermost first; none of its own."""
+        """Return the callers of the model's first registration, innermost first, without the model's own methods."""
         first = min(self._of(model).values(), key=_number_of, default=None)
         return iter(()) if first is None else _outside(first, model)
 
     def _of_one(self, model: nn.Module, pins: Sequence[str]) -> Making | None:
         events = [event for pin in pins for event in self._leading_to(pin.removesuffix(OWN), model)]
         own = self._of(model).values()
-        # What is copied into the model, as layers of nn.Transformer are, has no event of its own.
+        # Copied modules, such as the layers of nn.Transformer, have no event.
         last = max((event for event in events if event is not None), key=_number_of, default=None)
         if not own or last is None:
             return None
         begun = next(iter(_outside(min(own, key=_number_of), model)), None)
-        # A model whose class a config names is made by nobody's line but those of its own methods.
+        # If a config names the model's class, ampdbg creates the model: then only its methods are user code.
         for caller in _outside(last, model) if begun is not None else reversed(last.callers):
             known = tuple(name for name, held in caller.known if held() is model)
             if known or (begun is not None and caller.at == begun.at):
@@ -136,7 +135,7 @@ class Makings:
         return any(caller.at == by.at for event in wrapping for caller in event.callers)
 
     def _leading_to(self, path: str, model: nn.Module) -> Iterator[_Event | None]:
-        """What has put the module at the path into its parent, that one into its own, and so on."""
+        """Yield the registrations of the module at ``path`` and its parents; for no path, all in the model itself."""
         if not path:
             yield from self._of(model).values()
         for name in path.split(".") if path else ():
@@ -148,7 +147,7 @@ class Makings:
         return events
 
     def _put(self, module: nn.Module, name: str, value: Any) -> None:
-        with contextlib.suppress(Exception):  # whatever the names of a script stand for, it goes on
+        with contextlib.suppress(Exception):  # no object of the script may stop it
             if callers := _callers(sys._getframe(1)):
                 self._note(module, name, value, callers)
 
@@ -161,12 +160,12 @@ _number_of = attrgetter("number")
 
 
 def _outside(event: _Event, model: nn.Module) -> Iterator[_Caller]:
-    """The callers that were not given the model, as its own methods are."""
+    """Return the callers without the model among their arguments, which excludes the model's own methods."""
     return (caller for caller in event.callers if not any(held() is model for held in caller.given))
 
 
 def _callers(frame: FrameType) -> tuple[_Caller, ...]:
-    """The frames of the user's code, the innermost first; none within a forward, or where ampdbg is the caller."""
+    """Return the user's frames, innermost first, up to ampdbg's first frame; empty inside a forward."""
     frames = [*takewhile(lambda one: not is_ampdbgs(one), (one for one, _ in walk_stack(frame)))]
     if any(one.f_code.co_name == FORWARD for one in frames):
         return ()
@@ -177,7 +176,7 @@ def _caller(frame: FrameType) -> _Caller:
     code, values = frame.f_code, dict(frame.f_locals)
     parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     known = dict(_modules_in(values))
-    if code.co_argcount and parameters[0] not in known:  # of a method outside of any module
+    if code.co_argcount and parameters[0] not in known:  # a method, and its class is not a module
         own = _modules_in(getattr(values.get(parameters[0]), "__dict__", None))
         known |= {f"{parameters[0]}.{name}": value for name, value in own}
     return _Caller(
@@ -190,19 +189,19 @@ def _caller(frame: FrameType) -> _Caller:
 
 def _modules_in(held: Any) -> Iterator[tuple[str, nn.Module]]:
     for name, value in list(held.items()) if isinstance(held, dict) else ():
-        if issubclass(type(value), nn.Module):  # to ask the value for its class may run code of it
+        if issubclass(type(value), nn.Module):  # isinstance may run code of the value
             yield name, value
 
 
-# Which objects of a script the names of pins begin with, where it has several models
+# In a script with several models, the names of pins begin with the name of the model.
 
 
 TAKEN = ("module", "name", "functools")
-"""What a file of pins means something else by."""
+"""Names that have another meaning in a file of pins."""
 
 
 def roots_of(model: nn.Module, pins: Iterable[str], makings: Makings) -> tuple[RootModel, ...]:
-    """The models that the pins are of, in the order of the pins; none where there is but one model."""
+    """Return the models that the pins belong to, in the order of the pins; empty if the script has one model."""
     if not isinstance(model, Together):
         return ()
     names = dict.fromkeys(root_of(pin) for pin in pins if not is_line(pin))

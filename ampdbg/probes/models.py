@@ -1,4 +1,4 @@
-"""The models of a loop: which modules own the parameters that its optimizers train, and under which names."""
+"""Finds the models of a loop, which own the parameters that its optimizers train, and names the parameters."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ from torch import nn
 from ampdbg.probes.garbage import uncollected
 
 WRAPPERS: Mapping[str, bool] = {"module": False, "_orig_mod": False, "_forward_module": True}
-"""Where DataParallel, DistributedDataParallel, torch.compile and Fabric keep the model that they wrap; and whether who
-keeps it there always readies it for a backward pass of its own, and refuses others."""
+"""Attributes in which DataParallel, DistributedDataParallel, torch.compile and Fabric keep the wrapped model. True if
+the wrapper always prepares the model for its own backward pass, and refuses any other pass."""
 
 NO_MODULES: Mapping[type, tuple[()]] = dict.fromkeys((tuple, dict, list, set, FunctionType, ReferenceType), ())
-"""Most objects are of these types."""
+"""Types of most Python objects, which a search for modules or tensors skips."""
 
 _Kind = TypeVar("_Kind")
 
 
 class Together(nn.Module):
-    """Several models as the parts of one, which is never called."""
+    """A container of several models, which is never called."""
 
 
 class Models:
-    """The models of one loop, those first that were given or found first.
+    """The models of one loop, in the order in which they were given or found.
 
-    The only one gives its parameters their names as they are. Of several, each puts a name of its own before them: the
-    name that the script has for it, or else its class.
+    The parameters of a single model keep their names. With several models, each name starts with the model's name: its
+    global variable in the script, or else its class.
 
     Args:
-        model: one that is known from the beginning. Those that are found later are held weakly.
+        model: the model known from the beginning, kept alive. Models found later are held weakly.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self._held: list[Callable[[], nn.Module | None]] = [] if model is None else [lambda: model]
         self.called: Callable[[], Iterable[nn.Module]] = tuple
-        """The modules that the loop has called in the pass under way, those within others left out."""
+        """Returns the modules that the loop has called in the current pass, without calls inside other modules."""
 
     def learn(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Finds the outermost modules that own parameters of an optimizer and adds those that are new.
+        """Find the outermost modules that own parameters of an optimizer, and add the new modules.
 
-        It looks through all objects of the process, which takes a tenth of a second: once for each optimizer. They
-        come in the order of their parameters in the optimizer, as in each run of a script: that of Python's objects
-        changes with the moment of its last garbage collection.
+        This searches all objects of the process, which takes a tenth of a second, once for each optimizer. The order of
+        the modules is that of their parameters in the optimizer: the same in each run of a script. The order of
+        Python's objects depends on the time of the last garbage collection.
         """
         places = {id(parameter): place for place, parameter in enumerate(parameters)}
         trained = set(places)
@@ -62,34 +62,34 @@ class Models:
             self._held += [weakref.ref(root) for root in _that_run(found, trained, self.called())]
 
     def replace(self, copies: Iterable[torch.Tensor], originals: Sequence[torch.Tensor]) -> None:
-        """Finds the owners of weights that an optimizer steps ``copies`` of; the owners of those go."""
+        """Add the owners of the weights ``originals``, and drop the owners of an optimizer's ``copies`` of them."""
         copied = set(map(id, copies))
         held = [(one, root) for one in self._held if (root := one()) is not None]
         self._held = [one for one, root in held if copied.isdisjoint(map(id, root.parameters()))]
         self.learn(originals)
 
     def adopt(self, called: Iterable[nn.Module]) -> None:
-        """Takes these for its models, where none is known."""
+        """Add the called modules if no model is known."""
         if not self.roots:
             self._held += [weakref.ref(root) for root in dict.fromkeys(called)]
 
     @property
     def roots(self) -> list[nn.Module]:
-        """The outermost modules that are alive, wrappers and all."""
+        """The outermost modules that are alive, including wrappers."""
         return [root for held in self._held if (root := held()) is not None]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of all models, by qualified name."""
+        """Yield the parameters of all models, by qualified name."""
         for prefix, root in self._named():
             yield from root.named_parameters(prefix=prefix)
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The buffers of all models, by qualified name."""
+        """Yield the buffers of all models, by qualified name."""
         for prefix, root in self._named():
             yield from root.named_buffers(prefix=prefix)
 
     def together(self) -> nn.Module:
-        """The only model; of several one that has them for its parts, under their names."""
+        """Return the only model, or a :class:`Together` with several models under their names."""
         whole = Together()
         for name, root in self._named():
             if not name:
@@ -98,7 +98,7 @@ class Models:
         return whole
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """The modules of all models, by qualified name."""
+        """Yield the modules of all models, by qualified name."""
         for prefix, root in self._named():
             yield from root.named_modules(prefix=prefix)
 
@@ -118,8 +118,8 @@ class Models:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The model inside the wrappers of DistributedDataParallel, torch.compile and their like."""
-    if isinstance(module, torch.jit.ScriptModule):  # none of them, and its children are no dict
+    """Return the model inside wrappers such as DistributedDataParallel and torch.compile."""
+    if isinstance(module, torch.jit.ScriptModule):  # not a wrapper, and its _modules is not a dict
         return module
     name = next(iter(module._modules), "")
     inner = module._modules.get(name)
@@ -129,7 +129,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def outermost_owners(parameters: set[int]) -> list[nn.Module]:
-    """The modules that own any of the parameters, given by ``id``, and stand in no other module."""
+    """Return the modules that own any of the parameters, given by ``id``, and are not inside another module."""
     modules = alive_in_process(nn.Module)
     inner = {id(child) for module in modules for child in _children(module)}
     roots = [module for module in modules if id(module) not in inner]
@@ -137,11 +137,11 @@ def outermost_owners(parameters: set[int]) -> list[nn.Module]:
 
 
 def alive_in_process(kind: type[_Kind]) -> list[_Kind]:
-    """All objects of a kind that there are, such as modules.
+    """Return all objects of a kind in this process, such as modules.
 
-    A tuple that another thread makes of a generator is among Python's objects before it is whole, and to make it fails
-    while anybody else holds it. So one call of C code leaves tuples out, in which no other thread and no garbage
-    collection can run.
+    A tuple that another thread builds from a generator is among Python's objects before it is complete. The thread
+    fails to complete it while there is another reference to it. So one call of C code skips tuples: meanwhile no
+    other thread and no garbage collection can run.
     """
     with uncollected():
         by_type = groupby(chain.from_iterable(map(gc.get_objects, (None,))), type)
@@ -150,10 +150,9 @@ def alive_in_process(kind: type[_Kind]) -> list[_Kind]:
 
 
 def _that_run(roots: list[nn.Module], trained: set[int], called: Iterable[nn.Module]) -> list[nn.Module]:
-    """The owners, without those whose trained parameters all belong to others that were called later.
+    """Return the owners, but drop an owner if models called later own all its trained parameters.
 
-    Such is a model that ``torch.jit.script``, ``torch.jit.trace`` or ``torch.fx`` has made another one of, which trains
-    in its place.
+    ``torch.jit.script``, ``torch.jit.trace`` and ``torch.fx`` create such a later model, which trains in its place.
     """
     places = {id(module): place for place, module in enumerate(called)}
     latest = {id(root): max(places.get(id(module), -1) for module in root.modules()) for root in roots}
@@ -166,18 +165,18 @@ def _that_run(roots: list[nn.Module], trained: set[int], called: Iterable[nn.Mod
 
 
 def _children(module: nn.Module) -> list[nn.Module]:
-    held = vars(module).get("_modules") or {}  # none where __init__ has not come to it yet
+    held = vars(module).get("_modules") or {}  # missing until nn.Module's __init__ has run
     return [child for child in held.values() if child is not None]
 
 
 def is_global_of_script(name: str, model: nn.Module) -> bool:
-    """The running script has this name for the model, or for what wraps it."""
+    """True if ``name`` is a global of the running script for the model or for its wrapper."""
     value = vars(sys.modules["__main__"]).get(name)
     return isinstance(value, nn.Module) and unwrapped(value) is model
 
 
 def _name_in_script(*modules: nn.Module) -> str:
-    """The global name that the running script has for one of the modules; "" where it has none."""
+    """Return the running script's public global name for one of the modules; "" if it has none."""
     script = vars(sys.modules["__main__"])
     names = (name for name, value in script.items() if any(value is module for module in modules))
     return next((name for name in names if not name.startswith("_")), "")

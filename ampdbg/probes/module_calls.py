@@ -1,6 +1,6 @@
-"""The modules of a model while it runs: which one is running, which of its calls this is, which were never called.
+"""Follows the calls of a model's modules: the running module, the number of its call, and modules never called.
 
-Also what else an analysis of a step does not touch: parameters without a gradient, scripted modules, compiled code.
+It also lists what else the analysis of a step misses: parameters without a gradient, scripted modules, compiled code.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from ampdbg.probes.models import Models
 from ampdbg.record.run import Unseen
 
 Where = tuple[str, int]
-"""A qualified module name and the number of its call in this step, from 0; ``("", 0)`` is outside or the root."""
+"""A module's qualified name and the number of its call in this step, from 0; ``("", 0)`` is the root or no module."""
 
 OUTSIDE: Where = ("", 0)
 
 
 class ModulePaths:
-    """The stack of a model's modules that are running now, and which of them were called.
+    """The stack of a model's running modules, and the number of calls of each module.
 
-    A shared module has the name it was registered under first.
-    A module that runs during a backward pass is computed again, by a checkpoint: that is no new call but an
-    earlier one, and they come back last first.
+    A shared module has the name that it was registered under first. If a module runs during a backward pass, a
+    checkpoint recomputes an earlier call. Such a run is not a new call, and the last call is recomputed first.
     """
 
     def __init__(self, model: torch.nn.Module | Models) -> None:
@@ -38,15 +37,15 @@ class ModulePaths:
         self._stack: list[Where] = []
         self._recomputed: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
-        """How often each module was called, in the order of the first calls."""
+        """The number of calls of each module, in the order of the first calls."""
 
     @property
     def current(self) -> Where:
-        """The innermost running module."""
+        """The innermost running module and the number of its call."""
         return self._stack[-1] if self._stack else OUTSIDE
 
     def enter(self, name: str) -> None:
-        """A call of a module begins."""
+        """Begin a call of a module."""
         recomputed = torch._C._current_autograd_node() is not None and self.calls[name] > 0
         if recomputed:
             self._recomputed[name] += 1
@@ -57,18 +56,17 @@ class ModulePaths:
         self._stack.append((name, call))
 
     def leave(self, name: str) -> None:
-        """A call of a module has ended; one that raised inside it, and was caught by it, is left behind."""
+        """End a call of a module, together with inner calls that raised an error which the module caught."""
         while self._stack and self._stack.pop()[0] != name:
             pass
 
     @property
     def callable(self) -> tuple[str, ...]:
-        """The names of all modules that a step can call: those that were, in the order of their first calls, then
-        those that another step may."""
+        """The names of the modules that a step can call: called modules in the order of first calls, then the rest."""
         return tuple(dict.fromkeys([*self.calls, *self._names()]))
 
     def unseen(self) -> Unseen:
-        """What was not touched; to be asked after the backward pass, while the gradients are there."""
+        """Return what the step missed; call this after the backward pass, while the gradients exist."""
         return Unseen(
             modules_never_called=tuple(name for name in self._names() if name not in self.calls),
             parameters_without_gradient=tuple(
@@ -93,9 +91,9 @@ class ModulePaths:
 
 @contextlib.contextmanager
 def module_paths(model: torch.nn.Module | Models) -> Iterator[ModulePaths]:
-    """Follows the calls of the model's modules, but for scripted ones.
+    """Follow the calls of the model's modules, except scripted modules.
 
-    The hooks are torch's global ones: a module that is copied or pickled meanwhile carries none of them.
+    The hooks are torch's global hooks, so a module that is copied or pickled meanwhile carries none of them.
     """
     paths = ModulePaths(model)
     names = {id(module): name for name, module in model.named_modules() if not _is_scripted(module)}
@@ -117,13 +115,13 @@ def module_paths(model: torch.nn.Module | Models) -> Iterator[ModulePaths]:
 
 @contextlib.contextmanager
 def _unwarned() -> Iterator[None]:
-    """While this is entered, compiled modules do not warn of global hooks: ours leave their wrappers out."""
+    """Silence the warning of compiled modules about global hooks; ampdbg's hooks ignore the compiled wrappers."""
     warnings.filterwarnings("ignore", r"Using `torch.compile\(module\)` when there are global hooks")
     ours = warnings.filters[0]
     try:
         yield
     finally:
-        with contextlib.suppress(ValueError):  # the script has made a list of its own since
+        with contextlib.suppress(ValueError):  # the script has replaced the list
             warnings.filters.remove(ours)  # type: ignore[attr-defined]
 
 
@@ -137,22 +135,22 @@ def _is_container(module: torch.nn.Module) -> bool:
 
 
 def run_eagerly() -> AbstractContextManager[Any]:
-    """While this is entered, compiled functions and modules run their eager code."""
-    # Without dynamo nothing has been compiled yet, and asking for a stance would import it: that takes seconds.
+    """Make compiled functions and modules run their eager code inside the ``with`` block."""
+    # Without dynamo nothing is compiled yet, and setting a stance would import dynamo, which takes seconds.
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def recorded_graphs(model: torch.nn.Module) -> tuple[str, ...]:
-    """The names of modules whose forward pass torch.cuda.make_graphed_callables has recorded.
+    """Return the names of modules with a forward pass that torch.cuda.make_graphed_callables has recorded.
 
-    That runs as it was then, in the precision that it had, whatever autocast says by now.
+    The recording keeps its precision: autocast has no effect on it.
     """
     forwards = ((name, vars(module).get("forward")) for name, module in model.named_modules())
     return tuple(name for name, forward in forwards if getattr(forward, "__module__", "") == "torch.cuda.graphs")
 
 
 def compiled_notes(model: torch.nn.Module) -> tuple[str, ...]:
-    """A note for each module that ``torch.compile`` or ``module.compile()`` was called on."""
+    """Return a note for each module that ``torch.compile`` or ``module.compile()`` has compiled."""
     return tuple(
         f"module {name!r} is compiled; its eager code was analysed"
         for name, module in model.named_modules()

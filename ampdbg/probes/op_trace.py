@@ -1,8 +1,8 @@
-"""Every ATen op of a step, forward and backward, with its module, source line and magnitudes.
+"""Records every ATen op of a step, forward and backward, with its module, source line and magnitudes.
 
-A backward op belongs to the forward line that made its autograd node. The two are joined by the node's
-sequence number: a node is made just before its op is dispatched, so in the forward pass the newest number
-is the op's own, and in the backward pass the running node tells its number.
+A backward op belongs to the forward line that created its autograd node: the node's sequence number joins the two. A
+node is created just before its op is dispatched. So in the forward pass the newest number is the op's own. In the
+backward pass the running node has the number.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ from ampdbg.source.ownership import Line
 
 @dataclass(frozen=True, slots=True)
 class OpTraits:
-    """``written`` and ``numeric`` are argument names with their positions: tensors that the op writes into, and
-    arguments whose plain numbers are values and not sizes or dimensions. ``allocates`` says that what it
-    returns is memory as it was found, ``overwrites`` that it does not read what it writes over, ``keeps_the_rest``
-    that only the first of what it returns is its result. ``is_number`` says that it gives no tensor. ``strict`` are the
-    positions of tensors for which it takes no number."""
+    """Properties of an op overload; arguments are pairs of position and name.
+
+    ``written``: tensors that the op writes. ``numeric``: arguments that take plain numbers as values, not as sizes or
+    dimensions. ``allocates``: the result is uninitialized memory. ``overwrites``: the op does not read what it writes
+    over. ``keeps_the_rest``: only the first output is the result. ``is_number``: no output is a tensor. ``strict``:
+    positions of tensor arguments that take no number.
+    """
 
     name: str
     is_view: bool
@@ -60,13 +62,13 @@ _TAKES_A_VALUE = ("number", "Tensor", "Optional[number]", "Optional[Tensor]", "f
 
 @functools.cache
 def traits_of(op: Any) -> OpTraits:
-    """The traits of an op overload, looked up once."""
+    """Return the traits of an op overload, from a cache."""
     arguments = list(enumerate(op._schema.arguments))
     base_name = op._schema.name.rpartition("::")[2]
     return OpTraits(
         name=str(op),
-        # _unsafe_view only promises that nobody else looks at what it views; what lift_fresh returns is no view of
-        # anything but a tensor that the user's code wrote out.
+        # _unsafe_view is a view too, and promises that nothing else reads its input. lift_fresh only returns a view
+        # of a tensor literal, so its output counts as new values.
         is_view=base_name == "_unsafe_view" or (op.is_view and base_name != "lift_fresh"),
         allocates=base_name in ALLOCATES,
         overwrites=base_name in OVERWRITES or any(a.is_out for _, a in arguments),
@@ -79,14 +81,14 @@ def traits_of(op: Any) -> OpTraits:
 
 
 def numbers_in(traits: OpTraits, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[float]:
-    """The plain numbers that were given as values."""
+    """Return the plain numbers that the op takes as values."""
     values = (_argument(position, name, args, kwargs) for position, name in traits.numeric)
     return [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
 
 
 def as_it_takes_them(traits: OpTraits, args: Sequence[Any]) -> Sequence[Any]:
-    """What an op is given, with tensors in the place of numbers that it does not take: torch hands a dispatch mode the
-    number where TorchScript has made a tensor of one."""
+    """Return the arguments, with tensors for numbers that the op does not take. If TorchScript made a tensor from a
+    number, torch passes the number to a dispatch mode."""
     numbers = [i for i in traits.strict if i < len(args) and type(args[i]) in _WHOLE]
     if not numbers:  # nearly always
         return args
@@ -97,7 +99,7 @@ _WHOLE = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: tor
 
 
 def written_by(traits: OpTraits, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors that the op writes into."""
+    """Return the tensors that the op writes."""
     return tensors_in([_argument(position, name, args, kwargs) for position, name in traits.written])
 
 
@@ -112,10 +114,10 @@ Trace = TypeVar("Trace", bound="PlacedOps")
 
 
 class OpPlace(NamedTuple):
-    """Where an op stands: its phase, module, call of the module, and source line (None where none is known).
+    """The place of an op: its phase, module, number of the module's call, and source line (None if unknown).
 
-    A forward pass that a checkpoint computes again is ``forward`` too, and the same call. So is the pass of
-    ``autograd.grad``, as for a gradient penalty: the loss is made of what it gives, and the loss scale is not in it.
+    A forward pass that a checkpoint recomputes is ``forward`` too, and the same call. So is the pass of
+    ``autograd.grad``, as for a gradient penalty: the loss uses its results, and they carry no loss scale.
     """
 
     phase: OpPhase
@@ -124,7 +126,7 @@ class OpPlace(NamedTuple):
     line: Line | None
 
     def site(self, op: str) -> OpSite:
-        """Where an op is in the step, as a record has it."""
+        """Return the op's place in the format of a record."""
         return self.phase, self.module, self.call, op, source_if_known(self.line)
 
 
@@ -133,8 +135,8 @@ OpKey = tuple[OpPlace, str]
 
 @dataclass(frozen=True, slots=True)
 class OpSeen:
-    """One op as it ran. ``op`` is torch's name (``aten.mm.default``); ``parameter`` is set where a gradient
-    is accumulated into one. A number given to the op counts among its inputs."""
+    """One run of an op. ``op`` is torch's name (``aten.mm.default``). ``parameter`` names the parameter into which the
+    op accumulates a gradient. A number passed to the op counts as an input."""
 
     op: str
     place: OpPlace
@@ -144,29 +146,29 @@ class OpSeen:
 
     @property
     def key(self) -> OpKey:
-        """What it has in common with the same op of another replay: its place and name; the dtype may differ."""
+        """The place and name, equal for the same op in every replay; its dtype may differ."""
         return self.place, self.op
 
     @property
     def site(self) -> OpSite:
-        """Where it is in the step, as a record has it."""
+        """The place in the format of a record."""
         return self.place.site(self.op)
 
     @property
     def produces(self) -> bool:
-        """Inf or NaN starts here: finite inputs, an output that is not."""
+        """True if inf or NaN starts here: all inputs are finite and an output is not."""
         return self.inputs.is_finite and not self.output.is_finite
 
     @property
     def makes_nan(self) -> bool:
-        """NaN starts here, be it of infinities."""
+        """True if NaN starts here; the inputs may hold inf."""
         return self.output.nan > 0 and not self.inputs.nan
 
 
 class PlacedOps(TorchDispatchMode):
-    """A dispatch mode that finds the place of every op; what is looked at there is a subclass's to say.
+    """A dispatch mode that finds the place of every op; subclasses decide what to measure there.
 
-    Views compute nothing and are left out, and so is memory that is only allocated: its values are accidental.
+    Views compute nothing and are skipped. So are ops that only allocate memory, which holds arbitrary values.
     """
 
     def __init__(self, model: torch.nn.Module, paths: ModulePaths) -> None:
@@ -177,12 +179,12 @@ class PlacedOps(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Torch is to keep its compiler from the method below: nothing is compiled while a trace is entered,
-        and at every op that costs as much as a small op."""
+        """Return False, so that torch does not disable its compiler around the method below. Nothing is compiled during
+        a trace, and for every op the switch would cost as much as a small op."""
         return False
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs the op and looks at it."""
+        """Run the op, and measure it before and after."""
         kwargs = kwargs or {}
         if only_follows():
             return op(*args, **kwargs)
@@ -197,7 +199,7 @@ class PlacedOps(TorchDispatchMode):
         written = written_by(traits, args, kwargs) if traits.written else []
         if traits.overwrites:
             given = [tensor for tensor in given if not any(tensor is target for target in written)]
-        # Looked at before the op runs: it may write into one of them.
+        # Measure the inputs first, since the op may write into one.
         before = self.before(traits, given, numbers_in(traits, args, kwargs))
         output = self.run(op, args, kwargs, written)
         made = tensors_in(output) or written
@@ -210,11 +212,11 @@ class PlacedOps(TorchDispatchMode):
 
     @property
     def is_inner_backward(self) -> bool:
-        """``autograd.grad`` runs, outside of the pass of the loss."""
+        """True while ``autograd.grad`` runs outside the loss's backward pass."""
         return self._places.is_inner_backward
 
     def around(self, seam: Seam, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs a function of torch's; ``autograd.grad`` adds to no parameter, so that what it gives is used again."""
+        """Run a torch function, and note a pass of ``autograd.grad``: it accumulates into no parameter."""
         is_grad = seam == "engine" and not kwargs.get("accumulate_grad", True)
         starts = is_grad and torch._C._current_graph_task_id() == -1
         self._places.is_inner_backward |= starts
@@ -224,48 +226,48 @@ class PlacedOps(TorchDispatchMode):
             self._places.is_inner_backward &= not starts
 
     def run(self, op: Any, args: Any, kwargs: Any, written: Sequence[torch.Tensor]) -> Any:
-        """Runs one op, which writes into ``written``."""
+        """Run one op, which writes the tensors ``written``."""
         return op(*args, **kwargs)
 
     def added_to_a_gradient(self, given: Sequence[torch.Tensor]) -> None:
-        """Looks at what becomes a part of the gradient of a parameter, or all of it: then by a view."""
+        """Examine tensors that become a part of a parameter's gradient, or, by a view op, the whole gradient."""
 
     def before(self, traits: OpTraits, given: Sequence[torch.Tensor], numbers: Sequence[float]) -> Any:
-        """What is to be known of an op's inputs; no tensor is to be kept."""
+        """Return what :meth:`after` needs to know about the inputs; must not keep a tensor."""
 
     def after(
         self, traits: OpTraits, place: OpPlace, parameter: str, before: Any, made: Sequence[torch.Tensor]
     ) -> None:
-        """Looks at what the op has made; ``before`` is what :meth:`before` returned."""
+        """Examine the outputs of the op; ``before`` is the result of :meth:`before`."""
 
 
 class OpTrace(PlacedOps):
-    """Notes every op with the magnitudes of its inputs and outputs; made by :func:`placed`."""
+    """Records every op with the magnitudes of its inputs and outputs; created by :func:`placed`."""
 
     def __init__(self, model: torch.nn.Module, paths: ModulePaths) -> None:
         super().__init__(model, paths)
         self.ops: list[OpSeen] = []
 
     def before(self, traits: OpTraits, given: Sequence[torch.Tensor], numbers: Sequence[float]) -> Magnitude:
-        """The magnitude of all inputs together."""
+        """Return the magnitude of all inputs together."""
         return together([*map(self.known.of, given), *map(magnitude_of_number, numbers)])
 
     def after(
         self, traits: OpTraits, place: OpPlace, parameter: str, before: Magnitude, made: Sequence[torch.Tensor]
     ) -> None:
-        """Notes the op, unless its outputs hold no floating-point values."""
+        """Record the op, unless its outputs hold no floating-point values."""
         output = together(map(self.known.of, made[:1] if traits.keeps_the_rest else made))
         if output.size:
             self.ops.append(OpSeen(traits.name, place, before, output, parameter))
             self.noted(self.ops[-1], made)
 
     def noted(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> None:
-        """Looks at what the op that was noted last has made."""
+        """Examine the outputs of the last recorded op."""
 
     @cached_property
     def met(self) -> Mapping[OpKey, tuple[float, bool]]:
-        """For each op its largest magnitude, and whether all its outputs were finite; for a trace that has ended: the
-        same one in FP32 is what every trial of a search is held against."""
+        """Each op's largest magnitude, and True if all its outputs were finite. Read this after the trace has ended: it
+        is cached, because every trial of a search is compared with the same FP32 trace."""
         met: dict[OpKey, tuple[float, bool]] = {}
         for seen in self.ops:
             largest, finite = met.get(seen.key, (0.0, True))
@@ -275,9 +277,9 @@ class OpTrace(PlacedOps):
 
 @contextlib.contextmanager
 def placed(model: torch.nn.Module, kind: Callable[[torch.nn.Module, ModulePaths], Trace]) -> Iterator[Trace]:
-    """Enters a kind of trace for as long as this is entered.
+    """Trace ops with the given kind of trace inside the ``with`` block.
 
-    Compiled code runs eagerly meanwhile, since only eager ops can be seen.
+    Compiled code runs eagerly there, since only eager ops can be traced.
     """
     with run_eagerly(), module_paths(model) as paths, kind(model, paths) as trace, attached(trace.around):
         yield trace
@@ -295,10 +297,10 @@ class _Places:
         self._last = OpPlace("forward", *OUTSIDE, None)
 
     def of_op(self, given: Sequence[torch.Tensor]) -> tuple[OpPlace, str]:
-        """The place of the op that is about to run on ``given``, and the parameter that it adds a gradient to."""
+        """Return the place of the op about to run on ``given``, and the parameter whose gradient it accumulates."""
         node: torch.autograd.graph.Node | None = torch._C._current_autograd_node()  # None outside a backward pass
         parameter, line = "", innermost_line()
-        # Of what a backward pass runs, only a forward pass that is computed again has gradients of its own.
+        # Inside a backward pass, gradients are enabled only in a recomputed forward pass.
         if node is None or (line is not None and torch.is_grad_enabled()):
             place = OpPlace("forward", *self._paths.current, line)
         else:
@@ -315,10 +317,10 @@ class _Places:
         return OpPlace("backward", made_by.module, made_by.call, own_line or made_by.line)
 
     def _claim_new_nodes(self, place: OpPlace, given: Sequence[torch.Tensor]) -> None:
-        """Notes whose nodes were made since the last op.
+        """Assign the autograd nodes created since the last op to the place of their op.
 
-        The newest is this op's own if it can have one; without gradients it is the custom Function's whose
-        forward runs. What came before it was made after the last op: in-place writes into views do that.
+        The newest node is this op's own if the op can have one. Without gradients it belongs to the custom Function in
+        its forward. Older nodes were created after the last op, as by in-place writes into views.
         """
         newest = _next_sequence_number() - 1
         if newest > self._newest:
@@ -331,11 +333,11 @@ class _Places:
 
 
 class HalfMakers:
-    """Knows by which ops the half tensors were made that ops in FP32 read: their gradients are cast back to half there,
-    which no pin of the reading op changes.
+    """Finds the ops that made the half tensors which FP32 ops read. The backward pass casts their gradients back to
+    half, and a pin of the FP32 op does not change that.
 
-    A product and a cast make half. Any other op is only in the dtype that it is given: in half because of the one of
-    its makers that ran last, for with that in FP32 it is in FP32 too.
+    Products and casts make half tensors. Any other op keeps the dtype of its inputs, and has the input's maker that ran
+    last: with that maker in FP32, the op is in FP32 too.
     """
 
     def __init__(self) -> None:
@@ -344,7 +346,7 @@ class HalfMakers:
         self._ran = 0
 
     def after(self, name: str, place: OpPlace, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
-        """To be called with what an op has made of what it was given."""
+        """Record the makers of an op's outputs; call this after the op."""
         if place.phase == "backward":
             return
         self._ran += 1
@@ -361,28 +363,28 @@ class HalfMakers:
             self._read.setdefault(place, {}).update((maker, op) for _, maker, op in makers)
 
     def of_gradient(self, name: str, place: OpPlace, made: Sequence[torch.Tensor]) -> Mapping[OpPlace, str]:
-        """The ops, and their names, that made half what a gradient is cast back to half for; none of any other op."""
+        """If the op casts a gradient to half, return the ops that made its tensor half, with names; else nothing."""
         if place.phase == "forward" or base_name(name) not in CASTS or made[0].dtype not in HALVES:
             return {}
         return self._read.get(place._replace(phase="forward"), {})
 
 
 class KnownMagnitudes:
-    """Magnitudes by storage, so that a tensor which several ops read is looked at once.
+    """Magnitudes by storage, so that a tensor which several ops read is measured once.
 
-    Every op passes the trace, so an address that is given to a new tensor is always refreshed first.
+    Every op passes the trace, so the entry of an address is always dropped before a new tensor uses it.
     """
 
     def __init__(self) -> None:
         self._by_storage: dict[int, dict[tuple[Any, ...], Magnitude]] = {}
 
     def of(self, tensor: torch.Tensor) -> Magnitude:
-        """The magnitude of a tensor as it is now."""
+        """Return the current magnitude of a tensor."""
         storage = storage_of(tensor)
         if not storage:
             return magnitude_of(tensor)
-        # Whatever the order of its elements, a view of all of them has the same magnitude.
-        times = times_written(tensor)  # more often than the trace has seen, where another's memory stands there by now
+        # Views of the same elements have the same magnitude, in any order.
+        times = times_written(tensor)  # catches writes that the trace did not see, and reused memory
         view = tensor.storage_offset(), tensor.numel(), tensor.dtype, _extent(tensor), times
         views = self._by_storage.setdefault(storage, {})
         if view not in views:
@@ -390,13 +392,13 @@ class KnownMagnitudes:
         return views[view]
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """To be called when a tensor was made or written."""
+        """Drop the magnitudes of the tensor's storage; call this after the tensor was created or written."""
         self._by_storage.pop(storage_of(tensor), None)
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """The address of a tensor's memory; 0 where it has none of its own, as a masked, a sparse or a fake one."""
-    if isinstance(tensor, FakeTensor):  # of which torch warns, in the place of an error
+    """Return the address of a tensor's memory; 0 if it has none of its own, as a masked, sparse or fake tensor."""
+    if isinstance(tensor, FakeTensor):  # torch would warn instead of raising
         return 0
     try:
         return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
@@ -405,8 +407,8 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """How far the tensor reaches into its storage: views of equal count and extent hold the same elements
-    unless they skip differently, which strides of one extent and count do not for permutations of a block."""
+    """Return the offset of the tensor's last element from its first. Views of equal count and extent hold the same
+    elements, unless they skip elements differently. Permutations of one block do not skip differently."""
     if tensor.is_contiguous():
         return tensor.numel() - 1
     return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
