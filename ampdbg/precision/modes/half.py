@@ -76,7 +76,7 @@ class HalfModel(PrecisionMode):
             ) from None
 
     def _inputs(self, model: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        # Check for both half dtypes: in a replay in bfloat16 the weights are bfloat16, and so is the result of the cast.
+        # Check for both half dtypes: in the bfloat16 shadow, the weights and the result of this cast are bfloat16.
         is_half = any(tensor.dtype in LIFTS["float32"] for tensor in model.parameters())
         return cast((args, kwargs), self.dtype) if is_half else (args, kwargs)
 
