@@ -221,7 +221,7 @@ def _fp32_append_dtype(op: torch._ops.OpOverload) -> Callable[..., Any]:
 
 
 def _wider(op: torch._ops.OpOverload, so_far: torch.dtype, following: torch.dtype) -> torch.dtype:
-    """Return the wider of two operand dtypes: that of the operands so far and that of the next operand.
+    """Return the wider of two dtypes: the result for the operands so far, and the next operand's dtype.
 
     Follows ``prioritize`` in PyTorch's ``autocast_mode.h``, which reduces the operands in order. After a float32
     operand it accepts any dtype; before that, only the autocast dtype.

@@ -74,9 +74,9 @@ _BELOW = torch._C._dispatch_keyset_full_after(DispatchKey.BackendSelect)
 
 @contextlib.contextmanager
 def half_kernels() -> Iterator[None]:
-    """Compute half matrix products, convolutions, fused attention and recurrent layers in FP32, then round.
+    """Compute half matrix products, convolutions, fused attention and recurrent layers in FP32, and round them.
 
-    Only half tensors on the CPU are affected."""
+    The context affects half tensors on the CPU only."""
     library = torch.library.Library("aten", "IMPL")
     ran.clear()
     try:
@@ -201,7 +201,7 @@ OF_SPECTRA = "log sqrt rsqrt sin cos tanh sigmoid pow.Tensor_Scalar sum sum.dim_
 """Ops on spectra and in their backward passes that have a complex32 kernel on CUDA but not on the CPU."""
 
 OF_PHASES = "angle exp".split()
-"""Ops that also lack a CPU kernel for complex32, and may run before any transform: ``torch.exp(1j * phase)``."""
+"""The same, for ops that build a spectrum from a phase before any transform, as in ``torch.exp(1j * phase)``."""
 
 DIVISIONS = "div.Tensor div_.Tensor".split()
 """Separate from ``OF_SPECTRA``, because divisions also take plain numbers."""
@@ -234,7 +234,7 @@ Kernel = Callable[..., Any]
 
 @contextlib.contextmanager
 def half_transforms() -> Iterator[None]:
-    """Give half CPU tensors the Fourier transforms that they have on CUDA."""
+    """Inside this context, half tensors on the CPU have the Fourier transforms that they have on CUDA."""
     library = torch.library.Library("aten", "IMPL")
 
     def register(names: Iterable[str], make: Callable[[torch._ops.OpOverload], Kernel], *keys: str) -> None:

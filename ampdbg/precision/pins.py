@@ -28,7 +28,7 @@ class PinHandle:
         self._pins: list[tuple[PinnedForward, str | LinesInFP32]] = []
 
     def remove(self) -> None:
-        """Remove these pins but not those of other handles. Later calls do nothing."""
+        """Remove the pins of this handle only. Later calls do nothing."""
         while self._pins:
             forward, pin = self._pins.pop()
             forward.drop(pin)
@@ -115,7 +115,7 @@ def pinned_names(model: torch.nn.Module, patterns: Iterable[str]) -> tuple[str, 
 
 
 def _named(patterns: Iterable[str], modules: dict[str, torch.nn.Module]) -> tuple[list[str], list[str]]:
-    """Return the names of the modules to pin whole, then of those with only their own lines pinned."""
+    """Return the names of the modules to pin whole, and of the modules to pin by their own lines only."""
     whole: dict[str, None] = {}
     own: dict[str, None] = {}
     for pattern in patterns:
@@ -208,7 +208,7 @@ class PinnedForward:
         return _cast_up(output)
 
     def _around_its_caller(self) -> AutocastStates | None:
-        """Return the autocast states around the pin whose lines are calling this module now, or None."""
+        """If pinned lines are calling this module now, return the autocast states around their pin, else None."""
         callers = [pin for pin in self._pins if isinstance(pin, LinesInFP32)]
         if callers and _is_recomputing() and not any(lines.are_running for lines in callers):
             # A checkpoint inside pinned lines recomputes its segment after those lines have returned.
@@ -276,7 +276,7 @@ class LinesInFP32(threading.local):
 
 @dataclass(frozen=True)
 class _Call:
-    """The autocast states around a call, and the autocast nesting depth of its own lines."""
+    """The autocast states around a call, and the autocast nesting depth of the module's own lines."""
 
     around: AutocastStates
     depth: int

@@ -352,7 +352,7 @@ OWN = {"live": type_name(Own)}
 
 
 def place_of(packed: Any) -> int:
-    """Return the place of the call whose result the placeholder represents, or -1 for any other value."""
+    """Return the place of the call that made the placeholder's result, or -1 if the value is not a placeholder."""
     place = packed.get(MADE) if isinstance(packed, dict) else None
     return place if isinstance(place, int) else -1
 
@@ -400,7 +400,7 @@ class Match:
         """The arguments of the step's calls."""
 
     def why_not(self, model: torch.nn.Module) -> Difference | None:
-        """Return how the step's calls differ from the captured ones, or None if they match."""
+        """Return how the step's calls differ from the captured calls, or None if they match."""
         paths = paths_in(model)
         for number, place in self.own.items():
             now, then = name_of(self._recorded.calls[number], paths), self._captured[place].name

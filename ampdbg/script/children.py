@@ -1,4 +1,4 @@
-"""Processes that a script starts: spawned ones run without ampdbg, and forked ones continue as the script itself."""
+"""Processes that a script starts: spawned processes run without ampdbg, forked processes continue as the script."""
 
 from __future__ import annotations
 

@@ -58,8 +58,8 @@ REPLAYS = 20
 """The approximate duration of a step's replays, as a multiple of the step's duration."""
 
 MOST_OF_A_KIND = 3
-"""At most this many steps with a lost loss are replayed, and as many with only non-finite gradients. As many steps with
-a settling loss scale may exceed the share of the run's time."""
+"""At most this many steps with a lost loss are replayed, and as many with only non-finite gradients. For as many with a
+settling loss scale, replays may exceed their share of the run's time."""
 
 RUN_AGAIN = "FP16, FP32 and more"
 """The announcement to the observer before a step is replayed."""
@@ -118,8 +118,8 @@ class Policy:
     def wants(self, why: Why, optimizer: int, *, has_borne: bool, is_nan: bool, may_settle: bool) -> bool:
         """True if a failing step of an optimizer should be investigated.
 
-        ``has_borne``: an earlier step survived its loss scale. ``is_nan``: its gradients have no inf. ``may_settle``: a
-        scaler withholds it and can still lower the scale without reaching fractions."""
+        ``has_borne``: an earlier step survived this loss scale or a higher one. ``is_nan``: the gradients have no inf.
+        ``may_settle``: a scaler withholds the step and can lower the scale without reaching fractions."""
         if why == "loss":
             is_first = optimizer not in self._lost_rows
             self._lost_rows.add(optimizer)
@@ -135,8 +135,8 @@ class Policy:
         return is_due and self.is_open(why)
 
     def compares(self, optimizer: int) -> bool:
-        """True if a healthy-looking step should be compared with FP32. One step of each optimizer is, after several
-        steps in a row, unless a step with a lost loss was investigated."""
+        """True if a healthy-looking step should be compared with FP32. One step per optimizer is, after several updates
+        in a row, unless a lost loss was investigated."""
         is_due = self._taken[optimizer] >= TAKEN and optimizer not in self._compared and not self._tries.get("loss")
         return is_due and self.is_open("end")
 
@@ -428,7 +428,7 @@ class FailingSteps:
         names += sorted(self._watcher.calls.lowered)
         return next((half for name in names for half in get_args(Half) if half == name), None)
 
-    # Captures that were asked for.
+    # Requested captures.
 
     def _about_to_step(self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> None:
         """Before an optimizer steps, capture a requested step, or compare a healthy step with FP32."""

@@ -1,8 +1,8 @@
 """A simulated GPU for scripts that request one under ``ampdbg run --emulate``.
 
-It reports compute capability 8.0, like the A100. Scripts that choose a dtype themselves then choose bfloat16, as they
-do on nearly every current GPU, and Accelerate and the Trainer allow it. An environment variable selects an older or
-newer GPU. :mod:`ampdbg.precision.emulation` computes on the CPU what the GPU would compute.
+It reports compute capability 8.0, like the A100. Scripts that choose a dtype themselves then choose bfloat16, as on
+nearly every current GPU. Accelerate and the Trainer allow it. An environment variable selects an older or newer GPU.
+:mod:`ampdbg.precision.emulation` computes the GPU's results on the CPU.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Protect the user's files from a restarted script: existing files never change.
 
-If Python or torch opens an existing file for writing, it gets a copy, which this process reads from then on. Changes
-that no copy can take, such as removing a file, are refused. New files are created in their usual place and removed
-once the step is found, unless another process has replaced them. Writes from C code or other processes are not seen.
+If Python or torch opens an existing file for writing, it gets a copy. This process reads the copy from then on.
+Changes that no copy can take, such as a removal, are refused. New files appear in their usual place. They are removed
+once the step is found, unless another process has replaced them. Writes from C or other processes are not seen.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TAKES, OF_TWO = ("os.remove", "os.rmdir", "os.rename", "shutil.rmtree"), ("os.re
 SETS = "open os.link os.truncate os.chmod os.chown os.utime os.setxattr os.removexattr os.chflags sqlite3.connect"
 CHANGES = (*TAKES, *SETS.split())
 FEW = 300
-"""After this many temporary names, the next ones are one letter longer."""
+"""Temporary names become one letter longer each time this many have been made."""
 MAKES = ("open", "os.mkdir", "os.symlink", *OF_TWO)
 """Audit events. The first argument is a path, the last one the descriptor of the folder to which it is relative."""
 
@@ -54,8 +54,8 @@ class FileGuard:
         self._folder, self._refused, self._is_on = folder, refused, False
         self._root, self._mark = os.path.realpath(os.getcwd()) + os.sep, folder.name.removeprefix(TEMPORARY)
         marks.add(self._mark)
-        self._copies, self._made = dict[str, str](), set[tuple[Any, ...]]()  # new files: path, inode and device
-        self._making = dict[int, str]()  # by thread ID: a path that exists by the thread's next event
+        self._copies, self._made = dict[str, str](), set[tuple[Any, ...]]()  # new files: path, inode, device
+        self._making = dict[int, str]()  # by thread ID: a path that will exist at the thread's next event
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
@@ -75,7 +75,7 @@ class FileGuard:
             yield
 
     def _marked(self, name: Function) -> Function:
-        """Return a generator of temporary names: the mark and two letters, or more if many names are needed."""
+        """Wrap the generator of temporary names: the mark and two letters, or more letters after many names."""
         made = count()
         return lambda own: self._mark + name(own)[: 2 + next(made) // FEW]
 

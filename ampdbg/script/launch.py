@@ -296,7 +296,7 @@ def _taken_out(names: set[str]) -> dict[str, ModuleType]:
 
 
 def _is_other(name: str, path: list[str]) -> bool:
-    """True if the module loaded under this name differs from the one that ``path`` provides."""
+    """True if the module loaded under this name differs from the module on ``path``."""
     if "." in name or name in SHARED:
         return False
     with contextlib.suppress(Exception):  # a script may put anything into sys.path and sys.modules
@@ -326,7 +326,7 @@ def _exit_code(code: object) -> int:
 
 
 def _wait_for_threads() -> None:
-    """Wait with the function that Python calls at exit, which then has nothing left to do. Ctrl-C ends only the wait."""
+    """Wait with the function that Python calls at exit, which then has nothing left to do. Ctrl-C ends the wait."""
     try:
         vars(threading)["_shutdown"]()
     except BaseException as error:  # noqa: BLE001 - Ctrl-C, or an error in a script's signal handler
@@ -393,10 +393,10 @@ def signals_noted(ends: Callable[[int], None], asks: Callable[[], None]) -> Iter
     """Inside this context, a signal in ENDING ends the process as usual after a call of ``ends``. A signal in ASKING
     calls ``asks``.
 
-    A script that handles the signal itself replaces this handler. Inside the context, SIG_DFL represents this handler,
-    and Python reports it as SIG_DFL. A script that restores or calls the previous handler therefore behaves as usual.
-    A forked child gets the real SIG_DFL at once. Otherwise a pool worker that is terminated just before it waits for a
-    lock would never run the Python handler.
+    A script that handles the signal itself replaces this handler. Inside the context, SIG_DFL means this handler:
+    ``signal.signal`` and ``signal.getsignal`` accept and return it under that name. A script that restores or calls the
+    previous handler therefore behaves as usual. A forked child gets the real SIG_DFL at once. Otherwise a pool worker
+    that is terminated just before it waits for a lock would never run the Python handler.
     """
     owner, install, ask = os.getpid(), signal.signal, signal.getsignal
     every: dict[int, Handler] = {

@@ -68,7 +68,7 @@ class LiveStep:
 
     @property
     def loss(self) -> float:
-        """The loss without the scale factor of the script itself; NaN if there is no loss."""
+        """The loss without the script's own scale factor; NaN without a loss."""
         losses = self.watcher.open_step.scaled
         return sum(map(float, losses)) / self.recorded.own_scale if losses else math.nan
 

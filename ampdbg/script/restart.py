@@ -194,7 +194,7 @@ class _StepFinder:
         )
 
     def refuse(self, event: str, path: str) -> CaptureError:
-        """Stop the script before it changes an existing file. In a fork, or after the step is found, just return the error."""
+        """Stop the script before it changes a file. In a fork, or once the step is found, only return the error."""
         start = self._capture.start
         typed = shlex.quote(f"{start.typed} --output elsewhere")
         error = CaptureError(REFUSED.format(start.name, event, path, typed))
@@ -218,7 +218,7 @@ class _StepFinder:
             self._look()
 
     def _begins_anew(self) -> None:
-        """Handle the start of another pass. A loop may step only on finite values, and so never, or never again."""
+        """Handle the start of another pass. A loop that steps only on finite values may never step, or never again."""
         if not self._is_idle() and (not self._steps or self.watcher.withholding is not None):
             self._look(self.recorder.lost_loss)
 
@@ -257,7 +257,7 @@ class _StepFinder:
         self.is_used = True
         torch.clear_autocast_cache()
         with contextlib.suppress(OSError):
-            os.chdir(self._folder)  # a script may work in a new folder of its own, which is removed next
+            os.chdir(self._folder)  # the script may work in a folder that it made, which is removed next
         self.files.remove_new()  # the script never continues, and a proof that restarts it must find the same files
         # The script may be inside an autocast region, as at the next pass of an accumulation.
         outside = torch.autocast(_device_type(model), enabled=False)

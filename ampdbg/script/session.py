@@ -31,7 +31,7 @@ class Session:
         captures: writes the failing steps.
         log: receives each step when it ends.
         observer: notified before each replay of a step.
-        investigates: replay a bad step at once.
+        investigates: replay bad steps at once.
         trend: sample one step in this many; 0 for none.
     """
 
@@ -124,7 +124,7 @@ def watch_script(
         captures: also says whether to emulate a GPU where there is none.
         ended: called with the record right before SIGTERM or SIGHUP ends the process.
 
-    The other arguments are those of :class:`Session`.
+    The remaining arguments are as in :class:`Session`.
 
     Returns:
         The record, not yet diagnosed.

@@ -16,7 +16,7 @@ def held_signals() -> Iterator[None]:
     """Stop the script's timers and defer its own signal handlers inside this context.
 
     On exit, run the deferred handlers and resume each timer with its remaining time. A handler may stop the loop with a
-    flag or save a model: it must find the state of the loop, not that of a replayed step.
+    flag or save a model. It must see the state of the loop and not of a replayed step.
     """
     timers, handlers = take_timers(), _own_handlers()
     try:

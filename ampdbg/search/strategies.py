@@ -71,7 +71,7 @@ class AtomTree:
         return frozenset(atom for pin in pins for atom in self.under(pin))
 
     def compress(self, atoms: Iterable[str]) -> tuple[str, ...]:
-        """Return the fewest pins for these atoms, in tree order: a whole module wherever all its atoms are included."""
+        """Return the fewest pins for these atoms, in tree order: a whole module if all of its atoms are included."""
         within = set(atoms)
         pins: list[str] = []
         end = 0
@@ -150,7 +150,7 @@ def _depth_first(children: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 Try = Callable[[tuple[str, ...]], Trial]
-"""Runs one experiment with the pins of these names."""
+"""Runs one experiment with the named pins."""
 
 
 def trial_of(stage: str, runs: Sequence[Trial]) -> Trial:
@@ -170,7 +170,7 @@ class OutOfTrials(Exception):  # noqa: N818 - not an error: the search has reach
 
 @dataclass
 class Trials:
-    """The experiments of a search: the finished ones, the best set so far, and the means to run more.
+    """The experiments of a search: the finished trials, the best set so far, and the means to run more.
 
     Tied modules move together: a set with one atom of a group in ``together`` contains all atoms of that group.
 
@@ -282,7 +282,7 @@ def best_so_far(trials: Trials) -> Result:
 def grouped(trials: Trials, parts: Sequence[Atoms], fails_alone: Callable[[Atoms], bool]) -> list[Atoms]:
     """Return the parts, or groups of neighboring parts if dropping each part alone takes too long.
 
-    Parts that are known to fail alone form the first group. Its single trial shows as much as one per tenth.
+    Parts that are known to fail alone form the first group: its trial shows as much as trials of smaller groups.
     """
     if len(parts) <= most_dropped(trials.tree):
         return list(parts)
@@ -299,10 +299,10 @@ def most_dropped(tree: AtomTree) -> int:
 
 
 def drop_superfluous(trials: Trials, parts: Sequence[Atoms]) -> list[Atoms]:
-    """Drop the superfluous parts of a healthy set, starting from the last, and return the needed ones.
+    """Drop the superfluous parts of a healthy set, starting from the last, and return the needed parts.
 
     A needed part costs one trial, and a run of superfluous parts about twice the logarithm of its length. A part
-    covered by the other parts costs none.
+    covered by the rest costs none.
     """
     kept = list(parts)
     undecided = len(kept)
@@ -386,7 +386,7 @@ def _healthy_drops(trials: Trials, parts: Sequence[Atoms]) -> Iterator[Atoms]:
 
 
 def _without(trials: Trials, pins: tuple[str, ...], pin: str) -> Atoms:
-    """Return the atoms of ``pins`` except those of ``pin`` and all atoms tied to it."""
+    """Return the atoms of ``pins`` without the atoms of ``pin`` and all atoms tied to it."""
     return trials.closed(pins) - trials.closed([pin])
 
 
@@ -429,8 +429,8 @@ def guided(
     atoms without which the step is known to be unhealthy, regardless of other pins. If there are very many candidates,
     such atoms are dropped only as one group.
 
-    If an unhealthy step names no new suspects, its suspects are widened by one level, or all pins if it has none.
-    Widening ends at the root. The result is unhealthy if even that fails, or if nothing can be widened.
+    If an unhealthy step names no new suspects, its known suspects are widened by one level. Without suspects, all
+    pins are. Widening ends at the root. The result is unhealthy if even that fails, or if nothing can be widened.
 
     Raises:
         OutOfTrials: the limit of trials was reached; :func:`best_so_far` returns the set found until then.

@@ -79,9 +79,9 @@ def origin_of(name: str, imports: Mapping[str, str]) -> str:
 
 
 def disables_autocast(node: cst.CSTNode, imports: Mapping[str, str]) -> bool:
-    """True if the node is an ``autocast(…, enabled=False)`` call, under any import name, or is governed by one.
+    """True if the node is an ``autocast(…, enabled=False)`` call, a ``with`` of one, or a function decorated by one.
 
-    ``torch.cuda.amp.autocast`` counts too. Governed are a ``with`` statement and a decorated function.
+    Any import name counts, and so does ``torch.cuda.amp.autocast``.
     """
     match node:
         case cst.With(items=managers):
@@ -230,7 +230,7 @@ METADATA = frozenset(
     """shape dtype device ndim size dim numel nelement stride layout names is_cuda is_floating_point is_contiguous
     is_complex requires_grad requires_grad_ element_size item tolist grad grad_fn is_leaf get_device""".split()
 )
-"""Tensor members that describe a tensor. They are the same in half and FP32 except ``dtype``, which stays correct."""
+"""Tensor members that describe a tensor. They are the same in half and FP32, and ``dtype`` keeps its meaning."""
 
 TRANSPOSED = frozenset({"T", "mT", "H", "mH"})
 """Tensor attributes that return a transposed view."""

@@ -61,7 +61,7 @@ Answer = TypeVar("Answer")
 
 
 def by_code(ask: Callable[[FrameType], Answer]) -> Callable[[FrameType], Answer]:
-    """Cache a question about frames whose answer depends only on their code object."""
+    """Cache the answers of ``ask`` by code object. Frames with the same code must have the same answer."""
     # Keyed by id, with the code kept alive: code objects that differ only in their file compare equal.
     known: dict[int, tuple[Answer, CodeType]] = {}
 
@@ -103,7 +103,7 @@ def is_users_file(file: str) -> bool:
 
 @by_code
 def is_users(frame: FrameType) -> bool:
-    """True if the code is in a file for which :func:`is_users_file` holds."""
+    """True if the code is in a file of the user's."""
     return is_users_file(frame.f_code.co_filename)
 
 
@@ -120,7 +120,7 @@ def lies_in_library(file: str | Path) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _is_installed(folder: str) -> bool:
-    """True if the folder, or its link target, is installed. Checking every file of a process takes 0.25 seconds."""
+    """True if the folder, links resolved, is installed or ampdbg's. Cached: all files of a process take 0.25 s."""
     path = Path(folder).resolve()
     return lies_in_library(path) or any(path.is_relative_to(place) for place in (*INSTALLED, AMPDBG))
 

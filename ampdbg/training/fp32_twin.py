@@ -1,4 +1,4 @@
-"""An FP32 twin of a training run, on the same batches from the same weights, and the distance of two loss curves."""
+"""An FP32 twin of a training run, with the same batches and initial weights, and the distance of their losses."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def train(
     """Train the workload of ``config`` at its configured precision and watch every step.
 
     Args:
-        observer: sees each optimizer step, and each replay before it runs.
+        observer: notified of each optimizer step, and of each replay before it runs.
         replays: the most unhealthy steps of each kind to replay; 0 for none.
         prepare: builds the workload.
 

@@ -175,7 +175,7 @@ def _in_words(content: Any) -> str:
 
 
 def _inside(content: Any, names: Sequence[str]) -> tuple[Any, ...]:
-    """Return the states of a part from a saved file. Return an empty tuple if there are none, or only empty ones."""
+    """Return the states of a part from a saved file. Return an empty tuple if all states are empty or missing."""
     for name in names:
         value = _mapping(content).get(name)
         states = value if isinstance(value, (list, tuple)) else (value,)
@@ -335,7 +335,7 @@ def _is_optimizer_state(state: Any) -> bool:
 
 
 def _regrouped(groups: Sequence[Any], optimizer: Optimizer, model: nn.Module) -> Sequence[Any]:
-    """Split the one group of ``Optimizer(model.parameters())``, with or without frozen parameters, as the run does."""
+    """Split the one group of ``Optimizer(model.parameters())`` into the run's groups. It may omit frozen parameters."""
     every = list(model.parameters())
     ids = [index for group in groups for index in group["params"]]
     trained = every if len(ids) == len(every) else [parameter for parameter in every if parameter.requires_grad]
@@ -380,7 +380,7 @@ def _fitted(state: Mapping[str, Any], groups: Sequence[Any], optimizer: Optimize
 
 
 def _check_states(optimizer: Optimizer, names: Mapping[int, str]) -> None:
-    """Check a torch optimizer's state against that of a new optimizer after one step on the meta device.
+    """Check a torch optimizer's state against a new optimizer's state after one step on the meta device.
 
     Raises:
         ValueError: an entry in a parameter's state is missing, or has another shape.

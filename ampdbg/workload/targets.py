@@ -207,7 +207,7 @@ def forget_user_modules() -> None:
 
 @contextlib.contextmanager
 def imports_apart() -> Iterator[None]:
-    """On exit, forget the modules that builds imported inside this context, and restore the earlier ones."""
+    """On exit, forget the modules that builds imported inside this context, and restore the earlier modules."""
     names, before = set(_imported), dict(sys.modules)
     try:
         yield
@@ -292,7 +292,7 @@ def _has_no(owner: object, name: str) -> str:
 # A Python file instead of a config
 
 OPTIONAL: Mapping[str, str] = {"loss": "loss", "step": "training_step"}
-"""Optional keys of the config, and the names in the file that define them."""
+"""Maps optional keys of the config to the names that define them in the file."""
 
 CONVENTIONS = ("build_model", "build_data", *OPTIONAL.values())
 
@@ -306,7 +306,7 @@ def config_of_module_file(path: Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises:
         ConfigError: the Python file does not exist, or an override is wrong.
-        WorkloadError: the file lacks definitions; the message lists all of them.
+        WorkloadError: the file lacks definitions; the message lists them all.
         UserCodeError: the import raised.
     """
     source = f"--module {path}"

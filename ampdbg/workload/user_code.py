@@ -15,7 +15,7 @@ from ampdbg.errors import AmpdbgError, UserCodeError, named_error
 from ampdbg.obstacles import obstacle_in
 from ampdbg.source.ownership import is_ampdbgs, is_part_of, is_users_file
 
-# Modules of frames to hide from tracebacks between two user frames; torch._ops calls the emulated kernels.
+# Tracebacks omit frames of these modules between two user frames. torch._ops calls the emulated kernels.
 _PLUMBING = ("importlib", "_frozen_importlib", "torch.amp", "torch.utils._contextlib", "torch._ops")
 _PLUMBING_FUNCTIONS = ("_call_impl", "_wrapped_call_impl")
 
@@ -132,7 +132,7 @@ def _filter(report: traceback.TracebackException, error: BaseException) -> None:
         kept = [line for line, frame in shown if frame is shown[-1][1] or not is_part_of(frame, "torch")]
         # format() prints a heading for an empty list but not for None.
         vars(part)["stack"] = traceback.StackSummary.from_list(kept) if kept else None
-        parts = getattr(part, "exceptions", None)  # from the report: only for a group is it not None
+        parts = getattr(part, "exceptions", None)  # of the report: any error class may define that name itself
         inner = zip(parts, raised.exceptions, strict=False) if parts else ()
         chained = (part.__cause__, raised.__cause__), (part.__context__, raised.__context__), *inner
         waiting += [pair for pair in chained if pair[0] is not None]

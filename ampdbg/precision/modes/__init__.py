@@ -1,4 +1,4 @@
-"""Precision modes, one file each, with their loss scaler. A mode defines how a step casts and scales at one level.
+"""Precision modes, one file per value of ``precision.level``, and their loss scaler: how a step casts and scales.
 
 Each file defines ``MODE``, its class, and ``LEVEL``, a literal with the fields of a ``Level``. :mod:`ampdbg.levels`
 reads the literal without importing the file.

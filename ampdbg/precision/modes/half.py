@@ -36,10 +36,10 @@ class HalfModel(PrecisionMode):
     """Maps each half weight to its master, from the weight's first step on."""
 
     keeps_norms: ClassVar[bool] = False
-    """Default for ``precision.keep_norms_fp32``: whether batch norms stay FP32."""
+    """True if batch norms stay FP32 by default, that is, if ``precision.keep_norms_fp32`` is null."""
 
     has_masters: ClassVar[bool] = False
-    """Default for ``precision.master_weights``: whether master weights exist."""
+    """True if master weights exist by default, that is, if ``precision.master_weights`` is null."""
 
     @contextlib.contextmanager
     def converted(self, model: torch.nn.Module) -> Iterator[None]:
@@ -108,7 +108,7 @@ class HalfModel(PrecisionMode):
             yield
 
     def in_half(self, dtype: str) -> AbstractContextManager[Any]:
-        """Return a context in which weights are already in ``dtype``."""
+        """Return a context that keeps ops in ``dtype``. The weights must already have it."""
         return lifted(dtype)
 
     def updates_half_weights(self) -> bool:
