@@ -1,1 +1,1 @@
-"""Which dtype each op runs in: CUDA's op lists, their emulation on a CPU, precision levels and pins."""
+"""The dtype of each op: CUDA's autocast op lists, their emulation on a CPU, precision levels and FP32 pins."""

@@ -1,13 +1,13 @@
-"""CUDA's autocast policy on the CPU's autocast key: the op lists that a GPU would use.
+"""CUDA's autocast policy for CPU tensors: register CUDA's op lists on the dispatch key ``AutocastCPU``.
 
-Every op of CUDA's lists gets a kernel here, and the ops that only the CPU casts fall through. Each kernel
-casts its inputs and calls the op again with the autocast key excluded, as ``WrapFunction_`` in PyTorch's
-``autocast_mode.h`` does, so that ops inside composite ones (the ``bmm`` and ``sum`` of an einsum) run in
-half without further casts. All casts of weights are in one cache, as on CUDA; that is why not even a
-``linear`` is left to the CPU's own kernel, which casts it alike, into a cache that cannot be reached from here.
+Every op in CUDA's lists gets an autocast kernel here. Ops that only the CPU's autocast casts fall through.
+Each kernel casts its inputs and calls the op again with the autocast key excluded, like ``WrapFunction_`` in
+PyTorch's ``autocast_mode.h``. Ops inside a composite op (``bmm`` and ``sum`` in an einsum) thus run in half
+without further casts. As on CUDA, all weight casts share one cache. Therefore even ``linear`` is replaced:
+the CPU's own kernel casts it identically, but into a C++ cache that Python cannot reach.
 
-The lists that count are those of the torch that is installed, read from its ``autocast_mode.h``. The tables below are
-what torch 2.13 has there; they serve where the header was not shipped.
+The op lists are read from ``autocast_mode.h`` of the installed torch. If torch ships without that header, the tables
+below are used instead: they copy torch 2.13.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ FP32_APPEND_DTYPE: Mapping[str, str] = {
     "norm.Scalar": "norm.ScalarOpt_dtype",
     "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
 }
-"""Ops without a dtype argument, and the overload with one that they are sent to (a float32 result)."""
+"""Maps each op without a dtype argument to the overload with one that autocast calls for a float32 result."""
 
 BANNED: Mapping[str, str] = {
     "binary_cross_entropy": (
@@ -70,13 +70,13 @@ BANNED: Mapping[str, str] = {
         "safe to autocast."
     ),
 }
-"""Ops that raise under CUDA's autocast, and the message (``autocast_mode.cpp`` of PyTorch)."""
+"""Ops that raise under CUDA's autocast, with their messages (from PyTorch's ``autocast_mode.cpp``)."""
 
 RECURRENT_LAYERS = "lstm.input lstm.data gru.input gru.data rnn_tanh.input rnn_tanh.data rnn_relu.input rnn_relu.data"
 """Whole recurrent layers. On CUDA they run as ``_cudnn_rnn``, which ``autocast/RNN.cpp`` casts to half."""
 
 OpLists = Mapping[str, frozenset[str]]
-"""By the names of the macros: ATen ops without the namespace, with the overload where it is not the default."""
+"""Op names by macro name: ATen ops without the namespace, with the overload name unless it is the default."""
 
 BUILT_IN: OpLists = {
     "LOWER_PRECISION_FP": frozenset(LOWER_PRECISION.split()),
@@ -87,13 +87,13 @@ BUILT_IN: OpLists = {
 
 
 def lists_of_header(text: str) -> OpLists | None:
-    """The op lists that ``autocast_mode.h`` defines as macros, or None when its form is not the known one."""
+    """Return the op lists that the macros in ``autocast_mode.h`` define, or None if the format is unknown."""
     found = {name: _entries_of_macro(text, f"AT_FORALL_{name}") for name in BUILT_IN}
     return found if all(found.values()) else None
 
 
 def installed_lists(torch_folder: Path) -> OpLists:
-    """The op lists of the torch installed in ``torch_folder``; the built-in ones where it ships no header."""
+    """Return the op lists of the torch in ``torch_folder``, or the built-in lists if it ships no header."""
     try:
         text = (torch_folder / "include" / "ATen" / "autocast_mode.h").read_text(encoding="utf-8")
     except OSError:
@@ -102,7 +102,7 @@ def installed_lists(torch_folder: Path) -> OpLists:
 
 
 def lists_by_origin(torch_folder: Path) -> dict[str, dict[str, list[str]]]:
-    """Every list of the emulation, by where it comes from: ``header``, torch's own, or ``table``, written here."""
+    """Return every op list of the emulation by origin: ``header`` (torch's own) or ``table`` (this module)."""
     lists = installed_lists(torch_folder)
     by_hand = {"FP32_APPEND_DTYPE": FP32_APPEND_DTYPE, "BANNED": BANNED, "RECURRENT_LAYERS": RECURRENT_LAYERS.split()}
     tables = {name: sorted(ops) for name, ops in by_hand.items()}
@@ -111,7 +111,7 @@ def lists_by_origin(torch_folder: Path) -> dict[str, dict[str, list[str]]]:
 
 
 def _entries_of_macro(text: str, macro: str) -> frozenset[str]:
-    # The macro runs over lines that end in a backslash; an entry is _(op) or _(op, overload).
+    # Every line of the macro but the last ends in a backslash; an entry is _(op) or _(op, overload).
     body = re.search(rf"#define {macro}\(_\)((?:.*\\\n)*.*)", text)
     if body is None:
         return frozenset()
@@ -123,18 +123,18 @@ _AUTOCAST_CPU = DispatchKeySet(DispatchKey.AutocastCPU)
 _CAST_ON_CPU_ONLY = "AutocastCPU"
 
 weight_casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-"""Each weight with its copy in half, by the weight's ``id``; forgotten when the outermost region is left."""
+"""Maps a weight's ``id`` to the weight and its half copy. Cleared when the outermost region exits."""
 
 
 @contextlib.contextmanager
 def cuda_autocast_policy() -> Iterator[None]:
-    """While this is entered, ``torch.autocast("cpu")`` casts by CUDA's op lists."""
+    """Make ``torch.autocast("cpu")`` cast by CUDA's op lists inside this context."""
     casts_keep_gradients()
     library = torch.library.Library("aten", "IMPL")
     native = set(torch._C._dispatch_get_registrations_for_dispatch_key(_CAST_ON_CPU_ONLY))
     try:
         with warnings.catch_warnings():
-            # torch warns once that a C++ kernel is overridden: that is what is meant here.
+            # torch warns once that a C++ kernel is overridden, which is intended here.
             warnings.simplefilter("ignore")
             for name, kernel in _kernels(installed_lists(Path(torch.__file__).parent), native):
                 library.impl(name, kernel, "AutocastCPU", **_ALLOW_OVERRIDE)
@@ -150,7 +150,7 @@ _ALLOW_OVERRIDE = (
 
 
 def _kernels(lists: OpLists, native: set[str]) -> Iterator[tuple[str, Any]]:
-    """Pairs of an op's name and its autocast kernel."""
+    """Yield each op's name with its autocast kernel."""
     lowered = lists["LOWER_PRECISION_FP"].union(RECURRENT_LAYERS.split())
     policies: list[tuple[frozenset[str], Callable[[torch._ops.OpOverload], Any]]] = [
         (lowered, partial(_cast_to, lambda op, given: torch.get_autocast_dtype("cpu"))),
@@ -178,7 +178,7 @@ def _without_autocast() -> Any:
 
 
 def _cast_to(choose: Callable[[torch._ops.OpOverload, Any], torch.dtype], op: torch._ops.OpOverload) -> Any:
-    """A kernel that casts the op's inputs to the dtype that ``choose`` finds for the op and all its arguments."""
+    """Return a kernel that casts the op's inputs to the dtype that ``choose(op, arguments)`` returns."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         dtype = choose(op, (args, tuple(kwargs.values())))
@@ -197,7 +197,7 @@ def _fp32_set_opt_dtype(op: torch._ops.OpOverload) -> Callable[..., Any]:
     position = next(i for i, argument in enumerate(op._schema.arguments) if argument.name == "dtype")
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        # An argument left at its default is not handed to the kernel.
+        # The dispatcher omits arguments that have their default value.
         if position >= len(args) and "dtype" not in kwargs and _is_eligible(args[0]):
             kwargs = {**kwargs, "dtype": torch.float32}
         with _without_autocast():
@@ -209,7 +209,7 @@ def _fp32_set_opt_dtype(op: torch._ops.OpOverload) -> Callable[..., Any]:
 def _fp32_append_dtype(op: torch._ops.OpOverload) -> Callable[..., Any]:
     with_dtype = find_op(FP32_APPEND_DTYPE[f"{op._schema.name.split('::')[1]}.{op._schema.overload_name}"])
     assert with_dtype is not None
-    # An argument left at its default is not handed to the kernel, and the other overload has no defaults.
+    # The dispatcher omits arguments that have their default value, and the other overload has no defaults.
     defaults = [argument.default_value for argument in op._schema.arguments]
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -221,10 +221,10 @@ def _fp32_append_dtype(op: torch._ops.OpOverload) -> Callable[..., Any]:
 
 
 def _wider(op: torch._ops.OpOverload, so_far: torch.dtype, following: torch.dtype) -> torch.dtype:
-    """The wider of the dtype of the operands so far and that of the next one.
+    """Return the wider of two dtypes: the result for the operands so far, and the next operand's dtype.
 
-    As ``prioritize`` in PyTorch's ``autocast_mode.h``, which goes from operand to operand: once it has seen
-    a float32 it takes any, before that only what autocast lowers to.
+    Follows ``prioritize`` in PyTorch's ``autocast_mode.h``, which reduces the operands in order. After a float32
+    operand it accepts any dtype; before that, only the autocast dtype.
     """
     if torch.float32 in (so_far, following):
         return torch.float32
@@ -255,7 +255,7 @@ def _is_eligible(value: Any) -> bool:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """The arguments with every eligible tensor in ``dtype``."""
+    """Return the arguments with every eligible tensor cast to ``dtype``."""
     if isinstance(value, torch.Tensor):
         return _cached_cast(value, dtype) if value.dtype is not dtype and _is_eligible(value) else value
     if isinstance(value, (list, tuple)):
@@ -266,16 +266,16 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _cached_cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """One half copy of a weight per autocast region: the gradients of its uses add up in half, as on CUDA.
+    """Cast a tensor. A weight's half copy is reused, so the gradients of its uses add up in half, as on CUDA.
 
-    The conditions are those of ``cached_cast`` in PyTorch's ``autocast_mode.cpp``. As there, a region inside of one of
-    another dtype is handed the outer one's copies, and the op raises.
+    The conditions match ``cached_cast`` in PyTorch's ``autocast_mode.cpp``. As on CUDA, a nested region of another
+    dtype receives the outer region's copies, and the op raises.
     """
     is_weight = tensor.dtype is torch.float32 and tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
     cacheable = torch.is_autocast_cache_enabled() and not torch.is_inference_mode_enabled()
     if not (is_weight and dtype is not torch.float32 and cacheable):
         return _to(tensor, dtype)
-    # The tensor is kept beside its copy, so that its id cannot be given to another one.
+    # Keeping the tensor alive prevents another tensor from reusing its id.
     _, cast = weight_casts.get(id(tensor), (None, None))
     if cast is None:
         with torch.set_grad_enabled(torch.is_grad_enabled() or casts_keep_gradients()):
@@ -285,17 +285,17 @@ def _cached_cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _to(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor in ``dtype``; torch casts in C++, where a subclass that has a ``to`` of its own is not asked."""
+    """Cast the tensor. Bypass a tensor subclass's own ``to``, because torch casts in C++ and never calls it."""
     with torch._C.DisableTorchFunctionSubclass():
         return torch.Tensor.to(tensor, dtype)
 
 
 @cache
 def casts_keep_gradients() -> bool:
-    """torch's own weight cache makes its copies with a gradient even under ``no_grad``.
+    """True if torch's weight cache creates its copies with gradients even under ``no_grad``.
 
-    Older ones do not (PyTorch issue 112583, pull request 165068): there a first use under ``no_grad`` cuts
-    off the gradients of the uses that follow it, on CUDA too. The first call has to find torch's own kernels.
+    Older versions do not (PyTorch issue 112583, pull request 165068). There, a first use under ``no_grad`` cuts
+    off the gradients of later uses, on CUDA too. The first call must happen before torch's kernels are replaced.
     """
     with torch.inference_mode(False):
         weight = torch.ones(1, 1, requires_grad=True)

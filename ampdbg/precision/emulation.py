@@ -1,7 +1,7 @@
-"""CUDA's mixed precision on a machine without a GPU: its op lists, its rounding, and code that says ``cuda``.
+"""CUDA's mixed precision on a machine without a GPU: CUDA's op lists, its rounding and its Python API.
 
-Without this torch disables such an autocast and such a scaler with a mere warning, and the run that is
-watched is not the run that the user has.
+Without the emulation, torch merely warns and disables ``autocast("cuda")`` and CUDA's GradScaler. ampdbg would
+then observe a run that differs from the user's run on a GPU.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from ampdbg.precision.autocast_policy import cuda_autocast_policy, weight_casts
 from ampdbg.precision.half_kernels import half_kernels, half_transforms
 
 _entered: list[ExitStack] = []
-"""One entry for each context that is entered now; the first one holds the emulation."""
+"""The exit stack of each active :func:`cuda_on_cpu` context. The first entry holds the emulation."""
 
 
 @contextlib.contextmanager
 def cuda_on_cpu() -> Iterator[None]:
-    """While this is entered, autocast on CPU tensors is CUDA's: its op lists, FP32 accumulation with one
-    rounding, its weight cache, and ``autocast("cuda")``, ``GradScaler()`` and ``.cuda()`` that work.
+    """Make mixed precision on CPU tensors behave as on CUDA inside this context.
 
-    May be nested; the outermost exit undoes everything, also when the code inside raises.
+    Autocast uses CUDA's op lists and weight cache. Half kernels accumulate in FP32 and round once.
+    ``autocast("cuda")``, ``GradScaler()`` and ``.cuda()`` work. Contexts may be nested.
+    The outermost exit undoes everything, even after an exception.
     """
     with ExitStack() as stack:
         if not _entered:
@@ -45,17 +46,17 @@ def cuda_on_cpu() -> Iterator[None]:
 
 
 def is_emulating() -> bool:
-    """:func:`cuda_on_cpu` is entered now."""
+    """True while :func:`cuda_on_cpu` is active."""
     return bool(_entered)
 
 
 @contextlib.contextmanager
 def cuda_names_on_cpu() -> Iterator[None]:
-    """While this is entered, torch's names for CUDA mean the CPU; a no-op for code that never says them."""
-    # The first optimizer makes torch look up its own functions by name, once and for good: before we rename any.
+    """Redirect torch's CUDA names to the CPU inside this context. Code that never uses them is unaffected."""
+    # The first optimizer makes torch look up and cache its own functions by name: do that before replacing any.
     torch.optim.SGD([torch.zeros(1)])
     with ExitStack() as stack:
-        # Autocast's default on the CPU is that of CUDA. It is a state of each thread.
+        # Give the CPU CUDA's default autocast dtype. The default is per thread.
         stack.callback(torch.set_autocast_dtype, "cpu", torch.get_autocast_dtype("cpu"))
         torch.set_autocast_dtype("cpu", torch.float16)
         for owner, name, replace in _replacements():
@@ -63,11 +64,11 @@ def cuda_names_on_cpu() -> Iterator[None]:
             if original is None:  # another version of torch
                 continue
             replacement = replace(original)
-            # TorchScript knows torch's functions by a table of their ids (torch/jit/_builtins.py), made at the first
-            # look: here, before anything is replaced. It would go into the source of any other function.
+            # TorchScript finds torch's functions in a table of ids (torch/jit/_builtins.py), built on first use.
+            # Build it before any replacement: TorchScript compiles the source of functions that the table lacks.
             if op := _builtins._find_builtin(original):
                 _builtins._register_builtin(replacement, op)
-                # Another object may be given the id of this one.
+                # A later object may reuse the id of this replacement.
                 stack.callback(_builtins._get_builtin_table().pop, id(replacement))
             stack.enter_context(patch.object(owner, name, replacement))
         yield
@@ -77,8 +78,8 @@ Replacement = Callable[[Any], Any]
 
 
 def _replacements() -> Iterator[tuple[Any, str, Replacement]]:
-    """Every (owner, attribute, replacement of its value)."""
-    # A scaler that is given no device is one of CUDA's.
+    """Yield each replacement as (owner, attribute name, function from the old value to the new one)."""
+    # A GradScaler without a device argument defaults to CUDA.
     yield grad_scaler.GradScaler.__init__, "__defaults__", lambda original: ("cpu", *original[1:])
     yield from ((owner, "__init__", _any_device) for owner in (autocast_mode.autocast, grad_scaler.GradScaler))
     yield autocast_mode, "_cast", _any_device
@@ -100,14 +101,14 @@ def _replacements() -> Iterator[tuple[Any, str, Replacement]]:
     # torch.set_default_device("cuda") and `with torch.device("cuda")`
     yield _device.DeviceContext, "__init__", _any_device
     yield torch.nn.Module, "to_empty", _any_device
-    # nn.DataParallel calls its module as it is where there is no GPU.
+    # Without a GPU, nn.DataParallel calls its module directly.
     yield sys.modules[torch.nn.DataParallel.__module__], "_get_available_device_type", lambda original: gives(None)
     for module, values in ((torch.cuda, RUNTIME), (torch.cuda.nvtx, NVTX)):
         yield from ((module, name, gives(value)) for name, value in values.items())
 
 
 def _factories_of_torch() -> list[str]:
-    """``torch.zeros`` and all other functions of torch that take a device."""
+    """Return the names of ``torch.zeros`` and all other torch functions that take a device."""
     constructors = {function.__name__: function for function in _device._device_constructors()}
     return sorted(name for name, function in constructors.items() if getattr(torch, name, None) is function)
 
@@ -120,19 +121,19 @@ _FACTORIES_BY_EXAMPLE = tuple(name for name in dir(torch) if name.endswith("_lik
 
 
 def _on_cpu(value: Any) -> Any:
-    """The CPU instead of a GPU, by name or as a device; anything else as it is."""
+    """Replace a CUDA device, or its name, with the CPU. Return any other value unchanged."""
     if isinstance(value, str):
         return "cpu" if value.partition(":")[0] == "cuda" else value
     return torch.device("cpu") if isinstance(value, torch.device) and value.type == "cuda" else value
 
 
 def _device_on_cpu(device: Any) -> Any:
-    """As :func:`_on_cpu`, where nothing but a device can stand: there a bare number is the index of a GPU."""
+    """Like :func:`_on_cpu`, for positions that only take a device: a bare integer there is a GPU index."""
     return "cpu" if type(device) is int else _on_cpu(device)
 
 
 def _device_first(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The autocast state of a device named first; without a device torch means CUDA's, so the CPU's here."""
+    """Wrap a getter or setter of autocast state. Its first argument is the device; CUDA by default, so the CPU here."""
 
     @functools.wraps(original)
     def call(*args: Any) -> Any:
@@ -144,7 +145,7 @@ def _device_first(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _dtype_lowered_to(original: Callable[[str], torch.dtype]) -> Callable[[str], torch.dtype]:
-    """That of the region around; outside of any, CUDA's default, also in threads that were started since."""
+    """Wrap the getter: return the region's dtype, or outside of a region CUDA's default, even in newer threads."""
     entered_in = threading.get_ident()
 
     @functools.wraps(original)
@@ -173,15 +174,15 @@ def _stays(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _any_device(original: Callable[..., Any], second: Callable[[Any], Any] = _on_cpu) -> Callable[..., Any]:
-    """Its device is its second argument, or has one of ``_DEVICES`` as its name."""
+    """Wrap a function that takes its device as the second argument, or by a name in ``_DEVICES``."""
 
-    # Wrapped: TorchScript compiles the source of what is wrapped, and torch.compile reads its signature.
+    # functools.wraps matters: TorchScript compiles the wrapped source, and torch.compile reads its signature.
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         for name in _DEVICES:
             if name in kwargs:
                 kwargs[name] = _device_on_cpu(kwargs[name])
-        # Pinned memory is for copies to a GPU, and torch has none without one.
+        # Pinned memory serves copies to a GPU, and without a GPU torch cannot allocate it.
         kwargs.pop("pin_memory", None)
         return original(*args[:1], *map(second, args[1:2]), *args[2:], **kwargs)
 
@@ -198,12 +199,12 @@ def _tensor_type_named(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def gives(value: Any) -> Callable[..., Any]:
-    """A function that returns this, whatever it is called with."""
+    """Return a function that returns ``value`` for any arguments."""
     return lambda *args, **kwargs: value
 
 
 class Stream:
-    """The stream that everything runs on: what was launched is done."""
+    """Replaces ``torch.cuda.Stream``. All work runs synchronously, so every query reports completion."""
 
     device = torch.device("cpu")
     synchronize = wait_stream = wait_event = staticmethod(gives(None))
@@ -211,7 +212,7 @@ class Stream:
     is_capturing = staticmethod(gives(False))
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Takes what a stream of CUDA takes: a device and a priority."""
+        """Accept and ignore the arguments of a CUDA stream: a device and a priority."""
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -220,25 +221,25 @@ class Stream:
 
 
 class Event:
-    """A moment on that stream."""
+    """Replaces ``torch.cuda.Event``: records a time on the CPU's clock."""
 
     synchronize = wait = staticmethod(gives(None))
     query = staticmethod(gives(True))
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Takes what an event of CUDA takes: ``enable_timing`` and others."""
+        """Accept and ignore the arguments of a CUDA event, such as ``enable_timing``."""
         self._seconds = 0.0
 
     def record(self, stream: Any = None) -> None:
         self._seconds = time.perf_counter()
 
     def elapsed_time(self, end_event: Event) -> float:
-        """Milliseconds from this event to ``end_event``."""
+        """Return the milliseconds from this event to ``end_event``."""
         return (end_event._seconds - self._seconds) * 1e3
 
 
 class _OnAnyDevice(type):
-    """What a subclass of ``torch.Generator`` would not do: torch's own generators are instances too."""
+    """Makes torch's own generators pass ``isinstance``, which a subclass of ``torch.Generator`` could not do."""
 
     def __call__(cls, device: Any = "cpu") -> torch._C.Generator:
         return torch._C.Generator("cpu")
@@ -248,7 +249,7 @@ class _OnAnyDevice(type):
 
 
 class Generator(metaclass=_OnAnyDevice):
-    """Makes a generator of the CPU, whatever the device."""
+    """Replaces ``torch.Generator``: creates a CPU generator for any device."""
 
 
 TENSOR_TYPES = tuple(
@@ -269,17 +270,18 @@ RUNTIME: Mapping[str, Any] = {
     "max_memory_reserved": gives(0),
     "memory_summary": gives(""),
     "memory_snapshot": gives(()),
-    # What `with torch.cuda.device(0)` calls; -1 says that there is no device to go back to.
+    # Called by `with torch.cuda.device(0)`; -1 means that there is no previous device to restore.
     "_exchange_device": gives(-1),
     "_maybe_exchange_device": gives(-1),
     **{name: gives(None) for name in ("init", "synchronize", "set_device", "set_stream")},
     **{name: gives(None) for name in ("set_per_process_memory_fraction", "reset_peak_memory_stats")},
     "reset_max_memory_allocated": gives(None),
 }
-"""What each attribute of ``torch.cuda`` is on a CPU. Not ``is_available``: code that asks takes its other branch.
+"""Replacement values for attributes of ``torch.cuda`` on a CPU.
 
-Each has a function of its own: torch.compile refuses one under two names that it treats differently.
+``is_available`` is not among them: code that checks it takes its CPU branch. Each name has its own function object,
+because torch.compile rejects one function under two names that it treats differently.
 """
 
 NVTX: Mapping[str, Any] = {name: gives(None) for name in ("range_push", "range_pop", "mark")}
-"""The same for ``torch.cuda.nvtx``, whose ``range`` calls these."""
+"""The same for ``torch.cuda.nvtx``; its ``range`` calls these functions."""

@@ -1,13 +1,13 @@
 """FP16 kernels for a CPU that round where a tensor core rounds, at the speed of FP32.
 
 A tensor core multiplies half operands, accumulates in FP32 and rounds the result once. A CPU without
-FP16 instructions has no fast kernel for that (25 times slower than FP32, some ops missing). So each op
-here widens its half operands, runs the CPU's FP32 kernel, and rounds the result.
+FP16 instructions has no fast kernel for that (25 times slower than FP32, some ops missing). Each op here
+therefore widens its half operands, runs the CPU's FP32 kernel and rounds the result.
 
-The kernels stand on the dispatch key ``BackendSelect``, which lies below autograd and below
-``TorchDispatchMode`` and above the CPU's kernels. Autograd therefore records the very graph that CUDA
-has (``MmBackward0`` on half tensors), backward ops are served too, a trace shows ``aten.mm.default`` on
-half tensors and nothing of the emulation, and the CPU's own kernels stay reachable by redispatch.
+The kernels are registered on the dispatch key ``BackendSelect``. It is below autograd and
+``TorchDispatchMode``, and above the CPU's kernels. Autograd therefore records the same graph as on CUDA
+(``MmBackward0`` on half tensors), and backward ops are covered too. A trace shows ``aten.mm.default`` on half
+tensors and no trace of the emulation. A redispatch still reaches the CPU's own kernels.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MATRIX_PRODUCTS = """
     mm.out addmm.out bmm.out baddbmm.out addmv.out mv.out dot.out
     addmm_ baddbmm_ addmv_
 """
-"""Not ``addbmm`` and ``conv_tbc``: on every device these are loops of ``addmm_``, rounding after each round."""
+"""``addbmm`` and ``conv_tbc`` are absent: on every device they loop over ``addmm_`` and round after each pass."""
 
 CONVOLUTIONS = "convolution _convolution _convolution.deprecated convolution_backward"
 FUSED_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward"
@@ -41,41 +41,42 @@ WITHOUT_CPU_KERNEL = """
     _upsample_bilinear2d_aa _upsample_bilinear2d_aa_backward
     _upsample_bicubic2d_aa _upsample_bicubic2d_aa_backward
 """
-"""Ops that CUDA has in half and the CPU has not: without emulation they raise 'not implemented for Half'.
+"""Ops with a half kernel on CUDA but not on the CPU, where they raise 'not implemented for Half'.
 
-The antialiasing ones are rounded once here; ``cuda/UpSampleBilinear2d.cu`` rounds its weights and rows as well,
-and adds gradients in half. Fourier transforms are below.
+The antialiasing ops are rounded once here. ``cuda/UpSampleBilinear2d.cu`` also rounds their weights and rows, and
+accumulates gradients in half. Fourier transforms are below.
 """
 
 CLAMPS = "clamp clamp_ clamp_min clamp_min_ clamp_max clamp_max_ hardtanh hardtanh_"
-"""CUDA compares with the limits in float32 (``opmath_t`` in ``cuda/TensorCompare.cu``); the CPU makes them half
-first, and raises where they are beyond it. Only those are emulated."""
+"""CUDA compares with the limits in float32 (``opmath_t`` in ``cuda/TensorCompare.cu``). The CPU casts the limits to
+half first and raises if they exceed its range. Only such limits are emulated."""
 
 EMULATED = " ".join((MATRIX_PRODUCTS, CONVOLUTIONS, FUSED_ATTENTION, RECURRENT, WITHOUT_CPU_KERNEL, CLAMPS)).split()
 
 KEPT_IN_FP32 = {"_scaled_dot_product_flash_attention_for_cpu": (1,)}
-"""Positions of outputs that stay float32, by op: the log-sum-exp, as in CUDA's flash kernel."""
+"""Output positions that stay float32, by op: the log-sum-exp, as in CUDA's flash kernel."""
 
 TAKES_FP32 = ("_scaled_dot_product_flash_attention_for_cpu_backward",)
-"""Ops that take a float32 operand (that log-sum-exp) beside half ones."""
+"""Ops that take a float32 operand (the log-sum-exp) besides half operands."""
 
 HALF = torch.float16
-"""What is emulated; bfloat16 is left to the CPU's kernels, which round where CUDA's do and are fast enough."""
+"""The emulated dtype. bfloat16 is not emulated: the CPU's kernels round where CUDA's do and are fast enough."""
 
 NO_SPARSE_KERNEL = "\"addmm_sparse_cuda\" not implemented for 'Half'"
-"""What CUDA says to a product of a sparse COO matrix and a dense one (torch 2.11 on an H200): autocast lowers it and no
-kernel takes it. For a CSR matrix there is one."""
+"""CUDA's error for the product of a sparse COO matrix and a dense matrix (torch 2.11 on an H200). Autocast casts the
+product to half, but only CSR matrices have a half kernel."""
 
 ran: set[str] = set()
-"""The names of the ops that were computed here since :func:`half_kernels` was entered."""
+"""The names of the ops that ran in emulation since :func:`half_kernels` was last entered."""
 
 _BELOW = torch._C._dispatch_keyset_full_after(DispatchKey.BackendSelect)
 
 
 @contextlib.contextmanager
 def half_kernels() -> Iterator[None]:
-    """While this is entered, half matrix products, convolutions, fused attention and recurrent layers
-    on CPU tensors are computed in FP32 and rounded. Float32 and other devices are left as they are."""
+    """Compute half matrix products, convolutions, fused attention and recurrent layers in FP32, and round them.
+
+    The context affects half tensors on the CPU only."""
     library = torch.library.Library("aten", "IMPL")
     ran.clear()
     try:
@@ -89,7 +90,7 @@ def half_kernels() -> Iterator[None]:
 
 
 def find_op(name: str) -> torch._ops.OpOverload | None:
-    """The ATen op of that name (``sum``, ``sum.dim_IntList``), or None when the installed torch has none."""
+    """Return the ATen op with this name (``sum``, ``sum.dim_IntList``), or None if the installed torch lacks it."""
     packet_name, _, overload_name = name.partition(".")
     packet = getattr(torch.ops.aten, packet_name, None)
     return getattr(packet, overload_name or "default", None)
@@ -99,7 +100,7 @@ def _rounding_kernel(op: torch._ops.OpOverload, name: str) -> Callable[..., Any]
     kept, mixed, clamps = KEPT_IN_FP32.get(name, ()), name in TAKES_FP32, name in CLAMPS.split()
     arguments, (output, *_) = op._schema.arguments, op._schema.returns
     writes = [(i, argument.name) for i, argument in enumerate(arguments) if _is_written(argument)]
-    # addmm_(self!) returns what it wrote; rrelu_with_noise(self, noise!) writes its noise and returns something else.
+    # addmm_(self!) returns the tensor it wrote; rrelu_with_noise(self, noise!) writes its noise and returns another.
     returned = next((i for i, _ in writes if _are_one(output, arguments[i])), None)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -124,7 +125,7 @@ def _rounding_kernel(op: torch._ops.OpOverload, name: str) -> Callable[..., Any]
 
 
 def round_into(target: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
-    """Rounds what an in-place or ``out=`` op made in a wider dtype into its target."""
+    """Round the wide result of an in-place or ``out=`` op into its half target."""
     if target.shape != wide.shape:
         target.resize_(wide.shape)
     return target.copy_(wide)
@@ -135,7 +136,7 @@ def _is_written(argument: Any) -> bool:
 
 
 def _are_one(output: Any, argument: Any) -> bool:
-    """An op returns the very tensor that it takes: ``Tensor(a!)`` in both places of its schema."""
+    """True if the op returns the tensor that it wrote: both are ``Tensor(a!)`` in its schema."""
     return output.alias_info is not None and output.alias_info.before_set == argument.alias_info.before_set
 
 
@@ -148,9 +149,9 @@ def _is_coo(value: Any) -> bool:
 
 
 def _are_half(args: Any, mixed: bool) -> bool:
-    """The operands are half tensors of the CPU, and none of another float dtype unless it may be ``mixed``.
+    """True if all float operands are half tensors on the CPU. With ``mixed``, one half operand is enough.
 
-    torch gets operands of several float dtypes: its error says what is wrong, as CUDA's does.
+    Operands of several float dtypes are passed to torch unchanged: its error names the problem, as CUDA's does.
     """
     values = [value for item in args for value in (item if isinstance(item, (list, tuple)) else (item,))]
     floats = [value for value in values if isinstance(value, torch.Tensor) and value.dtype.is_floating_point]
@@ -175,39 +176,39 @@ def _rounded(result: Any, kept: tuple[int, ...]) -> Any:
     )
 
 
-# Fourier transforms of half tensors, as cuFFT does them: half in, ``torch.complex32`` out.
+# Fourier transforms of half tensors, as cuFFT computes them: half input, ``torch.complex32`` output.
 #
-# CUDA's autocast has none of them in its lists: what is half when it reaches ``torch.stft`` or ``torch.fft`` is
-# transformed in half, within a region and outside of any. A CPU has no kernel for that. ``torch.fft``'s own functions
-# refuse a half tensor of the CPU before they ask for a kernel (``promote_type_fft`` in ``SpectralOps.cpp``), so these
-# have to be replaced too. What cuFFT keeps in half on the way is its own: here the sum is float32's, and what torch
-# does in half around it is done in half, such as the scaling of an inverse transform, behind the rounding.
+# CUDA's autocast lists contain no transform. A half tensor that reaches ``torch.stft`` or ``torch.fft`` is therefore
+# transformed in half, inside and outside of autocast. The CPU has no kernel for that. The functions of ``torch.fft``
+# reject half CPU tensors before they dispatch (``promote_type_fft`` in ``SpectralOps.cpp``), so they are replaced too.
+# cuFFT's half-precision intermediates are not reproduced: sums are float32 here. Ops that torch runs in half around
+# the transform also run in half here, such as the scaling of an inverse transform after the rounding.
 
 COMPLEX_HALF = torch.complex32
 
 TRANSFORMS = "_fft_r2c _fft_c2r _fft_c2c".split()
-"""All transforms and all their gradients come to these three, ``torch.stft`` and ``torch.istft`` too."""
+"""All transforms and their gradients use these three ops, including ``torch.stft`` and ``torch.istft``."""
 
 OF_REAL = "fft_fft fft_ifft fft_rfft fft_ihfft fft_rfft2 fft_rfftn fft_ihfft2 fft_ihfftn".split()
-"""Functions of ``torch.fft`` that transform a real tensor as it is; with ``n`` and one dim, or ``s`` and several."""
+"""``torch.fft`` functions that transform a real tensor directly, with ``n`` and one dim or ``s`` and several."""
 
 OF_COMPLEX = """
     fft_irfft fft_hfft fft_fft2 fft_ifft2 fft_irfft2 fft_hfft2 fft_fftn fft_ifftn fft_irfftn fft_hfftn
 """.split()
-"""Those that make a real tensor complex first."""
+"""``torch.fft`` functions that first convert a real tensor to complex."""
 
 OF_SPECTRA = "log sqrt rsqrt sin cos tanh sigmoid pow.Tensor_Scalar sum sum.dim_IntList prod".split()
-"""What CUDA has for complex32 and a CPU has not, of what is done with a spectrum, or goes backward through one."""
+"""Ops on spectra and in their backward passes that have a complex32 kernel on CUDA but not on the CPU."""
 
 OF_PHASES = "angle exp".split()
-"""The same, of what makes a spectrum of a phase before any transform, as ``torch.exp(1j * phase)`` does."""
+"""The same, for ops that build a spectrum from a phase before any transform, as in ``torch.exp(1j * phase)``."""
 
 DIVISIONS = "div.Tensor div_.Tensor".split()
-"""Apart, since they are given numbers too."""
+"""Separate from ``OF_SPECTRA``, because divisions also take plain numbers."""
 
 COMPOSITE = ("AutogradCPU", "CPU", "FuncTorchBatched")
-"""A composite function has no kernel below autograd: it is called in autograd's place, or in inference mode; and within
-``torch.vmap`` before any of these."""
+"""Dispatch keys for composite functions, which have no kernel below autograd. They run at the autograd key,
+or at the CPU key in inference mode. Inside ``torch.vmap``, the batching key comes first."""
 
 WIDER = {HALF: torch.float32, COMPLEX_HALF: torch.complex64}
 NARROWER = {wide: narrow for narrow, wide in WIDER.items()}
@@ -216,24 +217,24 @@ NO_SUCH_SIZE = (
     "cuFFT only supports dimensions whose sizes are powers of two when computing in half precision, "
     "but got a signal size of{}"
 )
-"""What CUDA says of any other size (``CuFFTPlanCache.h``)."""
+"""CUDA's error for a size that is not a power of two (``CuFFTPlanCache.h``)."""
 
 _NONE, _BY_ROOT_N, _BY_N = range(3)
-"""``fft_norm_mode`` of torch."""
+"""torch's ``fft_norm_mode``."""
 
 _NORMS = {
     **dict.fromkeys((None, "backward"), (_BY_N, _NONE)),
     "forward": (_NONE, _BY_N),
     "ortho": (_BY_ROOT_N, _BY_ROOT_N),
 }
-"""By what the user asks for: that of an inverse transform and that of a forward one."""
+"""Maps the user's ``norm`` argument to the modes of the inverse and of the forward transform."""
 
 Kernel = Callable[..., Any]
 
 
 @contextlib.contextmanager
 def half_transforms() -> Iterator[None]:
-    """While this is entered, half tensors of the CPU have the Fourier transforms that they have on CUDA."""
+    """Inside this context, half tensors on the CPU have the Fourier transforms that they have on CUDA."""
     library = torch.library.Library("aten", "IMPL")
 
     def register(names: Iterable[str], make: Callable[[torch._ops.OpOverload], Kernel], *keys: str) -> None:
@@ -245,7 +246,7 @@ def half_transforms() -> Iterator[None]:
 
     @functools.cache
     def at_the_first() -> None:
-        # Sums and quotients are in every step: without a transform in half they do not pass through Python.
+        # Sums and divisions run in every step. Keep them out of Python until the first half transform.
         register(OF_SPECTRA, _of_complex_half, "BackendSelect")
         register(DIVISIONS, _division, "BackendSelect")
 
@@ -282,7 +283,7 @@ def _transform(at_the_first: Callable[[], None], op: torch._ops.OpOverload) -> K
         at_the_first()
         into = {} if out is None else {"out": torch.empty(0, dtype=gives)}
         wide = op.redispatch(below, x.to(WIDER[x.dtype]), dims, _NONE, last, **into)
-        result = wide.to(NARROWER[gives])  # before anything scales it: what is beyond half by then is infinite
+        result = wide.to(NARROWER[gives])  # round before scaling: values beyond half's range become infinite
         if norm != _NONE:
             numel = math.prod(sizes)
             result.mul_(1.0 / (math.sqrt(numel) if norm == _BY_ROOT_N else numel))
@@ -304,7 +305,7 @@ def _of_complex_half(op: torch._ops.OpOverload) -> Kernel:
 
 def _division(op: torch._ops.OpOverload) -> Kernel:
     in_place = op._schema.is_mutable
-    # A kernel in Python is handed the bare number of ``x / 2``, which no kernel below takes; this op takes it.
+    # For ``x / 2`` a Python kernel receives the bare number. No lower kernel accepts it, but this overload does.
     divide = op.overloadpacket.Tensor_mode
 
     def kernel(keyset: Any, x: Any, other: Any) -> Any:
@@ -325,7 +326,7 @@ def _widened_spectrum(value: Any) -> Any:
 
 def _of_complex(op: torch._ops.OpOverload) -> Kernel:
     def function(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        # Complex numbers are not asked for their width.
+        # Only half tensors are converted; complex tensors keep their dtype.
         complex_half = x.dtype is HALF and _is_narrow(x)
         return op.decompose(x.to(COMPLEX_HALF) if complex_half else x, *args, **kwargs)
 
@@ -346,12 +347,12 @@ def _of_real(op: torch._ops.OpOverload) -> Kernel:
             sizes, dims = _canonicalize_fft_shape_and_dim_args(x, given.get("s", given.get("n")), given["dim"])
             mode, (*others, last) = _NORMS[given["norm"]][is_forward], dims
         except (LookupError, RuntimeError, ValueError):
-            return op.decompose(x.float(), *args, **kwargs)  # and raises what it does
+            return op.decompose(x.float(), *args, **kwargs)  # raises torch's own error
         resized, onesided = _resize_fft_input(x, dims, sizes), name not in ("fft", "ifft")
         if is_forward:
             return torch.ops.aten._fft_r2c(resized, dims, mode, onesided)
         spectrum = torch.ops.aten._fft_r2c(resized, [last], mode, onesided)
-        # Conjugated, the forward transform of a real signal is its inverse one.
+        # The inverse transform of a real signal is the conjugate of its forward transform.
         return torch.ops.aten._fft_c2c(spectrum.conj_physical(), others, mode, False) if others else spectrum.conj()
 
     return function

@@ -1,4 +1,4 @@
-"""Pins: modules, or a module's own lines alone, that run in FP32 inside autocast."""
+"""Pins: run modules, or only the lines of a module's own ``forward``, in FP32 inside autocast."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from ampdbg.record.pins import OWN
 
 
 class PinHandle:
-    """Pins that are in force until :meth:`remove`, or until it is left as a context manager; it need not be kept."""
+    """Active pins. They last until :meth:`remove` or the exit of the ``with`` block, even if the handle is dropped."""
 
     def __init__(self, modules: tuple[str, ...]) -> None:
         self.modules = modules
-        """The qualified names of the pinned modules, with ``:own`` where it was asked for."""
+        """The qualified names of the pinned modules, with ``:own`` for pins of a module's own lines."""
         self._pins: list[tuple[PinnedForward, str | LinesInFP32]] = []
 
     def remove(self) -> None:
-        """Takes these pins away, and leaves other handles' in force; a second call does nothing."""
+        """Remove the pins of this handle only. Later calls do nothing."""
         while self._pins:
             forward, pin = self._pins.pop()
             forward.drop(pin)
@@ -46,24 +46,23 @@ class PinHandle:
 
 
 def pin_fp32(model: torch.nn.Module, patterns: Iterable[str], *, returns: torch.dtype | None = None) -> PinHandle:
-    """Runs the named modules in FP32 inside autocast.
+    """Run the named modules in FP32 inside autocast.
 
-    A pinned module's ``forward`` runs with autocast disabled, its half inputs are cast to float32 and its
-    output stays float32, so that the ops behind it promote. Its parameters are left as they are. With
-    ``:own`` behind its name this holds for the module's own lines alone: the modules that it calls run under
-    autocast as they did before. A deep copy of the model is pinned as it is, and so is one that was pickled;
-    the state dict does not show pins.
+    A pinned module's ``forward`` runs with autocast disabled. Its half inputs are cast to float32 and its output
+    stays float32, so later ops promote to float32. Its parameters do not change. The suffix ``:own`` pins only the
+    module's own lines: the submodules that it calls still run under autocast. Deep copies and pickled models
+    keep their pins. The state dict does not contain them.
 
     Args:
         model: the root of the qualified names.
         patterns: qualified module names or fnmatch patterns (``blocks.2.attn``, ``blocks.*.attn``,
-            ``blocks.*:own``), a name before a pattern; ``:own`` alone means the root's own lines.
-        returns: the dtype that a pinned module's floating-point output is cast to where no pinned lines take it: that
-            of weights behind it which take no other. The root's output stays float32.
+            ``blocks.*:own``). An exact name takes precedence over a pattern. ``:own`` alone means the root's own lines.
+        returns: the dtype to which a pinned module's floating-point output is cast, unless pinned lines receive it.
+            Later modules with half weights need that, as they accept no other dtype. The root's output stays float32.
 
     Raises:
-        WorkloadError: a pattern names no module, or a module is scripted and cannot be pinned.
-        TypeError: this is no model, or these are no names.
+        WorkloadError: a pattern matches no module, or a module is scripted and cannot be pinned.
+        TypeError: ``model`` is not a Module, or ``patterns`` is not a list of strings.
     """
     named = _checked(model, patterns)
     modules = dict(model.named_modules())
@@ -75,7 +74,7 @@ def pin_fp32(model: torch.nn.Module, patterns: Iterable[str], *, returns: torch.
             handle._add(modules[name], WHOLE, returns if returns and _is_outermost(name, pinned_whole) else None)
         for name in own:
             handle._add(modules[name], OWN_LINES, returns if name else None)
-            # All that own lines may call: the module itself too, should it recur.
+            # Pinned lines may call any submodule, or the module itself if it is recursive.
             for inner in modules[name].modules():
                 if not isinstance(inner, torch.jit.ScriptModule):
                     handle._add(inner, pinned_forward(modules[name]).lines)
@@ -86,7 +85,7 @@ def pin_fp32(model: torch.nn.Module, patterns: Iterable[str], *, returns: torch.
 
 
 def _checked(model: object, patterns: object) -> list[str]:
-    """The patterns, where the arguments of :func:`pin_fp32` are of the kinds that it takes."""
+    """Return the patterns as a list after checking the types of :func:`pin_fp32`'s arguments."""
     allowed = 'allowed: pin_fp32(model, ["blocks.2.attn", ...])'
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"got a {type(model).__name__} instead of a Module; {allowed}")
@@ -102,7 +101,7 @@ def _checked(model: object, patterns: object) -> list[str]:
 
 
 def _is_outermost(name: str, whole: Collection[str]) -> bool:
-    """The module is not the root, and in no other that is pinned whole."""
+    """True if the module is not the root and no enclosing module is pinned whole."""
     around = name.rpartition(".")[0]
     while around and around not in whole:
         around = around.rpartition(".")[0]
@@ -110,13 +109,13 @@ def _is_outermost(name: str, whole: Collection[str]) -> bool:
 
 
 def pinned_names(model: torch.nn.Module, patterns: Iterable[str]) -> tuple[str, ...]:
-    """The qualified names that :func:`pin_fp32` would pin, with ``:own`` where it was asked for; raises as it does."""
+    """Return the names that :func:`pin_fp32` would pin, with ``:own`` where requested; raise as it does."""
     whole, own = _named(patterns, dict(model.named_modules()))
     return (*whole, *(name + OWN for name in own))
 
 
 def _named(patterns: Iterable[str], modules: dict[str, torch.nn.Module]) -> tuple[list[str], list[str]]:
-    """The modules that are to be pinned whole, and those whose own lines are."""
+    """Return the names of the modules to pin whole, and of the modules to pin by their own lines only."""
     whole: dict[str, None] = {}
     own: dict[str, None] = {}
     for pattern in patterns:
@@ -126,7 +125,7 @@ def _named(patterns: Iterable[str], modules: dict[str, torch.nn.Module]) -> tupl
 
 
 def _matching(pattern: str, modules: dict[str, torch.nn.Module]) -> list[str]:
-    # A name is itself before it is a pattern: `heads[0]` would match `heads0` alone.
+    # An exact name takes precedence: as a pattern, `heads[0]` would match only `heads0`.
     names = [pattern] if pattern in modules else [name for name in modules if fnmatch.fnmatchcase(name, pattern)]
     if not names:
         raise WorkloadError(f"pins: no module is named {quoted(pattern, most=200)}; {_some_names(pattern, modules)}")
@@ -144,48 +143,48 @@ def _some_names(pattern: str, modules: dict[str, torch.nn.Module]) -> str:
 WHOLE, OWN_LINES = "whole module", "own lines"
 
 AutocastState = tuple[torch.dtype, bool]
-"""The dtype of autocast for a type of device, and whether it is on."""
+"""The autocast dtype of a device type, and whether autocast is enabled there."""
 
 AutocastStates = tuple[AutocastState, AutocastState]
-"""For CUDA and for the CPU."""
+"""The autocast states of CUDA and of the CPU."""
 
 
 class PinnedForward:
-    """The ``forward`` of a module while anything pins it; several pins may, and they may go in any order.
+    """Replaces the ``forward`` of a pinned module. It can hold several pins, removable in any order.
 
-    An object of this module and no closure, so that it goes where the module goes: a deep copy runs the
-    copy's weights, a pickled model comes back pinned, and ``torch.compile`` traces a whole module's pin.
+    A module-level class and not a closure, so that it can be copied with the module. A deep copy runs its own weights,
+    a pickled model stays pinned, and ``torch.compile`` can trace a whole module's pin.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
-        # By name through the class otherwise: a bound method that is pickled may come back as this very object.
+        # Only an instance attribute is stored: a pickled bound method may be restored as this PinnedForward itself.
         self._replaced: Callable[..., Any] | None = vars(module).get("forward")
         self._pins: list[str | LinesInFP32] = []
         self.lines = LinesInFP32()
-        """The module's own lines, in force while ``OWN_LINES`` is among the pins."""
+        """The module's own lines, in effect while ``OWN_LINES`` is among the pins."""
         self._returns: torch.dtype | None = None
         self._last_around: AutocastStates | None = None
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The ``forward`` behind, for ``inspect.signature``."""
+        """The original ``forward``, for ``inspect.signature``."""
         return self._replaced or type(self._module).forward.__get__(self._module)
 
     @property
     def __code__(self) -> CodeType:
-        """For ``torch.export``, which reads where the ``forward`` of a model is written."""
+        """The code of the original ``forward``: ``torch.export`` reads its source location."""
         code: CodeType = self.__wrapped__.__code__
         return code
 
     def add(self, pin: str | LinesInFP32, returns: torch.dtype | None) -> None:
-        """``WHOLE``, ``OWN_LINES``, or the lines in FP32 that may call this module, which is as before in them."""
+        """Add ``WHOLE``, ``OWN_LINES``, or a caller's FP32 lines, in which this module keeps its normal precision."""
         self._pins.append(pin)
         self._returns = returns or self._returns
         self._module.forward = self
 
     def drop(self, pin: str | LinesInFP32) -> None:
-        """Takes one pin away; the last gives the module its own ``forward`` back, unless another one is in front."""
+        """Remove one pin. Removing the last one restores the ``forward``, unless another wrapper has replaced it."""
         self._pins.remove(pin)
         if not self._pins:
             self._returns = None
@@ -205,16 +204,16 @@ class PinnedForward:
         args, kwargs = _as_weights_take_it(self._module, (args, kwargs))
         with torch.autocast("cuda", *cuda), torch.autocast("cpu", *cpu):
             output = self._pinned(*args, **kwargs)
-        # It is an input of the lines that called.
+        # The output is an input of the pinned lines that made the call.
         return _cast_up(output)
 
     def _around_its_caller(self) -> AutocastStates | None:
-        """The regions around a pin, if it is the lines of that pin that call this module now."""
+        """If pinned lines are calling this module now, return the autocast states around their pin, else None."""
         callers = [pin for pin in self._pins if isinstance(pin, LinesInFP32)]
         if callers and _is_recomputing() and not any(lines.are_running for lines in callers):
-            # A checkpoint in those lines computes its part of them again, without them.
+            # A checkpoint inside pinned lines recomputes its segment after those lines have returned.
             return self._last_around
-        # No ``next`` of a generator: torch.compile of torch 2.6 cannot trace its default.
+        # Not ``next(generator, None)``: torch.compile of torch 2.6 cannot trace its default.
         running = [lines.around for lines in callers if lines.are_innermost()]
         self._last_around = running[0] if running else None
         return self._last_around
@@ -233,23 +232,23 @@ class PinnedForward:
 
 
 def pinned_forward(module: torch.nn.Module) -> PinnedForward:
-    """What comes before the module's ``forward``, or will with its first pin."""
+    """Return the object that replaces the module's ``forward``, or a new one for its first pin."""
     forward = vars(module).get("forward")
     return forward if isinstance(forward, PinnedForward) else PinnedForward(module)
 
 
 class LinesInFP32(threading.local):
-    """The calls of a module whose own lines run in FP32, the innermost last; each thread sees its own."""
+    """The running calls of a module with pinned own lines, innermost last. Each thread has its own list."""
 
     def __init__(self) -> None:
         self._calls: list[_Call] = []
 
     def __reduce__(self) -> tuple[type[LinesInFP32], tuple[()]]:
-        """Calls stay in their thread: a copy of the model has none."""
+        """Copies start without calls, because calls belong to their thread."""
         return LinesInFP32, ()
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Calls the ``forward`` that these lines are of."""
+        """Call ``forward`` in FP32 and record the call while it runs."""
         around = _region("cuda"), _region("cpu")
 
         def lines(*args: Any, **kwargs: Any) -> Any:
@@ -267,17 +266,17 @@ class LinesInFP32(threading.local):
 
     @property
     def around(self) -> AutocastStates:
-        """The regions around the innermost call."""
+        """The autocast states around the innermost call."""
         return self._calls[-1].around
 
     def are_innermost(self) -> bool:
-        """No region was entered since: neither the user's own, nor that of another module."""
+        """True if no autocast region was entered since the innermost call, by the user's code or another module."""
         return self.are_running and self._calls[-1].depth == _autocast_depth()
 
 
 @dataclass(frozen=True)
 class _Call:
-    """The regions of autocast around a call, and how deep in regions its own lines are."""
+    """The autocast states around a call, and the autocast nesting depth of the module's own lines."""
 
     around: AutocastStates
     depth: int
@@ -288,25 +287,25 @@ def _region(device_type: str) -> AutocastState:
 
 
 def _is_recomputing() -> bool:
-    """This is inside a backward pass, where modules run only for a checkpoint; traced code never is."""
+    """True inside a backward pass, where modules run only for a checkpoint. Always false in traced code."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _autocast_depth() -> int:
-    """In how many nested autocast regions this is; torch shows it only by counting up and down."""
+    """Return the number of nested autocast regions. torch exposes it only through its increment and decrement."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()
 
 
 def _in_fp32(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     args, kwargs = map(_cast_up, args), {name: _cast_up(value) for name, value in kwargs.items()}
-    # Plain statements: torch.compile breaks the graph at an ExitStack.
+    # Plain ``with`` statements, because torch.compile breaks the graph at an ExitStack.
     with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
         return forward(*args, **kwargs)
 
 
 def _cast_up(value: Any) -> Any:
-    """The value with what is half in float32; itself where nothing is, for a module may write into a dict."""
+    """Cast half tensors to float32. Return the value itself if nothing changes: modules may write to an argument."""
     leaves, spec = _pytree.tree_flatten(value)
     wide = [widened(leaf, LIFTS["float32"]) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     is_same = all(one is other for one, other in zip(wide, leaves, strict=True))
@@ -314,6 +313,6 @@ def _cast_up(value: Any) -> Any:
 
 
 def _as_weights_take_it(module: torch.nn.Module, inputs: Any) -> Any:
-    """What lines in FP32 give to a module: half where its weights are, which would take nothing else."""
+    """Cast the inputs from FP32 lines to half if the module's weights are half and accept no other dtype."""
     dtype = next((weight.dtype for weight in module.parameters() if weight.is_floating_point()), torch.float32)
     return cast(inputs, dtype) if dtype in LIFTS["float32"] else inputs

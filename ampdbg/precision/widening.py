@@ -1,6 +1,6 @@
-"""Code and tensors in wider formats than a step asks for, or rounded to half; undone afterwards.
+"""Widen the dtypes that a step uses, or round its tensors to half. Both are undone afterwards.
 
-Autocast's own casts are lifted too, so a region that the user's code enters has no effect.
+Autocast's own casts are widened too, so an autocast region in the user's code has no effect.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Wider = Mapping[torch.dtype, torch.dtype]
-"""What each dtype becomes; those that are not in it stay."""
+"""Maps dtypes to their replacements. Other dtypes do not change."""
 
 LIFTS: Mapping[str, Wider] = {
     "float16": {torch.bfloat16: torch.float16},
@@ -32,7 +32,7 @@ LIFTS: Mapping[str, Wider] = {
         torch.complex64: torch.complex128,
     },
 }
-"""The lift for a replay of each dtype; each half takes the place of the other."""
+"""The replacements for a replay in each dtype. For a half dtype, they replace the other half dtype."""
 
 
 class _Lifting(TorchDispatchMode):
@@ -41,7 +41,7 @@ class _Lifting(TorchDispatchMode):
         self._wider = wider
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # A dtype is keyword-only wherever a cast or a new tensor is meant; view.dtype takes it by position.
+        # Casts and new tensors take their dtype as a keyword only; view.dtype takes it by position.
         kwargs = kwargs or {}
         wider = self._wider.get(kwargs["dtype"]) if kwargs.get("dtype") else None
         return op(*args, **({**kwargs, "dtype": wider} if wider else kwargs))
@@ -49,7 +49,7 @@ class _Lifting(TorchDispatchMode):
 
 @contextlib.contextmanager
 def lifted(dtype: str) -> Iterator[None]:
-    """While this is entered, no op makes a tensor of a narrower floating-point dtype than ``dtype``."""
+    """Inside this context, no op creates a tensor of a narrower floating-point dtype than ``dtype``."""
     default = torch.get_default_dtype()
     with _Lifting(LIFTS[dtype]):
         try:
@@ -63,35 +63,35 @@ Alteration = Callable[[torch.Tensor], torch.Tensor]
 
 
 def widened(tensor: torch.Tensor, wider: Wider) -> torch.Tensor:
-    """The tensor in the dtype that ``wider`` has for its own; itself where it has none."""
+    """Return the tensor in its replacement dtype in ``wider``, or the tensor itself if there is none."""
     return tensor.to(wider[tensor.dtype]) if tensor.dtype in wider else tensor
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Every floating-point tensor in a value, such as a module's inputs or output, in that dtype."""
+    """Cast every floating-point tensor in a value to ``dtype``, such as a module's inputs or output."""
     return _pytree.tree_map_only(
         torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value
     )
 
 
 def widen(tensor: torch.Tensor, wider: Wider) -> None:
-    """Gives a leaf, and its gradient, memory in the dtype that ``wider`` has for its own; for good."""
+    """Permanently convert a leaf and its gradient to their replacement dtypes in ``wider``."""
     gradient, tensor.grad = tensor.grad, None
     tensor.data = widened(tensor.data, wider)
     tensor.grad = None if gradient is None else widened(gradient, wider)
 
 
 def rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Floating-point values rounded to ``dtype`` and kept in their own; what it cannot hold stays."""
+    """Round floating-point values to ``dtype`` but keep the tensor's dtype. Values out of range do not change."""
     if not tensor.is_floating_point() or tensor.layout is not torch.strided:
         return tensor
     return torch.where(tensor.abs() <= torch.finfo(dtype).max, tensor.to(dtype).to(tensor.dtype), tensor)
 
 
 def spread(tensor: torch.Tensor, dtype: torch.dtype, draw: int) -> torch.Tensor:
-    """Floating-point values moved at random, each by half an ``eps`` of ``dtype`` at most: as far as rounding moves it.
+    """Perturb each floating-point value at random by at most half an ``eps`` of ``dtype``, as rounding does.
 
-    A value that ``dtype`` holds is moved too: what a step computes with it is rounded. One in half becomes float32.
+    Values that ``dtype`` represents exactly are perturbed too: the step's results are rounded. Half becomes float32.
     """
     if not tensor.is_floating_point() or type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
         return tensor
@@ -102,9 +102,9 @@ def spread(tensor: torch.Tensor, dtype: torch.dtype, draw: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def altered(tensors: Iterable[torch.Tensor], alter: Alteration) -> Iterator[None]:
-    """The tensors altered in place, without their gradients; afterwards they hold the very same memory and those again.
+    """Alter the tensors in place without their gradients. On exit, restore the original memory and gradients.
 
-    Gradients made inside do not fit what the tensors are afterwards.
+    Gradients computed inside the context are dropped, because they do not fit the restored tensors.
     """
     kept = [(tensor, tensor.data, tensor.grad if tensor.is_leaf else None) for tensor in tensors]
     try:

@@ -1,1 +1,1 @@
-"""An unchanged training script, run as Python would run it, and watched."""
+"""Run and watch an unmodified training script as Python would run it."""

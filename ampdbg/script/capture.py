@@ -1,8 +1,8 @@
-"""Captures: a failing step of a script in one file, to be run again anywhere, long after its process has ended.
+"""Captures: a failing step of a script in one file, for a replay anywhere, long after its process has ended.
 
-A capture is a safetensors file. Its tensors are the weights, the buffers, the optimizers' states, what the step's calls
-were given and the random states; its header has the rest as JSON (:class:`Head`). Nothing in it is pickled, and to read
-one runs no code: the calls themselves are made again by the script, which is started anew for it.
+A capture is a safetensors file. Its tensors are the weights, buffers, optimizer states, random states and the inputs
+of the step's calls. Its header holds the rest as JSON (:class:`Head`). Nothing is pickled, and reading a capture runs
+no code. For a replay, the restarted script makes the calls again.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ FORMAT, VERSION = "ampdbg.capture", 3
 
 
 class CaptureError(AmpdbgError):
-    """A capture could not be written, read, or put into the script that it is of."""
+    """A capture could not be written, read, or loaded into its script."""
 
 
 class UnlikeCallError(PackedError):
-    """A call of the same name as the captured one takes its arguments from elsewhere: it is that of another step."""
+    """A call has the name of the captured call but takes other inputs, so it belongs to another step."""
 
 
 @dataclass(frozen=True)
 class CapturedCall:
-    """One call: ``name`` says of what, ``given`` is packed."""
+    """One call: ``name`` names the called function or module, ``given`` holds its packed arguments."""
 
     name: str
     given: Any
@@ -73,7 +73,7 @@ class CapturedCall:
 
     @property
     def first_argument(self) -> Any:
-        """Packed; None where it is given none, or this is damaged."""
+        """The packed first argument; None if there is none, or the capture is damaged."""
         try:
             return self.given["list"][0]["tuple"][0]
         except (LookupError, TypeError):
@@ -82,12 +82,12 @@ class CapturedCall:
 
 @dataclass(frozen=True)
 class Head:
-    """What a capture holds besides tensors. ``record`` is that of the run up to the step, as JSON.
+    """The content of a capture besides tensors. ``record`` is the run's record up to the step, as JSON.
 
-    ``calls`` are those that lead to the losses, in order; ``parts`` has the numbers of those of each part of the step.
-    ``reach`` says whether the step is whole, or its modules are here alone. ``weights_grew`` is as of an investigation,
-    ``scaler_number`` is that of its scaler in the record, 0 of none, ``optimizer`` the place of that which steps in it.
-    ``beside`` has attributes of modules that are not the model's, by the place of the first call of each.
+    ``calls`` are the calls that the losses need, in order. ``parts`` lists the call numbers of each part of the step.
+    ``reach`` says whether the whole step or only its modules are captured. ``weights_grew`` is as in an investigation.
+    ``scaler_number`` is the scaler's number in the record (0 for none), ``optimizer`` the index of the optimizer that
+    steps. ``beside`` holds attributes of modules outside the model, by the place of each module's first call.
     """
 
     step: Count
@@ -115,10 +115,10 @@ class Head:
 
 
 def read_head(path: Path) -> Head:
-    """What a capture holds besides tensors; no code of it runs.
+    """Return the content of a capture besides tensors, without running code from the file.
 
     Raises:
-        CaptureError: it is missing, damaged, of another version, or no capture; the message names the file.
+        CaptureError: it is missing, damaged, not a capture, or has another version. The message names the file.
     """
     from pydantic import ValidationError
     from pydantic_core import from_json as parsed
@@ -148,11 +148,11 @@ def read_head(path: Path) -> Head:
 
 
 class Capture:
-    """A capture that was read, to be put into a script that has been started again.
+    """An opened capture, to be loaded into a restarted script.
 
     Args:
         path: the file.
-        script: a command line that is started in the place of the captured one, with its options.
+        script: a command line to start instead of the captured one, with its options.
 
     Raises:
         CaptureError: as :func:`read_head` and :func:`start_in_this_folder`.
@@ -170,7 +170,7 @@ class Capture:
         return from_json(json.dumps(dict(self.head.record)))
 
     def put_into(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[str, ...]:
-        """Gives the model and its optimizers what the step had; returns notes on what could not be given.
+        """Load the step's weights and optimizer states, and return notes on states that could not be restored.
 
         Raises:
             CaptureError: the model has other parameters.
@@ -204,7 +204,7 @@ class Capture:
                 yield f"the state of {type(optimizer).__name__} was not restored: {first_line(error)}"
 
     def keys(self) -> list[str]:
-        """The names of its tensors."""
+        """Return the names of its tensors."""
         return list(self._opened.keys())
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -215,7 +215,7 @@ class Capture:
             raise CaptureError(f"{self.path}: a damaged capture: {first_line(error)}") from None
 
     def state(self, model: torch.nn.Module) -> ModelState:
-        """The model's buffers and attributes from before the step."""
+        """Return the model's buffers and attributes from before the step."""
         return self._state("buffer.", self.head.attributes, model)
 
     def _state(self, prefix: str, packed: Mapping[str, Mapping[str, Any]], model: torch.nn.Module) -> ModelState:
@@ -224,11 +224,11 @@ class Capture:
         return PackedState(buffers, packed, self).unpacked(model)
 
     def random_state(self, device: torch.device) -> RandomState:
-        """That of the process when the step had gone backward."""
+        """Return the random state of the process after the step's backward pass."""
         return unpacked_random_state(self.head.random_state, Unpacking(self, device))
 
     def why_unlike(self, live: RecordedStep, device: torch.device) -> Difference | None:
-        """Why a step of calls of the same names is another one; None where it is not."""
+        """Return why a step with the same call names is a different step, or None if it is not."""
         try:
             self.step(live, device)
         except CaptureError as error:
@@ -237,16 +237,16 @@ class Capture:
         return None
 
     def step(self, live: RecordedStep, device: torch.device) -> RecordedStep:
-        """The captured step, made of a step of the same calls.
+        """Return the captured step, built from a live step with the same calls.
 
         Raises:
-            CaptureError: it was given what is not written, and the other step has nothing like it.
+            CaptureError: a call's argument was not captured, and the live step has no counterpart.
         """
         match = Match(self.head, live)
         unpacking = _GivenAgain(self, match, device)
         calls, given = dict(live.calls), {}
         states = [unpacked_random_state(packed, unpacking) for packed in self.head.random_states]
-        # Where the script calls anything under autocast it has a say in what that lowers: a patch switches it off.
+        # If the script uses autocast at all, it decides which calls run under it: a patch may have disabled it.
         is_off = not any(live.calls[number].lowers for number in match.own)
         for number, place in match.own.items():
             call, captured = live.calls[number], self.head.calls[place]
@@ -276,7 +276,7 @@ class Capture:
 
 
 def _with_dtypes(given: tuple[Any, Any], now: tuple[Any, Any]) -> tuple[Any, Any]:
-    """What a call was given, with the dtypes that the script asks for now, or no more: ``sum(dtype=x.dtype)``."""
+    """Replace a captured call's dtype keywords with those that the script passes now, as in ``sum(dtype=x.dtype)``."""
     args, kwargs = given
     others = {name: value for name, value in kwargs.items() if not isinstance(value, torch.dtype)}
     dtypes = {name: value for name, value in now[1].items() if isinstance(value, torch.dtype)}
@@ -284,10 +284,10 @@ def _with_dtypes(given: tuple[Any, Any], now: tuple[Any, Any]) -> tuple[Any, Any
 
 
 def start_in_this_folder(path: Path, script: Sequence[str], known: Start) -> Start:
-    """How the script of a capture or a record is started again, by the command line ``script`` where it has one.
+    """Return how to restart the script of a capture or record, with the command line ``script`` if it is given.
 
     Raises:
-        CaptureError: it does not stand in this folder. The file may come from anybody, and what it starts is code.
+        CaptureError: the script is not in this folder. The file may come from anyone, and restarting runs code.
     """
     if script:
         is_module = script[0] == "-m" and len(script) > 1
@@ -302,7 +302,7 @@ def start_in_this_folder(path: Path, script: Sequence[str], known: Start) -> Sta
 
 
 def _is_here(start: Start) -> bool:
-    """The script, or the outermost package of the module, stands in this folder or below it."""
+    """True if the script, or the outermost package of the module, is in this folder or below it."""
     here = os.path.realpath(os.getcwd())
     if start.is_module:
         first = os.path.join(here, start.name.partition(".")[0])
@@ -321,23 +321,23 @@ def _difference(name: str, now: torch.Tensor | None, then: torch.Tensor | None) 
     return f"{name} has the shape {list(now.shape)}, and had {list(then.shape)}"
 
 
-# The calls of a captured step, and which of them a step makes again that comes of the same script
+# The calls of a captured step, and the matching calls in a step of the same script
 
 
 def order_of(recorded: RecordedStep) -> dict[int, int]:
-    """The numbers of the calls that the step needs, each with its place among them."""
+    """Map the number of each call that the step needs to its place among them."""
     return {
         number: place for place, number in enumerate(sorted({number for part in recorded.given for number in part}))
     }
 
 
 def paths_in(model: torch.nn.Module) -> dict[int, str]:
-    """The paths of the model's modules by ``id``."""
+    """Map the ``id`` of each module of the model to its path."""
     return {id(module): name or "the model" for name, module in model.named_modules()}
 
 
 def name_of(call: RecordedCall, paths: Mapping[int, str]) -> str:
-    """Of what a call is: a module of the model by its path, another by its class, a function as torch calls it."""
+    """Name the called object: a model's module by its path, another module by its class, a function by torch's name."""
     function = call.called
     if isinstance(function, torch.nn.Module):
         return paths.get(id(function), f"{type(function).__module__}.{type(function).__qualname__}")
@@ -345,20 +345,20 @@ def name_of(call: RecordedCall, paths: Mapping[int, str]) -> str:
 
 
 MADE = "made"
-"""The key of what stands for the result of a call: its place among the captured ones."""
+"""The key of a placeholder for a call's result. Its value is the call's place among the captured calls."""
 
 OWN = {"live": type_name(Own)}
-"""What stands for a tensor of the model's own."""
+"""The placeholder for the model's own tensors."""
 
 
 def place_of(packed: Any) -> int:
-    """The place of the call whose result that stands for; -1 of anything else."""
+    """Return the place of the call that made the placeholder's result, or -1 if the value is not a placeholder."""
     place = packed.get(MADE) if isinstance(packed, dict) else None
     return place if isinstance(place, int) else -1
 
 
 class _GivenPacking(Packing):
-    """Packs what calls are given; ``places`` has those of the calls by number."""
+    """Packs the arguments of calls. ``places`` maps call numbers to places."""
 
     def __init__(self, prefix: str, places: Mapping[int, int]) -> None:
         super().__init__(prefix)
@@ -370,20 +370,20 @@ class _GivenPacking(Packing):
 
 @dataclass(frozen=True)
 class Difference:
-    """Why a step is not of the captured calls, and how many of its first ones are."""
+    """Why a step differs from the captured one, and how many of its first calls match."""
 
     alike: int
     reason: str
 
 
 class Match:
-    """Which call of a step, of the script that was started again, is which of the captured ones.
+    """Matches the calls of a step in the restarted script with the captured calls.
 
-    No cast counts on either side, and a call takes what lies behind the casts of what it is given: where the script has
-    a patch, that puts casts in and leaves others out.
+    Casts on both sides are ignored, and inputs are traced back through casts. A patched script may add casts or
+    omit some.
 
     Args:
-        head: of the captured step.
+        head: the head of the captured step.
         recorded: the step.
     """
 
@@ -394,13 +394,13 @@ class Match:
         numbers = [number for number in order_of(recorded) if number not in self._casts]
         places = [place for place in range(len(head.calls)) if place not in self._left_out]
         self.own = dict(zip(numbers, places, strict=False))
-        """The number of each call that the step needs and that is no cast, with its place among the captured ones."""
+        """Maps the number of each needed call that is not a cast to its place among the captured calls."""
         self._is_as_long = len(numbers) == len(places)
         self.given = {number: given for part in recorded.given for number, given in part.items()}
-        """What the calls of the step are given."""
+        """The arguments of the step's calls."""
 
     def why_not(self, model: torch.nn.Module) -> Difference | None:
-        """Why the step is not of the same calls; None where it is."""
+        """Return how the step's calls differ from the captured calls, or None if they match."""
         paths = paths_in(model)
         for number, place in self.own.items():
             now, then = name_of(self._recorded.calls[number], paths), self._captured[place].name
@@ -410,7 +410,7 @@ class Match:
         return Difference(len(self.own), reason) if reason else None
 
     def source(self, value: Any) -> tuple[Any, int | None]:
-        """What lies behind the casts of what a call of the step is given, and the first of these casts, if any."""
+        """Trace an argument of the step back through casts. Return its source and the earliest cast, or None."""
         cast = None
         while isinstance(value, Made) and value.call in self._casts:
             cast = value.call
@@ -418,15 +418,15 @@ class Match:
         return value, cast
 
     def captured_source(self, packed: Any) -> Any:
-        """The same of what a captured call was given."""
+        """Trace an argument of a captured call back through casts, and return its source."""
         place = len(self._captured)
-        while place_of(packed) in self._left_out and place_of(packed) < place:  # else it is damaged
+        while place_of(packed) in self._left_out and place_of(packed) < place:  # else the capture is damaged
             place = place_of(packed)
             packed = self._captured[place].first_argument
         return packed
 
     def _unlike_as_a_whole(self) -> str:
-        """What is other about the step where each of its calls is as captured."""
+        """Return how the whole step differs although each of its calls matches."""
         if not self._is_as_long:
             return f"it makes {len(order_of(self._recorded))} calls, and the captured one {len(self._captured)}"
         parts = [[self.own[number] for number in sorted(part) if number in self.own] for part in self._recorded.given]
@@ -436,18 +436,18 @@ class Match:
 
 
 CASTING = CAST_METHODS | {"to", "type", "type_as"}
-"""A tensor's methods that only cast it."""
+"""Tensor methods that only cast."""
 
 
 def _is_cast(name: str) -> bool:
-    """Torch's function of this name gives the values of its first argument in another format, or in its own."""
+    """True for a torch function that only converts its first argument to another dtype, or to the same one."""
     return name.startswith("torch.Tensor.") and name.rpartition(".")[2] in CASTING
 
 
 class _GivenAgain(Unpacking):
-    """Makes what the calls of a captured step were given for those of a step of the same calls.
+    """Recreates the captured arguments for the calls of a matching step.
 
-    ``casts`` has what those casts of the step are given that take data: the captured values.
+    ``casts`` maps the step's casts of input data to the captured values of that data.
     """
 
     def __init__(self, capture: Capture, match: Match, device: torch.device) -> None:
@@ -456,10 +456,10 @@ class _GivenAgain(Unpacking):
         self._match = match
 
     def of(self, packed: Any, live: Any = None) -> Any:
-        """The value; what an earlier call gave is what that of the step gives.
+        """Return the value. The result of an earlier captured call becomes the result of the matching live call.
 
         Raises:
-            PackedError: as of any; or what others gave stands in the place of data.
+            PackedError: as in the base class, or a call's result and data do not match.
         """
         now, cast = self._match.source(live)
         then = self._match.captured_source(packed)
@@ -480,76 +480,76 @@ class _GivenAgain(Unpacking):
 # Writing
 
 LARGEST_HEADER = 100_000_000
-"""Bytes: safetensors reads no larger one."""
+"""In bytes. safetensors reads no larger header."""
 
 
 class Captures:
-    """Where the captures of a run go, and those that were written.
+    """Writes the captures of a run and lists them.
 
     Args:
-        folder: is made with the first.
+        folder: created with the first capture.
         start: how the script was started.
-        most: there are never more.
-        largest: the bytes that each may have.
-        wanted: the step of this number is one, whatever it does; 0 for none.
+        most: the most captures to keep.
+        largest: the most bytes of a capture.
+        wanted: the number of a step to capture regardless of its outcome; 0 for none.
     """
 
     def __init__(self, folder: Path, start: Start, *, most: int, largest: int, wanted: int = 0) -> None:
         self._paths: dict[int, Path] = {}
         self.why_not = ""
-        """Why one was not written."""
+        """Why a capture could not be written, or ""."""
         self.is_wanted = False
-        """The next whole step is to be captured, whatever it does."""
+        """True if the next whole step must be captured, regardless of its outcome."""
         self.start = start
         self._folder = Path(os.path.abspath(folder))
         self._most = most
         self._largest = largest
         self.wanted = wanted
-        """The number of the step that was asked for from outside; 0 for none."""
+        """The number of the step that the user requested; 0 for none."""
         self._failed = -1
 
     @property
     def written(self) -> list[Path]:
-        """Those that are there, in the order in which they were written."""
+        """The existing captures, in the order of writing."""
         return list(self._paths.values())
 
     @property
     def are_wanted(self) -> bool:
-        """Any may be written; who allows none need not be told that one was not."""
+        """True if captures are allowed. A user who allows none needs no note that one was not written."""
         return self._most > 0
 
     def has(self, step: int) -> bool:
-        """The step of this number was captured."""
+        """True if the step with this number was captured."""
         return step in self._paths
 
     def drop(self, step: int) -> None:
-        """Removes the capture of the step of this number, if there is one."""
+        """Remove the capture of the step with this number, if there is one."""
         if step in self._paths:
             with contextlib.suppress(OSError):
                 self._paths.pop(step).unlink()
 
     def ask(self) -> None:
-        """The next whole step is to be captured."""
+        """Request a capture of the next whole step."""
         self.is_wanted = True
 
     def begins(self, step: int) -> None:
-        """To be called when the step of this number is about to begin."""
+        """Prepare for the step with this number, which is about to begin."""
         self.is_wanted |= step == self.wanted > 0
 
     def cannot(self, step: int, why: str) -> None:
-        """Notes that a step could not be captured."""
+        """Record why a step could not be captured."""
         if step == self.wanted or not self.why_not:
             self.why_not, self._failed = f"step {step} {NOT_CAPTURED}: {why}", step
 
     def add(self, live: LiveStep) -> None:
-        """Writes a step; where that cannot be, ``why_not`` says why, and the script goes on."""
+        """Write a step. If that fails, ``why_not`` gives the reason, and the script continues."""
         try:
             self._write(Captured(live, self.start), live.number)
         except CaptureError as error:
             self.cannot(live.number, str(error))
         except OSError as error:
             self.cannot(live.number, f"cannot be written: {reason_of(error)}: {self._folder}")
-        except Exception as error:  # noqa: BLE001 - whatever the user's own classes raise
+        except Exception as error:  # noqa: BLE001 - the user's own classes may raise anything
             self.cannot(live.number, f"cannot be written: {named_error(error)}")
 
     def _write(self, captured: Captured, step: int) -> None:
@@ -557,13 +557,13 @@ class Captures:
             raise CaptureError(f"at most {counted(self._most, 'capture')} a run; allow more with --max-captures")
         content = captured.content(self._largest)
         begin, end = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}", of_rank(f"step-{step}", self.start.rank)
-        # A name of its own, also beside a run that captures in the same second.
+        # A unique name, even if another run captures in the same second.
         path = free_path(self._folder, begin, f"-{end}{CAPTURE_SUFFIX}")
         with contextlib.ExitStack() as stack:
             stack.callback(path.unlink, missing_ok=True)
             replace_file(path, content)
             stack.pop_all()
-        self.drop(step)  # of another turn
+        self.drop(step)  # an earlier capture of the same step
         self._paths[step] = path
         self.why_not = "" if self._failed == step else self.why_not
 
@@ -573,7 +573,7 @@ _asked: list[Callable[[], None]] = []
 
 @contextlib.contextmanager
 def asked_from_code(ask: Callable[[], None]) -> Iterator[None]:
-    """While this is entered :func:`ask_for_capture` calls ``ask``."""
+    """Make :func:`ask_for_capture` call ``ask`` inside this context."""
     _asked.append(ask)
     try:
         yield
@@ -582,7 +582,7 @@ def asked_from_code(ask: Callable[[], None]) -> Iterator[None]:
 
 
 def ask_for_capture() -> bool:
-    """Asks for a capture of the next whole step; False where nothing captures."""
+    """Request a capture of the next whole step. Return False if nothing captures."""
     for ask in _asked:
         ask()
     return bool(_asked)
@@ -590,14 +590,14 @@ def ask_for_capture() -> bool:
 
 @dataclass(frozen=True)
 class Captured:
-    """A step at hand, right before its optimizer would step, and all that is to be known of it elsewhere."""
+    """A live step right before its optimizer steps, with all data that a replay elsewhere needs."""
 
     live: LiveStep
     start: Start
 
     @property
     def size(self) -> int:
-        """About how many bytes a file of it takes."""
+        """The approximate size of its file in bytes."""
         parts = (
             list(self.live.model.parameters()),
             dict(self.live.state.buffers),
@@ -609,15 +609,15 @@ class Captured:
 
     @functools.cached_property
     def _states(self) -> Sequence[Any]:
-        """Those of the optimizers; None for one that might wait for other processes to give it."""
+        """The optimizer states; None for an optimizer that might wait for other processes to return its state."""
         is_alone = self.start.processes == 1
         return [one.state_dict() if is_alone or has_its_state(one) else None for one in self.live.watcher.optimizers]
 
     def content(self, largest: int) -> bytes:
-        """The bytes of its file.
+        """Return the bytes of its file.
 
         Raises:
-            CaptureError: these are more than ``largest``, or parts of the model are in other processes.
+            CaptureError: the file would exceed ``largest``, or parts of the model are in other processes.
         """
         if self.start.processes > 1 and (why := why_in_parts(self.live.model)):
             raise CaptureError(why)
@@ -653,7 +653,7 @@ class Captured:
         calls, states = list[CapturedCall](), list[RandomState]()
         for number in numbers:
             call = recorded.calls[number]
-            if not states or call.random_state.others(states[-1]):  # between two draws all calls have one state
+            if not states or call.random_state.others(states[-1]):  # calls between two draws share one state
                 states.append(call.random_state)
             what, of = packing.of(list(given[number])), len(states) - 1
             calls.append(CapturedCall(name_of(call, paths), what, call.lowers, call.has_gradients, of, call.training))

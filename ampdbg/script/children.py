@@ -1,4 +1,4 @@
-"""The processes that a script starts: new ones know nothing of ampdbg, and forked ones go on as the script itself."""
+"""Processes that a script starts: spawned processes run without ampdbg, forked processes continue as the script."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ampdbg.probes.seams import replaced
 from ampdbg.quantities import counted
 
 HELPERS = ("multiprocessing.", "concurrent.", "torch.utils.data.")
-"""Whose functions run in processes that train nothing: pools, and the workers of data loaders."""
+"""Modules with functions for processes that do not train: pools, and workers of data loaders."""
 
 UNSEEN = (
     "{} started by multiprocessing {} not watched{}; to watch each, replace multiprocessing: torchrun "
@@ -21,17 +21,17 @@ UNSEEN = (
 
 
 class NewProcesses:
-    """Counts the processes that the script starts anew, but for those that train nothing."""
+    """Counts the processes that the script spawns, except those that do not train."""
 
     def __init__(self) -> None:
         self._count = 0
 
     def counted_in(self) -> AbstractContextManager[None]:
-        """While this is entered, they are counted."""
+        """Return a context in which spawned processes are counted."""
         return replaced(BaseProcess, "start", self._counting)
 
     def note(self, *, emulates: bool) -> str:
-        """What was not seen, in a sentence; "" where there was none."""
+        """Return a sentence on the unwatched processes, or "" if there were none."""
         if not self._count:
             return ""
         verb = "was" if self._count == 1 else "were"
@@ -39,7 +39,7 @@ class NewProcesses:
 
     def _counting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def start(process: Any) -> None:
-            is_helper = _is_helper(process)  # it forgets its function once it has started
+            is_helper = _is_helper(process)  # checked first: a started process drops its function
             original(process)
             self._count += _is_new(process) and not is_helper
 

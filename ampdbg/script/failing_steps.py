@@ -1,9 +1,9 @@
-"""The failing steps of a loop that is not ours: which are run again and captured, while their weights are there.
+"""Failing steps of the user's loop: choose which to replay and capture while the model still has their weights.
 
-A step whose loss is not finite is, where it is the first of a row. One whose gradients alone are not finite may be the
-doing of a loss scale that settles: it is looked at where no scaler withholds it, where no lower scale but fractions is
-left, where it leaves NaN alone, where a step has borne its scale before, at the ``SKIPS_IN_A_ROW``-th of a row, and
-where the script ends in it. All within ``SHARE`` of the run's time.
+The first of several consecutive steps with a non-finite loss is investigated. If only the gradients are not finite,
+the loss scale may still be settling. Such a step is investigated if no scaler withholds it, or only fractions are left
+below its scale. It is also investigated if it has NaN but no inf, or if an earlier step survived its scale. So are the
+``SKIPS_IN_A_ROW``-th in a row, and the step in which the script ends. Replays take about ``SHARE`` of the run's time.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ from ampdbg.script.ranks import hooks_half_weights, in_its_group, is_in_group
 from ampdbg.script.signals import held_signals
 
 SHARE, WAITS = 0.1, 5.0
-"""The share of a run's time that it waits for replays of steps whose scale may be settling, beyond so many seconds."""
+"""While a loss scale may be settling, replays take at most ``WAITS`` seconds and this share of the run's time."""
 
 COMPARISON = 30.0
-"""Replays that take so many seconds at most are made of one healthy step of each optimizer, however short the run."""
+"""Replays of one healthy step of each optimizer may take this many seconds, however short the run is."""
 
 REPLAYS = 20
-"""So many times as long as a step its replays take, about."""
+"""The approximate duration of a step's replays, as a multiple of the step's duration."""
 
 MOST_OF_A_KIND = 3
-"""So many steps whose loss is lost are run again, as many whose gradients alone are, and beyond what the share of the
-run's time allows as many in which the loss scale settles."""
+"""At most this many steps with a lost loss are replayed, and as many with only non-finite gradients. For as many with a
+settling loss scale, replays may exceed their share of the run's time."""
 
 RUN_AGAIN = "FP16, FP32 and more"
-"""What is said of a step before it is run again."""
+"""The announcement to the observer before a step is replayed."""
 
 MODULES_ALONE = "step {}: only its modules were replayed ({}); the sum of their outputs replaces its loss"
 
@@ -89,10 +89,10 @@ MODULES_FINITE = "every module output is finite, and the script's own code after
 ENDED_EARLIER = "the script ended before its loss"
 
 NOT_IN_FP32 = "its modules give inf or NaN in FP32 too, which it may want, and the script ended before its loss"
-"""So do a mask and what that hides, and no loss says that anything is wrong with them."""
+"""Masks, and the values that they hide, may be inf or NaN by design. Without a loss, nothing shows an error."""
 
 NOT_REACHED = "step {} was not captured: the script made only {}, counted from 0"
-"""Of one that was asked for."""
+"""The note on a requested step that the script never reached."""
 
 BEGAN_SPOILT = (
     "its buffer {} held inf or NaN before it, from an earlier step; ampdbg run --capture-step {} replays the "
@@ -105,7 +105,7 @@ RECORDED = "it runs a recorded CUDA graph, which runs in no other precision"
 
 
 class Policy:
-    """Which failing steps are looked at."""
+    """Decides which failing steps are investigated."""
 
     def __init__(self) -> None:
         self._tries = dict[Why, int]()
@@ -116,9 +116,10 @@ class Policy:
         self._began, self._steps, self.waited = time.monotonic(), -1, 0.0
 
     def wants(self, why: Why, optimizer: int, *, has_borne: bool, is_nan: bool, may_settle: bool) -> bool:
-        """A failing step of an optimizer is to be looked at; ``has_borne``: an earlier one has come through its
-        loss scale, ``is_nan``: no inf is left, ``may_settle``: a scaler withholds it, and tries a lower scale, which
-        is no fraction."""
+        """True if a failing step of an optimizer should be investigated.
+
+        ``has_borne``: an earlier step survived this loss scale or a higher one. ``is_nan``: the gradients have no inf.
+        ``may_settle``: a scaler withholds the step and can lower the scale without reaching fractions."""
         if why == "loss":
             is_first = optimizer not in self._lost_rows
             self._lost_rows.add(optimizer)
@@ -134,28 +135,28 @@ class Policy:
         return is_due and self.is_open(why)
 
     def compares(self, optimizer: int) -> bool:
-        """A step that looks healthy is due to be held against FP32: one of each optimizer that has taken some
-        in a row, where no step has failed for good."""
+        """True if a healthy-looking step should be compared with FP32. One step per optimizer is, after several updates
+        in a row, unless a lost loss was investigated."""
         is_due = self._taken[optimizer] >= TAKEN and optimizer not in self._compared and not self._tries.get("loss")
         return is_due and self.is_open("end")
 
     @property
     def has_time(self) -> bool:
-        """The replays of a step that is due may be made, whatever others have taken: the same run, the same answer."""
+        """True if a due step may be replayed. Short replays ignore the time used so far, so equal runs decide alike."""
         return self._expected <= COMPARISON or self._is_in_time()
 
     def comparing(self, optimizer: int) -> contextlib.AbstractContextManager[None]:
-        """While a step of an optimizer is held against FP32: no other one is."""
+        """Wrap the comparison of an optimizer's step with FP32. No other step of this optimizer is compared."""
         self._compared.add(optimizer)
         return self.looking("end")
 
     def shares(self, optimizer: int) -> None:
-        """One of its steps was looked at as that of another optimizer too."""
+        """Record that one of the optimizer's steps was already investigated as a step of another optimizer."""
         self._compared.add(optimizer)
 
     def still_compares(self, optimizer: int) -> None:
-        """A step of an optimizer that was to be held against FP32 could not be, or has failed: another one is, and it
-        takes the place of none of another optimizer."""
+        """Allow the comparison of a later step, because this step failed or could not be compared. The attempt does not
+        count against the limit."""
         self._missed[optimizer] += 1
         self._tries["end"] -= 1
         if self._missed[optimizer] < MOST_OF_A_KIND:
@@ -163,41 +164,41 @@ class Policy:
 
     @property
     def _expected(self) -> float:
-        """How many seconds the replays of a step take, about."""
+        """The approximate duration of a step's replays, in seconds."""
         return REPLAYS * (time.monotonic() - self._began - self.waited) / max(1, self._steps)
 
     def _is_in_time(self) -> bool:
         return self.waited + self._expected <= WAITS + SHARE * (time.monotonic() - self._began)
 
     def ended(self) -> None:
-        """A step has ended: the first tells nothing of how long a step takes."""
+        """Record the end of a step. The first step is not timed, because its duration is not typical."""
         self._steps += 1
         self._began = self._began if self._steps else time.monotonic()
 
     def taken(self, optimizer: int) -> None:
-        """An optimizer has stepped on gradients that are finite."""
+        """Record that an optimizer has stepped with finite gradients."""
         self._taken[optimizer] += 1
         self.row_ended(optimizer)
         self._lost_rows.discard(optimizer)
 
     def row_ended(self, optimizer: int) -> None:
-        """The last row of an optimizer is known to be no matter of a scale: its next step whose gradients are not
-        finite is the first of another row."""
+        """End an optimizer's row of failing steps, because the loss scale is not their cause. The next step with
+        non-finite gradients starts a new row."""
         self._in_a_row[optimizer] = 0
         self._nan_rows.discard(optimizer)
 
     def settled(self) -> None:
-        """What was looked at is a loss scale that settles: it takes the place of no other."""
+        """Do not count the current investigation against the limit: the loss scale was only settling."""
         self._tries[self._looking_at] -= 1
         self._settling += 1
 
     def is_open(self, why: Why) -> bool:
-        """Steps of a kind may still be looked at."""
+        """True if more steps may be investigated for this reason."""
         return self._tries.get(why, 0) < MOST_OF_A_KIND
 
     @contextlib.contextmanager
     def looking(self, why: Why) -> Iterator[None]:
-        """While a step is looked at."""
+        """Count and time an investigation."""
         began, self._looking_at = time.monotonic(), why
         self._tries[why] = self._tries.get(why, 0) + 1
         try:
@@ -207,13 +208,13 @@ class Policy:
 
 
 class FailingSteps:
-    """Looks at the failing steps of a watched loop right before their weights change, and captures them.
+    """Investigates the failing steps of a watched loop right before their weights change, and captures them.
 
     Args:
-        watcher: of the loop.
-        captures: where captures go.
-        observer: called before a step is run again.
-        investigates: they may be run again.
+        watcher: the watch of the loop.
+        captures: writes the captures.
+        observer: notified before a step is replayed.
+        investigates: allow replays.
     """
 
     def __init__(self, watcher: Watch, captures: Captures, observer: Observer, *, investigates: bool = True) -> None:
@@ -225,7 +226,7 @@ class FailingSteps:
             self._about_to_step,
             is_inside_a_step=lambda: watcher.is_inside_a_step,
         )
-        """Notes the steps, and is to be entered while the loop runs."""
+        """Records the steps. Enter it as a context manager while the loop runs."""
         watcher.lost = partial(self._fails, "loss")
         watcher.withheld = partial(self._fails, "gradients")
         watcher.gave_up = self._gave_up
@@ -238,9 +239,9 @@ class FailingSteps:
         self._policy = Policy()
         self._notes: list[str] = []
         self._not_compared: dict[int, str] = {}
-        """By optimizer, why its last step that was to be held against FP32 was not."""
+        """Maps each optimizer to the reason why its latest due comparison with FP32 showed nothing, or ""."""
         self.why_ended = ""
-        """How the script has ended in a step, where replays do not show why."""
+        """How the script ended within a step, if replays do not show why."""
         self._given_up: float | None = None
         self._looked_at, self._stepping = -1, set[int]()
         self._owner = os.getpid()
@@ -248,8 +249,8 @@ class FailingSteps:
     # When a step fails.
 
     def _begins_anew(self) -> None:
-        """Called when a module is called though no optimizer has stepped: the loop may have given up a loss, or, where
-        it has a loss scale of its own, the gradients that came of it."""
+        """Handle a module call before any optimizer has stepped. The loop may have discarded a loss. A loop with its
+        own loss scale may have discarded that loss's gradients."""
         step = self._watcher.open_step
         if self._watcher.has_unseen_steps:
             return
@@ -273,7 +274,7 @@ class FailingSteps:
         self.recorder.doubt(loss, lambda is_part: self._count_given_up(is_part=is_part))
 
     def _gave_up(self) -> None:
-        """Called when the loop has cleared the gradients of a lost loss, and another pass has gone backward since."""
+        """Handle a lost loss that the loop has discarded: its gradients are cleared and a later pass has run."""
         with self.recorder.without_the_last_pass():
             self._fails("loss", None)
 
@@ -282,7 +283,7 @@ class FailingSteps:
         self._watcher.optimizers.adopt(self.recorder.trained)
 
     def _count_given_up(self, *, is_part: bool = False) -> None:
-        """Ends the step that the loop has given up, if it has; a part of a loss is none."""
+        """Close the step that the loop has discarded, if any. Part of a larger loss is not a step."""
         value, self._given_up = self._given_up, None
         if value is not None and not is_part:
             self._watcher.log.break_off(value, is_skipped=True)
@@ -290,8 +291,8 @@ class FailingSteps:
     def _fails(
         self, why: Why, optimizer: Optimizer | None, loss: torch.Tensor | None = None, *, may_settle: bool = False
     ) -> None:
-        """Called when the loss of the step is not finite, or its gradients alone, while its weights are its own;
-        ``may_settle`` says that the script itself withholds it, and may lower a loss scale of its own."""
+        """Handle a step with a non-finite loss, or only non-finite gradients, before its weights change.
+        ``may_settle``: the script itself withholds the step and may lower its own loss scale."""
         place = 0 if optimizer is None else self._watcher.optimizers.number_of(optimizer)
         number, scale = self._watcher.log.closed(), self._scale(place) * self._own_scale
         is_nan = is_nan_alone(self._watcher.open_step.groups)
@@ -310,7 +311,7 @@ class FailingSteps:
             self._policy.row_ended(place)
 
     def _look_beside_the_script(self, number: int, why: Why, loss: torch.Tensor | None = None) -> Investigation | None:
-        """Looks at a step while the script waits; a note says why that shows nothing."""
+        """Investigate a step while the script waits. If that shows nothing, add a note with the reason."""
         if self._investigates:
             self._observer.replay(number, RUN_AGAIN)
         made, why_not = self._look(number, why, loss)
@@ -326,27 +327,26 @@ class FailingSteps:
 
     @property
     def _own_scale(self) -> float:
-        """What the script itself has multiplied the losses of the open step by, where that is known to be a loss scale;
-        else 1."""
+        """The script's own factor on the open step's losses if that is known to be a loss scale, otherwise 1."""
         factor = self._watcher.open_step.factor
         return factor if is_loss_scale(factor) or self._watcher.log.has_own_scale else 1.0
 
     def _look(
         self, number: int, why: Why, loss: torch.Tensor | None = None, *, is_cut: bool = False
     ) -> tuple[Investigation | None, str]:
-        """Runs a step again, and captures it: what that shows, or why it shows nothing."""
+        """Replay and capture a step. Return the investigation, or the reason why there is none."""
         made, why_not = None, ""
         with held_signals(), self._policy.looking(why):
             try:
                 live, why_not = self._live(number, why, loss, is_cut=is_cut)
                 if live is not None:
                     made, why_not = self._tried(live)
-            except Exception as error:  # noqa: BLE001 - as that there is no memory for it: the script goes on
+            except Exception as error:  # noqa: BLE001 - such as out of memory: the script continues
                 why_not = named_error(error)
         return made, why_not
 
     def _tried(self, live: LiveStep) -> tuple[Investigation | None, str]:
-        """What replays of a step show, and why they show nothing."""
+        """Capture and replay a step. Return the investigation, or the reason why it shows nothing."""
         is_free = self._investigates and not hooks_half_weights(live.model)
         if self.captures.are_wanted and (live.recorded.reach == "whole" or is_free):
             self._capture(live)
@@ -354,11 +354,11 @@ class FailingSteps:
             return None, ""
         made = live.investigated()
         if made is None:
-            return None, ""  # a signal has come, and the script is not kept waiting
+            return None, ""  # a signal has arrived, and the script must not wait longer
         made = replace(made, is_of_others=is_in_group() and not made.reproduced)
         if settles(made):
             self._policy.settled()
-        raises = bool(made.low.error and made.reference.error)  # so FP32 shows no more
+        raises = bool(made.low.error and made.reference.error)  # FP32 then shows no more
         has_no_loss = live.why_no_further == ENDED_EARLIER
         is_lost_anyway = raises or (has_no_loss and not is_finite(made.fp32))
         is_alike = is_lost_anyway and not self._watcher.log.batch
@@ -379,7 +379,7 @@ class FailingSteps:
     def _live(
         self, number: int, why: Why, loss: torch.Tensor | None = None, *, is_cut: bool = False
     ) -> tuple[LiveStep | None, str]:
-        """The step as it can be run again, and why it cannot; ``is_cut``: the script has ended in it."""
+        """Return the step in replayable form, or the reason why it is not. ``is_cut``: the script ended within it."""
         self._watcher.optimizers.adopt(self.recorder.trained)
         model, optimizers = self._watcher.models.together(), tuple(self._watcher.optimizers)
         device = next((parameter.device for parameter in model.parameters()), torch.device("meta"))
@@ -403,14 +403,14 @@ class FailingSteps:
         if step is None:
             return None, why_not
         if why == "loss" and step.scales_gradients:
-            why = "gradients"  # it may be the loss scale that makes the loss so
+            why = "gradients"  # the script's own loss scale may make the loss non-finite
         scale *= step.own_scale
         sizes = self.recorder.before.rewritten(state, step.calls)
         rewritten = {name: size for name, size in sizes.items() if not size < FLOAT16.overflow_threshold}
         return LiveStep(number, watcher, step, model, device, state, half, scale, why, why_not, of, rewritten), ""
 
     def _why_not_now(self, model: torch.nn.Module, half: Half | None) -> str:
-        """Why no step of the loop can be run again now; "" where it can."""
+        """Return why no step of the loop can be replayed now, or "" if one can."""
         reasons = (
             ("other threads train too", self._watcher.has_other_loops),
             ("its model is not known", next(model.parameters(), None) is None),
@@ -422,16 +422,16 @@ class FailingSteps:
         return next((reason for reason, holds in reasons if holds), "")
 
     def _half(self, model: torch.nn.Module, device: torch.device) -> Half | None:
-        """What autocast lowers to around it, what the weights are, or what the graphs of earlier losses held."""
+        """Return the half dtype that autocast uses, that the weights have, or that earlier losses' graphs held."""
         dtypes = [self.recorder.lowers_to(device.type), *{parameter.dtype for parameter in model.parameters()}]
         names = [str(dtype).removeprefix("torch.") for dtype in dtypes if dtype is not None]
         names += sorted(self._watcher.calls.lowered)
         return next((half for name in names for half in get_args(Half) if half == name), None)
 
-    # Captures that were asked for.
+    # Requested captures.
 
     def _about_to_step(self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> None:
-        """Captures a step that was asked for, whatever it does."""
+        """Before an optimizer steps, capture a requested step, or compare a healthy step with FP32."""
         watcher = self._watcher
         place = watcher.optimizers.number_of(optimizer) if optimizer in watcher.optimizers else None
         if place is not None:
@@ -456,7 +456,7 @@ class FailingSteps:
     # One healthy step, compared with FP32.
 
     def _may_be_compared(self, place: int, number: int) -> bool:
-        if any(made.step == number for made in self.found):  # with another optimizer that steps on the same losses
+        if any(made.step == number for made in self.found):  # investigated for another optimizer of the same losses
             self._policy.shares(place)
         if not (self._policy.compares(place) and self._watcher.open_step.is_known_finite()):
             return False
@@ -472,29 +472,29 @@ class FailingSteps:
         return not why_not
 
     def _compare(self, place: int, number: int) -> None:
-        """Holds a step that looks healthy against FP32, and captures it where it hides a fault."""
+        """Compare a step that looks healthy with FP32, and capture it if it hides a fault."""
         why_not = ""
         with held_signals(), self._policy.comparing(place):
             try:
                 live, why_not = self._live(number, "end")
                 if live is not None:
                     why_not = self._compared(live)
-                else:  # as where a tensor was changed in place, which is copied from now on
+                else:  # for example, a tensor was changed in place; it will be copied from now on
                     self._policy.still_compares(place)
-            except Exception as error:  # noqa: BLE001 - as that there is no memory for it: the script goes on
+            except Exception as error:  # noqa: BLE001 - such as out of memory: the script continues
                 why_not = named_error(error)
         self._not_compared[place] = NOT_COMPARED.format(number, why_not) if why_not else ""
 
     def _compared(self, live: LiveStep) -> str:
-        """Compares a step with FP32; why that shows nothing, or ""."""
+        """Compare a step with FP32. Return why that shows nothing, or ""."""
         if live.recorded.reach != "whole" or hooks_half_weights(live.model):
             return live.why_no_further or HALF_BY_HOOKS
         made = live.investigated()
         if made is None:
-            return ""  # a signal has come, and the script is not kept waiting
+            return ""  # a signal has arrived, and the script must not wait longer
         if not is_finite(made.low):
             self._policy.still_compares(live.optimizer)
-            return ""  # it is a failing step, and looked at as such
+            return ""  # a failing step, which is investigated as such
         record = self._watcher.record()
         fault = hidden_fault(made, replace(record, steps=live.before))
         if fault is not None and fault.is_thrown:
@@ -509,7 +509,6 @@ class FailingSteps:
         return ""
 
     def step_ended(self, is_bad: bool) -> None:
-        """Called when a step has ended."""
         latest, captures = self._watcher.log, self.captures
         self._policy.ended()
         if is_bad or latest.closed() == 1:
@@ -523,7 +522,7 @@ class FailingSteps:
     # The end of the script.
 
     def ended(self, ending: ScriptEnd) -> None:
-        """To be called when the script has ended, while what it holds is still alive."""
+        """Handle the end of the script while its objects are still alive."""
         if ending.error is not None:
             self._watcher.calls.failed(ending.error)
         is_left = os.getpid() != self._owner or isinstance(ending.error, KeyboardInterrupt)
@@ -534,7 +533,7 @@ class FailingSteps:
             or explains_itself(self._watcher, ending.error)
         ):
             return
-        # If the user does not want to wait for it, the script ends as it does.
+        # If the user interrupts this wait, the script keeps its own ending.
         with contextlib.suppress(KeyboardInterrupt):
             loss = self.recorder.lost_loss
             if loss is None or not self.recorder.is_in_doubt(loss):
@@ -548,7 +547,7 @@ class FailingSteps:
         self.recorder.forget()
 
     def _ended_in_a_step(self, ending: ScriptEnd) -> None:
-        """Looks at the step in which the script has ended, from which nothing has gone backward."""
+        """Investigate the step in which the script ended before a backward pass."""
         self._learn()
         step, loss = self._watcher.log.closed(), self.recorder.lost_loss
         how = f"the script raised {named_error(ending.error)}" if ending.error else f"{EXITED} {ending.code}"
@@ -564,8 +563,8 @@ class FailingSteps:
             self.why_ended += f"; {why_not}" * (bool(why_not) and not is_said)
 
     def _ended_behind_a_pass(self, *, is_cut: bool) -> None:
-        """Looks at the step that the script has ended in behind its backward pass, as where it checks its gradients, or
-        where the last micro-batches are too few for a step."""
+        """Investigate the step in which the script ended after a backward pass. For example, the script checks its
+        gradients, or too few micro-batches are left for a step."""
         number, why = self._watcher.log.closed(), self._watcher.fails_open(is_cut=is_cut)
         is_known = not is_cut and bool(self.found)
         if why is not None and self._looked_at != number and self._policy.is_open(why) and not is_known:
@@ -573,7 +572,7 @@ class FailingSteps:
             self._look_beside_the_script(number, why)
 
     def _ended_between_steps(self) -> None:
-        """Looks at the last step where that was withheld, and nothing is known of any."""
+        """Investigate the last step if it was withheld and no investigation exists."""
         steps = self._watcher.steps
         last = steps[-1] if steps else None
         if last is None or not last.skipped or self.found or not self.recorder.has_losses:
@@ -583,7 +582,7 @@ class FailingSteps:
             self._look_beside_the_script(last.step, why)
 
     def seen(self, record: Record, exit_code: int = 0) -> Record:
-        """A record of the loop with what was found and captured in it."""
+        """Return a record of the loop with its investigations and captures."""
         self.captures.start = in_its_group(self.captures.start)
         start, captures, steps = self.captures.start, self.captures, self._watcher.log.closed()
         parts = [made for made in self.found if made.reach == "modules"]
@@ -605,11 +604,11 @@ class FailingSteps:
 
 
 def settles(made: Investigation) -> bool:
-    """A loss scale that settles is all that a step lacks."""
+    """True if the step only needs a lower loss scale, to which the scaler is settling."""
     return made.why == "gradients" and is_finite(made.fp32) and survivor(made) is not None
 
 
 def explains_itself(watcher: Watch, error: BaseException | None) -> bool:
-    """An error that the script has raised says what is wrong."""
+    """True if the script's error already explains the problem."""
     by_autocast = autocast_error(error, watcher.log.closed(), watcher.models.named_modules)
     return by_autocast is not None or watcher.calls.explains(error)

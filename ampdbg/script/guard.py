@@ -1,8 +1,8 @@
-"""The user's files, kept from a script that is started again: what was there before is never changed.
+"""Protect the user's files from a restarted script: existing files never change.
 
-A file that Python or torch opens for writing becomes a copy, which this process reads from then on; what cannot be
-carried, as to remove a file, is refused. New files are made where they belong, and go when the step is found, but for
-one that another process has put in their place. What a library writes from C, or another process, is not seen.
+If Python or torch opens an existing file for writing, it gets a copy. This process reads the copy from then on.
+Changes that no copy can take, such as a removal, are refused. New files appear in their usual place. They are removed
+once the step is found, unless another process has replaced them. Writes from C or other processes are not seen.
 """
 
 from __future__ import annotations
@@ -35,55 +35,55 @@ LED = {
     "r": "torch.jit.load torch.export.load",
     "dst": "os.rename os.replace",
 }
-"""Functions that are led to the copy of the first path they are given, by how they open it; "" as they are given."""
+"""Functions redirected to the copy of their first path argument, by access mode. "" reads the mode from the call."""
 WAYS, NEW = ("mode", "flags", "shared"), os.O_CREAT | os.O_EXCL
 TAKES, OF_TWO = ("os.remove", "os.rmdir", "os.rename", "shutil.rmtree"), ("os.rename", "os.link")
 SETS = "open os.link os.truncate os.chmod os.chown os.utime os.setxattr os.removexattr os.chflags sqlite3.connect"
 CHANGES = (*TAKES, *SETS.split())
 FEW = 300
-"""So many names of chance are each as short as the last."""
+"""Temporary names become one letter longer each time this many have been made."""
 MAKES = ("open", "os.mkdir", "os.symlink", *OF_TWO)
-"""Audit events: a path stands first, the descriptor of the folder that it starts from last."""
+"""Audit events. The first argument is a path, the last one the descriptor of the folder to which it is relative."""
 
 
 class FileGuard:
-    """That of one process: ``folder``, a temporary one, is for its copies; ``refused`` makes an error of an audit event
-    that cannot be carried, and its path."""
+    """The guard of one process. ``folder`` is a temporary folder for its copies. ``refused`` creates the error for a
+    refused audit event and its path."""
 
     def __init__(self, folder: Path, refused: Callable[[str, str], Exception]) -> None:
         self._folder, self._refused, self._is_on = folder, refused, False
         self._root, self._mark = os.path.realpath(os.getcwd()) + os.sep, folder.name.removeprefix(TEMPORARY)
         marks.add(self._mark)
-        self._copies, self._made = dict[str, str](), set[tuple[Any, ...]]()  # a path, and what the system knows it by
-        self._making = dict[int, str]()  # by the thread: at its next event it has
+        self._copies, self._made = dict[str, str](), set[tuple[Any, ...]]()  # new files: path, inode, device
+        self._making = dict[int, str]()  # by thread ID: a path that will exist at the thread's next event
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
-        """While this is entered, nothing that was there is changed; names of chance have the mark of ``folder`` in
-        them, and are no longer than Python's: the path of a socket has 107 characters at most."""
+        """Inside this context, nothing that existed before changes. Temporary names contain the mark of ``folder``, and
+        are no longer than Python's: the path of a socket has at most 107 characters."""
         with contextlib.ExitStack() as stack:
             for how, (owner, _, name) in [(one, name.rpartition(".")) for one in LED for name in LED[one].split()]:
-                with contextlib.suppress(ImportError, AttributeError):  # of another Python, or another system
+                with contextlib.suppress(ImportError, AttributeError):  # missing in this Python or on this system
                     stack.enter_context(replaced(pkgutil.resolve_name(owner), name, partial(self._led, how)))
             names: Any = vars(tempfile)["_RandomNameSequence"]
             stack.enter_context(replaced(names, "__next__", self._marked))
-            util.get_temp_dir()  # processes that it starts anew take this one for their own
-            sys.addaudithook(self._hear)  # Python takes none back
+            util.get_temp_dir()  # spawned processes inherit this folder as theirs
+            sys.addaudithook(self._hear)  # Python cannot remove an audit hook
             self._is_on = True
             stack.callback(vars(self).update, _is_on=False)
             stack.callback(self.remove_new)
             yield
 
     def _marked(self, name: Function) -> Function:
-        """Names of two letters behind the mark, and longer ones for who makes many."""
+        """Wrap the generator of temporary names: the mark and two letters, or more letters after many names."""
         made = count()
         return lambda own: self._mark + name(own)[: 2 + next(made) // FEW]
 
     def remove_new(self) -> None:
-        """Removes what this process has made below the working folder: files, and folders that are empty by then."""
+        """Remove new files of this process below the working folder, and new folders that are then empty."""
         self._settle()
         for path in sorted((path for path, *_ in self._made), key=len, reverse=True):
-            with contextlib.suppress(OSError):  # it holds what is another's
+            with contextlib.suppress(OSError):  # the folder holds files of another process
                 if path.startswith(self._root) and not self._was_there(path):
                     (os.unlink, os.rmdir)[stat.S_ISDIR(os.lstat(path).st_mode)](path)
 

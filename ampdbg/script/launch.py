@@ -1,6 +1,6 @@
-"""A training script started in this process as Python would start it: its own argv, ``__main__``, path and ending.
+"""Start a training script in this process as Python would: with its own argv, ``__main__``, path and exit.
 
-A script that forks goes on as itself in the child; one that spawns starts children that know nothing of ampdbg.
+A forked child continues as the script itself. Spawned children run without ampdbg.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ LAUNCHERS = {
     "python": "ampdbg run train.py",
     "python3": "ampdbg run train.py",
 }
-"""What starts scripts itself, and the form in which ampdbg stands inside of it."""
+"""Maps programs that start scripts themselves to the command line that runs ampdbg inside them."""
 
 SHARED = {"__main__", "__mp_main__", "ampdbg", "torch", "torchgen", "functorch", *sys.stdlib_module_names}
-"""What a script shares with ampdbg, also where its own folder has a module of that name."""
+"""Modules that a script shares with ampdbg, even if its own folder has a module of that name."""
 
 LARGEST_SCRIPT = 2**26
-"""In bytes; nobody's script comes near it, and a file of data named by mistake would fill the memory."""
+"""In bytes. No real script comes close, and a data file named by mistake would fill the memory."""
 
 RANKS = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
-"""Where a launcher says which of how many processes one is."""
+"""The variables in which launchers pass a process's rank and the number of processes."""
 
 
 def launched_as() -> tuple[int, int]:
-    """The rank of this process and how many were launched with it, as the launcher says; (0, 1) without one."""
+    """Return this process's rank and the number of processes from the launcher, or (0, 1) without a launcher."""
     for names in RANKS:
         rank, count = (os.environ.get(name, "") for name in names)
         if rank.isdecimal() and count.isdecimal() and int(rank) < int(count):
@@ -59,17 +59,17 @@ def launched_as() -> tuple[int, int]:
 
 
 def processes_here() -> int:
-    """How many processes the launcher has started on this machine, as it says; 1 without one."""
+    """Return how many processes the launcher has started on this machine, or 1 without a launcher."""
     told = (os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"))
     return max([1, *(int(count) for count in told if count.isdecimal())])
 
 
 @dataclass(frozen=True)
 class Script:
-    """A file, or with ``is_module`` a module by its dotted name, and the arguments that are its own.
+    """A file, or with ``is_module`` a module by its dotted name, and its arguments.
 
-    Where the process ends with it, all its threads but daemons end before it does, as under Python. ``text`` is taken
-    for what the file holds.
+    ``ends_process`` means that the process ends with the script. Its non-daemon threads then finish first, as under
+    Python. ``text`` replaces the content of the file.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Script:
     text: bytes | None = None
 
     def check(self) -> None:
-        """Raises ScriptError where there is nothing of this name to run."""
+        """Raise ScriptError if there is nothing to run under this name."""
         if self.name in LAUNCHERS:
             raise ScriptError(f"{self.name} starts scripts itself; start ampdbg inside it: {LAUNCHERS[self.name]}")
         if self.is_module:
@@ -91,11 +91,11 @@ class Script:
 
 
 IN_A_GROUP = "WORLD_SIZE"
-"""The environment has this where a launcher, or the user, tells a script to train in a group, of one process too."""
+"""Present in the environment if a launcher or the user runs the script in a group, even of one process."""
 
 
 CAPABILITY = "AMPDBG_CAPABILITY"
-"""The variable that says which compute capability an emulated GPU has."""
+"""The environment variable for the compute capability of an emulated GPU."""
 
 ENVIRONMENT = (
     CAPABILITY,
@@ -105,12 +105,12 @@ ENVIRONMENT = (
     "OMP_NUM_THREADS",
     IN_A_GROUP,
 )
-"""What of the environment changes numbers, or what a script does: it is told of, and not set as it was."""
+"""Variables that affect the numbers or the script's behavior. They are reported, but not restored."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """How the script was started: from which folder, with a GPU that was emulated or not, as one of how many."""
+    """How the script was started: its folder, whether a GPU was emulated, and its rank among the processes."""
 
     name: str
     arguments: tuple[str, ...] = ()
@@ -123,25 +123,24 @@ class Start:
 
     @property
     def typed(self) -> str:
-        """What to type to start it once more: ``--script`` takes that."""
+        """The command line that starts the script again, as ``--script`` takes it."""
         return shlex.join([*(["-m"] if self.is_module else []), self.name, *self.arguments])
 
     @property
     def is_of_group(self) -> bool:
-        """It trained in a group of processes, be it of one."""
+        """True if the script trained in a group of processes, even of one."""
         return self.processes > 1 or IN_A_GROUP in self.environment
 
 
 def start_of(script: Script, *, emulate: bool) -> Start:
-    """How a script is about to be started, from this folder."""
+    """Return how a script is about to be started from this folder."""
     environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
     return Start(script.name, script.arguments, script.is_module, os.getcwd(), emulate, environment, *launched_as())
 
 
 @dataclass(frozen=True)
 class ScriptEnd:
-    """How a script ended: the exit code that Python would give it, the error that it raised, if it did, or the signal
-    that ends it."""
+    """How a script ended: the exit code that Python would set, and the raised error or the signal, if any."""
 
     code: int
     error: BaseException | None = None
@@ -149,18 +148,18 @@ class ScriptEnd:
 
     @property
     def note(self) -> str:
-        """How it ended, where that was early and no error says so."""
+        """A note on an early end that no error explains, or ""."""
         if self.signal:
             return f"the script was ended by {signal.Signals(self.signal).name}"
         return f"the script ended with exit code {self.code}" if self.code and self.error is None else ""
 
 
 def run_script(script: Script, at_end: Callable[[ScriptEnd], None] = lambda ended: None) -> ScriptEnd:
-    """Runs the script to its end; what it raises is shown as Python shows it, without a frame of ampdbg's.
+    """Run the script to its end. Show its exceptions as Python does, without frames of ampdbg.
 
-    ``sys.argv``, ``sys.path`` and ``__main__`` are its own meanwhile, also while ``at_end`` runs. By then what the
-    script holds in functions that an error or an exit has left is still alive. Where the process ends with it, alarms
-    that it has set come no more behind it.
+    The script has its own ``sys.argv``, ``sys.path`` and ``__main__``, even during ``at_end``. At that time, local
+    variables of functions that an error or exit has left are still alive. If the process ends with the script, the
+    script's timers are stopped first.
     """
     argv, path, main = sys.argv, [*sys.path], sys.modules["__main__"]
     try:
@@ -189,7 +188,7 @@ def _end_of(script: Script, at_end: Callable[[ScriptEnd], None]) -> ScriptEnd:
         _show(interrupt)
         end = ScriptEnd(EXIT_INTERRUPTED, interrupt)
         at_end(end)
-    except BaseException as error:  # noqa: BLE001 - whatever the script raises ends it as Python would
+    except BaseException as error:  # noqa: BLE001 - any exception ends the script as under Python
         _show(error)
         end = ScriptEnd(1, error)
         at_end(end)
@@ -205,20 +204,20 @@ def _run_file(script: Script) -> None:
     vars(module).update(__file__=path, __loader__=SourceFileLoader("__main__", path), __cached__=None)
     text = Path(path).read_bytes() if script.text is None else script.text
     code = compile(text, path, "exec", dont_inherit=True)
-    if script.text is not None or not os.path.isfile(path):  # a pipe: who shows a line of it would wait for another
+    if script.text is not None or not os.path.isfile(path):  # reading a pipe again, to show a line, would block
         linecache.cache[path] = (len(text), None, decode_source(text).splitlines(keepends=True), path)
     exec(code, vars(module))
 
 
 def _run_module(script: Script) -> None:
-    """By what Python itself calls for ``-m``, with its messages."""
+    """Run the module with Python's own implementation of ``-m``, including its messages."""
     sys.argv = ["-m", *script.arguments]
     _new_main()
     vars(runpy)["_run_module_as_main"](script.name)
 
 
 def _new_main() -> ModuleType:
-    """An empty ``__main__``, as Python starts with it."""
+    """Install an empty ``__main__``, as Python does at startup."""
     module = sys.modules["__main__"] = ModuleType("__main__")
     vars(module)["__builtins__"] = builtins
     if sys.version_info < (3, 14):
@@ -227,7 +226,7 @@ def _new_main() -> ModuleType:
 
 
 def _obstacle(script: Script) -> str:
-    """Why a file cannot be run, and "" of one that may be: what has no end, or nearly none, is never read."""
+    """Return why a file cannot be run, or "". Endless or huge files are never read."""
     path = Path(script.name)
     if not path.exists():
         return "there is no such file"
@@ -243,23 +242,23 @@ def _obstacle(script: Script) -> str:
 
 
 def _emptied_at_exit(script: Script, modules: Mapping[str, ModuleType]) -> None:
-    """Has Python empty modules of a script as the process ends with it: a file that one still holds is closed by that,
-    with what is to be written yet."""
+    """Make Python clear the script's modules at process exit. Files that they still hold are then closed, with their
+    unwritten data."""
     if script.ends_process and modules:
         atexit.register(_handed_to_python, modules)
 
 
 def _handed_to_python(modules: Mapping[str, ModuleType]) -> None:
     for name, module in modules.items():
-        vars(module)[""] = module  # alive as long as what it holds is: Python empties no other
+        vars(module)[""] = module  # a self-reference, because Python clears only modules that are still alive
         sys.modules.pop(name, None)
-        sys.modules[name] = module  # the last is emptied first, while what it needs to write a file is whole
+        sys.modules[name] = module  # moved to the end, so cleared first, while modules needed for writing are intact
 
 
 @contextlib.contextmanager
 def _path_of(script: Script) -> Iterator[None]:
-    """What Python would have put first on the path, in the place of what it put there for ampdbg."""
-    is_safe = getattr(sys.flags, "safe_path", False)  # there Python puts nothing
+    """Put the script's folder first on ``sys.path``, as Python would, instead of ampdbg's entry."""
+    is_safe = getattr(sys.flags, "safe_path", False)  # Python then adds no entry
     if is_safe:
         yield
         return
@@ -276,9 +275,9 @@ def _path_of(script: Script) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_modules(script: Script, folder: str) -> Iterator[None]:
-    """While this is entered, modules of the folder are found there, though ampdbg has loaded others of their names.
+    """Inside this context, find the folder's modules there, even if ampdbg has loaded others with the same names.
 
-    Afterwards ampdbg finds its own again, also those that it has not loaded yet. What both share is left alone.
+    Afterwards ampdbg finds its own modules again, including those not loaded yet. Shared modules do not change.
     """
     before = {*sys.modules}
     names = {name for name in before if _is_other(name, [folder])}
@@ -292,17 +291,17 @@ def _own_modules(script: Script, folder: str) -> Iterator[None]:
 
 
 def _taken_out(names: set[str]) -> dict[str, ModuleType]:
-    """The modules of these names, and those below them: until now in ``sys.modules``."""
+    """Remove the modules with these top-level names from ``sys.modules``, and return them."""
     return {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] in names}
 
 
 def _is_other(name: str, path: list[str]) -> bool:
-    """The module that is loaded under this name is another than the one that stands on the path."""
+    """True if the module loaded under this name differs from the module on ``path``."""
     if "." in name or name in SHARED:
         return False
-    with contextlib.suppress(Exception):  # a script may have put anything into sys.path and sys.modules
+    with contextlib.suppress(Exception):  # a script may put anything into sys.path and sys.modules
         found, loaded = PathFinder.find_spec(name, path), sys.modules[name].__spec__
-        if found is not None and found.origin and loaded is not None:  # without an origin it is a mere folder
+        if found is not None and found.origin and loaded is not None:  # a plain folder has no origin
             return os.path.realpath(found.origin) != os.path.realpath(loaded.origin or "")
     return False
 
@@ -315,39 +314,39 @@ def _has_module(name: str) -> bool:
 
 
 def _exit_code(code: object) -> int:
-    """What Python makes of the argument of ``sys.exit``; a text goes to stderr."""
+    """Convert the argument of ``sys.exit`` to an exit code as Python does. Text is written to stderr."""
     if code is None:
         return 0
     if isinstance(code, int):
         return code & 0xFF if -(2**63) <= code < 2**63 else 0xFF
     for write in (lambda: sys.stderr.write(str(code)), lambda: sys.stderr.write("\n")):
-        with contextlib.suppress(BaseException):  # stderr is closed, or it cannot be made a text: the code is 1
+        with contextlib.suppress(BaseException):  # stderr is closed, or str(code) fails: the exit code is 1 anyway
             write()
     return 1
 
 
 def _wait_for_threads() -> None:
-    """By what Python calls at its end, where it then finds nothing to do; Ctrl-C ends the waiting, and no more."""
+    """Wait with the function that Python calls at exit, which then has nothing left to do. Ctrl-C ends the wait."""
     try:
         vars(threading)["_shutdown"]()
-    except BaseException as error:  # noqa: BLE001 - Ctrl-C, or what a script's handler of a signal raises
+    except BaseException as error:  # noqa: BLE001 - Ctrl-C, or an error in a script's signal handler
         with contextlib.suppress(Exception):
             sys.stderr.write(f"Exception ignored in: {threading!r}\n")
         _show(error)
 
 
 UNWRITTEN = 120
-"""Python's exit code where what the script has printed could not be written."""
+"""Python's exit code if the script's output could not be written."""
 
 
 def _is_flushed() -> bool:
-    """As Python at its end: the last of what the script has printed is written, or stderr says that it is not."""
+    """Flush the script's output, as Python does at exit, and report failures on stderr. True if all succeeded."""
     are_written = True
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None and not getattr(stream, "closed", False):
                 stream.flush()
-        except Exception as error:  # noqa: BLE001 - the disk is full, the reader has gone, or it is not a stream
+        except Exception as error:  # noqa: BLE001 - the disk is full, the reader is gone, or it is not a stream
             are_written = False
             with contextlib.suppress(Exception):
                 if stream is not sys.stderr:
@@ -356,18 +355,18 @@ def _is_flushed() -> bool:
 
 
 def _show(error: BaseException) -> None:
-    """The error as the script's own hook shows it, from the script's first frame on."""
+    """Show the error with the script's own excepthook, from the script's first frame on."""
     shown = error.with_traceback(_of_script(error.__traceback__))
     try:
         sys.excepthook(type(shown), shown, shown.__traceback__)
-    except Exception:  # noqa: BLE001 - a hook of the user's own, or a message that cannot be made
+    except Exception:  # noqa: BLE001 - the user's own hook failed, or the message cannot be formatted
         with contextlib.suppress(Exception):  # stderr is closed, or None
             sys.stderr.write("".join(traceback.format_tb(shown.__traceback__)))
             sys.stderr.write(f"{named_error(error)}\n")
 
 
 def _of_script(trace: TracebackType | None) -> TracebackType | None:
-    """Without the frames that lead into the script, and ampdbg's own among its; nothing where none is its own."""
+    """Drop frames that lead into the script, and ampdbg's frames inside it. Return None if no frame is left."""
     while trace is not None and (is_ampdbgs(trace.tb_frame) or is_part_of(trace.tb_frame, "runpy")):
         trace = trace.tb_next
     frames: list[TracebackType] = []
@@ -381,30 +380,30 @@ def _of_script(trace: TracebackType | None) -> TracebackType | None:
 
 
 ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
-"""The signals that end a process from outside: a batch system's, and a terminal's that goes."""
+"""The signals that end a process from outside: from a batch system, or from a closing terminal."""
 
 ASKING = tuple(getattr(signal, name) for name in ("SIGUSR1",) if hasattr(signal, name))
-"""The signals by which somebody asks a process for something, which end one that does not know of it."""
+"""The signals that request an action. They end a process that does not handle them."""
 
 Handler = Callable[[int, FrameType | None], None]
 
 
 @contextlib.contextmanager
 def signals_noted(ends: Callable[[int], None], asks: Callable[[], None]) -> Iterator[None]:
-    """While this is entered a signal of ENDING ends the process as it always would, but ``ends`` is called first, and
-    one of ASKING calls ``asks``.
+    """Inside this context, a signal in ENDING ends the process as usual after a call of ``ends``. A signal in ASKING
+    calls ``asks``.
 
-    A script that handles the signal itself replaces this. For these signals SIG_DFL means what is done here, and Python
-    says SIG_DFL of it: a script that calls the handler that was there before its own, or restores it, does then what it
-    always does. In a forked child SIG_DFL is itself at once: a worker of a pool that is ended while it begins to wait
-    for a lock would never come to run a handler in Python.
+    A script that handles the signal itself replaces this handler. Inside the context, SIG_DFL means this handler:
+    ``signal.signal`` and ``signal.getsignal`` accept and return it under that name. A script that restores or calls the
+    previous handler therefore behaves as usual. A forked child gets the real SIG_DFL at once. Otherwise a pool worker
+    that is terminated just before it waits for a lock would never run the Python handler.
     """
     owner, install, ask = os.getpid(), signal.signal, signal.getsignal
     every: dict[int, Handler] = {
         **dict.fromkeys(ENDING, _ending(ends)),
         **dict.fromkeys(ASKING, lambda number, frame: asks()),
     }
-    handles = threading.current_thread() is threading.main_thread()  # Python lets no other
+    handles = threading.current_thread() is threading.main_thread()  # Python allows only the main thread
     ours = {number: handler for number, handler in every.items() if handles and ask(number) is signal.SIG_DFL}
 
     def leave() -> None:
@@ -422,7 +421,7 @@ def signals_noted(ends: Callable[[int], None], asks: Callable[[], None]) -> Iter
     with patch.object(signal, "signal", replaced), patch.object(signal, "getsignal", lambda number: told(ask(number))):
         for number, handler in ours.items():
             install(number, handler)
-        if hasattr(os, "register_at_fork"):  # Python takes none back: afterwards there is nothing to leave
+        if hasattr(os, "register_at_fork"):  # this cannot be undone, but after the context it has no effect
             os.register_at_fork(after_in_child=leave)
         try:
             yield
@@ -431,13 +430,13 @@ def signals_noted(ends: Callable[[int], None], asks: Callable[[], None]) -> Iter
 
 
 def _ending(ends: Callable[[int], None]) -> Handler:
-    """A handler that ends the process as its signal always would, and calls this first, but in a forked child."""
+    """Return a handler that calls ``ends``, except in a forked child, and then ends the process as usual."""
     owner, install, ask = os.getpid(), signal.signal, signal.getsignal
 
     def end(number: int, frame: FrameType | None) -> None:
-        if ask(number) is not end:  # a handler of the script's own calls it, where SIG_DFL cannot be called
+        if ask(number) is not end:  # called by the script's own handler, where SIG_DFL would not be callable
             return
-        install(number, signal.SIG_IGN)  # a shell sends SIGHUP once more
+        install(number, signal.SIG_IGN)  # a shell sends SIGHUP a second time
         try:
             if os.getpid() == owner:
                 ends(number)

@@ -1,4 +1,4 @@
-"""The step that a watched loop has under way, to be run again and captured while its weights are those that it had."""
+"""The current step of a watched loop, replayed and captured while the model still has the weights of that step."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from ampdbg.script.signals import have_come, held_signals
 
 @dataclass(frozen=True)
 class LiveStep:
-    """The step that a watched loop has under way, with the weights that it had.
+    """The current step of a watched loop, with its weights.
 
     Args:
         number: counted from 0.
-        watcher: of the loop; it is paused while the step is run again.
-        recorded: what the step has called.
-        model: whose weights count.
-        device: where its weights are.
-        state: that of the model when the step began.
-        half: what the step lowers to; None where it lowers to nothing.
-        scale: its loss scale.
-        why: what calls for a closer look.
-        why_no_further: why it is run again no further than its modules.
-        optimizer: the place of that which steps in it.
-        rewritten: as of an investigation.
+        watcher: the watch of the loop. It is paused during replays.
+        recorded: the recorded calls of the step.
+        model: the model to replay.
+        device: the device of its weights.
+        state: the model's state when the step began.
+        half: the half dtype of the step, or None for a step in FP32.
+        scale: the loss scale.
+        why: the reason for an investigation.
+        why_no_further: the reason why only its modules are replayed.
+        optimizer: the index of the optimizer that steps.
+        rewritten: as in an Investigation.
     """
 
     number: int
@@ -63,28 +63,28 @@ class LiveStep:
 
     @property
     def before(self) -> tuple[Step, ...]:
-        """The steps that its loss is to be compared with."""
+        """The earlier steps with which the loss is compared."""
         return self.recorded.before(self.watcher.steps, self.optimizer)
 
     @property
     def loss(self) -> float:
-        """Its loss, without the scale that the script itself has put into it; NaN of none."""
+        """The loss without the script's own scale factor; NaN without a loss."""
         losses = self.watcher.open_step.scaled
         return sum(map(float, losses)) / self.recorded.own_scale if losses else math.nan
 
     @property
     def scaler_number(self) -> int:
-        """That of the scaler of its loss in the record; 0 of none."""
+        """The number in the record of the loss's scaler; 0 if there is none."""
         scaler = self.watcher.open_step.scaler
         return 0 if scaler is None else self.watcher.calls.number_of(scaler)
 
     def investigated(self) -> Investigation | None:
-        """What replays of it show. The script waits.
+        """Replay the step while the script waits, and return the investigation.
 
-        None where a signal has come meanwhile that the script handles itself: it is not kept waiting any longer.
+        Return None as soon as a signal arrives that the script handles itself, so that the script waits no longer.
 
         Raises:
-            Exception: whatever the script's own code raises, or that there is no memory for it.
+            Exception: any error of the script's own code, or out of memory.
         """
         loss, grew = self.loss, self.watcher.optimizers.weights_grew
         with self._again() as (run, snapshot), contextlib.suppress(_SignalCameError):
@@ -97,12 +97,12 @@ class LiveStep:
 
     @contextlib.contextmanager
     def _again(self) -> Iterator[tuple[Run, Snapshot]]:
-        """What it takes to run it again, while the script waits and sees nothing of that."""
+        """Prepare a replay that the script cannot notice, and yield its run and snapshot."""
         clip_grad_norm = self.watcher.calls.clip_grad_norm
         optimizers = self.watcher.optimizers.stepping_with(self.optimizer, self.watcher.steps)
         run = self.recorded.run(self.model, optimizers, self.device, self.half, clip_grad_norm)
         snapshot = self.recorded.snapshot(self.number, RandomState.now(), self.state)
-        # The script may be within a region of autocast's.
+        # The script may be inside an autocast region.
         outside = torch.autocast(self.device.type, enabled=False)
         apart = _Apart() if is_in_group() else contextlib.nullcontext()
         with self.watcher.paused(), held_signals(), _hushed(), torch.enable_grad(), outside, apart:
@@ -110,11 +110,11 @@ class LiveStep:
                 yield run, snapshot
             finally:
                 self.watcher.left_by_replays |= snapshot.left
-        torch.clear_autocast_cache()  # where the script steps within a region, it has casts of altered weights
+        torch.clear_autocast_cache()  # inside the script's autocast region, it may hold casts of altered weights
 
 
 class _Apart(TorchDispatchMode):
-    """While this is entered no op waits for other processes, which are not running the step again."""
+    """Rejects ops that wait for other processes, because those do not replay the step."""
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if op.namespace in EXCHANGES:
@@ -123,17 +123,17 @@ class _Apart(TorchDispatchMode):
 
 
 class _SignalCameError(Exception):
-    """A signal waits for the script to handle it."""
+    """A signal is waiting for the script to handle it."""
 
 
 class _UntilASignal(Observer):
-    """Breaks replays off between two of them, for a batch system gives a script half a minute to save its model."""
+    """Stops between two replays: a batch system gives a script half a minute to save its model."""
 
     def replay(self, step: int, doing: str) -> None:
-        """Another replay is about to run.
+        """Check for signals before the next replay.
 
         Raises:
-            _SignalCameError: not while a signal waits.
+            _SignalCameError: a signal is waiting.
         """
         if have_come():
             raise _SignalCameError
@@ -141,24 +141,24 @@ class _UntilASignal(Observer):
 
 @contextlib.contextmanager
 def _hushed() -> Iterator[None]:
-    """While this is entered what this thread prints is not shown: it has been, when the step ran first."""
+    """Discard output of this thread inside this context: the original step has already printed it."""
     with contextlib.redirect_stdout(_Hushed(sys.stdout)), contextlib.redirect_stderr(_Hushed(sys.stderr)):
         yield
 
 
 class _Hushed(io.TextIOBase):
-    """A stream that writes what other threads write."""
+    """A stream that forwards only the output of other threads."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._thread = threading.get_ident()
 
     def write(self, text: str) -> int:
-        """Writes it, unless it is this thread's."""
+        """Write the text, unless this thread called."""
         return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
 
     def flush(self) -> None:
-        """As the stream's own."""
+        """Flush the wrapped stream."""
         self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""``ampdbg.watch``: any training loop, watched from within; with captures its bad steps are written and run again."""
+"""``ampdbg.watch``: watch any training loop from inside. With ``captures``, capture and replay its bad steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ampdbg.script.launch import Script, start_of
 
 
 class LoopWatch(Watch):
-    """A watch that captures steps that go wrong, and runs them again while the loop waits; made by :func:`watch`."""
+    """A watch that captures bad steps and replays them while the loop waits. Created by :func:`watch`."""
 
     def __init__(
         self,
@@ -36,18 +36,17 @@ class LoopWatch(Watch):
         self._entered = ExitStack()
 
     def start(self) -> Watch:
-        """As of any watch; ``ampdbg.capture()`` asks it for a capture from now on."""
+        """Start watching. From now on, ``ampdbg.capture()`` requests a capture from this watch."""
         self._entered.enter_context(asked_from_code(self._captures.ask))
         self._entered.enter_context(self._failing.recorder)
         return super().start()
 
     def stop(self) -> None:
-        """As of any watch."""
         self._entered.close()
         super().stop()
 
     def record(self) -> Record:
-        """What was seen so far, the steps that were run again included; not yet diagnosed."""
+        """Return the record so far, including replayed steps, not yet diagnosed."""
         return self._failing.seen(super().record())
 
 
@@ -58,23 +57,22 @@ def watch(
     *,
     captures: str | Path | None = None,
 ) -> Watch:
-    """Watches any training loop over these optimizers: its steps, and the order of its calls.
+    """Watch any training loop over these optimizers: its steps, and the order of its calls.
 
-    To be entered as a context manager, or between ``start()`` and ``stop()``. Several may watch at once, and end in any
-    order. A step is that of the optimizers whose gradients are of the same losses. It ends with ``scaler.update()``,
-    with the next loss, or when an optimizer steps on another one; where no enabled scaler has scaled the loss also when
-    every watched optimizer has stepped.
+    Enter the watch as a context manager, or call ``start()`` and ``stop()``. Several watches may be active at once and
+    end in any order. The optimizers that have gradients of the same losses share a step. A step ends with
+    ``scaler.update()``, with the next loss, or when an optimizer steps on another loss. If no enabled scaler has scaled
+    the loss, it also ends when every watched optimizer has stepped.
 
     Args:
-        model: names the parameters; its parameters and buffers are checked on unhealthy steps.
-        optimizers: one or several; steps of others are left alone.
-        on_step: called with each Step as it ends. On a GPU this costs one sync a step.
-        captures: a folder. A step that goes wrong is written there, and run again in FP32 and at lower loss scales
-            while the loop waits. ``ampdbg replay`` starts the
-            program of this process again for it.
+        model: names the parameters. Its parameters and buffers are checked on unhealthy steps.
+        optimizers: one or several. Steps of other optimizers are ignored.
+        on_step: called with each Step as it ends. On a GPU this costs one sync per step.
+        captures: a folder for bad steps. They are written there, and replayed in FP32 and at lower loss scales while
+            the loop waits. ``ampdbg replay`` restarts the program of this process for a captured step.
 
     Raises:
-        TypeError: these are no model, no optimizers, no path.
+        TypeError: an argument is not a model, an optimizer or a path.
     """
     plain = steps.watch(model, optimizers, on_step)
     if captures is None:

@@ -1,4 +1,4 @@
-"""Several processes that train one model together: what each may do for itself, and what only all of them could."""
+"""Several processes that train one model together: which operations one process can do alone, and which it cannot."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ ONE_PROCESS = {
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "29500",
 }
-"""What a launcher tells the only process that it starts; the port is never opened."""
+"""The environment that a launcher gives to the only process it starts. The port is never opened."""
 
 
 def is_in_group() -> bool:
-    """Other processes train with this one now."""
+    """True if other processes are training together with this one."""
     is_used = distributed.is_available() and distributed.is_initialized()
     return is_used and distributed.get_world_size() > 1
 
 
 def hooks_half_weights(model: torch.nn.Module) -> bool:
-    """Half weights have hooks behind their sums of gradients, DistributedDataParallel's or those of a library like it:
-    to run them in FP32 would take those away, as torch makes anew what adds up the gradients of a weight whose dtype
-    has changed."""
+    """True if half weights have hooks on their gradient accumulators, from DistributedDataParallel or a similar
+    library. A replay in FP32 would remove those hooks, because torch creates a new accumulator when a weight's dtype
+    changes."""
     is_used = distributed.is_available() and distributed.is_initialized()
     half = [one for one in model.parameters() if is_used and one.requires_grad and one.dtype.itemsize < 4]
     wrappers = alive_in_process(DistributedDataParallel) if half else []
-    wrapped = {id(one) for wrapper in wrappers for one in wrapper.parameters()}  # its hooks are none of Python's
+    wrapped = {id(one) for wrapper in wrappers for one in wrapper.parameters()}  # DDP's hooks are not in Python
     return any(id(one) in wrapped or _hooks_behind_sum(one) for one in half)
 
 
 def _hooks_behind_sum(weight: torch.Tensor) -> int:
-    """How many hooks of Python's are behind what adds up the gradients of a weight: torch hands them to whoever adds
-    one."""
-    sums = get_gradient_edge(weight).node  # held, or it would be gone with its hooks
+    """Count the Python hooks on a weight's gradient accumulator. torch exposes them only to code that adds a
+    hook."""
+    sums = get_gradient_edge(weight).node  # keep a reference: otherwise the node and its hooks are freed
     added = sums.register_hook(lambda *_: None)
     count = len(added.hooks_dict_ref() or {}) - 1
     added.remove()
@@ -62,14 +62,14 @@ def _hooks_behind_sum(weight: torch.Tensor) -> int:
 
 
 def in_its_group(start: Start) -> Start:
-    """How the script was started, with its rank where it has got one by now, by whatever launcher."""
+    """Return how the script was started, with its rank if it has joined a group since, by any launcher."""
     if start.processes > 1 or not is_in_group():
         return start
     return replace(start, rank=distributed.get_rank(), processes=distributed.get_world_size())
 
 
 def why_in_parts(model: torch.nn.Module) -> str:
-    """Why this process alone cannot say what the model's weights are; "" where it can."""
+    """Return why this process alone does not know the model's weights, or "" if it does."""
     for name, parameter in model.named_parameters():
         if wraps_others(parameter) or hasattr(parameter, "_is_flat_param") or hasattr(parameter, "ds_id"):
             return f"{name} is sharded over the processes, and gathering it would need all of them"
@@ -77,21 +77,21 @@ def why_in_parts(model: torch.nn.Module) -> str:
 
 
 def has_its_state(optimizer: Optimizer) -> bool:
-    """Its ``state_dict`` is torch's plain one: another may gather parts, and wait for every process."""
+    """True if its ``state_dict`` is torch's own. Another one may gather parts and wait for every process."""
     hooks = (vars(optimizer).get(f"_optimizer_state_dict_{when}_hooks") for when in ("pre", "post"))
     return type(optimizer).state_dict is Optimizer.state_dict and not any(hooks)
 
 
 @contextlib.contextmanager
 def alone(*, has_launcher: bool) -> Iterator[None]:
-    """While this is entered a script that trains in a group of processes makes one of this process alone.
+    """Inside this context, a script that would join a group of processes forms a group of this process alone.
 
-    No port is opened: the process that has started this one may hold it still. With ``has_launcher`` the environment is
-    that of the only process of a launcher.
+    No port is opened, because the process that started this one may still hold it. With ``has_launcher``, set the
+    environment of a launcher's only process.
     """
 
     def init(original: Callable[..., Any], given: dict[str, Any]) -> Any:
-        from torch._C._distributed_c10d import HashStore  # not in every build of torch
+        from torch._C._distributed_c10d import HashStore  # missing in some builds of torch
 
         kept = {name: value for name, value in given.items() if name not in ("init_method", "store", "device_id")}
         return original(**{**kept, "rank": 0, "world_size": 1, "store": HashStore()})
@@ -105,8 +105,8 @@ def alone(*, has_launcher: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def groups_without_gpus() -> Iterator[None]:
-    """While this is entered groups that are to talk by NCCL do so by gloo, and DDP takes a model on the CPU for one on
-    the GPU that it names."""
+    """Inside this context, groups that request NCCL use gloo. DDP accepts a model on the CPU in place of one on the
+    named GPU."""
     if not distributed.is_available():
         yield
         return
@@ -132,7 +132,7 @@ def groups_without_gpus() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _around(name: str, call: Callable[[Callable[..., Any], dict[str, Any]], Any]) -> Iterator[None]:
-    """While this is entered a function of torch.distributed goes through ``call``, with its arguments by name."""
+    """Route a function of torch.distributed through ``call``, with its arguments by name, inside this context."""
     original = getattr(distributed, name)
     signature = inspect.signature(original)
 

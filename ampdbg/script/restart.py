@@ -1,8 +1,7 @@
-"""A captured step put into the script that it is of: that is started again, and waits before it trains on.
+"""Load a captured step into its script, which is restarted and waits at that step before it trains on.
 
-The script is its own factory: it builds model, optimizers and loss as it always does. Its steps are noted until one
-makes the calls of the captured one; then the captured weights, buffers, random state and arguments take the place of
-its own.
+The script is its own factory: it builds model, optimizers and loss as always. Its steps are recorded until one makes
+the calls of the captured step. Then the captured weights, buffers, random state and arguments replace the script's.
 """
 
 from __future__ import annotations
@@ -47,18 +46,17 @@ from ampdbg.script.launch import Script, ScriptEnd, run_script
 from ampdbg.script.ranks import alone
 
 AGAIN = 5
-"""So many replays tell how often a step fails."""
+"""The number of replays that measure how often a step fails."""
 
 MOST_STEPS, LONGEST = 50, 60.0
-"""A script that has not made the calls of the captured step in so many steps, nor in so many seconds, trains something
-else."""
+"""A script that has not made the captured step's calls after this many steps and seconds trains something else."""
 
 
 @dataclass(frozen=True)
 class RestoredStep:
     """The captured step in the script's own model.
 
-    ``record`` is that of the run that was captured, up to the step, as of now and of this machine.
+    ``record`` is the record of the captured run up to the step, with the current time and this machine's environment.
     """
 
     run: Run
@@ -68,18 +66,18 @@ class RestoredStep:
     record: Record
 
     def investigated(self, observer: Observer) -> Investigation:
-        """Replays the step until its cause can be told."""
+        """Replay the step until its cause is known."""
         head = self.capture.head
         before = self.recorded.before(self.record.steps[:-1], head.optimizer)
         made = investigate(self.run, self.snapshot, head.why, head.scale, before=before, observer=observer)
         return replace(made, loss=head.loss, reach=head.reach, weights_grew=head.weights_grew)
 
     def failing(self, made: Investigation) -> FailingStep:
-        """The step, with its weights."""
+        """Return the step with its weights."""
         return failing_step(self.run.workload.model, self.snapshot, self.capture.head.scale, made)
 
     def diagnosed(self, made: Investigation, command: str) -> Record:
-        """The record of the run up to the step, which was investigated here."""
+        """Return the diagnosed record of the run up to the step that was investigated here."""
         notes = (*self.record.unseen.notes, *self._beside_the_run(made))
         *before, step = self.record.steps
         if made.reproduced and not is_finite(made.fp32):
@@ -90,7 +88,7 @@ class RestoredStep:
         return diagnose(replace(ended, unseen=Unseen(notes=notes)))
 
     def _beside_the_run(self, made: Investigation) -> Iterator[str]:
-        """How the replays compare with the step as it was captured."""
+        """Yield notes on how the replays differ from the captured step."""
         head, there, here = self.capture.head, self.capture.record.environment, self.record.environment
         if made.tries == AGAIN:
             yield f"step {made.step} fails in {made.reproduced} of {made.tries} unchanged replays"
@@ -108,22 +106,22 @@ class RestoredStep:
 
 
 Use = Callable[["RestoredStep | CaptureError"], None]
-"""Takes a step that was taken over, or why it could not be put into the script."""
+"""Receives the restored step, or the reason why it could not be loaded into the script."""
 
 
 def restore_in_script(capture: Capture, use: Use, folder: Path, text: bytes | None = None) -> None:
-    """Starts the script again, in this process, and calls ``use`` with the captured step in its model.
+    """Restart the script in this process, and call ``use`` with the captured step in its model.
 
-    What ``use`` raises goes through the script: who does not want its ``finally`` to run ends the process in it.
+    Errors of ``use`` propagate through the script. To skip the script's ``finally`` blocks, end the process in ``use``.
 
     Args:
         capture: the step.
         use: called at most once, in the middle of the script.
-        folder: a temporary one of its own, for copies of files that the script writes.
-        text: what the script's file is taken to hold.
+        folder: an empty temporary folder for copies of files that the script writes.
+        text: replaces the content of the script's file.
 
     Raises:
-        CaptureError: the script ended, or trained on, without a step of the same calls.
+        CaptureError: the script ended, or continued to train, without a step with the same calls.
     """
     start = capture.start
     script = Script(start.name, start.arguments, start.is_module, text=text)
@@ -146,7 +144,7 @@ WITHOUT_ITS_LOSS = (
     "step {} was captured without its loss: only its modules were replayed",
     "the sum of the module outputs replaces its loss",
 )
-"""So a set of pins, or a patch, is proven for them alone. Each fits a line of the page."""
+"""Pins or a patch are then proven for the modules alone. Each note fits a line of the page."""
 
 RESUMES = (
     "if it resumes from a file that it has written since, move that away, or start it with other arguments: "
@@ -159,7 +157,7 @@ REFUSED = "{} calls {} on {}, an existing file, which a replay never changes; ma
 
 
 class _StepFinder:
-    """Looks at each step of a script, until one is of the captured calls."""
+    """Examines each step of a script until one has the captured calls."""
 
     def __init__(self, capture: Capture, use: Use, folder: Path) -> None:
         self.watcher = Watch(None, ())
@@ -196,7 +194,7 @@ class _StepFinder:
         )
 
     def refuse(self, event: str, path: str) -> CaptureError:
-        """Ends the script, where it would change what was there; once the step is found, or in a fork, it raises."""
+        """Stop the script before it changes a file. In a fork, or once the step is found, only return the error."""
         start = self._capture.start
         typed = shlex.quote(f"{start.typed} --output elsewhere")
         error = CaptureError(REFUSED.format(start.name, event, path, typed))
@@ -220,21 +218,21 @@ class _StepFinder:
             self._look()
 
     def _begins_anew(self) -> None:
-        """Called when another pass begins: a loop may step only on what is finite, and so never, or never again."""
+        """Handle the start of another pass. A loop that steps only on finite values may never step, or never again."""
         if not self._is_idle() and (not self._steps or self.watcher.withholding is not None):
             self._look(self.recorder.lost_loss)
 
     def script_ended(self, ended: ScriptEnd) -> None:
-        """To be called when the script has ended, while what it holds is still alive: maybe in the captured step, or
-        right behind it."""
+        """Handle the end of the script while its objects are still alive. It may have ended in the captured step, or
+        right after it."""
         if self.is_used:
-            self._is_over.wait()  # the script trains in another thread, which still uses what is to end with this one
+            self._is_over.wait()  # the script trains in another thread, which still uses objects of this thread
         elif self.recorder.is_under_way or self.recorder.has_losses:
             self._steps += self.recorder.is_under_way
             self._look(self.recorder.lost_loss)
 
     def _look(self, loss: torch.Tensor | None = None) -> None:
-        """Compares the step under way, as far as the captured one goes."""
+        """Compare the current step with the captured one, as far as that one goes."""
         self.watcher.learn()
         self.watcher.optimizers.adopt(self.recorder.trained)
         model, optimizers = self.watcher.models.together(), tuple(self.watcher.optimizers)
@@ -244,7 +242,7 @@ class _StepFinder:
             known = 1.0 if head.scaler_number else head.scale
             recorded, why_not, _ = self.recorder.step(model, optimizers, device, loss, stepping, scale, known)
         else:
-            most = sum(call.training is not None for call in head.calls)  # which that of a module alone has
+            most = sum(call.training is not None for call in head.calls)  # only calls of modules have this flag
             recorded, why_not, _ = self.recorder.modules(model, optimizers, device, most)
         different: Difference | None = Difference(0, why_not)
         if recorded is not None:
@@ -259,9 +257,9 @@ class _StepFinder:
         self.is_used = True
         torch.clear_autocast_cache()
         with contextlib.suppress(OSError):
-            os.chdir(self._folder)  # a script may work in one of its own, which goes with what is new
-        self.files.remove_new()  # the script goes on no more: a proof that starts it is to find what it found
-        # The script may be within a region of autocast's, as at the next pass of an accumulation.
+            os.chdir(self._folder)  # the script may work in a folder that it made, which is removed next
+        self.files.remove_new()  # the script never continues, and a proof that restarts it must find the same files
+        # The script may be inside an autocast region, as at the next pass of an accumulation.
         outside = torch.autocast(_device_type(model), enabled=False)
         try:
             with self.watcher.paused(), torch.enable_grad(), outside:
@@ -301,7 +299,7 @@ def _device_type(model: torch.nn.Module) -> str:
 
 
 def _of_capture(capture: Capture) -> Record:
-    """The record of the steps of the same optimizer up to the step, and that as well."""
+    """Return the record of the same optimizer's steps up to and including the captured step."""
     head, start, before = capture.head, capture.start, capture.record
     is_bad = head.why != "end"
     earlier = [one for one in before.steps if one.step < head.step and one.optimizer == head.optimizer]
@@ -323,7 +321,7 @@ def _of_capture(capture: Capture) -> Record:
 
 
 def how_often(taken: RestoredStep, made: Investigation) -> Investigation:
-    """The investigation with how often a step that went wrong does as it was, of ``AGAIN`` replays."""
+    """Add to the investigation of a failing step how many of ``AGAIN`` unchanged replays fail."""
     if made.why == "end":
         return made
     manner = Manner(taken.run.mode.format.name, taken.capture.head.scale, is_lifted=False)

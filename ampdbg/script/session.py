@@ -1,4 +1,4 @@
-"""A script's run as a record: watched to its end, its bad steps traced."""
+"""The record of a script's run: watch it to its end and investigate its bad steps."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from ampdbg.script.launch import Script, ScriptEnd, run_script, signals_noted
 
 
 class Session:
-    """All that watches a script, while this is entered.
+    """All observers of a script. They are active while the session is entered.
 
     Args:
-        captures: where its failing steps go.
-        log: told of each step when it has ended.
-        observer: told of each step that is run again, before it is.
-        investigates: a step that goes wrong is run again at once.
-        trend: one step of so many is sampled; 0 for none.
+        captures: writes the failing steps.
+        log: receives each step when it ends.
+        observer: notified before each replay of a step.
+        investigates: replay bad steps at once.
+        trend: sample one step in this many; 0 for none.
     """
 
     def __init__(
@@ -57,27 +57,27 @@ class Session:
         watcher.guard.failed = self._looks.close
 
     def __enter__(self) -> Session:
-        """Watches from now on."""
+        """Start watching."""
         self._entered.enter_context(self._processes.counted_in())
         self._entered.enter_context(self.watcher)
         self._entered.enter_context(self._failing.recorder)
-        self._entered.enter_context(self._looks)  # those that look closer than the watcher
+        self._entered.enter_context(self._looks)  # observers that see more detail than the watcher
         self._looks.callback(self._samples.end)
         self._failing.recorder.looking = self._samples.looking
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        """Leaves torch and the models as they were."""
+        """Restore torch and the models."""
         self._entered.__exit__(*raised)
 
     def script_ended(self, ending: ScriptEnd) -> None:
-        """To be called when the script has ended, while what it holds is still alive."""
+        """Handle the end of the script while its objects are still alive."""
         self._looks.close()
         self._failing.ended(ending)
 
     def seen(self, ending: ScriptEnd | None) -> Record:
-        """The record of what was seen by now, not yet diagnosed; of a script that goes on, and may be killed, without
-        its end."""
+        """Return the record so far, not yet diagnosed. Without an ``ending``, the script is still running and may be
+        killed."""
         record = _record(self.watcher, self._failing, ending)
         note = self._processes.note(emulates=self._captures.start.emulate)
         notes = (*record.unseen.notes, *[note] * bool(note), *self._samples.notes())
@@ -86,10 +86,10 @@ class Session:
         return replace(record, unseen=unseen, misuses=misuses, trends=self._samples.seen())
 
     def _lost_upcasts(self, record: Record) -> Iterator[Misuse]:
-        """The casts in the script that leave the half weights which its optimizers have stepped as they are."""
+        """Yield the casts in the script that do not change the half weights that its optimizers update."""
         start = self._captures.start
         if not start.is_module and record.half_weights:
-            # Here, as they take a tenth of a second, and hardly any script needs them.
+            # Imported here, because these imports take a tenth of a second and few scripts need them.
             from ampdbg.lint.engine import lint_file
             from ampdbg.lint.rules.lost_upcast import CODE
             from ampdbg.lint.settings import Settings
@@ -117,20 +117,20 @@ def watch_script(
     observer: Observer = UNOBSERVED,
     trend: int = 0,
 ) -> Record:
-    """Runs the script and watches every optimizer and scaler that it makes.
+    """Run the script and watch every optimizer and scaler that it creates.
 
     Args:
-        script: what to run.
-        captures: says too whether a GPU is to be emulated where there is none.
-        ended: called with the record where SIGTERM or SIGHUP ends the script, a moment before the process does.
+        script: the script to run.
+        captures: also says whether to emulate a GPU where there is none.
+        ended: called with the record right before SIGTERM or SIGHUP ends the process.
 
-    The other arguments are those of :class:`Session`.
+    The remaining arguments are as in :class:`Session`.
 
     Returns:
-        What was seen, not yet diagnosed.
+        The record, not yet diagnosed.
 
     Raises:
-        SystemExit: in a child that the script has forked, which is to end as it would, and to say nothing.
+        SystemExit: in a forked child of the script, which must end as the script would and print nothing.
     """
     owner = os.getpid()
     session = Session(captures, log, observer, investigates=investigates, trend=trend)
@@ -147,7 +147,7 @@ def watch_script(
             signals_noted(lambda number: ended(over(ScriptEnd(128 + number, signal=number))), captures.ask)
         )
         stack.enter_context(asked_from_code(captures.ask))
-        # Both touch the filters of warnings, if only once: behind that what has warned already is shown again.
+        # Both modify the warning filters once, which makes past warnings show again. Do it before the script starts.
         log.get_ready()
         platform.platform()
         with session:
@@ -158,7 +158,7 @@ def watch_script(
 
 
 def _news(watcher: Watch, captures: Captures) -> object:
-    """What changes with the record of a run, but for its steps; asked after each of them."""
+    """Return a value that changes whenever the record changes in more than its steps. Called after each step."""
     is_lowered = watcher.calls.graphs > 0, bool(watcher.calls.lowered)
     left_out = watcher.log.left_out
     counts = len(watcher.misuses), len(watcher.optimizers), len(captures.written)
@@ -166,13 +166,13 @@ def _news(watcher: Watch, captures: Captures) -> object:
 
 
 def run_unwatched(script: Script, *, emulate: bool) -> int:
-    """Runs the script, with a GPU that is emulated where that is asked for; returns its exit code."""
+    """Run the script, with an emulated GPU if requested, and return its exit code."""
     with emulated_gpu() if emulate else nullcontext():
         return run_script(script).code
 
 
 def _record(watcher: Watch, failing: FailingSteps, ending: ScriptEnd | None) -> Record:
-    """The record of the script; of one that goes on, and may be killed, without its end."""
+    """Return the record of the script. Without an ``ending``, the script is still running and may be killed."""
     error = ending.error if ending else None
     interrupted = ending is None or isinstance(error, KeyboardInterrupt)
     by_autocast = autocast_error(error, watcher.log.closed(), watcher.models.named_modules)

@@ -1,4 +1,4 @@
-"""The signals of a script's timers, and those that it handles itself: they come at any moment, also while it waits."""
+"""Hold back the script's timers and own signal handlers, which may run at any moment, even while the script waits."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _came: list[int] = []
 
 @contextlib.contextmanager
 def held_signals() -> Iterator[None]:
-    """While this is entered no timer of the script's runs, and no handler of its own.
+    """Stop the script's timers and defer its own signal handlers inside this context.
 
-    Afterwards what has come is handled, and a timer has as long to go as before. A handler may stop the loop by a flag,
-    or save a model: it is to find what it finds in the loop, and not a step that is run again.
+    On exit, run the deferred handlers and resume each timer with its remaining time. A handler may stop the loop with a
+    flag or save a model. It must see the state of the loop and not of a replayed step.
     """
     timers, handlers = take_timers(), _own_handlers()
     try:
@@ -33,19 +33,19 @@ def held_signals() -> Iterator[None]:
 
 
 def have_come() -> bool:
-    """One waits to be handled."""
+    """True if a signal is waiting to be handled."""
     return bool(_came)
 
 
 def take_timers() -> dict[int, tuple[float, float]]:
-    """Stops all timers that send signals; returns how long each had to go, and how long between two."""
+    """Stop all timers that send signals. Return the remaining time and the interval of each timer."""
     names = ("ITIMER_REAL", "ITIMER_VIRTUAL", "ITIMER_PROF")
-    timers = [getattr(signal, name) for name in names if hasattr(signal, name)]  # Windows has none
+    timers = [getattr(signal, name) for name in names if hasattr(signal, name)]  # Windows has no timers
     return {timer: signal.setitimer(timer, 0.0) for timer in timers}
 
 
 def _own_handlers() -> dict[int, Callable[..., Any]]:
-    """The script's, by the number of the signal; none but the main thread can hold them."""
+    """Return the script's own handlers by signal number. Only the main thread can hold them back."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     found = {number: signal.getsignal(number) for number in signal.valid_signals()}
@@ -59,6 +59,6 @@ def _is_known(handler: Any) -> bool:
 
 def _handle(numbers: list[int]) -> None:
     _came[:] = [number for number in _came if number not in numbers]
-    with contextlib.ExitStack() as stack:  # one may raise
+    with contextlib.ExitStack() as stack:  # a handler may raise, and the others still run
         for number in reversed(numbers):
             stack.callback(signal.raise_signal, number)

@@ -1,1 +1,1 @@
-"""Minimal sets over a predicate: which pins make a step healthy. It knows neither torch nor modules, only names."""
+"""Minimal sets of pins that make a step healthy. The search knows only names, neither torch nor modules."""

@@ -1,4 +1,8 @@
-"""Searches for a minimal set of pins: the tree of what can be pinned, trials that are made once, and two strategies."""
+"""Search for a minimal set of pins: the tree of atoms, trials that run once each, and two strategies.
+
+An atom is the smallest unit to pin: a leaf module, a parent's own lines, or a line of a script. A set of pins is
+healthy if the training step succeeds with these pins.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +13,16 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from ampdbg.record.pins import OWN, Trial, is_line
 
 Atoms = frozenset[str]
-"""A set of atoms: of a leaf module's name, or of ``NAME:own``, a parent's own lines."""
+"""Atoms by name: a leaf module's name, ``NAME:own`` for a parent's own lines, or a line of a script."""
 
 
 @dataclass(frozen=True)
 class AtomTree:
-    """The modules that ran, as atoms in tree order: depth first, a parent's own lines before its children's.
+    """The executed modules as atoms in tree order: depth first, a parent's own lines before its children's.
 
-    All atoms of a subtree stand next to each other, and together they are its module. ``levels`` has one number
-    an atom: how deep in the tree the largest subtree is that begins with it (0 is the root). ``modules`` likewise
-    has the largest module that begins with it and may be pinned, and where that module's atoms end.
+    The atoms of a subtree are adjacent, and together they form its module. ``levels`` has one number per atom:
+    the depth of the largest subtree that begins with it (0 is the root). ``modules`` has one pair per atom: the largest
+    pinnable module that begins with it, and the end index of that module's atoms.
     """
 
     atoms: tuple[str, ...]
@@ -27,30 +31,30 @@ class AtomTree:
     _spans: Mapping[str, tuple[int, int]]
 
     def __contains__(self, name: object) -> bool:
-        """:meth:`under` knows the name."""
+        """True if :meth:`under` accepts the name."""
         return name in self._spans
 
     def under(self, name: str) -> tuple[str, ...]:
-        """The atoms of a module, of an atom, or of a container that never ran itself, such as a ModuleList.
+        """Return the atoms of a module, an atom, or a container that never ran itself, such as a ModuleList.
 
         Raises:
-            KeyError: nothing of that name ran.
+            KeyError: nothing with that name ran.
         """
         start, end = self._spans[name]
         return self.atoms[start:end]
 
     def own(self, name: str) -> str:
-        """The atom that stands for the module's own lines: its name where it is a leaf or an atom already."""
+        """Return the atom of the module's own lines: the name itself if it is a leaf or already an atom."""
         return name + OWN if name + OWN in self._spans else name
 
     def has_run(self, name: str) -> bool:
-        """It is an atom. A holder of several root models is none: it has no own lines to pin."""
+        """True if the name is an atom. A holder of several root models is not: it has no own lines to pin."""
         return name in self._spans and self.under(name) == (name,)
 
     def parent(self, name: str) -> str | None:
-        """What holds this atom, module or container, one level up; None above the root.
+        """Return the module or container one level above this atom, module or container; None above the root.
 
-        Above ``NAME:own`` is ``NAME``. A root that never ran is a container too.
+        The parent of ``NAME:own`` is ``NAME``. A root that never ran is a container too.
         """
         if name.endswith(OWN) and name.removesuffix(OWN) in self._spans:
             return name.removesuffix(OWN)
@@ -59,15 +63,15 @@ class AtomTree:
         return name.rpartition(".")[0] if name else None
 
     def expand(self, pins: Iterable[str]) -> Atoms:
-        """The atoms of all the pins.
+        """Return the atoms of all the pins.
 
         Raises:
-            KeyError: nothing of a pin's name ran.
+            KeyError: nothing with a pin's name ran.
         """
         return frozenset(atom for pin in pins for atom in self.under(pin))
 
     def compress(self, atoms: Iterable[str]) -> tuple[str, ...]:
-        """The fewest pins that are these atoms, in tree order: a whole module wherever all of its atoms are in."""
+        """Return the fewest pins for these atoms, in tree order: a whole module if all of its atoms are included."""
         within = set(atoms)
         pins: list[str] = []
         end = 0
@@ -81,17 +85,17 @@ class AtomTree:
         return tuple(pins)
 
     def place(self, atom: str) -> int:
-        """Where the atom, or a module's first one, stands in ``atoms``."""
+        """Return the index in ``atoms`` of the atom, or of a module's first atom."""
         return self._spans[atom][0]
 
 
 def atom_tree(names: Sequence[str]) -> AtomTree:
-    """The tree of the modules that ran.
+    """Build the tree of the modules that ran.
 
     Args:
-        names: their qualified names, "" for the root, in order of execution or registration; that becomes the order
-            of siblings. Lines of a script stand behind all modules, and in none.
-            Containers that never ran need not be named, and are never a pin: nothing would run in them.
+        names: their qualified names ("" for the root), in order of execution or registration, which orders siblings.
+            Lines of a script follow all modules and belong to none. Containers that never ran may be omitted:
+            they are never pinned, because nothing runs in them.
     """
     if not names:
         return AtomTree((), (), (), {"": (0, 0)})
@@ -110,7 +114,7 @@ def atom_tree(names: Sequence[str]) -> AtomTree:
             atoms.append(atom)
     levels = [0] * len(atoms)
     modules = [("", 0)] * len(atoms)
-    for name in reversed(nodes):  # a node comes after all that it holds, so that the outermost has the last word
+    for name in reversed(nodes):  # children come first, so the outermost module overwrites the others
         last = children[name][-1] if name in children else None
         spans[name] = spans[name] if last is None else (starts[name], spans[last][1])
         levels[starts[name]] = name.count(".") + 1 if name else 0
@@ -123,7 +127,7 @@ def atom_tree(names: Sequence[str]) -> AtomTree:
 
 
 def _children(names: Iterable[str]) -> dict[str, list[str]]:
-    """What each node holds, containers included, in the order of the first name in it."""
+    """Map each node, containers included, to its children in order of first appearance."""
     children: dict[str, list[str]] = {}
     seen = {""}
     for name in names:
@@ -138,7 +142,7 @@ def _children(names: Iterable[str]) -> dict[str, list[str]]:
 
 def _depth_first(children: Mapping[str, Sequence[str]]) -> list[str]:
     nodes: list[str] = []
-    ahead = [""]  # not recursive: modules may be nested deeper than Python's stack
+    ahead = [""]  # not recursive: modules may nest deeper than Python's recursion limit
     while ahead:
         nodes.append(ahead.pop())
         ahead.extend(reversed(children.get(nodes[-1], ())))
@@ -146,11 +150,11 @@ def _depth_first(children: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 Try = Callable[[tuple[str, ...]], Trial]
-"""Runs one experiment with the pins of these names, once."""
+"""Runs one experiment with the named pins."""
 
 
 def trial_of(stage: str, runs: Sequence[Trial]) -> Trial:
-    """The trial of these runs with the same pins: healthy when all are, else what the first that is not showed."""
+    """Combine runs with the same pins into a trial: healthy if all are, otherwise the first unhealthy run's result."""
     return replace(
         next((run for run in runs if not run.healthy), runs[-1]),
         stage=stage,
@@ -160,26 +164,26 @@ def trial_of(stage: str, runs: Sequence[Trial]) -> Trial:
     )
 
 
-class OutOfTrials(Exception):  # noqa: N818 - not an error: a search ends at the limit that it was given
-    """A set is to be tried that no trial is left for."""
+class OutOfTrials(Exception):  # noqa: N818 - not an error: the search has reached its limit
+    """A new set needs a trial, but the limit of trials is reached."""
 
 
 @dataclass
 class Trials:
-    """The experiments of a search: which were made, which set is the best so far, and how to make another.
+    """The experiments of a search: the finished trials, the best set so far, and the means to run more.
 
-    Tied modules move together: a set that holds an atom of one group of ``together`` holds all of the group's.
+    Tied modules move together: a set with one atom of a group in ``together`` contains all atoms of that group.
 
     Args:
-        try_: runs one experiment; what it raises, a KeyboardInterrupt say, goes through, and what was made stays.
-        tree: what can be pinned.
-        max_trials: how many experiments may be run; None is no limit.
-        repeats: how often a set is run before it is called healthy; the first unhealthy run ends its trial.
-        on_trial: called with every trial once, as it ends.
-        together: groups of pins' names, of which no two have an atom in common.
+        try_: runs one experiment. Its exceptions propagate, such as a KeyboardInterrupt; finished trials stay.
+        tree: the atoms and modules to pin.
+        max_trials: the most experiments to run; None for no limit.
+        repeats: how many healthy runs a healthy set needs. The first unhealthy run ends its trial.
+        on_trial: called once with every trial as it ends.
+        together: groups of pin names. No two groups share an atom.
 
     Attributes:
-        best: the pins of the healthy set of the fewest atoms so far; None before there is one.
+        best: the pins of the healthy set with the fewest atoms so far, or None.
     """
 
     try_: Try
@@ -194,7 +198,7 @@ class Trials:
 
     @functools.cached_property
     def _units(self) -> dict[str, Atoms]:
-        """What each tied atom moves with."""
+        """Maps each tied atom to its group."""
         return {atom: unit for unit in map(self.tree.expand, self.together) if len(unit) > 1 for atom in unit}
 
     @property
@@ -202,13 +206,13 @@ class Trials:
         return tuple(self._made.values())
 
     def test(self, pins: Iterable[str], stage: str) -> Trial:
-        """What happens with these pins: found out by experiment, unless this set of atoms has been tried before.
+        """Return the trial of these pins. Run it unless this set of atoms has been tried before.
 
-        ``stage`` says what for, and stands in the trial.
+        ``stage`` is the purpose of the trial and is stored in it.
 
         Raises:
-            OutOfTrials: it has not been tried, and ``max_trials`` were run.
-            KeyError: nothing of a pin's name ran.
+            OutOfTrials: the set has not been tried, and ``max_trials`` experiments have run.
+            KeyError: nothing with a pin's name ran.
         """
         atoms = self.closed(pins)
         if atoms not in self._made:
@@ -222,16 +226,16 @@ class Trials:
         return self._made[atoms]
 
     def known(self, pins: Iterable[str]) -> Trial | None:
-        """The trial of these pins, where it has been made already."""
+        """Return the trial of these pins if it has already run."""
         return self._made.get(self.closed(pins))
 
     def closed(self, pins: Iterable[str]) -> Atoms:
-        """The atoms of the pins, and of all that is tied to them."""
+        """Return the atoms of the pins and all atoms tied to them."""
         atoms = self.tree.expand(pins)
         return atoms.union(*(self._units[atom] for atom in self._units.keys() & atoms))
 
     def units(self, atoms: Iterable[str]) -> tuple[Atoms, ...]:
-        """What can be pinned on its own of these, in tree order: single atoms, and tied ones as one."""
+        """Return the independent units among these atoms, in tree order: single atoms, and groups of tied atoms."""
         ordered = sorted(atoms, key=self.tree.place)
         return tuple(dict.fromkeys(self._units.get(atom, frozenset((atom,))) for atom in ordered))
 
@@ -245,21 +249,20 @@ class Trials:
 NOTHING: Atoms = frozenset()
 
 MOST_ATOM_RUNS = 100_000
-"""A trial runs every atom. A proof that drops each of k pins of n atoms alone runs k·n: beyond this many, about a
-minute on two cores, pins are dropped in groups, so that the time of a search stays linear in n."""
+"""A trial runs every atom, so dropping each of k pins alone costs k·n atom runs for n atoms. This many take about a
+minute on two cores. Beyond that, pins are dropped in groups, and the search time stays linear in n."""
 
 GROUPS = 10
-"""So many: where everything fails, each of them costs a trial, and shows only that it is needed."""
+"""The number of such groups. If every drop fails, each group costs a trial that shows only that it is needed."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """The set that a search ended with.
+    """The final set of a search.
 
-    ``pins`` are the fewest names for it, in tree order; none where the step is healthy without, or never was.
-    ``minimal`` says that it is 1-minimal: dropping any one pin, and any one of the parts that it was put together
-    from, was tried and is unhealthy. ``dropped`` has the trial of each pin that was dropped alone, with all that is
-    tied to it.
+    ``pins`` are the fewest names for the set, in tree order. They are empty if the step is healthy without pins or
+    never healthy. ``minimal`` means 1-minimal: dropping any one pin, or any one part of the set, was tried and is
+    unhealthy. ``dropped`` maps each pin that was dropped alone to that trial, which also drops all tied atoms.
     """
 
     pins: tuple[str, ...]
@@ -269,7 +272,7 @@ class Result:
 
 
 def best_so_far(trials: Trials) -> Result:
-    """The smallest healthy set that was tried, where a search ended early."""
+    """Return the smallest healthy set tried so far, for a search that ended early."""
     pins = trials.best or ()
     known = {pin: trials.known(_without(trials, pins, pin)) for pin in pins}
     dropped = {pin: trial for pin, trial in known.items() if trial is not None}
@@ -277,9 +280,9 @@ def best_so_far(trials: Trials) -> Result:
 
 
 def grouped(trials: Trials, parts: Sequence[Atoms], fails_alone: Callable[[Atoms], bool]) -> list[Atoms]:
-    """The parts, where dropping each alone takes too long in groups of neighbours.
+    """Return the parts, or groups of neighboring parts if dropping each part alone takes too long.
 
-    Those that are known to fail alone are the first group, whose one trial shows as much as one of each tenth of them.
+    Parts that are known to fail alone form the first group: its trial shows as much as trials of smaller groups.
     """
     if len(parts) <= most_dropped(trials.tree):
         return list(parts)
@@ -291,15 +294,15 @@ def grouped(trials: Trials, parts: Sequence[Atoms], fails_alone: Callable[[Atoms
 
 
 def most_dropped(tree: AtomTree) -> int:
-    """How many parts may be dropped each alone."""
+    """Return how many parts may be dropped one by one."""
     return max(1, MOST_ATOM_RUNS // max(1, len(tree.atoms)))
 
 
 def drop_superfluous(trials: Trials, parts: Sequence[Atoms]) -> list[Atoms]:
-    """The parts of a healthy set that are needed when they are dropped in turn, the last one first.
+    """Drop the superfluous parts of a healthy set, starting from the last, and return the needed parts.
 
-    A needed part costs one trial, a run of superfluous ones about twice the logarithm of its length. A part that
-    lies within the others goes at no cost.
+    A needed part costs one trial, and a run of superfluous parts about twice the logarithm of its length. A part
+    covered by the rest costs none.
     """
     kept = list(parts)
     undecided = len(kept)
@@ -311,12 +314,12 @@ def drop_superfluous(trials: Trials, parts: Sequence[Atoms]) -> list[Atoms]:
     while undecided > 0:
         superfluous = _most(is_healthy_without, undecided)
         del kept[undecided - superfluous : undecided]
-        undecided -= superfluous + 1  # the one before them is needed
+        undecided -= superfluous + 1  # the part before them is needed
     return kept
 
 
 def _most(works: Callable[[int], bool], limit: int) -> int:
-    """The largest count up to ``limit`` that works where all below it do: 1, 2, 4, 8 …, then by halves."""
+    """Return the largest count up to ``limit`` that works, by doubling and then bisecting. Smaller counts must work."""
     good, bad = 0, limit + 1
     while good < limit and bad > limit:
         count = min(max(1, 2 * good), limit)
@@ -328,13 +331,13 @@ def _most(works: Callable[[int], bool], limit: int) -> int:
 
 
 def smallest(trials: Trials, base: Atoms, units: Sequence[Atoms]) -> list[Atoms]:
-    """Those of the units that are needed beside ``base``; with all of them it must be healthy.
+    """Return the units that are needed in addition to ``base``. With all units, ``base`` must be healthy.
 
-    Finds where the shortest healthy prefix of the units ends, keeps its last unit, and continues before it: for
-    each needed unit one trial, and one for each halving. Splits between the largest blocks near the middle.
+    Find the end of the shortest healthy prefix of the units, keep its last unit, and continue before it. Each
+    needed unit costs one trial, and one more per halving. Halvings split between the largest blocks near the middle.
 
-    Whatever the predicate is like, each step has an unhealthy prefix and a longer healthy one, so that this always
-    ends with a healthy set. Where pins never harm, the set is also 1-minimal.
+    For any predicate, each step has an unhealthy prefix and a longer healthy one. The final set is therefore always
+    healthy. If pins never harm, it is also 1-minimal.
     """
     levels = [trials.tree.levels[min(map(trials.tree.place, unit))] for unit in units]
     needed: list[Atoms] = []
@@ -351,17 +354,17 @@ def smallest(trials: Trials, base: Atoms, units: Sequence[Atoms]) -> list[Atoms]
 
 
 def _boundary(levels: Sequence[int], low: int, high: int) -> int:
-    """Where to split ``low`` to ``high``: in the middle third, before the largest block, as central as can be."""
+    """Return the split between ``low`` and ``high``: in the middle third, before the largest block, most central."""
     third = -((low - high) // 3)
     return min(range(low + third, high - third + 1), key=lambda place: (levels[place], abs(2 * place - low - high)))
 
 
 def certified(trials: Trials, parts: Sequence[Atoms]) -> Result:
-    """Drops each part of a healthy set alone, then each pin, until every such trial is unhealthy.
+    """Drop each part of a healthy set alone, then each pin, until every such trial is unhealthy.
 
-    Trials made before are not made again. A healthy one, which there is only where pins can harm, makes the set
-    smaller and begins the round again, so that there are never more rounds than parts and pins. Where the pins are
-    too many to be dropped each alone, the set is not proven to be minimal.
+    Earlier trials are reused. A healthy trial, possible only if pins can harm, shrinks the set and restarts the
+    round. Thus there are never more rounds than parts and pins. If there are too many pins to drop each one alone,
+    the set is not proven minimal.
     """
     parts = [part for part in parts if part]
     while (smaller := next(_healthy_drops(trials, parts), None)) is not None:
@@ -383,19 +386,18 @@ def _healthy_drops(trials: Trials, parts: Sequence[Atoms]) -> Iterator[Atoms]:
 
 
 def _without(trials: Trials, pins: tuple[str, ...], pin: str) -> Atoms:
-    """The atoms of ``pins`` without those of ``pin`` and of all that is tied to it."""
+    """Return the atoms of ``pins`` without the atoms of ``pin`` and all atoms tied to it."""
     return trials.closed(pins) - trials.closed([pin])
 
 
 def delta_debug(trials: Trials) -> Result:
-    """A 1-minimal set of atoms, found from the answers healthy and unhealthy alone, block before child.
+    """Find a 1-minimal set of atoms from healthy and unhealthy trials alone, trying blocks before their children.
 
-    For k needed ones of n atoms it takes at most 3·k·log₂(n) + 10 trials. Of several such sets it finds the one
-    whose atoms come first. Where not even everything pinned is healthy, the best set so far is made smaller, or
-    there is nothing to find.
+    For k needed atoms out of n it takes at most 3·k·log₂(n) + 10 trials. Of several such sets it finds the one
+    with the earliest atoms. If pinning everything is unhealthy, it reduces the best set so far, if there is one.
 
     Raises:
-        OutOfTrials: the limit of the trials was reached; :func:`best_so_far` has what was found.
+        OutOfTrials: the limit of trials was reached; :func:`best_so_far` returns the set found until then.
     """
     everything = trials.test(trials.tree.atoms, "everything")
     start = trials.tree.atoms if everything.healthy else trials.best
@@ -406,7 +408,7 @@ def delta_debug(trials: Trials) -> Result:
 
 
 Proposal = Callable[[Sequence[str]], Sequence[str]]
-"""Names what else would go wrong with these pins in force."""
+"""Returns the names of further failures with these pins in force."""
 
 
 def guided(
@@ -415,22 +417,23 @@ def guided(
     propose: Proposal = lambda pins: (),
     fails_alone: Callable[[Atoms], bool] = lambda part: False,
 ) -> Result:
-    """The candidates that are needed, with those that only show once they are cured.
+    """Return the needed candidates, and the needed suspects that appear only once the candidates are pinned.
 
-    Candidates and suspects are pins, the most likely first: of two that would do, the earlier one is kept. Names of
-    what never ran are passed over. Where all candidates are needed it takes one trial and one for each; of many
-    superfluous ones a run costs the logarithm of its length. A pin stays as wide as it was given; only what
-    this search widened itself it narrows again, down to atoms.
+    Candidates and suspects are pins, the most likely first. Of two sufficient pins, the earlier one is kept. Names
+    that never ran are ignored. If all candidates are needed, it takes one trial plus one per candidate. A run of
+    superfluous candidates costs the logarithm of its length. Pins keep the width at which they were given. Only pins
+    that this search widened itself are narrowed again, down to atoms.
 
-    Where suspects show one after another, as in a chain of layers that each hide the next, ``propose`` is asked from
-    the second on, after twice as many each time. ``fails_alone`` names atoms that the step is known to be unhealthy
-    without, whatever else is pinned; of very many candidates those are not dropped apart from each other.
+    Suspects may appear one after another, as in a chain of layers that each hide the next. ``propose`` is therefore
+    called at the second round of new suspects, then at the fourth, the eighth and so on. ``fails_alone`` accepts
+    atoms without which the step is known to be unhealthy, regardless of other pins. If there are very many candidates,
+    such atoms are dropped only as one group.
 
-    Where an unhealthy step names no new suspects, those it names, or else all pins, are widened by one level, at last
-    to the root. Nothing healthy is found where even that is not, or where there was nothing to widen.
+    If an unhealthy step names no new suspects, its known suspects are widened by one level. Without suspects, all
+    pins are. Widening ends at the root. The result is unhealthy if even that fails, or if nothing can be widened.
 
     Raises:
-        OutOfTrials: the limit of the trials was reached; :func:`best_so_far` has what was found.
+        OutOfTrials: the limit of trials was reached; :func:`best_so_far` returns the set found until then.
     """
     chosen = _new(trials, candidates, ())
     widened: list[str] = []
@@ -454,13 +457,13 @@ def guided(
 
 
 def _new(trials: Trials, names: Iterable[str], chosen: Sequence[str]) -> list[str]:
-    """The names, each once, that pin more than what is chosen."""
+    """Return the distinct names that pin more than the chosen pins."""
     covered = trials.closed(chosen)
     return [name for name in dict.fromkeys(names) if name in trials.tree and not trials.closed([name]) <= covered]
 
 
 def _wider(trials: Trials, trial: Trial, chosen: Sequence[str]) -> list[str]:
-    """What contains the suspects, or else the chosen, and pins more than they do; of a line all other lines."""
+    """Return the parents of the suspects, or of the chosen pins, that pin more. A line adds all other lines."""
     stuck = [name for name in trial.suspects if name in trials.tree] or chosen
     covered = trials.closed(chosen)
     parents = [_parent(trials, name, covered) for name in stuck]
@@ -476,7 +479,7 @@ def _parent(trials: Trials, name: str, covered: Atoms) -> str | None:
 
 
 def _narrowed(trials: Trials, parts: Sequence[Atoms], wide: set[Atoms]) -> list[Atoms]:
-    """The parts, with what is needed of each wide one in place of it."""
+    """Return the parts, with each wide one replaced by its needed units."""
     narrow = list(parts)
     for part in (part for part in parts if part in wide):
         narrow.remove(part)

@@ -1,1 +1,1 @@
-"""User code as it is read, not run: names, lines, whose it is (no torch)."""
+"""Static analysis of user code: names, lines and ownership (no torch)."""

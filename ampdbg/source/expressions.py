@@ -1,4 +1,4 @@
-"""LibCST expressions: their canonical text, what they read and assign, and what the names of a function mean."""
+"""LibCST expressions: their canonical text, the names they read and assign, and the bindings of a function."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ COMPREHENSIONS = (cst.ListComp, cst.SetComp, cst.DictComp, cst.GeneratorExp)
 
 Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
 
-# `from __future__`, the standard library, installed packages, the package's own, and what is no import.
+# Import sections: `from __future__`, standard library, installed packages, own package, and non-imports.
 _FUTURE, _STANDARD, _INSTALLED, _OWN, _OTHER = range(5)
 
 
 def imports_of(body: Iterable[cst.CSTNode]) -> dict[str, str]:
-    """What the import statements among ``body`` bind: local name to dotted name, ``F`` to torch.nn.functional.
+    """Map the local names that the imports in ``body`` bind to dotted names: ``F`` to torch.nn.functional.
 
-    Those in an ``if`` or ``try`` count (``if is_torch_available():``), but for what is there for types alone.
+    Imports inside ``if`` and ``try`` count (``if is_torch_available():``), except under ``TYPE_CHECKING``.
     """
     bound: dict[str, str] = {}
     for line in body:
@@ -58,7 +58,7 @@ def _imported(statement: cst.BaseSmallStatement) -> Iterator[tuple[str, str]]:
 
 
 def dotted(node: cst.BaseExpression) -> str:
-    """``a.b.c`` as text; "" for anything that is not names and dots."""
+    """Return ``a.b.c`` as text, or "" if the expression is not made of names and dots."""
     match node:
         case cst.Name(value=name):
             return name
@@ -68,20 +68,20 @@ def dotted(node: cst.BaseExpression) -> str:
 
 
 def keyword_of(arg: cst.Arg) -> str:
-    """The name that an argument is given by; "" where it is given by its place."""
+    """Return the keyword of an argument, or "" for a positional one."""
     return arg.keyword.value if arg.keyword is not None else ""
 
 
 def origin_of(name: str, imports: Mapping[str, str]) -> str:
-    """Where a dotted name comes from: ``torch.nn.functional.softmax`` of ``F.softmax``; "" where it is not imported."""
+    """Return the full name of an imported dotted name (torch.nn.functional.softmax for ``F.softmax``), or ""."""
     first, dot, rest = name.partition(".")
     return f"{imports[first]}{dot}{rest}" if first in imports else ""
 
 
 def disables_autocast(node: cst.CSTNode, imports: Mapping[str, str]) -> bool:
-    """This is ``autocast(…, enabled=False)``, by whatever name, torch.cuda.amp's too, or under it.
+    """True if the node is an ``autocast(…, enabled=False)`` call, a ``with`` of one, or a function decorated by one.
 
-    Under it are the block of a ``with`` and a function with such a decorator.
+    Any import name counts, and so does ``torch.cuda.amp.autocast``.
     """
     match node:
         case cst.With(items=managers):
@@ -96,9 +96,9 @@ def disables_autocast(node: cst.CSTNode, imports: Mapping[str, str]) -> bool:
 
 
 def with_imported(module: cst.Module, name: str) -> cst.Module:
-    """The module with ``import NAME`` where a person would put it; one that has it already stays as it is.
+    """Return the module with ``import NAME`` in its conventional place, or unchanged if it has that import.
 
-    LibCST's AddImportsVisitor puts a name behind all other imports, out of the order that linters ask for.
+    LibCST's AddImportsVisitor appends the import after all others, which breaks the order that linters require.
 
     Args:
         module: the file.
@@ -110,7 +110,7 @@ def with_imported(module: cst.Module, name: str) -> cst.Module:
     body: list[Statement] = list(module.body)
     section, first = _rank(line)[0], int(module.get_docstring() is not None)
     place = next((index for index in range(first, len(body)) if _rank(body[index]) >= _rank(line)), len(body))
-    if place < len(body) and _rank(body[place])[0] == section:  # what stood above that one stays above
+    if place < len(body) and _rank(body[place])[0] == section:  # keep the lines above that import above the new one
         line = line.with_changes(leading_lines=body[place].leading_lines)
         body[place] = body[place].with_changes(leading_lines=())
     body.insert(place, line)
@@ -121,7 +121,7 @@ def with_imported(module: cst.Module, name: str) -> cst.Module:
 
 
 def _rank(line: cst.CSTNode) -> tuple[int, bool, str]:
-    """The order of imports: by section, ``import`` before ``from``, by name; what is no import comes last."""
+    """Return the sort key of an import: section, ``import`` before ``from``, name. Other statements sort last."""
     root, is_from = "", False
     match line:
         case cst.SimpleStatementLine(body=[cst.Import(names=[first, *_]), *_]):
@@ -135,7 +135,7 @@ def _rank(line: cst.CSTNode) -> tuple[int, bool, str]:
 
 
 def apart(statement: Statement, count: int) -> Statement:
-    """With so many blank lines above it and its comments; it may have more."""
+    """Return the statement with at least ``count`` blank lines above it and its comments."""
     lines = statement.leading_lines
     blank = next((index for index, line in enumerate(lines) if line.comment is not None), len(lines))
     missing = [cst.EmptyLine(indent=False)] * (count - min(blank, count))
@@ -144,58 +144,58 @@ def apart(statement: Statement, count: int) -> Statement:
 
 @functools.lru_cache(maxsize=4096)
 def canonical(code: str) -> str:
-    """An expression without what does not matter: spaces, outer parentheses, the kind of quotes."""
+    """Normalize the spacing, outer parentheses and quotes of an expression."""
     try:
-        # In parentheses, as it may go over several lines.
+        # In parentheses, because the expression may span several lines.
         return ast.unparse(syntax_tree(f"({code.strip()}\n)", mode="eval"))
     except SyntaxError:
         return code
 
 
 def code_of(node: cst.BaseExpression) -> str:
-    """The canonical text of an expression."""
+    """Return the canonical text of an expression."""
     return node.value if isinstance(node, cst.Name) else canonical(_EMPTY.code_for_node(node))
 
 
 def spelled(node: cst.BaseExpression) -> str:
-    """An expression as the source has it, on one line and without outer parentheses."""
+    """Return an expression as the source spells it, on one line and without outer parentheses."""
     text = _EMPTY.code_for_node(bare(node))
     return code_of(node) if "\n" in text else text
 
 
 def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """The node and all below it, parents first, in the order of the text."""
+    """Yield the node and its descendants in source order, parents first."""
     yield node
     for child in node.children:
         yield from walk(child)
 
 
 def find(node: cst.CSTNode, kind: type[_Node]) -> Iterator[_Node]:
-    """All of one kind, the node itself included."""
+    """Yield all nodes of one kind, including the node itself."""
     return (item for item in walk(node) if isinstance(item, kind))
 
 
 def names_read(node: cst.CSTNode) -> set[str]:
-    """Every name in an expression or statement, those of attributes and keywords left out."""
+    """Return every name in an expression or statement, except attribute and keyword names."""
     hidden = {id(item.attr) for item in find(node, cst.Attribute)}
     hidden |= {id(item.keyword) for item in find(node, cst.Arg) if item.keyword is not None}
     return {name.value for name in find(node, cst.Name) if id(name) not in hidden}
 
 
 def names_assigned(node: cst.CSTNode) -> set[str]:
-    """Every plain name that a statement binds, those in nested functions too."""
+    """Return every plain name that a statement binds, including in nested functions."""
     binding = (item for item in walk(node) if type(item) in BINDS)
     return {name for item in binding for name in _names_in(getattr(item, BINDS[type(item)]))}
 
 
 def assigned_codes(statement: cst.CSTNode) -> set[str]:
-    """What a statement assigns to: names, and the canonical text of attributes and subscripts."""
+    """Return the assigned names of a statement, and the canonical text of assigned attributes and subscripts."""
     parts = (target for target in targets(statement) if isinstance(target, (cst.Attribute, cst.Subscript)))
     return names_assigned(statement) | set(map(code_of, parts))
 
 
 def targets(statement: cst.CSTNode) -> Iterator[cst.BaseExpression]:
-    """What comes before each ``=``, or of ``+=`` and its like."""
+    """Yield the targets of ``=``, annotated and augmented assignments."""
     kinds = (cst.AssignTarget, cst.AnnAssign, cst.AugAssign)
     return (item.target for item in walk(statement) if isinstance(item, kinds))
 
@@ -207,7 +207,7 @@ BINDS: Mapping[type[cst.CSTNode], str] = {
     **dict.fromkeys((cst.FunctionDef, cst.ClassDef, cst.Param, cst.ExceptHandler), "name"),
     cst.WithItem: "asname",
 }
-"""What binds names, and where it has them."""
+"""Maps each kind of node that binds names to its attribute that holds them."""
 
 
 def _names_in(target: cst.CSTNode | None) -> Iterator[str]:
@@ -222,7 +222,7 @@ def _names_in(target: cst.CSTNode | None) -> Iterator[str]:
 
 
 def bare(node: cst.BaseExpression) -> cst.BaseExpression:
-    """The expression without its parentheses."""
+    """Return the expression without its parentheses."""
     return node.with_changes(lpar=(), rpar=()) if getattr(node, "lpar", ()) else node
 
 
@@ -230,46 +230,46 @@ METADATA = frozenset(
     """shape dtype device ndim size dim numel nelement stride layout names is_cuda is_floating_point is_contiguous
     is_complex requires_grad requires_grad_ element_size item tolist grad grad_fn is_leaf get_device""".split()
 )
-"""What a tensor says of itself; the same in half and in FP32, but for ``dtype``, which then keeps its meaning."""
+"""Tensor members that describe a tensor. They are the same in half and FP32, and ``dtype`` keeps its meaning."""
 
 TRANSPOSED = frozenset({"T", "mT", "H", "mH"})
-"""Attributes that are a view of a tensor."""
+"""Tensor attributes that return a transposed view."""
 
 PLAIN_MODULES = frozenset("math operator itertools functools typing warnings collections einops cmath numbers".split())
-"""Modules whose functions run none of the user's."""
+"""Modules with functions that never run user code."""
 
 _NUMBER_MAKERS = frozenset({"len", "int", "float", "bool", "range", "round"})
 
 
 @dataclass(frozen=True)
 class Bindings:
-    """The names of one function, or of the module's own lines where ``function`` is None."""
+    """The names of one function, or of module-level code if ``function`` is None."""
 
     module: cst.Module
     function: cst.FunctionDef | None
 
     @property
     def scope(self) -> cst.CSTNode:
-        """The code that the names are of."""
+        """The code to which the names belong."""
         return self.module if self.function is None else self.function.body
 
     @cached_property
     def imports(self) -> Mapping[str, str]:
-        """Imports of the module's top and of the function's own."""
+        """Imports at the top of the module and in the function."""
         own = self.function.body.body if self.function is not None else ()
         return {**imports_of(self.module.body), **imports_of(own)}
 
     def origin(self, node: cst.BaseExpression) -> str:
-        """Where an imported function comes from (``F.softmax``: torch.nn.functional.softmax), or "".
+        """Return the full name of an imported function (torch.nn.functional.softmax for ``F.softmax``), or "".
 
-        Also one that a variable stands for, whichever it is: ``conv = F.conv2d if x.ndim == 4 else F.conv3d``.
+        If a variable holds one of several functions, return any: ``conv = F.conv2d if x.ndim == 4 else F.conv3d``.
         """
         name = dotted(node)
         return origin_of(name, self.imports) or self._functions.get(name, "")
 
     @cached_property
     def _functions(self) -> Mapping[str, str]:
-        """Variables that hold imported functions of one module and nothing else, with one of these."""
+        """Maps each variable that only holds imported functions of one module to one such function."""
         held: dict[str, list[str]] = {name: [""] for name in self.parameters}
         for names, value in self._assignments():
             for name in names:
@@ -286,7 +286,7 @@ class Bindings:
 
     @cached_property
     def local(self) -> frozenset[str]:
-        """Parameters and everything that is assigned in the function."""
+        """The parameters and every name that the function assigns."""
         bound = set(self.parameters) | names_assigned(self.scope)
         if self.function is not None:
             stars = (self.function.params.star_arg, self.function.params.star_kwarg)
@@ -295,18 +295,18 @@ class Bindings:
 
     @cached_property
     def taken(self) -> frozenset[str]:
-        """Names that a new variable must not have."""
+        """Names that are unavailable for a new variable."""
         return frozenset(
             names_read(self.scope) | self.local | names_assigned(self.module) | set(self.imports) | set(dir(builtins))
         )
 
     def may_assign(self, name: str) -> bool:
-        """The function may assign to the name: it is its own, or new."""
+        """True if an assignment to the name stays in the function: the name is local to it, or new."""
         return self.function is None or name in self.local or name not in self.taken
 
     @cached_property
     def maybe_numbers(self) -> frozenset[str]:
-        """Names that may hold a number: ``total = 0``, ``scale=1.0``, an index of a loop."""
+        """Names that may hold a number: ``total = 0``, ``scale=1.0``, a loop index."""
         return self._may_hold(is_number)
 
     @cached_property
@@ -314,7 +314,7 @@ class Bindings:
         return self._may_hold(_is_none)
 
     def _may_hold(self, is_one: Callable[[cst.BaseExpression], bool]) -> frozenset[str]:
-        """The parameters with such a default, and the names to which such a value is assigned, on a condition too."""
+        """Return the names with a default or assigned value that ``is_one`` accepts, even in one branch only."""
         found = {name for name, item in self.parameters.items() if any(map(is_one, _alternatives(item.default)))}
         assigned = (names for names, value in self._assignments() if any(map(is_one, _alternatives(value))))
         return frozenset(found.union(*assigned))
@@ -325,7 +325,7 @@ class Bindings:
 
 
 def _alternatives(value: cst.BaseExpression | None) -> Iterator[cst.BaseExpression]:
-    """What an expression may give: both sides of a conditional one."""
+    """Yield the possible values of an expression: both branches of a conditional."""
     if isinstance(value, cst.IfExp):
         yield from (*_alternatives(value.body), *_alternatives(value.orelse))
     elif value is not None:
@@ -337,7 +337,7 @@ def _is_none(value: cst.BaseExpression) -> bool:
 
 
 def is_number(value: cst.BaseExpression) -> bool:
-    """``x.shape[1]``, ``x.size(0)``, ``len(xs)``, ``2``, and arithmetic with them."""
+    """True for ``x.shape[1]``, ``x.size(0)``, ``len(xs)``, ``2``, and arithmetic on such values."""
     match value:
         case cst.Integer() | cst.Float() | cst.BaseString():
             return True

@@ -1,4 +1,4 @@
-"""A source file as LibCST reads it: its statements by line, its functions, and its bytes again after an edit."""
+"""A source file parsed by LibCST: its statements by line, its functions, and its bytes after an edit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ampdbg.source.expressions import disables_autocast, imports_of, walk
 
 
 class EditError(Exception):
-    """An edit that is refused; ``str(error)`` is the reason, ``line`` where (counted from 1; 0 is the whole file)."""
+    """A rejected edit. ``str(error)`` is the reason, ``line`` the location (counted from 1; 0 is the whole file)."""
 
     def __init__(self, reason: str, line: int = 0) -> None:
         super().__init__(reason)
@@ -26,10 +26,10 @@ class EditError(Exception):
 
 @dataclass(frozen=True)
 class Located:
-    """A line of simple statements, and where it stands.
+    """A line of simple statements and its location.
 
-    ``function`` is the innermost around it, ``qualname`` the names of all functions and classes, the outermost first.
-    ``is_off`` where autocast is off around the line within its function, by a ``with`` or the function's decorator.
+    ``function`` is the innermost enclosing function. ``qualname`` lists all enclosing functions and classes, outermost
+    first. ``is_off`` is True if a ``with`` or decorator in that function disables autocast for the line.
     """
 
     line: cst.SimpleStatementLine
@@ -39,14 +39,14 @@ class Located:
     is_off: bool
 
     def is_in(self, function: str) -> bool:
-        """``function`` is the name of the one around, or its qualified name with or without ``<locals>``."""
+        """True if ``function`` names the enclosing function, simple or qualified, with or without ``<locals>``."""
         asked = parts_of(function)
         return self.qualname[len(self.qualname) - len(asked) :] == asked
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file's text, the encoding that Python reads it in (``utf-8-sig`` with a byte order mark), and its tree."""
+    """A file's text, its encoding as Python detects it (``utf-8-sig`` with a byte order mark), and its tree."""
 
     text: str
     encoding: str
@@ -62,21 +62,21 @@ class SourceFile:
 
     @functools.cached_property
     def _statements(self) -> Mapping[int, cst.CSTNode]:
-        """The innermost statement on each line, or what stands behind a colon there."""
+        """The innermost statement on each line, or the statements after a colon on that line."""
         kinds = (cst.SimpleStatementLine, cst.SimpleStatementSuite, cst.BaseCompoundStatement)
         statements = (node for node in walk(self.module) if isinstance(node, kinds))
         return {number: node for node in statements for number in self.span(node)}
 
     def with_module(self, edited: cst.Module) -> bytes:
-        """The file with the edited tree. Lines that the edit left alone are the file's own, byte for byte.
+        """Return the file with the edited tree. Unedited lines keep their original bytes.
 
         Raises:
-            EditError: LibCST does not give the file's own lines back.
+            EditError: LibCST does not reproduce the file's own lines.
         """
         own, parsed = self.text.split("\n"), self.module.code.split("\n")
         if len(own) != len(parsed):
             raise EditError("its line endings cannot be kept; save it with LF or CRLF")
-        # LibCST drops form feeds, and tabs before a comment: unchanged lines are taken from the file.
+        # LibCST drops form feeds, and tabs before a comment, so take unchanged lines from the file.
         after = edited.code.split("\n")
         changes = difflib.SequenceMatcher(None, parsed, after, autojunk=False).get_opcodes()
         lines = [
@@ -87,12 +87,12 @@ class SourceFile:
         return "\n".join(lines).encode(self.encoding)
 
     def at(self, number: int) -> Located:
-        """The statement on a line (counted from 1).
+        """Return the statement on a line (counted from 1).
 
         Raises:
-            EditError: there is none, or it is of a kind that is left alone.
+            EditError: the line has no statement, or a statement of an unsupported kind.
         """
-        count = io.StringIO(self.text, newline=None).read().count("\n") + 1  # as Python counts them
+        count = io.StringIO(self.text, newline=None).read().count("\n") + 1  # as Python counts lines
         if not 1 <= number <= count:
             raise EditError(f"the file has {count} lines", number)
         statement = self._statements.get(number)
@@ -113,11 +113,11 @@ class SourceFile:
         return Located(statement, self.span(statement), self.qualname(statement), function, is_off)
 
     def function(self, node: cst.CSTNode) -> cst.FunctionDef | None:
-        """The innermost function around a node."""
+        """Return the innermost function around a node, or None."""
         return next((one for one in self._around(node) if isinstance(one, cst.FunctionDef)), None)
 
     def above(self, number: int) -> list[int]:
-        """The first lines of the statements above the one on a line, in its own suite, the nearest first.
+        """Return the first lines of the statements above the given line in its block, nearest first.
 
         Raises:
             EditError: as :meth:`at`.
@@ -128,12 +128,12 @@ class SourceFile:
         return [self.span(node)[0] for node in reversed(body[: body.index(line)])]
 
     def loop_around(self, line: cst.SimpleStatementLine) -> cst.BaseStatement:
-        """The outermost loop around a line in its own function; without one the line itself."""
+        """Return the outermost loop around a line in the same function, or the line itself if there is none."""
         around = itertools.takewhile(lambda item: not isinstance(item, cst.FunctionDef), self._around(line))
         return [line, *(item for item in around if isinstance(item, (cst.For, cst.While)))][-1]
 
     def qualname(self, node: cst.CSTNode) -> tuple[str, ...]:
-        """The names of the functions and classes around a node, the outermost first."""
+        """Return the names of the functions and classes around a node, outermost first."""
         around = [item for item in self._around(node) if isinstance(item, (cst.FunctionDef, cst.ClassDef))]
         return tuple(item.name.value for item in reversed(around))
 
@@ -148,10 +148,10 @@ class SourceFile:
 
 @functools.lru_cache(maxsize=16)
 def read_source(source: bytes) -> SourceFile:
-    """Decodes and parses a file.
+    """Decode and parse a file.
 
     Raises:
-        EditError: it is no Python that LibCST can parse, or not in the encoding that it claims.
+        EditError: LibCST cannot parse the file, or the file is not in its declared encoding.
     """
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
@@ -165,6 +165,6 @@ def read_source(source: bytes) -> SourceFile:
 
 
 def parts_of(function: str) -> tuple[str, ...]:
-    """``("Block", "forward")`` of ``Block.forward`` and of ``Block.forward.<locals>.<lambda>``."""
-    # Comprehensions and lambdas have frames of their own; what counts is the function around them.
+    """Return ``("Block", "forward")`` for ``Block.forward`` and for ``Block.forward.<locals>.<lambda>``."""
+    # Comprehensions and lambdas have their own frames, but the enclosing function is needed here.
     return tuple(part for part in function.split(".") if part and not part.startswith("<"))

@@ -1,1 +1,1 @@
-"""The training loop that is watched."""
+"""The watched training loop, and its FP32 twin for comparison."""

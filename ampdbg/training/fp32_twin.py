@@ -1,4 +1,4 @@
-"""FP32's twin of a training run, on the same batches from the same weights, and how far apart two runs' losses are."""
+"""An FP32 twin of a training run, with the same batches and initial weights, and the distance of their losses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OfAStep = TypeVar("OfAStep")
 
 
 class Losses(Observer):
-    """The loss of every step, and which were skipped; the record of a long run leaves steps out. All is handed on."""
+    """Collects every loss and the skipped steps, which the record of a long run omits. Forwards all events."""
 
     def __init__(self, observer: Observer = UNOBSERVED) -> None:
         self._observer = observer
@@ -44,19 +44,19 @@ def fp32_losses(
     withheld: Collection[int] = (),
     is_rounded: bool = False,
 ) -> tuple[float, ...]:
-    """Trains the workload of ``config`` in FP32 and returns the loss of each of its ``train.steps`` steps.
+    """Train the workload of ``config`` in FP32, and return the loss of each of its ``train.steps`` steps.
 
     Half regions that the model opens itself are FP32 too, as in every replay in FP32.
 
     Args:
-        config: a checked config; only its level is another.
-        withheld: steps whose update is not made, as a loss scaler's skipped steps are not: only a twin that has made
-            the same updates is comparable.
-        is_rounded: the weights that it starts from are rounded to the run's half dtype, and on a GPU dropout draws as
-            it does for that, which makes the smallest difference that training in that dtype could make.
+        config: a checked config. Only its precision level is changed.
+        withheld: steps to train without an update, such as a loss scaler's skipped steps. Only a twin with the same
+            updates is comparable.
+        is_rounded: round the initial weights to the run's half dtype. On a GPU, also draw dropout as in that dtype.
+            This makes the smallest difference that training in that dtype could make.
 
     Raises:
-        WorkloadError: a target cannot be used, or the device is not there.
+        WorkloadError: a target cannot be used, or the device is not available.
         UserCodeError: the user's code raised.
     """
     low = DTYPES[config.precision.format.name]
@@ -71,7 +71,7 @@ def fp32_losses(
             run.workload.clear_gradients()
             of_step = tuple(itertools.islice(batches, config.train.accumulate))
             drawn = drawn_alike(Draws(every=low), notes=False) if is_rounded else nullcontext()
-            with lifted("float32"), drawn:  # a model may open autocast itself
+            with lifted("float32"), drawn:  # the model may enter autocast itself
                 losses.append(loss_of(run_pass(run.workload, of_step, run.mode.forward)))
             if number not in withheld:
                 take_step(run, without_scale)
@@ -79,14 +79,14 @@ def fp32_losses(
 
 
 def last_quarter(steps: Sequence[OfAStep]) -> Sequence[OfAStep]:
-    """What there is of the last quarter of the steps, rounded up."""
+    """Return the last quarter of the steps, rounded up."""
     return steps[len(steps) * 3 // 4 :]
 
 
 def distance(losses: Sequence[float], others: Sequence[float], skipped: Collection[int] = ()) -> float:
-    """How far two runs of one length are apart: the median relative difference over the last quarter of their steps.
+    """Return the median relative difference of two equally long loss curves over the last quarter of their steps.
 
-    What was ``skipped`` does not count. NaN where a loss is not finite, or no step is left.
+    Steps in ``skipped`` do not count. Return NaN if a loss is not finite or no step remains.
     """
     pairs = last_quarter(taken(list(zip(losses, others, strict=True)), skipped))
     if not pairs or not all(math.isfinite(value) for pair in pairs for value in pair):
@@ -95,5 +95,5 @@ def distance(losses: Sequence[float], others: Sequence[float], skipped: Collecti
 
 
 def taken(steps: Sequence[OfAStep], skipped: Collection[int]) -> Sequence[OfAStep]:
-    """What there is of the steps whose update was made."""
+    """Return the steps that made an update."""
     return [one for number, one in enumerate(steps) if number not in skipped]

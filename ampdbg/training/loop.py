@@ -1,4 +1,4 @@
-"""The training loop: the reference order of autocast, scale, backward, unscale_, clip, step, update, watched."""
+"""The watched training loop, in the reference order: autocast, scale, backward, unscale_, clip, step, update."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ def train(
     replays: int = 2,
     prepare: Callable[[Config], AbstractContextManager[Run]] = prepared,
 ) -> Record:
-    """Trains the workload of ``config`` under its precision policy and watches every step.
+    """Train the workload of ``config`` at its configured precision and watch every step.
 
     Args:
-        observer: sees each optimizer step, and each replay before it runs.
-        replays: at most so many unhealthy steps of each kind are replayed; 0 for none.
+        observer: notified of each optimizer step, and of each replay before it runs.
+        replays: the most unhealthy steps of each kind to replay; 0 for none.
         prepare: builds the workload.
 
     Returns:
-        What was seen, not yet diagnosed. An interrupt ends the run early (``interrupted``), and so does an
-        error of the user's code that autocast causes (``autocast_error``).
+        The record, not yet diagnosed. An interrupt ends the run early (``interrupted``), and so does an error
+        in the user's code that autocast causes (``autocast_error``).
 
     Raises:
-        WorkloadError: a target cannot be used, or the device is not there.
+        WorkloadError: a target cannot be used, or the device is not available.
         UserCodeError: the user's code raised, and would have raised in FP32 too.
-            Either has the steps that had ended by then as its ``record``.
+            Both errors carry the completed steps as their ``record``.
     """
     with prepare(config) as run:
         return train_prepared(run, observer=observer, command="scan", replays=replays)
@@ -63,15 +63,15 @@ def train_prepared(
     replays: int,
     on_investigated: OnInvestigated | None = None,
 ) -> Record:
-    """As :func:`train`, on a run that is prepared already and goes on to be used.
+    """Like :func:`train`, for a run that is already prepared and stays in use afterwards.
 
-    ``on_investigated`` is called while the weights are still those of the step.
+    ``on_investigated`` is called while the model still has the weights of the investigated step.
     """
     model, unseen = run.workload.model, Unseen()
     with watch(model, run.workload.optimizers, observer.step) as watcher:
         investigator = Investigator(run, watcher, replays, observer, on_investigated)
         with _noted(run, watcher, watcher.calls.explains) as ending:
-            for unseen in _steps(run, watcher, investigator):  # noqa: B007 - the last one stays after an interrupt
+            for unseen in _steps(run, watcher, investigator):  # noqa: B007 - the last value remains after an interrupt
                 pass
         with _kept_if_interrupted(watcher, ending):
             if ending.autocast_error is not None:
@@ -94,8 +94,8 @@ def train_prepared(
 class RunEnd:
     """How a run ended.
 
-    ``failure`` is an error that no finding explains, and ``may_be_of_half`` whether replays might; ``error`` is the
-    text of one that they do.
+    ``failure`` is an error that no finding explains. ``may_be_of_half`` is True if replays might explain it.
+    ``error`` is the text of an error that replays did explain.
     """
 
     interrupted: bool = False
@@ -107,7 +107,7 @@ class RunEnd:
 
 @contextlib.contextmanager
 def _noted(run: Run, watcher: Watch, explains: Callable[[BaseException | None], bool]) -> Iterator[RunEnd]:
-    """Notes what ends the run early; an error that the watcher ``explains`` is a misuse of which it says more."""
+    """Record an early end of the run. An error that ``explains`` accepts is a misuse that the watcher reports."""
     ending = RunEnd()
     try:
         with _kept_if_interrupted(watcher, ending), run.workload.user.reading("training"):
@@ -124,7 +124,7 @@ def _noted(run: Run, watcher: Watch, explains: Callable[[BaseException | None], 
 
 @contextlib.contextmanager
 def _kept_if_interrupted(watcher: Watch, ending: RunEnd) -> Iterator[None]:
-    """An interrupt ends what is under way, and what was seen so far stays."""
+    """Stop the work inside this context at an interrupt, and keep the observations so far."""
     try:
         yield
     except KeyboardInterrupt:
@@ -133,7 +133,7 @@ def _kept_if_interrupted(watcher: Watch, ending: RunEnd) -> Iterator[None]:
 
 
 def _record(run: Run, command: str, watcher: Watch, ending: RunEnd, **seen: Any) -> Record:
-    """The record of a run that has ended; a failure is raised, and carries it if a step had ended by then."""
+    """Return the record of a run that has ended, or raise its failure with the record of any completed steps."""
     record = replace(
         watcher.record(),
         command=command,
@@ -154,14 +154,14 @@ def _record(run: Run, command: str, watcher: Watch, ending: RunEnd, **seen: Any)
 
 
 def batches_of_steps(run: Run) -> Iterator[tuple[Any, ...]]:
-    """The micro-batches of one step after another, without end."""
+    """Yield the micro-batches of one step after another, endlessly."""
     batches = run.workload.batches()
     while True:
         yield tuple(next(batches) for _ in range(run.config.train.accumulate))
 
 
 def _steps(run: Run, watcher: Watch, investigator: Investigator) -> Iterator[Unseen]:
-    """Trains the steps; yields what the first one left untouched, after each."""
+    """Train the steps. After each one, yield the modules and parameters that the first step did not use."""
     scaler = run.scaler()
     unseen = Unseen()
     for number, batches in zip(range(run.config.train.steps), batches_of_steps(run), strict=False):
@@ -182,7 +182,7 @@ def _steps(run: Run, watcher: Watch, investigator: Investigator) -> Iterator[Uns
 def accumulate_gradients(
     run: Run, watcher: Watch, scaler: torch.amp.GradScaler, batches: tuple[Any, ...]
 ) -> list[torch.Tensor]:
-    """Adds up the gradients of one step's micro-batches; returns every loss, each of shape ()."""
+    """Accumulate the gradients of one step's micro-batches, and return every loss, each of shape ()."""
     run.workload.clear_gradients()
     for batch in batches:
         watcher.log.batch.extend(nonfinite_in_batch(batch))
@@ -191,29 +191,29 @@ def accumulate_gradients(
 
 
 def _largest_gradient(run: Run) -> torch.Tensor:
-    """The largest magnitude among all gradients, of shape (): no square of a half gradient overflows in it."""
+    """Return the largest gradient magnitude, of shape (). It squares no half gradient, so it cannot overflow."""
     gradients = (value.grad for value in run.workload.model.parameters() if value.grad is not None)
     values = [value for value in map(float_values, gradients) if value is not None]
     return torch.nn.utils.get_total_norm(values, norm_type=math.inf).abs()
 
 
 def update_weights(run: Run, scaler: torch.amp.GradScaler) -> None:
-    """Unscales and clips where asked, then lets the scaler step or skip."""
+    """Unscale and clip as configured, then let the scaler step or skip."""
     with run.workload.user.running("the optimizer's step"):
         run.mode.step(scaler, run.workload.optimizers, run.config.train.clip_grad_norm)
 
 
 def take_step(run: Run, scaler: torch.amp.GradScaler) -> None:
-    """As :func:`update_weights`; the learning-rate schedules follow where a step was taken."""
+    """Like :func:`update_weights`, then advance the learning-rate schedules if a step was taken."""
     with run.workload.scheduled():
         update_weights(run, scaler)
 
 
 def profile_ranges(config: Config, *, observer: Observer = UNOBSERVED) -> Record:
-    """Trains ``train.steps - 1`` steps as configured and measures the ranges of the next.
+    """Train ``train.steps - 1`` steps as configured and measure the value ranges of the next one.
 
     Returns:
-        A record with ``sites``, not yet diagnosed; after an interrupt, or an error that autocast causes, without them.
+        A record with ``sites``, not yet diagnosed. It has no sites after an interrupt or an error that autocast causes.
 
     Raises: as :func:`train`.
     """
@@ -232,7 +232,7 @@ def profile_ranges(config: Config, *, observer: Observer = UNOBSERVED) -> Record
 
 
 def _up_to_last_step(run: Run, watcher: Watch) -> Snapshot:
-    """Trains all steps but the last, which is about to run then."""
+    """Train all steps but the last, and return a snapshot from before the last one."""
     scaler, last = run.scaler(), run.config.train.steps - 1
     every = batches_of_steps(run)
     for _ in range(last):

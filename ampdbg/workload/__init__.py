@@ -1,1 +1,1 @@
-"""From a config to a live workload: a model, its optimizers, batches and losses (torch is imported here)."""
+"""Build a live workload from a config: a model, its optimizers, batches and losses (this package imports torch)."""

@@ -1,4 +1,4 @@
-"""Batches out of whatever the data target gives: endless, on the device, described in messages."""
+"""Endless batches on the device from any kind of data target, and their description in messages."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _END = object()
 
 
 class Batches(Protocol):
-    """Batches that a workload takes, endless and on the device; ``position`` is that of the latest."""
+    """The endless batches of a workload, on the device. ``position`` is the index of the latest batch."""
 
     position: int
 
     def batches(self) -> Iterator[Any]:
-        """Every batch, over and over."""
+        """Yield every batch, over and over."""
 
     def describe(self, batch: Any) -> str:
-        """What a batch holds, as messages say it."""
+        """Describe a batch for messages."""
 
 
 class BatchSource:
-    """The data of a workload; every pass over it starts it again, or makes it again where it is one-shot."""
+    """The data of a workload. Every pass restarts the data, or makes it again if it is a one-shot iterator."""
 
     def __init__(self, found: Found, device: torch.device) -> None:
         self.found = found
@@ -41,10 +41,10 @@ class BatchSource:
         self._is_spent = False
 
     def batches(self) -> Iterator[Any]:
-        """Every batch, moved to the device, over and over.
+        """Yield every batch, moved to the device, over and over.
 
         Raises:
-            WorkloadError: the data is empty, or ended and cannot be started again.
+            WorkloadError: the data is empty, or has ended and cannot restart.
             UserCodeError: reading a batch raised.
         """
         count = 0
@@ -64,7 +64,7 @@ class BatchSource:
                 )
 
     def describe(self, batch: Any) -> str:
-        """``batch 3 holds [0]: float32 [8, 3]; [1]: int64 [8]``; without the number for any but the last one."""
+        """Return ``batch 3 holds [0]: float32 [8, 3]; [1]: int64 [8]``. Only the latest batch has a number."""
         number = f" {self.position}" if id(batch) == self._delivered_id else ""
         leaves = [
             f"{path or 'a tensor'}: {str(leaf.dtype)[6:]} {list(leaf.shape)}" for path, leaf in tensor_leaves(batch)
@@ -98,7 +98,7 @@ class BatchSource:
         return data
 
     def _train_dataloader(self, module: Any) -> Any:
-        """The loader of a data module, after the hooks that Lightning calls before it."""
+        """Return a data module's loader after calling the hooks that Lightning calls before it."""
         for hook, argument in (("prepare_data", ()), ("setup", ("fit",))):
             method = getattr(module, hook, None)
             if callable(method):
@@ -109,13 +109,13 @@ class BatchSource:
 
 
 def is_factory(value: object) -> bool:
-    """``value`` makes the data, and is not the data."""
+    """True if ``value`` makes the data and is not the data itself."""
     is_data = any(hasattr(value, name) for name in ("__iter__", "train_dataloader"))
     return isinstance(value, type) or (callable(value) and not is_data)
 
 
 def why_no_batches(data: Any) -> str | None:
-    """Why ``data`` is no iterable of batches, continuing ``"it is ..."``; None when it is one."""
+    """Return why ``data`` is not an iterable of batches, continuing ``"it is ..."``, or None if it is one."""
     items = data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ()
     if any(isinstance(item, DataLoader) for item in items):
         return f"{a(data)} of several DataLoaders; needed: one"
@@ -130,15 +130,15 @@ def why_no_batches(data: Any) -> str | None:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """``batch`` with every tensor on ``device``: in lists, tuples, dicts, dataclasses and objects with ``.to``.
+    """Move every tensor in ``batch`` to ``device``, also in containers, dataclasses and objects with ``.to``.
 
-    Containers are copied, so that the user's own stay as they are; other leaves are passed on.
+    Lists, tuples, dicts and dataclasses are copied, so that the user's own do not change. Other leaves are kept.
     """
     if not isinstance(batch, type) and callable(getattr(batch, "to", None)):
         moved = batch.to(device)
         if type(batch) is torch.Tensor and batch.is_leaf and batch.requires_grad and moved is not batch:
-            return moved.detach().requires_grad_()  # a leaf there too: its gradient is looked for there
-        return batch if moved is None else moved  # some move in place
+            return moved.detach().requires_grad_()  # still a leaf, because its gradient is read there
+        return batch if moved is None else moved  # some objects move in place
     if isinstance(batch, tuple):
         return tuple.__new__(type(batch), (to_device(item, device) for item in batch))
     if isinstance(batch, list):
@@ -152,19 +152,19 @@ def to_device(batch: Any, device: torch.device) -> Any:
     fields = _fields(batch)
     moved = copy.copy(batch) if fields else batch
     for name in fields:
-        # Frozen ones too, and without running __post_init__ again.
+        # Works for frozen dataclasses too, and does not rerun __post_init__.
         object.__setattr__(moved, name, to_device(getattr(batch, name), device))
     return moved
 
 
 def _fields(value: Any) -> tuple[str, ...]:
-    """Of an instance of a dataclass; of anything else none."""
+    """Return the field names of a dataclass instance, or an empty tuple for any other value."""
     is_one = dataclasses.is_dataclass(value) and not isinstance(value, type)
     return tuple(field.name for field in dataclasses.fields(value)) if is_one else ()
 
 
 def tensor_leaves(batch: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in ``batch`` with its path: ``[0]``, ``["input_ids"]``, ``.pixels``; ``""`` for the batch itself."""
+    """Yield every tensor in ``batch`` with its path: ``[0]``, ``["input_ids"]``, ``.pixels``, or ``""`` for itself."""
     if isinstance(batch, torch.Tensor):
         yield path, batch
     elif isinstance(batch, Mapping):

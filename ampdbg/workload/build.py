@@ -1,4 +1,4 @@
-"""From a config to a live Workload: the model, what trains it, its checkpoint, its batches, its losses."""
+"""Build a live Workload from a config: the model, its optimizers and schedules, checkpoint, batches and losses."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from ampdbg.workload.user_code import UserCode
 
 @dataclass(frozen=True)
 class Workload:
-    """A model to train, its optimizers, and how a batch becomes losses.
+    """A model to train, its optimizers, and the step that turns a batch into losses.
 
-    ``model`` is on the device and in training mode; every parameter group of ``optimizers`` has a ``name``.
-    ``scaler_state`` is that of a checkpoint's loss scaler; ``notes`` say what was not continued, or is not stepped.
+    ``model`` is on the device and in training mode. Every parameter group of ``optimizers`` has a ``name``.
+    ``scaler_state`` is the checkpoint's loss-scaler state. ``notes`` list states not loaded and schedules not stepped.
     """
 
     model: nn.Module
@@ -43,11 +43,11 @@ class Workload:
     notes: tuple[str, ...] = ()
 
     def batches(self) -> Iterator[Any]:
-        """The batches on the device, endless: the data is started again at its end.
+        """Yield the batches on the device, endlessly: the data restarts at its end.
 
         Raises:
-            WorkloadError: it is empty, or cannot be started again.
-            UserCodeError: reading it raised.
+            WorkloadError: the data is empty, or cannot restart.
+            UserCodeError: reading the data raised.
         """
         return self.source.batches()
 
@@ -57,10 +57,10 @@ class Workload:
 
     @contextlib.contextmanager
     def scheduled(self) -> Iterator[None]:
-        """Around an update of the weights: the schedules of the optimizers that have taken a step follow it.
+        """Wrap an update of the weights. On exit, step the schedules of the optimizers that have taken a step.
 
         Raises:
-            UserCodeError: a scheduler raised, as where it is over.
+            UserCodeError: a scheduler raised, for example after its last step.
         """
         with steps_noted(schedule.optimizer for schedule in self.schedules if schedule.every) as taken:
             yield
@@ -70,10 +70,10 @@ class Workload:
                     schedule.step_was_taken()
 
     def losses(self, batch: Any) -> dict[str, torch.Tensor]:
-        """The losses of one batch by name, each of shape (); ``{"loss": ...}`` where there is one.
+        """Return the losses of one batch by name, each of shape (). A single loss is ``{"loss": ...}``.
 
         Raises:
-            WorkloadError: what the user's code returned holds no usable loss.
+            WorkloadError: the user's code returned no usable loss.
             UserCodeError: the user's code raised; the exception is its ``__cause__``.
         """
         with self.user.running(self.step.source, details=lambda: self.source.describe(batch)):
@@ -85,10 +85,10 @@ class Workload:
 
 
 def build_workload(config: Config, device: torch.device) -> Workload:
-    """Imports the targets of ``config`` and makes the live workload; seeds nothing itself.
+    """Import the targets of ``config`` and build the workload. This function sets no random seed.
 
     Raises:
-        WorkloadError: a target does not exist, is not what its key needs, or takes other arguments.
+        WorkloadError: a target does not exist, does not suit its key, or takes other arguments.
         UserCodeError: the user's code raised.
     """
     forget_user_modules()
@@ -115,7 +115,7 @@ def build_workload(config: Config, device: torch.device) -> Workload:
 
 
 def _find_all(config: Config, user: UserCode) -> dict[str, Found]:
-    """What every target names; all that are missing are reported together."""
+    """Return the object of every target, or report all missing objects together."""
     importer, found, missing = Importer(config, user), {}, []
     for key, spec in config.targets().items():
         try:
@@ -141,7 +141,7 @@ def _model(found: Found) -> nn.Module:
     if problem:
         raise found.refuse(f"gave a {type(model).__name__} {problem}")
     if not model.training:
-        # from_pretrained returns models in evaluation mode; every training loop calls this.
+        # from_pretrained returns models in evaluation mode; every training loop calls train().
         model.train()
     return model
 
@@ -149,9 +149,9 @@ def _model(found: Found) -> nn.Module:
 def _modules_below(
     model: nn.Module, name: str = "", around: tuple[nn.Module, ...] = ()
 ) -> Iterator[tuple[str, nn.Module, bool]]:
-    """The model and all that is in it, by name, and whether it stands in itself.
+    """Yield the model and its descendants: the name, the module, and True if the module contains itself.
 
-    ``modules()`` needs them whole and hashable.
+    ``nn.Module.modules()`` is not used, because it requires initialized and hashable modules.
     """
     is_in_itself = any(model is outer for outer in around)
     yield name, model, is_in_itself

@@ -1,7 +1,6 @@
-"""A training checkpoint: read without running code of it, and put into model, optimizers, schedules and loss scaler.
+"""Load a training checkpoint into model, optimizers, schedules and loss scaler, without running code from the file.
 
-Each part is found under the names that training scripts and libraries give it; what does not fit is said in one
-message.
+Each part is found under the names that training scripts and libraries use. One message lists all misfits.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from ampdbg.workload.optimizers import Training, groups_of
 from ampdbg.workload.user_code import UserCode
 
 WEIGHTS = ("state_dict", "model_state_dict", "model")
-"""Where training scripts put the weights within what they save."""
+"""Keys under which training scripts save the weights."""
 
 
 class Part(NamedTuple):
-    """What else is saved: in words, the key by which its state is known alone, and the names that it is saved under."""
+    """A saved part other than the weights: its words in messages, a key that identifies it, and its names in files."""
 
     words: str
     mark: str
@@ -52,17 +51,17 @@ PARTS = {
         "scheduler scheduler_state_dict lr_scheduler lr_scheduler_state_dict lr_schedulers".split(),
     ),
 }
-"""By the config's keys. Lightning has plurals and MixedPrecision, Apex has amp."""
+"""The parts, by config key. Lightning uses the plurals and MixedPrecision, Apex uses amp."""
 
-# What DistributedDataParallel and torch.compile put before every name.
+# Prefixes that DistributedDataParallel and torch.compile add to every name.
 _WRAPPERS = ("module.", "_orig_mod.")
 
 
 class Checkpoint:
-    """The checkpoint that a config names, read; an empty one where it names none.
+    """The content of a config's checkpoint, or an empty checkpoint if the config has none.
 
     Raises:
-        WorkloadError: a file cannot be read, holds more than tensors, or has nothing of the part that it is given for.
+        WorkloadError: a file cannot be read, holds more than tensors, or lacks the part for which it is given.
     """
 
     def __init__(self, config: Config) -> None:
@@ -85,7 +84,7 @@ class Checkpoint:
                     self._parts[name] = self._part(PARTS[name], files if name != "scaler" else (files,), where)
 
     def load_model(self, model: nn.Module, user: UserCode) -> None:
-        """Loads the weights.
+        """Load the weights.
 
         Raises:
             WorkloadError: they do not fit the model.
@@ -102,12 +101,12 @@ class Checkpoint:
             raise WorkloadError(f"{where}: {file.name} does not fit the {type(model).__name__}\n  {lines}")
 
     def load_training(self, model: nn.Module, training: Training, grouping: str) -> tuple[str, ...]:
-        """Loads the states of optimizers and schedulers; says of what there is no state, or nothing to put it into.
+        """Load the optimizer and scheduler states. Return notes on missing and on unused states.
 
         Args:
-            model: its parameters are the optimizers'.
-            training: what to load into.
-            grouping: how a config groups parameters, which a training script need not have done.
+            model: the owner of the optimizers' parameters.
+            training: the optimizers and schedules to load into.
+            grouping: the config's parameter grouping. The training script may have used another one.
 
         Raises:
             WorkloadError: they do not fit.
@@ -128,10 +127,10 @@ class Checkpoint:
         return ()
 
     def scaler(self) -> Mapping[str, Any] | None:
-        """The state of the loss scaler, Apex's too, as ``GradScaler.load_state_dict`` takes it; None for none.
+        """Return the loss scaler's state for ``GradScaler.load_state_dict``, converted from Apex if needed, or None.
 
         Raises:
-            WorkloadError: it is no such state.
+            WorkloadError: the state is not valid.
         """
         saved = self._parts.get("scaler")
         if saved is None:
@@ -166,7 +165,7 @@ class Checkpoint:
 
 
 def _mapping(value: Any) -> Mapping[Any, Any]:
-    """The value where it is a mapping, else an empty one."""
+    """Return the value if it is a mapping, else an empty mapping."""
     return value if isinstance(value, Mapping) else {}
 
 
@@ -176,7 +175,7 @@ def _in_words(content: Any) -> str:
 
 
 def _inside(content: Any, names: Sequence[str]) -> tuple[Any, ...]:
-    """The states of a part in what a training script has saved; empty where there are none, or only empty ones."""
+    """Return the states of a part from a saved file. Return an empty tuple if all states are empty or missing."""
     for name in names:
         value = _mapping(content).get(name)
         states = value if isinstance(value, (list, tuple)) else (value,)
@@ -201,7 +200,7 @@ def _read(path: Path, where: str) -> Any:
             f"{where}: {path.name} is damaged, or holds Python objects; allowed: tensors only. "
             "Save it again with torch.save(model.state_dict(), path)"
         ) from None
-    except Exception as error:  # noqa: BLE001 - unpickling a file that is no pickle raises anything
+    except Exception as error:  # noqa: BLE001 - unpickling a file that is not a pickle can raise anything
         reason = first_line(error).rstrip(".")
         raise WorkloadError(
             f"{where}: {path.name} cannot be read; allowed: what torch.save wrote, or a .safetensors file ({reason})"
@@ -209,7 +208,7 @@ def _read(path: Path, where: str) -> Any:
 
 
 def _state_dict(content: Any, where: str, path: Path) -> Mapping[str, Any]:
-    """The mapping of names to tensors, also where a training script saved more than that."""
+    """Return the mapping of names to tensors, even if the training script saved more than that."""
     saved = _mapping(content)
     inner = next((saved[name] for name in WEIGHTS if isinstance(saved.get(name), Mapping)), saved)
     if not any(isinstance(value, torch.Tensor) for value in inner.values()):
@@ -231,7 +230,7 @@ def _unwrapped(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _load(model: nn.Module, state: Mapping[str, Any]) -> list[str]:
-    """Loads what fits, and says what does not; a missing name that shares its tensor with a present one does."""
+    """Load the fitting tensors and describe the rest. A missing name is fine if its tensor is tied to a present one."""
     own = model.state_dict()
     tensors = {name: (value, own.get(name)) for name, value in state.items()}
     misshapen = {
@@ -252,27 +251,27 @@ def _load(model: nn.Module, state: Mapping[str, Any]) -> list[str]:
 
 
 def _memory(value: Any) -> object:
-    """What two tied tensors have in common; an object of its own for anything that cannot be tied."""
+    """Return a key that is equal for tied tensors only. A value that cannot be tied gets a unique key."""
     if not isinstance(value, torch.Tensor) or value.numel() == 0:
         return object()
     return value.data_ptr(), tuple(value.shape), value.stride()
 
 
-# The states of optimizers, schedulers and the loss scaler: compared with those of a run, and put into them
+# The states of optimizers, schedulers and the loss scaler: check them against the run and load them
 
 
 @dataclass(frozen=True)
 class SavedPart:
-    """What a checkpoint has of one part: states in order, and where they were given, as a message begins."""
+    """The states of one part of a checkpoint in order, and their source, as a message begins."""
 
     states: tuple[Any, ...]
     where: str
 
     def put_into(self, owners: Sequence[Any], noun: str, load: Callable[[Any, Any], None]) -> None:
-        """Loads each state into its owner; ``noun`` is what owners are called.
+        """Load each state into its owner; ``noun`` names the owners in messages.
 
         Raises:
-            WorkloadError: there are more or fewer owners, or ``load`` raised, as it does where the state does not fit.
+            WorkloadError: the number of owners differs, or ``load`` raised because a state does not fit.
         """
         if len(self.states) != len(owners):
             counts = f"{len(self.states)} in the file, {len(owners)} in the run"
@@ -280,7 +279,7 @@ class SavedPart:
         for owner, state in zip(owners, self.states, strict=True):
             try:
                 load(owner, state)
-            except Exception as error:  # noqa: BLE001 - what a stranger's file makes it raise
+            except Exception as error:  # noqa: BLE001 - a foreign file can make it raise anything
                 raise self.misfit(type(owner), first_line(error)) from None
 
     def misfit(self, kind: type, problem: str) -> WorkloadError:
@@ -289,20 +288,20 @@ class SavedPart:
 
 
 _OF_THE_MACHINE = ("foreach", "fused", "capturable", "differentiable")
-"""Settings of a group that say how a step is computed, and not what: those of the run hold."""
+"""Group settings that select how a step is computed, not its result. The run's own values are kept."""
 
 
 def load_optimizer(optimizer: Optimizer, state: Any, model: nn.Module, grouping: str) -> None:
-    """Puts a state into an optimizer; the settings of its groups, such as the learning rate, come with it.
+    """Load a state into an optimizer, including the settings of its groups, such as the learning rate.
 
     Args:
-        optimizer: one of the run, over parameters of the model.
-        state: what a file holds.
-        model: names the parameters, and says in which order a script has them.
-        grouping: how a config groups parameters by itself: a script with one group of all is understood there too.
+        optimizer: an optimizer of the run, over parameters of the model.
+        state: the state from the file.
+        model: gives the names of the parameters and their order in a script.
+        grouping: the config's parameter grouping. A script's single group is converted to it.
 
     Raises:
-        Exception: it does not fit.
+        Exception: the state does not fit.
     """
     if not _is_optimizer_state(state):
         raise ValueError("it is no state_dict() of a torch optimizer")
@@ -316,7 +315,7 @@ def load_optimizer(optimizer: Optimizer, state: Any, model: nn.Module, grouping:
     if given != needed:
         counts = f"{_counts(given)} in the file, {_counts(needed)} in the run"
         raise ValueError(f"other parameter groups: {counts}{hint}")
-    # Another kind of optimizer lacks some of the numbers; flags come and go with versions of torch.
+    # Another kind of optimizer lacks some of the numbers. Flags are not compared: they vary between torch versions.
     numbers = [key for key, value in optimizer.defaults.items() if _is_numeric(value)]
     wrong = [key for key in numbers if not all(_is_numeric(group.get(key)) for group in groups)]
     if wrong:
@@ -326,7 +325,7 @@ def load_optimizer(optimizer: Optimizer, state: Any, model: nn.Module, grouping:
 
 
 def _is_optimizer_state(state: Any) -> bool:
-    """It has groups of parameters, each parameter once, and for some of those a mapping."""
+    """True if it has parameter groups, lists each parameter once, and has only mappings as their states."""
     try:
         ids = [index for group in state["param_groups"] for index in group["params"]]
         are_states = all(isinstance(of_parameter, Mapping) for of_parameter in state["state"].values())
@@ -336,7 +335,7 @@ def _is_optimizer_state(state: Any) -> bool:
 
 
 def _regrouped(groups: Sequence[Any], optimizer: Optimizer, model: nn.Module) -> Sequence[Any]:
-    """The one group of ``Optimizer(model.parameters())``, with or without frozen parameters, as those of the run."""
+    """Split the one group of ``Optimizer(model.parameters())`` into the run's groups. It may omit frozen parameters."""
     every = list(model.parameters())
     ids = [index for group in groups for index in group["params"]]
     trained = every if len(ids) == len(every) else [parameter for parameter in every if parameter.requires_grad]
@@ -368,7 +367,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _fitted(state: Mapping[str, Any], groups: Sequence[Any], optimizer: Optimizer) -> dict[str, Any]:
-    """The state in the layout of the optimizer's own; what only the run's groups have stays as it is."""
+    """Return the state in the optimizer's own layout. Settings that only the run's groups have are kept."""
     own = optimizer.state_dict()
     pairs = list(zip(groups, own["param_groups"], strict=True))
     index = {old: new for given, mine in pairs for old, new in zip(given["params"], mine["params"], strict=True)}
@@ -381,10 +380,10 @@ def _fitted(state: Mapping[str, Any], groups: Sequence[Any], optimizer: Optimize
 
 
 def _check_states(optimizer: Optimizer, names: Mapping[int, str]) -> None:
-    """Refuses what a torch optimizer would have made otherwise, as a step of its like on tensors without memory shows.
+    """Check a torch optimizer's state against a new optimizer's state after one step on the meta device.
 
     Raises:
-        ValueError: something of a parameter's state is missing, or of another shape.
+        ValueError: an entry in a parameter's state is missing, or has another shape.
     """
     if not type(optimizer).__module__.startswith("torch.optim"):
         return
@@ -400,7 +399,7 @@ def _check_states(optimizer: Optimizer, names: Mapping[int, str]) -> None:
     try:
         other = like(groups)
         other.step()
-    except Exception:  # noqa: BLE001 - it looks at numbers, wants sparse gradients, or a closure
+    except Exception:  # noqa: BLE001 - the optimizer reads values, needs sparse gradients, or needs a closure
         return
     unlike = {
         names.get(id(one), "a parameter"): wrong
@@ -420,14 +419,14 @@ def _is_like(given: Any, made: Any) -> bool:
 
 
 def load_schedule(scheduler: Any, state: Any) -> None:
-    """Puts a state into a scheduler: what the scheduler itself keeps, and nothing else.
+    """Load a state into a scheduler, limited to the keys of the scheduler's own state.
 
     Raises:
-        Exception: it does not fit.
+        Exception: the state does not fit.
     """
     own, given = scheduler.state_dict(), _mapping(state)
     wrong = [key for key, value in own.items() if _is_numeric(value) and not _is_numeric(given.get(key))]
-    missing = [key for key in wrong if not key.startswith("_")]  # those come and go with versions of torch
+    missing = [key for key in wrong if not key.startswith("_")]  # private keys vary between torch versions
     if missing:
         raise ValueError(f"missing, or no numbers: {listed(missing, most=4)}")
     scheduler.load_state_dict({**own, **{key: given[key] for key in (own.keys() & given.keys()).difference(wrong)}})
@@ -444,7 +443,7 @@ _Whole = Annotated[int, BeforeValidator(lambda value: int(_finite(value)))]
 
 
 class ScalerState(BaseModel):
-    """The state of a GradScaler, and what of it may be."""
+    """The state of a GradScaler, with the valid range of each value."""
 
     scale: Annotated[_Finite, Field(gt=0)]
     growth_factor: Annotated[_Finite, Field(gt=1)]
@@ -454,4 +453,4 @@ class ScalerState(BaseModel):
 
 
 _APEX = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
-"""What Apex's dynamic scaler has built in (``apex/amp/scaler.py``)."""
+"""The fixed settings of Apex's dynamic scaler (``apex/amp/scaler.py``)."""

@@ -1,4 +1,4 @@
-"""One step of the user's model on one batch, and the scalar losses it gives, by the conventions of the config."""
+"""One step of the user's model on one batch, and its scalar losses, by the conventions of the config."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _NEEDED = 'needed: a scalar tensor, or an output that carries one as .loss or ["
 
 @dataclass(frozen=True)
 class StepFunction:
-    """How a batch becomes losses.
+    """The step that turns a batch into losses.
 
-    ``call`` takes the batch and its index and returns what the user's code returned; ``source`` is how messages
-    name that code; ``named`` says of which returned dicts every item is a loss: of all, of those without a
-    ``"loss"``, or of none; ``hint`` is what to type when no loss comes out. ``of`` is the user's object, beside the
-    model, that is called: it may hold what each step moves on, such as a running mean.
+    ``call`` takes the batch and its index and returns the result of the user's code. ``source`` names that code in
+    messages. ``named`` selects the returned dicts in which every item is a loss: all, those without a ``"loss"``, or
+    none. ``hint`` is the advice if no loss is found. ``of`` is the called user object besides the model. It may
+    hold state that each step changes, such as a running mean.
     """
 
     source: str
@@ -36,7 +36,7 @@ class StepFunction:
 
 
 def choose_step(model: nn.Module, loss: Found | None, step: Found | None, device: torch.device) -> StepFunction:
-    """How a batch becomes losses: ``step``, else ``loss``, else the model's ``training_step``, else its output."""
+    """Return the step: from ``step``, else ``loss``, else the model's ``training_step``, else the model's output."""
     if step is not None:
         function = step.bound(("model", "batch"))
         return StepFunction(step.named, lambda batch, index: function(model, batch), named="all", of=_owner(function))
@@ -52,7 +52,7 @@ def choose_step(model: nn.Module, loss: Found | None, step: Found | None, device
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
-    """A dict is spread by name; of a pair the inputs are used, spread if a tuple; anything else is passed as it is."""
+    """Call the model. Expand a dict by name; use a pair's inputs, expanded if a tuple; pass any other batch as is."""
     if isinstance(batch, Mapping):
         return model(**batch)
     inputs = batch[0] if is_pair(batch) else (batch,)
@@ -60,7 +60,7 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 
 def is_pair(batch: Any) -> bool:
-    """``(inputs, target)``; a list too, which is what DataLoader's collation makes of a tuple."""
+    """True for ``(inputs, target)``, even as a list: DataLoader's collation turns a tuple into a list."""
     return isinstance(batch, (tuple, list)) and len(batch) == 2
 
 
@@ -81,7 +81,7 @@ def _by_loss(model: nn.Module, loss: Found, device: torch.device) -> StepFunctio
 
 
 def _owner(function: Any) -> Any:
-    """What a callable is of: an object with ``__call__`` is its own."""
+    """Return the object that owns a callable. An object with ``__call__`` owns itself."""
     function = function.func if isinstance(function, functools.partial) else function
     return getattr(function, "__self__", function)
 
@@ -102,10 +102,10 @@ def _by_training_step(model: nn.Module) -> StepFunction:
 
 
 def losses_in(output: Any, step: StepFunction) -> dict[str, torch.Tensor]:
-    """The scalar losses that ``output`` is or carries, each of shape (), by name; a single one is called ``loss``.
+    """Return the scalar losses in ``output`` by name, each of shape (). A single loss is called ``loss``.
 
     Raises:
-        WorkloadError: there is no loss in it, or one that is no scalar tensor or has no gradient.
+        WorkloadError: ``output`` has no loss, or a loss that is not a scalar tensor or has no gradient.
     """
     named = _named(output, step)
     for name, value in named.items():

@@ -1,4 +1,4 @@
-"""The optimizers of a run and their learning-rate schedules: made as a config says, or as a LightningModule does."""
+"""The optimizers of a run and their learning-rate schedules, from a config or from a LightningModule."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ampdbg.workload.user_code import UserCode
 
 
 def groups_of(model: nn.Module, grouping: str) -> list[dict[str, Any]]:
-    """The trainable parameters in named groups: one for each, one for each module, or a single one."""
+    """Return the trainable parameters in named groups: one per parameter, one per module, or a single one."""
     groups: dict[str, list[nn.Parameter]] = {}
     for name, parameter in trainable(model):
         names = {"parameter": name, "module": name.rpartition(".")[0] or "(root)", "single": "all"}
@@ -29,27 +29,27 @@ def groups_of(model: nn.Module, grouping: str) -> list[dict[str, Any]]:
 
 
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that require a gradient, each once, by qualified name."""
+    """Return the parameters that require a gradient, each once, with their qualified names."""
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
 @dataclass(frozen=True)
 class Training:
-    """What trains a model: its optimizers, every parameter group of which has a ``name``, and their schedules."""
+    """The optimizers of a model and their schedules. Every parameter group has a ``name``."""
 
     optimizers: tuple[Optimizer, ...]
     schedules: tuple[Schedule, ...] = ()
 
 
 def training_of(model: nn.Module, found: Mapping[str, Found], config: Config, user: UserCode) -> Training:
-    """The optimizers and schedules of a run; ``found`` is what the config's targets name.
+    """Return the optimizers and schedules of a run. ``found`` holds the objects that the config's targets name.
 
-    An ``optimizer`` or a ``scheduler`` that is written in the config comes before the model's
-    ``configure_optimizers``, and the default before one that takes arguments, as minGPT's does. What that, or a
-    function that takes the model, has grouped itself is left as it is.
+    An ``optimizer`` or ``scheduler`` in the config takes precedence over the model's ``configure_optimizers``. If
+    that method requires arguments, as in minGPT, the default optimizer is used instead. Groups made by
+    ``configure_optimizers``, or by a function that takes the model, do not change.
 
     Raises:
-        WorkloadError: the result is no optimizer, or one over another model's parameters, or no scheduler.
+        WorkloadError: the result is not an optimizer or scheduler, or its parameters belong to another model.
         UserCodeError: making it raised.
     """
     configure: Any = getattr(model, "configure_optimizers", None)
@@ -96,10 +96,10 @@ def _made(model: nn.Module, found: Found, grouping: str) -> Any:
 
 
 def _parts_of(made: Any) -> tuple[list[Any], list[Any]]:
-    """The optimizers and the schedulers in any of the shapes that Lightning's ``configure_optimizers`` may return.
+    """Return the optimizers and the schedulers from any result that Lightning allows for ``configure_optimizers``.
 
-    An optimizer; a list or tuple of them; ``(optimizer, scheduler)``, or lists of both; a dict with ``"optimizer"`` and
-    ``"lr_scheduler"``; a list of such dicts. A scheduler stands by itself or in Lightning's mapping.
+    It is an optimizer; a list or tuple of optimizers; ``(optimizer, scheduler)``, or a pair of lists; a dict with
+    ``"optimizer"`` and ``"lr_scheduler"``; or a list of such dicts. A scheduler may be wrapped in Lightning's mapping.
     """
     if isinstance(made, Mapping):
         return [made.get("optimizer")], [made.get("lr_scheduler")]
@@ -124,7 +124,7 @@ def _check_owner(model: nn.Module, optimizers: Sequence[Optimizer], source: str)
 
 
 def _name_groups(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Names the groups that have no name after the parameters in them."""
+    """Name each unnamed group after its parameters."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     for index, group in enumerate(groups):
@@ -134,7 +134,7 @@ def _name_groups(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
 
 
 def _name_of(names: Sequence[str]) -> str:
-    """``head.weight`` alone; ``blocks.*`` (12) for what has a common module; else the first and how many more."""
+    """Return ``head.weight`` for one name, ``blocks.* (12)`` for names in one module, else the first and a count."""
     if len(names) < 2:
         return "".join(names)
     common = os.path.commonprefix([name.split(".") for name in names])  # noqa: RUF071 - of lists, not of strings
@@ -145,9 +145,9 @@ def _name_of(names: Sequence[str]) -> str:
 
 @dataclass
 class Schedule:
-    """A scheduler that is stepped after each so many (``every``) steps that its ``optimizer`` has taken.
+    """A scheduler and the number of its optimizer's steps between two scheduler steps (``every``).
 
-    With 0 it is not stepped here, and ``note`` says why.
+    If ``every`` is 0, ampdbg does not step the scheduler, and ``note`` gives the reason.
     """
 
     scheduler: Any
@@ -164,11 +164,11 @@ class Schedule:
 
 @contextlib.contextmanager
 def steps_noted(optimizers: Iterable[Optimizer]) -> Iterator[set[int]]:
-    """The optimizers, by ``id``, that have taken a step while this was entered: a loss scaler withholds some."""
+    """Collect the ``id`` of each optimizer that steps inside this context. A loss scaler withholds some steps."""
     taken: set[int] = set()
 
     def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not getattr(optimizer, "found_inf", None):  # a fused one is called anyway, and looks itself
+        if not getattr(optimizer, "found_inf", None):  # a fused optimizer is called anyway, and skips on its own
             taken.add(id(optimizer))
 
     with ExitStack() as stack:
@@ -189,7 +189,7 @@ def _schedule_of(found: Found, optimizer: Optimizer) -> Schedule:
 
 
 def _schedules_in(made: Any, optimizers: Sequence[Optimizer], source: str) -> Iterator[Schedule]:
-    """The schedules among what ``configure_optimizers`` returned; Lightning steps one once an epoch by default."""
+    """Yield the schedules in the result of ``configure_optimizers``. By default, Lightning steps them once an epoch."""
     own = {id(optimizer) for optimizer in optimizers}
     for given in filter(None, _parts_of(made)[1]):
         settings = given if isinstance(given, Mapping) else {"scheduler": given}

@@ -1,6 +1,6 @@
-"""What the targets of a config name: imported, checked against what it is called with, and called.
+"""The targets of a config: import the objects that they name, check their call signatures, and call them.
 
-A Python file may replace a config: what it defines becomes the targets, by the names it gives them.
+A Python file may replace a config: its conventional definitions (``build_model``, ``build_data``) are the targets.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ampdbg.workload.user_code import UserCode
 
 @dataclass(frozen=True)
 class Found:
-    """What the target at ``key`` of the config names."""
+    """The object that the target at ``key`` of the config names."""
 
     key: str
     config: Config
@@ -42,14 +42,14 @@ class Found:
 
     @property
     def named(self) -> str:
-        """The place and the target, as a message begins: ``config.yaml:3: model.target: model.py:build``."""
+        """The config line and the target, as messages begin: ``config.yaml:3: model.target: model.py:build``."""
         return f"{self.config.where(f'{self.key}.target')}: {self.spec.target}"
 
     def refuse(self, problem: str) -> WorkloadError:
         return WorkloadError(f"{self.named} {problem}")
 
     def made(self, *positional: Any, names: Sequence[str] = ()) -> Any:
-        """The value called with ``positional`` (which its parameters call ``names``) and the config's ``args``.
+        """Call the value with ``positional`` (for its parameters ``names``) and the config's ``args``.
 
         Raises:
             WorkloadError: the arguments do not fit its signature.
@@ -60,7 +60,7 @@ class Found:
             return self.value(*positional, **self.spec.args)
 
     def bound(self, names: Sequence[str]) -> Callable[..., Any]:
-        """Something to call with the arguments ``names`` in every step: a class is made into an instance first.
+        """Return a callable for the arguments ``names`` of every step. A class is instantiated first.
 
         Raises:
             WorkloadError: it is not callable, takes other arguments, or is an instance and ``args`` are given.
@@ -72,10 +72,10 @@ class Found:
         return self._callable(self.value, names, self.spec.args)
 
     def refuse_arguments(self) -> None:
-        """An instance is made already.
+        """Reject ``args`` for an instance, which needs no constructor call.
 
         Raises:
-            WorkloadError: ``args`` are given for it.
+            WorkloadError: ``args`` are given.
         """
         if self.spec.args:
             given = f"args of {listed(self.spec.args)}"
@@ -88,7 +88,7 @@ class Found:
         return functools.partial(function, **arguments) if arguments else function
 
     def _check(self, function: Callable[..., Any], names: Sequence[str], args: Mapping[str, Any]) -> None:
-        """Refuses a call ``function(*names, **args)`` that the signature does not allow."""
+        """Raise if the signature does not allow the call ``function(*names, **args)``."""
         signature = signature_of(function)
         try:
             signature.bind(*names, **args)
@@ -98,7 +98,7 @@ class Found:
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """How it may be called; some builtins do not say, and may be called with anything."""
+    """Return the signature. For builtins without one, return a signature that allows any call."""
     try:
         return inspect.signature(function)
     except (ValueError, TypeError):
@@ -106,7 +106,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def required(function: Callable[..., Any]) -> list[str]:
-    """The names of the arguments that it cannot be called without."""
+    """Return the names of the required arguments."""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = signature_of(function).parameters.values()
     return [item.name for item in parameters if item.default is item.empty and item.kind not in variadic]
@@ -128,7 +128,7 @@ def _misfit(signature: inspect.Signature, names: Sequence[str], args: Mapping[st
 
 
 def a(value: object) -> str:
-    """``"a Linear"``, ``"an int"``, ``"None"``, ``"the class Linear"``: what a value is, in a message."""
+    """Describe a value in a message: ``"a Linear"``, ``"an int"``, ``"None"``, ``"the class Linear"``."""
     if value is None:
         return "None"
     if isinstance(value, type):
@@ -138,32 +138,32 @@ def a(value: object) -> str:
 
 
 def first_problem(problems: Mapping[str, object]) -> str | None:
-    """The first of the sentences that holds; None where none does."""
+    """Return the first sentence with a true condition, or None."""
     return next((sentence for sentence, holds in problems.items() if holds), None)
 
 
 _ABSENT = object()
 
-# The top-level modules that builds have imported out of the users' folders.
+# The top-level modules that builds have imported from the user's folders.
 _imported: set[str] = set()
-# Those among them that wait for the next build.
+# Those modules in _imported that the next build reuses.
 _ahead: set[str] = set()
 
 
 @dataclass
 class Importer:
-    """Imports the targets of one build; each file once."""
+    """Imports the targets of one build, each file once."""
 
     config: Config
     user: UserCode
     files: dict[Path, ModuleType] = field(default_factory=dict)
 
     def find(self, key: str, target: Target) -> object:
-        """The object that ``target``, given at ``key``, names.
+        """Return the object that ``target``, given at ``key``, names.
 
         Raises:
-            WorkloadError: there is no such module or name.
-            UserCodeError: importing it raised.
+            WorkloadError: the module or name does not exist.
+            UserCodeError: the import raised.
         """
         where = self.config.where(f"{key}.target")
         found: object = self._from_file(where, target) if target.file else self._from_module(where, target)
@@ -186,16 +186,16 @@ class Importer:
                 return importlib.import_module(target.module)
         except Exception as error:
             name = error.__cause__.name if isinstance(error.__cause__, ModuleNotFoundError) else None
-            if name and f"{target.module}.".startswith(f"{name}."):  # that one, or a package that it lies in
+            if name and f"{target.module}.".startswith(f"{name}."):  # the target's module, or a package around it
                 no_module = f"there is no module {quoted(name)}"
                 raise WorkloadError(f"{where}: got {quoted(target.text)}, but {no_module}") from None
             raise
 
 
 def forget_user_modules() -> None:
-    """Forgets the modules of earlier builds, so that the next one imports the files as they are now.
+    """Forget the modules of earlier builds, so that the next build imports the current files.
 
-    What was imported ahead of that one is kept for it.
+    Modules that were imported ahead for the next build are kept.
     """
     old = _imported - _ahead
     for name in [name for name in sys.modules if name.partition(".")[0] in old]:
@@ -207,7 +207,7 @@ def forget_user_modules() -> None:
 
 @contextlib.contextmanager
 def imports_apart() -> Iterator[None]:
-    """What builds import meanwhile is forgotten again, and what those before have imported is there as it was."""
+    """On exit, forget the modules that builds imported inside this context, and restore the earlier modules."""
     names, before = set(_imported), dict(sys.modules)
     try:
         yield
@@ -225,7 +225,7 @@ def _imported_from(path: Path, user: UserCode, doing: str) -> ModuleType:
 
 @contextlib.contextmanager
 def _noting(folders: Sequence[Path]) -> Iterator[None]:
-    """Notes which top-level modules an import takes from ``folders``, also when it fails halfway."""
+    """Record the top-level modules that an import takes from ``folders``, even if the import fails."""
     before = set(sys.modules)
     try:
         yield
@@ -253,7 +253,7 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _make_way(folder: Path) -> None:
-    """Two folders may each have a ``layers.py``: the next file to import one means its own."""
+    """Unload same-named modules from other folders: two folders may each have a ``layers.py`` and import their own."""
     for name in _imported:
         here = (folder / f"{name}.py").exists() or (folder / name / "__init__.py").exists()
         if here and not _lies_in(sys.modules.get(name), folder):
@@ -261,7 +261,7 @@ def _make_way(folder: Path) -> None:
 
 
 def _is_free(path: Path) -> bool:
-    """The file's stem names no other module, now or in a later import."""
+    """True if the file's stem names no other module, now or in a later import."""
     name, elsewhere = path.stem, [entry for entry in sys.path if Path(entry) != path.parent]
     if not name.isidentifier() or name in {*sys.modules, *sys.stdlib_module_names}:
         return False
@@ -275,7 +275,7 @@ def _file_of(module: ModuleType | None) -> Path | None:
 
 
 def _lies_in(module: ModuleType | None, folder: Path) -> bool:
-    """The top-level ``module`` is a file or a package directly in ``folder``."""
+    """True if the top-level ``module`` is a file or a package directly in ``folder``."""
     file = _file_of(module)
     if file is None:
         folders = [Path(entry) for entry in getattr(module, "__path__", ())]
@@ -292,22 +292,22 @@ def _has_no(owner: object, name: str) -> str:
 # A Python file instead of a config
 
 OPTIONAL: Mapping[str, str] = {"loss": "loss", "step": "training_step"}
-"""Keys of the config, and the names in the file that they are taken from where it defines them."""
+"""Maps optional keys of the config to the names that define them in the file."""
 
 CONVENTIONS = ("build_model", "build_data", *OPTIONAL.values())
 
 
 def config_of_module_file(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The config that a module file replaces; the next build takes the imported file over.
+    """Return the config that a module file replaces. The next build reuses the imported file.
 
-    The file defines ``build_model()``, or exactly one class derived from ``nn.Module`` that takes no arguments,
-    and ``build_data()``; ``loss`` and ``training_step`` are used when it defines them. What ``overrides``
-    (``"dotted.key=value"``) give need not be there. Targets and the checkpoint are relative to the current folder.
+    The file defines ``build_model()``, or exactly one subclass of ``nn.Module`` that takes no arguments, and
+    ``build_data()``. ``loss`` and ``training_step`` are optional. Definitions that ``overrides``
+    (``"dotted.key=value"``) replace may be missing. Targets and the checkpoint are relative to the current folder.
 
     Raises:
-        ConfigError: there is no such Python file, or an override is wrong.
-        WorkloadError: it does not define what is needed; the message lists all that is missing.
-        UserCodeError: importing it raised.
+        ConfigError: the Python file does not exist, or an override is wrong.
+        WorkloadError: the file lacks definitions; the message lists them all.
+        UserCodeError: the import raised.
     """
     source = f"--module {path}"
     problem = why_no_file(Path(os.path.abspath(path)), str(path), "*.py")
@@ -315,7 +315,7 @@ def config_of_module_file(path: Path, overrides: Sequence[str] = ()) -> Config:
         problem = problem or f"got {quoted(path.name)}; allowed: a Python file, FILE.py"
     if problem:
         raise ConfigError(f"{source}: {problem}")
-    start = Path.cwd()  # importing the file may change it
+    start = Path.cwd()  # before the import, which may change the current folder
     _ahead.clear()
     forget_user_modules()
     module = _imported_from(Path(os.path.abspath(path)), UserCode((start,)), f"{source}: importing it")
@@ -335,7 +335,7 @@ def config_of_module_file(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def _model(module: ModuleType) -> str:
-    """The name of the model's factory or class."""
+    """Return the name of the model's factory or class."""
     if hasattr(module, "build_model"):
         return "build_model"
     classes = _module_classes(module)
@@ -364,7 +364,7 @@ def _data(module: ModuleType) -> str:
 
 
 def _module_classes(module: ModuleType) -> dict[str, type[nn.Module]]:
-    """The classes that are the file's own, and not imported into it, each by its first name."""
+    """Return the classes that the file itself defines, each under its first name."""
     own: dict[type[nn.Module], str] = {}
     for name, value in vars(module).items():
         if isinstance(value, type) and issubclass(value, nn.Module) and value.__module__ == module.__name__:
@@ -373,7 +373,7 @@ def _module_classes(module: ModuleType) -> dict[str, type[nn.Module]]:
 
 
 def _instead(module: ModuleType, missing: str) -> str:
-    """The name that was probably meant, or all that the file defines."""
+    """Return a hint: the name that the user probably meant, or all names that the file defines."""
     own = [
         name
         for name, value in vars(module).items()

@@ -1,4 +1,4 @@
-"""Running the user's own code: its folders importable, its exceptions shown without the frames of ampdbg and torch."""
+"""Run user code with its folders importable, and report its exceptions without frames of ampdbg and torch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ampdbg.errors import AmpdbgError, UserCodeError, named_error
 from ampdbg.obstacles import obstacle_in
 from ampdbg.source.ownership import is_ampdbgs, is_part_of, is_users_file
 
-# What stands between two frames of the user's and says nothing about either; the dispatcher calls emulated kernels.
+# Tracebacks omit frames of these modules between two user frames. torch._ops calls the emulated kernels.
 _PLUMBING = ("importlib", "_frozen_importlib", "torch.amp", "torch.utils._contextlib", "torch._ops")
 _PLUMBING_FUNCTIONS = ("_call_impl", "_wrapped_call_impl")
 
 FFT_ERRORS = ("Unsupported dtype Half", "powers of two when computing in half precision")
-"""What torch.fft says of half tensors on a CPU, and on CUDA."""
+"""Errors of torch.fft for half tensors, on a CPU and on CUDA."""
 
 NO_HALF_FFT = (
     "under autocast a layer's output is half; torch's FFT takes half only on CUDA, and only for powers of two: "
@@ -28,14 +28,15 @@ NO_HALF_FFT = (
 )
 
 MOST_SHOWN = 500
-"""Characters of an exception that stand in the message; the traceback has them all."""
+"""The most characters of an exception in the message. The traceback shows all."""
 
 
 @dataclass(frozen=True)
 class UserCode:
-    """``folders`` are importable while the user's code runs, before everything else, as a script's own folder is.
+    """Makes folders importable while user code runs.
 
-    ``start``, the working folder when ampdbg was started, is too, after everything else.
+    ``folders`` come first on ``sys.path``, as a script's own folder does. ``start`` comes last: the working folder
+    when ampdbg started.
     """
 
     folders: tuple[Path, ...]
@@ -43,28 +44,28 @@ class UserCode:
 
     @contextlib.contextmanager
     def running(self, doing: str, *, details: Callable[[], str] = str) -> Iterator[None]:
-        """Wraps a call into the user's code; ``doing`` starts the message, what ``details`` returns ends it.
+        """Wrap a call into user code. ``doing`` starts the error message, the result of ``details`` ends it.
 
         Raises:
-            UserCodeError: the code raised, be it SystemExit or another BaseException; it is the ``__cause__``.
-                KeyboardInterrupt passes through, and so do ampdbg's own errors.
+            UserCodeError: the code raised, even SystemExit or another BaseException, which is the ``__cause__``.
+                KeyboardInterrupt and ampdbg's own errors propagate unchanged.
         """
         with self._importable():
             try:
                 yield
             except (AmpdbgError, KeyboardInterrupt):
                 raise
-            except BaseException as caught:  # noqa: BLE001 - it becomes the cause of another
+            except BaseException as caught:  # noqa: BLE001 - it becomes the cause of a UserCodeError
                 error = _readable(caught)
                 message = "\n".join(part for part in (f"{doing} raised {_in_a_line(error)}", details()) if part)
                 raise UserCodeError(message, user_traceback(error)) from error
 
     @contextlib.contextmanager
     def reading(self, doing: str) -> Iterator[None]:
-        """Wraps code of ampdbg's that comes by the user's here and there: their ``parameters()``, a property.
+        """Wrap ampdbg code that may run user code on the way, such as ``parameters()`` or a property.
 
         Raises:
-            UserCodeError: an exception came out of a file of the user's.
+            UserCodeError: an exception was raised in a file of the user's.
         """
         try:
             yield
@@ -72,7 +73,7 @@ class UserCode:
             raise
         except BaseException as caught:
             error = _readable(caught)
-            # A generator of ampdbg's around theirs makes this of a StopIteration.
+            # A generator of ampdbg around the user's turns a StopIteration into a RuntimeError.
             raised = error.__cause__ if isinstance(error.__cause__, StopIteration) else error
             if not _came_from_users(raised):
                 raise
@@ -85,7 +86,7 @@ class UserCode:
         try:
             yield
         finally:
-            # The user's code may have taken some out itself.
+            # The user's code may have removed some entries itself.
             for entry in before:
                 with contextlib.suppress(ValueError):
                     sys.path.remove(entry)
@@ -94,21 +95,21 @@ class UserCode:
 
 
 def _readable(error: BaseException) -> BaseException:
-    """The exception that is being handled; one in its place where its class lets nothing of it be read."""
+    """Return the exception being handled, or a replacement if its class prevents reading its attributes."""
     kind, _, came_through = sys.exc_info()
     try:
-        error.__class__, error.__traceback__, error.__cause__, error.__context__  # noqa: B018 - theirs may raise
+        error.__class__, error.__traceback__, error.__cause__, error.__context__  # noqa: B018 - the user's may raise
         type(error).__name__, type(error).__qualname__, type(error).__module__
-    except Exception:  # noqa: BLE001 - whatever it is, Python itself cannot print it
+    except Exception:  # noqa: BLE001 - Python itself cannot print such an exception
         name = type.__getattribute__(kind, "__name__") if kind is not None else "an exception"
         return RuntimeError(f"an exception, {name}, whose attributes cannot be read").with_traceback(came_through)
     return error
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback as Python prints it, less the frames of ampdbg, of the import system and of torch.
+    """Return the traceback as Python prints it, without frames of ampdbg, the import system and torch.
 
-    The innermost of torch's stays when the error was raised there: the op that was called.
+    If torch raised the error, its innermost frame is kept: it shows the called op.
     """
     report = traceback.TracebackException.from_exception(error)
     _filter(report, error)
@@ -116,7 +117,7 @@ def user_traceback(error: BaseException) -> str:
 
 
 def _came_from_users(error: BaseException) -> bool:
-    """It was raised below a line of the user's that ampdbg had called."""
+    """True if the error was raised below a user's line that ampdbg had called."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     last = max((index for index, frame in enumerate(frames) if is_ampdbgs(frame)), default=-1)
     return any(is_users_file(frame.f_code.co_filename) for frame in frames[last + 1 :])
@@ -124,14 +125,14 @@ def _came_from_users(error: BaseException) -> bool:
 
 def _filter(report: traceback.TracebackException, error: BaseException) -> None:
     waiting: list[tuple[Any, Any]] = [(report, error)]
-    while waiting:  # a loop that tries again and again chains thousands
+    while waiting:  # not recursive: a retry loop can chain thousands of exceptions
         part, raised = waiting.pop()
         frames = [frame for frame, _ in traceback.walk_tb(raised.__traceback__)]
         shown = [(line, frame) for line, frame in zip(part.stack, frames, strict=False) if not _is_plumbing(frame)]
         kept = [line for line, frame in shown if frame is shown[-1][1] or not is_part_of(frame, "torch")]
-        # An empty list would print a heading above nothing; format() leaves the heading out for None.
+        # format() prints a heading for an empty list but not for None.
         vars(part)["stack"] = traceback.StackSummary.from_list(kept) if kept else None
-        parts = getattr(part, "exceptions", None)  # of a group alone: any other error may call what it likes so
+        parts = getattr(part, "exceptions", None)  # of the report: any error class may define that name itself
         inner = zip(parts, raised.exceptions, strict=False) if parts else ()
         chained = (part.__cause__, raised.__cause__), (part.__context__, raised.__context__), *inner
         waiting += [pair for pair in chained if pair[0] is not None]

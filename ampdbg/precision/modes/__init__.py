@@ -1,6 +1,7 @@
-"""Precision modes, a file each, and their loss scaler: what a step lowers, casts and scales at one level.
+"""Precision modes, one file per value of ``precision.level``, and their loss scaler: how a step casts and scales.
 
-``MODE`` is the file's class. ``LEVEL`` is a literal, which :mod:`ampdbg.levels` reads: the fields of its ``Level``.
+Each file defines ``MODE``, its class, and ``LEVEL``, a literal with the fields of a ``Level``. :mod:`ampdbg.levels`
+reads the literal without importing the file.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from ampdbg.precision.pins import pin_fp32
 
 
 class LossScaler(torch.amp.GradScaler):
-    """A GradScaler whose scale stays between two bounds, or never moves where a number is given.
+    """A GradScaler with optional bounds on its scale. A scale given as a number never changes.
 
-    With ``takes_half_gradients`` it is Apex's ``LossScaler`` (``apex/amp/scaler.py``): gradients of half weights are
-    unscaled where GradScaler refuses them, and a static scale never skips a step.
+    ``takes_half_gradients`` gives it the behavior of Apex's ``LossScaler`` (``apex/amp/scaler.py``). It then unscales
+    gradients of half weights, which GradScaler rejects, and a static scale never skips a step.
     """
 
     def __init__(self, device: str, scale: LossScale | float, *, takes_half_gradients: bool = False) -> None:
@@ -43,13 +44,13 @@ class LossScaler(torch.amp.GradScaler):
         self.never_skips = takes_half_gradients and dynamic is not scale
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """As in the parent class, within the bounds; ``new_scale`` may leave them."""
+        """Update the scale within the bounds. An explicit ``new_scale`` may exceed them."""
         super().update(new_scale)
         if new_scale is None and self._scale is not None and self._bounds != (None, None):
             self._scale.clamp_(*self._bounds)
 
     def continue_from(self, state: Mapping[str, Any]) -> None:
-        """Continues as a GradScaler of this ``state_dict()`` would, within the bounds; a static scale does not."""
+        """Load a GradScaler's ``state_dict()``, with its scale clamped to the bounds. A static scale ignores it."""
         least, most = self._bounds
         if least is None or least != most:
             scale = max(least or 0.0, min(float(state["scale"]), most or math.inf))
@@ -67,58 +68,57 @@ class LossScaler(torch.amp.GradScaler):
 
 
 def skips_overflows(scaler: torch.amp.GradScaler) -> bool:
-    """The scaler skips a step whose gradients are not finite."""
+    """True if the scaler skips steps with gradients that are not finite."""
     return scaler.is_enabled() and not (isinstance(scaler, LossScaler) and scaler.never_skips)
 
 
 DTYPES = {name: getattr(torch, name) for name in FORMATS}
-"""torch's dtype of each format."""
+"""The torch dtype of each format, by the format's name."""
 
 
 @dataclass(frozen=True)
 class PrecisionMode:
-    """How a step is computed on one device: in FP32, unless a mode says otherwise."""
+    """How a step runs on one device: in FP32 unless a subclass overrides a method."""
 
     precision: Precision
     device: torch.device
 
     @property
     def format(self) -> FloatFormat:
-        """The narrowest format that a step computes in."""
+        """The narrowest format in which a step computes."""
         return self.precision.format
 
     @property
     def dtype(self) -> torch.dtype:
-        """torch's dtype of that format."""
         dtype: torch.dtype = DTYPES[self.format.name]
         return dtype
 
     def converted(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """While this is entered, the model's weights and what goes in and out of it are as the mode has them."""
+        """Convert the model's weights, inputs and outputs as the mode requires, inside this context."""
         return contextlib.nullcontext()
 
     def pinned(self, model: torch.nn.Module, patterns: Iterable[str]) -> AbstractContextManager[Any]:
-        """While this is entered, the named modules run in FP32; see :func:`~ampdbg.precision.pins.pin_fp32`."""
+        """Run the named modules in FP32 inside this context; see :func:`~ampdbg.precision.pins.pin_fp32`."""
         return pin_fp32(model, patterns)
 
     def in_half(self, dtype: str) -> AbstractContextManager[Any]:
-        """A fresh context for one forward pass that computes in this half dtype what a step computes in half."""
+        """Return a new context for one forward pass. The mode's half computations run in ``dtype`` there."""
         return torch.autocast(self.device.type, dtype=DTYPES[dtype])
 
     def forward(self) -> AbstractContextManager[Any]:
-        """A fresh context for one forward pass and its losses."""
+        """Return a new context for one forward pass and its losses."""
         return contextlib.nullcontext()
 
     def scaler(self) -> torch.amp.GradScaler:
-        """The loss scaler of one run; a disabled one hands losses and steps on."""
+        """Return the loss scaler of one run. A disabled scaler forwards losses and steps unchanged."""
         return torch.amp.GradScaler(self.device.type, enabled=False)
 
     def updates_half_weights(self) -> bool:
-        """An optimizer's step reads and writes half weights where the model has them."""
+        """True if an optimizer step reads and writes the model's half weights, where it has any."""
         return self.dtype is not torch.float16
 
     def master_weights(self) -> Iterable[torch.Tensor]:
-        """The copies that the optimizer steps on instead of the model's weights."""
+        """Return the copies that the optimizer updates instead of the model's weights."""
         return ()
 
     def step(
@@ -127,7 +127,7 @@ class PrecisionMode:
         optimizers: Sequence[torch.optim.Optimizer],
         clip_grad_norm: float | None = None,
     ) -> None:
-        """Unscales and clips where asked, lets the scaler step or skip each optimizer, and updates the scale."""
+        """Unscale and clip on request, let the scaler step or skip each optimizer, and update the scale."""
         for optimizer in optimizers if clip_grad_norm is not None else ():
             scaler.unscale_(optimizer)
         clip(optimizers, clip_grad_norm)
@@ -137,7 +137,7 @@ class PrecisionMode:
 
 
 def clip(optimizers: Iterable[torch.optim.Optimizer], limit: float | None) -> None:
-    """Clips the norm of all gradients of the optimizers together, as a loop does; None for no clipping.
+    """Clip the joint gradient norm of all optimizers, as a training loop does. ``None`` disables clipping.
 
     Raises:
         WorkloadError: a gradient is sparse.
@@ -155,7 +155,7 @@ def clip(optimizers: Iterable[torch.optim.Optimizer], limit: float | None) -> No
 
 
 def mode_of(precision: Precision, device: torch.device) -> PrecisionMode:
-    """The mode that the config's level asks for."""
+    """Return the mode of the config's precision level."""
     module = importlib.import_module(f"{__name__}.{LEVELS[precision.level].mode}")
     mode: PrecisionMode = module.MODE(precision, device)
     return mode

@@ -1,4 +1,4 @@
-"""Autocast with FP32 weights; float16 has a loss scaler, bfloat16 has the exponents of float32 and needs none."""
+"""Autocast with FP32 weights. float16 has a loss scaler; bfloat16 needs none, as its exponents are float32's."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ LEVEL = {"name": "O1", "words": "autocast"}
 
 
 class Autocast(PrecisionMode):
-    """Each op computes in the dtype that autocast's lists give it."""
+    """Each op computes in the dtype that autocast's op lists select."""
 
     def forward(self) -> AbstractContextManager[Any]:
-        """A region of autocast; none for float32, which lowers nothing."""
+        """Return an autocast region, or no region for float32, which needs no casts."""
         if self.dtype is torch.float32:
             return super().forward()
         return torch.autocast(self.device.type, dtype=self.dtype)
 
     def scaler(self) -> torch.amp.GradScaler:
-        """A static or a dynamic scaler for float16."""
+        """Return a static or dynamic scaler for float16, and a disabled one for other dtypes."""
         if self.dtype is not torch.float16:
             return super().scaler()
         return LossScaler(self.device.type, self.precision.loss_scale)

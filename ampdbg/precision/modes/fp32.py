@@ -8,7 +8,7 @@ LEVEL = {"name": "O0", "words": "FP32", "lowers": False}
 
 
 class FP32(PrecisionMode):
-    """The reference that every other mode is compared with."""
+    """The reference for all other modes."""
 
 
 MODE = FP32

@@ -1,6 +1,6 @@
-"""The whole model in half, as Apex's O3: no FP32 weights, and a static loss scale of 1 unless another is given.
+"""The whole model in half, like Apex's O3: no FP32 weights, and a static loss scale that defaults to 1.
 
-What it does is compared with ``apex/amp`` of its last release, point by point, in ``docs/apex.md``.
+``docs/apex.md`` compares this mode point by point with the last release of ``apex/amp``.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ LEVEL = {"name": "O3", "words": "all half", "loss_scale": 1.0, "has_half_weights
 
 @dataclass(frozen=True)
 class HalfModel(PrecisionMode):
-    """Weights, buffers and what goes into the model are half; what comes out is float32.
+    """Weights, buffers and model inputs are half; model outputs are float32.
 
-    With master weights each half weight has a copy in float32, which the optimizer steps on: what is too small for the
-    half weight adds up there.
+    With master weights, each half weight has a float32 copy that the optimizer updates. Updates too small for the
+    half weight accumulate there.
     """
 
     masters: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
-    """The master of each half weight from its first step on."""
+    """Maps each half weight to its master, from the weight's first step on."""
 
     keeps_norms: ClassVar[bool] = False
-    """Batch norms stay FP32 where ``precision.keep_norms_fp32`` is null."""
+    """True if batch norms stay FP32 by default, that is, if ``precision.keep_norms_fp32`` is null."""
 
     has_masters: ClassVar[bool] = False
-    """There are master weights where ``precision.master_weights`` is null."""
+    """True if master weights exist by default, that is, if ``precision.master_weights`` is null."""
 
     @contextlib.contextmanager
     def converted(self, model: torch.nn.Module) -> Iterator[None]:
-        """As :class:`PrecisionMode`; weights stay converted afterwards, and casts of inputs and outputs go.
+        """Convert the weights permanently, and cast the model's inputs and outputs inside this context.
 
         Raises:
             WorkloadError: torch cannot convert a weight or a buffer.
@@ -54,7 +54,7 @@ class HalfModel(PrecisionMode):
                     self._lower(tensor, name)
             if isinstance(module, torch.nn.RNNBase):
                 module.flatten_parameters()
-        hooks = (  # a scripted module refuses them for itself, and calls those that it is given in this way
+        hooks = (  # called through Module: a scripted module rejects registration on itself but runs such hooks
             torch.nn.Module.register_forward_pre_hook(model, self._inputs, with_kwargs=True),
             torch.nn.Module.register_forward_hook(model, lambda module, inputs, output: cast(output, torch.float32)),
         )
@@ -76,12 +76,12 @@ class HalfModel(PrecisionMode):
             ) from None
 
     def _inputs(self, model: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        # Of either half: the shadow's weights are bfloat16, and so is what this cast makes there.
+        # Check for both half dtypes: in the bfloat16 shadow, the weights and the result of this cast are bfloat16.
         is_half = any(tensor.dtype in LIFTS["float32"] for tensor in model.parameters())
         return cast((args, kwargs), self.dtype) if is_half else (args, kwargs)
 
     def _lowered(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-        """The modules, by name, whose own weights and buffers become half."""
+        """Yield the name and module of each module with weights and buffers to convert to half."""
         asked = self.precision.keep_norms_fp32
         keeps_norms = self.keeps_norms if asked is None else asked
         pins = pinned_names(model, self.precision.pins)
@@ -92,9 +92,9 @@ class HalfModel(PrecisionMode):
 
     @contextlib.contextmanager
     def pinned(self, model: torch.nn.Module, patterns: Iterable[str]) -> Iterator[None]:
-        """As :class:`PrecisionMode`: their weights are float32 meanwhile, and what comes out of them is half again.
+        """Run the named modules in FP32 with float32 weights inside this context. Their outputs are cast to half.
 
-        A module that shares a weight with one of them is pinned as well: it would take no half input.
+        A module that shares a weight with a pinned module is pinned too, because it could not take half inputs.
         """
         with ExitStack() as stack:
             modules, pins = dict(model.named_modules()), pinned_names(model, patterns)
@@ -108,7 +108,7 @@ class HalfModel(PrecisionMode):
             yield
 
     def in_half(self, dtype: str) -> AbstractContextManager[Any]:
-        """As :class:`PrecisionMode`, with weights that have the dtype now."""
+        """Return a context that keeps ops in ``dtype``. The weights must already have it."""
         return lifted(dtype)
 
     def updates_half_weights(self) -> bool:
@@ -116,11 +116,11 @@ class HalfModel(PrecisionMode):
         return not (self.has_masters if asked is None else asked)
 
     def master_weights(self) -> Iterable[torch.Tensor]:
-        """As :class:`PrecisionMode`, from the first step on."""
+        """Return the masters that exist: a weight has one from its first step on."""
         return self.masters.values()
 
     def scaler(self) -> torch.amp.GradScaler:
-        """One that unscales half gradients; none for a static scale of 1."""
+        """Return a scaler that unscales half gradients, or a disabled one for a static scale of 1."""
         if self.dtype is not torch.float16 or self.precision.loss_scale == 1.0:
             return super().scaler()
         return LossScaler(self.device.type, self.precision.loss_scale, takes_half_gradients=True)
@@ -131,15 +131,15 @@ class HalfModel(PrecisionMode):
         optimizers: Sequence[torch.optim.Optimizer],
         clip_grad_norm: float | None = None,
     ) -> None:
-        """As :class:`PrecisionMode`, on the master weights where there are any."""
+        """Step as :class:`PrecisionMode` does, on the master weights if they exist."""
         with contextlib.nullcontext() if self.updates_half_weights() else self._on_masters(optimizers):
             super().step(scaler, optimizers, clip_grad_norm)
 
     @contextlib.contextmanager
     def _on_masters(self, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
-        """While this is entered, each half weight of an optimizer is its master, with its gradient in float32.
+        """Inside this context, each half weight of an optimizer holds its master, with its gradient in float32.
 
-        The very same objects, so that names, groups and the optimizer's state stay what they are.
+        The tensor objects do not change, so names, parameter groups and optimizer state remain valid.
         """
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
         weights = [weight for group in groups for weight in group["params"] if weight.dtype is self.dtype]

@@ -1,4 +1,4 @@
-"""A half model with FP32 batch norms and FP32 master weights, as Apex's O2."""
+"""A half model with FP32 batch norms and FP32 master weights, like Apex's O2."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LEVEL = {
 
 
 class HalfModelWithMasters(HalfModel):
-    """Half weights that follow those which the optimizer steps on."""
+    """Half weights copied from float32 masters after each optimizer step."""
 
     keeps_norms = True
     has_masters = True
