@@ -289,7 +289,7 @@ class Recorder(TorchFunctionMode):
     def _now(self) -> _Thread:
         return self._threads.now
 
-    # The mode is active from the start of autocast, or the end of a root call, up to a backward pass.
+    # The mode is active from the start of autocast, or the end of a root call, to a backward pass.
 
     def _on(self) -> None:
         """Push the mode below all others, so that the script pops its own modes and not this one."""
@@ -956,8 +956,8 @@ class _Calls:
 
     def at_scale(self, scale: float) -> set[int]:
         """Return the calls whose results contain the loss scale: gradients of scaled losses, and values computed from
-        them. A division by the loss scale ends the chain. Its divisor becomes a ``ScalePower``, so a replay uses its
-        own scale."""
+        them. A division by the loss scale ends the chain. Its divisor becomes a ``ScalePower``, so replays use their
+        own."""
         found = set[int]()
         powers = {**dict.fromkeys(PRODUCTS, -1), **dict.fromkeys(QUOTIENTS, 1)}
         for number, call in self.calls.items():
@@ -1209,8 +1209,7 @@ def _first(do: Callable[..., None], entered: Sequence[Recorder], original: Calla
 
 def _hands_on(module: torch.nn.Module) -> bool:
     """True if the module is a wrapper, so that the call of its inner model is recorded instead. DistributedDataParallel
-    and Fabric prepare each call for a backward pass. Without that pass the next call raises; Fabric rejects any other
-    pass."""
+    and Fabric prepare each call for a backward pass. Without it the next call raises; Fabric rejects any other pass."""
     held = module._modules
     readies = (always or _is_of_ddp(held[name]) for name, always in WRAPPERS.items() if name in held)
     return _is_of_ddp(module) or any(readies)
