@@ -228,9 +228,9 @@ def departure(low: Replayed, fp32: Replayed, floor: Replayed) -> dict[str, Any]:
     """Return the fields of an Investigation that say where a step departs from FP32.
 
     That is the first op whose result is far from FP32's, and further than rounded weights alone move it. It may also be
-    the start of an error that a later op enlarges, as in a long sum. Then its distance is too many times the noise for
-    layers to add up to. If an op takes other elements than in FP32, by indices or a mask, the op counts whose rounding
-    decides this. Gradients are compared at a loss scale of 1.
+    the start of an error that a later op enlarges, as in a long sum. Its distance is then too many times the noise for
+    layers to add up to. An op may take other elements than in FP32, by indices or a mask. In that case the result is
+    the op whose rounding decides this. Gradients are compared at a loss scale of 1.
     """
     if low.trace is None or fp32.trace is None or floor.trace is None:
         return {}

@@ -1,5 +1,4 @@
-"""Replays: one step run under another precision or loss scale, or as the bfloat16 shadow, without changing any
-state."""
+"""Replays: one step run under another precision or loss scale, or as the bfloat16 shadow, with all state restored."""
 
 from __future__ import annotations
 
@@ -106,8 +105,8 @@ def replay_step(
         stops_at_loss: run no backward pass after a loss that is not finite.
 
     Returns:
-        The replay. An error of the user's code is stored in the replay and not raised, because code that works in FP16
-        may name a dtype and fail in another.
+        The replay. An error of the user's code is stored in it and not raised: code that works in FP16 may name a dtype
+        and fail in another.
     """
     model = run.workload.model
     weights = altered(model.parameters(), manner.rounded)
@@ -142,8 +141,7 @@ def replay_step(
 
 
 def _tensors_of(model: torch.nn.Module, snapshot: Snapshot) -> list[torch.Tensor]:
-    """Return the tensors of the model, and of called modules outside the model, such as a frozen reference, each
-    once."""
+    """Return the tensors of the model and of modules called beside it, such as a frozen reference, each once."""
     called = [one for one in snapshot.beside if isinstance(one, torch.nn.Module)]
     return list({id(one): one for module in (model, *called) for one in tensors_in(module)}.values())
 
@@ -289,8 +287,8 @@ def _unscaled(gradient: torch.Tensor, scale: float) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Shadow:
-    """The result of the shadow of a step, with all ops, forward and backward, whose output would be FP16, in order of
-    execution. ``unseen`` says what the step did not reach and how it was analyzed."""
+    """The shadow of a step: every op whose output would be FP16, forward and backward, in order of execution.
+    ``unseen`` says what the step did not reach and how it was analyzed."""
 
     ranges: tuple[RangeSeen, ...]
     unseen: Unseen

@@ -52,8 +52,8 @@ def name_of_line(file: str, number: int) -> str:
 class Run:
     """A workload on its device, with the config that trains it.
 
-    ``makings`` know where the model was made. ``names`` are those of half tensors in code that no replay runs: a
-    script's loss, of which only the calls are repeated.
+    ``makings`` records where the model was made. ``names`` held half tensors in code that no replay runs: in a script's
+    loss, of which only the calls are repeated.
     """
 
     config: Config
@@ -137,8 +137,8 @@ def run_pass(
 ) -> tuple[NamedLosses, ...]:
     """Accumulate the gradients of one step's micro-batches, one loss after another.
 
-    If there are as many optimizers as losses, as for the two sides of a GAN, each loss reaches only its own parameters.
-    The first loss reaches those of the first optimizer.
+    If there are as many optimizers as losses, each loss reaches only the parameters of its own optimizer. The first
+    loss reaches those of the first optimizer. The two sides of a GAN are an example.
 
     Args:
         workload: computes losses from a batch.
