@@ -107,7 +107,7 @@ class _Root:
         self.changes |= {id(one): (_reference(one), TENSOR) for one in written if one is not None} | self.changes
 
     def first_of(self, calls: Collection[int]) -> int | None:
-        """Return the first of these calls that belongs to this module."""
+        """Return the number of the first call of this module among ``calls``."""
         return min((number for number in self.kept if number in calls), default=None)
 
     def _written(self, kept: _Kept) -> list[str]:
@@ -202,8 +202,8 @@ class Before:
         return ModelState(held, model), unknown
 
     def rewritten(self, state: ModelState, calls: Collection[int]) -> Mapping[str, float]:
-        """Return the buffers of a state that the loop wrote right before one of these calls, outside of all calls. Each
-        has its largest magnitude."""
+        """Return the buffers of a state that the loop wrote right before one of the ``calls``, outside of all calls.
+        Each comes with its largest magnitude."""
         found = {
             id(root.tensors.get(name))
             for root in self._roots
@@ -226,7 +226,7 @@ class Before:
                 yield name
 
     def changing(self, state: ModelState) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the buffers of a state that calls are known to write. Other buffers may be masks with infinities."""
+        """Yield the buffers of a state that calls are known to write. Any further buffer may be a mask."""
         changes = {key for root in self._roots for key in root.changes}
         buffers = state.buffers
         for name, buffer in state.model.named_buffers() if state.model is not None else ():

@@ -23,8 +23,8 @@ from ampdbg.record.run import Producer, Replay
 from ampdbg.replay.replay import Manner, Replayed
 
 PRODUCERS_KEPT = 20
-"""The most producers of one kind in the record, of which the first counts. Intended ones are a kind of their own:
-constants, and ops with the same result in FP32. So masks, one a layer, do not displace later faults."""
+"""The most producers of one kind in the record; the first of them counts. Intended producers are a separate kind:
+constants, and ops that are not finite in FP32 either. So masks, one a layer, do not displace later faults."""
 
 MOST_OF_IT = 0.5
 """A gradient has lost most of itself if a larger share of its sum of squares is flushed to zero."""
@@ -43,7 +43,7 @@ FEW_VALUES, SEVERAL = 16, 4.0
 """A sample with fewer values does not show the noise. A distance under ``SEVERAL`` roundings is not an error."""
 
 WRONG_ANGLES = 0.1
-"""The distance from FP32 of a sine whose angles are off by a tenth of a radian."""
+"""The distance of a sine from FP32's if its angles are off by a tenth of a radian."""
 
 OpRun = tuple[OpKey, int]
 """An op and the number of its run: all its runs have the same key."""
@@ -99,8 +99,8 @@ def producers_of(replayed: Replayed, fp32: Replayed, most: int = PRODUCERS_KEPT)
 def _reaching_gradients(trace: ProducerTrace, met: Mapping[OpKey, tuple[float, bool]]) -> set[int]:
     """Return the ops, of either pass, where the non-finite values in the gradients start.
 
-    An op such as a softmax may compute NaN from another op's infinities. It counts only if it does so in FP32 too, or
-    if no other op is found.
+    An op such as a softmax may compute NaN from earlier infinities. It counts only if it does so in FP32 too, or if no
+    op starts them.
     """
     found = trace.bad.in_gradients
     begin = {index for index in found if trace.ops[index].produces}
@@ -113,7 +113,7 @@ def _is_meant(seen: OpSeen, met: Mapping[OpKey, tuple[float, bool]]) -> bool:
 
 
 def compared_gradients(low: Replayed, fp32: Replayed, floor: Replayed | None = None) -> dict[str, Any]:
-    """Return the fields of a Replay that compare its gradients with FP32's; ``floor`` shows which of them are noise.
+    """Return the fields of a Replay that compare its gradients with FP32's; ``floor`` shows which gradients are noise.
 
     A gradient that could not change any weight in FP32 is left out.
     """
@@ -147,7 +147,7 @@ class Noise:
 
     @property
     def floor(self) -> Replayed:
-        """The rounding whose gradients are furthest from FP32's, with the loss that is furthest."""
+        """The rounding with the gradients furthest from FP32's, and with the furthest loss."""
         return self._furthest[1]
 
     @property
@@ -165,7 +165,7 @@ class Noise:
         return replace(made, replay=replace(made.replay, **compared_gradients(made, self.fp32)))
 
     def _further(self, one: tuple[Manner, Replayed], other: tuple[Manner, Replayed]) -> tuple[Manner, Replayed]:
-        """Return the one with the further gradients, with the further of the two losses."""
+        """Return the rounding with the further gradients, and with the further of the two losses."""
         replays = (one[1].replay, other[1].replay)
         if not all(map(is_finite, replays)):
             return one
@@ -187,9 +187,9 @@ def held_against(
 ) -> tuple[Replay, Replay | None]:
     """Return the replay with its producers and distances from FP32, and the noise floor if the distances are too large.
 
-    A gradient that is zero at any loss scale was not flushed, whatever it is in FP32. The code may have made another
-    choice, such as the box that an object is matched to. It may have rounded to a flat part of a function, or the
-    forward pass overflows. The replay names such parameters, and the rest is compared. ``at_scale`` makes the same
+    A gradient that is zero at any loss scale was not flushed, even if it is not zero in FP32. The code may have made a
+    different choice, such as the box that an object is matched to. It may have rounded to a flat part of a function, or
+    the forward pass overflows. The replay names such parameters, and the rest is compared. ``at_scale`` makes the same
     replay at another scale; it is used only if no overflow is known in the forward pass.
     """
     replay = replace(producers_of(low, fp32, most), **compared_gradients(low, fp32))
@@ -200,7 +200,7 @@ def held_against(
     is_near = agrees(replay, fp32.replay, None) and keeps_its_gradients(replay)
     if is_near or not (is_finite(replay) and is_finite(fp32.replay)):
         return replay, None
-    if noise.known is not None and not replay.lost:  # else its gradients show which of these are noise
+    if noise.known is not None and not replay.lost:  # else its gradients show which lost ones are noise
         return replay, noise.known
     return replace(replay, **compared_gradients(low, fp32, noise.floor)), noise.floor.replay
 
@@ -227,10 +227,10 @@ def _holds_something(gradient: torch.Tensor) -> bool:
 def departure(low: Replayed, fp32: Replayed, floor: Replayed) -> dict[str, Any]:
     """Return the fields of an Investigation that say where a step departs from FP32.
 
-    That is the first op whose result is far from FP32's, and further than rounded weights alone move it. It may also be
+    That is the first op with a result far from FP32's, and further than rounded weights alone move it. It may also be
     the start of an error that a later op enlarges, as in a long sum. Its distance is then too many times the noise for
-    layers to add up to. An op may take other elements than in FP32, by indices or a mask. In that case the result is
-    the op whose rounding decides this. Gradients are compared at a loss scale of 1.
+    layers to add up to. An op may take different elements than in FP32, by indices or a mask. Then the fields name both
+    the op whose rounding decides this and the op that takes them. Gradients are compared at a loss scale of 1.
     """
     if low.trace is None or fp32.trace is None or floor.trace is None:
         return {}
@@ -304,7 +304,7 @@ class _Makers:
         return made
 
     def departure(self, index: int, scale: float) -> OpSeen | None:
-        """Return the first op on the way to the op at ``index`` whose values are far larger than FP32's.
+        """Return the first op on the way to the op at ``index`` with values far larger than FP32's.
 
         The way back goes from each op to the latest earlier op that made its largest input.
         """
@@ -332,7 +332,7 @@ def _by_place(replayed: Replayed) -> dict[OpRun, Sampled]:
 
 
 def _relative(one: Sampled, fp32: Sampled) -> float | None:
-    """Return the norm of the difference over that of the reference; None if they cannot be compared."""
+    """Return the norm of the difference over the reference norm; None if they cannot be compared."""
     sample, reference = one.sample, fp32.sample
     if sample.shape != reference.shape:
         return None
@@ -346,7 +346,7 @@ def _relative(one: Sampled, fp32: Sampled) -> float | None:
 
 
 def _distance(low: Mapping[str, torch.Tensor], fp32: Mapping[str, torch.Tensor]) -> float | None:
-    """Return the norm of the difference over that of FP32's; 0 for equal gradients, zeros too."""
+    """Return the norm of the difference over FP32's norm; 0 for equal gradients, zeros too."""
     difference = total = 0.0
     for name, reference in fp32.items():
         total += float(reference.double().square().sum())
@@ -358,13 +358,13 @@ def _distance(low: Mapping[str, torch.Tensor], fp32: Mapping[str, torch.Tensor])
 
 
 def _flushed(low: torch.Tensor | None, fp32: torch.Tensor) -> float:
-    """Return the sum of squares of FP32's gradient where the other one is exactly zero."""
+    """Return the sum of squares of FP32's gradient where the low-precision gradient is exactly zero."""
     squares = fp32.double().square()
     return float(squares.sum() if low is None else squares[low == 0].sum())
 
 
 def _is_noise(name: str, fp32: Replayed, floor: Replayed | None) -> bool:
-    """True if a gradient is only rounding noise: another rounding changes most of it."""
+    """True if a gradient is only rounding noise: with different rounding, most of the gradient changes."""
     if floor is None or name not in floor.gradients:
         return False
     distance = _distance({name: floor.gradients[name]}, {name: fp32.gradients[name]})

@@ -1,4 +1,4 @@
-"""Copies of a batch or of a model's attributes: rebuilt containers with other tensors in them."""
+"""Copies of a batch or of a model's attributes: rebuilt containers with new tensors in them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ampdbg.replay.state import CONSTANTS, OBJECT, OBJECTS_IN_A_BATCH, Kinds, du
 def altered_batch(batch: Any, alter: Alteration) -> Any:
     """Return a copy of the batch with altered tensors; the original stays unchanged.
 
-    A tensor that requires a gradient becomes a leaf that requires one. If the alteration were part of the graph, its
-    backward pass would cast the gradient to the dtype that the replay has replaced.
+    A tensor that requires a gradient becomes a leaf that requires a gradient. If its graph included the alteration, the
+    gradient would be cast back to the dtype that the replay has replaced.
     """
 
     def altered(value: Any) -> Any:

@@ -99,7 +99,7 @@ class _Replays:
         self._producers = functools.partial(ProducerTrace, data=snapshot.data)
 
     def of_fault(self, why: Why, before: Sequence[Step]) -> Investigation:
-        """Replay a step whose loss or gradients are not finite."""
+        """Replay a step with a loss or gradients that are not finite."""
         low, failed, tries = self._again_until_it_fails(why)
         made = Investigation(self._snapshot.step, why, low.replay, reproduced=int(failed), tries=tries)
         if not failed:
@@ -141,8 +141,8 @@ class _Replays:
     def _with_erased(self, low: Replayed, replay: Replay) -> Replay:
         """Mark the producers that no gradient depends on, up to the first with an effect.
 
-        For each of them the step is replayed with a finite number instead of its inf and NaN. If a closed ReLU turns
-        its result into zeros, all gradients are the same to the last bit.
+        For each producer the step is replayed with a finite number instead of its inf and NaN. If a closed ReLU turns
+        the result into zeros, all gradients are the same to the last bit.
         """
         producers = list(replay.producers)
         if overflows_on_the_way(replay):
@@ -223,8 +223,8 @@ def _are_same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
 def _largest_in(snapshot: Snapshot) -> Iterator[tuple[str, tuple[float, tuple[int, ...]]]]:
     """Yield the largest finite magnitude of each numeric leaf of the batches, and its index.
 
-    The magnitude is that in float32, to which a model casts, whatever dtype the batch has. An additive mask is not
-    data: it needs other numbers, not a normalization.
+    The magnitude is that in float32, to which a model casts any dtype of the batch. An additive mask is not data: its
+    numbers need a change, not a normalization.
     """
     for name, leaf in snapshot.data:
         values = _numbers_of(distinct(leaf))
@@ -292,7 +292,7 @@ class Investigator:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A note on each step that looks healthy, but has another loss in its replay: it was compared with nothing."""
+        """A note on each step that looks healthy but has another loss in its replay: it was not compared with FP32."""
         others = [made for made in self.found if made.why == "end" and math.isfinite(made.low.loss)]
         return tuple(
             f"step {made.step} was not compared with FP32: its replay has a loss of {number(made.low.loss)} "
@@ -309,8 +309,7 @@ class Investigator:
         return self._latest
 
     def before_update(self, snapshot: Snapshot, loss_is_finite: bool, gradients_are_finite: bool, scale: float) -> None:
-        """Investigate, if necessary, between the backward pass and the optimizer, the last moment with the step's
-        weights.
+        """Investigate, if necessary, between the backward pass and the optimizer: the last moment with these weights.
 
         A scaler's gradients may count as finite here, because a step that it withholds keeps its weights.
         """
@@ -328,7 +327,7 @@ class Investigator:
             self._investigate(snapshot, "end", scale)
 
     def _withholds(self) -> bool:
-        """True if the scaler will withhold the step; this needs a check only if it withheld the last one."""
+        """True if the scaler will withhold the step. This is checked only after a withheld step."""
         parameters = self._run.workload.model.named_parameters()
         return any(nonfinite((name, value.grad) for name, value in parameters if value.grad is not None))
 
@@ -365,7 +364,7 @@ class Investigator:
             self._skips_in_a_row += 1
             # A skip right after growth is normal. A skip at a scale that has worked is investigated.
             is_new_low = self._skips_in_a_row == 1 and step.scale <= self._lowest_that_worked < math.inf
-            # NaN alone may not depend on the scale. Then the scale at which it settles explains nothing.
+            # NaN alone may not depend on the scale. Then the scale at which the scaler settles explains nothing.
             is_new_low |= step.step == 0 and is_nan_alone(step.groups)
             # If no step was ever taken, the last step shows if a lower scale would do.
             is_last = step.step + 1 == self._run.config.train.steps and self._lowest_that_worked == math.inf
@@ -378,7 +377,7 @@ class Investigator:
         # Weights that are not finite are the fault themselves, and no replay shows more.
         if self._tried[why] >= self._limit or are_weights_spoilt(self._run.workload.model):
             return
-        # If an earlier step spoilt the state, use the state from the start: replays show how it was spoilt.
+        # If an earlier step put inf or NaN into the state, replays from the first state show how that happens.
         is_spoilt = snapshot.state.held.bad > self._first.held.bad
         begun = replace(snapshot, state=self._first) if is_spoilt else snapshot
         self._tried[why] += 1
@@ -386,7 +385,7 @@ class Investigator:
         with self._watcher.paused():
             made = self._replayed(begun, why, scale, steps)
             if made.reproduced == 0 and is_spoilt and self.found:
-                return  # the step that was found first had caused this failure
+                return  # values left by the first step found caused this failure
             if self._on_investigated is not None:
                 self._on_investigated(begun, scale, made)
         self.found.append(made)

@@ -125,7 +125,7 @@ class Packing:
         return {"array": self._tensor(values, values), "shape": list(array.shape)}
 
     def _generator(self, value: Any, state: Any) -> Any:
-        packing = Packing(f"{self._prefix}.{len(self._met)}")  # no other value shares the contents
+        packing = Packing(f"{self._prefix}.{len(self._met)}")  # the contents belong to this value alone
         inner = [packing.of(state)]
         self.tensors |= packing.tensors
         return {"like": type_name(value), "inner": inner}
@@ -158,7 +158,7 @@ def type_name(value: Any) -> str:
 
 
 class Unpacking:
-    """Builds values from packed ones.
+    """Builds values from their packed form.
 
     Args:
         tensors: the tensors by their packed names.

@@ -19,10 +19,10 @@ from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep
 
 LOWEST_SCALE = 1.0
-"""The lowest scale of any dynamic scaler that works."""
+"""No dynamic scaler that works has a lower scale."""
 
 SUSPECTS = 10_000
-"""The most producers of one kind in a replay: the next trial pins all of them at once."""
+"""The most producers of one kind in a replay: the next trial pins every one."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class ScaleRange:
     """The loss scales at which a step of scale S may be cured: S, S/4, S/16 … ``lowest``.
 
     With ``is_lossless``, a lower scale than S counts only if it flushes no important gradient to zero. The fault is
-    then an overflow of gradients, and each set of pins has a highest scale. Another fault hides the highest scale that
-    the gradients survive: the first finite one is kept for later replays, as by a dynamic scaler.
+    then an overflow of gradients, and each set of pins has its own highest scale. Any other fault hides which scales
+    the gradients survive. Then the first such scale is kept for later replays, as by a dynamic scaler.
     """
 
     lowest: float = LOWEST_SCALE
@@ -66,7 +66,7 @@ class PinnedReplays:
         """Return an investigation of the step with ``pins`` in force. It has the FP16 replay with producers and
         distances, the FP32 replay, and the noise floor if it was needed.
 
-        A brief one takes a fraction of the time. It names no producers and no op that is far from FP32's. Any other
+        A brief one takes a fraction of the time. It names no producers and no op that is far from FP32's. A full one
         names at most ``most`` producers of a kind.
         """
         traced = None if is_brief and not self.failing.made.rounded_angles else ProducerTrace
@@ -95,7 +95,7 @@ class PinnedReplays:
         return self._known_fp32
 
     def _reference(self, low: Replayed) -> Replayed:
-        """Return FP32, with its trace only if the other replay has producers to compare."""
+        """Return the FP32 replay, with its trace only if ``low`` has producers to compare."""
         has_producers = low.trace is not None and any(seen.produces for seen in low.trace.ops)
         return self._in_fp32(ProducerTrace if has_producers else None)
 

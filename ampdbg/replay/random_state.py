@@ -59,8 +59,8 @@ READ: Mapping[str, Callable[[], Any]] = {
 """Functions that read each part of a random state."""
 
 LOOKED_AT = 17
-"""The number of first calls that are checked for draws, and later one call in this many. Reading the states takes as
-long as all other recording of a call. It is prime, because loops call their modules in turn."""
+"""This many first calls of a loop are checked for draws, and later one call in this many. Reading the states takes as
+long as the rest of recording a call. The number is prime, because loops call their modules in turn."""
 
 
 class RandomStates:

@@ -58,8 +58,8 @@ def _checks(run: Run, snapshot: Snapshot, measured: Replay, sites: Sequence[Site
 
 
 def _pins_to_try(model: torch.nn.Module, sites: Sequence[Site]) -> Iterator[tuple[str, ...]]:
-    """Yield no pins, the modules where an overflow starts, and also those that carry it on. Then yield the modules
-    around all of them, the innermost first, up to the root."""
+    """Yield sets of pins: none, the modules where an overflow starts, and also the modules that carry it on. Then yield
+    the modules around all of them, the innermost first, up to the root."""
     modules = dict(model.named_modules())
     beyond: set[str] = set()
     yield ()

@@ -73,23 +73,24 @@ PRUNED_FROM = 16
 """Start pruning once this many calls are kept."""
 
 FEW_CALLS = 64
-"""Pruning examines all kept calls if there are at most this many, and otherwise only the new ones."""
+"""Pruning examines all kept calls if there are at most this many, and otherwise only the new calls."""
 
 MOST_DATA_CALLS = 1000
-"""The most calls kept for results that are data, such as the predictions of a validation that the script collects."""
+"""The most calls kept for results without gradients, such as the predictions of a validation that the script
+collects."""
 
 MOST_DATA_BYTES = 2**27
 """The most bytes kept alive for such calls; up to twice as many may be alive until the next pruning. The script itself
-has dropped most of these tensors, for example the batches of its validation."""
+has dropped most of the tensors, for example the batches of its validation."""
 
 ALWAYS_KEPT = 16
-"""If at most this many calls led to the results of the last module call, their size does not matter."""
+"""Results of the last module call are kept at any size if they need at most this many calls."""
 
 DEVICES = ("cpu", "cuda")
-"""The device types whose autocast state is recorded."""
+"""The device types with an autocast state that is recorded."""
 
 VIEWS = frozenset({"T", "H", "mT", "mH", "real", "imag", "data"})
-"""The tensor attributes that are views. Reading any other attribute, such as ``grad``, computes nothing."""
+"""The tensor attributes that are views. Reading any attribute but these, such as ``grad``, computes nothing."""
 
 NO_PART = (torch.Tensor.backward, torch.Tensor.__deepcopy__, torch.Tensor.item, torch.Tensor.__bool__)
 """Functions that are not part of a step."""
@@ -111,17 +112,17 @@ NOT_ALL_SEEN = "ampdbg did not see every call that its loss needs"
 """The reason why a step cannot be replayed if its autograd graph includes unrecorded calls."""
 
 OF_SCALED = "its loss takes gradients of a scaled loss, and ampdbg did not see them divided by the loss scale"
-"""The reason why a step cannot be replayed if its gradients contain the loss scale: no other scale can be tried."""
+"""The reason why a step cannot be replayed if its gradients contain the loss scale: no different scale can be tried."""
 
 
 @dataclass(eq=False, slots=True)
 class Noted:
     """One recorded call of a module, or of a function, which has a ``name``.
 
-    ``given`` has ``Made`` instead of results of other calls. ``inputs`` are all other tensors, each with its version.
-    ``past`` are results of other calls outside the autograd graph. ``beside`` are the detached values of small graphs
-    that no recorded call made, each with the ``id`` of its leaves. ``why_not`` says why the call cannot be replayed.
-    ``lowers`` has the autocast dtype by device type, and ``steps`` counts the optimizer steps before the call.
+    ``given`` are the arguments, with ``Made`` instead of results of recorded calls. ``inputs`` are the remaining
+    tensors, each with its version. ``past`` are results of recorded calls outside the autograd graph. ``beside`` are
+    detached values of small unrecorded graphs, each with the ``id`` of its leaves. ``why_not`` says why the call cannot
+    be replayed. ``lowers`` has the autocast dtype by device type. ``steps`` counts the optimizer steps before it.
     """
 
     function: Callable[..., Any]
@@ -153,7 +154,7 @@ class Noted:
         self.given = Copying(lambda one: copied if one is tensor else one).of(self.given)
 
     def takes_data_of(self, call: int) -> bool:
-        """True if every result taken from the other call is still alive, unchanged, and outside the autograd graph."""
+        """True if every result taken from ``call`` is still alive, unchanged, and outside the autograd graph."""
         taken = [made for made in _mades(self.given) if made.call == call]
         return bool(taken) and all(
             made in self.past and times_written(self.past[made][0]) == self.past[made][1] for made in taken
@@ -191,7 +192,7 @@ class _Thread:
         self.losses: list[tuple[Made | None, torch.Tensor | None, set[int]]] = []
         self.has_stepped, self.is_stepping = True, False
         self.runs_closure: Optimizer | None = None
-        """The optimizer whose step runs a closure now; the closure computes the gradients."""
+        """The optimizer that runs a closure in its step now; the closure computes the gradients."""
         self.inside = self.wrappers = 0
         self.is_on = False
         self.prune_at, self.pruned_to, self.whole_at = PRUNED_FROM, -1, -1
@@ -205,7 +206,7 @@ class _Thread:
         self.was_on = self.trains = False
         self.has_gone = False
         self.takers = defaultdict[int, list[int]](list)
-        """The calls that took a tensor as an input, by the ``id`` of the tensor. Some of them may be forgotten."""
+        """The calls that took a tensor as an input, by the ``id`` of the tensor. Forgotten calls may be included."""
         self.counted: set[int] = set()
         """The ``id`` of each tensor counted in ``bytes``."""
         self.random_states = RandomStates()
@@ -292,7 +293,7 @@ class Recorder(TorchFunctionMode):
     # The mode is active from the start of autocast, or the end of a root call, to a backward pass.
 
     def _on(self) -> None:
-        """Push the mode below all others, so that the script pops its own modes and not this one."""
+        """Push the mode as the lowest of all, so that the script pops its own modes and not this one."""
         if self._now.is_on or self._compiles:
             return
         self._off()
@@ -433,7 +434,7 @@ class Recorder(TorchFunctionMode):
             self._gives(number, noted, written)
 
     def _keeps(self, tensor: torch.Tensor) -> None:
-        """Give all calls that took the tensor as data a copy of it, because it is about to be written."""
+        """Before a write to a data tensor, store a copy of the tensor in all calls that took it."""
         numbers = self._now.takers.get(id(tensor), ())
         calls = [call for number in numbers if (call := self._now.calls.get(number)) is not None]
         given = [(call, times) for call in calls for one, times in call.inputs if one is tensor]
@@ -484,7 +485,7 @@ class Recorder(TorchFunctionMode):
         return made
 
     def _kept(self, tensor: torch.Tensor) -> Made | None:
-        """Record the tensor as a result of the last call whose module keeps it, such as an auxiliary loss."""
+        """Record the tensor, such as an auxiliary loss, as a result of the last call whose module keeps it."""
         for number, call in reversed(self._now.calls.items()):
             for name, module in call.module.named_modules() if call.module is not None else ():
                 for key in (key for key, value in vars(module).items() if value is tensor):
@@ -543,7 +544,7 @@ class Recorder(TorchFunctionMode):
             now.has_stepped = True
 
     def _scaled(self, outputs: Any, results: Any) -> None:
-        """Record the scaler's outputs as the unscaled losses, because a replay has a loss scale of its own."""
+        """Record the scaler's outputs as the unscaled losses, because a replay has a different loss scale."""
         for (_, loss), (_, scaled) in zip(leaves_of(outputs), leaves_of(results), strict=False):
             made = self._maker(loss)
             self._now.scaled[id(scaled)] = weakref.ref(scaled)
@@ -571,7 +572,7 @@ class Recorder(TorchFunctionMode):
             (number, lead_back), self._doubtful = self._doubtful, None
             makers = (self._maker(root) for root in roots if isinstance(root, torch.Tensor))
             lead_back(number in _behind(now.calls, (made.call for made in makers if made is not None)))
-        if now.has_stepped or now.is_stepping:  # is_stepping: an optimizer runs its closure again for other weights
+        if now.has_stepped or now.is_stepping:  # is_stepping: an optimizer runs its closure again for new weights
             now.losses.clear()
             now.has_stepped = False
         self._stepped_before.clear()
@@ -590,8 +591,8 @@ class Recorder(TorchFunctionMode):
         return {calls[number].line for number in behind if calls[number].module is not None}
 
     def went_backward(self, wrote: Collection[int], cleared: Collection[int]) -> None:
-        """Note the optimizers whose gradients a backward pass ``wrote``, by position. Earlier losses no longer count
-        for optimizers whose gradients were ``cleared`` before the pass."""
+        """Record by position the optimizers with gradients that the last backward pass ``wrote``. Earlier losses no
+        longer count for optimizers with gradients that were ``cleared`` before this pass."""
         now, gone = self._now, {*cleared}
         now.losses, last = [one for one in now.losses if not one[2] or one[2] - gone], now.losses[-1:]
         for *_, optimizers in now.losses:
@@ -664,9 +665,9 @@ class Recorder(TorchFunctionMode):
         return self._steps - call.steps > len(self._stepped)
 
     def _prune(self) -> None:
-        """Forget the calls that no loss and no live tensor depends on. Also forget old calls whose results survive only
-        as data, such as a running average. If many calls are kept, examine only the newer ones until as many have been
-        added."""
+        """Forget the calls that no loss and no live tensor depends on. Also forget old calls with results that survive
+        only as data, such as a running average. If many calls are kept, examine only newer calls until as many have
+        been added."""
         now = self._now
         last = next(reversed(now.calls), -1)
         is_whole = len(now.calls) <= FEW_CALLS or last >= now.whole_at or now.bytes >= now.prune_at_bytes
@@ -708,8 +709,8 @@ class Recorder(TorchFunctionMode):
                 del now.made[key]
 
     def _of_data(self, held: Collection[int], known: Collection[int], leads: Callable[[Noted, int], bool]) -> set[int]:
-        """Return the calls that led to live data. Results of the last module call come first, then earlier ones while
-        there is room. The remaining results count as plain data from now on."""
+        """Return the calls that led to live results without gradients. Results of the last module call come first, then
+        earlier results while there is room. The remaining results count as plain data from now on."""
         calls, found, counted, room = self._now.calls, set[int](), set[int](), MOST_DATA_BYTES
         latest = max((number for number, call in calls.items() if call.module is not None), default=0)
 
@@ -741,7 +742,7 @@ class Recorder(TorchFunctionMode):
 
     @property
     def is_under_way(self) -> bool:
-        """True if a step has begun and no backward pass has run in it. If modules were called, one of them needs
+        """True if a step has begun and no backward pass has run in it. If modules were called, at least one needs
         parameters: a module without parameters may prepare the data of the next step."""
         now = self._now
         begun = 0 if now.has_gone else len(now.calls) - now.earlier
@@ -757,9 +758,9 @@ class Recorder(TorchFunctionMode):
 
     @property
     def lost_loss(self) -> torch.Tensor | None:
-        """The first live scalar since the last backward pass that is not finite, or None. On a GPU, only scalars known
-        to be computed are read. Once a backward pass has run, scalars of module calls at other lines do not count, as
-        in validation."""
+        """The first live scalar since the last backward pass that is not finite, or None. On a GPU, only scalars that
+        are already computed are read. Once a pass has trained, scalars of calls at lines that never trained, as in
+        validation, are ignored."""
         self._off()
         held = [(result(), mark) for result, mark in self._now.scalars]
         losses = [scalar for scalar, mark in held if scalar is not None and mark.is_passed]
@@ -777,7 +778,7 @@ class Recorder(TorchFunctionMode):
         self._doubtful = None if made is None else (made.call, lead_back)
 
     def is_in_doubt(self, loss: torch.Tensor) -> bool:
-        """True if that report is still due for this loss, or for a value that the loss was computed from."""
+        """True if the report of :meth:`doubt` is still due for this loss, or for a value that led to it."""
         made = self._maker(loss)
         if made is None or self._doubtful is None:
             return False
@@ -804,14 +805,14 @@ class Recorder(TorchFunctionMode):
         scale: float = math.nan,
         own_scale: float = 1.0,
     ) -> tuple[RecordedStep | None, str, ModelState]:
-        """Return the whole step whose backward passes have run, or the calls that lead to ``loss``.
+        """Return the whole step after its backward passes, or the calls that ``loss`` needs.
 
         Args:
             model: the model that the step trains.
             optimizers: the optimizers of the loop.
-            device: the device type whose autocast state counts.
+            device: the device type that decides the autocast state.
             loss: a loss computed since the last backward pass.
-            of: the positions of the optimizers whose losses are wanted; all losses if empty.
+            of: the positions of the optimizers of the wanted losses; all losses if empty.
             scale: the loss scale of the scaler.
             own_scale: the known loss scale of the script itself; 1 if there is none.
 
@@ -839,8 +840,7 @@ class Recorder(TorchFunctionMode):
     def modules(
         self, model: torch.nn.Module, optimizers: Sequence[Optimizer], device: str, most: int = MOST_CALLS
     ) -> tuple[RecordedStep | None, str, ModelState]:
-        """Return the module calls since the last optimizer step, ``most`` at most, and the calls that compute their
-        inputs.
+        """Return at most ``most`` module calls since the last optimizer step, and the calls that compute their inputs.
 
         The step ends at the last modules: it excludes what the script computes from their outputs.
         """
@@ -942,9 +942,9 @@ class _Calls:
         return Made(number, "")
 
     def unscaled(self, made: Made, known: float) -> tuple[Made, float]:
-        """Return the loss before the script multiplied it by a loss scale of its own, and that scale; else 1.
+        """Return the loss before the script multiplied it by its own loss scale, and that scale; else the loss and 1.
 
-        The scale is at least ``SCALED_BY_HAND``, and is ``known`` or a power of two: other factors weight a loss.
+        The scale is at least ``SCALED_BY_HAND``, and is ``known`` or a power of two. Any other factor weights a loss.
         """
         call = self.calls[made.call]
         factors = [one for one in call.given[0] if type(one) in (int, float) and one >= SCALED_BY_HAND]
@@ -955,9 +955,8 @@ class _Calls:
         return losses[0], float(factors[0])
 
     def at_scale(self, scale: float) -> set[int]:
-        """Return the calls whose results contain the loss scale: gradients of scaled losses, and values computed from
-        them. A division by the loss scale ends the chain. Its divisor becomes a ``ScalePower``, so replays use their
-        own."""
+        """Return the calls with results that contain the loss scale: gradients of scaled losses, and values computed
+        from them. A division by the loss scale ends the chain. Its divisor becomes a ``ScalePower`` for a replay."""
         found = set[int]()
         powers = {**dict.fromkeys(PRODUCTS, -1), **dict.fromkeys(QUOTIENTS, 1)}
         for number, call in self.calls.items():
@@ -1062,7 +1061,7 @@ def _behind(
 
 
 class _Taking:
-    """Converts the arguments of one call. ``made`` lists results of other calls, each with its version."""
+    """Converts the arguments of one call. ``made`` lists results of earlier calls, each with its version."""
 
     def __init__(self, recorder: Recorder, noted: Noted, *, is_in_place: bool) -> None:
         self.made: list[tuple[Made, torch.Tensor, int]] = []
@@ -1128,7 +1127,7 @@ def _is_in_place(name: str) -> bool:
 
 
 _Begun = tuple[int, Noted, _Taking]
-"""A call that is running."""
+"""The number, the record and the arguments of a running call."""
 
 
 def _mades(given: Any) -> list[Made]:
@@ -1209,7 +1208,7 @@ def _first(do: Callable[..., None], entered: Sequence[Recorder], original: Calla
 
 def _hands_on(module: torch.nn.Module) -> bool:
     """True if the module is a wrapper, so that the call of its inner model is recorded instead. DistributedDataParallel
-    and Fabric prepare each call for a backward pass. Without it the next call raises; Fabric rejects any other pass."""
+    and Fabric prepare each call for a backward pass. Without it the next call raises; Fabric rejects a foreign pass."""
     held = module._modules
     readies = (always or _is_of_ddp(held[name]) for name, always in WRAPPERS.items() if name in held)
     return _is_of_ddp(module) or any(readies)

@@ -67,7 +67,7 @@ class Manner:
 
 
 FP32 = Manner("float32")
-"""The replay that others are compared with."""
+"""The reference replay."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def counted(replay: Replay, gradients: Mapping[str, torch.Tensor]) -> Replay:
 
 
 def _idle(run: Run, gradients: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """Yield the parameters whose update, given the optimizer's ``eps``, is below FP32's rounding."""
+    """Yield the parameters with an update that is below FP32's rounding, given the optimizer's ``eps``."""
     names = {parameter: name for name, parameter in run.workload.model.named_parameters()}
     groups = [group for optimizer in run.workload.optimizers for group in optimizer.param_groups]
     held = [(names.get(parameter, ""), parameter.detach(), group) for group in groups for parameter in group["params"]]
@@ -287,8 +287,8 @@ def _unscaled(gradient: torch.Tensor, scale: float) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Shadow:
-    """The shadow of a step: every op whose output would be FP16, forward and backward, in order of execution.
-    ``unseen`` says what the step did not reach and how it was analyzed."""
+    """The shadow of a step: every op with an output that would be FP16, forward and backward, in order of execution.
+    ``unseen`` says what the step did not reach and how it was analyzed. ``replay`` has its loss and gradients."""
 
     ranges: tuple[RangeSeen, ...]
     unseen: Unseen

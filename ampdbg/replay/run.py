@@ -29,7 +29,7 @@ from ampdbg.workload.build import Workload, build_workload
 
 @dataclass
 class Tail:
-    """The script lines between its modules and its losses, each with its calls, by :func:`name_of_line`.
+    """The lines of a script between its modules and its losses, each with its calls, by :func:`name_of_line`.
 
     ``in_fp32`` are the calls that run in FP32 now, and ``scale`` is the loss scale of the losses.
     """
@@ -39,7 +39,7 @@ class Tail:
     scale: float = 1.0
 
     def calls_of(self, names: Iterable[str]) -> frozenset[int]:
-        """Return the calls of these lines; other names are ignored."""
+        """Return the calls of the lines among ``names``."""
         return frozenset(number for name in names if name in self.lines for number in self.lines[name][1])
 
 
@@ -53,7 +53,7 @@ class Run:
     """A workload on its device, with the config that trains it.
 
     ``makings`` records where the model was made. ``names`` held half tensors in code that no replay runs: in a script's
-    loss, of which only the calls are repeated.
+    loss function, since replays repeat only its calls.
     """
 
     config: Config
@@ -67,7 +67,7 @@ class Run:
 
     @contextlib.contextmanager
     def pinned(self, pins: Iterable[str]) -> Iterator[None]:
-        """Run the modules and the tail lines of these names in FP32 while entered."""
+        """Run the modules and tail lines named by ``pins`` in FP32 while entered."""
         names = list(pins)
         modules = [name for name in names if name not in self.tail.lines]
         before, self.tail.in_fp32 = self.tail.in_fp32, self.tail.calls_of(names)
@@ -105,7 +105,7 @@ def prepared(config: Config) -> Iterator[Run]:
             stack.enter_context(cuda_on_cpu())
         with Makings() as makings:
             workload, mode = build_workload(config, device), mode_of(config.precision, device)
-        # TorchScript's optimizer would write the autocast dtypes of one replay into the code of all later ones.
+        # TorchScript's optimizer would write the autocast dtypes of one replay into the code of all later replays.
         stack.enter_context(optimized_execution(False))
         stack.enter_context(mode.converted(workload.model))
         stack.enter_context(mode.pinned(workload.model, config.precision.pins))
@@ -137,8 +137,8 @@ def run_pass(
 ) -> tuple[NamedLosses, ...]:
     """Accumulate the gradients of one step's micro-batches, one loss after another.
 
-    If there are as many optimizers as losses, each loss reaches only the parameters of its own optimizer. The first
-    loss reaches those of the first optimizer. The two sides of a GAN are an example.
+    If there are as many optimizers as losses, each loss reaches only the parameters of its optimizer, in order. The two
+    sides of a GAN are an example.
 
     Args:
         workload: computes losses from a batch.

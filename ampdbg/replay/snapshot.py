@@ -51,7 +51,7 @@ class ModelState:
 
     def packed(self, prefix: str = "attribute") -> PackedState:
         """Return the plain data of the state, for a rebuilt model: numbers, strings, tensors, arrays, generators of
-        random numbers, and containers of them.
+        random numbers, and containers with such data.
 
         ``prefix`` begins the names of the tensors in attributes.
         """
@@ -106,9 +106,8 @@ class Snapshot:
     """A step before its forward pass. ``batches`` has one entry for each micro-batch, on the device.
 
     The batches are copies that belong to the snapshot. ``data`` are the tensors in them from outside the step, by name.
-    ``weights`` are copies of the model's parameters, in order, if the step is to be replayed later. ``beside`` are
-    called objects outside the model, such as a loss with a running mean. ``states_beside`` are their earlier states, if
-    known.
+    ``weights`` are copies of the model's parameters, in order, for a later replay. ``beside`` are called objects
+    outside the model, such as a loss with a running mean. ``states_beside`` are their earlier states, if known.
     """
 
     step: int
@@ -138,7 +137,7 @@ def rewound(model: torch.nn.Module, snapshot: Snapshot) -> Iterator[None]:
     """Restore model, batches and random state from before the step while this is entered, but keep the current weights.
 
     Gradients are cleared. On exit everything is as on entry, including weights that the step wrote. Meanwhile no
-    watcher records and nothing is compiled: the compiler would choose other code for later steps.
+    watcher records and nothing is compiled: the compiler would change its code for later steps.
     """
     random_state, states = RandomState.now(), (snapshot.state, *snapshot.states_beside)
     also = [one for state in states for one in state.held.values]

@@ -1,7 +1,7 @@
-"""The state of a model, a batch and a process: how to save it, restore it in place, and build copies of it.
+"""The state of a model, a batch and a process: how to save it, restore it in place, and copy it.
 
-One table says for each kind of value what it holds, how to restore its contents in place, and how to rebuild it.
-:class:`Held` restores the same objects; ``copies`` builds new ones.
+One table has the functions for each kind of value: read its contents, restore them in place, and rebuild the value.
+:class:`Held` restores the same objects; ``copies`` builds new objects.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from ampdbg.probes.tensors import distinct, is_emptied, may_be_bad, nbytes
 from ampdbg.source.ownership import is_users_file
 
 LARGEST = 2**24
-"""A larger tensor or array, in bytes, is data or an activation kept for inspection, not state of a step."""
+"""The most bytes of state in a tensor or array: more are data, or an activation that is kept for inspection."""
 
 MOST = 1000
-"""A container with more values is a vocabulary or similar data."""
+"""The most values of a container that is state: more are a vocabulary or similar data."""
 
 LARGEST_APART = 2**20
-"""A larger tensor or array, in bytes, is data if it is outside a model: in a global, or in an object's object."""
+"""The most bytes of state in a tensor or array outside a model, such as in a global."""
 
 ANY = sys.maxsize
 
@@ -56,7 +56,7 @@ CONSTANTS = frozenset(
 
 REGISTERS = frozenset({"_parameters", "_buffers", "_modules"})
 
-# Hooks and pins belong to the code that sets them; parameters, buffers and submodules are no plain attributes.
+# Hooks and pins belong to the code that sets them. Parameters, buffers and submodules are not plain attributes.
 NOT_OWN = (frozenset(vars(torch.nn.Module())) | {"forward"}) - {"training"}
 
 
@@ -64,9 +64,9 @@ NOT_OWN = (frozenset(vars(torch.nn.Module())) | {"forward"}) - {"training"}
 class Kind:
     """A kind of value.
 
-    ``save`` returns the contents of a value: a dict or list of values if the kind ``holds`` others, else a copy.
-    ``write`` restores contents in the same object. ``make`` returns a similar new value with other contents; it is None
-    if no copy can replace the object. A kind that ``draws`` has generators of random numbers.
+    ``save`` returns the contents of a value: a dict or list of values for a container that ``holds`` values, else a
+    copy. ``write`` restores contents in the same object. ``make`` returns a similar new value with new contents; it is
+    None if no copy can replace the object. A kind that ``draws`` has generators of random numbers.
     """
 
     of: type | tuple[type, ...]
@@ -104,7 +104,7 @@ class Held:
 
     @staticmethod
     def now(values: Iterable[tuple[Any, ...]]) -> Held:
-        """Save the contents of these values. Each value comes with its kind, and with its contents if they are known.
+        """Save the contents of values. Each value comes with its kind, and with its contents if they are known.
 
         If a value appears twice, its last kind counts.
         """
@@ -140,7 +140,7 @@ class Held:
         return self._saved[id(value)].contents
 
     def values_in(self, value: Any, kind: Kind) -> Any:
-        """Return the saved contents of a value. Contents that were not saved are the current ones."""
+        """Return the saved contents of a value. Parts that were not saved are returned as they are now."""
         now: Any = kind.save(value) if kind.holds else ()
         then = self.contents(value) if value in self and kind is not SCRIPTED else now
         return {**{name: now[name] for name in REGISTERS}, **then} if kind is MODULE else then
@@ -165,7 +165,7 @@ class Held:
         return Held({key: one for key, one in self._saved.items() if one.kind is not OBJECT and key not in aside})
 
     def with_earlier(self, other: Held) -> Held:
-        """Return this state with the other one's values where it has them."""
+        """Return this state, but with the values of ``other`` where it has them."""
         return Held({**self._saved, **other._saved})
 
     def restore(self, *, draws_only: bool = False) -> None:
@@ -178,7 +178,7 @@ class Held:
                         kind.write(value, contents)
 
     def is_as_saved(self, value: Any) -> bool:
-        """True if a container holds the same objects, or a tensor the same numbers. No other value is compared."""
+        """True if a container holds the same objects, or a tensor the same numbers, or the value is neither."""
         saved = self._saved.get(id(value))
         if saved is not None and saved.kind.holds:
             return _is_same(saved.kind.save(value), saved.contents)
@@ -224,7 +224,7 @@ def are_held_whole(optimizers: Iterable[torch.optim.Optimizer]) -> bool:
 
 
 def tensors_in(model: torch.nn.Module, held: Held | None = None) -> list[torch.Tensor]:
-    """Return the model's parameters, buffers, and tensors in attributes; with ``held``, those of the saved state."""
+    """Return the model's parameters, buffers, and tensors in attributes; with ``held``, in the saved attributes."""
     return [value for value, *_ in _walk([model], (ANY, LARGEST), held=held) if isinstance(value, torch.Tensor)]
 
 
@@ -248,7 +248,7 @@ def _walk(
 
     Modules that only a list holds count as modules. A user's own objects are followed as deep as ``largest`` has
     entries after its first. Larger values are left out: an object may refer to the whole data set and the whole
-    program. The ``first`` kinds precede those of the table. Contents saved in ``held`` replace current ones.
+    program. The ``first`` kinds precede the table. Contents saved in ``held`` replace current contents.
     """
     held, kinds, met = held or Held({}), Kinds(*first), {}
     waiting = [(root, 0) for root in roots]
@@ -363,7 +363,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _copied(copied: Callable[[Any], Any], write: Callable[[Any, Any], None]) -> Callable[[Any, Any], Any]:
-    """Return a function that copies a value, with its class, length limit and default, but writes other contents."""
+    """Return a function that copies a value, with its class, length limit and default, but with new contents."""
 
     def make(value: Any, contents: Any) -> Any:
         made = copied(value)
@@ -382,7 +382,7 @@ def _fill_object(value: Any, attributes: Any) -> None:
 
 
 def _modules(aside: Collection[str]) -> Kind:
-    """Return the kind of modules without the attributes ``aside``, such as hooks, which other code sets and removes."""
+    """Return the kind of modules without the attributes ``aside``, such as hooks, which come from elsewhere."""
 
     def save(module: torch.nn.Module) -> dict[str, Any]:
         return {name: value for name, value in vars(module).items() if name not in aside}
@@ -400,7 +400,7 @@ def _nothing(value: Any, contents: Any) -> None:
 
 
 def _leaf(of: Any, save: Callable[[Any], Any], write: Callable[[Any, Any], None], *, draws: bool = False) -> Kind:
-    """Return a kind whose values hold no others and can be copied."""
+    """Return a kind of values that hold no values and can be copied."""
     return Kind(of, save, write, _copied(copy.deepcopy, write), draws=draws)
 
 
@@ -439,14 +439,14 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 OBJECT = Kind(object, _attributes, _fill_object, _copied(copy.copy, _fill_object), holds=True)
-"""An object of a class that is not from torch, Python or NumPy."""
+"""An object of a class that is not from torch, Python or NumPy: the user's own, or from a library."""
 
 
 class Kinds(dict[type, "Kind | None"]):
     """The kind for each class; None if its values are immutable or not the model's to change.
 
     Args:
-        first: kinds that precede those of the table.
+        first: kinds that precede the table.
     """
 
     def __init__(self, *first: Kind) -> None:
@@ -471,7 +471,7 @@ def _is_users(cls: type) -> bool:
 
 @contextlib.contextmanager
 def surroundings_restored(left: set[str]) -> Iterator[None]:
-    """Restore the names in the user's modules, and small data that they refer to, on exit.
+    """On exit, restore the names in the user's modules and the small data that they refer to.
 
     Another running thread of the user may write such data meanwhile, and its writes must stay. Then only random
     generators are restored, and the names that changed are added to ``left``.
@@ -485,7 +485,7 @@ def surroundings_restored(left: set[str]) -> Iterator[None]:
 
 
 def _surroundings() -> list[tuple[Any, Kind]]:
-    """Return the user's modules, their classes and objects of the user's classes, and small data in all of these."""
+    """Return the user's modules, the user's classes and their objects in them, and small data in all of the results."""
     modules = [(one, NAMES) for one in list(sys.modules.values()) if type(one) is ModuleType and _is_of_users_file(one)]
     bound = _inside(modules)
     spaces = [(one, kind) for one, kind in bound if kind in (NAMES, OBJECT) and _is_users_own(one)]
@@ -529,7 +529,7 @@ def _bind(space: Any, before: dict[str, Any]) -> None:
 
 
 def _others(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
-    """Return the names that are unbound now, or bound to other objects."""
+    """Return the names that are unbound now, or bound to a different object."""
     return [name for name, value in before.items() if name not in now or now[name] is not value]
 
 

@@ -44,7 +44,7 @@ MOVES_OR_CASTS = MOVES | {"type", "tensor", "as_tensor", "__getitem__"}
 
 CallArguments = Mapping[int, tuple[Any, Any]]
 """The positional and keyword arguments of each call of a step, by call number. ``Made``, ``Own`` and ``ScalePower``
-replace results of other calls, the model's own tensors, and the loss scale."""
+replace results of earlier calls, the model's own tensors, and the loss scale."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class RecordedCall:
         return f"{name} on line {self.line[1]} of {PurePath(self.line[0]).name}" if self.line is not None else name
 
     def again(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Repeat the call with other arguments, as if it were on the same line."""
+        """Repeat the call with new arguments, as if it were on the same line."""
         self.random_state.restore()
         module = self.module
         if module is not None and self.training is not None and module.training is not self.training:
@@ -149,10 +149,10 @@ class OwnFunction:
 
 
 def weighted(output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return the loss, of shape (), whose backward pass equals ``output.backward(gradient)``.
+    """Return the loss, of shape (), with a backward pass that equals ``output.backward(gradient)``.
 
     Inf and NaN in ``gradient`` are not data, because the script computed them from a forward pass that had failed. With
-    0 instead, the loss keeps the inf and NaN of the output itself and gets no others.
+    0 instead, the loss keeps the inf and NaN of the output itself and gains none.
     """
     return (output * torch.nan_to_num(gradient, 0.0, 0.0, 0.0)).sum()
 
@@ -166,7 +166,7 @@ def scaled_gradients(scale: float, outputs: Any, *args: Any, **kwargs: Any) -> A
 
 
 def torch_name(function: Callable[..., Any]) -> str:
-    """Return torch's name of a torch function, such as ``torch.Tensor.add``, or "" for any other callable."""
+    """Return torch's name of a torch function, such as ``torch.Tensor.add``, or "" for a foreign function."""
     with contextlib.suppress(Exception):  # the argument may be any callable
         return str(torch.overrides.resolve_name(function) or "")
     return ""

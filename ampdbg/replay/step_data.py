@@ -1,7 +1,7 @@
-"""Finds out if a step fails because of inf or NaN in its data, which is the batch with the targets.
+"""Finds out if inf or NaN in the data of a step makes the step fail. The data is its batch with the targets.
 
 NaN that the script masks, such as in padded targets, does no harm. It does not explain a NaN loss with another cause.
-So the step is replayed with finite numbers instead of inf and NaN. The data is to blame only if FP32 is then finite.
+So the step is replayed with finite data. The data is to blame only if FP32 is then finite.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ampdbg.replay.step import RecordedStep
 
 
 def blamed_data(run: Run, snapshot: Snapshot, played: RecordedStep) -> tuple[TensorCounts, ...]:
-    """Return the data that makes the step fail in FP32.
+    """Return the data with inf or NaN that makes the step fail in FP32.
 
     Args:
         run: the workload; it must still have the weights of the step.
