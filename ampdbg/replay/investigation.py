@@ -1,4 +1,4 @@
-"""Decides which steps to replay, makes the replays that show the fault of a step, and replays it with pins."""
+"""Decides which steps to replay, and makes the replays that show the fault of a step."""
 
 from __future__ import annotations
 

@@ -274,7 +274,7 @@ def packed_random_state(state: RandomState, packing: Packing) -> Any:
 
 
 def unpacked_random_state(packed: Any, unpacking: Unpacking) -> RandomState:
-    """Return the packed random state. Keep the current state of a different set of GPUs, or of another NumPy generator.
+    """Return the packed random state. The current one stays for a different number of GPUs or kind of NumPy generator.
 
     Raises:
         PackedError: the packed data is damaged.

@@ -19,7 +19,7 @@ from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep
 
 LOWEST_SCALE = 1.0
-"""No dynamic scaler that works has a lower scale."""
+"""The lowest loss scale to try: no dynamic scaler that works has a lower one."""
 
 SUSPECTS = 10_000
 """The most producers of one kind in a replay: the next trial pins every one."""

@@ -230,7 +230,8 @@ class Recorder(TorchFunctionMode):
 
     Args:
         is_paused: returns True if nothing must be recorded now.
-        begins_anew: called when a module is called again before any backward pass, or after one without a step.
+        begins_anew: called when a module is called again before any backward pass. Also called when no optimizer step
+            followed the last backward pass before a module call.
         about_to_step: called right before each optimizer step, with the optimizer and the enabled scaler or None. For a
             step with a closure, called after each backward pass of the closure.
         about_to_call: called with the line of each call before the call runs.
@@ -290,7 +291,7 @@ class Recorder(TorchFunctionMode):
     def _now(self) -> _Thread:
         return self._threads.now
 
-    # The mode is active from the start of autocast, or the end of a root call, to a backward pass.
+    # The torch-function mode is active from autocast, or the end of a root call, up to a backward pass.
 
     def _on(self) -> None:
         """Push the mode as the lowest of all, so that the script pops its own modes and not this one."""
@@ -773,7 +774,7 @@ class Recorder(TorchFunctionMode):
         return self._called_at(self._maker(loss))
 
     def doubt(self, loss: torch.Tensor, lead_back: Callable[[bool], None]) -> None:
-        """Let the next backward pass report to ``lead_back`` if it includes the loss or the loop gave up the loss."""
+        """Let the next backward pass call ``lead_back``: True if it includes the loss, False if the loop gave it up."""
         made = self._maker(loss)
         self._doubtful = None if made is None else (made.call, lead_back)
 
@@ -810,7 +811,7 @@ class Recorder(TorchFunctionMode):
         Args:
             model: the model that the step trains.
             optimizers: the optimizers of the loop.
-            device: the device type that decides the autocast state.
+            device: the type of the device; only its autocast counts.
             loss: a loss computed since the last backward pass.
             of: the positions of the optimizers of the wanted losses; all losses if empty.
             scale: the loss scale of the scaler.

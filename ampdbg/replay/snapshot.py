@@ -119,7 +119,7 @@ class Snapshot:
     beside: tuple[Any, ...] = ()
     states_beside: tuple[ModelState, ...] = ()
     draws: Draws = field(default_factory=Draws)
-    """The draws of its dropouts, recorded in the first replay."""
+    """The dtypes in which its dropouts draw, recorded in the first replay."""
 
     left: set[str] = field(default_factory=set)
     """The names in the user's code that replays did not restore, each with its file or class."""

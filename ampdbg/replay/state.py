@@ -218,7 +218,7 @@ def held_by(optimizers: Iterable[torch.optim.Optimizer]) -> Held:
 
 
 def are_held_whole(optimizers: Iterable[torch.optim.Optimizer]) -> bool:
-    """True if :func:`held_by` saves all state: the user's own optimizer may keep weights in its attributes."""
+    """True if :func:`held_by` saves all state. The user's own optimizer may keep weights in attributes."""
     own = [{**vars(optimizer), "state": None, "param_groups": None} for optimizer in optimizers]
     return not any(isinstance(leaf, torch.Tensor) for leaf in _pytree.tree_leaves(own))
 

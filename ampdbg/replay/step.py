@@ -79,7 +79,7 @@ class ScalePower:
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """One call. If ``writes``, it changes its first argument, which replaces its result. ``training`` is the mode of
+    """One call. If ``writes``, it changes its first argument, which counts as its result. ``training`` is the mode of
     the called module."""
 
     function: Callable[..., Any]
