@@ -1,1 +1,1 @@
-"""A step that can be run again: its state from before, its passes, and what replays of it show."""
+"""Replays of a training step: its saved state, its passes, and what the replays show."""

@@ -1,7 +1,7 @@
-"""What the forward passes of a loop change in its modules besides weights, as it was before them.
+"""The state of a loop's modules before their forward passes change it, without the weights that an optimizer trains.
 
-Each module is looked at whole in its first calls. From then on only what these were seen to change is held: the
-statistics of batch norms, say, a counter of steps, or the weights of a momentum encoder, and no mask of attention.
+The first calls of each module are examined whole. After that, only the state that these calls changed is saved. It may
+include batch norm statistics, a step counter, or the weights of a momentum encoder, but no attention masks.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from ampdbg.replay.snapshot import ModelState
 from ampdbg.replay.state import TENSOR, Held, Kind, held_before_a_step
 
 LOOKED_AT = 2
-"""So many calls of each module are looked at whole."""
+"""The number of calls of each module that are examined whole."""
 
 
 SAMPLE = 1024
-"""About so many entries of a frozen parameter show whether a call that is looked at writes it."""
+"""The approximate number of entries of a frozen parameter that are compared to find a write by a call."""
 
 
 NOTHING = Held({})
 
 FrozenSample = tuple[int, torch.Tensor]
-"""Where a parameter lies in memory, and some of its entries: ``.data`` hides from its version that it was written."""
+"""The address of a parameter and some of its entries: its version counter misses writes through ``.data``."""
 
 
 class _Kept(NamedTuple):
-    """What a module held before one call, and how often each of its buffers and parameters had been written; in a call
-    that is looked at a ``sample`` of each frozen parameter too."""
+    """The state of a module before one call, and the versions of its buffers and parameters. For a call that is
+    examined whole there are also ``samples`` of frozen parameters."""
 
     held: Held
     written: Mapping[str, int]
@@ -43,11 +43,11 @@ class _Kept(NamedTuple):
 
 @dataclass
 class _Root:
-    """What is ``kept`` from before those calls of a module that are noted, by their number.
+    """The records of one module. ``kept`` has the state before each recorded call by the number of the call.
 
-    ``changes`` is what its calls were seen to change. ``left`` is how often each of its ``untrained`` tensors had been
-    written as the last call returned, and ``rewritten`` has those that were written between two calls, each with the
-    later one.
+    ``changes`` has the values that its calls are known to change. ``left`` has the version of each of its ``untrained``
+    tensors when the last call returned. ``rewritten`` has the tensors that were written between two calls, each with
+    the number of the later call.
     """
 
     calls: int = 0
@@ -60,11 +60,11 @@ class _Root:
 
     @property
     def is_looked_at(self) -> bool:
-        """The call is looked at whole."""
+        """True if the current call is examined whole."""
         return self.calls <= LOOKED_AT
 
     def begins(self, number: int, module: torch.nn.Module) -> None:
-        """Holds what is to be held before a call."""
+        """Save the state that is needed before a call."""
         self.calls += 1
         if self.is_looked_at:
             own = {**dict(module.named_buffers()), **dict(module.named_parameters())}
@@ -85,11 +85,11 @@ class _Root:
     def _changing(self) -> list[tuple[Any, Kind]]:
         changes = [(value, kind) for alive, kind in self.changes.values() if (value := alive()) is not None]
         entries = (one for value, kind in changes if kind.holds for one in kind.inner(kind.save(value)))
-        # Another tensor may come to stand in a register of buffers: what stood there is known by that alone.
+        # A call may replace a buffer. The tensor from before the call is then found only in the register.
         return [*((one, TENSOR) for one in entries if isinstance(one, torch.Tensor)), *changes]
 
     def returned(self, number: int) -> None:
-        """Learns from a call that was looked at whole what calls change."""
+        """Learn what calls change: from the whole state, or from the versions of buffers."""
         untrained = ((name, self.tensors.get(name)) for name in self.untrained)
         self.left = {name: times_written(one) for name, one in untrained if one is not None}
         if not self.is_looked_at:
@@ -102,17 +102,16 @@ class _Root:
         self.changes.update((id(value), (_reference(value), kind)) for value, kind in changed)
 
     def _learn(self, before: Mapping[str, int]) -> None:
-        """Has those buffers held from now on that a later call was the first to write, as that of a discriminator which
-        begins late."""
+        """Save from now on the buffers that only a later call wrote, as in a discriminator that starts late."""
         written = (self.tensors.get(name) for name, times in self.left.items() if times != before.get(name, times))
         self.changes |= {id(one): (_reference(one), TENSOR) for one in written if one is not None} | self.changes
 
     def first_of(self, calls: Collection[int]) -> int | None:
-        """The first of these calls that is one of this module."""
+        """Return the number of the first call of this module among ``calls``."""
         return min((number for number in self.kept if number in calls), default=None)
 
     def _written(self, kept: _Kept) -> list[str]:
-        """The buffers and parameters that were written since."""
+        """Return the buffers and parameters written since."""
         samples = _samples({name: self.tensors[name] for name in kept.samples.keys() & self.tensors.keys()})
         others = {name for name, sample in samples.items() if not _are_same(sample, kept.samples[name])}
         return [
@@ -122,20 +121,20 @@ class _Root:
         ]
 
     def unheld(self, kept: _Kept) -> Iterator[str]:
-        """The buffers and parameters that were written since and are not held."""
+        """Yield the buffers and parameters that were written since and not saved."""
         for name in self._written(kept):
             if self.tensors[name] not in kept.held:
                 yield f"{'parameter' if isinstance(self.tensors[name], torch.nn.Parameter) else 'buffer'} {name}"
 
     def unknown(self, kept: _Kept) -> Iterator[str]:
-        """The same; they are held from the next call on."""
+        """Yield the unsaved buffers and parameters, and save them from the next call on."""
         for name in self.unheld(kept):
             self.calls = 0
             yield name
 
 
 def _is_frozen(tensor: torch.Tensor) -> bool:
-    """It is a parameter that no optimizer trains, and has memory that can be read."""
+    """True for a parameter with readable memory that no optimizer trains."""
     is_kept_still = type(tensor) is torch.nn.Parameter and not tensor.requires_grad
     return is_kept_still and tensor.layout is torch.strided and not tensor.is_meta and not is_emptied(tensor)
 
@@ -153,11 +152,11 @@ def _are_same(one: FrozenSample, other: FrozenSample) -> bool:
 
 
 class Before:
-    """What called modules held before those of their calls that are noted still."""
+    """The state of modules before each of their recorded calls."""
 
     def __init__(self) -> None:
         self._alive: dict[int, tuple[weakref.ref[torch.nn.Module], _Root]] = {}
-        """By the ``id`` of a module, which may be another's by now."""
+        """By the ``id`` of a module, which another module may have reused."""
 
     @property
     def _roots(self) -> list[_Root]:
@@ -168,7 +167,7 @@ class Before:
         return root if alive is not None and alive() is module else None
 
     def begins(self, number: int, module: torch.nn.Module) -> None:
-        """To be called before the call of this number."""
+        """Save the state of the module before the call with this number."""
         root = self._root(module)
         if root is None:
             root = _Root()
@@ -177,34 +176,34 @@ class Before:
         root.begins(number, module)
 
     def forget(self, number: int, module: torch.nn.Module) -> None:
-        """Lets go of what the module held before the call of this number."""
+        """Drop the state of the module before this call."""
         root = self._root(module)
         if root is not None:
             root.kept.pop(number, None)
 
     def returned(self, number: int, module: torch.nn.Module) -> None:
-        """To be called when it has returned."""
+        """Learn from the state after this call what the module changes."""
         root = self._root(module)
         if root is not None and number in root.kept:
             root.returned(number)
 
     def is_known(self, number: int) -> bool:
-        """What the module of a call held before it is known, but for weights that optimizers train."""
+        """True if the state before a call is fully known, except weights that optimizers train."""
         kept = ((root, root.kept[number]) for root in self._roots if number in root.kept)
         return all(not any(True for _ in root.unheld(one)) for root, one in kept)
 
     def state(self, model: torch.nn.Module, calls: Collection[int]) -> tuple[ModelState, str]:
-        """What the model held before these calls, and of which buffer or parameter that is not known; "" of none."""
+        """Return the model's state before these calls, and a written buffer or parameter that was not saved, or ""."""
         held, unknown = held_before_a_step(model), ""
         begun = [(first, root) for root in self._roots if (first := root.first_of(calls)) is not None]
-        for first, root in sorted(begun, key=lambda one: -one[0]):  # of what two others hold the earlier counts
+        for first, root in sorted(begun, key=lambda one: -one[0]):  # the earlier state counts where two overlap
             held = held.with_earlier(root.kept[first].held)
             unknown = next(root.unknown(root.kept[first]), unknown)
         return ModelState(held, model), unknown
 
     def rewritten(self, state: ModelState, calls: Collection[int]) -> Mapping[str, float]:
-        """Those buffers of a state that the loop has written right before one of these calls, outside of all calls:
-        their largest magnitudes."""
+        """Return the buffers of a state that the loop wrote right before one of the ``calls``, outside of all calls.
+        Each comes with its largest magnitude."""
         found = {
             id(root.tensors.get(name))
             for root in self._roots
@@ -216,7 +215,7 @@ class Before:
         return {name: float(one.abs().amax()) for name, one in those if one.is_floating_point() and one.numel()}
 
     def poisoned(self, buffers: Iterable[tuple[str, torch.Tensor]]) -> Iterator[str]:
-        """The names of those buffers that noted calls have made inf or NaN, or have put in the place of others."""
+        """Yield the names of the buffers that recorded calls made inf or NaN, or replaced by a non-finite one."""
         kept = [one.held for root in self._roots for one in root.kept.values()]
         roots = ((alive(), root) for alive, root in self._alive.values() if root.kept)
         noted = [(module, root.tensors) for module, root in roots if module is not None]
@@ -227,7 +226,7 @@ class Before:
                 yield name
 
     def changing(self, state: ModelState) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those buffers of a state that calls were seen to write; others may be masks, and infinite."""
+        """Yield the buffers of a state that calls are known to write. Any further buffer may be a mask."""
         changes = {key for root in self._roots for key in root.changes}
         buffers = state.buffers
         for name, buffer in state.model.named_buffers() if state.model is not None else ():
@@ -236,7 +235,7 @@ class Before:
 
 
 def _reference(value: Any) -> Callable[[], Any]:
-    """What leads to a value, and holds none that can be held weakly: a model goes when its loop lets go of it."""
+    """Return a weak reference if possible: a model must be freed once its loop drops it."""
     try:
         return weakref.ref(value)
     except TypeError:

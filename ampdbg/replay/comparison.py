@@ -1,4 +1,4 @@
-"""Two replays held against each other: producers against FP32's same op, gradients, and samples of every op."""
+"""Compares two replays: producers of inf and NaN with the same ops in FP32, gradients, and samples of every op."""
 
 from __future__ import annotations
 
@@ -23,40 +23,40 @@ from ampdbg.record.run import Producer, Replay
 from ampdbg.replay.replay import Manner, Replayed
 
 PRODUCERS_KEPT = 20
-"""So many producers of each pass go into the record, and as many that are meant to be: constants, and what FP32 does
-too. The first of a kind is the one that counts. Masks, one a layer, are not to take the room of what fails behind."""
+"""The most producers of one kind in the record; the first of them counts. Intended producers are a separate kind:
+constants, and ops that are not finite in FP32 either. So masks, one a layer, do not displace later faults."""
 
 MOST_OF_IT = 0.5
-"""A gradient that loses a larger share of its sum of squares to zero has lost most of it."""
+"""A gradient has lost most of itself if a larger share of its sum of squares is flushed to zero."""
 
 DEPARTURE = 16.0
-"""So many times FP32's own magnitude is more than rounding: something was divided by almost nothing, or cancelled."""
+"""A magnitude this many times FP32's is not rounding but a division by almost zero, or a cancellation."""
 
 NEARLY_LOWEST = 0.9 * FLOAT16.largest
-"""Scores that are added to the lowest number of FP16 leave it as low."""
+"""The magnitude that the lowest number of FP16 keeps when a score is added."""
 
 ROUNDINGS = 4
-"""So many ways of rounding weights show how far rounding can lead: where FP32 has a choice to make between near values,
-such as neighbours, one way may change nothing and another all."""
+"""The number of ways to round the weights that show how far rounding can lead. If FP32 chooses between near values,
+such as neighbors, one way may change nothing and another everything."""
 
 FEW_VALUES, SEVERAL = 16, 4.0
-"""Of a sample of fewer values nothing is known of the noise, and what is nearer than so many roundings is no error."""
+"""A sample with fewer values does not show the noise. A distance under ``SEVERAL`` roundings is not an error."""
 
 WRONG_ANGLES = 0.1
-"""As far from FP32's is a sine of angles that are off by a tenth of a radian."""
+"""The distance of a sine from FP32's if its angles are off by a tenth of a radian."""
 
 OpRun = tuple[OpKey, int]
-"""An op, and which of its runs: it has the same key in each."""
+"""An op and the number of its run: all its runs have the same key."""
 
 NOWHERE, UNMET = (0.0, False), (0.0, True)
-"""What is known of an op that FP32 does not come by: that it is nowhere finite, or nowhere infinite."""
+"""The assumed magnitude and finiteness of an op that does not run in FP32: never finite, or always finite."""
 
 
 def producers_of(replayed: Replayed, fp32: Replayed, most: int = PRODUCERS_KEPT) -> Replay:
-    """The replay with its producers, each held against the same op of the FP32 replay; ``most`` of a kind.
+    """Return the replay with its producers, each compared with the same op in FP32; at most ``most`` of a kind.
 
-    They are in order of execution; those behind a NaN come first where the loss is one, and where it is finite those of
-    the forward pass that gradients are not finite for.
+    They are in order of execution, but with a NaN loss the producers that caused it come first. With a finite loss, the
+    producers in the forward pass that make gradients non-finite come first.
     """
     trace = replayed.trace
     if not isinstance(trace, ProducerTrace):
@@ -68,14 +68,14 @@ def producers_of(replayed: Replayed, fp32: Replayed, most: int = PRODUCERS_KEPT)
     producing = {index for index, seen in enumerate(trace.ops) if seen.produces}
     starts = sorted((producing - harmless - meant) | reaching)
     if math.isnan(replayed.replay.loss):
-        # An infinity that no NaN comes of is meant, such as a mask's logarithm, or has erased itself.
+        # An infinity that causes no NaN is intended, such as a mask's logarithm, or has no effect.
         bad = trace.bad
-        chief = bad.poisonous if fp32.trace else bad.poisonous | bad.divisors  # FP32 tells what else went wrong
+        chief = bad.poisonous if fp32.trace else bad.poisonous | bad.divisors  # FP32 shows what else went wrong
     else:
         chief = {index for index in reaching if trace.ops[index].place.phase == "forward"}
     starts.sort(key=lambda index: index not in chief)
     if replayed is fp32 and not starts:
-        # Infinities that were put in by hand, such as masks, become NaN somewhere: a softmax over nothing but -inf.
+        # The script's own infinities, such as masks, become NaN somewhere: in a softmax over nothing but -inf.
         starts = [at for at, seen in enumerate(trace.ops) if seen.makes_nan or at == trace.given_bad][:1]
     makers = _Makers(trace.ops, met)
     found: dict[Producer, None] = {}
@@ -97,10 +97,10 @@ def producers_of(replayed: Replayed, fp32: Replayed, most: int = PRODUCERS_KEPT)
 
 
 def _reaching_gradients(trace: ProducerTrace, met: Mapping[OpKey, tuple[float, bool]]) -> set[int]:
-    """The ops, of either pass, where what is not finite in the gradients starts.
+    """Return the ops, of either pass, where the non-finite values in the gradients start.
 
-    One that makes NaN of the infinities of others, as a softmax does, counts where it does so in FP32 too, or nothing
-    else is known.
+    An op such as a softmax may compute NaN from earlier infinities. It counts only if it does so in FP32 too, or if no
+    op starts them.
     """
     found = trace.bad.in_gradients
     begin = {index for index in found if trace.ops[index].produces}
@@ -108,14 +108,14 @@ def _reaching_gradients(trace: ProducerTrace, met: Mapping[OpKey, tuple[float, b
 
 
 def _is_meant(seen: OpSeen, met: Mapping[OpKey, tuple[float, bool]]) -> bool:
-    """The code writes out an infinity, in FP32 too."""
+    """True if the code writes an infinity as a constant, in FP32 too."""
     return base_name(seen.op) in WRITTEN_OUT and not met.get(seen.key, NOWHERE)[1]
 
 
 def compared_gradients(low: Replayed, fp32: Replayed, floor: Replayed | None = None) -> dict[str, Any]:
-    """The fields of a Replay that say how its gradients stand against FP32's; ``floor`` tells which are noise.
+    """Return the fields of a Replay that compare its gradients with FP32's; ``floor`` shows which gradients are noise.
 
-    A gradient that could move no weight in FP32 either is left out.
+    A gradient that could not change any weight in FP32 is left out.
     """
     moving = {name: gradient for name, gradient in fp32.gradients.items() if name not in fp32.idle}
     distance = _distance(low.gradients, moving)
@@ -137,8 +137,8 @@ def compared_gradients(low: Replayed, fp32: Replayed, floor: Replayed | None = N
 
 @dataclass(frozen=True)
 class Noise:
-    """FP32 on weights rounded to ``dtype``, made when it is first called for; ``replayed`` makes a replay with its
-    gradients. ``known`` is what an investigation of the same step has found of the floor."""
+    """FP32 on weights rounded to ``dtype``, replayed on first use. ``replayed`` makes a replay with its gradients.
+    ``known`` is the floor from an investigation of the same step."""
 
     fp32: Replayed
     dtype: str
@@ -147,12 +147,12 @@ class Noise:
 
     @property
     def floor(self) -> Replayed:
-        """Of several roundings the one whose gradients are furthest from FP32's, with the loss that is."""
+        """The rounding with the gradients furthest from FP32's, and with the furthest loss."""
         return self._furthest[1]
 
     @property
     def manner(self) -> Manner:
-        """How the floor was rounded."""
+        """The manner in which the floor was rounded."""
         return self._furthest[0]
 
     @cached_property
@@ -165,7 +165,7 @@ class Noise:
         return replace(made, replay=replace(made.replay, **compared_gradients(made, self.fp32)))
 
     def _further(self, one: tuple[Manner, Replayed], other: tuple[Manner, Replayed]) -> tuple[Manner, Replayed]:
-        """The one whose gradients are further away, with the loss that is further from FP32's."""
+        """Return the rounding with the further gradients, and with the further of the two losses."""
         replays = (one[1].replay, other[1].replay)
         if not all(map(is_finite, replays)):
             return one
@@ -175,7 +175,7 @@ class Noise:
 
 
 HIGHER = (2.0**6, 2.0**12, 2.0**20)
-"""At so many times the loss scale a gradient that was flushed to zero is looked for."""
+"""The multiples of the loss scale at which to search for a gradient that was flushed to zero."""
 
 
 def held_against(
@@ -185,12 +185,12 @@ def held_against(
     at_scale: Callable[[float], Replayed] | None = None,
     most: int = PRODUCERS_KEPT,
 ) -> tuple[Replay, Replay | None]:
-    """The replay with its producers and its distances from FP32's; and the floor, where it is too far without.
+    """Return the replay with its producers and distances from FP32, and the noise floor if the distances are too large.
 
-    A gradient that is zero at any loss scale was not flushed, whatever it is in FP32: the code has made another choice,
-    such as which box an object is matched to, or rounds to where a function is flat; or something overflows in the
-    forward pass. The replay names such parameters, and the rest is compared. ``at_scale`` makes the same replay at
-    another scale, where nothing is known to overflow there.
+    A gradient that is zero at any loss scale was not flushed, even if it is not zero in FP32. The code may have made a
+    different choice, such as the box that an object is matched to. It may have rounded to a flat part of a function, or
+    the forward pass overflows. The replay names such parameters, and the rest is compared. ``at_scale`` makes the same
+    replay at another scale; it is used only if no overflow is known in the forward pass.
     """
     replay = replace(producers_of(low, fp32, most), **compared_gradients(low, fp32))
     if at_scale and not overflows_on_the_way(replay) and (unreached := _unreached(replay, at_scale)):
@@ -200,13 +200,13 @@ def held_against(
     is_near = agrees(replay, fp32.replay, None) and keeps_its_gradients(replay)
     if is_near or not (is_finite(replay) and is_finite(fp32.replay)):
         return replay, None
-    if noise.known is not None and not replay.lost:  # else its gradients tell which of these are noise
+    if noise.known is not None and not replay.lost:  # else its gradients show which lost ones are noise
         return replay, noise.known
     return replace(replay, **compared_gradients(low, fp32, noise.floor)), noise.floor.replay
 
 
 def overflows_on_the_way(replay: Replay) -> bool:
-    """Anything but a constant overflows in the forward pass, and not in FP32's."""
+    """True if an op that is not a constant overflows in the forward pass, but not in FP32."""
     forward = (one for one in replay.producers if one.phase == "forward")
     return any(one.finite_in_fp32 is not False and not one.is_constant for one in forward)
 
@@ -225,13 +225,12 @@ def _holds_something(gradient: torch.Tensor) -> bool:
 
 
 def departure(low: Replayed, fp32: Replayed, floor: Replayed) -> dict[str, Any]:
-    """The fields of an Investigation that say where a step departs from FP32.
+    """Return the fields of an Investigation that say where a step departs from FP32.
 
-    That is the first op whose result is far from FP32's, and further than rounded weights alone make it; or where the
-    error begins that a later op enlarges, as in a long sum: so many times further that no layers add up to it. Where an
-    op takes other elements than in FP32, by indices or a mask, it is the op whose rounding decides which.
-
-    Gradients are held against each other at a loss scale of 1.
+    That is the first op with a result far from FP32's, and further than rounded weights alone move it. It may also be
+    the start of an error that a later op enlarges, as in a long sum. Its distance is then too many times the noise for
+    layers to add up to. An op may take different elements than in FP32, by indices or a mask. Then the fields name both
+    the op whose rounding decides this and the op that takes them. Gradients are compared at a loss scale of 1.
     """
     if low.trace is None or fp32.trace is None or floor.trace is None:
         return {}
@@ -243,10 +242,10 @@ def departure(low: Replayed, fp32: Replayed, floor: Replayed) -> dict[str, Any]:
             continue
         distance, by_rounding = _relative(one, own), _relative(noise, own) if noise else None
         is_far = distance is not None and distance > max(AGREEMENT, NOISE_FLOORS * (by_rounding or 0.0))
-        is_many = by_rounding is not None and one.sample.numel() >= FEW_VALUES  # of one value it may be none by luck
+        is_many = by_rounding is not None and one.sample.numel() >= FEW_VALUES  # one value may not change by luck
         limit = max(several_roundings, BEYOND_NOISE * (by_rounding or 0.0))
         departs = is_far or (is_many and distance is not None and distance > limit)
-        is_weightless = noise is not None and noise.taken == own.taken  # rounded weights alone lead to no other choice
+        is_weightless = noise is not None and noise.taken == own.taken  # rounded weights alone do not change the choice
         if (one.taken != own.taken and (departs or is_weightless)) or (departs and one.picked != own.picked):
             found = _decider(key, lowered, reference)
             return {"first_far": _far(lowered[found], reference[found]), "choice": _far(one, own)}
@@ -256,8 +255,8 @@ def departure(low: Replayed, fp32: Replayed, floor: Replayed) -> dict[str, Any]:
 
 
 def rounded_angles(low: Replayed, fp32: Replayed, angular: Collection[OpKey]) -> tuple[Producer, ...]:
-    """Those of these sines and cosines whose result is far from FP32's, the furthest first. Of angles that are whole
-    numbers, and held exactly, none is."""
+    """Return the ``angular`` ops, sines and cosines, that are far from FP32's, the furthest first. Angles that are
+    whole numbers are exact, so their results are not among these."""
     reference, lowered = _by_place(fp32), _by_place(low)
     both = ((one, reference[key]) for key, one in lowered.items() if key[0] in angular and key in reference)
     far = (_far(one, own) for one, own in both if (_relative(one, own) or 0.0) > WRONG_ANGLES)
@@ -265,8 +264,8 @@ def rounded_angles(low: Replayed, fp32: Replayed, angular: Collection[OpKey]) ->
 
 
 def _decider(choice: OpRun, lowered: Mapping[OpRun, Sampled], reference: Mapping[OpRun, Sampled]) -> OpRun:
-    """The first op of the same call of a module whose result is not FP32's and decides what is taken; else the op that
-    takes it."""
+    """Return the first op of the same module call that differs from FP32 and decides which elements are taken. If there
+    is none, return the op that takes them."""
     runs, taking = list(lowered), lowered[choice]
     met, left = {choice}, set(taking.choosers or taking.makers)
     while left:
@@ -276,7 +275,7 @@ def _decider(choice: OpRun, lowered: Mapping[OpRun, Sampled], reference: Mapping
         if run not in met and one.seen.place[:3] == taking.seen.place[:3] and not is_equal:
             met.add(run)
             left |= one.makers
-    # A cast to half is FP32's too, or is none of it: what it is for is named.
+    # FP32 has the same cast to half, or none, so the op that uses the cast is named.
     computed = [run for run in runs if run in met & reference.keys() and lowered[run].seen.output.size]
     return next(run for run in computed if base_name(lowered[run].seen.op) not in CASTS)
 
@@ -286,10 +285,10 @@ def _far(one: Sampled, fp32: Sampled) -> Producer:
 
 
 class _Makers:
-    """The ops of a replay by the magnitude that they have made: each op's largest input is one of those.
+    """The ops of a replay by their output magnitude: the largest input of each op is the largest output of another.
 
-    ``met`` is what FP32 has for each op. A cast only hands on what it is given, and autocast's are none of FP32's: the
-    way back leads through it.
+    ``met`` has FP32's magnitude of each op. A cast only forwards its input, and FP32 has no autocast casts, so searches
+    skip casts.
     """
 
     def __init__(self, ops: Sequence[OpSeen], met: Mapping[OpKey, tuple[float, bool]]) -> None:
@@ -305,9 +304,9 @@ class _Makers:
         return made
 
     def departure(self, index: int, scale: float) -> OpSeen | None:
-        """The first op, on the way to the one at ``index``, whose values are far larger than FP32's own.
+        """Return the first op on the way to the op at ``index`` with values far larger than FP32's.
 
-        The way back leads from each op to the latest one before it that made its largest input.
+        The way back goes from each op to the latest earlier op that made its largest input.
         """
         found, largest, phase = None, self._ops[index].inputs.largest, self._ops[index].place.phase
         while earlier := bisect_left(made := self._made.get((largest, phase), ()), index):
@@ -322,7 +321,7 @@ class _Makers:
 
 
 def _by_place(replayed: Replayed) -> dict[OpRun, Sampled]:
-    """The ops of a trace, in its order, by key and which of that key's runs it is; gradients at a loss scale of 1."""
+    """Return the ops of a trace in order, by key and run, with gradients at a loss scale of 1."""
     assert isinstance(replayed.trace, SampleTrace)
     runs, found = Counter[OpKey](), dict[OpRun, Sampled]()
     for one in replayed.trace.sampled:
@@ -333,12 +332,12 @@ def _by_place(replayed: Replayed) -> dict[OpRun, Sampled]:
 
 
 def _relative(one: Sampled, fp32: Sampled) -> float | None:
-    """The norm of the difference over that of the reference; None where they cannot be compared."""
+    """Return the norm of the difference over the reference norm; None if they cannot be compared."""
     sample, reference = one.sample, fp32.sample
     if sample.shape != reference.shape:
         return None
-    # What is infinite in both is meant to be, and so is a mask of each dtype's lowest number, with scores added; a
-    # sample of zeros alone says nothing about sizes.
+    # Leave out intended values: infinities in both, and masks of each dtype's lowest number with scores added. A sample
+    # of zeros alone shows nothing about sizes.
     are_masked = (sample <= -NEARLY_LOWEST) & (reference <= -NEARLY_LOWEST)
     same = (sample == reference) | are_masked
     norm = float(reference[~same].norm()) if bool((~same).any()) else 0.0
@@ -347,7 +346,7 @@ def _relative(one: Sampled, fp32: Sampled) -> float | None:
 
 
 def _distance(low: Mapping[str, torch.Tensor], fp32: Mapping[str, torch.Tensor]) -> float | None:
-    """The norm of the difference over that of FP32's; equal gradients are no distance apart, zeros too."""
+    """Return the norm of the difference over FP32's norm; 0 for equal gradients, zeros too."""
     difference = total = 0.0
     for name, reference in fp32.items():
         total += float(reference.double().square().sum())
@@ -359,13 +358,13 @@ def _distance(low: Mapping[str, torch.Tensor], fp32: Mapping[str, torch.Tensor])
 
 
 def _flushed(low: torch.Tensor | None, fp32: torch.Tensor) -> float:
-    """The sum of squares of FP32's gradient where the low one is exactly zero."""
+    """Return the sum of squares of FP32's gradient where the low-precision gradient is exactly zero."""
     squares = fp32.double().square()
     return float(squares.sum() if low is None else squares[low == 0].sum())
 
 
 def _is_noise(name: str, fp32: Replayed, floor: Replayed | None) -> bool:
-    """A gradient is nothing but rounding: other roundings give quite another one."""
+    """True if a gradient is only rounding noise: with different rounding, most of the gradient changes."""
     if floor is None or name not in floor.gradients:
         return False
     distance = _distance({name: floor.gradients[name]}, {name: fp32.gradients[name]})

@@ -1,4 +1,4 @@
-"""Copies of what a batch or a model's attributes hold: containers made anew, with other tensors in them."""
+"""Copies of a batch or of a model's attributes: rebuilt containers with new tensors in them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ampdbg.replay.state import CONSTANTS, OBJECT, OBJECTS_IN_A_BATCH, Kinds, du
 
 
 def altered_batch(batch: Any, alter: Alteration) -> Any:
-    """The batch with its tensors altered; the one that was given is left as it is.
+    """Return a copy of the batch with altered tensors; the original stays unchanged.
 
-    A tensor that needs a gradient becomes a leaf that needs one: were the alteration part of the graph, a cast to
-    another dtype would lead the gradient back to the dtype that the replay has lifted.
+    A tensor that requires a gradient becomes a leaf that requires a gradient. If its graph included the alteration, the
+    gradient would be cast back to the dtype that the replay has replaced.
     """
 
     def altered(value: Any) -> Any:
@@ -28,25 +28,25 @@ def altered_batch(batch: Any, alter: Alteration) -> Any:
 
 
 def duplicate(batch: Any) -> Any:
-    """A batch with tensors, arrays and containers of its own; other objects that cannot be copied are shared."""
+    """Return a copy of a batch with its own tensors, arrays and containers. Share the objects that cannot be copied."""
     with torch.no_grad():
         return Copying(_duplicate_of_leaf).of(batch)
 
 
 def _duplicate_of_leaf(value: Any) -> Any:
-    with contextlib.suppress(Exception):  # what cannot be copied is shared, and what is no tensor
+    with contextlib.suppress(Exception):  # values that cannot be copied are shared
         return duplicated(value).requires_grad_(value.requires_grad)
     return value
 
 
 class Copying:
-    """Makes values again, each container anew of what ``change`` makes of the values in it.
+    """Rebuilds values: each container is built again from the changed values in it.
 
-    What two containers share stays shared. ``change`` is asked what a tensor becomes, and an object that cannot be made
-    again.
+    Shared values stay shared. ``change`` returns the replacement for a tensor, and for an object that cannot be
+    rebuilt.
     """
 
-    _kinds = Kinds()  # each call of a loop is copied: to ask every class anew takes as long as the rest
+    _kinds = Kinds()  # shared: each call of a loop is copied, and to look up the kinds takes as long as the rest
 
     def __init__(self, change: Callable[[Any], Any]) -> None:
         self._change = change
@@ -54,14 +54,14 @@ class Copying:
         self._met: dict[int, tuple[Any, Any]] = {}
 
     def of(self, value: Any) -> Any:
-        """What the value becomes."""
+        """Return the copy of a value."""
         if type(value) in CONSTANTS:
             return value
         if id(value) not in self._met:
             self._met[id(value)] = value, _UNDER_WAY
             self._met[id(value)] = value, self._made(value)
         made = self._met[id(value)][1]
-        return self._change(value) if made is _UNDER_WAY else made  # which holds itself
+        return self._change(value) if made is _UNDER_WAY else made  # the value contains itself
 
     def _made(self, value: Any) -> Any:
         kind = self._kinds[type(value)]
@@ -71,7 +71,7 @@ class Copying:
         try:
             contents = _asked(kind.save, value)
             return _asked(kind.make, value, self._each(contents) if kind.holds else contents)
-        except (_CannotError, RecursionError):  # nested too deeply to be made again
+        except (_CannotError, RecursionError):  # too deeply nested to rebuild
             return self._change(value)
         finally:
             self._objects -= kind is OBJECT
@@ -86,11 +86,11 @@ _UNDER_WAY = object()
 
 
 class _CannotError(Exception):
-    """A class of the user's own cannot be asked what it holds, or be made again."""
+    """A user's class cannot return its contents, or cannot be rebuilt."""
 
 
 def _asked(ask: Callable[..., Any], *given: Any) -> Any:
     try:
         return ask(*given)
-    except Exception as error:  # whatever the class raises
+    except Exception as error:  # the class may raise anything
         raise _CannotError from error

@@ -1,4 +1,4 @@
-"""Which steps are replayed, the replays that decide what was wrong with one, and its replays with pins."""
+"""Decides which steps to replay, and makes the replays that show the fault of a step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from ampdbg.replay.snapshot import ModelState, Snapshot, take_snapshot
 Why = Literal["loss", "gradients", "end"]
 
 CONTINUED_STEPS = 10
-"""So many FP32 steps on the same batch tell a learning rate that diverges from an overflow of FP16."""
+"""The number of FP32 steps on the same batch that distinguish a diverging learning rate from an FP16 overflow."""
 
 INTEGERS = frozenset(
     {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64}
@@ -49,10 +49,10 @@ INTEGERS = frozenset(
 ROUNDED = "FP32 on rounded weights"
 
 MOST_ERASED = 5
-"""So many producers of a backward pass are tried, each by a replay."""
+"""The most producers of a backward pass that are tried, each by a replay."""
 
 TRIES = 3
-"""A step that does not go wrong again is replayed so often before that is said."""
+"""The number of replays of a step before ampdbg reports that it does not fail again."""
 
 
 def investigate(
@@ -64,22 +64,22 @@ def investigate(
     before: Sequence[Step],
     observer: Observer,
 ) -> Investigation:
-    """Replays a step until its cause can be told; the model, its optimizers and the random state stay as they are.
+    """Replay a step until its cause is known; the model, its optimizers and the random state stay unchanged.
 
     Args:
         run: the workload, with the weights of the step.
         snapshot: the step.
-        why: what called for it. ``loss``: it is not finite. ``gradients``: the loss is finite and they are
-            not. ``end``: nothing is wrong so far; looks for what no loss and no gradient shows.
+        why: the reason. ``loss``: the loss is not finite. ``gradients``: the loss is finite, but the gradients are not.
+            ``end``: no fault is known; the replays search for one that no loss and no gradient shows.
         scale: the loss scale of the step.
-        before: the steps of its optimizer before it; none where its loss is not to be compared with theirs.
-        observer: sees each replay before it runs.
+        before: the earlier steps of its optimizer; none if its loss is not to be compared with theirs.
+        observer: is notified before each replay.
     """
     replays = _Replays(run, snapshot, scale, observer)
     with seldom_collected():
         made = replays.of_hidden_fault() if why == "end" else replays.of_fault(why, before)
     largest: dict[str, tuple[float, tuple[int, ...]]] = {}
-    for name, value in _largest_in(snapshot):  # several micro-batches have leaves of one name
+    for name, value in _largest_in(snapshot):  # several micro-batches have leaves of the same name
         largest[name] = max(largest.get(name, value), value)
     return replace(
         made,
@@ -99,7 +99,7 @@ class _Replays:
         self._producers = functools.partial(ProducerTrace, data=snapshot.data)
 
     def of_fault(self, why: Why, before: Sequence[Step]) -> Investigation:
-        """The replays of a step whose loss or gradients are not finite."""
+        """Replay a step with a loss or gradients that are not finite."""
         low, failed, tries = self._again_until_it_fails(why)
         made = Investigation(self._snapshot.step, why, low.replay, reproduced=int(failed), tries=tries)
         if not failed:
@@ -117,7 +117,7 @@ class _Replays:
         return replace(made, continuation=continuation)
 
     def of_hidden_fault(self) -> Investigation:
-        """The replays of a step that looks healthy: two, and more only where those differ."""
+        """Replay a step that looks healthy: twice, and further only if the two replays differ."""
         low = self._low(traced=self._producers, keep_gradients=True)
         overflows = any(op.produces for op in low.trace.ops) if low.trace else False
         fp32 = self._fp32(traced=self._producers if overflows else None, keep_gradients=True)
@@ -133,16 +133,16 @@ class _Replays:
             angles = rounded_angles(sampled, reference, low.trace.angular)
             made = replace(made, rounded_angles=angles[:PRODUCERS_KEPT])
         is_near = agrees(replay, fp32.replay, None) and not is_beyond_noise(replay, floor)
-        if floor is None or is_near or overflow_in(made):  # which is why it is far
+        if floor is None or is_near or overflow_in(made):  # the overflow explains the distance
             return made
         low, fp32 = self._low(traced=SampleTrace), self._fp32(traced=SampleTrace)
         return replace(made, **departure(low, fp32, self._replay(ROUNDED, noise.manner, traced=SampleTrace)))
 
     def _with_erased(self, low: Replayed, replay: Replay) -> Replay:
-        """The replay with those producers marked of which no gradient has anything, up to the first that is none.
+        """Mark the producers that no gradient depends on, up to the first with an effect.
 
-        For each the step runs once more with a finite number in the place of its inf and NaN: of what a closed ReLU
-        makes zeros all gradients are the same then, to the last bit.
+        For each producer the step is replayed with a finite number instead of its inf and NaN. If a closed ReLU turns
+        the result into zeros, all gradients are the same to the last bit.
         """
         producers = list(replay.producers)
         if overflows_on_the_way(replay):
@@ -174,7 +174,7 @@ class _Replays:
         return Noise(fp32, self._as_it_was.dtype, replayed)
 
     def _wider(self, fp32: Replay) -> Replay:
-        """FP64 where FP32 is not finite; else bfloat16, which has FP32's range and less than FP16's precision."""
+        """Replay in FP64 if FP32 is not finite; else in bfloat16, with FP32's range and less precision than FP16."""
         if is_finite(fp32):
             return self._replay("bfloat16", Manner("bfloat16")).replay
         return self._replay("FP64", Manner("float64")).replay
@@ -182,8 +182,8 @@ class _Replays:
     def _at_lower_scales(
         self, fp32: Replayed, at_scale: Callable[[float], Replayed] | None
     ) -> tuple[tuple[Replay, ...], Replay | None]:
-        """The backward pass at S/2, S/8, S/32 … 1, up to the first scale at which every gradient is finite; and the
-        noise floor, where that one is far from FP32."""
+        """Replay at S/2, S/8, S/32 … 1, up to the first loss scale at which every gradient is finite. Also return the
+        noise floor if that replay is far from FP32."""
         found: list[Replay] = []
         scale, factor = self._as_it_was.scale, 2.0
         while scale > 1.0:
@@ -199,7 +199,7 @@ class _Replays:
         return self._replay(f"loss scale {scale:g}", replace(self._as_it_was, scale=scale), keep_gradients=True)
 
     def _traced_at_one(self, fp32: Replayed) -> Replay:
-        """The replay at a loss scale of 1 with its producers, whose gradients are not finite either."""
+        """Return the replay at a loss scale of 1 with its producers: its gradients are not finite either."""
         manner = replace(self._as_it_was, scale=1.0)
         low = self._replay("loss scale 1, every op", manner, traced=self._producers, keep_gradients=True)
         return self._with_erased(low, producers_of(low, fp32))
@@ -214,17 +214,17 @@ class _Replays:
 
 
 def _are_same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
-    """All gradients are the same to the last bit, with inf and NaN in the same places."""
+    """True if all gradients are the same to the last bit, with inf and NaN in the same places."""
     if one.keys() != other.keys():
         return False
     return all(torch.allclose(one[name], other[name], rtol=0.0, atol=0.0, equal_nan=True) for name in one)
 
 
 def _largest_in(snapshot: Snapshot) -> Iterator[tuple[str, tuple[float, tuple[int, ...]]]]:
-    """For each numeric leaf of the batches, its largest finite magnitude and where that stands.
+    """Yield the largest finite magnitude of each numeric leaf of the batches, and its index.
 
-    As float32 has it: what a model casts is that, whatever the batch holds. An additive mask is no data: its numbers
-    are to be others, not to be normalised.
+    The magnitude is that in float32, to which a model casts any dtype of the batch. An additive mask is not data: its
+    numbers need a change, not a normalization.
     """
     for name, leaf in snapshot.data:
         values = _numbers_of(distinct(leaf))
@@ -235,7 +235,7 @@ def _largest_in(snapshot: Snapshot) -> Iterator[tuple[str, tuple[float, tuple[in
 
 
 def _is_mask(values: torch.Tensor) -> bool:
-    """All that it holds is one negative number beyond FP16, several times, and zeros."""
+    """True if the values are zeros and one negative number beyond FP16, which occurs several times."""
     low, high = (float(end) for end in torch.aminmax(values.detach()))
     if high > 0.0 or not -math.inf < low <= -FLOAT16.overflow_threshold:
         return False
@@ -244,7 +244,7 @@ def _is_mask(values: torch.Tensor) -> bool:
 
 
 def _numbers_of(leaf: torch.Tensor) -> torch.Tensor | None:
-    """The leaf's values in float32; None where it has none, or none on this device."""
+    """Return the values of a leaf in float32; None if it has none, or none on this device."""
     if leaf.dtype in INTEGERS and leaf.layout is torch.strided and not leaf.is_meta:
         return leaf.float()
     values = float_values(leaf)
@@ -252,12 +252,12 @@ def _numbers_of(leaf: torch.Tensor) -> torch.Tensor | None:
 
 
 def fails(replay: Replay, why: Why) -> bool:
-    """A replay is not finite as its step was: in its loss, or, where that was finite, in its loss or its gradients."""
+    """True if a replay fails like its step: in the loss, or, after a finite loss, in the loss or gradients."""
     return not (math.isfinite(replay.loss) if why == "loss" else is_finite(replay))
 
 
 def is_blamed(made: Investigation) -> bool:
-    """Half precision is behind an error that a step raises: FP32 comes through it, and an op goes wrong.
+    """True if half precision causes an error that a step raises: FP32 is finite, and an op fails.
 
     A constant that overflows is mostly a mask, and does no harm.
     """
@@ -268,11 +268,11 @@ def is_blamed(made: Investigation) -> bool:
 
 
 OnInvestigated = Callable[[Snapshot, float, Investigation], None]
-"""Called with a step that was replayed, its loss scale and what came of it, while the weights are still its own."""
+"""Called with a replayed step, its loss scale and its investigation, while the model still has the step's weights."""
 
 
 class Investigator:
-    """Replays steps of one run, at most ``limit`` of each kind."""
+    """Replays steps of one run, at most ``limit`` for each reason."""
 
     def __init__(
         self, run: Run, watcher: Watch, limit: int, observer: Observer, on_investigated: OnInvestigated | None
@@ -292,7 +292,7 @@ class Investigator:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Of a step that looks healthy, and is another when it is run again: that it was held against nothing."""
+        """A note on each step that looks healthy but has another loss in its replay: it was not compared with FP32."""
         others = [made for made in self.found if made.why == "end" and math.isfinite(made.low.loss)]
         return tuple(
             f"step {made.step} was not compared with FP32: its replay has a loss of {number(made.low.loss)} "
@@ -302,16 +302,16 @@ class Investigator:
         )
 
     def snapshot(self, batches: tuple[Any, ...]) -> Snapshot:
-        """The step that is about to run, with copies of its batches where it may be replayed."""
+        """Return the step that is about to run, with copies of its batches if it may be replayed."""
         kept = batches if self._limit else ()
         workload = self._run.workload
         self._latest = take_snapshot(workload.model, self._watcher.log.closed(), kept, workload.step.of)
         return self._latest
 
     def before_update(self, snapshot: Snapshot, loss_is_finite: bool, gradients_are_finite: bool, scale: float) -> None:
-        """To be called between the backward pass and the optimizer: the last moment with the step's weights.
+        """Investigate, if necessary, between the backward pass and the optimizer: the last moment with these weights.
 
-        Gradients that a scaler looks at may count as finite here: a step that it withholds keeps its weights.
+        A scaler's gradients may count as finite here, because a step that it withholds keeps its weights.
         """
         is_last = snapshot.step + 1 == self._run.config.train.steps
         if not loss_is_finite:
@@ -327,22 +327,22 @@ class Investigator:
             self._investigate(snapshot, "end", scale)
 
     def _withholds(self) -> bool:
-        """The scaler will withhold the step; after one that it has withheld that has to be looked at."""
+        """True if the scaler will withhold the step. This is checked only after a withheld step."""
         parameters = self._run.workload.model.named_parameters()
         return any(nonfinite((name, value.grad) for name, value in parameters if value.grad is not None))
 
     def raised(self, *, is_told: bool) -> bool:
-        """To be called where the user's code has raised an error in the latest step.
+        """Replay the latest step after the user's code raised an error in it.
 
         Args:
-            is_told: the error tells that autocast is its cause: no replay has to.
+            is_told: the error already shows that autocast is its cause, so no replay is needed to show it.
 
         Returns:
-            Whether replays show that half precision is: FP32 comes through the step, and it is among those found.
+            True if replays show that half precision causes it: FP32 is finite. ``found`` then has the investigation.
         """
         if self._latest is None or not self._limit or not self._is_low or (is_told and self._on_investigated is None):
             return False
-        if torch.is_inference_mode_enabled():  # their code has entered it and not left it: nothing can go backward
+        if torch.is_inference_mode_enabled():  # the user's code left this mode on: no backward pass can run
             return False
         steps = self._watcher.steps
         scale = steps[-1].scale if steps else self._run.scaler().get_scale()
@@ -356,17 +356,17 @@ class Investigator:
         return is_shown
 
     def after_update(self, snapshot: Snapshot, step: Step) -> None:
-        """To be called after the update: a step that the scaler withheld still has its weights."""
+        """Investigate, if necessary, after the update: a step that the scaler withheld still has its weights."""
         if not step.skipped:
             self._skips_in_a_row = 0
             self._lowest_that_worked = min(self._lowest_that_worked, step.scale)
         else:
             self._skips_in_a_row += 1
-            # A skip right after growth is normal; one at a scale that has worked is looked at.
+            # A skip right after growth is normal. A skip at a scale that has worked is investigated.
             is_new_low = self._skips_in_a_row == 1 and step.scale <= self._lowest_that_worked < math.inf
-            # NaN alone need be no matter of the scale: what it settles at is no answer to that.
+            # NaN alone may not depend on the scale. Then the scale at which the scaler settles explains nothing.
             is_new_low |= step.step == 0 and is_nan_alone(step.groups)
-            # Where no step was ever taken, the last tells whether a lower scale would do.
+            # If no step was ever taken, the last step shows if a lower scale would do.
             is_last = step.step + 1 == self._run.config.train.steps and self._lowest_that_worked == math.inf
             if math.isfinite(step.loss) and (is_new_low or is_last or self._skips_in_a_row == SKIPS_IN_A_ROW):
                 self._investigate(snapshot, "gradients", step.scale)
@@ -374,10 +374,10 @@ class Investigator:
             self.found[-1] = replace(self.found[-1], loss=step.loss)
 
     def _investigate(self, snapshot: Snapshot, why: Why, scale: float) -> None:
-        # Where the weights are spoilt these are what is wrong, and no replay says more.
+        # Weights that are not finite are the fault themselves, and no replay shows more.
         if self._tried[why] >= self._limit or are_weights_spoilt(self._run.workload.model):
             return
-        # Where an earlier step has spoilt it, it is as the run began: replays show how that comes.
+        # If an earlier step put inf or NaN into the state, replays from the first state show how that happens.
         is_spoilt = snapshot.state.held.bad > self._first.held.bad
         begun = replace(snapshot, state=self._first) if is_spoilt else snapshot
         self._tried[why] += 1
@@ -385,7 +385,7 @@ class Investigator:
         with self._watcher.paused():
             made = self._replayed(begun, why, scale, steps)
             if made.reproduced == 0 and is_spoilt and self.found:
-                return  # it went wrong by what the step that was found first has left behind
+                return  # values left by the first step found caused this failure
             if self._on_investigated is not None:
                 self._on_investigated(begun, scale, made)
         self.found.append(made)

@@ -1,7 +1,7 @@
-"""Values as JSON, with their tensors beside it: how what a step was given is written to a file and read again.
+"""Packs values as JSON plus tensors, for the file with the arguments of a step, and unpacks them.
 
-Nothing is pickled. What JSON has no word for, such as an object of the user's own, is not written but named: whoever
-reads it has the like of it at hand, from the same code that has run again.
+Nothing is pickled. A value that JSON cannot express, such as an object of the user's own class, is only named. The
+reader needs a similar object, made by another run of the same code.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ SCALARS: Mapping[type, tuple[str, Callable[[Any], bool], Callable[[Any], str]]] 
     bytes: ("bytes", lambda value: True, bytes.hex),
     torch.dtype: ("dtype", lambda value: True, lambda value: str(value).removeprefix("torch.")),
 }
-"""What JSON has a word for: the key and the text of one that any reader of JSON may not take, and which these are."""
+"""The types that JSON can express: the key, a test for values that JSON readers may reject, and the text for these."""
 
 CONSTANT: Mapping[type, Callable[[Any], Any]] = {
     slice: lambda value: (value.start, value.stop, value.step),
     complex: lambda value: (value.real, value.imag),
     torch.Size: list,
 }
-"""The parts of values that nothing can change."""
+"""Immutable types, each with a function that returns the parts of a value."""
 
 PLAIN = (list, tuple, set, deque)
-"""Containers that are made anew from what they hold."""
+"""Containers that are rebuilt from their contents."""
 
 
 class PackedError(AmpdbgError):
-    """What was packed is damaged."""
+    """The packed data is damaged."""
 
 
 class NotAtHandError(PackedError):
-    """What was packed does not fit what is at hand."""
+    """The packed data does not fit the objects of this script."""
 
 
 class Tensors(Protocol):
-    """Where the tensors of packed values are, by name."""
+    """The tensors of packed values by name."""
 
     def keys(self) -> Iterable[str]: ...
 
@@ -59,12 +59,12 @@ class Tensors(Protocol):
 
 
 class Packing:
-    """Packs values; ``tensors`` are those of all values so far, on the CPU, each once.
+    """Packs values; ``tensors`` has the tensors of all values so far, on the CPU, each once.
 
     Args:
-        prefix: what the names of the tensors begin with.
-        held: what values held at one moment, which is packed; what is not among that cannot be. By default what they
-            hold now is packed, and what cannot be written is named.
+        prefix: the beginning of the names of the tensors.
+        held: the contents of values at one moment. With it, a value without such contents raises. By default current
+            contents are packed, and a value that cannot be written is named.
     """
 
     def __init__(self, prefix: str, held: Held | None = None) -> None:
@@ -75,10 +75,10 @@ class Packing:
         self._met: dict[int, tuple[Any, Any]] = {}
 
     def of(self, value: Any) -> Any:
-        """The value as JSON, the very same for the same value.
+        """Return the value as JSON, the same object for the same value.
 
         Raises:
-            KeyError: what was held of it cannot be written.
+            KeyError: the value, or its contents, cannot be written.
         """
         if type(value) in SCALARS:
             key, is_beyond, text = SCALARS[type(value)]
@@ -86,7 +86,7 @@ class Packing:
         if id(value) not in self._met:
             self._met[id(value)] = value, None
             self._met[id(value)] = value, self._packed(value)
-        return self._met[id(value)][1] or self._named(value)  # which holds itself
+        return self._met[id(value)][1] or self._named(value)  # the value contains itself
 
     def _packed(self, value: Any) -> Any:
         cls, kind = type(value), self._kinds[type(value)]
@@ -120,12 +120,12 @@ class Packing:
     def _array(self, array: Any) -> Any:
         try:
             values = torch.from_numpy(numpy.array(array, ndmin=1))
-        except TypeError:  # of strings, of objects, of numbers that torch has not
+        except TypeError:  # of strings, objects, or numbers that torch does not have
             return self._named(array)
         return {"array": self._tensor(values, values), "shape": list(array.shape)}
 
     def _generator(self, value: Any, state: Any) -> Any:
-        packing = Packing(f"{self._prefix}.{len(self._met)}")  # nobody else holds what it consists of
+        packing = Packing(f"{self._prefix}.{len(self._met)}")  # the contents belong to this value alone
         inner = [packing.of(state)]
         self.tensors |= packing.tensors
         return {"like": type_name(value), "inner": inner}
@@ -137,7 +137,7 @@ class Packing:
 
 
 def written_form(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the CPU with memory of its own, complex numbers as pairs."""
+    """Return a copy on the CPU with its own memory; complex numbers become pairs."""
     values = tensor.detach()
     values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
     copied = values.resolve_neg().to("cpu", copy=True)
@@ -145,24 +145,24 @@ def written_form(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def can_be_written(tensor: torch.Tensor) -> bool:
-    """A tensor is one of plain numbers in memory."""
+    """True if the tensor consists of plain numbers in memory."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
         return False
     return not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
 
 
 def type_name(value: Any) -> str:
-    """The name that an object, or its class, is written by."""
+    """Return the name under which an object or class is written."""
     cls = value if isinstance(value, type) else type(value)
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
 class Unpacking:
-    """Makes values of packed ones.
+    """Builds values from their packed form.
 
     Args:
-        tensors: by the names that were packed.
-        device: where tensors go that were not on the CPU.
+        tensors: the tensors by their packed names.
+        device: the device for tensors that were not on the CPU.
     """
 
     def __init__(self, tensors: Tensors, device: torch.device) -> None:
@@ -172,15 +172,14 @@ class Unpacking:
         self._met: dict[Any, tuple[Any, Any]] = {}
 
     def of(self, packed: Any, live: Any = None) -> Any:
-        """The value, the very same for the same packed one; ``live`` is the like of it, which is taken where the value
-        was not written.
+        """Return the value, the same object for the same packed one. ``live`` is used if it was not written.
 
         Raises:
-            NotAtHandError: it needs one that is not at hand.
-            PackedError: it is damaged.
+            NotAtHandError: the value needs a live one that does not exist.
+            PackedError: the packed data is damaged.
         """
         if isinstance(packed, str):
-            return sys.intern(packed)  # as a text in code is, which some compare by identity
+            return sys.intern(packed)  # some code compares strings by identity, as literals are interned
         if packed is None or isinstance(packed, (bool, int, float)):
             return packed
         name = next(iter(packed), "") if isinstance(packed, dict) else ""
@@ -212,7 +211,7 @@ class Unpacking:
         values = self._tensors[str(name)]
         values = torch.view_as_complex(values) if packed.get("complex") else values
         values = values if packed.get("device") == "cpu" else values.to(self._device)
-        # No view, as safetensors gives them: what a step writes into one cannot be undone.
+        # Not a view, as safetensors returns: a step's write into a view cannot be undone.
         return values.detach().requires_grad_(bool(packed.get("grad")))
 
     def _like(self, name: Any, packed: Mapping[str, Any], live: Any) -> Any:
@@ -233,7 +232,7 @@ class Unpacking:
             contents = self._each(inner, held)
         try:
             return kind.make(live, contents)
-        except Exception as error:  # whatever its class raises
+        except Exception as error:  # the user's class may raise anything
             raise NotAtHandError(f"this script's {name} does not take the captured one: {first_line(error)}") from error
 
 
@@ -255,7 +254,7 @@ _MAKE: Mapping[str, Callable[[Unpacking, Any, Mapping[str, Any], Any], Any]] = {
     "live": lambda unpacking, name, packed, live: _checked(live, str(name)),
     "like": Unpacking._like,
 }
-"""What makes a value, by the first key of what it was packed as."""
+"""Builders of values, by the first key of the packed form."""
 
 
 def _checked(live: Any, name: str) -> Any:
@@ -267,7 +266,7 @@ def _checked(live: Any, name: str) -> Any:
 
 
 def packed_random_state(state: RandomState, packing: Packing) -> Any:
-    """A random state as JSON and tensors."""
+    """Return a random state as JSON and tensors."""
     version, words, gauss = state.python
     name, *parts = state.numpy
     legacy = [torch.tensor(parts[0].astype("int64")), *parts[1:]] if name == "MT19937" else None
@@ -275,10 +274,10 @@ def packed_random_state(state: RandomState, packing: Packing) -> Any:
 
 
 def unpacked_random_state(packed: Any, unpacking: Unpacking) -> RandomState:
-    """The random state again; of GPUs that are others here, and of a generator of NumPy's that was another, as it is.
+    """Return the packed random state. The current one stays for a different number of GPUs or kind of NumPy generator.
 
     Raises:
-        PackedError: it is damaged.
+        PackedError: the packed data is damaged.
     """
     try:
         with kept_random_state() as now:
@@ -287,7 +286,7 @@ def unpacked_random_state(packed: Any, unpacking: Unpacking) -> RandomState:
             numpys = ("MT19937", legacy[0].numpy().astype("uint32"), *legacy[1:]) if legacy else now.numpy
             devices = tuple(each.cpu() for each in devices) if len(devices) == len(now.devices) else now.devices
             made = RandomState(python, numpys, cpu.cpu(), devices)
-            made.restore()  # what is damaged raises here, and not in the script
+            made.restore()  # damaged data raises here, not in the script
             return made
     except (ValueError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError) as error:
         raise PackedError(f"damaged: its random state: {first_line(error)}") from None

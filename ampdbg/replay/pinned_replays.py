@@ -1,4 +1,4 @@
-"""Replays of one failing step with any set of pins, each at the highest loss scale that its gradients bear."""
+"""Replays of one failing step with any set of pins, each at the highest loss scale that its gradients survive."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep
 
 LOWEST_SCALE = 1.0
-"""No dynamic scaler that works goes below it."""
+"""The lowest loss scale to try: no dynamic scaler that works has a lower one."""
 
 SUSPECTS = 10_000
-"""So many producers of a kind are named: those of a trial are pinned in the next one, all at once."""
+"""The most producers of one kind in a replay: the next trial pins every one."""
 
 
 @dataclass(frozen=True)
 class ScaleRange:
     """The loss scales at which a step of scale S may be cured: S, S/4, S/16 … ``lowest``.
 
-    With ``is_lossless`` a scale below S counts only where it flushes no gradient that matters to zero: it is the
-    gradients that overflow, and each set of pins has a highest scale of its own. Any other fault has hidden how large
-    a scale the gradients bear: the first that they bear is kept for later replays, as by a dynamic scaler.
+    With ``is_lossless``, a lower scale than S counts only if it flushes no important gradient to zero. The fault is
+    then an overflow of gradients, and each set of pins has its own highest scale. Any other fault hides which scales
+    the gradients survive. Then the first such scale is kept for later replays, as by a dynamic scaler.
     """
 
     lowest: float = LOWEST_SCALE
@@ -39,9 +39,9 @@ class ScaleRange:
 
 
 class PinnedReplays:
-    """Runs one step, ``failing``, with any set of pins; the model must have the step's weights meanwhile.
+    """Replays one step, ``failing``, with any set of pins; the model must have the step's weights meanwhile.
 
-    ``scale`` is the highest loss scale of the range at which the last replay that was finite is so.
+    ``scale`` is the loss scale of the last finite replay: the highest of the range at which it is finite.
     """
 
     def __init__(self, run: Run, failing: FailingStep, scales: ScaleRange) -> None:
@@ -59,22 +59,22 @@ class PinnedReplays:
 
     @property
     def fp32_in_brief(self) -> Replayed:
-        """The same, where nothing has called for the trace without it."""
+        """The step in FP32 with its gradients; it has a trace only if one was needed before."""
         return self._in_fp32(None)
 
     def with_pins(self, pins: Sequence[str], *, is_brief: bool = False, most: int = SUSPECTS) -> Investigation:
-        """The step with ``pins`` in force: its FP16 replay with producers and distances, FP32's, and perhaps the
-        noise floor, as an investigation of the step would hold them.
+        """Return an investigation of the step with ``pins`` in force. It has the FP16 replay with producers and
+        distances, the FP32 replay, and the noise floor if it was needed.
 
-        A brief one, which takes a fraction of the time, names no producers and no op that is far from FP32's; another
-        one names ``most`` producers of a kind.
+        A brief one takes a fraction of the time. It names no producers and no op that is far from FP32's. A full one
+        names at most ``most`` producers of a kind.
         """
         traced = None if is_brief and not self.failing.made.rounded_angles else ProducerTrace
         low = self._at_a_usable_scale(pins, traced)
         fp32 = self._reference(low)
         if not is_finite(fp32.replay):
             return self._made(low.replay)
-        if not math.isfinite(low.replay.loss):  # where the code raised, it has none
+        if not math.isfinite(low.replay.loss):  # NaN also if the code raised
             return self._made(producers_of(low, fp32, most))
         replay, floor = self._held_against_fp32(low, pins, most)
         made = replace(self._made(replay, floor), rounded_angles=self._rounded_angles(low, pins))
@@ -83,7 +83,7 @@ class PinnedReplays:
         return replace(made, **departure(self._sampled(pins), *self._references))
 
     def _rounded_angles(self, low: Replayed, pins: Sequence[str]) -> tuple[Producer, ...]:
-        """Those of the step, where it is such angles that are to be cured."""
+        """Return the rounded angles of the replay, if the step fails because of such angles."""
         angular = low.trace.angular if isinstance(low.trace, ProducerTrace) else ()
         if not (angular and self.failing.made.rounded_angles):
             return ()
@@ -95,7 +95,7 @@ class PinnedReplays:
         return self._known_fp32
 
     def _reference(self, low: Replayed) -> Replayed:
-        """FP32, with its trace only where an op of the other replay is to be held against its own there."""
+        """Return the FP32 replay, with its trace only if ``low`` has producers to compare."""
         has_producers = low.trace is not None and any(seen.produces for seen in low.trace.ops)
         return self._in_fp32(ProducerTrace if has_producers else None)
 
@@ -105,10 +105,10 @@ class PinnedReplays:
         return replace(made, low=low, fp32=self.fp32_in_brief.replay, floor=floor)
 
     def _at_a_usable_scale(self, pins: Sequence[str], traced: TraceKind | None) -> Replayed:
-        """The first finite replay of the range; where there is none the last, and of a lossless range the first.
+        """Return the first finite replay of the range. If there is none, return the last one, or the first of a
+        lossless range.
 
-        A trace takes several times as long as the step: only that of the one which is returned is made, and the
-        first's.
+        A trace takes several times as long as the step. So only the first replay and the returned one are traced.
         """
         tried: list[Replayed] = []
         for scale in self._scales():
@@ -132,8 +132,8 @@ class PinnedReplays:
     def _held_against_fp32(
         self, low: Replayed, pins: Sequence[str], most: int = SUSPECTS
     ) -> tuple[Replay, Replay | None]:
-        """The replay against FP32. Whether a gradient is lost is told by a trace alone, of a brief replay too: without
-        one nobody knows what overflows, and so whether a gradient that is zero at any scale was flushed."""
+        """Return the comparison with FP32. A lost gradient needs a trace, even in a brief replay. Only a trace shows
+        overflows, and so if a gradient that is zero at any scale was flushed."""
         at_scale = functools.partial(self._at_scale, pins)
         held = held_against(low, self._reference(low), self._floor, at_scale if low.trace else None, most)
         if low.trace is None and not keeps_its_gradients(held[0]):

@@ -26,17 +26,17 @@ class RandomState:
 
     @staticmethod
     def now() -> RandomState:
-        """The state at this moment."""
+        """Return the current random state."""
         return RandomState(**{name: read() for name, read in READ.items()})
 
     def others(self, other: RandomState) -> set[str]:
-        """The names of the parts that are not as in another state."""
-        with _disable_current_modes():  # a mode of the user's is to see nothing of it
+        """Return the names of the parts that differ from another state."""
+        with _disable_current_modes():  # the user's modes must not see these ops
             before = _plain(other)
             return {name for name, part in _plain(self).items() if part != before[name]}
 
     def restore(self) -> None:
-        """Makes this the state of the process."""
+        """Make this the state of the process."""
         random.setstate(self.python)
         numpy.random.set_state(self.numpy)
         torch.set_rng_state(self.cpu)
@@ -45,7 +45,7 @@ class RandomState:
 
 
 def _plain(state: RandomState) -> dict[str, object]:
-    """Its parts by name, as what can be compared."""
+    """Return the parts by name, in a form that can be compared."""
     cpu, *devices = (part.numpy().tobytes() for part in (state.cpu, *state.devices))
     return {"python": state.python, "numpy": pickle.dumps(state.numpy), "cpu": cpu, "devices": devices}
 
@@ -56,29 +56,29 @@ READ: Mapping[str, Callable[[], Any]] = {
     "cpu": torch.get_rng_state,
     "devices": lambda: tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else (),
 }
-"""What reads each part of a random state."""
+"""Functions that read each part of a random state."""
 
 LOOKED_AT = 17
-"""Of the calls of a loop that draw no random numbers so many are looked at, and later one in so many: reading the
-states takes as long as all else that is noted of a call. A prime number, as loops call their modules in turn."""
+"""This many first calls of a loop are checked for draws, and later one call in this many. Reading the states takes as
+long as the rest of recording a call. The number is prime, because loops call their modules in turn."""
 
 
 class RandomStates:
-    """The random state before each call of a loop, read only where a call was seen to draw from it."""
+    """The random state before each call of a loop, read only for generators that calls are known to draw from."""
 
     def __init__(self) -> None:
         self.latest = RandomState.now()
-        """That before the last call; of a generator that no call has drawn from, one of earlier."""
+        """The state before the last call; earlier for a generator that no call has drawn from."""
         self._calls = 0
         self._drawn: set[str] = set()
-        """Of which generators: fields of a random state."""
+        """The generators that calls drew from: fields of a random state."""
 
     @property
     def _is_looked_at(self) -> bool:
         return self._calls <= LOOKED_AT or self._calls % LOOKED_AT == 0
 
     def before_a_call(self) -> RandomState:
-        """The state of now, as far as calls draw from it."""
+        """Return the current state of the generators that calls draw from."""
         self._calls += 1
         wanted = READ if self._is_looked_at else self._drawn
         if wanted:
@@ -86,14 +86,14 @@ class RandomStates:
         return self.latest
 
     def after_a_call(self) -> None:
-        """To be called when the call has returned: now and then it is looked at what it has drawn from."""
+        """Check a returned call now and then for the generators that it drew from."""
         if self._is_looked_at:
             self._drawn |= RandomState.now().others(self.latest)
 
 
 @contextlib.contextmanager
 def kept_random_state() -> Iterator[RandomState]:
-    """Afterwards the process has the random state that it has now."""
+    """Restore the current random state on exit."""
     before = RandomState.now()
     try:
         yield before
@@ -103,7 +103,7 @@ def kept_random_state() -> Iterator[RandomState]:
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seeds Python, torch and NumPy; afterwards each has the state it had before."""
+    """Seed Python, torch and NumPy; restore their states on exit."""
     with kept_random_state():
         random.seed(seed)
         torch.manual_seed(seed)

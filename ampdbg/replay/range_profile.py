@@ -1,4 +1,4 @@
-"""The range profile of one step: what the shadow has measured, and the replays that its claims are held against."""
+"""The range profile of one step: the measurements of the shadow, and the replays that check its claims."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ampdbg.replay.snapshot import Snapshot
 
 @dataclass(frozen=True)
 class RangeProfile:
-    """The fields of a record that a profile fills."""
+    """The fields of a record that a profile provides."""
 
     sites: tuple[Site, ...] = ()
     unseen: Unseen = field(default_factory=Unseen)
@@ -29,7 +29,7 @@ class RangeProfile:
 
 
 def profile_of(run: Run, snapshot: Snapshot) -> RangeProfile:
-    """Measures a step as the shadow and checks it by more replays; changes nothing.
+    """Measure a step as the shadow and check it by more replays; change no state.
 
     Raises:
         UserCodeError: the user's code raised in the shadow.
@@ -40,8 +40,8 @@ def profile_of(run: Run, snapshot: Snapshot) -> RangeProfile:
 
 
 def _checks(run: Run, snapshot: Snapshot, measured: Replay, sites: Sequence[Site]) -> Iterator[Replay]:
-    """FP32 where the shadow is not finite: whose limits it has. Else FP16, unless an overflow is proposed already; of a
-    step that runs in bfloat16 with ever more pins, up to a set at which it is finite."""
+    """Replay in FP32 if the shadow is not finite, because it has FP32's range. Else replay in FP16, unless the shadow
+    already predicts an overflow. Replay a bfloat16 step with more and more pins until it is finite."""
     if not is_finite(measured):
         yield _checked(run, snapshot, FP32)
         return
@@ -58,8 +58,8 @@ def _checks(run: Run, snapshot: Snapshot, measured: Replay, sites: Sequence[Site
 
 
 def _pins_to_try(model: torch.nn.Module, sites: Sequence[Site]) -> Iterator[tuple[str, ...]]:
-    """None; the modules in which an overflow starts; those too in which it is carried on; and what is around them all,
-    the innermost first, up to the root."""
+    """Yield sets of pins: none, the modules where an overflow starts, and also the modules that carry it on. Then yield
+    the modules around all of them, the innermost first, up to the root."""
     modules = dict(model.named_modules())
     beyond: set[str] = set()
     yield ()

@@ -1,9 +1,9 @@
-"""The step that a loop has under way, noted while it runs, so that one which fails can be run again at once.
+"""Records the training step while it runs, so that a failing step can be replayed at once.
 
-Noted are the outermost calls of modules, and between the end of one and the backward pass each function of torch's that
-takes what they gave: by reference, with how often each tensor had been written. A step is what lies behind the losses
-that went backward since an optimizer stepped on some. What was written in place since cannot be had again: that is said
-by name, and copied from then on.
+The recorder notes the outermost module calls. It also notes the torch functions that take their results before the
+backward pass. Arguments are kept by reference, with their version: how often the tensor had been written in place. A
+step consists of the calls that led to certain losses: those with a backward pass since the last optimizer step. A
+tensor written since its call cannot be recovered. ampdbg names it, and copies it from then on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from itertools import count, islice, takewhile
 from typing import Any
 
 import torch
-from torch._C import (  # as they are, where an emulated GPU has other names
+from torch._C import (  # imported by name, because an emulated GPU replaces the public names
     _get_function_stack_at,
     _len_torch_function_stack,
     get_autocast_dtype,
@@ -67,68 +67,68 @@ from ampdbg.replay.step import (
 from ampdbg.source.ownership import Line
 
 MOST_CALLS = 20_000
-"""A step of more calls is no step but an epoch."""
+"""The most calls of one step; more calls mean an epoch rather than a step."""
 
 PRUNED_FROM = 16
-"""So many calls are kept before those are looked for whose results nobody has any more."""
+"""Start pruning once this many calls are kept."""
 
 FEW_CALLS = 64
-"""So many calls are looked through whenever a step begins; of more those alone that are new since."""
+"""Pruning examines all kept calls if there are at most this many, and otherwise only the new calls."""
 
 MOST_DATA_CALLS = 1000
-"""So many calls at most are kept for what they gave as data, to which no gradient leads: the predictions of a
-validation, say, which the script gathers."""
+"""The most calls kept for results without gradients, such as the predictions of a validation that the script
+collects."""
 
 MOST_DATA_BYTES = 2**27
-"""So many bytes are kept alive for these, and at most twice as many until that is looked at. The script has let go of
-most: of the batches of its validation, say."""
+"""The most bytes kept alive for such calls; up to twice as many may be alive until the next pruning. The script itself
+has dropped most of the tensors, for example the batches of its validation."""
 
 MOST_STEP_BYTES = 2**30
 """The inputs of the micro-batches of one step may take this many bytes; the oldest are dropped beyond that."""
 
 ALWAYS_KEPT = 16
-"""What the last call of a module is made of is kept whatever its size, where those are at most so many calls."""
+"""Results of the last module call are kept at any size if they need at most this many calls."""
 
 DEVICES = ("cpu", "cuda")
-"""The kinds of device whose autocast is noted."""
+"""The device types with an autocast state that is recorded."""
 
 VIEWS = frozenset({"T", "H", "mT", "mH", "real", "imag", "data"})
-"""The attributes of a tensor that are views of it. To ask for another, such as ``grad``, computes nothing."""
+"""The tensor attributes that are views. Reading any attribute but these, such as ``grad``, computes nothing."""
 
 NO_PART = (torch.Tensor.backward, torch.Tensor.__deepcopy__, torch.Tensor.item, torch.Tensor.__bool__)
-"""Functions that make no part of a step."""
+"""Functions that are not part of a step."""
 
 DRAWS = re.compile(r"rand|dropout|bernoulli|multinomial|poisson|rrelu|gumbel|fractional|normal|uniform|exponential")
-"""What draws random numbers, by the names of torch's functions."""
+"""Matches the names of torch functions that draw random numbers."""
 
 WRITES = ("__setitem__", "__set__")
-"""Functions that write into their first argument, and do not end as those do that torch says this of."""
+"""Functions that write into their first argument although their names do not end in an underscore."""
 
 PRODUCTS = ("mul", "multiply", "mul_", "__mul__", "__rmul__", "__imul__")
 
 QUOTIENTS = ("div", "divide", "true_divide", "__truediv__")
 
 HOOKS = ("register_hook", "retain_grad")
-"""Functions after which other gradients may come to a tensor, or stay."""
+"""Functions that may change the gradient of a tensor, or retain it."""
 
 NOT_ALL_SEEN = "ampdbg did not see every call that its loss needs"
-"""Why a step cannot be run again where a graph leads into it that no noted call has made."""
+"""The reason why a step cannot be replayed if its autograd graph includes unrecorded calls."""
 
 TOO_LARGE = "the inputs of its micro-batches take more than the 1 GiB that ampdbg keeps"
 """Why a step with gradient accumulation cannot be replayed whole: its first micro-batches are dropped."""
 
 OF_SCALED = "its loss takes gradients of a scaled loss, and ampdbg did not see them divided by the loss scale"
-"""The scale is in them, so that no other one can be tried."""
+"""The reason why a step cannot be replayed if its gradients contain the loss scale: no different scale can be tried."""
 
 
 @dataclass(eq=False, slots=True)
 class Noted:
-    """One call while its step runs, of a module, or of a function that has a ``name``.
+    """One recorded call of a module, or of a function, which has a ``name``.
 
-    ``given`` has ``Made`` in the place of what others have made; ``inputs`` has the tensors that come from elsewhere,
-    each with how often it had been written; ``past`` what stands for a result that no gradient leads to; ``beside``
-    values that no noted call has made and that a graph of few ops leads from, each with the leaves of that, by ``id``.
-    ``why_not`` says why it cannot be made again, and ``steps`` how often optimizers had stepped.
+    ``given`` are the arguments, with ``Made`` instead of results of recorded calls. ``inputs`` are the remaining
+    tensors, each with its version. ``past`` are results of recorded calls outside the autograd graph. ``beside`` are
+    detached values of small unrecorded graphs, each with the ``id`` of its leaves. ``why_not`` says why the call cannot
+    be replayed. ``lowers`` has the autocast dtype by device type. ``steps`` counts the optimizer steps before it.
     """
 
     function: Callable[..., Any]
@@ -151,16 +151,16 @@ class Noted:
 
     @property
     def module(self) -> torch.nn.Module | None:
-        """The module that it calls; None where it calls a function."""
+        """The called module, or None for a function."""
         return self.function if isinstance(self.function, torch.nn.Module) else None
 
     def keeps(self, tensor: torch.Tensor, copied: torch.Tensor) -> None:
-        """What is about to be written was given it so: it is to be made again with that."""
+        """Use ``copied`` as the recorded argument instead of ``tensor``, which is about to be written."""
         self.inputs = [(copied, times_written(copied)) if one is tensor else (one, times) for one, times in self.inputs]
         self.given = Copying(lambda one: copied if one is tensor else one).of(self.given)
 
     def takes_data_of(self, call: int) -> bool:
-        """All that it takes of another call is held still, and no gradient leads to it."""
+        """True if every result taken from ``call`` is still alive, unchanged, and outside the autograd graph."""
         taken = [made for made in _mades(self.given) if made.call == call]
         return bool(taken) and all(
             made in self.past and times_written(self.past[made][0]) == self.past[made][1] for made in taken
@@ -168,31 +168,31 @@ class Noted:
 
     @property
     def is_held(self) -> bool:
-        """Somebody has something that it gave; that may be the note of what was given it."""
+        """True if a result is still alive, perhaps only as the recorded input of another call."""
         return any(result() is not None for result in self.gives)
 
     @property
     def is_led_to(self) -> bool:
-        """Somebody has something that it gave, and a gradient leads there."""
+        """True if a result that requires a gradient is still alive."""
         return any(held is not None and held.requires_grad for held in (result() for result in self.gives))
 
     @property
     def data(self) -> Iterator[torch.Tensor]:
-        """What it keeps alive for the call to be made again; weights are the model's."""
+        """The tensors that the record keeps alive for a replay, without the model's parameters."""
         tensors = (one for one, _ in (*self.inputs, *self.past.values()))
         return (one for one in tensors if not one.requires_grad)
 
 
 class _Thread:
-    """What one thread has noted."""
+    """The records of one thread."""
 
     def __init__(self) -> None:
         self.calls: dict[int, Noted] = {}
         self.modules = Counter[int]()
-        """How many noted calls there are of each module, by ``id``."""
+        """The number of recorded calls of each module, by ``id``."""
         self.numbers = count()
         self.made: dict[int, tuple[weakref.ref[torch.Tensor], Made, bool, int]] = {}
-        """By ``id``: the tensor, what made it, whether that wanted its gradient, and how often it had been written."""
+        """By ``id``: each result, its origin, and its ``requires_grad`` and version at that time."""
         self.scaled: dict[int, weakref.ref[torch.Tensor]] = {}
         self.changed: dict[int, list[int]] = {}
         self.losses: list[tuple[Made | None, torch.Tensor | None, set[int]]] = []
@@ -200,49 +200,50 @@ class _Thread:
         """Some of the ``losses`` are None because their calls took too much memory."""
         self.has_stepped, self.is_stepping = True, False
         self.runs_closure: Optimizer | None = None
-        """The optimizer whose step is under way, which makes its gradients itself."""
+        """The optimizer that runs a closure in its step now; the closure computes the gradients."""
         self.inside = self.wrappers = 0
         self.is_on = False
         self.prune_at, self.pruned_to, self.whole_at = PRUNED_FROM, -1, -1
-        """How many calls are looked through, up to which that was done, and from which on it is for all again."""
+        """When to prune, the last call that pruning examined, and the call from which it examines all calls again."""
         self.bytes, self.prune_at_bytes = 0, MOST_DATA_BYTES
-        """Of the data that noted calls keep alive."""
-        self.earlier = 0  # calls that were kept of earlier steps when this began: the script holds what they gave
+        """The size of the data that recorded calls keep alive, and the size at which to prune."""
+        self.earlier = 0  # calls of earlier steps, kept because the script still holds their results
         self.scalars: deque[tuple[weakref.ref[torch.Tensor], Mark]] = deque(maxlen=PRUNED_FROM)
         self.trained_at: set[Line | None] = set()
-        """Where modules were called whose passes have gone backward."""
+        """The lines of the module calls that backward passes have reached."""
         self.was_on = self.trains = False
         self.has_gone = False
         self.takers = defaultdict[int, list[int]](list)
-        """By the ``id`` of a tensor, the numbers of the calls that were given it; some are forgotten by now."""
+        """The calls that took a tensor as an input, by the ``id`` of the tensor. Forgotten calls may be included."""
         self.counted: set[int] = set()
-        """The ``id`` of those whose ``bytes`` are counted."""
+        """The ``id`` of each tensor counted in ``bytes``."""
         self.random_states = RandomStates()
 
     def keeps(self, tensor: torch.Tensor) -> None:
-        """A noted call keeps the tensor alive from now on."""
+        """Count the bytes of a tensor that a recorded call keeps alive."""
         if not tensor.requires_grad and id(tensor) not in self.counted:
             self.counted.add(id(tensor))
             self.bytes += nbytes(tensor)
 
 
 class _Threads(threading.local):
-    """Has what each thread has noted: asked once a call, for it is slow to ask."""
+    """The records of every thread. Callers read ``now`` once a call, because thread-local access is slow."""
 
     def __init__(self) -> None:
         self.now = _Thread()
 
 
 class Recorder(TorchFunctionMode):
-    """Notes the calls of a loop while it is entered.
+    """Records the calls of a training loop while it is entered.
 
     Args:
-        is_paused: whether nothing is to be noted now.
-        begins_anew: called when a module is called that was called before, and nothing has gone backward since.
-        about_to_step: called with each optimizer right before it steps, or before the ``step`` of an enabled scaler
-            that is to call it, with that; where the step runs a closure, behind each backward pass of that.
-        about_to_call: called with the line of each call before that is made.
-        is_inside_a_step: whether a step that begins or ends is part of another one.
+        is_paused: returns True if nothing must be recorded now.
+        begins_anew: called when a module is called again before any backward pass. Also called when no optimizer step
+            followed the last backward pass before a module call.
+        about_to_step: called right before each optimizer step, with the optimizer and the enabled scaler or None. For a
+            step with a closure, called after each backward pass of the closure.
+        about_to_call: called with the line of each call before the call runs.
+        is_inside_a_step: returns True if the optimizer step that begins or ends is part of another step.
     """
 
     def __init__(
@@ -259,7 +260,7 @@ class Recorder(TorchFunctionMode):
         self._threads = _Threads()
         self._steps, self._stepped = 0, dict[int, int]()
         self._stepped_before = dict[int, int]()
-        """Of the optimizers that have stepped since something went backward, when they had before."""
+        """The previous entry in ``_stepped`` of each optimizer that has stepped since the last backward pass."""
         self._doubtful: tuple[int, Callable[[bool], None]] | None = None
         self._copied: set[tuple[Line | None, str]] = set()
         self._scaling: set[int] = set()
@@ -267,12 +268,11 @@ class Recorder(TorchFunctionMode):
         self._entered: list[Recorder] = []
         self.before = Before()
         self.looking: Callable[[], AbstractContextManager[Any]] = nullcontext
-        """Makes what is entered around each call that is noted; nothing once the script compiles."""
+        """Returns the context manager entered around each recorded call; a null context once the script compiles."""
         self._guard = Guard()
         self._leaving = ExitStack()
 
     def __enter__(self) -> Recorder:
-        """Begins to note."""
         leave_ours_alone()
         stack, entered = self._leaving, self._entered
         entered.append(self)
@@ -292,30 +292,30 @@ class Recorder(TorchFunctionMode):
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        """Notes no more; what was noted stays."""
+        """Stop recording and keep the records."""
         self._leaving.close()
 
     @property
     def _now(self) -> _Thread:
         return self._threads.now
 
-    # The mode: only from where autocast lowers, or a root call ends, up to what goes backward.
+    # The torch-function mode is active from autocast, or the end of a root call, up to a backward pass.
 
     def _on(self) -> None:
-        """Enters the mode below all others: who leaves one of the script's own is to leave that."""
+        """Push the mode as the lowest of all, so that the script pops its own modes and not this one."""
         if self._now.is_on or self._compiles:
             return
         self._off()
         above = [_pop_mode() for _ in range(_len_torch_function_stack())]
         if above and above[-1] is getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None):
-            _push_mode(above.pop())  # a default device's has to be the lowest
+            _push_mode(above.pop())  # the mode of a default device must be the lowest
         _push_mode(self)
         self._now.is_on = True
         for mode in reversed(above):
             _push_mode(mode)
 
     def _lower(self, region: Any, *_: Any) -> None:
-        """An autocast region is entered: what it lowers before a module is called is part of a step too."""
+        """Start to record when an autocast region is entered: casts before the first module call belong to the step."""
         is_step = region._enabled and torch.is_grad_enabled() and not self._now.inside
         if is_step and not (self._guard.failure or self._is_paused() or only_follows()):
             self._guard.hooked(self._on)
@@ -324,7 +324,7 @@ class Recorder(TorchFunctionMode):
         self._now.is_on = False
         height = _len_torch_function_stack()
         if not any(_get_function_stack_at(place) is self for place in range(height)):
-            return  # or torch has taken it out for a function that is under way, and it only hands on from now on
+            return  # also while torch has popped it to run a function: it only forwards calls then
         above: list[TorchFunctionMode] = []
         while (top := _pop_mode()) is not self:
             above.append(top)
@@ -332,14 +332,14 @@ class Recorder(TorchFunctionMode):
             _push_mode(mode)
 
     def _rest(self, *_: Any) -> None:
-        """A backward pass begins without the mode, which torch would put back behind it otherwise."""
+        """Pop the mode before a backward pass, because torch would push it again after the pass."""
         now = self._now
         if now.is_on and not now.inside:
             self._off()
             now.was_on = True
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs a function of torch's, and notes it where it takes numbers, or what calls have made."""
+        """Run a torch function, and record it if it takes floating-point tensors or results of recorded calls."""
         kwargs = kwargs or {}
         now = self._now
         if now.inside or not now.is_on or not self._guard.answered(self._is_part, function, args, kwargs):
@@ -354,18 +354,18 @@ class Recorder(TorchFunctionMode):
             return False
         if self._guard.failure or self._is_paused() or _may_only_follow():
             return False
-        # What is made of data alone counts as well: a target that is inf in half is finite in a replay in FP32.
+        # Ops on data alone count as well: a target that is inf in half precision is finite in an FP32 replay.
         return any(one.is_floating_point() or self._maker(one) is not None for one in _tensors(args, kwargs))
 
     def run_call(self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        """Runs a call of a module, and notes it where it is an outermost one."""
+        """Run a module call, and record it if it is an outermost one."""
         if self._guard.failure or only_follows() or torch.is_inference_mode_enabled():
             return original(module, *args, **kwargs)
         if self._is_paused() or is_going_backward():
             return original(module, *args, **kwargs)
         if _hands_on(module):
             return self._readied(original, module, args, kwargs)
-        if peek_interpreter_stack() is not None:  # what goes backward in torch.func comes from no single call
+        if peek_interpreter_stack() is not None:  # a backward pass of torch.func belongs to no single call
             return original(module, *args, **kwargs)
         self._off()
         self._guard.hooked(self._root_begins, module, args, kwargs)
@@ -375,7 +375,7 @@ class Recorder(TorchFunctionMode):
             self._guard.hooked(self._on)
 
     def run_application(self, apply: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
-        """Runs an ``autograd.Function``, and notes one of the script's as a function of torch's is."""
+        """Run an ``autograd.Function``, and record it like a torch function if it belongs to the script."""
         now = self._now
         is_noted = now.is_on and not now.inside and not function.__module__.startswith("torch.")
         if not is_noted or not self._guard.answered(self._is_part, function, args, kwargs):
@@ -383,7 +383,7 @@ class Recorder(TorchFunctionMode):
         return self._run(OwnFunction(function), apply, args, kwargs)
 
     def _readied(self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        """Runs a wrapper's call: what that hooks is for a backward pass of its own."""
+        """Run a wrapper's call without recording its tensor hooks, which serve the wrapper's own backward pass."""
         now = self._now
         now.wrappers += 1
         try:
@@ -392,7 +392,7 @@ class Recorder(TorchFunctionMode):
             now.wrappers -= 1
 
     def _run(self, function: Callable[..., Any], run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Runs a function, or a call of a module, and notes it; what it calls in its turn is not noted."""
+        """Run and record a function or a module call, but not the calls inside it."""
         now, begun = self._now, list[_Begun]()
         if len(now.calls) - now.earlier < MOST_CALLS:
             self._guard.hooked(self._begins, begun, function, args, kwargs)
@@ -431,19 +431,19 @@ class Recorder(TorchFunctionMode):
         if noted.module is not None:
             self.before.returned(number, noted.module)
         is_first = bool(args) and result is args[0]
-        noted.writes = name in WRITES or (is_first and name not in MOVES_OR_CASTS)  # a cast may have nothing to do
+        noted.writes = name in WRITES or (is_first and name not in MOVES_OR_CASTS)  # a cast may do nothing
         for made, tensor, times in taking.made:
             if times_written(tensor) != times or name in HOOKS:
                 self._is_changed(number, made, tensor)
         is_a_weight = is_first and not noted.writes and result.is_leaf and result.requires_grad
-        if not is_a_weight:  # which stays the model's
+        if not is_a_weight:  # a parameter stays the model's
             self._gives(number, noted, made_in(args[0] if noted.writes else result))
         if noted.module is not None:
             written = (one for one in made_in_arguments(args, kwargs) if taking.is_new(one[1]))
             self._gives(number, noted, written)
 
     def _keeps(self, tensor: torch.Tensor) -> None:
-        """Calls that were given data which the script is about to write keep a copy of what it is."""
+        """Before a write to a data tensor, store a copy of the tensor in all calls that took it."""
         numbers = self._now.takers.get(id(tensor), ())
         calls = [call for number in numbers if (call := self._now.calls.get(number)) is not None]
         given = [(call, times) for call in calls for one, times in call.inputs if one is tensor]
@@ -455,7 +455,7 @@ class Recorder(TorchFunctionMode):
             self._keeps(tensor._base)
 
     def _is_changed(self, number: int, made: Made, tensor: torch.Tensor) -> None:
-        """Whoever takes something of what was written into, takes it from this call as well."""
+        """Make later readers of the written tensor depend on this call too."""
         base = self._maker(tensor._base) if tensor._base is not None else None
         for call in {made.call, *([base.call] if base is not None else [])}:
             self._now.changed.setdefault(call, []).append(number)
@@ -481,20 +481,20 @@ class Recorder(TorchFunctionMode):
             return self._kept(tensor) if tensor.grad_fn is not None else None
         call = self._now.calls.get(made.call)
         is_of_a_step_before = call is not None and call.steps != self._steps
-        is_another = is_of_a_step_before and times_written(tensor) != times  # as one that every batch is copied into
+        is_another = is_of_a_step_before and times_written(tensor) != times  # as a reused input buffer has
         if call is not None and not tensor.requires_grad and (is_another or self._is_past(call)):
             return None
         is_led_there = call is not None and not call.has_gradients and tensor.grad_fn is not None
         if wants is tensor.requires_grad and not is_led_there:
             return made
-        # A custom Function hands on what it has made without gradients, or was given, and leads them there itself.
+        # A custom Function may return its input, or a tensor computed without gradients, and attach a graph itself.
         if type(tensor.grad_fn).__name__ != "CheckpointFunctionBackward" or call is None:
             return None
         call.has_gradients = True
         return made
 
     def _kept(self, tensor: torch.Tensor) -> Made | None:
-        """The last call of a module that keeps the tensor as an attribute, as an auxiliary loss."""
+        """Record the tensor, such as an auxiliary loss, as a result of the last call whose module keeps it."""
         for number, call in reversed(self._now.calls.items()):
             for name, module in call.module.named_modules() if call.module is not None else ():
                 for key in (key for key, value in vars(module).items() if value is tensor):
@@ -509,7 +509,7 @@ class Recorder(TorchFunctionMode):
         return any(held is not None and held() is tensor for tensor, held in scaled)
 
     def _alone(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Runs a function of which nothing is noted, nor of what it calls."""
+        """Run a function without recording it or any call inside it."""
         self._now.inside += 1
         try:
             return function(*args, **kwargs)
@@ -517,15 +517,15 @@ class Recorder(TorchFunctionMode):
             self._now.inside -= 1
 
     def _compile(self, *given: Any) -> None:
-        """The script compiles: torch would follow a mode too, so that of a function only modules are noted."""
+        """Stop recording functions once the script compiles one, because torch.compile would trace the mode too."""
         self.looking = nullcontext
         if not any(isinstance(one, torch.nn.Module) for one in given):
             self._compiles = "it may compile the code of its loss"
 
-    # What goes backward, and who steps on it.
+    # Backward passes and optimizer steps.
 
     def _around(self, seam: Seam, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs a function of torch's that the loop has called."""
+        """Handle one call of a torch function that the training loop makes."""
         now = self._now
         if seam == "export":
             self._off()
@@ -553,7 +553,7 @@ class Recorder(TorchFunctionMode):
             now.has_stepped = True
 
     def _scaled(self, outputs: Any, results: Any) -> None:
-        """What a scaler gives stands for the loss that it was given: a replay has a scale of its own."""
+        """Record the scaler's outputs as the unscaled losses, because a replay has a different loss scale."""
         for (_, loss), (_, scaled) in zip(leaves_of(outputs), leaves_of(results), strict=False):
             made = self._maker(loss)
             self._now.scaled[id(scaled)] = weakref.ref(scaled)
@@ -561,7 +561,7 @@ class Recorder(TorchFunctionMode):
                 self._now.made[id(scaled)] = weakref.ref(scaled), made, scaled.requires_grad, times_written(scaled)
 
     def _goes_backward(self, original: Callable[..., Any], roots: Any, starts: Any, *args: Any, **kwargs: Any) -> Any:
-        """The engine's arguments: (roots, gradients, retain_graph, create_graph, inputs, ...)."""
+        """Run the autograd engine; its arguments are (roots, gradients, retain_graph, create_graph, inputs, ...)."""
         now = self._now
         is_step = kwargs.get("accumulate_grad", True) and not is_going_backward()
         was_on, now.was_on = now.is_on or now.was_on, False
@@ -581,7 +581,7 @@ class Recorder(TorchFunctionMode):
             (number, lead_back), self._doubtful = self._doubtful, None
             makers = (self._maker(root) for root in roots if isinstance(root, torch.Tensor))
             lead_back(number in _behind(now.calls, (made.call for made in makers if made is not None)))
-        if now.has_stepped or now.is_stepping:  # by a closure, which an optimizer runs again for other weights
+        if now.has_stepped or now.is_stepping:  # is_stepping: an optimizer runs its closure again for new weights
             now.losses.clear()
             now.has_stepped = now.has_dropped = False
         self._stepped_before.clear()
@@ -594,14 +594,14 @@ class Recorder(TorchFunctionMode):
         now.scalars.clear()
 
     def _called_at(self, made: Made | None) -> set[Line | None]:
-        """Where the modules were called that lead to what was made."""
+        """Return the lines of the module calls that a result depends on."""
         calls = self._now.calls
         behind = _behind(calls, [made.call]) if made is not None else set()
         return {calls[number].line for number in behind if calls[number].module is not None}
 
     def went_backward(self, wrote: Collection[int], cleared: Collection[int]) -> None:
-        """To be called behind a backward pass with the places of the optimizers whose gradients it ``wrote``, and of
-        those whose gradients were ``cleared`` before it: they are of no loss any more."""
+        """Record by position the optimizers with gradients that the last backward pass ``wrote``. Earlier losses no
+        longer count for optimizers with gradients that were ``cleared`` before this pass."""
         now, gone = self._now, {*cleared}
         now.losses, last = [one for one in now.losses if not one[2] or one[2] - gone], now.losses[-1:]
         for *_, optimizers in now.losses:
@@ -613,8 +613,7 @@ class Recorder(TorchFunctionMode):
 
     @contextlib.contextmanager
     def without_the_last_pass(self) -> Iterator[None]:
-        """While this is entered, the losses of the last backward pass are of no step; its gradients are those of the
-        next one."""
+        """While entered, exclude the losses of the last backward pass. The next step gets its gradients."""
         losses = self._now.losses
         self._now.losses = [one for one in losses if one[2] is not losses[-1][2]]
         try:
@@ -623,7 +622,7 @@ class Recorder(TorchFunctionMode):
             self._now.losses = losses
 
     def _has_more(self) -> bool:
-        """Modules gave something that leads backward, and that no loss so far was made of."""
+        """True if some module results with gradients are not part of any loss so far."""
         calls = self._now.calls.items()
         led = {n for n, call in calls if call.module is not None and call.has_gradients and call.is_held}
         gone = (made.call for made, *_ in self._now.losses if made is not None)
@@ -648,14 +647,14 @@ class Recorder(TorchFunctionMode):
         self._stepped[id(optimizer)] = self._steps
 
     def withheld(self, optimizer: Optimizer) -> None:
-        """To be called where an optimizer was stepped and has written nothing, as a fused one that has found inf."""
+        """Undo the count of a step in which the optimizer wrote nothing, such as a fused optimizer that found inf."""
         if id(optimizer) in self._stepped_before:
             self._stepped[id(optimizer)] = self._stepped_before.pop(id(optimizer))
 
     def _root_begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         now = self._now
         is_again = not now.has_gone and now.modules[id(module)] > 0
-        if is_again:  # what is given others of the pass goes on with it, such as a loss of each of two heads
+        if is_again:  # a call on results of this pass continues the pass, such as a loss of each of two heads
             is_again = not any(one.requires_grad and self._maker(one) for one in _tensors_within(args, kwargs))
         if next(module.parameters(), None) is not None:
             now.trains = module.training
@@ -673,13 +672,13 @@ class Recorder(TorchFunctionMode):
         now.has_gone = False
 
     def _is_past(self, call: Noted) -> bool:
-        """All optimizers may have stepped since: what it gave without a gradient is data by now."""
+        """True if every optimizer may have stepped since the call, so its results without gradients count as data."""
         return self._steps - call.steps > len(self._stepped)
 
     def _prune(self) -> None:
-        """Forgets the calls that no loss and nothing which somebody holds was made of, and those of long ago whose
-        results others hold as data: as each average of an average does. Of many that were held before only the later
-        ones are looked at, until as many were made again."""
+        """Forget the calls that no loss and no live tensor depends on. Also forget old calls with results that survive
+        only as data, such as a running average. If many calls are kept, examine only newer calls until as many have
+        been added."""
         now = self._now
         last = next(reversed(now.calls), -1)
         is_whole = len(now.calls) <= FEW_CALLS or last >= now.whole_at or now.bytes >= now.prune_at_bytes
@@ -726,13 +725,13 @@ class Recorder(TorchFunctionMode):
             now.modules[id(call.module)] -= 1
             self.before.forget(number, call.module)
         alive = {id(result) for held in call.gives if (result := held()) is not None}
-        for key in alive & now.made.keys():  # data, to whoever takes it from now on
+        for key in alive & now.made.keys():  # later calls take these results as data
             if now.made[key][1].call == number:
                 del now.made[key]
 
     def _of_data(self, held: Collection[int], known: Collection[int], leads: Callable[[Noted, int], bool]) -> set[int]:
-        """The calls that data was made by which somebody holds, with all before them: of the last call of a module, and
-        of as many earlier ones as there is room for. What the others gave is data like any other from now on."""
+        """Return the calls that led to live results without gradients. Results of the last module call come first, then
+        earlier results while there is room. The remaining results count as plain data from now on."""
         calls, found, counted, room = self._now.calls, set[int](), set[int](), MOST_DATA_BYTES
         latest = max((number for number, call in calls.items() if call.module is not None), default=0)
 
@@ -750,22 +749,22 @@ class Recorder(TorchFunctionMode):
             counted |= kept.keys()
         return found
 
-    # The step.
+    # The recorded step.
 
     @property
     def called(self) -> tuple[torch.nn.Module, ...]:
-        """The modules that were called, in order, those within others left out."""
+        """The outermost modules that were called, in order."""
         return tuple(module for call in self._now.calls.values() if (module := call.module) is not None)
 
     @property
     def trained(self) -> tuple[torch.nn.Module, ...]:
-        """Those of them with weights of their own that were called to train."""
+        """The called modules that have parameters and are in training mode."""
         return tuple(one for one in self.called if one.training and next(one.parameters(), None) is not None)
 
     @property
     def is_under_way(self) -> bool:
-        """A step has begun, and nothing has gone backward in it: a module with weights was called, where any was. What
-        has none may prepare the data of the next step."""
+        """True if a step has begun and no backward pass has run in it. If modules were called, at least one needs
+        parameters: a module without parameters may prepare the data of the next step."""
         now = self._now
         begun = 0 if now.has_gone else len(now.calls) - now.earlier
         modules = (call.module for call in islice(reversed(now.calls.values()), max(begun, 0)))
@@ -775,14 +774,14 @@ class Recorder(TorchFunctionMode):
 
     @property
     def has_losses(self) -> bool:
-        """The losses of the last step are noted still."""
+        """True if the losses of the last step are still recorded."""
         return bool(self._now.losses)
 
     @property
     def lost_loss(self) -> torch.Tensor | None:
-        """What was made for a loss since the last backward pass, where somebody holds it still and it is not finite;
-        else None. On a GPU only those are looked at that nobody has to wait for any more. No pass is one whose modules
-        are called where none has ever gone backward, as to validate."""
+        """The first live scalar since the last backward pass that is not finite, or None. On a GPU, only scalars that
+        are already computed are read. Once a pass has trained, scalars of calls at lines that never trained, as in
+        validation, are ignored."""
         self._off()
         held = [(result(), mark) for result, mark in self._now.scalars]
         losses = [scalar for scalar, mark in held if scalar is not None and mark.is_passed]
@@ -795,24 +794,24 @@ class Recorder(TorchFunctionMode):
         return self._called_at(self._maker(loss))
 
     def doubt(self, loss: torch.Tensor, lead_back: Callable[[bool], None]) -> None:
-        """Has the next backward pass say whether it leads through a loss, or the loop has given that up."""
+        """Let the next backward pass call ``lead_back``: True if it includes the loss, False if the loop gave it up."""
         made = self._maker(loss)
         self._doubtful = None if made is None else (made.call, lead_back)
 
     def is_in_doubt(self, loss: torch.Tensor) -> bool:
-        """That is still to be said of this loss, or of what it was made of."""
+        """True if the report of :meth:`doubt` is still due for this loss, or for a value that led to it."""
         made = self._maker(loss)
         if made is None or self._doubtful is None:
             return False
         return self._doubtful[0] in _behind(self._now.calls, [made.call])
 
     def lowers_to(self, device: str) -> torch.dtype | None:
-        """What autocast of a kind of device lowers to in the last call where it is on; None where it is in none."""
+        """Return the autocast dtype of the last call under autocast on this device type, or None."""
         calls = reversed(self._now.calls.values())
         return next((call.lowers[device] for call in calls if device in call.lowers), None)
 
     def forget(self) -> None:
-        """Lets go of what was noted."""
+        """Drop all records of this thread."""
         now = self._now
         for held in (now.calls, now.modules, now.made, now.changed, now.scaled, now.losses, now.scalars):
             held.clear()
@@ -827,19 +826,19 @@ class Recorder(TorchFunctionMode):
         scale: float = math.nan,
         own_scale: float = 1.0,
     ) -> tuple[RecordedStep | None, str, ModelState]:
-        """The step that has gone backward, whole; or what leads to a ``loss`` that has not.
+        """Return the whole step after its backward passes, or the calls that ``loss`` needs.
 
         Args:
-            model: whose weights count.
-            optimizers: of the loop.
-            device: the kind whose autocast counts.
-            loss: made since the last backward pass.
-            of: the places of the optimizers whose losses are wanted; all losses where none is known.
-            scale: that of its scaler.
-            own_scale: what is known to be the script's own; 1 where none is.
+            model: the model that the step trains.
+            optimizers: the optimizers of the loop.
+            device: the type of the device; only its autocast counts.
+            loss: a loss computed since the last backward pass.
+            of: the positions of the optimizers of the wanted losses; all losses if empty.
+            scale: the loss scale of the scaler.
+            own_scale: the known loss scale of the script itself; 1 if there is none.
 
         Returns:
-            The step, or None with why it cannot be run again; and what the model held before it.
+            The step, or None and the reason why it cannot be replayed; and the model state before it.
         """
         self._off()
         own = [(made, start) for made, start, wrote in self._now.losses if not (of and wrote) or wrote & {*of}]
@@ -854,7 +853,7 @@ class Recorder(TorchFunctionMode):
         if not calls.at_scale(scale).isdisjoint(made.call for made in ends):
             return None, OF_SCALED, ModelState()
         unscaled, scales = zip(*(calls.unscaled(made, own_scale) for made in ends), strict=True)
-        is_scaled_alike = len({*scales}) == 1 and not self._now.scaled  # beside a scaler's a factor weighs the loss
+        is_scaled_alike = len({*scales}) == 1 and not self._now.scaled  # beside a scaler, a factor is a loss weight
         step, why, state = self._made(calls, calls.parts_of(unscaled if is_scaled_alike else ends), model, device)
         if step is not None and is_scaled_alike:
             step = replace(step, own_scale=scales[0])
@@ -863,10 +862,9 @@ class Recorder(TorchFunctionMode):
     def modules(
         self, model: torch.nn.Module, optimizers: Sequence[Optimizer], device: str, most: int = MOST_CALLS
     ) -> tuple[RecordedStep | None, str, ModelState]:
-        """The modules that were called since an optimizer stepped, with what the script makes of data and of others of
-        them to call them with, and without what it makes of what the last give.
+        """Return at most ``most`` module calls since the last optimizer step, and the calls that compute their inputs.
 
-        ``most`` says how many calls of modules at most.
+        The step ends at the last modules: it excludes what the script computes from their outputs.
         """
         self._off()
         calls = self._calls_for(optimizers)
@@ -901,13 +899,13 @@ class Recorder(TorchFunctionMode):
         numbers = sorted(set().union(*(part for part, _ in parts)))
         if not all(calls.is_data_beside(number, model) for number in numbers):
             return None, NOT_ALL_SEEN, ModelState()
-        whys = [*map(calls.why_not, numbers)]  # all of them: what was changed in place is copied from now on
+        whys = [*map(calls.why_not, numbers)]  # check all calls: each check marks the inputs to copy from now on
         if any(whys):
             return None, next(filter(None, whys)), ModelState()
         state, unknown = self.before.state(model, numbers)
         if unknown:
             return None, f"it wrote its {unknown}, which ampdbg copies from now on", state
-        own = {id(tensor) for tensor in tensors_in(model, state.held)}  # an output that it keeps is none
+        own = {id(tensor) for tensor in tensors_in(model, state.held)}  # not an output that it keeps
         given = tuple({n: calls.given(n, own) for n in sorted(part)} for part, _ in parts)
         modules = {id(module): module for n in numbers if (module := calls.calls[n].module) is not None}
         now = {id(tensor) for tensor in tensors_in(model)}
@@ -929,7 +927,7 @@ class Recorder(TorchFunctionMode):
         return _Calls(now.calls, now.changed, self._weights_written(optimizers), self._copied, self.before)
 
     def _weights_written(self, optimizers: Sequence[Optimizer]) -> dict[int, int]:
-        """When each weight was last stepped on, by ``id``."""
+        """Return the number of the last step that wrote each weight, by ``id``."""
         written: dict[int, int] = {}
         for optimizer in optimizers:
             times = self._stepped.get(id(optimizer), 0)
@@ -939,7 +937,7 @@ class Recorder(TorchFunctionMode):
 
 
 class _Calls:
-    """The calls that were noted, as a graph: which a loss needs, and why one cannot be made again."""
+    """The recorded calls as a graph: finds the calls that a loss needs, and why a call cannot be replayed."""
 
     def __init__(
         self,
@@ -955,7 +953,7 @@ class _Calls:
         self._whys: dict[int, str] = {}
 
     def end(self, made: Made, start: torch.Tensor | None) -> Made:
-        """The loss that goes backward: what was made, or its product with the gradient that this begins with."""
+        """Return the loss of a backward pass: the result itself, or its product with the initial gradient."""
         if start is None or (start.numel() == 1 and float(start) == 1.0):
             return made
         number = max(self.calls) + 1
@@ -966,9 +964,9 @@ class _Calls:
         return Made(number, "")
 
     def unscaled(self, made: Made, known: float) -> tuple[Made, float]:
-        """What a loss was before the script has multiplied it by a loss scale of its own, and that; else 1.
+        """Return the loss before the script multiplied it by its own loss scale, and that scale; else the loss and 1.
 
-        That is the one that is ``known``, or a power of two of at least ``SCALED_BY_HAND``: other factors weigh losses.
+        The scale is at least ``SCALED_BY_HAND``, and is ``known`` or a power of two. Any other factor weights a loss.
         """
         call = self.calls[made.call]
         factors = [one for one in call.given[0] if type(one) in (int, float) and one >= SCALED_BY_HAND]
@@ -979,8 +977,8 @@ class _Calls:
         return losses[0], float(factors[0])
 
     def at_scale(self, scale: float) -> set[int]:
-        """The calls whose results are gradients of what a scaler has scaled, or made of them, up to where the script
-        divides them by the loss scale: that is the one of a replay from now on."""
+        """Return the calls with results that contain the loss scale: gradients of scaled losses, and values computed
+        from them. A division by the loss scale ends the chain. Its divisor becomes a ``ScalePower`` for a replay."""
         found = set[int]()
         powers = {**dict.fromkeys(PRODUCTS, -1), **dict.fromkeys(QUOTIENTS, 1)}
         for number, call in self.calls.items():
@@ -994,7 +992,7 @@ class _Calls:
         return found
 
     def why_not(self, number: int) -> str:
-        """Why a call cannot be made again as it was; "" where it can."""
+        """Return why a call cannot be replayed unchanged, or "" if it can."""
         unknown = _behind(self.calls, [number], lambda call, read: read not in self._whys) - self._whys.keys()
         for one in sorted(unknown):
             self._whys[one] = self._why_not(one)
@@ -1016,18 +1014,18 @@ class _Calls:
         return next((why for read in call.reads if (why := self._why(read)) and not call.takes_data_of(read)), "")
 
     def _why(self, read: int) -> str:
-        """Why a call that another one reads from cannot be made again; it may be forgotten."""
+        """Return why a call that another call reads cannot be replayed; the call may be forgotten."""
         return self._whys.get(read, "" if read in self.calls else NOT_ALL_SEEN)
 
     def is_data_beside(self, number: int, model: torch.nn.Module) -> bool:
-        """What a call takes that no noted one has made is finite, and made of weights that optimizers train beside the
-        model, such as a temperature: no gradient of the model's leads there."""
+        """True if the call's inputs from unrecorded graphs are finite and depend only on trained weights beside the
+        model. An example is a temperature. No gradient of the model passes through such inputs."""
         weights = self._written.keys() - {id(one) for one in model.parameters()}
         return all(leaves <= weights and is_finite(value) for value, leaves in self.calls[number].beside)
 
     def parts_of(self, losses: Sequence[Made]) -> list[tuple[set[int], tuple[Made, ...]]]:
-        """The calls that each loss needs, with that loss; all in one part where losses share a call, as one pass has
-        them all then."""
+        """Return the calls that each loss needs, with that loss. If any losses share a call, all form one part, because
+        one backward pass computes them together."""
         parts = [self.leading_to(loss) for loss in losses]
         every = set().union(*parts)
         if sum(map(len, parts)) != len(every):
@@ -1035,7 +1033,7 @@ class _Calls:
         return [(part, (loss,)) for part, loss in zip(parts, losses, strict=True)]
 
     def leading_to(self, loss: Made) -> set[int]:
-        """The calls that a loss needs, and those that write into what they give."""
+        """Return the calls that a loss needs, and the calls that write into their results."""
         self.why_not(loss.call)
         needed = _behind(self.calls, [loss.call], self._leads)
         while more := {w for n in needed for w in self._changed.get(n, ()) if w < loss.call} - needed:
@@ -1046,7 +1044,7 @@ class _Calls:
         return not self._why(read) or not call.takes_data_of(read)
 
     def given(self, number: int, own: Collection[int]) -> tuple[Any, Any]:
-        """What a call is given, with ``Own`` in the place of what is the model's."""
+        """Return the arguments of a call with ``Own`` instead of tensors of the model."""
         call = self.calls[number]
 
         def each(value: Any) -> Any:
@@ -1058,7 +1056,6 @@ class _Calls:
         return given
 
     def call(self, number: int, device: str) -> RecordedCall:
-        """The call, to be made again."""
         noted = self.calls[number]
         return RecordedCall(
             noted.function,
@@ -1075,7 +1072,7 @@ class _Calls:
 def _behind(
     calls: Mapping[int, Noted], numbers: Iterable[int], leads: Callable[[Noted, int], bool] = lambda call, read: True
 ) -> set[int]:
-    """The calls of these numbers and all that they read from, with what has written into that, as far as it leads."""
+    """Return these calls and all calls that they read from, as far as ``leads`` is true."""
     waiting, found = list(numbers), set[int]()
     while waiting:
         number = waiting.pop()
@@ -1086,7 +1083,7 @@ def _behind(
 
 
 class _Taking:
-    """Takes what one call is given; ``made`` are those tensors that others have made, and how often written."""
+    """Converts the arguments of one call. ``made`` lists results of earlier calls, each with its version."""
 
     def __init__(self, recorder: Recorder, noted: Noted, *, is_in_place: bool) -> None:
         self.made: list[tuple[Made, torch.Tensor, int]] = []
@@ -1094,7 +1091,7 @@ class _Taking:
         self._given = set[int]()
 
     def of(self, value: Any) -> Any:
-        """What stands for an argument."""
+        """Return the placeholder that is stored instead of the argument."""
         if isinstance(value, torch.Tensor):
             return self._taken(value)
         if type(value) in CONSTANTS:
@@ -1102,7 +1099,7 @@ class _Taking:
         return Copying(lambda one: self._taken(one) if isinstance(one, torch.Tensor) else one).of(value)
 
     def is_new(self, tensor: torch.Tensor) -> bool:
-        """The call has made what stands in its arguments now, and a gradient leads there."""
+        """True if the call itself put this tensor into its arguments, and the tensor has an autograd graph."""
         if tensor.grad_fn is None or id(tensor) in self._given:
             return False
         return self._recorder._maker(tensor) is None
@@ -1121,7 +1118,7 @@ class _Taking:
                 noted.past[made] = tensor, times
                 recorder._now.keeps(tensor)
             return made
-        if tensor.requires_grad and not tensor.is_leaf:  # which is not held: a graph hangs on it
+        if tensor.requires_grad and not tensor.is_leaf:  # detached, because it would keep its graph alive
             leaves, tensor = leaves_behind(tensor), tensor.detach()
             if leaves is None:
                 noted.why_not = NOT_ALL_SEEN
@@ -1136,7 +1133,7 @@ class _Taking:
 
 
 def _draws(function: Callable[..., Any], name: str) -> bool:
-    """It may draw random numbers: code of the user's, or one of torch's functions that do."""
+    """True if the call may draw random numbers: a module, the script's own Function, or a random function of torch."""
     return isinstance(function, (torch.nn.Module, OwnFunction)) or _is_draw(name)
 
 
@@ -1147,12 +1144,12 @@ def _is_draw(name: str) -> bool:
 
 @functools.cache
 def _is_in_place(name: str) -> bool:
-    """Torch's function of this name writes into its first argument."""
+    """True if the torch function of this name writes into its first argument."""
     return name in WRITES or (name.endswith("_") and not name.endswith("__"))
 
 
 _Begun = tuple[int, Noted, _Taking]
-"""A call that is under way."""
+"""The number, the record and the arguments of a running call."""
 
 
 def _mades(given: Any) -> list[Made]:
@@ -1167,13 +1164,13 @@ def _described(call: Noted) -> str:
 
 
 def _may_only_follow() -> bool:
-    """As ``only_follows``, which is asked only where there is any sign of it: a step has many functions."""
+    """Return ``only_follows()``, but evaluate it only after cheap checks, because a step has many functions."""
     is_any = torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None
     return (is_any or is_fx_tracing()) and only_follows()
 
 
 def _tensors(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    """Those among arguments, and in lists and tuples of them."""
+    """Yield the tensors among the arguments, and in lists and tuples among them."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
             yield value
@@ -1182,7 +1179,7 @@ def _tensors(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
 
 
 def _tensors_within(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    """Those among arguments, and anywhere in them."""
+    """Yield the tensors among the arguments, at any depth."""
     for value in (*args, *kwargs.values()):
         leaves = (value,) if isinstance(value, torch.Tensor) else _pytree.tree_leaves(value)
         yield from (one for one in leaves if isinstance(one, torch.Tensor))
@@ -1192,7 +1189,7 @@ def _noting(original: Callable[..., Any], entered: Sequence[Recorder]) -> Callab
     is_compiled = torch.compiler.is_dynamo_compiling
 
     def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # The first is all that torch.compile sees. Whoever has taken this function keeps it for good.
+        # torch.compile traces only this check. Code that took a reference to this function keeps it for good.
         if is_compiled() or not entered or entered[0]._now.inside:
             return original(module, *args, **kwargs)
         return entered[0].run_call(original, module, args, kwargs)
@@ -1202,7 +1199,7 @@ def _noting(original: Callable[..., Any], entered: Sequence[Recorder]) -> Callab
 
 @contextlib.contextmanager
 def _applications_replaced(entered: Sequence[Recorder]) -> Iterator[None]:
-    """While this is entered, an ``autograd.Function`` that is applied is shown to an entered recorder."""
+    """Send each applied ``autograd.Function`` to the entered recorder while this is entered."""
     own: Any = vars(torch.autograd.Function)["apply"]
 
     @functools.wraps(own.__func__)
@@ -1216,12 +1213,12 @@ def _applications_replaced(entered: Sequence[Recorder]) -> Iterator[None]:
     try:
         yield
     finally:
-        if vars(torch.autograd.Function)["apply"] is ours:  # else somebody has wrapped it since
+        if vars(torch.autograd.Function)["apply"] is ours:  # else another wrapper replaced it since
             torch.autograd.Function.apply = own  # type: ignore[method-assign]
 
 
 def _first(do: Callable[..., None], entered: Sequence[Recorder], original: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of torch's that has an entered recorder do this first, with what the function is given."""
+    """Return a replacement for a torch function that first calls ``do`` with the recorder and all arguments."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if entered and not torch.compiler.is_compiling():
@@ -1232,12 +1229,12 @@ def _first(do: Callable[..., None], entered: Sequence[Recorder], original: Calla
 
 
 def _hands_on(module: torch.nn.Module) -> bool:
-    """A call is that of the model inside, and not to be made again itself: it readies DistributedDataParallel
-    or Fabric for a backward pass, and where none follows the next call raises, or where it is not theirs that pass."""
+    """True if the module is a wrapper, so that the call of its inner model is recorded instead. DistributedDataParallel
+    and Fabric prepare each call for a backward pass. Without it the next call raises; Fabric rejects a foreign pass."""
     held = module._modules
     readies = (always or _is_of_ddp(held[name]) for name, always in WRAPPERS.items() if name in held)
     return _is_of_ddp(module) or any(readies)
 
 
 def _is_of_ddp(module: torch.nn.Module | None) -> bool:
-    return DistributedDataParallel in type(module).__mro__  # of an abstract class `isinstance` takes ten times as long
+    return DistributedDataParallel in type(module).__mro__  # `isinstance` of an abstract class takes ten times as long

@@ -1,4 +1,4 @@
-"""Replays: one step run again under another precision or loss scale, or as the shadow, leaving everything as it was."""
+"""Replays: one step run under another precision or loss scale, or as the bfloat16 shadow, with all state restored."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ TraceKind = Callable[[torch.nn.Module, ModulePaths], OpTrace]
 
 
 HALF_A_UNIT = 2.0**-25
-"""An update that is a smaller share of a float32 weight does not change it."""
+"""An update that is a smaller share of a float32 weight does not change the weight."""
 
 
 @dataclass(frozen=True)
 class Manner:
-    """How a step is run again.
+    """How a step is replayed.
 
-    ``dtype`` is what autocast lowers to; ``float32`` and ``float64`` run without autocast. When ``is_lifted``
-    the half tensors that the code or the model itself asks for are that wide too; else all is as in the
-    run. Where ``rounds_to`` is set, weights are first rounded to it, or moved as far at random in a ``draw`` of its
-    own. Buffers and the batch are left alone: autocast rounds them only where an op of its list reads them.
+    ``dtype`` is the autocast dtype; ``float32`` and ``float64`` run without autocast. If ``is_lifted``, half tensors
+    that the code or the model itself requests are that wide too; otherwise everything is as in the run. ``rounds_to``
+    is a dtype to which weights are rounded first. With a ``draw`` they are moved at random by as much instead. Buffers
+    and the batch are not rounded, because autocast rounds them only where an op of its list reads them.
     """
 
     dtype: str
@@ -55,28 +55,27 @@ class Manner:
     draw: int = 0
 
     def rounded(self, weight: torch.Tensor) -> torch.Tensor:
-        """What a parameter becomes first."""
+        """Return the parameter that the replay starts with."""
         if not self.rounds_to:
             return weight
         dtype = DTYPES[self.rounds_to]
         return spread(weight, dtype, self.draw) if self.draw else rounded(weight, dtype)
 
     def altered(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What a tensor of the model or the batch becomes."""
+        """Return the tensor that replaces a tensor of the model or the batch."""
         return widened(tensor, LIFTS[self.dtype]) if self.is_lifted and self.dtype in LIFTS else tensor
 
 
 FP32 = Manner("float32")
-"""The replay that others are held against."""
+"""The reference replay."""
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """A replay with what is too large for the record: its trace, and a copy of its unscaled gradients by name.
+    """A replay with data too large for the record: its trace, and a copy of its unscaled gradients by name.
 
-    ``idle`` names, of a replay in FP32, the parameters that their gradients could not move: such a gradient may be
-    lost without harm.
-    ``seconds`` is the time of its forward and backward pass, without that of putting everything back.
+    ``idle`` names parameters that their gradients could not change, for a replay in FP32. Such a gradient may be lost
+    without harm. ``seconds`` is the time of the forward and backward pass, without the restoring of state.
     """
 
     replay: Replay
@@ -95,23 +94,23 @@ def replay_step(
     keep_gradients: bool = False,
     stops_at_loss: bool = False,
 ) -> Replayed:
-    """Runs the forward and backward pass of a step once more.
+    """Replay the forward and backward pass of a step.
 
     Args:
-        run: the workload; its weights must still be those of the step.
+        run: the workload; it must still have the weights of the step.
         snapshot: the step.
         manner: its precision and loss scale.
-        traced: the kind of trace that notes every op.
+        traced: the kind of trace that records every op.
         keep_gradients: return a copy of the gradients, in float32 and unscaled.
-        stops_at_loss: run no backward pass behind a loss that is not finite.
+        stops_at_loss: run no backward pass after a loss that is not finite.
 
     Returns:
-        What was seen. An error of the user's code is noted in the replay and not raised: code that works
-        in FP16 may name a dtype and fail in another.
+        The replay. An error of the user's code is stored in it and not raised: code that works in FP16 may name a dtype
+        and fail in another.
     """
     model = run.workload.model
     weights = altered(model.parameters(), manner.rounded)
-    # The step has shown its warnings when it ran, and where a call is made anew Python would show them once more.
+    # The step showed its warnings when it ran. Python would show them once more for a repeated call.
     unshown = replaced(warnings, "showwarning", lambda shown: lambda *given, **named: None)
     with (
         unshown,
@@ -142,13 +141,13 @@ def replay_step(
 
 
 def _tensors_of(model: torch.nn.Module, snapshot: Snapshot) -> list[torch.Tensor]:
-    """Those of the model and of the modules that the step calls beside it, such as a frozen reference, each once."""
+    """Return the tensors of the model and of modules called beside it, such as a frozen reference, each once."""
     called = [one for one in snapshot.beside if isinstance(one, torch.nn.Module)]
     return list({id(one): one for module in (model, *called) for one in tensors_in(module)}.values())
 
 
 def _replay(manner: Manner, loss: float, gradients: Mapping[str, torch.Tensor], *, is_whole: bool = True) -> Replay:
-    """What a pass has come to; not ``is_whole`` where no backward pass has run."""
+    """Return the result of a pass; not ``is_whole`` if no backward pass ran."""
     return Replay(
         dtype=manner.dtype,
         scale=manner.scale,
@@ -159,13 +158,13 @@ def _replay(manner: Manner, loss: float, gradients: Mapping[str, torch.Tensor], 
 
 
 def counted(replay: Replay, gradients: Mapping[str, torch.Tensor]) -> Replay:
-    """The replay with how many elements of its gradients are inf and NaN. On a GPU this syncs for each that has any."""
+    """Return the replay with the counts of inf and NaN in its gradients. A GPU syncs for each gradient that has any."""
     counts = together(magnitude_of(gradients[name]) for name in replay.gradients if name in gradients)
     return replace(replay, inf=counts.inf, nan=counts.nan)
 
 
 def _idle(run: Run, gradients: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """The parameters whose update, as far as the optimizer's ``eps`` leaves one, is below FP32's rounding."""
+    """Yield the parameters with an update that is below FP32's rounding, given the optimizer's ``eps``."""
     names = {parameter: name for name, parameter in run.workload.model.named_parameters()}
     groups = [group for optimizer in run.workload.optimizers for group in optimizer.param_groups]
     held = [(names.get(parameter, ""), parameter.detach(), group) for group in groups for parameter in group["params"]]
@@ -175,18 +174,18 @@ def _idle(run: Run, gradients: Mapping[str, torch.Tensor]) -> Iterator[str]:
     )
     for name, _, group in moved:
         gradient, weight, eps = next(largest), next(largest), group.get("eps")
-        eps = eps if isinstance(eps, (int, float)) else 0.0  # Adafactor has two of another meaning
+        eps = eps if isinstance(eps, (int, float)) else 0.0  # Adafactor has a pair with another meaning
         rate = float(group.get("lr") or group.get("initial_lr") or 1.0)
         if rate * (gradient / (gradient + eps) if eps else gradient) < HALF_A_UNIT * weight:
             yield name
 
 
 def continued_in_fp32(run: Run, snapshot: Snapshot, steps: int) -> tuple[float, ...]:
-    """The losses of so many FP32 steps on the batch of ``snapshot``, from the weights of now, gradients clipped as in
-    the run.
+    """Return the losses of FP32 steps on the batch of ``snapshot`` from the current weights, ``steps`` at most.
+    Gradients are clipped as in the run.
 
-    Weights, optimizer state, buffers and random state are restored. It ends early at a loss that is not
-    finite or an error of the user's code.
+    Weights, optimizer state, buffers and random state are restored. The steps end early at a loss that is not finite or
+    an error of the user's code.
     """
     if not are_held_whole(run.workload.optimizers):
         return ()
@@ -220,7 +219,7 @@ def _fp32_losses(run: Run, snapshot: Snapshot, steps: int) -> Iterator[float]:
 
 
 def _try(run: Run, snapshot: Snapshot, manner: Manner, *, stops_at_loss: bool = False) -> tuple[float, str]:
-    """The loss, or the first line of the error that the user's code raised."""
+    """Return the loss, or the first line of the error that the user's code raised."""
     try:
         with (
             lifted(manner.dtype) if manner.is_lifted else contextlib.nullcontext(),
@@ -248,12 +247,12 @@ def _forward_and_backward(run: Run, snapshot: Snapshot, manner: Manner, stops_at
 
 
 def _is_as_it_was(run: Run, manner: Manner) -> bool:
-    """The step runs in the precision of the run."""
+    """True if the replay has the precision of the run."""
     return not manner.is_lifted and manner.dtype == run.mode.format.name
 
 
 def _scaled(loss: torch.Tensor, scale: float) -> torch.Tensor:
-    with _disable_current_modes():  # it is none of the step's ops: another scale is no other result
+    with _disable_current_modes():  # not an op of the step: another scale does not change the result
         return loss.float() * scale
 
 
@@ -279,7 +278,7 @@ def _unscaled_norm(gradients: Iterable[torch.Tensor], scale: float) -> float:
 
 
 def _unscaled(gradient: torch.Tensor, scale: float) -> torch.Tensor:
-    """A dense float32 copy; of complex numbers the pairs, of a DTensor the part of this rank."""
+    """Return a dense float32 copy: pairs for complex numbers, this rank's part for a DTensor."""
     gradient = (stored(gradient) if type(gradient) is not torch.Tensor else gradient).detach()
     dense = gradient.to_dense() if gradient.layout is not torch.strided else gradient
     values = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
@@ -288,8 +287,8 @@ def _unscaled(gradient: torch.Tensor, scale: float) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Shadow:
-    """A step as the shadow: every op whose output FP16 would hold, forward and backward, in order of execution; what
-    the step did not touch, and how it was analysed; and what it came to."""
+    """The shadow of a step: every op with an output that would be FP16, forward and backward, in order of execution.
+    ``unseen`` says what the step did not reach and how it was analyzed. ``replay`` has its loss and gradients."""
 
     ranges: tuple[RangeSeen, ...]
     unseen: Unseen
@@ -297,14 +296,14 @@ class Shadow:
 
 
 def shadow_step(run: Run, snapshot: Snapshot) -> Shadow:
-    """Runs the step of ``snapshot`` once more as the shadow, at a loss scale of 1, and changes nothing.
+    """Replay the step as the shadow at a loss scale of 1, and change no state.
 
-    That is under the same policy with bfloat16 for float16, every op of it measured. It costs two to three plain steps
-    and shows every place that would overflow in FP16 at once. What it shows is a proposal: code that asks for its
-    dtype may take another path, and only a replay in FP16 disposes.
+    The shadow uses the same policy with bfloat16 instead of float16, and measures every op. It costs two to three plain
+    steps and shows every place that would overflow in FP16 at once. Its result is a proposal: code that asks for its
+    dtype may take another path, so only a replay in FP16 decides.
 
     Args:
-        run: the workload, with the weights of the step; its pins stay in force.
+        run: the workload with the weights of the step; its pins stay in force.
         snapshot: the step.
 
     Raises:
@@ -336,6 +335,6 @@ def _run_in_bfloat16(run: Run, snapshot: Snapshot) -> float:
     except UserCodeError as error:
         if "BFloat16" not in text_of(error.__cause__ or error):
             raise
-        # A user who never wrote bfloat16 must learn where it comes from.
+        # A user who never wrote bfloat16 must know where it is from.
         message = f"{error}; ampdbg runs this step in bfloat16, so that overflows do not hide one another"
         raise UserCodeError(message, error.user_traceback) from error.__cause__

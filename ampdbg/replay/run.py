@@ -1,6 +1,6 @@
 """A prepared run: a config's workload on its device, under its precision policy, seeded and pinned; and its pass.
 
-The pass of a step is forward and backward over its micro-batches, with one loss or several.
+The pass of a step is the forward and backward pass over its micro-batches, with one or several losses.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ampdbg.workload.build import Workload, build_workload
 class Tail:
     """The lines of a script between its modules and its losses, each with its calls, by :func:`name_of_line`.
 
-    ``in_fp32`` are the calls that run in FP32 now, and ``scale`` is the loss scale that the losses are made at.
+    ``in_fp32`` are the calls that run in FP32 now, and ``scale`` is the loss scale of the losses.
     """
 
     lines: Mapping[str, tuple[Line, frozenset[int]]]
@@ -39,21 +39,21 @@ class Tail:
     scale: float = 1.0
 
     def calls_of(self, names: Iterable[str]) -> frozenset[int]:
-        """The calls of the lines among these names."""
+        """Return the calls of the lines among ``names``."""
         return frozenset(number for name in names if name in self.lines for number in self.lines[name][1])
 
 
 def name_of_line(file: str, number: int) -> str:
-    """What a line is called among pins: ``train.py:41``."""
+    """Return the name of a line as a pin: ``train.py:41``."""
     return f"{PurePath(file).name}:{number}"
 
 
 @dataclass(frozen=True)
 class Run:
-    """A workload on its device, and the config it is trained by.
+    """A workload on its device, with the config that trains it.
 
-    ``makings`` tell where the model was made. ``names`` are those that held half tensors in code which no replay runs:
-    the loss of a script, whose calls alone are made again.
+    ``makings`` records where the model was made. ``names`` held half tensors in code that no replay runs: in a script's
+    loss function, since replays repeat only its calls.
     """
 
     config: Config
@@ -67,7 +67,7 @@ class Run:
 
     @contextlib.contextmanager
     def pinned(self, pins: Iterable[str]) -> Iterator[None]:
-        """While this is entered, the modules and the lines behind them of these names run in FP32."""
+        """Run the modules and tail lines named by ``pins`` in FP32 while entered."""
         names = list(pins)
         modules = [name for name in names if name not in self.tail.lines]
         before, self.tail.in_fp32 = self.tail.in_fp32, self.tail.calls_of(names)
@@ -78,7 +78,7 @@ class Run:
             self.tail.in_fp32 = before
 
     def scaler(self) -> torch.amp.GradScaler:
-        """The loss scaler of the run; a dynamic one goes on from the checkpoint's."""
+        """Return the loss scaler of the run; a dynamic one continues from the checkpoint's state."""
         scaler, state = self.mode.scaler(), self.workload.scaler_state
         if state is not None and self.config.continues_scale and isinstance(scaler, LossScaler):
             scaler.continue_from(state)
@@ -86,16 +86,16 @@ class Run:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since it began to be prepared."""
+        """The seconds since the preparation of the run began."""
         return round(time.monotonic() - self.started, 3)
 
 
 @contextlib.contextmanager
 def prepared(config: Config) -> Iterator[Run]:
-    """Builds the workload; while this is entered CUDA is emulated where it has to be, and the pins are in force.
+    """Build the workload. While this is entered, CUDA is emulated if necessary, and the pins are in force.
 
     Raises:
-        WorkloadError: a target cannot be used, a pin names no module, or the device is not there.
+        WorkloadError: a target cannot be used, a pin does not name a module, or the device does not exist.
         UserCodeError: the user's code raised.
     """
     started, device = time.monotonic(), choose_device(config.train.device)
@@ -105,7 +105,7 @@ def prepared(config: Config) -> Iterator[Run]:
             stack.enter_context(cuda_on_cpu())
         with Makings() as makings:
             workload, mode = build_workload(config, device), mode_of(config.precision, device)
-        # TorchScript's optimizer writes the dtypes of autocast into the code: those of one replay into all that follow.
+        # TorchScript's optimizer would write the autocast dtypes of one replay into the code of all later replays.
         stack.enter_context(optimized_execution(False))
         stack.enter_context(mode.converted(workload.model))
         stack.enter_context(mode.pinned(workload.model, config.precision.pins))
@@ -116,7 +116,7 @@ def prepared(config: Config) -> Iterator[Run]:
 
 
 def _fit_states(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """A checkpoint's states, that were fitted to weights of another dtype, get the one that the weights have now."""
+    """Convert a checkpoint's states, which fit weights of another dtype, to the current dtype of the weights."""
     for optimizer in optimizers:
         if optimizer.state:
             optimizer.load_state_dict(optimizer.state_dict())
@@ -135,24 +135,24 @@ def run_pass(
     seen: Callable[[NamedLosses, float], None] = lambda losses, share: None,
     stops_at: Callable[[NamedLosses], bool] = lambda losses: False,
 ) -> tuple[NamedLosses, ...]:
-    """Adds up the gradients of one step's micro-batches; several losses go backward one after another.
+    """Accumulate the gradients of one step's micro-batches, one loss after another.
 
-    Where there are as many optimizers as losses, as for the two sides of a GAN, each loss reaches the parameters of its
-    own alone: the first loss those of the first optimizer.
+    If there are as many optimizers as losses, each loss reaches only the parameters of its optimizer, in order. The two
+    sides of a GAN are an example.
 
     Args:
-        workload: what makes losses of a batch.
-        batches: one a micro-batch, on the device; each has an equal share of the gradients.
-        forward: makes the context of each forward pass and its losses.
+        workload: computes losses from a batch.
+        batches: one for each micro-batch, on the device; each has an equal share of the gradients.
+        forward: returns the context of each forward pass and its losses.
         scaled: multiplies a loss by the loss scale.
-        seen: called with the losses of each micro-batch and its share, before they go backward.
-        stops_at: whether no backward pass is needed from these losses on.
+        seen: called with the losses of each micro-batch and its share, before their backward pass.
+        stops_at: returns True if no backward pass is needed from these losses on.
 
     Returns:
         The losses of each micro-batch, detached.
 
     Raises:
-        WorkloadError: what the user's code returned holds no usable loss.
+        WorkloadError: the result of the user's code has no usable loss.
         UserCodeError: the user's code raised.
     """
     share = 1.0 / len(batches)
@@ -165,7 +165,7 @@ def run_pass(
         every.append({name: loss.detach() for name, loss in losses.items()})
         has_stopped = has_stopped or stops_at(losses)
         for position, loss in enumerate(() if has_stopped else losses.values(), start=1):
-            # NaN is looked for here too: the user's own detection of anomalies would end the run at the first.
+            # ampdbg looks for NaN itself. The user's anomaly detection would end the run at the first NaN.
             with workload.user.running("the backward pass"), torch.autograd.set_detect_anomaly(False):
                 part = scaled(loss * share if share != 1.0 else loss)
                 part.backward(retain_graph=position < len(losses), inputs=_own_parameters(workload, losses, position))
@@ -173,7 +173,7 @@ def run_pass(
 
 
 def _own_parameters(workload: Workload, losses: NamedLosses, position: int) -> list[torch.Tensor] | None:
-    """The parameters that the loss at ``position``, from 1, has an optimizer of its own for; None for all."""
+    """Return the parameters of the optimizer for the loss at ``position``, from 1; None for all parameters."""
     optimizers = workload.optimizers
     if not len(losses) == len(optimizers) > 1:
         return None
@@ -182,5 +182,5 @@ def _own_parameters(workload: Workload, losses: NamedLosses, position: int) -> l
 
 
 def loss_of(losses: Sequence[NamedLosses]) -> float:
-    """The loss of a step: the mean over its micro-batches of the sum of their losses."""
+    """Return the loss of a step: the mean over its micro-batches of the sum of their losses."""
     return sum(float(loss) for each in losses for loss in each.values()) / len(losses)

@@ -1,8 +1,8 @@
-"""What a step needs to be run again: its batches, the random state, buffers and attributes from before it.
+"""The inputs of a replay of one step: its batches, and the earlier random state, buffers and attributes.
 
-The weights are not copied for it: a replay is made while they are still those of the step, before the optimizer
-has written them or after the scaler has withheld it. Only around the replay itself there is a copy of them. The
-batches are copied, as a step may write into them.
+The weights are not copied in advance. A replay runs while the model still has the weights of the step: before the
+optimizer writes them, or after the scaler withheld the step. Weights are copied only around the replay itself. The
+batches are copied, because a step may write into them.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from ampdbg.replay.state import Held, held_before_a_step, restored, surroundings
 
 @dataclass(frozen=True, eq=False)
 class ModelState:
-    """What a step found in a ``model`` besides its weights: ``held`` is restored into its very objects."""
+    """The state of a ``model`` before a step, without its weights; ``held`` restores it into the same objects."""
 
     held: Held = field(default_factory=lambda: Held({}))
     model: torch.nn.Module | None = None
 
     @staticmethod
     def now(model: torch.nn.Module) -> ModelState:
-        """What it is at this moment."""
+        """Return the current state of the model."""
         return ModelState(held_before_a_step(model), model)
 
     @property
@@ -46,14 +46,14 @@ class ModelState:
         return {name: self.held.copy_of(buffer) for name, buffer in found if buffer in self.held}
 
     def before(self, weight: torch.Tensor) -> torch.Tensor:
-        """What a parameter of the model was: its own values, but where the forward pass has written it."""
+        """Return the value of a parameter before the step: its own, or the copy if the forward pass wrote it."""
         return self.held.copy_of(weight) if weight in self.held else weight.detach()
 
     def packed(self, prefix: str = "attribute") -> PackedState:
-        """The same for a model that is built anew, as far as it is plain data: numbers, strings, tensors, arrays,
-        generators of random numbers, and containers of them.
+        """Return the plain data of the state, for a rebuilt model: numbers, strings, tensors, arrays, generators of
+        random numbers, and containers with such data.
 
-        ``prefix`` is what the names of tensors in attributes begin with.
+        ``prefix`` begins the names of the tensors in attributes.
         """
         model = torch.nn.Module() if self.model is None else self.model
         buffers = [one for _, one in _buffers(model, self.held)]
@@ -61,21 +61,21 @@ class ModelState:
         for name, module in model.named_modules():
             attributes[name] = {}
             for key, value in self.held.attributes_of(module).items():
-                with contextlib.suppress(KeyError, RecursionError):  # it leads to what only this model can have
+                with contextlib.suppress(KeyError, RecursionError):  # it refers to an object that only this model has
                     attributes[name][key] = packing.of(value)
         return PackedState(self.buffers, attributes, packing.tensors)
 
 
 @dataclass(frozen=True, eq=False)
 class PackedState:
-    """What a step found in a model, as it is written to a file: ``tensors`` are those in the packed ``attributes``."""
+    """The file form of the state of a model before a step; ``tensors`` are those in the packed ``attributes``."""
 
     buffers: Mapping[str, torch.Tensor]
     attributes: Mapping[str, Mapping[str, Any]]
     tensors: Tensors
 
     def unpacked(self, model: torch.nn.Module) -> ModelState:
-        """The same of a model that was built anew, which stays as it is; what fits nothing that this has is its own."""
+        """Return this state for a rebuilt model, which stays unchanged. Entries that do not fit keep its own values."""
         device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
         unpacking, now = Unpacking(self.tensors, device), held_before_a_step(model)
         try:
@@ -92,7 +92,7 @@ class PackedState:
 
 
 def _buffers(model: torch.nn.Module, held: Held) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those that a model had, by name."""
+    """Yield the buffers that a model had, by name."""
     for name, module in model.named_modules():
         yield from ((f"{name}.{key}".lstrip("."), buffer) for key, buffer in held.buffers_of(module).items())
 
@@ -103,12 +103,11 @@ def _has_shape_of(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A step as it was before its forward pass. ``batches`` has one entry a micro-batch, on the device.
+    """A step before its forward pass. ``batches`` has one entry for each micro-batch, on the device.
 
-    They are copies that belong to the snapshot. ``data`` are the tensors in them that come from outside of the step,
-    by name. ``weights`` are copies of the model's parameters, in order, where the step is to be run again later.
-    ``beside`` are objects that it calls and the model does not have, such as a loss with a running mean;
-    ``states_beside`` is what those that are modules held, where it is known.
+    The batches are copies that belong to the snapshot. ``data`` are the tensors in them from outside the step, by name.
+    ``weights`` are copies of the model's parameters, in order, for a later replay. ``beside`` are called objects
+    outside the model, such as a loss with a running mean. ``states_beside`` are their earlier states, if known.
     """
 
     step: int
@@ -120,14 +119,14 @@ class Snapshot:
     beside: tuple[Any, ...] = ()
     states_beside: tuple[ModelState, ...] = ()
     draws: Draws = field(default_factory=Draws)
-    """What its dropouts draw from, noted when it is first run again."""
+    """The dtypes in which its dropouts draw, recorded in the first replay."""
 
     left: set[str] = field(default_factory=set)
-    """Names of the user's that were not restored when it was run again, each with where it stands."""
+    """The names in the user's code that replays did not restore, each with its file or class."""
 
 
 def take_snapshot(model: torch.nn.Module, step: int, batches: tuple[Any, ...], *beside: Any) -> Snapshot:
-    """The step that is about to run; its state and its batches are copied."""
+    """Return the step that is about to run, with copies of its state and its batches."""
     copies = duplicate(batches)
     data = tuple(leaf for batch in copies for leaf in leaves_of(batch))
     return Snapshot(step, copies, data, RandomState.now(), ModelState.now(model), beside=beside)
@@ -135,10 +134,10 @@ def take_snapshot(model: torch.nn.Module, step: int, batches: tuple[Any, ...], *
 
 @contextlib.contextmanager
 def rewound(model: torch.nn.Module, snapshot: Snapshot) -> Iterator[None]:
-    """Model, batches and random state as they were before the step, but for the weights, which are those of now.
+    """Restore model, batches and random state from before the step while this is entered, but keep the current weights.
 
-    Gradients are cleared. Afterwards all is as it is now, the weights too, should the step write into them. No watch
-    notes what is done meanwhile, and nothing is compiled: the compiler would choose other code for steps to come.
+    Gradients are cleared. On exit everything is as on entry, including weights that the step wrote. Meanwhile no
+    watcher records and nothing is compiled: the compiler would change its code for later steps.
     """
     random_state, states = RandomState.now(), (snapshot.state, *snapshot.states_beside)
     also = [one for state in states for one in state.held.values]
@@ -155,7 +154,7 @@ def rewound(model: torch.nn.Module, snapshot: Snapshot) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class FailingStep:
-    """A step that was investigated, with its loss scale; its snapshot has the weights that it had."""
+    """An investigated step with its loss scale; the snapshot has copies of its weights."""
 
     made: Investigation
     snapshot: Snapshot
@@ -163,14 +162,14 @@ class FailingStep:
 
 
 def failing_step(model: torch.nn.Module, snapshot: Snapshot, scale: float, made: Investigation) -> FailingStep:
-    """The step with the weights that the model has now: to be called while those are still the step's."""
+    """Return the failing step with the current weights. Call it while the model still has the weights of the step."""
     weights = tuple(snapshot.state.before(weight).clone() for weight in model.parameters())
     return FailingStep(made, replace(snapshot, weights=weights), scale)
 
 
 @contextlib.contextmanager
 def weights_of(model: torch.nn.Module, failing: FailingStep) -> Iterator[None]:
-    """The model has the weights of the step, and no gradients; afterwards those that it has now."""
+    """Give the model the weights of the step and no gradients while entered; restore both on exit."""
     with restored(*model.parameters()):
         with torch.no_grad():
             for weight, before in zip(model.parameters(), failing.snapshot.weights, strict=True):
@@ -179,11 +178,11 @@ def weights_of(model: torch.nn.Module, failing: FailingStep) -> Iterator[None]:
 
 
 def further_steps(run: Run, failing: FailingStep, count: int) -> Iterator[Snapshot]:
-    """The failing step on the batches that come after its own in the data, ``count`` times."""
+    """Yield the failing step ``count`` times, each time with the next batches of the data."""
     micro = len(failing.snapshot.batches)
     batches = itertools.islice(run.workload.batches(), (failing.snapshot.step + 1) * micro, None)
     for _ in range(count):
         taken = tuple(itertools.islice(batches, micro))
-        if len(taken) < micro:  # a script's step has none but its own
+        if len(taken) < micro:  # a script's step has only its own batches
             return
         yield replace(failing.snapshot, batches=taken, random_state=RandomState.now())

@@ -1,7 +1,7 @@
-"""What a model, a batch and a process hold: how it is saved, restored in place, and made again.
+"""The state of a model, a batch and a process: how to save it, restore it in place, and copy it.
 
-One table of kinds says what each kind of value holds, how its contents are restored in place, and how a new one is
-made of them. :class:`Held` restores the very same objects; ``copies`` makes others like them.
+One table has the functions for each kind of value: read its contents, restore them in place, and rebuild the value.
+:class:`Held` restores the same objects; ``copies`` builds new objects.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ from ampdbg.probes.tensors import distinct, is_emptied, may_be_bad, nbytes
 from ampdbg.source.ownership import is_users_file
 
 LARGEST = 2**24
-"""A tensor or array of more bytes is data, or an activation that is kept to be looked at: no state of a step."""
+"""The most bytes of state in a tensor or array: more are data, or an activation that is kept for inspection."""
 
 MOST = 1000
-"""A container of more values is a vocabulary or the like."""
+"""The most values of a container that is state: more are a vocabulary or similar data."""
 
 LARGEST_APART = 2**20
-"""A tensor or array of more bytes that belongs to no model is data: one in a global, or in an object's object."""
+"""The most bytes of state in a tensor or array outside a model, such as in a global."""
 
 ANY = sys.maxsize
 
 OBJECTS_IN_A_BATCH = 3
-"""Objects within objects of a batch are followed so far: one may lead to the whole data set."""
+"""The depth to which objects in a batch are followed; an object may refer to the whole data set."""
 
 IN_A_MODEL, IN_A_BATCH = (ANY, LARGEST, LARGEST_APART), (ANY,) * (OBJECTS_IN_A_BATCH + 1)
 BEFORE_A_STEP = (LARGEST, LARGEST, LARGEST_APART)
-"""So large is what is saved of them at most: outside of all objects, in an object, in an object within one …"""
+"""The size limits of saved values: outside of objects, in an object, in an object within an object."""
 
 CONSTANTS = frozenset(
     {int, float, complex, bool, str, bytes, NoneType, slice, range}
     | {torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
 )
-"""The types of values that nothing can change."""
+"""The types of immutable values."""
 
 REGISTERS = frozenset({"_parameters", "_buffers", "_modules"})
 
-# Hooks and pins come and go with whoever set them; parameters, buffers and children are no plain attributes.
+# Hooks and pins belong to the code that sets them. Parameters, buffers and submodules are not plain attributes.
 NOT_OWN = (frozenset(vars(torch.nn.Module())) | {"forward"}) - {"training"}
 
 
@@ -64,9 +64,9 @@ NOT_OWN = (frozenset(vars(torch.nn.Module())) | {"forward"}) - {"training"}
 class Kind:
     """A kind of value.
 
-    ``save`` returns its own contents: where it ``holds`` others a dict or a list of these, else a copy of what it is.
-    ``write`` gives contents back to the very same object. ``make`` returns a new value like the given one with other
-    contents; None where only the very object will do. Of a kind that ``draws`` are generators of random numbers.
+    ``save`` returns the contents of a value: a dict or list of values for a container that ``holds`` values, else a
+    copy. ``write`` restores contents in the same object. ``make`` returns a similar new value with new contents; it is
+    None if no copy can replace the object. A kind that ``draws`` has generators of random numbers.
     """
 
     of: type | tuple[type, ...]
@@ -77,14 +77,14 @@ class Kind:
     draws: bool = False
 
     def inner(self, contents: Any) -> Iterable[Any]:
-        """The values that it holds."""
+        """Return the values in these contents."""
         if not self.holds:
             return ()
         return contents.values() if isinstance(contents, dict) else contents
 
 
 class SavedValue(NamedTuple):
-    """A value with the contents that it had."""
+    """A value with its earlier contents."""
 
     value: Any
     kind: Kind
@@ -92,11 +92,11 @@ class SavedValue(NamedTuple):
 
 
 class Held:
-    """Values with what each held at one moment, to be restored into the very same objects.
+    """Values with their contents at one moment, to be restored in the same objects.
 
-    It costs a copy of every tensor: what a forward pass writes into them cannot be undone after the fact, and
-    ``.data`` hides it from version counters. What cannot be copied is left out, and tensors with a graph: what was
-    computed of weights, such as a transpose, follows them.
+    Every tensor is copied. A write in a forward pass cannot be undone later, and ``.data`` hides it from version
+    counters. Values that cannot be copied are left out. Tensors with an autograd graph are left out too: a tensor
+    computed from weights, such as a transpose, follows them.
     """
 
     def __init__(self, saved: Mapping[int, SavedValue]) -> None:
@@ -104,9 +104,9 @@ class Held:
 
     @staticmethod
     def now(values: Iterable[tuple[Any, ...]]) -> Held:
-        """What these values hold at this moment; each has its kind beside it, and what it holds where that is known.
+        """Save the contents of values. Each value comes with its kind, and with its contents if they are known.
 
-        Of a value that is there twice the last kind counts.
+        If a value appears twice, its last kind counts.
         """
         found = {}
         with torch.no_grad():
@@ -119,66 +119,66 @@ class Held:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Every tensor among them, once."""
+        """Every saved tensor, once."""
         return [one.value for one in self._saved.values() if isinstance(one.value, torch.Tensor)]
 
     @property
     def values(self) -> Iterator[tuple[Any, Kind]]:
-        """Every value, once."""
+        """Every saved value with its kind, once."""
         return ((one.value, one.kind) for one in self._saved.values())
 
     def __contains__(self, value: Any) -> bool:
-        """This very value is among them."""
+        """True if this same object was saved."""
         return id(value) in self._saved
 
     def contents(self, value: Any) -> Any:
-        """What this very value held, in the form of its kind.
+        """Return the saved contents of this object, in the form of its kind.
 
         Raises:
-            KeyError: it is not among them.
+            KeyError: the object was not saved.
         """
         return self._saved[id(value)].contents
 
     def values_in(self, value: Any, kind: Kind) -> Any:
-        """What a value held; what it holds now where it is not among them, and of a module parameters and modules."""
+        """Return the saved contents of a value. Parts that were not saved are returned as they are now."""
         now: Any = kind.save(value) if kind.holds else ()
         then = self.contents(value) if value in self and kind is not SCRIPTED else now
         return {**{name: now[name] for name in REGISTERS}, **then} if kind is MODULE else then
 
     def buffers_of(self, module: torch.nn.Module) -> Mapping[str, Any]:
-        """Those that a module had; a scripted one has them still."""
+        """Return the buffers that a module had. A scripted module still has them."""
         return self.contents(module._buffers) if module._buffers in self else module._buffers
 
     def attributes_of(self, module: torch.nn.Module) -> Mapping[str, Any]:
-        """The plain attributes that a module had; none where it was not held."""
+        """Return the saved plain attributes of a module; none if it was not saved."""
         contents = self.contents(module) if module in self else {}
         return {name: value for name, value in contents.items() if name not in REGISTERS}
 
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The copy that there is of a tensor among them, in its shape."""
+        """Return the saved copy of a tensor, in the shape of the tensor."""
         contents = self.contents(tensor)
         return _spread(contents.values, contents.memory)
 
     def plain(self, but: Iterable[torch.Tensor]) -> Held:
-        """The part of it that is data and no object of the user's own, ``but`` for these."""
+        """Return the saved data without the user's own objects, and without ``but``."""
         aside = set(map(id, but))
         return Held({key: one for key, one in self._saved.items() if one.kind is not OBJECT and key not in aside})
 
     def with_earlier(self, other: Held) -> Held:
-        """The same, but where the other has a value as that has it."""
+        """Return this state, but with the values of ``other`` where it has them."""
         return Held({**self._saved, **other._saved})
 
     def restore(self, *, draws_only: bool = False) -> None:
-        """Makes everything, or generators of random numbers alone, what it was when it was saved."""
+        """Restore all saved values, or only the generators of random numbers."""
         with torch.no_grad():
             for value, kind, contents in self._saved.values():
-                # A tensor of the user's own class may refuse to be written; the rest is restored all the same.
+                # A tensor of the user's own class may reject a write; the rest is restored anyway.
                 with contextlib.suppress(Exception):
                     if kind.draws or not draws_only:
                         kind.write(value, contents)
 
     def is_as_saved(self, value: Any) -> bool:
-        """A container still holds the same, and a tensor the same numbers; of others that is not asked."""
+        """True if a container holds the same objects, or a tensor the same numbers, or the value is neither."""
         saved = self._saved.get(id(value))
         if saved is not None and saved.kind.holds:
             return _is_same(saved.kind.save(value), saved.contents)
@@ -186,15 +186,15 @@ class Held:
 
     @property
     def bad(self) -> int:
-        """How many of its tensors held inf or NaN. A mask of -inf is meant to be so."""
+        """The number of saved tensors with inf or NaN, without masks of -inf."""
         return sum(may_be_bad(self.copy_of(tensor)) for tensor in self.tensors)
 
 
 @contextlib.contextmanager
 def restored(*roots: Any, batches: Sequence[Any] = (), also: Iterable[tuple[Any, Kind]] = ()) -> Iterator[Held]:
-    """Afterwards models and batches hold the very same objects with the same contents, whatever was done to them.
+    """Restore models and batches on exit: the same objects with the same contents.
 
-    Gradients are cleared meanwhile. Objects of batches are followed further than those of a model.
+    Gradients are cleared while it is entered. Objects in batches are followed deeper than objects in a model.
     """
     held = Held.now([*also, *_walk(batches, IN_A_BATCH), *_walk(roots, IN_A_MODEL)])
     try:
@@ -206,30 +206,30 @@ def restored(*roots: Any, batches: Sequence[Any] = (), also: Iterable[tuple[Any,
 
 
 def held_before_a_step(model: torch.nn.Module) -> Held:
-    """All that a model holds but its weights."""
+    """Save the state of a model except its weights."""
     found = [*_walk(model.modules(), BEFORE_A_STEP, STATE), *_walk(model.buffers(), (ANY,))]
     return Held.now(one for one in found if not isinstance(one[0], torch.nn.Parameter))
 
 
 def held_by(optimizers: Iterable[torch.optim.Optimizer]) -> Held:
-    """All that optimizers hold: their states, their groups' settings and the parameters in these."""
+    """Save the state of optimizers, the settings of their groups, and the parameters in these."""
     parts = [part for optimizer in optimizers for part in (optimizer.state, optimizer.param_groups)]
     return Held.now(_walk(parts, IN_A_MODEL))
 
 
 def are_held_whole(optimizers: Iterable[torch.optim.Optimizer]) -> bool:
-    """That is all: an optimizer of the user's may keep copies of weights in attributes of its own."""
+    """True if :func:`held_by` saves all state. The user's own optimizer may keep weights in attributes."""
     own = [{**vars(optimizer), "state": None, "param_groups": None} for optimizer in optimizers]
     return not any(isinstance(leaf, torch.Tensor) for leaf in _pytree.tree_leaves(own))
 
 
 def tensors_in(model: torch.nn.Module, held: Held | None = None) -> list[torch.Tensor]:
-    """The model's parameters, its buffers, and every tensor among its modules' attributes, as these were ``held``."""
+    """Return the model's parameters, buffers, and tensors in attributes; with ``held``, in the saved attributes."""
     return [value for value, *_ in _walk([model], (ANY, LARGEST), held=held) if isinstance(value, torch.Tensor)]
 
 
 def notes_on(model: torch.nn.Module) -> tuple[str, ...]:
-    """What replays change for good: a note for each iterator, and each tensor that cannot be copied."""
+    """Return a note on each iterator and each tensor that cannot be copied: replays change these for good."""
     notes = []
     for name, module in model.named_modules():
         holds = f"{f'module {name!r}' if name else 'the model'} holds"
@@ -244,11 +244,11 @@ def notes_on(model: torch.nn.Module) -> tuple[str, ...]:
 def _walk(
     roots: Iterable[Any], largest: Sequence[int], *first: Kind, held: Held | None = None
 ) -> Iterator[tuple[Any, Kind, Any]]:
-    """Every value, once, that can be changed and that the roots lead to, with its kind and the values that it holds.
+    """Yield each mutable value reachable from the roots once, with its kind and the values that it holds.
 
-    Modules that only a list holds are modules too. A user's own objects are followed as deep as ``largest`` has
-    entries behind its first, but to nothing larger: one may lead to the whole data set and the whole program. The
-    ``first`` kinds stand before those of the table. What is ``held`` is what a value leads to.
+    Modules that only a list holds count as modules. A user's own objects are followed as deep as ``largest`` has
+    entries after its first. Larger values are left out: an object may refer to the whole data set and the whole
+    program. The ``first`` kinds precede the table. Contents saved in ``held`` replace current contents.
     """
     held, kinds, met = held or Held({}), Kinds(*first), {}
     waiting = [(root, 0) for root in roots]
@@ -279,7 +279,7 @@ def _is_large(value: Any, largest: int) -> bool:
 
 
 class TensorContents(NamedTuple):
-    """What a leaf was: the memory that it had, with a copy of the distinct part of that, and its gradient."""
+    """The state of a leaf: a copy of its distinct values, its memory, and its gradient."""
 
     values: torch.Tensor
     memory: torch.Tensor
@@ -295,43 +295,43 @@ def _save_tensor(tensor: torch.Tensor) -> TensorContents:
 
 def _write_tensor(tensor: torch.Tensor, before: TensorContents) -> None:
     if not tensor.is_leaf:
-        tensor.detach_()  # a tensor that wants gradients was written into it
+        tensor.detach_()  # an in-place write gave it a graph
     tensor.requires_grad_(before.requires_grad)
-    tensor.grad = None  # may not fit the memory that comes back
+    tensor.grad = None  # it may not fit the restored memory
     tensor.data = before.memory
-    # Through the bare memory: no graph is to learn of a write that changes nothing.
+    # Write through the bare memory, so that no graph sees a write that changes nothing.
     if not _is_equal(distinct(before.memory), before.values) and not written(before.memory, before.values):
         tensor.data = _spread(before.values, before.memory)
     tensor.grad = before.gradient
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of the distinct part of a tensor.
+    """Return a copy of the distinct part of a tensor.
 
     Raises:
-        RuntimeError: it cannot be copied.
+        RuntimeError: the tensor cannot be copied.
     """
     part = distinct(tensor.detach() if tensor.requires_grad else tensor)
     if is_emptied(part):
         raise RuntimeError("its memory was freed")
     try:
         return part.clone()
-    except RuntimeError:  # as of a tensor that is quantized by channel
+    except RuntimeError:  # such as a tensor quantized by channel
         return copy.deepcopy(part)
 
 
 def _spread(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Values in the shape of the tensor that they are of."""
+    """Return the values, expanded to the shape of their tensor."""
     return values if values.is_nested or values.shape == like.shape else values.expand(like.shape)
 
 
 def duplicated(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor that repeats what the tensor repeats."""
+    """Return a copy of a tensor with the same repeated values."""
     return _spread(_values(tensor), tensor)
 
 
 def written(tensor: torch.Tensor, contents: torch.Tensor) -> bool:
-    """The contents could be written into the memory of a tensor."""
+    """Write the contents into the memory of a tensor. Return False if they do not fit."""
     try:
         distinct(tensor).copy_(distinct(contents))
     except (RuntimeError, TypeError):
@@ -342,7 +342,7 @@ def written(tensor: torch.Tensor, contents: torch.Tensor) -> bool:
 def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     try:
         return torch.equal(one, other)
-    except (RuntimeError, TypeError, AttributeError):  # torch compares no sparse, nested and masked tensors
+    except (RuntimeError, TypeError, AttributeError):  # torch cannot compare sparse, nested or masked tensors
         return False
 
 
@@ -357,13 +357,13 @@ def _fill(container: Any, entries: Any) -> None:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """They hold the very same objects in the same order."""
+    """True if both hold the same objects in the same order."""
     flat = [[*each, *each.values()] if isinstance(each, dict) else each for each in (one, other)]
     return len(flat[0]) == len(flat[1]) and all(map(operator.is_, *flat))
 
 
 def _copied(copied: Callable[[Any], Any], write: Callable[[Any, Any], None]) -> Callable[[Any, Any], Any]:
-    """What makes a value like another, of other contents: it keeps its class, length limit and default."""
+    """Return a function that copies a value, with its class, length limit and default, but with new contents."""
 
     def make(value: Any, contents: Any) -> Any:
         made = copied(value)
@@ -382,7 +382,7 @@ def _fill_object(value: Any, attributes: Any) -> None:
 
 
 def _modules(aside: Collection[str]) -> Kind:
-    """The kind of modules, of which some names are left aside: hooks come and go with others."""
+    """Return the kind of modules without the attributes ``aside``, such as hooks, which come from elsewhere."""
 
     def save(module: torch.nn.Module) -> dict[str, Any]:
         return {name: value for name, value in vars(module).items() if name not in aside}
@@ -396,16 +396,16 @@ def _modules(aside: Collection[str]) -> Kind:
 
 
 def _nothing(value: Any, contents: Any) -> None:
-    """Nothing can change it."""
+    """Do nothing: the value is immutable."""
 
 
 def _leaf(of: Any, save: Callable[[Any], Any], write: Callable[[Any, Any], None], *, draws: bool = False) -> Kind:
-    """A kind whose values hold no others, and can be copied."""
+    """Return a kind of values that hold no values and can be copied."""
     return Kind(of, save, write, _copied(copy.deepcopy, write), draws=draws)
 
 
 def _generator(of: Any, save: str, write: str) -> Kind:
-    """A kind of generators of random numbers, by the names of their methods."""
+    """Return a kind of random number generators from the names of their methods."""
     return _leaf(of, methodcaller(save), lambda value, state: getattr(value, write)(state), draws=True)
 
 
@@ -414,11 +414,11 @@ def _write_generator(generator: numpy.random.Generator, state: Any) -> None:
 
 
 TENSOR = Kind(torch.Tensor, _save_tensor, _write_tensor)
-# A scripted module holds its own in C++, where the contents of tensors can be restored and nothing else.
+# A scripted module keeps its attributes in C++. Only the contents of its tensors can be restored.
 SCRIPTED = Kind(torch.jit.ScriptModule, lambda module: [*module.parameters(), *module.buffers()], _nothing, holds=True)
 MODULE = _modules(aside=NOT_OWN - REGISTERS)
 STATE = _modules(aside=NOT_OWN - {"_buffers"})
-"""What a step may change of a module: neither its weights nor of which modules it is made."""
+"""The part of a module that a step may change: no parameters and no submodules."""
 KINDS = (
     TENSOR,
     SCRIPTED,
@@ -439,14 +439,14 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 OBJECT = Kind(object, _attributes, _fill_object, _copied(copy.copy, _fill_object), holds=True)
-"""An object of the user's own, or of a library that is not torch's, Python's or NumPy's."""
+"""An object of a class that is not from torch, Python or NumPy: the user's own, or from a library."""
 
 
 class Kinds(dict[type, "Kind | None"]):
-    """The kind of a class's values; None where they cannot be changed, or are not the model's to change.
+    """The kind for each class; None if its values are immutable or not the model's to change.
 
     Args:
-        first: kinds that stand before those of the table.
+        first: kinds that precede the table.
     """
 
     def __init__(self, *first: Kind) -> None:
@@ -465,16 +465,16 @@ def _is_users(cls: type) -> bool:
     return (not is_foreign or cls in (SimpleNamespace, UserDict)) and not issubclass(cls, type)
 
 
-# What stands around a model, and a forward pass may change: a counter of calls, a list that losses are appended to, a
-# generator of random numbers. A global may lead to all data: it is followed no further than its own contents.
+# A forward pass may change data outside the model: a counter of calls, a list of losses, or a generator of random
+# numbers. A global may refer to all data, so only its own contents are followed.
 
 
 @contextlib.contextmanager
 def surroundings_restored(left: set[str]) -> Iterator[None]:
-    """Afterwards the names of the user's modules, and small data behind these, are what they were.
+    """On exit, restore the names in the user's modules and the small data that they refer to.
 
-    Where another thread of the user's runs it may use them meanwhile, and what that has written is not to be taken
-    back: then generators alone are restored, and the names that are others by then are added to what is ``left``.
+    Another running thread of the user may write such data meanwhile, and its writes must stay. Then only random
+    generators are restored, and the names that changed are added to ``left``.
     """
     held, are_shared = Held.now(_surroundings()), _others_run()
     try:
@@ -485,7 +485,7 @@ def surroundings_restored(left: set[str]) -> Iterator[None]:
 
 
 def _surroundings() -> list[tuple[Any, Kind]]:
-    """The user's modules, the classes and objects of the user's classes in them, and small data in all these."""
+    """Return the user's modules, the user's classes and their objects in them, and small data in all of the results."""
     modules = [(one, NAMES) for one in list(sys.modules.values()) if type(one) is ModuleType and _is_of_users_file(one)]
     bound = _inside(modules)
     spaces = [(one, kind) for one, kind in bound if kind in (NAMES, OBJECT) and _is_users_own(one)]
@@ -498,17 +498,17 @@ def _surroundings() -> list[tuple[Any, Kind]]:
 
 
 def _inside(holders: Iterable[tuple[Any, Kind]]) -> list[tuple[Any, Kind]]:
-    """The values that these hold, each with its kind."""
+    """Return the values in these holders, each with its kind."""
     kinds, found = Kinds(NAMES, CLOSURE, CELL), list[tuple[Any, Kind]]()
     for holder, kind in holders:
-        with contextlib.suppress(Exception):  # a class of the user's own may raise anything
+        with contextlib.suppress(Exception):  # the user's own class may raise anything
             inner = [(one, kinds[type(one)]) for one in kind.inner(kind.save(holder))]
             found += [(one, inside) for one, inside in inner if inside is not None]
     return found
 
 
 def _is_users_own(value: Any) -> bool:
-    """A class, or that of an object, is the user's."""
+    """True if the class, or the class of the object, is the user's."""
     cls = value if isinstance(value, type) else type(value)
     return _is_of_users_file(sys.modules.get(cls.__module__))
 
@@ -529,7 +529,7 @@ def _bind(space: Any, before: dict[str, Any]) -> None:
 
 
 def _others(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
-    """The names that are bound to other objects now, or to none."""
+    """Return the names that are unbound now, or bound to a different object."""
     return [name for name, value in before.items() if name not in now or now[name] is not value]
 
 
@@ -541,11 +541,11 @@ NAMES = Kind((ModuleType, type), _bindings, _bind, holds=True)
 CELL = Kind(CellType, lambda cell: [cell.cell_contents], _fill_cell, holds=True)
 CLOSURE = Kind(FunctionType, lambda function: list(function.__closure__ or ()), _nothing, holds=True)
 NO_DATA = (NAMES, CLOSURE, OBJECT, MODULE, SCRIPTED)
-"""What leads on from a global, and is not followed."""
+"""The kinds that are reached from a global, but are not saved as data."""
 
 
 def _others_run() -> bool:
-    """Another thread of the user's runs; one that waits in Python's ``threading`` does not."""
+    """True if another thread runs user code, and does not only wait in Python's ``threading``."""
     others = [frame for thread, frame in sys._current_frames().items() if thread != threading.get_ident()]
     running = [frame for frame in others if frame.f_globals.get("__name__") != threading.__name__]
     return any(is_users_file(one.f_code.co_filename) for frame in running for one, _ in traceback.walk_stack(frame))

@@ -1,6 +1,6 @@
-"""A step that can be run again: the calls that led to its losses, with what they were given, made by the same code.
+"""A step that can be replayed: the calls that led to its losses, with their arguments, from the same lines of code.
 
-A :class:`~ampdbg.replay.recorder.Recorder` notes them while a loop trains; a capture keeps them.
+A :class:`~ampdbg.replay.recorder.Recorder` records the calls while a loop trains; a capture keeps them.
 """
 
 from __future__ import annotations
@@ -40,48 +40,47 @@ from ampdbg.workload.user_code import UserCode
 Half = Literal["float16", "bfloat16"]
 
 MOVES_OR_CASTS = MOVES | {"type", "tensor", "as_tensor", "__getitem__"}
-"""torch's functions that give a tensor's own values, in its format or in another one, by their names."""
+"""The names of torch functions that return a tensor's own values, in the same dtype or in another."""
 
 CallArguments = Mapping[int, tuple[Any, Any]]
-"""What each call of a step is given, by its number: positional and keyword arguments, with ``Made``, ``Own`` and
-``ScalePower`` in the place of tensors that others have made, of those that are the model's own, and of the scale."""
+"""The positional and keyword arguments of each call of a step, by call number. ``Made``, ``Own`` and ``ScalePower``
+replace results of earlier calls, the model's own tensors, and the loss scale."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """In the place of a tensor that an earlier call has made; ``path`` leads to it in what that gave, or begins with
-    :data:`KEPT` and leads to it in the module that was called, or with :data:`GIVEN` and leads to it in the
-    arguments."""
+    """A placeholder for a tensor that an earlier call made. ``path`` is the path of the tensor in the result. With the
+    prefix :data:`KEPT` it is a path in the called module, and with :data:`GIVEN` a path in the arguments."""
 
     call: int
     path: str
 
 
 KEPT = "self."
-"""Of what a module keeps as an attribute, as ``self.aux_loss``; no path in what a call gives begins so."""
+"""The path prefix of a tensor that a module keeps as an attribute, such as ``self.aux_loss``. No result path has it."""
 
 GIVEN = "given"
-"""Of what a module writes into its arguments, as ``batch["features"]``; no path in what a call gives begins so."""
+"""The path prefix of a tensor that a module writes into its arguments, such as ``batch["features"]``."""
 
 
 @dataclass(frozen=True)
 class Own:
-    """In the place of a tensor that is a model's own: a replay finds it altered and gives it back."""
+    """A placeholder for a tensor of the model: a replay alters it and restores it."""
 
     tensor: torch.Tensor
 
 
 @dataclass(frozen=True)
 class ScalePower:
-    """In the place of the loss scale to a power: a replay has a scale of its own."""
+    """A placeholder for a power of the loss scale: a replay has its own loss scale."""
 
     power: int
 
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """One call. ``writes`` says that it changes its first argument, which stands for what it gives. ``training`` is
-    whether the module that it is of was in training mode."""
+    """One call. If ``writes``, it changes its first argument, which counts as its result. ``training`` is the mode of
+    the called module."""
 
     function: Callable[..., Any]
     line: Line | None
@@ -94,23 +93,23 @@ class RecordedCall:
 
     @property
     def module(self) -> torch.nn.Module | None:
-        """The module that it calls; None where it calls a function."""
+        """The called module, or None for a function."""
         called = self.called
         return called if isinstance(called, torch.nn.Module) else None
 
     @property
     def called(self) -> Callable[..., Any]:
-        """What it calls, at the end of a pass too."""
+        """The called function or module, also if a ``PassEnd`` wraps it."""
         return self.function.module if isinstance(self.function, PassEnd) else self.function
 
     @property
     def described(self) -> str:
-        """What it calls, and where, in words."""
+        """The name of the function or module and the line of the call, in words."""
         name = getattr(self.called, "__name__", type(self.called).__name__).strip("_")
         return f"{name} on line {self.line[1]} of {PurePath(self.line[0]).name}" if self.line is not None else name
 
     def again(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The same call with other arguments; its line is that of the first time."""
+        """Repeat the call with new arguments, as if it were on the same line."""
         self.random_state.restore()
         module = self.module
         if module is not None and self.training is not None and module.training is not self.training:
@@ -122,16 +121,16 @@ class RecordedCall:
 
 @dataclass(frozen=True)
 class PassEnd:
-    """Calls a module whose step is run again no further, and makes one number of all that it gives.
+    """Calls a module at which the replay ends, and reduces all outputs to one number.
 
-    A step of such calls fails where any of what its modules give is not finite, and has no gradients. Where a module
-    gives anything that gradients lead to, that alone counts: beside it a mask may be infinite.
+    A step of such calls fails if any output is not finite, and has no gradients. If any outputs require gradients, only
+    these count: an output without a gradient may be a mask with infinities.
     """
 
     module: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The sum, of shape (); it leads nowhere."""
+        """Return the sum of the outputs, of shape (), as a leaf without a graph."""
         every = [tensor for _, tensor in made_in(self.module(*args, **kwargs))]
         made = [tensor for tensor in every if tensor.requires_grad] or every
         sums = [values.float().sum().cpu() for tensor in made if (values := float_values(tensor.detach())) is not None]
@@ -139,47 +138,46 @@ class PassEnd:
 
 
 class OwnFunction:
-    """Calls an ``autograd.Function`` of the script's; it has that one's name."""
+    """Calls an ``autograd.Function`` of the script, under its name."""
 
     def __init__(self, function: type[torch.autograd.Function]) -> None:
         self._function = function
         functools.update_wrapper(self, function, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What its ``apply`` gives."""
         return self._function.apply(*args, **kwargs)
 
 
 def weighted(output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """The loss, of shape (), whose gradient is what ``output.backward(gradient)`` begins with.
+    """Return the loss, of shape (), with a backward pass that equals ``output.backward(gradient)``.
 
-    What of that is inf or NaN the script has made of a forward pass that had failed, so it is no data: 0 in its place
-    leaves the output's own inf and NaN in the loss, and adds none.
+    Inf and NaN in ``gradient`` are not data, because the script computed them from a forward pass that had failed. With
+    0 instead, the loss keeps the inf and NaN of the output itself and gains none.
     """
     return (output * torch.nan_to_num(gradient, 0.0, 0.0, 0.0)).sum()
 
 
 def scaled_gradients(scale: float, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """``torch.autograd.grad`` of outputs that a scaler has scaled, as it does: by a number in float32."""
+    """Return ``torch.autograd.grad`` of outputs multiplied by the loss scale in float32, as a scaler does."""
     each = outputs if isinstance(outputs, (list, tuple)) else [outputs]
-    with _disable_current_modes():  # these are none of the step's ops
+    with _disable_current_modes():  # these ops do not belong to the step
         scaled = [output * torch.tensor(scale, device=output.device) for output in each]
     return torch.autograd.grad(scaled, *args, **kwargs)
 
 
 def torch_name(function: Callable[..., Any]) -> str:
-    """What torch calls a function of its own: ``torch.Tensor.add``; "" of any other."""
-    with contextlib.suppress(Exception):  # it may be anything that can be called
+    """Return torch's name of a torch function, such as ``torch.Tensor.add``, or "" for a foreign function."""
+    with contextlib.suppress(Exception):  # the argument may be any callable
         return str(torch.overrides.resolve_name(function) or "")
     return ""
 
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """``calls`` by number, in order; ``losses`` of each part by the number of its first call; ``given`` has what the
-    calls are given, an entry for each part. ``beside`` are the modules that it calls and the model does not have, such
-    as a loss with a running mean, with what they held before. ``own_scale`` is the loss scale that the script itself
-    has put into its losses, and that is not among the calls."""
+    """The calls of a step by number, in order. ``given`` has one entry for each part. ``losses`` has the losses of each
+    part by the number of its first call. ``beside`` has the earlier state of called modules outside the model, such as
+    a loss with a running mean. ``own_scale`` is the loss scale that the script put into the losses outside of the
+    calls."""
 
     calls: Mapping[int, RecordedCall]
     losses: Mapping[int, tuple[Made, ...]]
@@ -191,16 +189,16 @@ class RecordedStep:
 
     @property
     def scales_gradients(self) -> bool:
-        """Gradients at the loss scale are part of its losses."""
+        """True if the losses are computed from gradients at the loss scale."""
         return any(call.function is scaled_gradients for call in self.calls.values())
 
     def loss(self, given: CallArguments, in_fp32: Collection[int] = (), scale: float = 1.0) -> torch.Tensor:
-        """The sum of the losses of one part, of shape (); the calls ``in_fp32`` are run so, whatever autocast does.
+        """Return the sum of the losses of one part, of shape (). The calls ``in_fp32`` run in FP32 without autocast.
 
-        Where autocast lowers around it, it lowers what it has lowered when the step ran, and nothing else.
+        Under autocast, exactly the calls that ran under autocast in the step do so again.
         """
         results: dict[int, Any] = {}
-        torch.clear_autocast_cache()  # it may hold casts of weights as another replay had them
+        torch.clear_autocast_cache()  # it may hold casts of the weights of another replay
         for number, (args, kwargs) in given.items():
             call = self.calls[number]
             is_pinned = number in in_fp32
@@ -208,7 +206,7 @@ class RecordedStep:
             is_lowered = call.lowers and not is_pinned
             with (
                 contextlib.nullcontext() if is_lowered else torch.autocast(self.device, enabled=False),
-                lifted("float32") if is_pinned else contextlib.nullcontext(),  # of what casts to half itself
+                lifted("float32") if is_pinned else contextlib.nullcontext(),  # for code that casts to half itself
             ):
                 again = found.of((args, kwargs))
                 results[number] = call.again(*again), again
@@ -238,14 +236,13 @@ class RecordedStep:
         half: Half | None,
         clip_grad_norm: float | None = None,
     ) -> Run:
-        """The step as a run of one step, under the autocast of its device; ``half`` is what that lowers to, and
-        ``clip_grad_norm`` what the script clips its gradients to."""
+        """Return a run of this step under autocast to ``half``, with gradients clipped to ``clip_grad_norm``."""
         share = len(self.given)
 
         tail = Tail(self.lines)
 
         def losses(batch: Any, index: int) -> torch.Tensor:
-            # A pass gives each part an equal share; the script's own shares are among the calls.
+            # A pass gives each part an equal share; the calls include the script's own shares.
             loss = self.loss(batch, tail.in_fp32, tail.scale)
             return loss * share if share > 1 else loss
 
@@ -258,8 +255,8 @@ class RecordedStep:
 
     @property
     def lines(self) -> dict[str, tuple[Line, frozenset[int]]]:
-        """The lines of the script beside its model, with the numbers of their calls, by file name and number: what they
-        compute between it and the losses, and the other modules that they call."""
+        """The script lines that call modules outside the model, or compute between the model and the losses. They are
+        keyed by file name and line number, and each has the numbers of its calls."""
         found: dict[Line, set[int]] = {}
         beside = [None, *(state.model for state in self.beside)]
         for number, call in self.calls.items() if self.reach == "whole" else ():
@@ -268,11 +265,11 @@ class RecordedStep:
         return {name_of_line(*line[:2]): (line, frozenset(numbers)) for line, numbers in found.items()}
 
     def before(self, steps: Sequence[Step], optimizer: int) -> tuple[Step, ...]:
-        """Those of the steps of a loop that its optimizer has made; none where its loss is a sum of other numbers."""
+        """Return the loop's steps by this optimizer; none if the loss of this step is a sum of module outputs."""
         return tuple(step for step in steps if step.optimizer == optimizer) if self.reach == "whole" else ()
 
     def snapshot(self, number: int, random_state: RandomState, state: ModelState) -> Snapshot:
-        """The step with what its calls are given as its batches, a part each, and the modules that they are of."""
+        """Return a snapshot of the step. Its batches are the arguments of the parts."""
         data = tuple(self.data_in([self._without_moves(part) for part in self.given]))
         called = {id(module): module for call in self.calls.values() if (module := call.module) is not None}
         return Snapshot(
@@ -280,9 +277,9 @@ class RecordedStep:
         )
 
     def data_in(self, parts: Iterable[CallArguments]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors that come from outside of parts of it, each once with its name: by what takes them."""
+        """Yield each tensor from outside these parts once, named after the first call that takes it."""
         calls = [(self.calls[number], given[number]) for given in parts for number in given]
-        calls.sort(key=lambda one: bool(one[0].reads))  # what takes the results of others has the targets of a loss
+        calls.sort(key=lambda one: bool(one[0].reads))  # last the calls that take a loss's targets
         named: dict[int, tuple[str, torch.Tensor]] = {}
         for call, (args, kwargs) in calls:
             for argument, value in ({**dict(enumerate(args, 1)), **kwargs}).items():
@@ -291,7 +288,7 @@ class RecordedStep:
         yield from named.values()
 
     def _without_moves(self, part: CallArguments) -> CallArguments:
-        """The part without what only casts and moves take that lead into no module: it may be the script's own."""
+        """Return the part without casts and moves that no module reads: their inputs may be the script's own."""
         of_modules = [self.calls[n].reads for n in part if self.calls[n].module is not None]
         moves = {n for n in part if getattr(self.calls[n].function, "__name__", "") in MOVES_OR_CASTS}
         aside = moves.difference(*of_modules)
@@ -300,27 +297,25 @@ class RecordedStep:
 
 @dataclass
 class _Parts:
-    """The parts of one step, as the batches of a workload: there are no further ones."""
+    """The parts of one step as the only batches of a workload."""
 
     step: RecordedStep
     position: int = 0
 
     def batches(self) -> Iterator[Any]:
-        """The parts of the step."""
         return iter(self.step.given)
 
     def describe(self, batch: Any) -> str:
-        """How many calls a part makes."""
+        """Return the number of calls in a part, as text."""
         return f"the step makes {len(batch)} calls"
 
 
 MOST_NESTED = 3
-"""A distribution may have another as its base."""
+"""The most levels of nested objects that are searched: a distribution may have another as its base."""
 
 
 def made_in(result: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in what a call gives, each with its path: those of containers, and what objects hold as attributes,
-    such as distributions."""
+    """Yield the tensors in a result, in its containers and in objects such as distributions, with their paths."""
     if isinstance(result, torch.Tensor):
         yield "", result
         return
@@ -331,7 +326,7 @@ def made_in(result: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def made_in_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in those arguments of a call that it can put others into, such as a dict, each with its path."""
+    """Yield the tensors in arguments that a call can add tensors to, such as a dict, each with its path."""
     named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     holders = {
         key: one for key, one in named.items() if not isinstance(one, torch.Tensor) and type(one) not in CONSTANTS
@@ -352,11 +347,11 @@ def _call(function: Any, args: Any, kwargs: Any) -> Any: return function(*args, 
 
 
 SPACE = {"__builtins__": builtins}
-"""An import that C++ code makes looks for them where the call stands."""
+"""The global names of the frame of a call: an import by C++ code looks up the builtins there."""
 
 
 def _at(line: Line | None) -> Callable[..., Any]:
-    """``_call`` as if it stood in that line, so that what it runs is known to belong there."""
+    """Return ``_call`` as if it were defined on this line, so that its calls are attributed to that line."""
     if line is None:
         return _call
     file, number, function = line

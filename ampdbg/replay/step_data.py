@@ -1,8 +1,7 @@
-"""What a step is given from outside, its batch with the targets, and whether inf or NaN in it is why the step fails.
+"""Finds out if inf or NaN in the data of a step makes the step fail. The data is its batch with the targets.
 
-A mask of NaN that the script takes out again, such as padded targets, does no harm, and does not explain a loss that is
-NaN for another reason. So the step is run again with finite numbers in the place of those values: only where FP32 comes
-through it then are the data to blame.
+NaN that the script masks, such as in padded targets, does no harm. It does not explain a NaN loss with another cause.
+So the step is replayed with finite data. The data is to blame only if FP32 is then finite.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from ampdbg.replay.step import RecordedStep
 
 
 def blamed_data(run: Run, snapshot: Snapshot, played: RecordedStep) -> tuple[TensorCounts, ...]:
-    """What of its data is why FP32 does not come through the step.
+    """Return the data with inf or NaN that makes the step fail in FP32.
 
     Args:
-        run: the workload; its weights must still be those of the step.
-        snapshot: the step, with what its calls are given as batches.
-        played: its calls.
+        run: the workload; it must still have the weights of the step.
+        snapshot: the step, with the arguments of its calls as batches.
+        played: the calls of the step.
     """
     suspects = [
         (name, tensor)
         for name, tensor in played.data_in(played.given)
-        if may_be_bad(tensor) and not tensor.requires_grad and tensor.numel() > 1  # a single number is no sample
+        if may_be_bad(tensor) and not tensor.requires_grad and tensor.numel() > 1  # a single number is not a sample
     ]
-    has_loss = played.reach == "whole"  # else its modules may give a mask of -inf
+    has_loss = played.reach == "whole"  # else the outputs of its modules may include a mask of -inf
 
     def comes_through(kept: Collection[int] = ()) -> bool:
         finite = {id(tensor): _made_finite(tensor) for _, tensor in suspects if id(tensor) not in kept}
@@ -52,7 +51,7 @@ def blamed_data(run: Run, snapshot: Snapshot, played: RecordedStep) -> tuple[Ten
 
 @torch.no_grad()
 def _made_finite(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with the mean of its finite values, or 1, in the place of the others: numbers of the usual size."""
+    """Return the tensor with the mean of its finite values, or 1, instead of inf and NaN: a number of usual size."""
     values = float_values(tensor)
     finite = values[values.isfinite()] if values is not None else torch.empty(0)
     usual = float(finite.double().mean()) if finite.numel() else 1.0
