@@ -67,8 +67,7 @@ def _line_of(frame: FrameType) -> Line:
 
 @contextlib.contextmanager
 def tracing(on_call: Callable[[FrameType, str, Any], Any]) -> Iterator[None]:
-    """Call ``on_call`` as ``sys.settrace`` does, in this thread. Restore the trace function of a debugger or coverage
-    tool afterwards."""
+    """Call ``on_call`` as ``sys.settrace`` does, in this thread; restore a debugger's trace function afterwards."""
     before = sys.gettrace()
     sys.settrace(on_call)
     try:
@@ -132,8 +131,8 @@ def _owner_of(module: str) -> str:
 
 @by_code
 def _role(frame: FrameType) -> Role:
-    """Return the role of the frame: ``users`` for user or library code, ``between`` for a frame between that and an op,
-    ``module`` for the caller of a forward pass, ``ends`` for a frame above the user's code."""
+    """Return the role of the frame: ``users`` for user or library code; ``between`` for a frame between that and an op;
+    ``module`` for the caller of a forward pass; ``ends`` for a frame above the user's code."""
     if is_users_or_a_librarys(frame) and frame.f_code.co_name not in MODES:
         return "users"
     if is_part_of(frame, "torch"):
