@@ -225,7 +225,6 @@ def _trend(series: tuple[Key, dict[int, float]]) -> Trend:
 
 
 def _urgency(trend: Trend) -> tuple[bool, float, bool, float]:
-    """Return the sort key: series near their limit, then the earliest to reach it, then the largest; the loss scale
-    last."""
+    """Return the sort key: near the limit, then the earliest to reach it, then the largest; the loss scale last."""
     reached = reached_at(trend)
     return not is_near(trend), math.inf if reached is None else reached, trend.kind == "scale", -max(trend.values)

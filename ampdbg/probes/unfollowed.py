@@ -78,8 +78,7 @@ def _code_in(owner: ModuleType | type) -> Iterator[CodeType]:
 
 
 def _functions_of(value: Any) -> Iterator[FunctionType]:
-    """Yield the function, or the functions in a dict or tuple, and the functions inside any type of the table above,
-    maybe torch's."""
+    """Yield the functions that a value is or holds; a dict, a tuple or a type in ``BEHIND`` may hold torch's too."""
     if isinstance(value, FunctionType):
         yield value
     tabled = [*value.values()] if isinstance(value, dict) else value if isinstance(value, tuple) else ()
