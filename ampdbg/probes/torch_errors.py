@@ -120,7 +120,7 @@ def autocast_error(
 ) -> AutocastError | None:
     """Return the finding for an exception of the user's code, or None if autocast did not cause it.
 
-    Its module is the innermost of the ``named_modules`` on the stack, or "" if that call fails in the user's class.
+    Its module is the innermost of ``named_modules`` on the stack, or "" if that call fails in the user's class.
     """
     if cause is None:
         return None

@@ -85,7 +85,7 @@ class Sums(NamedTuple):
         descent: The loss decrease to first order, gradient times update; ``got_descent`` uses the half updates.
         moved: The number of entries with a new value at the end of any window.
         still: For each entry the share of steps without a change, summed.
-        bits: Over ``sized`` entries, the log2 of the learning rate with a mean update of half a unit in the last place.
+        bits: Summed log2 of the rates at which the mean update is half a last-place unit, over ``sized`` entries.
         foreign: The number of entries that code outside the optimizer's step may have written.
         added: The squares of accumulated gradients in float32; ``misadded`` has the squared errors of half.
     """
