@@ -21,8 +21,7 @@ DIVIDED = 0.01
 """Relative tolerance between the loss factor and the quotient of two gradient norms. Half precision rounds one norm."""
 
 NormOfEach = tuple[tuple[tuple[int, int], ...], torch.Tensor]
-"""The ``id`` of each parameter with its gradient's version, and a device vector of the gradients' largest
-magnitudes."""
+"""Each parameter's ``id`` and gradient version, and a device vector of the gradients' largest magnitudes."""
 
 
 @dataclass
@@ -51,14 +50,12 @@ class OpenStep:
         mark: The point in the GPU's work after the last loss that is still on the GPU.
         gradients: The gradients as the backward pass left them, by the ``id`` of their optimizer.
         norms: The gradient norms that remain after the step has ended.
-        bare: Facts recorded before each ``optimizer.step()`` that the loop itself calls, by the ``id`` of the
-            optimizer. A call inside which a scaler steps does not count.
-        scaler: The enabled scaler that has scaled a loss.
-        number: The number of that scaler among the scalers of the loop.
+        bare: Facts from before each ``optimizer.step()`` that the loop itself calls, by the ``id`` of the optimizer.
+        scaler: The enabled scaler that has scaled a loss; ``number`` is its number in the loop.
         optimizer: The number of the first optimizer that stepped.
         succeeds: The number of the scaler that ``scaler`` has replaced, else 0.
         running: The ``id`` of the optimizer during its bare step, else 0.
-        before_closure: How many losses there were when the running step began.
+        before_closure: How many losses there were before the running step.
         first_closure: The losses of the first closure call in the running step.
         left: The norms of the gradients after each backward pass, if the loop scales its loss itself.
         factor: The number by which such a loop has multiplied its loss.
@@ -99,12 +96,9 @@ class OpenStep:
         self.running = 0
 
     def add_losses(self, losses: list[Scalar]) -> None:
-        """Add the losses of a backward pass.
-
-        If an optimizer's step runs its closure several times, the losses of the first call count. They belong to the
-        weights before the step, and ``optimizer.step(closure)`` returns them. If a loss of the last call is not finite,
-        that loss counts instead.
-        """
+        """Add the losses of a backward pass. If a step runs its closure several times, the losses of the first call
+        count: they belong to the weights before the step, and ``optimizer.step(closure)`` returns them. A non-finite
+        loss of the last call replaces the first loss."""
         if self.running:
             self.first_closure = self.first_closure or losses
             del self.scaled[self.before_closure :]
@@ -154,14 +148,9 @@ class OpenStep:
     def to_step(
         self, index: int, iteration: Callable[[int], int], values: Iterator[float], *, has_own_scale: bool = False
     ) -> Step:
-        """Return the closed Step.
-
-        Args:
-            index: The number of the step.
-            iteration: Returns how many steps of an optimizer came before.
-            values: The values of :meth:`scalars` on the host.
-            has_own_scale: True if an earlier step has shown that the loop scales its loss itself.
-        """
+        """Return the Step with number ``index`` from the values of :meth:`scalars` on the host. ``iteration`` returns
+        how many steps of an optimizer came before. ``has_own_scale`` is True if the loop has scaled an earlier loss
+        itself."""
         optimizer = self.optimizer or 0
         losses = {name: next(values) for name in self.losses}
         loss = sum(losses.values() if losses else (next(values) for _ in self.scaled), start=0.0)
@@ -215,8 +204,7 @@ class Loop(threading.local):
     Attributes:
         trained: The threads that have run a backward pass; all threads share this set.
         now: The step of the last losses or of the last optimizer call.
-        open: The steps under way by the place of their optimizer. Optimizers share a step if the same losses have
-            written their gradients.
+        open: The steps under way by optimizer place. Optimizers with gradients from the same losses share a step.
     """
 
     def __init__(self, trained: set[int]) -> None:
@@ -266,8 +254,7 @@ class Loop(threading.local):
         return step
 
     def forget_early(self) -> None:
-        """Discard measurements of gradients that still carry the loss scale, because another backward pass adds to
-        them."""
+        """Discard measurements of still scaled gradients, because another backward pass adds to the gradients."""
         for step in (self.now, *self.open.values()):
             step.gradients = {key: known for key, known in step.gradients.items() if not known.is_early}
 

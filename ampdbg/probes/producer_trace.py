@@ -56,14 +56,10 @@ NamedTensors = Sequence[tuple[str, torch.Tensor]]
 
 
 class ProducerTrace(OpTrace):
-    """Records every op, and the circumstances of producers by their index in ``ops``.
+    """Records every op, and the circumstances of producers by their index in ``ops``; ``bad`` follows their inf and
+    NaN.
 
-    Args:
-        data: The data of the step by name. A producer that only moves or casts one of its tensors gets the tensor's
-            name.
-
-    Attributes:
-        bad: Follows the inf and NaN of each producer.
+    ``data`` is the data of the step. A producer that only moves or casts one of these tensors gets the tensor's name.
     """
 
     def __init__(self, model: torch.nn.Module, paths: ModulePaths, data: NamedTensors = ()) -> None:
@@ -175,8 +171,8 @@ class ProducerTrace(OpTrace):
     def _casts_a_constant(self) -> bool:
         """True if all values beyond FP16 are one repeated negative constant, or larger than any computed value.
 
-        Computed values can repeat too: the activations of a token that begins every sample. A repeated value that
-        depends on the weights is a constant only if the code has written it.
+        Computed values can repeat too, such as activations of the token that begins every sample. So a repeated value
+        that depends on the weights must also be written in the code.
         """
         values = float_values(self._given[0]) if self._given else None
         if values is None:
@@ -201,11 +197,10 @@ NONE: frozenset[int] = frozenset()
 class BadValues:
     """Follows inf and NaN through a trace by the storage that holds them; ops are known by their index in the trace.
 
-    Attributes:
-        poisonous: The producers of infinities from which an op has computed NaN.
-        divisors: The producers of infinities by which an op has divided; the quotients are zero.
-        in_gradients: The ops where inf or NaN in a parameter's gradient starts. Forward ops count too: the backward
-            pass reads saved tensors, even if the forward pass masks them.
+    ``poisonous`` are producers of infinities from which an op has computed NaN. ``divisors`` are producers of
+    infinities by which an op has divided; the quotients are zero. ``in_gradients`` are the ops where inf or NaN in a
+    parameter's gradient starts. Forward ops count too: a backward pass reads saved tensors, even if the forward pass
+    masks them.
     """
 
     def __init__(self, known: KnownMagnitudes) -> None:
@@ -307,13 +302,9 @@ class Mended(OpTrace):
 class Sampled:
     """An op with a sample of its output, for comparison with another replay.
 
-    A choice is an integer or bool tensor, such as indices or a mask. Choices have fingerprints instead of samples.
-
-    Attributes:
-        taken: The fingerprints of the choices among the inputs.
-        picked: The fingerprints of the choices among the outputs.
-        makers: The indices of the ops that made the inputs.
-        choosers: The indices of the ops that made the choices among the inputs.
+    Choices are integer or bool tensors, such as indices or masks; they have fingerprints instead of samples. ``taken``
+    has the fingerprints of choices among the inputs, ``picked`` among the outputs. ``makers`` are the indices of the
+    ops that made the inputs, ``choosers`` of the ops that made the choices among the inputs.
     """
 
     seen: OpSeen
@@ -392,8 +383,7 @@ SAME = 1e-6
 class Origins:
     """Follows the origin of tensors by storage from op to op, through views and casts; keeps no tensor alive.
 
-    A tensor of unknown origin depends on neither the weights nor the batch. It is a mask, or data that the code reads
-    from elsewhere.
+    A tensor of unknown origin is a mask, or data that the code reads from elsewhere.
     """
 
     def __init__(self, model: torch.nn.Module, data: NamedTensors = ()) -> None:

@@ -41,11 +41,9 @@ class SampledValues:
 
     Attributes:
         at_first: The values in the first sample.
-        began: The number of steps that the optimizer had taken at the first sample.
+        began: The optimizer's step count at the first sample; ``steps`` counts the steps since.
         rate: The sum of the learning rates until the first sample; ``rate_now`` is the sum until the last.
-        moved: True for values that have changed since.
-        driven: How often the gradient of each value was finite and not zero, in ``looks`` samples.
-        steps: The number of steps since the first sample.
+        moved: True for changed values; ``driven`` counts finite nonzero gradients of each value in ``looks`` samples.
         is_kept: True if the optimizer keeps a float32 master of the parameter, or what rounding took.
     """
 
