@@ -21,7 +21,7 @@ DIVIDED = 0.01
 """Relative tolerance between the loss factor and the quotient of two gradient norms. Half precision rounds one norm."""
 
 NormOfEach = tuple[tuple[tuple[int, int], ...], torch.Tensor]
-"""Each parameter's ``id`` and gradient version, and a device vector of the gradients' largest magnitudes."""
+"""The ``id`` and gradient version of each parameter, and the largest magnitudes of the gradients as a device vector."""
 
 
 @dataclass
@@ -48,6 +48,7 @@ class OpenStep:
     Attributes:
         scaled: The losses of the backward passes, without a scaler's loss scale.
         mark: The point in the GPU's work after the last loss that is still on the GPU.
+        losses: Losses with names, which count instead of ``scaled``.
         gradients: The gradients as the backward pass left them, by the ``id`` of their optimizer.
         norms: The gradient norms that remain after the step has ended.
         bare: Facts from before each ``optimizer.step()`` that the loop itself calls, by the ``id`` of the optimizer.
@@ -149,7 +150,7 @@ class OpenStep:
         self, index: int, iteration: Callable[[int], int], values: Iterator[float], *, has_own_scale: bool = False
     ) -> Step:
         """Return the Step with number ``index`` from the values of :meth:`scalars` on the host. ``iteration`` returns
-        how many steps of an optimizer came before. ``has_own_scale`` is True if the loop has scaled an earlier loss
+        how many steps of an optimizer came before. ``has_own_scale`` says that the loop has scaled an earlier loss
         itself."""
         optimizer = self.optimizer or 0
         losses = {name: next(values) for name in self.losses}
@@ -199,7 +200,7 @@ _SEAM = itemgetter(0)
 
 
 class Loop(threading.local):
-    """The position of the training loop of each thread; threads may train different models at the same time.
+    """The state of each thread's training loop; threads may train different models at the same time.
 
     Attributes:
         trained: The threads that have run a backward pass; all threads share this set.
@@ -219,8 +220,7 @@ class Loop(threading.local):
         return self.open.get(place, self.now)
 
     def add_losses(self, losses: list[Scalar]) -> None:
-        """Add losses before their backward pass. The gradients that it writes show which optimizers the losses belong
-        to."""
+        """Add losses before their backward pass. The optimizers of the losses are known only after it."""
         if not self.now.running and self.now in self.open.values():
             self.now = OpenStep()
         self.now.add_losses(losses)

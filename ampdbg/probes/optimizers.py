@@ -25,15 +25,16 @@ COMMON = 0.02
 
 
 class Originals:
-    """Weights in the shape of an optimizer, if the real optimizer steps copies of them; held weakly. Backward passes
-    write only the gradients of the originals. The script moves gradients to the copies and values back."""
+    """Original weights in the form of an optimizer, for an optimizer that steps copies of the weights; held weakly.
+    Backward passes write gradients only for the originals. The script moves gradients to the copies, and values
+    back."""
 
     def __init__(self, weights: Iterable[torch.Tensor]) -> None:
         self._weights = tuple(map(weakref.ref, weights))
 
     @property
     def param_groups(self) -> list[dict[str, list[torch.Tensor]]]:
-        """The weights in one group, as an optimizer has them."""
+        """One group with all weights, as in an optimizer."""
         return [{"params": [weight for one in self._weights if (weight := one()) is not None]}]
 
 
@@ -45,7 +46,7 @@ class Optimizers:
     """The optimizers of one loop in the order in which the loop made or received them.
 
     Args:
-        models: Name the parameters. The models of optimizers made later are added to them.
+        models: The source of parameter names. The models of optimizers made later are added.
         given: Kept alive. Optimizers made later are held weakly.
     """
 
@@ -104,14 +105,14 @@ class Optimizers:
         return int(self._numbers[optimizer])
 
     def stepping_with(self, number: int, steps: Iterable[Step]) -> tuple[Optimizer, ...]:
-        """Return the optimizer of this number and all optimizers without steps of their own. The remaining optimizers
-        take turns with it."""
+        """Return the optimizer of this number and all optimizers without steps of their own. Optimizers with their own
+        steps take turns with it."""
         of_others = {step.optimizer for step in steps} - {number}
         return tuple(one for one in self if self._numbers.get(one, number) not in of_others)
 
     def adopt(self, called: Sequence[torch.nn.Module]) -> None:
-        """Use the called modules as the models if the optimizers train none of their parameters. A loop with half
-        weights and FP32 copies in the optimizer is such a case."""
+        """Use the called modules as the models if the optimizers train none of their parameters. An example is a loop
+        with half weights and FP32 copies in the optimizer."""
         if self._known:
             self._models.adopt(called)
 
@@ -163,8 +164,8 @@ class Optimizers:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The name of every parameter group. If all optimizers were freed with the training function, these are the
-        last known names."""
+        """The name of every parameter group, or the last known names if all optimizers were freed with the training
+        function."""
         groups = [group for optimizer in self for group in optimizer.param_groups]
         if groups:
             self._groups = tuple(group_name(group, index) for index, group in enumerate(groups))

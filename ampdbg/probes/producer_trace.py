@@ -59,7 +59,7 @@ class ProducerTrace(OpTrace):
     """Records every op, and the circumstances of producers by their index in ``ops``; ``bad`` follows their inf and
     NaN.
 
-    ``data`` is the data of the step. A producer that only moves or casts one of these tensors gets the tensor's name.
+    ``data`` is the data of the step. A producer that only moves or casts a tensor in it gets the tensor's name.
     """
 
     def __init__(self, model: torch.nn.Module, paths: ModulePaths, data: NamedTensors = ()) -> None:
@@ -67,7 +67,7 @@ class ProducerTrace(OpTrace):
         self.circumstances: dict[int, Circumstances] = {}
         self.bad = BadValues(self.known)
         self.angular: set[OpKey] = set()
-        """The sines and cosines of angles that are, or were, in half precision, and too large for its spacing."""
+        """The sines and cosines of angles in half precision, now or earlier, that are too large for its spacing."""
         self._spacings: dict[int, float] = {}
         self.given_bad: int | None = None
         """The index of the first op that reads inf or NaN from outside the step. Its output is not finite."""
@@ -78,8 +78,7 @@ class ProducerTrace(OpTrace):
 
     @property
     def harmless(self) -> set[int]:
-        """The producers with infinities that only saturating ops read; any large FP32 value would have the same
-        effect."""
+        """The producers with infinities that only saturating ops read; FP32's own values would give the same result."""
         unused = ((index, self.ops[index]) for index in self.bad.saturated)
         return {index for index, op in unused if op.place.phase == "forward" and base_name(op.op) not in POLES}
 
@@ -140,8 +139,7 @@ class ProducerTrace(OpTrace):
         )
 
     def _is_at_a_pole(self, op: str) -> bool:
-        """True if the op is infinite at an input, such as a zero divisor. For a power: a zero base with a negative
-        exponent."""
+        """True if the op is infinite at an input: a zero divisor, or a zero base with a negative exponent."""
         if base_name(op) != "pow":
             poles = POLES_ELSEWHERE.get(base_name(op), (0.0,))
             return any(bool((self._given[-1] == pole).any()) for pole in poles)
@@ -242,8 +240,8 @@ class BadValues:
             self.in_gradients |= self._still_behind(tensor)[0]
 
     def _still_behind(self, tensor: torch.Tensor) -> tuple[frozenset[int], bool]:
-        """Return the ops that caused the inf and NaN in a tensor, and True if it holds a NaN. Return no ops for a
-        finite tensor in reused memory: the trace does not see every tensor."""
+        """Return the ops that caused the inf and NaN in a tensor, and True if it holds a NaN. A finite tensor in reused
+        memory has no such ops: the trace does not see every tensor."""
         behind = self._behind.get(storage_of(tensor), NONE)
         magnitude = self._known.of(tensor) if behind else None
         if magnitude is None or magnitude.is_finite:
@@ -304,7 +302,7 @@ class Sampled:
 
     Choices are integer or bool tensors, such as indices or masks; they have fingerprints instead of samples. ``taken``
     has the fingerprints of choices among the inputs, ``picked`` among the outputs. ``makers`` are the indices of the
-    ops that made the inputs, ``choosers`` of the ops that made the choices among the inputs.
+    ops that made the inputs; ``choosers`` made the choices among the inputs.
     """
 
     seen: OpSeen
@@ -353,7 +351,7 @@ def _is_choice(tensor: torch.Tensor) -> bool:
 
 
 def _fingerprints(choices: Iterable[torch.Tensor]) -> tuple[int, ...]:
-    """Return a number for each tensor that changes, except by rare chance, if any element changes."""
+    """Return one number for each tensor. If any element changes, the number changes too, except by rare chance."""
     flat = (one.reshape(-1).long() for one in choices)
     return tuple(int((one * torch.arange(1, one.numel() + 1, device=one.device)).sum()) for one in flat)
 
@@ -368,7 +366,7 @@ def _sample(made: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _is_one_value_times(given: Sequence[torch.Tensor], number: float) -> bool:
-    """True if one repeated value makes all products with ``number`` that exceed FP16."""
+    """True if the elements with a product beyond FP16 are one value, repeated."""
     values = float_values(given[0]) if given else None
     if values is None:
         return False

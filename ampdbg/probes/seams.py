@@ -51,8 +51,7 @@ _restoring = ExitStack()
 
 @contextlib.contextmanager
 def attached(watcher: Watcher) -> Iterator[None]:
-    """Call the watcher around every seam call, outside earlier watchers. When the last watcher detaches, torch is
-    restored."""
+    """Call the watcher around every seam call, outside earlier watchers. The last exit restores torch."""
     leave_ours_alone()
     try:  # Ctrl-C may come while this begins
         with _changing:
@@ -142,9 +141,8 @@ is_fx_tracing: Callable[[], bool] = getattr(_symbolic_trace, "is_fx_symbolic_tra
 
 
 def only_follows() -> bool:
-    """True if torch records the calls instead of running them: ``torch.jit.trace``, ``torch.export``, ``torch.fx``,
-    ``make_fx``, fake tensors or a CUDA graph. Such a call is not part of a loop, and a probe's own ops would enter the
-    graph."""
+    """True if torch records calls for a graph: ``torch.jit.trace``, ``torch.export``, ``torch.fx``, ``make_fx``, fake
+    tensors or a CUDA graph. Such calls are not part of a loop, and a probe's own ops would enter the graph."""
     if _is_compiling() or _tracing_state() is not None or is_fx_tracing() or is_captured():
         return True
     return _dispatch_mode(_FAKE) is not None or _dispatch_mode(_PROXY) is not None
@@ -162,13 +160,12 @@ def is_going_backward() -> bool:
 
 
 def are_meta(roots: Any) -> bool:
-    """True if a root of the backward pass is a meta tensor. A dry run of a loop has such tensors without values."""
+    """True if a root of the backward pass is a meta tensor, without values, as in a dry run."""
     return any(isinstance(root, torch.Tensor) and root.is_meta for root in roots)
 
 
 def _cell(function: Any) -> Any:
-    """Return the closure cell with the function that torch's clipping function wraps. None if the function is not
-    torch's."""
+    """Return the closure cell with the function that torch's clipping function wraps, or None if it was replaced."""
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     return function.__closure__[names.index("func")] if "func" in names else None
 

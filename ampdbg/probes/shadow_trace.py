@@ -35,7 +35,7 @@ from ampdbg.probes.tensors import (
 from ampdbg.record.run import Site
 
 _ROUNDS_BEYOND = 65408.0
-"""From here on bfloat16 rounds numbers up to 65536. So it rounds 65504, float16's limit, which user code writes."""
+"""bfloat16 rounds numbers from here on up to 65536. So it rounds 65504, float16's limit, which user code writes."""
 
 _MASKS = 4.0
 """A multiplied mask holds 0 and 1, or whole numbers up to this limit if several masks were added."""
@@ -57,7 +57,7 @@ WIDENED_NOTE = (
 OverflowOrigin = Literal["", "carried", "starts"]
 
 _OVERFLOWS: tuple[OverflowOrigin, ...] = get_args(OverflowOrigin)
-"""In ascending priority: several calls together have the last value that any of the calls has."""
+"""In ascending priority. Several calls together have the last value that any of the calls has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class ShadowTrace(PlacedOps):
         return lost, largest, not given or any(storage_of(tensor) not in self._forward for tensor in given)
 
     def _multiplies(self, traits: OpTraits, given: Sequence[torch.Tensor]) -> bool:
-        """True if a number input is a factor of values, not of a mask. A factor of a gradient derives from its loss."""
+        """True if a number input is a factor of values, not part of a mask. Factors of gradients come from the loss."""
         is_product = traits.name.startswith("aten.mul") and not all(map(self._may_be_a_mask, given))
         return is_product or self.is_inner_backward
 
@@ -223,8 +223,8 @@ class WideTransforms(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def around(self, seam: Seam, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a torch function. Enter the mode again for the backward pass, in which a checkpoint recomputes its
-        function: torch suspends a mode while a function that the mode intercepted runs, such as ``Tensor.backward``."""
+        """Run a torch function. Enter the mode again for the backward pass, where a checkpoint recomputes its function.
+        Torch disables a mode while a function that it intercepts runs, such as ``Tensor.backward``."""
         with self if seam == "engine" else contextlib.nullcontext():
             return original(*args, **kwargs)
 

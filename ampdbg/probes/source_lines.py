@@ -24,9 +24,9 @@ from ampdbg.source.ownership import (
 )
 
 MODES = ("__torch_function__", "__torch_dispatch__")
-"""A user's own mode runs these around every function; the line that calls the function is further out."""
+"""A user's own mode runs these methods around every function. The line that calls the function is further out."""
 
-# By name, because this layer may not import it: the recorder of the user's calls is on the stack.
+# By name, because this layer may not import it: the recorder, which records the calls of the user's code as they run.
 _RECORDER = "ampdbg.replay.recorder"
 
 # Frames of three parts of ampdbg may lie between the user's code and an op. All further ampdbg frames run the user's
@@ -67,7 +67,8 @@ def _line_of(frame: FrameType) -> Line:
 
 @contextlib.contextmanager
 def tracing(on_call: Callable[[FrameType, str, Any], Any]) -> Iterator[None]:
-    """Call ``on_call`` as ``sys.settrace`` does, in this thread; restore a debugger's trace function afterwards."""
+    """Call ``on_call`` as ``sys.settrace`` does, in this thread. Afterwards restore the trace function of a debugger or
+    a coverage tool."""
     before = sys.gettrace()
     sys.settrace(on_call)
     try:
@@ -77,7 +78,7 @@ def tracing(on_call: Callable[[FrameType, str, Any], Any]) -> Iterator[None]:
 
 
 def source_of(line: Line) -> Source:
-    """Return the line with its current text in the file."""
+    """Return the line with the text that its file has now."""
     called_from = CodeLine(*_with_text(line.caller)) if isinstance(line, LibraryLine) else None
     return Source(*_with_text(line), called_from)
 

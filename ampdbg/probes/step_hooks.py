@@ -1,4 +1,4 @@
-"""Hooks around every step of every optimizer; they can change while optimizers of several threads step.
+"""Hooks around every optimizer step, safe to add and remove while optimizers step in several threads.
 
 torch iterates over its own dict of global hooks during a step, and raises if the dict changes meanwhile. So ampdbg's
 hooks never enter that dict. While ampdbg has hooks, an object replaces the dict and returns copies.
@@ -93,7 +93,7 @@ def steps_under_way() -> list[Optimizer]:
 
 
 def is_torchs(step: Any) -> bool:
-    """True if the step is torch's own, inside torch's wrappers such as a scheduler's counter."""
+    """True if the step is torch's own, apart from torch's wrappers such as a scheduler's counter."""
     return _module_of(_first_of_others(step)).startswith("torch.optim.")
 
 

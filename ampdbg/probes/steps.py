@@ -20,14 +20,14 @@ UNREAD_STEPS = 64
 """On a GPU one sync reads this many healthy steps, which are kept as device scalars until then."""
 
 MOST_STEPS = 2_000
-"""Healthy steps of a longer run are dropped: first three of four, later seven of eight, and so on."""
+"""Drop healthy steps of a longer run: first three of four, later seven of eight, and so on."""
 
 STEPS_AT_ENDS = 200
 """The first and the last steps of a run, this many each, are always kept."""
 
 MOST_TELLING = 4_000
-"""Informative steps failed or changed the loss scale. Of more such steps, one stretch in two is kept, later one in
-four, and so on. So the record of a run in which every step fails stays small."""
+"""Keep up to this many informative steps, which failed or changed the loss scale. Of more, keep one stretch in two,
+later one in four, and so on. So the record stays small even if every step fails."""
 
 STRETCH = 32
 """Keep or drop this many consecutive steps together, so that the effect of a step on the next stays visible."""
@@ -40,17 +40,17 @@ FLAT = "every gradient of the last {} is zero: the model learns nothing, whateve
 """Half precision may have flushed the gradients to zero, or no graph connects the loss to the weights."""
 
 NORM_EVERY = 8
-"""After the first ``STEPS_AT_ENDS``, one healthy step in this many gets a norm, which is a pass over memory. If a
-scaler checks the gradients, only the curve on the page needs the norm."""
+"""After ``STEPS_AT_ENDS`` steps, measure the gradient norm of one healthy step in this many. A norm is a pass over
+memory. If a scaler checks the gradients, only the curve on the page needs the norm."""
 
 FIRST_NORMS = 16
-"""On a GPU the interval starts after this many steps. With small layers the GPU waits for kernel launches."""
+"""On a GPU ``NORM_EVERY`` applies after this many steps: a loop with small layers is bound by kernel launches."""
 
 LISTED_STEPS = 50
 """This many unhealthy steps list their groups. Later steps only count them, to keep the record small."""
 
 LISTED_PARAMETERS = 10_000
-"""A run lists this many parameters, about 2 MB of JSON; the first unhealthy step lists all its parameters."""
+"""All steps list up to this many parameters, about 2 MB of JSON. The first unhealthy step has no limit."""
 
 
 class StepLog:
@@ -65,7 +65,7 @@ class StepLog:
         self.batch: list[TensorCounts] = []
         self._model = model
         self.poisoned: Callable[[], Set[str]] = frozenset
-        """Return the names of the buffers in which the current forward pass has written inf or NaN."""
+        """Returns the names of the buffers in which the current forward pass has written inf or NaN."""
         self._known_bad: set[str] = set()
         self._listed_steps = self._unlisted_steps = 0
         self._listed_parameters = 0
@@ -168,8 +168,8 @@ class StepLog:
         self._on_step = None
 
     def break_off(self, loss: float, *, is_skipped: bool = False) -> None:
-        """End a step of this loss without a backward pass, with the loss scale of the last step. ``is_skipped`` says
-        that the loop continues after the step."""
+        """End a step with this loss and without a backward pass; it gets the loss scale of the last step.
+        ``is_skipped`` says that the loop continues."""
         latest = self.steps[-1:]
         scale, scaler, optimizer = (latest[0].scale, latest[0].scaler, latest[0].optimizer) if latest else (1.0, 0, 0)
         self.close(OpenStep(scaled=[loss], scale=scale, number=scaler, optimizer=optimizer, skipped=is_skipped))

@@ -29,7 +29,7 @@ LEAST_VALUES = 16
 """Fewer values of a kind of parameter are too few for a verdict."""
 
 KEPT = re.compile(f"{MASTERS.pattern}|kahan|comp|resid|remain|shift|error")
-"""Names of optimizer state that holds a float32 master, or what rounding took from the half values."""
+"""Names of optimizer state with a float32 master, or with the rounding error of the half values."""
 
 FindNames = Callable[[], Mapping[int, tuple[str, str]]]
 """Returns the name and the kind of each parameter by its ``id``; called only when needed."""
@@ -44,7 +44,7 @@ class SampledValues:
         began: The optimizer's step count at the first sample; ``steps`` counts the steps since.
         rate: The sum of the learning rates until the first sample; ``rate_now`` is the sum until the last.
         moved: True for changed values; ``driven`` counts finite nonzero gradients of each value in ``looks`` samples.
-        is_kept: True if the optimizer keeps a float32 master of the parameter, or what rounding took.
+        is_kept: True if the optimizer keeps a float32 master or the rounding error.
     """
 
     name: str

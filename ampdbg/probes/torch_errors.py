@@ -138,7 +138,7 @@ def autocast_error(
 
 
 def explained(raised: AmpdbgError, *, has_half_weights: bool) -> bool:
-    """Add advice to a user's error if two dtypes have met or CUDA has no half kernel; return True in these cases.
+    """Add advice to a user's error if two dtypes differ or CUDA has no half kernel; return True in these cases.
 
     The advice explains what precision has to do with the error, and what to do.
     """

@@ -20,7 +20,7 @@ from ampdbg.source.ownership import AMPDBG
 PACKAGE = "ampdbg"
 
 FOLLOWED = ("ampdbg.precision.pins",)
-"""A script's model may be pinned by these modules, and is compiled together with them."""
+"""Modules with pins that become part of a script's model, so they are compiled with the model."""
 
 BEHIND: Mapping[type, tuple[str, ...]] = {
     FunctionType: ("__wrapped__", "__defaults__", "__kwdefaults__"),
@@ -31,10 +31,10 @@ BEHIND: Mapping[type, tuple[str, ...]] = {
     classmethod: ("__func__",),
     Field: ("default_factory",),
 }
-"""The attributes in which functions hold inner functions, as do descriptors and dataclass fields."""
+"""The attributes in which functions, descriptors and dataclass fields hold functions."""
 
 _OURS = (str(AMPDBG), "<string>")
-"""The files of ampdbg's code. The methods that a dataclass generates are in no file."""
+"""The files of ampdbg's code. The methods that a dataclass generates have the file "<string>"."""
 
 _done = {*FOLLOWED}
 
