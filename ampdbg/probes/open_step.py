@@ -186,6 +186,7 @@ class OpenStep:
 
 
 def _first_unless_lost(first: Scalar, last: Scalar) -> Scalar:
+    """Return the first loss, or the last if it is not finite; this does not sync."""
     if isinstance(last, float):
         return first if math.isfinite(last) else last
     return torch.where(torch.isfinite(last), first, last)

@@ -88,7 +88,7 @@ def _seams() -> Iterator[tuple[Any, str, Seam]]:
 
 def _seam_replaced(owner: Any, name: str, seam: Seam) -> AbstractContextManager[None]:
     cell = _cell(vars(owner)[name]) if seam == "clip" else None
-    if cell is not None:  # functions imported before, as from torch.nn.utils, are seen too
+    if cell is not None:  # a new content also reaches functions that scripts imported by name
         owner, name = cell, "cell_contents"
     wrapped = _of_a_profiler if seam == "written" else _through
     return replaced(owner, name, lambda original: wrapped(original, seam))

@@ -60,7 +60,7 @@ APART = 4.0
 """A second moment this many times as large as in float32 halves the updates."""
 
 ROUNDING = 0.1
-"""A smaller share of the movement may be float32's own rounding, for steps as small as a weight decay."""
+"""If a step is as small as a weight decay, a smaller share of it may be float32's own rounding."""
 
 TRACE = 4.0
 """A squared gradient this many times the second moment changes the moment in half too, for a beta2 of 0.999."""
@@ -84,10 +84,10 @@ class Sums(NamedTuple):
         decay: As ``wanted``, for a decoupled weight decay's part; ``got_decay`` as ``got``.
         descent: The loss decrease to first order, gradient times update; ``got_descent`` uses the half updates.
         moved: The number of entries with a new value at the end of any window.
-        still: For each entry the share of steps without a change, summed.
+        still: The share of steps without a change, summed over entries.
         bits: Summed log2 of the rates at which the mean update is half a last-place unit, over ``sized`` entries.
         foreign: The number of entries that code outside the optimizer's step may have written.
-        added: The squares of accumulated gradients in float32; ``misadded`` has the squared errors of half.
+        added: Summed squares of accumulated gradients in float32; ``misadded`` sums the squared errors of half.
     """
 
     wanted: float = 0.0
@@ -498,7 +498,7 @@ class UpdateLedger:
     """Samples the updates of a loop's half parameters, if there are any.
 
     Args:
-        models: Name the parameters.
+        models: The source of parameter names.
     """
 
     def __init__(self, models: Models) -> None:
@@ -733,7 +733,7 @@ def _vanishing_eps(rows: Iterable[SampledRow]) -> float | None:
 
 
 def _rows(optimizer: Optimizer, names: Mapping[int, tuple[str, str]]) -> Iterator[SampledRow]:
-    """Yield the half parameters with a gradient in rows of equal device, dtype and optimizer state."""
+    """Yield rows of half parameters with a gradient. A row shares device, dtype, state keys and step count."""
     for index, group in enumerate(optimizer.param_groups):
         alike: dict[Any, list[tuple[Sample, Any]]] = {}
         for place, parameter in enumerate(group["params"]):

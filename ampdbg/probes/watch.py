@@ -164,7 +164,8 @@ class Watch:
 
     @property
     def has_unseen_steps(self) -> bool:
-        """True if the loop has written its weights itself, so that its losses do not belong to one optimizer step."""
+        """True if the loop has written its weights itself and no optimizer has stepped. A loss then belongs to no
+        single step."""
         return self._writes_itself and not self.optimizers.have_stepped
 
     @property
