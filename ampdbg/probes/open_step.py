@@ -1,4 +1,4 @@
-"""The step that a loop has under way, and which of torch's functions it is inside of."""
+"""The training step that each thread has under way, and the torch functions that the thread's loop is inside."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ from ampdbg.probes.tensors import Mark, Scalar, is_on_device, read_aside, scalar
 from ampdbg.record.run import GroupOverflow, Step, TensorCounts
 
 DIVIDED = 0.01
-"""How near to the factor of the loss the quotient of two norms comes, where half has rounded one of them."""
+"""Relative tolerance between the loss factor and the quotient of two gradient norms. Half precision rounds one norm."""
 
 NormOfEach = tuple[tuple[tuple[int, int], ...], torch.Tensor]
-"""The parameters by ``id`` with the version of each gradient, and their largest magnitudes: a vector on the device."""
+"""The ``id`` and gradient version of each parameter, and the largest magnitudes of the gradients as a device vector."""
 
 
 @dataclass
 class Gradients:
-    """What the backward pass has left in the gradients of one optimizer.
+    """The gradients of one optimizer as the backward pass left them.
 
-    ``norm`` is theirs without the loss scale; None where a scaler knows whether they are finite, and nobody has asked
-    for more. Where it is on a GPU still, ``each`` has the norm of each; where it is not finite ``groups`` are those.
-    It ``is_early`` where the gradients still carried the scale.
+    Attributes:
+        norm: The 2-norm without the loss scale. None if the scaler's own check is enough.
+        each: The largest magnitude of each gradient, while ``norm`` is on a GPU.
+        groups: The parameter groups with inf or NaN, if ``norm`` is not finite.
+        is_early: True if the gradients were measured before ``unscale_``, so they still carried the loss scale.
     """
 
     norm: Scalar | None = None
@@ -41,19 +43,23 @@ class Gradients:
 
 @dataclass(eq=False)
 class OpenStep:
-    """What is known of a step before it is closed. On a GPU the numbers are still there, as scalar tensors.
+    """A step before it is closed. On a GPU the numbers are scalar tensors that are still on the device.
 
-    ``mark`` stands behind the last of the losses that are there still.
-    ``scaler`` is the enabled one that has scaled a loss, ``number`` tells it from others, ``optimizer`` is that of the
-    first that stepped, ``bare`` holds what was known before it of each own step of an optimizer (by ``id``) that the
-    loop itself has called, and inside of which no scaler has stepped; of the one whose step is ``running``, else 0,
-    ``before_closure`` says how many losses there were when it began, and ``first_closure`` has those of the first time
-    that it has run its closure.
-
-    Where the loop scales its loss itself, ``left`` are the norms of what its backward passes have left, and ``factor``
-    is what it has multiplied the loss by before that. The
-    ``gradients`` are known as the backward pass left them, by the ``id`` of their optimizer; ``norms`` is what is kept
-    of that when the step has ended.
+    Attributes:
+        scaled: The losses of the backward passes, without a scaler's loss scale.
+        mark: The point in the GPU's work after the last loss that is still on the GPU.
+        losses: Losses with names, which count instead of ``scaled``.
+        gradients: The gradients as the backward pass left them, by the ``id`` of their optimizer.
+        norms: The gradient norms that remain after the step has ended.
+        bare: Facts from before each ``optimizer.step()`` that the loop itself calls, by the ``id`` of the optimizer.
+        scaler: The enabled scaler that has scaled a loss; ``number`` is its number in the loop.
+        optimizer: The number of the first optimizer that stepped.
+        succeeds: The number of the scaler that ``scaler`` has replaced, else 0.
+        running: The ``id`` of the optimizer during its bare step, else 0.
+        before_closure: How many losses there were before the running step.
+        first_closure: The losses of the first closure call in the running step.
+        left: The norms of the gradients after each backward pass, if the loop scales its loss itself.
+        factor: The number by which such a loop has multiplied its loss.
     """
 
     scaled: list[Scalar] = field(default_factory=list)
@@ -78,25 +84,22 @@ class OpenStep:
     factor: float = 1.0
 
     def begin_bare(self, optimizer: int, **facts: Any) -> None:
-        """The loop calls the own step of the optimizer of this ``id``, which may run a closure; the ``facts`` are those
-        of the :class:`~ampdbg.call_order.Call`."""
+        """Record that the loop itself calls ``step()`` of the optimizer with this ``id``, maybe with a closure. The
+        ``facts`` are fields of the :class:`~ampdbg.call_order.Call`."""
         self.bare[optimizer] = facts
         self.running = optimizer
         self.before_closure, self.first_closure = len(self.scaled), []
 
     def give_up_bare(self, optimizer: int) -> None:
-        """The step that was begun so is none: a scaler steps what that optimizer holds."""
+        """Discard a bare step inside which a scaler steps the wrapped optimizer."""
         self.bare.pop(optimizer, None)
         self.gradients.pop(optimizer, None)
         self.running = 0
 
     def add_losses(self, losses: list[Scalar]) -> None:
-        """Adds what goes backward.
-
-        Of all the times that an optimizer's step runs its closure the first counts: that is the loss of the weights
-        before the step, and what ``optimizer.step(closure)`` returns. But a last one that is not finite is what the
-        step ends in.
-        """
+        """Add the losses of a backward pass. If a step runs its closure several times, the losses of the first call
+        count: they belong to the weights before the step, and ``optimizer.step(closure)`` returns them. A non-finite
+        loss of the last call replaces the first loss."""
         if self.running:
             self.first_closure = self.first_closure or losses
             del self.scaled[self.before_closure :]
@@ -105,49 +108,50 @@ class OpenStep:
         self.mark = Mark(losses[-1]) if losses and is_on_device(losses[-1]) else self.mark
 
     def has_finite_loss(self) -> bool:
-        """All losses are finite. On a GPU this syncs."""
+        """True if all losses are finite. On a GPU this syncs."""
         return all(map(is_finite_scalar, self.scaled))
 
     def is_known_finite(self) -> bool:
-        """As :meth:`has_finite_loss`, and without a sync: what is not on the host may be."""
+        """True unless a loss on the host is not finite. Losses on a GPU count as finite, so this does not sync."""
         return all(not isinstance(loss, float) or math.isfinite(loss) for loss in self.scaled)
 
     def has_left_finite(self) -> bool:
-        """What its backward passes have left is finite, as far as it was measured. On a GPU this syncs."""
+        """True if every measured gradient norm in ``left`` is finite. On a GPU this syncs."""
         return all(map(is_finite_scalar, self.left))
 
     def read_losses_aside(self) -> None:
-        """Brings the losses to the host, where the loop may have done so itself: nothing waits for them any more."""
+        """Read the losses if the GPU has already computed them, without a wait for later GPU work."""
         if self.mark is not None and self.mark.is_passed:
             self.scaled, self.mark = list[Scalar](read_aside(self.scaled)), None
 
     def loss_scale(self) -> Scalar:
-        """The loss scale of now, not synced; without asking for it as the loop would."""
+        """Return the current loss scale, without a sync and without the public ``get_scale``."""
         scale = self.scaler._get_scale_async() if self.scaler is not None else None
         return 1.0 if scale is None else scale
 
     def end(self) -> None:
-        """Keeps what :meth:`to_step` needs, and lets go of the rest."""
+        """Keep what :meth:`to_step` needs, and drop the gradients and the scaler."""
         self.note_scale()
         self.norms = [known.norm for known in self.gradients.values() if known.norm is not None]
         self.gradients.clear()
 
     def note_scale(self) -> None:
-        """Keeps the loss scale of now, and lets go of the scaler."""
+        """Keep the current loss scale, and drop the scaler."""
         scale = self.loss_scale()
         if isinstance(scale, torch.Tensor):
             self.scale = scalar_of(scale)  # a copy: the scaler changes it in place
         self.scaler = None
 
     def scalars(self) -> list[Scalar]:
-        """Every number that :meth:`to_step` needs, in its order."""
+        """Return every number that :meth:`to_step` needs, in the order in which it reads them."""
         return [*(self.losses.values() if self.losses else self.scaled), *self.norms, self.scale, *self.left[-1:]]
 
     def to_step(
         self, index: int, iteration: Callable[[int], int], values: Iterator[float], *, has_own_scale: bool = False
     ) -> Step:
-        """The Step, with the values of :meth:`scalars` on the host; ``iteration`` tells how many steps of an optimizer
-        lie before it, and the loop ``has_own_scale`` where it has shown one before."""
+        """Return the Step with number ``index`` from the values of :meth:`scalars` on the host. ``iteration`` returns
+        how many steps of an optimizer came before. ``has_own_scale`` says that the loop has scaled an earlier loss
+        itself."""
         optimizer = self.optimizer or 0
         losses = {name: next(values) for name in self.losses}
         loss = sum(losses.values() if losses else (next(values) for _ in self.scaled), start=0.0)
@@ -172,23 +176,24 @@ class OpenStep:
         )
 
     def _own_scale(self, norm: float, left: float, *, is_known: bool) -> float:
-        """The loss scale of the loop's own, else 1: a factor that is a large power of two, or that the loop has divided
-        the gradients by again, or has done so before this step, which it withholds. Any other weighs the loss."""
+        """Return the loss scale that the loop applies itself, else 1. A large power of two is a loss scale. So is a
+        factor by which the loop has divided the gradients. The factor of a withheld step counts too, if an earlier step
+        had a scale. Otherwise the factor is a loss weight."""
         is_withheld = self.skipped and is_known
-        has_norm = 0.0 < norm < math.inf  # what is zero or lost is so at any scale
+        has_norm = 0.0 < norm < math.inf  # zero, inf and NaN are the same at any scale
         is_divided = has_norm and math.isclose(left, norm * self.factor, rel_tol=DIVIDED)
         return self.factor if is_loss_scale(self.factor) or is_withheld or is_divided else 1.0
 
 
 def _first_unless_lost(first: Scalar, last: Scalar) -> Scalar:
-    """Not synced."""
+    """Return the first loss, or the last if it is not finite; this does not sync."""
     if isinstance(last, float):
         return first if math.isfinite(last) else last
     return torch.where(torch.isfinite(last), first, last)
 
 
 def is_finite_scalar(norm: Scalar | None) -> bool:
-    """A norm is finite, or there is none. On a GPU this syncs."""
+    """True if the norm is finite or None. On a GPU this syncs."""
     return norm is None or math.isfinite(norm)
 
 
@@ -196,11 +201,12 @@ _SEAM = itemgetter(0)
 
 
 class Loop(threading.local):
-    """Where the loop of a thread is; other threads may train other models meanwhile.
+    """The state of each thread's training loop; threads may train different models at the same time.
 
-    ``trained`` are the threads that have gone backward, for all threads one set. ``now`` is the step that the last
-    losses or the last call of an optimizer were for; ``open`` has those that are under way by the place of their
-    optimizers, which share one where the same losses have written their gradients.
+    Attributes:
+        trained: The threads that have run a backward pass; all threads share this set.
+        now: The step of the last losses or of the last optimizer call.
+        open: The steps under way by optimizer place. Optimizers with gradients from the same losses share a step.
     """
 
     def __init__(self, trained: set[int]) -> None:
@@ -211,20 +217,20 @@ class Loop(threading.local):
         self.inside: list[tuple[str, int]] = []
 
     def step_of(self, place: int) -> OpenStep:
-        """The open step of an optimizer; the last one where no losses are known to be its own."""
+        """Return the open step of an optimizer, or the latest step if the optimizer has no losses yet."""
         return self.open.get(place, self.now)
 
     def add_losses(self, losses: list[Scalar]) -> None:
-        """Adds losses that are about to go backward: whose they are is known behind that."""
+        """Add losses before their backward pass. The optimizers of the losses are known only after it."""
         if not self.now.running and self.now in self.open.values():
             self.now = OpenStep()
         self.now.add_losses(losses)
 
     def went_backward(self, losses: list[Scalar], wrote: Iterable[int], cleared: Iterable[int]) -> list[OpenStep]:
-        """Gives the losses that have gone backward to the optimizers whose gradients that ``wrote``. Returns the steps
-        that the loop has given up: all of their gradients were ``cleared`` before it."""
+        """Assign the losses of a backward pass to the optimizers whose gradients it ``wrote``. Return the steps that
+        the loop has abandoned: all their gradients were ``cleared`` before the pass."""
         going = self.now
-        if going.running or going.stepped:  # inside of the backward pass
+        if going.running or going.stepped:  # this pass runs inside a step, or a step ran inside this pass
             return []
         given_up = [step for place in cleared if (step := self.open.pop(place, None)) is not None]
         sharing = defaultdict[OpenStep | None, list[int]](list)
@@ -232,7 +238,7 @@ class Loop(threading.local):
             sharing[self.open.get(place)].append(place)
         for shared, places in sharing.items():
             step = shared or OpenStep()
-            if [*self.open.values()].count(step) > len(places):  # others have not all of these losses
+            if [*self.open.values()].count(step) > len(places):  # some optimizers of this step lack the new losses
                 step = replace(step, scaled=[*step.scaled], gradients={})
             step.scaled += losses
             step.mark = going.mark or step.mark
@@ -243,16 +249,16 @@ class Loop(threading.local):
         return [step for step in dict.fromkeys(given_up) if step not in self.open.values()]
 
     def close(self) -> OpenStep:
-        """The step that ends; others stay open."""
+        """Remove and return the step that ends; all further steps stay open."""
         step, self.now = self.now, OpenStep()
         self.open = {place: other for place, other in self.open.items() if other is not step}
         return step
 
     def forget_early(self) -> None:
-        """More gradients are to come: what was measured of those that still carry the scale is not all."""
+        """Discard measurements of still scaled gradients, because another backward pass adds to the gradients."""
         for step in (self.now, *self.open.values()):
             step.gradients = {key: known for key, known in step.gradients.items() if not known.is_early}
 
     def is_inside(self, name: str) -> bool:
-        """A call of this seam's is under way."""
+        """True if a call of this seam is under way."""
         return name in map(_SEAM, self.inside)

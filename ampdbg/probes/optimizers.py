@@ -1,4 +1,4 @@
-"""The optimizers of a loop: those that it was given, those that it makes itself, and their parameter groups."""
+"""The optimizers of a loop, given by the caller or made by the loop itself, and their parameter groups."""
 
 from __future__ import annotations
 
@@ -18,43 +18,44 @@ from ampdbg.probes.tensors import Scalar, magnitude_of, scalar_of, total_norm
 from ampdbg.record.run import GroupOverflow, ParameterCounts, Step
 
 ROUNDED = 1e-3
-"""How far apart the norms of weights and of their copies in half may be: bfloat16 rounds each by 2**-9 at most."""
+"""Relative tolerance between the norms of weights and of their half copies. bfloat16 rounds each by at most 2**-9."""
 
 COMMON = 0.02
-"""The standard deviation that many models begin their weights with, GPT-2 and BERT among them."""
+"""A usual standard deviation of initial weights; GPT-2 and BERT use it."""
 
 
 class Originals:
-    """The weights of which an optimizer steps copies, in the shape of an optimizer; held weakly. The script copies
-    their gradients, and the copies back: passes never write a gradient of its own."""
+    """Original weights in the form of an optimizer, for an optimizer that steps copies of the weights; held weakly.
+    Backward passes write gradients only for the originals. The script moves gradients to the copies, and values
+    back."""
 
     def __init__(self, weights: Iterable[torch.Tensor]) -> None:
         self._weights = tuple(map(weakref.ref, weights))
 
     @property
     def param_groups(self) -> list[dict[str, list[torch.Tensor]]]:
-        """As of an optimizer, in one group."""
+        """One group with all weights, as in an optimizer."""
         return [{"params": [weight for one in self._weights if (weight := one()) is not None]}]
 
 
 Stepped = Optimizer | Originals
-"""What has groups of parameters, to which backward passes write gradients."""
+"""An object with parameter groups for which backward passes write gradients."""
 
 
 class Optimizers:
-    """The optimizers of one loop in the order in which they came.
+    """The optimizers of one loop in the order in which the loop made or received them.
 
     Args:
-        models: name the parameters; those that an optimizer made later trains are added to them.
-        given: kept alive. Those that are made later are held weakly.
+        models: The source of parameter names. The models of optimizers made later are added.
+        given: Kept alive. Optimizers made later are held weakly.
     """
 
     def __init__(self, models: Models, given: Sequence[Optimizer]) -> None:
         self.device = next((value.device for _, value in models.named_parameters()), torch.device("cpu"))
-        """Where the first model is, or else the first optimizer's first parameter."""
+        """The device of the first model, or of the first optimizer's first parameter."""
         self._models = models
         self._given = tuple(given)
-        # By id: one of the user's own may have no hash.
+        # By id: a user's optimizer class may have no hash.
         self._made: dict[int, weakref.ref[Optimizer]] = {}
         self._known: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
         self._known.update((id(optimizer), optimizer) for optimizer in given)
@@ -74,16 +75,16 @@ class Optimizers:
         return id(optimizer) in self._known
 
     def made(self, optimizer: Optimizer) -> None:
-        """The loop makes this one; its parameters may still be added."""
+        """Register an optimizer that the loop has just made; its parameters may still be added."""
         self._made[id(optimizer)] = weakref.ref(optimizer)
 
     @property
     def are_learnt(self) -> bool:
-        """None was made since, and the weights of all have been noted."""
+        """True if no optimizer is waiting for :meth:`learn` and all initial weights are noted."""
         return not self._made and self._are_noted
 
     def learn(self) -> Iterator[Optimizer]:
-        """Adds those that were made since, with the models that they train; yields each."""
+        """Add the optimizers made since the last call and the models that they train; yield each optimizer."""
         while self._made:
             optimizer = self._made.popitem()[1]()
             if optimizer is None:
@@ -98,26 +99,28 @@ class Optimizers:
                 yield optimizer
 
     def number_of(self, optimizer: Optimizer) -> int:
-        """What tells it from the others: they are numbered in the order in which they first step."""
+        """Return the number of an optimizer. Optimizers are numbered in the order in which they first step."""
         if optimizer not in self._numbers:
             self._numbers[optimizer] = next(self._stepped)
         return int(self._numbers[optimizer])
 
     def stepping_with(self, number: int, steps: Iterable[Step]) -> tuple[Optimizer, ...]:
-        """The optimizer of this number, and those that have no steps of their own: others take turns with it."""
+        """Return the optimizer of this number and all optimizers without steps of their own. Optimizers with their own
+        steps take turns with it."""
         of_others = {step.optimizer for step in steps} - {number}
         return tuple(one for one in self if self._numbers.get(one, number) not in of_others)
 
     def adopt(self, called: Sequence[torch.nn.Module]) -> None:
-        """Takes the modules that the loop calls for its models, where the optimizers train none of their parameters:
-        as where a loop with half weights keeps copies of them in FP32."""
+        """Use the called modules as the models if the optimizers train none of their parameters. An example is a loop
+        with half weights and FP32 copies in the optimizer."""
         if self._known:
             self._models.adopt(called)
 
     def copying(self, weights: Sequence[torch.Tensor]) -> Iterator[Optimizer]:
-        """Those that step copies of these weights, flat ones or each by itself: none of the weights is any optimizer's
-        own, watched or not, and together they have as many elements and the same norm but for rounding. Their owners
-        are the models from now on. On a GPU this syncs.
+        """Yield the optimizers that step copies of the weights, flat or one by one; their owners become the models.
+
+        No optimizer in the process may own any of the weights. The copies must have as many elements as the weights,
+        and the same norm except for rounding. On a GPU this syncs.
         """
         size, theirs = sum(weight.numel() for weight in weights), {id(weight) for weight in weights}
         owned = (weight for one in alive_in_process(Optimizer) for weight in stepped_by(one)) if size else ()
@@ -129,7 +132,7 @@ class Optimizers:
                     yield one
 
     def note_weights(self) -> None:
-        """Keeps how large the weights are; to be called before they are stepped on. Not synced."""
+        """Record the norm of the weights before the first step. This does not sync."""
         for one in self:
             if one not in self._began:
                 self._began[one] = _norm_of_weights([one])
@@ -137,21 +140,20 @@ class Optimizers:
 
     @property
     def have_stepped(self) -> bool:
-        """One of the loop's optimizers has been seen to step, or to be withheld from it."""
+        """True if an optimizer of the loop has stepped, or a scaler has withheld a step."""
         return len(self._numbers) > 0
 
     @property
     def have_other_weights(self) -> bool:
-        """The weights are finite no more, or not those that were noted. On a GPU this syncs."""
+        """True if the weights have changed since :meth:`note_weights`, or are not finite. On a GPU this syncs."""
         began = [(one, float(self._began[one])) for one in self if one in self._began]
         return any(math.isfinite(norm) and float(_norm_of_weights([one])) != norm for one, norm in began)
 
     @property
     def weights_grew(self) -> float:
-        """How many times as large the weights are as they were at first, by their 2-norm; 1 where that is not known.
+        """The 2-norm of the weights divided by their initial 2-norm; 1 if either is unknown. On a GPU this syncs.
 
-        Those that began smaller than is common, as near zero, are taken to have begun ``COMMON``: they have to grow.
-        On a GPU this syncs.
+        Initial weights below ``COMMON``, such as near zero, count as ``COMMON``, because they have to grow.
         """
         noted = [one for one in self if one in self._began]
         count = sum(weight.numel() for one in noted for weight in stepped_by(one))
@@ -162,21 +164,22 @@ class Optimizers:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The name of every parameter group; those of last time where all have gone with the function that trained."""
+        """The name of every parameter group, or the last known names if all optimizers were freed with the training
+        function."""
         groups = [group for optimizer in self for group in optimizer.param_groups]
         if groups:
             self._groups = tuple(group_name(group, index) for index, group in enumerate(groups))
         return self._groups
 
     def nonfinite_groups(self, optimizer: Optimizer, before: NormOfEach | None = None) -> tuple[GroupOverflow, ...]:
-        """The groups of one optimizer that hold inf or NaN; ``before`` as of :func:`nonfinite_groups`."""
+        """Return the groups of one optimizer with inf or NaN; ``before`` as for :func:`nonfinite_groups`."""
         others = takewhile(lambda other: other is not optimizer, self)
         names = {id(parameter): name for name, parameter in self._models.named_parameters()}
         return nonfinite_groups(optimizer, names, sum(len(other.param_groups) for other in others), before)
 
 
 def stepped_by(optimizer: Stepped) -> list[torch.Tensor]:
-    """The parameters of all its groups, in order."""
+    """Return the parameters of all groups of the optimizer, in order."""
     return [weight for group in optimizer.param_groups for weight in group["params"]]
 
 
@@ -186,7 +189,7 @@ def _have_one_norm(copies: Sequence[torch.Tensor], originals: Sequence[torch.Ten
 
 
 def _norm_of_weights(optimizers: Iterable[Optimizer]) -> Scalar:
-    """The 2-norm of all that the optimizers train, not synced."""
+    """Return the 2-norm of all trained weights, without a sync."""
     norm = total_norm(weight.detach() for one in optimizers for weight in stepped_by(one))
     return 0.0 if norm is None else scalar_of(norm)
 
@@ -197,15 +200,14 @@ def nonfinite_groups(
     first_index: int = 0,
     before: NormOfEach | None = None,
 ) -> tuple[GroupOverflow, ...]:
-    """The parameter groups that hold inf or NaN in a gradient.
+    """Return the parameter groups with inf or NaN in a gradient.
 
     Args:
-        optimizer: its groups are looked at in order; a group's ``"name"`` key, where there is one, names it.
-        names: qualified parameter names by ``id``.
-        first_index: the index of the optimizer's first group, when several optimizers are watched.
-        before: the :func:`gradient_norms` from before anything touched the gradients. Those that were not finite
-            then count, whatever clipping has made of them; of a rewritten one it is known that so many elements at
-            least were not finite.
+        optimizer: Its groups are checked in order. A group is named by its ``"name"`` key, if it has one.
+        names: Qualified parameter names by ``id``.
+        first_index: The index of the optimizer's first group, if several optimizers are watched.
+        before: The :func:`gradient_norms` from before clipping. Gradients that were not finite then count, even if
+            clipping has changed them. For a rewritten gradient the counts are lower bounds.
     """
     pairs = () if before is None else zip(before[0], before[1].tolist(), strict=True)
     known: dict[int, tuple[int | None, float]] = {name: (version, norm) for (name, version), norm in pairs}
@@ -226,7 +228,7 @@ def nonfinite_groups(
 
 
 def _nonfinite_counts(gradient: torch.Tensor, version: int | None, norm: float, may_spread: bool) -> tuple[int, int]:
-    """How many elements are infinite and NaN; of a gradient that was rewritten since, how many at least were."""
+    """Return how many elements are inf and NaN; for a gradient rewritten since, return lower bounds."""
     if math.isfinite(norm):
         return 0, 0
     now = magnitude_of(gradient)
@@ -234,16 +236,16 @@ def _nonfinite_counts(gradient: torch.Tensor, version: int | None, norm: float, 
         return now.inf, now.nan
     if math.isnan(norm):
         return 0, 1
-    # Clipping by the norm makes NaN of inf and 0 of all else, unless a NaN was there: that spreads to all elements.
+    # Clipping by an infinite norm turns inf into NaN and all else into 0. A NaN spreads to all elements.
     return 1 if may_spread else max(1, now.inf + now.nan), 0
 
 
 def group_name(group: Mapping[str, object], index: int) -> str:
-    """What a parameter group is called: its ``"name"`` key, else its position."""
+    """Return the ``"name"`` key of a parameter group, or its position."""
     return str(group.get("name") or f"group {index}")
 
 
 def innermost(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that a wrapper, such as accelerate's, hands its steps to."""
+    """Return the optimizer inside a wrapper such as accelerate's."""
     inner = getattr(optimizer, "optimizer", None)
     return innermost(inner) if isinstance(inner, Optimizer) else optimizer

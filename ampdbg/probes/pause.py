@@ -1,4 +1,4 @@
-"""When no watch notes what a thread does: while a step is run again below a loop that it watches."""
+"""Pauses all watches in a thread, while a replay runs below a watched loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
-    """While this is entered nothing watches this thread: what it does is no part of any loop, such as a replay."""
+    """Pause every watch in this thread, for work outside any loop, such as a replay."""
     _thread.pauses += 1
     try:
         yield
@@ -25,5 +25,5 @@ def unwatched() -> Iterator[None]:
 
 
 def is_unwatched() -> bool:
-    """This thread is not to be watched now."""
+    """True if watches are paused in this thread."""
     return _thread.pauses > 0

@@ -1,7 +1,9 @@
-"""A trace that also notes why an op could produce inf or NaN: a constant beyond FP16, a division by zero, a batch.
+"""A trace that also records why an op could produce inf or NaN: a constant beyond FP16, a division by zero, the batch.
 
-Where an op's values come from is followed by their storage: the code, the weights, or the batch. So is where inf and
-NaN go from the op that makes them: into nothing, into a NaN, or into the gradients of parameters."""
+A producer is an op with finite inputs and an output that is not finite. The trace follows by storage where the values
+of an op come from: the code, the weights, or the batch. It also follows where inf and NaN go: nowhere, into a NaN, or
+into the gradients of parameters.
+"""
 
 from __future__ import annotations
 
@@ -31,18 +33,18 @@ from ampdbg.probes.tensors import HALVES, NOTHING, Magnitude, float_values, may_
 from ampdbg.record.run import OpSite, Producer
 
 BEYOND_COMPUTING = 1e30
-"""Nothing that a model computes is as large: it is the lowest number of a wider format, as a mask."""
+"""No model computes values this large. Masks have them: the lowest number of a format wider than float16."""
 
 FAR_APART = 0.5
-"""Radians: angles whose format has no nearer numbers may be off by a quarter of a radian."""
+"""Radians. If a format's numbers are this far apart, an angle may be off by a quarter of a radian."""
 
 SAMPLE = 64
-"""So many elements of an op's output stand for all of them when two replays are compared."""
+"""Compare about this many elements of an op's output between two replays, instead of all elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
-    """What surrounds an op that produces inf or NaN; see the fields of ``record.Producer``."""
+    """The circumstances of a producer; see the fields of ``record.Producer``."""
 
     is_constant: bool = False
     divides_by_zero: bool = False
@@ -54,10 +56,10 @@ NamedTensors = Sequence[tuple[str, torch.Tensor]]
 
 
 class ProducerTrace(OpTrace):
-    """Notes every op, and the circumstances of the producers by their place in ``ops``.
+    """Records every op, and the circumstances of producers by their index in ``ops``; ``bad`` follows their inf and
+    NaN.
 
-    ``data`` is that of the step: a producer that only moves or casts values of a tensor in it has its name. ``bad``
-    knows where the inf and NaN of each have gone.
+    ``data`` is the data of the step. A producer that only moves or casts a tensor in it gets the tensor's name.
     """
 
     def __init__(self, model: torch.nn.Module, paths: ModulePaths, data: NamedTensors = ()) -> None:
@@ -65,10 +67,10 @@ class ProducerTrace(OpTrace):
         self.circumstances: dict[int, Circumstances] = {}
         self.bad = BadValues(self.known)
         self.angular: set[OpKey] = set()
-        """The ops of angles that are in half, or were, so large that the numbers of that are far apart."""
+        """The sines and cosines of angles in half precision, now or earlier, that are too large for its spacing."""
         self._spacings: dict[int, float] = {}
         self.given_bad: int | None = None
-        """The first op that makes inf or NaN of what it is given from outside of the step."""
+        """The index of the first op that reads inf or NaN from outside the step. Its output is not finite."""
         self._made: set[int] = set()
         self._origins = Origins(model, data)
         self._given: Sequence[torch.Tensor] = ()
@@ -76,23 +78,22 @@ class ProducerTrace(OpTrace):
 
     @property
     def harmless(self) -> set[int]:
-        """The producers whose infinities nothing reads but what makes of them what it makes of FP32's own values."""
+        """The producers with infinities that only saturating ops read; FP32's own values would give the same result."""
         unused = ((index, self.ops[index]) for index in self.bad.saturated)
         return {index for index, op in unused if op.place.phase == "forward" and base_name(op.op) not in POLES}
 
     def before(self, traits: OpTraits, given: Sequence[torch.Tensor], numbers: Sequence[float]) -> Magnitude:
-        """The magnitude of all inputs; they are looked at once more if the op produces."""
+        """Return the magnitude of all inputs, and keep the inputs until :meth:`after` in case the op is a producer."""
         self._given, self._numbers = given, numbers
         self.bad.before(given)
         self._origins.before(base_name(traits.name), given, numbers, lambda tensor: self.known.of(tensor).largest)
         if base_name(traits.name) in WRITTEN_OUT and given[0].dtype is torch.float16:
-            return NOTHING  # what it is given is infinite where the number that was written is beyond half
+            return NOTHING  # the input is already infinite if the code wrote a number beyond half
         return super().before(traits, given, numbers)
 
     def after(
         self, traits: OpTraits, place: OpPlace, parameter: str, before: Magnitude, made: Sequence[torch.Tensor]
     ) -> None:
-        """Notes the op."""
         self.bad.after(len(self.ops), base_name(traits.name), before, made[:1] if traits.keeps_the_rest else made)
         super().after(traits, place, parameter, before, made)
         self._origins.after(base_name(traits.name), self._given, made)
@@ -101,7 +102,7 @@ class ProducerTrace(OpTrace):
         self._given = ()
 
     def _note_angles(self, key: OpKey, largest: float, made: Sequence[torch.Tensor]) -> None:
-        """Follows what is half through casts and moves, up to a sine or cosine of it."""
+        """Follow half values through casts and moves up to a sine or cosine."""
         spacing = max((self._spacing_of(tensor) for tensor in self._given), default=0.0)
         place, name = key[0], base_name(key[1])
         if name in ANGULAR and place.phase == "forward" and spacing * largest >= FAR_APART:
@@ -110,16 +111,16 @@ class ProducerTrace(OpTrace):
             self._spacings[storage_of(tensor)] = spacing if name in ATEN_MOVES else 0.0
 
     def _spacing_of(self, tensor: torch.Tensor) -> float:
-        """How far apart the numbers are that a tensor can hold, as a share of their size; 0 of a wide one."""
+        """Return the relative spacing of the numbers that a tensor can hold; 0 for a wide format."""
         own = torch.finfo(tensor.dtype).eps if tensor.dtype in HALVES else 0.0
         return own or self._spacings.get(storage_of(tensor), 0.0)
 
     def added_to_a_gradient(self, given: Sequence[torch.Tensor]) -> None:
-        """Notes where the inf and NaN start that are added to the gradient of a parameter."""
+        """Record the origins of inf and NaN that are added to a parameter's gradient."""
         self.bad.added_to_a_gradient(given)
 
     def noted(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> None:
-        """Notes the circumstances of a producer."""
+        """Record the circumstances of a producer."""
         if seen.produces:
             self.circumstances[len(self.ops) - 1] = self._circumstances(seen, made)
         elif not seen.output.is_finite and self.given_bad is None:
@@ -138,8 +139,7 @@ class ProducerTrace(OpTrace):
         )
 
     def _is_at_a_pole(self, op: str) -> bool:
-        """What it is given is infinite there, as a divisor of zero: for a power the base, where the exponent is
-        negative."""
+        """True if the op is infinite at an input: a zero divisor, or a zero base with a negative exponent."""
         if base_name(op) != "pow":
             poles = POLES_ELSEWHERE.get(base_name(op), (0.0,))
             return any(bool((self._given[-1] == pole).any()) for pole in poles)
@@ -151,7 +151,7 @@ class ProducerTrace(OpTrace):
 
     def _is_constant(self, name: str, seen: OpSeen, made: Sequence[torch.Tensor]) -> bool:
         if self.is_inner_backward:
-            return False  # what a gradient begins with is one value, and no mask
+            return False  # a gradient starts with one value that is not a mask
         if name in CASTS:
             return self._casts_a_constant()
         if name in WRITTEN_OUT:
@@ -160,17 +160,17 @@ class ProducerTrace(OpTrace):
         if name in SCALINGS and beyond:
             # (1 - mask) * -1e9 is a mask; activations * 1e5 are a product that overflows.
             return any(_is_one_value_times(self._given, number) for number in beyond)
-        if name not in SCALINGS:  # a tensor of no dimensions that is no weight, as torch.tensor(-1e9)
+        if name not in SCALINGS:  # zero-dimensional and not a weight, as torch.tensor(-1e9)
             single = [one for one in self._given if one.dim() == 0 and not self._origins.is_of_weights(one)]
             largest = [self.known.of(one).largest for one in single]
             beyond += [number for number in largest if number >= FLOAT16.overflow_threshold]
         return bool(beyond) or self._goes_below_the_lowest(seen, made)
 
     def _casts_a_constant(self) -> bool:
-        """What is beyond FP16 is one negative constant several times, or beyond anything that is computed.
+        """True if all values beyond FP16 are one repeated negative constant, or larger than any computed value.
 
-        What a model computes can repeat as well: the activations of a token that begins every sample. It is a
-        constant only where the code has written it.
+        Computed values can repeat too, such as activations of the token that begins every sample. So a repeated value
+        that depends on the weights must also be written in the code.
         """
         values = float_values(self._given[0]) if self._given else None
         if values is None:
@@ -182,7 +182,7 @@ class ProducerTrace(OpTrace):
         return max(abs(low), abs(high)) > BEYOND_COMPUTING or (is_repeated and not is_computed)
 
     def _goes_below_the_lowest(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> bool:
-        """A mask of FP16's lowest number goes below it; a value that was clamped to that number is no mask."""
+        """True if a mask of FP16's lowest number overflows. A value that was clamped to that number is not a mask."""
         if seen.inputs.largest != FLOAT16.largest or not self._origins.is_written(FLOAT16.largest):
             return False
         values = [found for found in map(float_values, made) if found is not None]
@@ -193,11 +193,12 @@ NONE: frozenset[int] = frozenset()
 
 
 class BadValues:
-    """Follows the inf and NaN of a trace by the storage that holds them; ops are known by their place in it.
+    """Follows inf and NaN through a trace by the storage that holds them; ops are known by their index in the trace.
 
-    ``poisonous`` are the producers whose infinities an op has made a NaN of, ``divisors`` those by whose it has
-    divided: to zeros. ``in_gradients`` are the ops where what was added to a parameter's gradient starts, in the
-    forward pass too: a backward pass takes what that has kept, whatever masks it there.
+    ``poisonous`` are producers of infinities from which an op has computed NaN. ``divisors`` are producers of
+    infinities by which an op has divided; the quotients are zero. ``in_gradients`` are the ops where inf or NaN in a
+    parameter's gradient starts. Forward ops count too: a backward pass reads saved tensors, even if the forward pass
+    masks them.
     """
 
     def __init__(self, known: KnownMagnitudes) -> None:
@@ -214,11 +215,11 @@ class BadValues:
 
     @property
     def saturated(self) -> set[int]:
-        """The producers whose infinities nothing reads but what makes of them what it makes of any large number."""
+        """The producers with infinities that only saturating ops read, with the same result as for any large number."""
         return self._saturated - self._used - self.in_gradients
 
     def before(self, given: Sequence[torch.Tensor]) -> None:
-        """To be called before an op runs, which may write into what it is given."""
+        """Record the inputs of an op before it runs, because the op may overwrite them."""
         self._given, self._read, self._infinite = given, (), ()
         if self._behind:
             found = [self._still_behind(tensor) for tensor in given]
@@ -226,7 +227,7 @@ class BadValues:
             self._infinite = [NONE if has_nan else behind for behind, has_nan in found]
 
     def after(self, index: int, name: str, before: Magnitude, made: Sequence[torch.Tensor]) -> None:
-        """To be called with what the op has made: it will be ``index``, ``before`` is the magnitude of its inputs."""
+        """Record the outputs of the op that gets this ``index``; ``before`` is the magnitude of its inputs."""
         bad = [tensor for tensor in made if not self._known.of(tensor).is_finite]
         if bad or self._behind:
             self._note_what_becomes_of_infinities(name, made, bad)
@@ -234,13 +235,13 @@ class BadValues:
         self._given = ()
 
     def added_to_a_gradient(self, given: Sequence[torch.Tensor]) -> None:
-        """To be called with what is added to the gradient of a parameter."""
+        """Record the tensors that are added to the gradient of a parameter."""
         for tensor in given if self._behind else ():
             self.in_gradients |= self._still_behind(tensor)[0]
 
     def _still_behind(self, tensor: torch.Tensor) -> tuple[frozenset[int], bool]:
-        """The ops behind the inf and NaN that a tensor holds, and whether it holds a NaN; none where its memory was
-        another's: not every tensor is seen."""
+        """Return the ops that caused the inf and NaN in a tensor, and True if it holds a NaN. A finite tensor in reused
+        memory has no such ops: the trace does not see every tensor."""
         behind = self._behind.get(storage_of(tensor), NONE)
         magnitude = self._known.of(tensor) if behind else None
         if magnitude is None or magnitude.is_finite:
@@ -266,13 +267,13 @@ class BadValues:
         behind = frozenset({index}) if before.is_finite else NONE.union(*self._read)
         for tensor in bad:
             makes_nan = self._known.of(tensor).nan > 0 and not before.nan
-            if makes_nan:  # what comes of a NaN in its turn says nothing more
+            if makes_nan:  # NaN computed from a NaN shows nothing more
                 self.poisonous |= behind
             starts_here = makes_nan and (not behind or self._is_masked_throughout(name))
             self._behind[storage_of(tensor)] = behind | {index} if starts_here else behind
 
     def _is_masked_throughout(self, name: str) -> bool:
-        """A softmax makes NaN of rows of -inf, which are meant as a mask wherever they come from."""
+        """True if a softmax turns rows of -inf into NaN; such rows are masks, no matter where they come from."""
         if name not in SOFTMAXES:
             return False
         values = (found for found in map(float_values, self._given) if found is not None)
@@ -280,7 +281,7 @@ class BadValues:
 
 
 class Mended(OpTrace):
-    """Puts a finite number, as large as what else the op makes, in the place of the inf and NaN of one producer."""
+    """Replaces the inf and NaN of one producer with a finite number as large as its largest finite output."""
 
     def __init__(self, model: torch.nn.Module, paths: ModulePaths, producer: Producer) -> None:
         super().__init__(model, paths)
@@ -288,7 +289,7 @@ class Mended(OpTrace):
         self._number = producer.output_largest or 1.0
 
     def noted(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> None:
-        """Mends what the op has made, where it is that producer."""
+        """Replace the inf and NaN in the output of the producer."""
         if seen.produces and seen.site == self._producer.site:
             for tensor in filter(torch.is_floating_point, made):
                 tensor.nan_to_num_(self._number, self._number, self._number)
@@ -297,10 +298,11 @@ class Mended(OpTrace):
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """An op with a sample of its output, to be held against another replay's; of whole numbers and masks fingerprints.
+    """An op with a sample of its output, for comparison with another replay.
 
-    ``taken`` and ``picked`` are the fingerprints of those among its inputs and outputs. ``makers`` are the places, in
-    the trace, of the ops that its inputs come from, ``choosers`` those of what it takes elements by.
+    Choices are integer or bool tensors, such as indices or masks; they have fingerprints instead of samples. ``taken``
+    has the fingerprints of choices among the inputs, ``picked`` among the outputs. ``makers`` are the indices of the
+    ops that made the inputs; ``choosers`` made the choices among the inputs.
     """
 
     seen: OpSeen
@@ -312,7 +314,7 @@ class Sampled:
 
 
 class SampleTrace(OpTrace):
-    """Notes every op, those that make no floating-point values too, with a sample of its output."""
+    """Records every op with a sample of its output, even if the output has no floating-point values."""
 
     def __init__(self, model: torch.nn.Module, paths: ModulePaths) -> None:
         super().__init__(model, paths)
@@ -322,7 +324,7 @@ class SampleTrace(OpTrace):
         self._makers, self._choosers = frozenset[int](), frozenset[int]()
 
     def before(self, traits: OpTraits, given: Sequence[torch.Tensor], numbers: Sequence[float]) -> Magnitude:
-        """The magnitude of all inputs together; notes where they come from."""
+        """Return the magnitude of all inputs together, and record the ops that made the inputs."""
         choices = [one for one in given if _is_choice(one)]
         self._taken, self._makers, self._choosers = _fingerprints(choices), self._of(given), self._of(choices)
         return super().before(traits, given, numbers)
@@ -330,7 +332,7 @@ class SampleTrace(OpTrace):
     def after(
         self, traits: OpTraits, place: OpPlace, parameter: str, before: Magnitude, made: Sequence[torch.Tensor]
     ) -> None:
-        """Notes the op and the sample."""
+        """Record the op and its sample."""
         super().after(traits, place, parameter, before, made)
         seen = OpSeen(traits.name, place, before, together(map(self.known.of, made)), parameter)
         picked = _fingerprints(filter(_is_choice, made))
@@ -349,7 +351,7 @@ def _is_choice(tensor: torch.Tensor) -> bool:
 
 
 def _fingerprints(choices: Iterable[torch.Tensor]) -> tuple[int, ...]:
-    """Of each a number that is another one, but for a rare chance, where any element is."""
+    """Return one number for each tensor. If any element changes, the number changes too, except by rare chance."""
     flat = (one.reshape(-1).long() for one in choices)
     return tuple(int((one * torch.arange(1, one.numel() + 1, device=one.device)).sum()) for one in flat)
 
@@ -360,11 +362,11 @@ def _sample(made: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.empty(0)
     flat = values.detach().reshape(-1)
     step = max(1, flat.numel() // SAMPLE)
-    return flat[:: step - (step % 2 == 0)].double().cpu()  # of an even one all may be of one channel
+    return flat[:: step - (step % 2 == 0)].double().cpu()  # with an even step all elements may come from one channel
 
 
 def _is_one_value_times(given: Sequence[torch.Tensor], number: float) -> bool:
-    """One value, several times, is all that a product with ``number`` carries beyond FP16."""
+    """True if the elements with a product beyond FP16 are one value, repeated."""
     values = float_values(given[0]) if given else None
     if values is None:
         return False
@@ -373,14 +375,13 @@ def _is_one_value_times(given: Sequence[torch.Tensor], number: float) -> bool:
 
 
 SAME = 1e-6
-"""A constant is rounded when it is written into a tensor."""
+"""Relative tolerance for a constant, which is rounded when it is written into a tensor."""
 
 
 class Origins:
-    """Follows tensors by their storage from op to op, through views and casts; keeps none of them.
+    """Follows the origin of tensors by storage from op to op, through views and casts; keeps no tensor alive.
 
-    What is not known to come from the weights or the batch comes from neither: a mask, or what the code reads
-    from elsewhere.
+    A tensor of unknown origin is a mask, or data that the code reads from elsewhere.
     """
 
     def __init__(self, model: torch.nn.Module, data: NamedTensors = ()) -> None:
@@ -389,15 +390,15 @@ class Origins:
         self._constants: set[float] = set()
 
     def leaf(self, tensor: torch.Tensor) -> str | None:
-        """The name of the batch's leaf whose values the tensor holds, and no others; None where there is none."""
+        """Return the name of the batch leaf if the tensor holds only values of that leaf, else None."""
         return self._of_batch.get(storage_of(tensor))
 
     def is_of_weights(self, tensor: torch.Tensor) -> bool:
-        """Weights took part in it: what a model computes."""
+        """True if the tensor was computed from weights."""
         return storage_of(tensor) in self._of_weights
 
     def is_written(self, value: float) -> bool:
-        """The code has written this magnitude somewhere as a constant."""
+        """True if the code has written a constant of this magnitude."""
         return any(math.isclose(abs(value), constant, rel_tol=SAME) for constant in self._constants)
 
     def before(
@@ -407,13 +408,13 @@ class Origins:
         numbers: Sequence[float],
         largest: Callable[[torch.Tensor], float],
     ) -> None:
-        """Notes the constants that an op is given, as large as FP16 can hold or larger."""
+        """Record the constants among the inputs of an op that are at least FP16's largest number."""
         found = [abs(number) for number in numbers] if name in FILLS else []
         found += [largest(tensor) for tensor in given if not self.is_of_weights(tensor)]
         self._constants.update(value for value in found if value >= FLOAT16.largest)
 
     def after(self, name: str, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
-        """Notes where the values come from that an op has made of ``given``."""
+        """Record where the values in the outputs of an op come from."""
         of_weights = not _is_like(name) and any(map(self.is_of_weights, given))
         leaf = self._moved(name, given)
         for tensor in made:
@@ -438,7 +439,7 @@ class Origins:
 
 
 def _is_like(name: str) -> bool:
-    """An op takes no more than shape and dtype from the tensor it is given."""
+    """True if the op takes only shape and dtype from its input."""
     return name.endswith("_like") or name.startswith("new_")
 
 

@@ -1,9 +1,9 @@
-"""torch's functions that a training loop calls, replaced once while any watcher is attached.
+"""The torch functions that a training loop calls, replaced while any watcher is attached.
 
-The methods of GradScaler, ``backward`` and ``autograd.grad``, clipping, learning-rate schedulers, new optimizers, what
-they come by between a step and their own hooks, casts of a model, its averages and its export.
-Watchers may come and go in any order: the last one that leaves restores torch. A warning that torch gives its caller
-is shown for the user's line meanwhile, and not for the one of ours that stands between.
+These functions are called seams. They are GradScaler's methods, ``backward``, ``autograd.grad``, clipping, schedulers,
+new optimizers, and casts, averages and exports of a model. One more seam lies between an optimizer's step and its post
+hooks. Watchers may attach and detach in any order: the last one restores torch. Meanwhile a warning of torch shows the
+user's line, and not the line of ampdbg's wrapper.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ Seam = Literal[
 ]  # fmt: skip
 
 Function = Callable[..., Any]
-"""One of torch's, or what stands in its place."""
+"""A function of torch, or its replacement."""
 
 Watcher = Callable[..., Any]
-"""Called with the seam, torch's function and its arguments: runs the function, once, and returns what it returns."""
+"""Called with the seam, torch's function and its arguments. Runs the function once, and returns its result."""
 
 SHOW = "_showwarnmsg"
-"""What Python calls with each warning that its filters let through, whoever shows it in the end."""
+"""Python calls this function with each warning that passes its filters, no matter what displays the warning."""
 
 _changing = threading.RLock()
 _watchers: list[Watcher] = []
@@ -51,10 +51,7 @@ _restoring = ExitStack()
 
 @contextlib.contextmanager
 def attached(watcher: Watcher) -> Iterator[None]:
-    """While this is entered, the watcher stands around every call, outside of those that came before it.
-
-    With the last watcher torch is as it was.
-    """
+    """Call the watcher around every seam call, outside earlier watchers. The last exit restores torch."""
     leave_ours_alone()
     try:  # Ctrl-C may come while this begins
         with _changing:
@@ -91,7 +88,7 @@ def _seams() -> Iterator[tuple[Any, str, Seam]]:
 
 def _seam_replaced(owner: Any, name: str, seam: Seam) -> AbstractContextManager[None]:
     cell = _cell(vars(owner)[name]) if seam == "clip" else None
-    if cell is not None:  # where a function is kept in one, `from torch.nn.utils import clip_grad_norm_` is seen too
+    if cell is not None:  # a new content also reaches functions that scripts imported by name
         owner, name = cell, "cell_contents"
     wrapped = _of_a_profiler if seam == "written" else _through
     return replaced(owner, name, lambda original: wrapped(original, seam))
@@ -100,7 +97,7 @@ def _seam_replaced(owner: Any, name: str, seam: Seam) -> AbstractContextManager[
 def _of_a_profiler(original: Callable[..., Any], seam: Seam) -> Callable[..., Any]:
     through = _through(original, seam)
 
-    def call(self: Any) -> Any:  # torch's profiler knows this code again, and looks for a local of this name
+    def call(self: Any) -> Any:  # torch's profiler recognizes this code, and reads the local ``self``
         return through(self)
 
     return call
@@ -110,7 +107,7 @@ def _through(original: Callable[..., Any], seam: Seam) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         run, outermost = original, None
         for watcher in () if only_follows() else _watchers:
-            if outermost is not None:  # nearly always there is one watcher, and nothing is to be made
+            if outermost is not None:  # most often there is one watcher, which needs no partial
                 run = functools.partial(outermost, seam, run)
             outermost = watcher
         return run(*args, **kwargs) if outermost is None else outermost(seam, run, *args, **kwargs)
@@ -130,7 +127,7 @@ def _shown_for_the_caller(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _caller_of(file: str, line: int) -> FrameType | None:
-    """The innermost frame of somebody else's that has led to this line of ours; None where none has."""
+    """Return the innermost frame outside ampdbg that has called this line of ampdbg, or None."""
     frames = (frame for frame, _ in walk_stack(sys._getframe(1)))
     that_led_there = dropwhile(lambda frame: (frame.f_code.co_filename, frame.f_lineno) != (file, line), frames)
     return next((frame for frame in that_led_there if not is_ampdbgs(frame)), None)
@@ -139,43 +136,42 @@ def _caller_of(file: str, line: int) -> FrameType | None:
 _dispatch_mode, _KEYS = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey
 _FAKE, _PROXY = _KEYS.FAKE, _KEYS.PROXY
 _tracing_state, _is_compiling = torch._C._get_tracing_state, torch.compiler.is_compiling
-# The second name is that of torch 2.6, and warns where the first is there.
+# The second name is for torch 2.6; later versions warn at its use.
 is_fx_tracing: Callable[[], bool] = getattr(_symbolic_trace, "is_fx_symbolic_tracing", _symbolic_trace.is_fx_tracing)
 
 
 def only_follows() -> bool:
-    """Torch follows what is called, to make a graph of it: ``torch.jit.trace``, ``torch.export``, ``torch.fx``,
-    ``make_fx``, tensors without values, and a CUDA graph. Such a call is no part of a loop, and whatever a probe
-    computes in it would stand in the graph."""
+    """True if torch records calls for a graph: ``torch.jit.trace``, ``torch.export``, ``torch.fx``, ``make_fx``, fake
+    tensors or a CUDA graph. Such calls are not part of a loop, and a probe's own ops would enter the graph."""
     if _is_compiling() or _tracing_state() is not None or is_fx_tracing() or is_captured():
         return True
     return _dispatch_mode(_FAKE) is not None or _dispatch_mode(_PROXY) is not None
 
 
 def is_captured() -> bool:
-    """What a GPU is given now becomes part of a CUDA graph, and nothing may be read."""
-    # Who asks a GPU that nobody uses yet would start it; a process that was forked must not.
+    """True if GPU work is being captured into a CUDA graph, so nothing can be read."""
+    # The second call would initialize an unused GPU, which a forked process must not do.
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def is_going_backward() -> bool:
-    """A backward pass is under way in this thread: what it has kept is not to be written."""
+    """True if this thread runs a backward pass, so its saved tensors must not be written."""
     return torch._C._current_graph_task_id() != -1
 
 
 def are_meta(roots: Any) -> bool:
-    """What goes backward has shapes and no numbers, as where a loop is tried out."""
+    """True if a root of the backward pass is a meta tensor, without values, as in a dry run."""
     return any(isinstance(root, torch.Tensor) and root.is_meta for root in roots)
 
 
 def _cell(function: Any) -> Any:
-    """The cell in which a clipping function of torch's keeps what it wraps; None for one that somebody has replaced."""
+    """Return the closure cell with the function that torch's clipping function wraps, or None if it was replaced."""
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     return function.__closure__[names.index("func")] if "func" in names else None
 
 
 def classes_with_own(owner: type, name: str) -> tuple[type, ...]:
-    """A class and its subclasses, those that define the method ``name`` themselves."""
+    """Return the classes that define the method ``name`` themselves, among a class and its subclasses."""
     found = [owner] if name in vars(owner) else []
     subclasses: list[type] = owner.__subclasses__()
     for subclass in subclasses:
@@ -185,15 +181,13 @@ def classes_with_own(owner: type, name: str) -> tuple[type, ...]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, replacement: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """While this is entered, what is made of a function of the owner's stands in its place.
-
-    Who enters this while another has is to leave it first.
-    """
+    """Replace a function of the owner with the result of ``replacement`` while the context is entered. Nested
+    replacements must exit in reverse order."""
     original, is_own = getattr(owner, name), name in getattr(owner, "__dict__", {name: None})
     ours = functools.wraps(original)(replacement(original))
     try:  # Ctrl-C may come while this begins
         setattr(owner, name, ours)
         yield
     finally:
-        if getattr(owner, name) is ours:  # else somebody has wrapped it since, and ours only hands on what it gets
+        if getattr(owner, name) is ours:  # else another library has wrapped ours, which now only calls the original
             setattr(owner, name, original) if is_own else delattr(owner, name)

@@ -1,7 +1,7 @@
-"""A trace of a step that runs in bfloat16 where the policy says float16: how large what FP16 would hold is.
+"""The shadow: a trace of a step in bfloat16 instead of float16. It measures the values that FP16 would hold.
 
-bfloat16 has the exponents of float32, so nothing overflows, and its dtype marks exactly the tensors that
-are half in the real run. No overflow hides another one behind an inf.
+bfloat16 has the exponent range of float32, so nothing overflows and no inf hides a later overflow. Its dtype marks
+exactly the tensors that are half in the real run.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from ampdbg.probes.tensors import (
 from ampdbg.record.run import Site
 
 _ROUNDS_BEYOND = 65408.0
-"""From here on bfloat16 rounds up to 65536: so it does with 65504, float16's own limit, which user code writes."""
+"""bfloat16 rounds numbers from here on up to 65536. So it rounds 65504, float16's limit, which user code writes."""
 
 _MASKS = 4.0
-"""A mask that is multiplied holds zeros and ones, or whole numbers up to this where several were added up."""
+"""A multiplied mask holds 0 and 1, or whole numbers up to this limit if several masks were added."""
 
 TRANSFORMS, COMPLEX = "Fourier transforms", "complex numbers"
 
@@ -57,18 +57,21 @@ WIDENED_NOTE = (
 OverflowOrigin = Literal["", "carried", "starts"]
 
 _OVERFLOWS: tuple[OverflowOrigin, ...] = get_args(OverflowOrigin)
-"""What is said of several calls is the last of these that holds for one."""
+"""In ascending priority. Several calls together have the last value that any of the calls has."""
 
 
 @dataclass(frozen=True, slots=True)
 class RangeSeen:
-    """One op whose output FP16 would hold. ``output`` and ``exponents`` are those of its half outputs alone.
+    """One op with an output that FP16 would hold.
 
-    ``overflow`` says whether a value is beyond FP16, and then whether that ``starts`` here or was ``carried``
-    here: by an input that FP16 had lost already, or by a constant of the user's code. ``is_noise`` marks a
-    gradient whose terms cancel to rounding error, such as an attention's key bias. ``is_gradient`` says that the
-    loss scale is in it: an op of the backward pass may compute with what the forward pass has made alone, as a sign.
-    ``made_half`` is as of a producer.
+    Attributes:
+        output: The magnitude of the half outputs alone; ``exponents`` likewise.
+        overflow: ``starts`` if values exceed FP16 first here, ``carried`` if an input or a constant already did, else
+            "".
+        is_noise: True if the terms of a gradient cancel to rounding error, as for an attention's key bias.
+        is_gradient: True if the loss scale is in the output. A backward op may use forward values alone, such as a
+            sign.
+        made_half: The forward ops that made the tensor half, for a gradient that is cast back to half.
     """
 
     op: str
@@ -82,21 +85,21 @@ class RangeSeen:
 
 
 class ShadowTrace(PlacedOps):
-    """The trace of the shadow; to be used with :func:`bfloat16_for_float16`. ``ranges`` is in order of execution.
+    """The trace of the shadow, for use with :func:`bfloat16_for_float16`. ``ranges`` is in order of execution.
 
-    float16 is met only where user code writes into a half tensor that was there before the step.
+    float16 appears only where user code writes into a half tensor from before the step.
     """
 
     def __init__(self, model: torch.nn.Module, paths: ModulePaths) -> None:
         super().__init__(model, paths)
         self.ranges: list[RangeSeen] = []
-        # Storages of values beyond FP16 that are no overflow of the op that reads them. Such a buffer is a constant.
+        # Storages of values beyond FP16 that are not an overflow of the op that reads them, such as constant buffers.
         self._lost = {storage_of(buffer) for buffer in model.buffers() if _is_beyond(magnitude_of(buffer))} - {0}
         self._forward: set[int] = set()
-        """Storages of what no gradient is in: made in the forward pass, or in the backward pass of such alone."""
+        """Storages without a gradient: made in the forward pass, or by backward ops from such storages alone."""
 
     def run(self, op: Any, args: Any, kwargs: Any, written: Sequence[torch.Tensor]) -> Any:
-        """Runs an op with bfloat16 in the place of every float16, in the dtypes and the tensors given to it."""
+        """Run an op with bfloat16 instead of every float16, both in dtype arguments and in tensors."""
         args, kwargs = _converted((args, kwargs), torch.float16, torch.bfloat16, but=written)
         try:
             return op(*args, **kwargs)
@@ -109,12 +112,12 @@ class ShadowTrace(PlacedOps):
     def before(
         self, traits: OpTraits, given: Sequence[torch.Tensor], numbers: Sequence[float]
     ) -> tuple[bool, float, bool]:
-        """Whether FP16 would have lost an input already, the largest half one, as wider ones are not measured, and
-        whether an input may hold a gradient."""
+        """Return three facts: True if FP16 would have lost an input already; the largest half input; True if an input
+        may hold a gradient. Inputs wider than half are not measured."""
         low = [self.known.of(tensor) for tensor in given if tensor.dtype in HALVES]
         largest = max((magnitude.largest for magnitude in low), default=0.0)
         lost = (
-            not given  # a constant that the user's code writes out, as are these tensors and numbers
+            not given  # a constant that the user's code writes out, as are the lifted tensors and the numbers
             or traits.name.startswith("aten.lift")
             or any(map(_is_beyond, low))
             or (any(_is_beyond(magnitude_of_number(one)) for one in numbers) and not self._multiplies(traits, given))
@@ -123,10 +126,7 @@ class ShadowTrace(PlacedOps):
         return lost, largest, not given or any(storage_of(tensor) not in self._forward for tensor in given)
 
     def _multiplies(self, traits: OpTraits, given: Sequence[torch.Tensor]) -> bool:
-        """A number that an op is given is a factor of values, and not what a mask is made of.
-
-        What a gradient is multiplied by comes of the loss that it is of.
-        """
+        """True if a number input is a factor of values, not part of a mask. Factors of gradients come from the loss."""
         is_product = traits.name.startswith("aten.mul") and not all(map(self._may_be_a_mask, given))
         return is_product or self.is_inner_backward
 
@@ -142,10 +142,10 @@ class ShadowTrace(PlacedOps):
         before: tuple[bool, float, bool],
         made: Sequence[torch.Tensor],
     ) -> None:
-        """Measures what FP16 would hold of the op's output."""
+        """Measure the output values that FP16 would hold."""
         lost, largest_input, may_have_gradient = before
         is_gradient = place.phase == "backward" and may_have_gradient
-        # The gradient of the loss itself, with which the backward pass begins, is made before that.
+        # ones_like makes the gradient of the loss itself, before the backward phase begins.
         is_of_forward = not is_gradient and not traits.name.startswith("aten.ones_like")
         for tensor in made:
             storage = storage_of(tensor)
@@ -171,7 +171,7 @@ def _overflow(output: Magnitude, lost: bool) -> OverflowOrigin:
 
 
 def _is_noise(traits: OpTraits, place: OpPlace, largest_input: float, output: Magnitude) -> bool:
-    """A sum that is smaller than one rounding of its largest term: the terms have cancelled."""
+    """True if a sum is smaller than one rounding error of its largest term, so the terms have canceled."""
     if place.phase != "backward" or not traits.name.startswith("aten.sum."):
         return False
     return output.largest < largest_input * 2.0**-BFLOAT16.precision
@@ -182,7 +182,7 @@ def _is_beyond(magnitude: Magnitude) -> bool:
 
 
 def _converted(given: Any, old: torch.dtype, new: torch.dtype, but: Sequence[torch.Tensor] = ()) -> Any:
-    """What is given with ``new`` in the place of each dtype that is ``old`` and of each tensor's, ``but`` for these."""
+    """Replace the dtype ``old`` with ``new``, as an argument and in tensors, except in the tensors ``but``."""
 
     def converted(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.dtype is old and not any(value is kept for kept in but):
@@ -194,8 +194,8 @@ def _converted(given: Any, old: torch.dtype, new: torch.dtype, but: Sequence[tor
 
 @contextlib.contextmanager
 def bfloat16_for_float16() -> Iterator[WideTransforms]:
-    """While this is entered, autocast regions that ask for float16 get bfloat16, and bfloat16's ``torch.finfo``
-    is float16's: masks and epsilons are then what they are in the real run."""
+    """Make autocast regions that ask for float16 use bfloat16, and make ``torch.finfo`` of bfloat16 return float16's
+    values. Masks and epsilons are then as in the real run."""
     autocast = autocast_mode.autocast
     with (
         patch.object(autocast, "__init__", _autocast_in_bfloat16(autocast.__init__)),
@@ -207,8 +207,8 @@ def bfloat16_for_float16() -> Iterator[WideTransforms]:
 
 
 class WideTransforms(TorchFunctionMode):
-    """Runs the Fourier transforms of bfloat16, and what makes complex numbers of it, in float32: torch has them for
-    float16 alone. ``have_run`` names what has."""
+    """Runs Fourier transforms and complex constructors of bfloat16 in float32, because torch has them only for float16.
+    ``have_run`` names the kinds that have run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,8 +223,8 @@ class WideTransforms(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def around(self, seam: Seam, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs a function of torch's. A mode is set aside while what it was handed runs, such as ``Tensor.backward``:
-        in the backward pass, where a checkpoint computes its function again, it has to be entered once more."""
+        """Run a torch function. Enter the mode again for the backward pass, where a checkpoint recomputes its function.
+        Torch disables a mode while a function that it intercepts runs, such as ``Tensor.backward``."""
         with self if seam == "engine" else contextlib.nullcontext():
             return original(*args, **kwargs)
 
@@ -246,11 +246,11 @@ def _finfo_of_float16(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def sites_of(ranges: Iterable[RangeSeen], dtype: str = "float16") -> tuple[Site, ...]:
-    """Gathers ops by phase, module, op, source line and whether they make gradients, in order of first execution.
+    """Group ops by phase, module, op, source line and ``is_gradient``, in order of first execution.
 
     Args:
-        ranges: the ops of one step.
-        dtype: what the real run has where the shadow has bfloat16.
+        ranges: The ops of one step.
+        dtype: The dtype of the real run where the shadow has bfloat16.
     """
     gathered: dict[Any, list[RangeSeen]] = {}
     for seen in ranges:
@@ -277,7 +277,7 @@ def _site(order: int, ranges: Sequence[RangeSeen], dtype: str) -> Site:
         inf=output.inf,
         nan=output.nan,
         abs_max=output.largest,
-        # Two decimals tell all there is to a value that was rounded to eight bits.
+        # Two decimals suffice for a value that was rounded to eight bits.
         headroom_bits=round(headroom_bits(output.largest), 2),
         overflow=max((seen.overflow for seen in ranges), key=_OVERFLOWS.index),
         lowest_exponent=exponents.lowest,

@@ -1,4 +1,4 @@
-"""The source line that an op belongs to: the innermost frame that is neither torch's nor ampdbg's."""
+"""The source line that an op belongs to: the innermost frame outside torch and ampdbg."""
 
 from __future__ import annotations
 
@@ -24,36 +24,33 @@ from ampdbg.source.ownership import (
 )
 
 MODES = ("__torch_function__", "__torch_dispatch__")
-"""What a mode of the user's own runs around every function: the line that calls the function is another's."""
+"""A user's own mode runs these methods around every function. The line that calls the function is further out."""
 
-# By its name, for it stands on a higher floor: what notes the calls of the user's code while it makes them.
+# By name, because this layer may not import it: the recorder, which records the calls of the user's code as they run.
 _RECORDER = "ampdbg.replay.recorder"
 
-# ampdbg's code that stands between the user's and an op; what of ampdbg's else comes above an op runs the user's code,
-# and frames above that belong to whoever has started ampdbg, a program or a script.
+# Frames of three parts of ampdbg may lie between the user's code and an op. All further ampdbg frames run the user's
+# code, and the frames above belong to the caller of ampdbg, a program or a script.
 _BETWEEN = (probes.__name__, precision.__name__, _RECORDER)
 
 Role = Literal["users", "between", "module", "ends"]
 
-# What stands above the frame from which autograd's engine is started is the caller of backward().
+# The frames above autograd's engine belong to the caller of backward().
 _OF_TORCH: Mapping[str, Role] = {"_call_impl": "module", "_engine_run_backward": "ends"}
 
 
 def innermost_line() -> Line | None:
-    """The innermost line of the user's or a library's code.
+    """Return the innermost line of the user's or a library's code, or None if ampdbg itself called a torch function.
 
-    Within a module's call it is of the code that the module is written in: of a forward pass that calls another
-    library, as for an einsum of einops, the line in that pass. One of a library is a :class:`LibraryLine` where the
-    user's code has led to it.
+    Inside a module's call it is a line of the package that defines the module. If a forward pass calls another library,
+    such as einops, it is the line in the forward pass. A library's line is a :class:`LibraryLine` if the user's code
+    called the library.
 
-    None where torch was called by nobody but ampdbg, as for a loss that is one of torch's own functions.
-
-    A line that merely called ``backward()`` is not what the ops of the backward pass belong to, so the
-    search ends at autograd's engine. What is found below it is a custom Function's backward, a hook, or
-    a forward pass that is computed again.
+    Backward ops do not belong to the line that called ``backward()``, so the search ends at autograd's engine. Below
+    the engine lies the backward of a custom Function, a hook, or a recomputed forward pass.
     """
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (role := _role(frame)) != "users":  # no generator: this is asked for each call
+    while frame is not None and (role := _role(frame)) != "users":  # no generator, because every call runs this
         frame = frame.f_back if role != "ends" else None
     if frame is None:
         return None
@@ -70,8 +67,8 @@ def _line_of(frame: FrameType) -> Line:
 
 @contextlib.contextmanager
 def tracing(on_call: Callable[[FrameType, str, Any], Any]) -> Iterator[None]:
-    """Calls ``on_call`` as ``sys.settrace`` does, in this thread; a debugger's or a coverage tool's own trace function
-    is put back afterwards."""
+    """Call ``on_call`` as ``sys.settrace`` does, in this thread. Afterwards restore the trace function of a debugger or
+    a coverage tool."""
     before = sys.gettrace()
     sys.settrace(on_call)
     try:
@@ -81,13 +78,13 @@ def tracing(on_call: Callable[[FrameType, str, Any], Any]) -> Iterator[None]:
 
 
 def source_of(line: Line) -> Source:
-    """The line with its text, as it stands in the file now."""
+    """Return the line with the text that its file has now."""
     called_from = CodeLine(*_with_text(line.caller)) if isinstance(line, LibraryLine) else None
     return Source(*_with_text(line), called_from)
 
 
 def source_if_known(line: Line | None) -> Source | None:
-    """The same of a line that may not be known."""
+    """Return the line with its text, or None for an unknown line."""
     return None if line is None else source_of(line)
 
 
@@ -96,18 +93,18 @@ def _with_text(line: Line) -> tuple[str, int, str, str]:
 
 
 def _frames(frame: FrameType | None) -> Iterator[tuple[Role, FrameType]]:
-    """The frame and those above it, each with its role, up to where the user's code ends."""
+    """Yield the frame and its callers, each with its role, up to the end of the user's code."""
     while frame is not None and (role := _role(frame)) != "ends":
         yield role, frame
         frame = frame.f_back
 
 
 def _in_its_module(innermost: FrameType) -> FrameType:
-    """The innermost frame of who has written the forward pass that runs; the one given where none does."""
+    """Return the innermost frame of the running forward pass's owner, or the given frame outside forward passes."""
     frames: list[FrameType] = []
     for role, frame in _frames(innermost):
         if role == "module":
-            # What stands around a forward pass may be another's, as of a library that prepares models to be trained.
+            # A wrapper around the forward pass may have another owner, such as a training library.
             owners = (_owner_of(str(type(frame.f_locals.get("self")).__module__)), _owner(frames[-1]))
             return next(frame for owner in owners for frame in frames if _owner(frame) == owner)
         if role == "users":
@@ -116,28 +113,27 @@ def _in_its_module(innermost: FrameType) -> FrameType:
 
 
 _USERS = ""
-"""Who has written what is not installed."""
+"""The owner of code that is not installed."""
 
 
 @by_code
 def _owner(frame: FrameType) -> str:
-    """Who has written the code: the user, or the package that it is part of; its file where it runs in no module, as
-    what a replay calls."""
+    """Return the owner of the code: the user, the package, or the file for code outside modules, as in a replay."""
     file = frame.f_code.co_filename
     return _USERS if is_users_file(file) else module_of(frame).partition(".")[0] or file
 
 
 @functools.cache
 def _owner_of(module: str) -> str:
-    """Who has written what is defined in the module of that name."""
+    """Return the owner of the definitions in the module of that name."""
     file = getattr(sys.modules.get(module), "__file__", None)
     return _USERS if file and is_users_file(file) else module.partition(".")[0]
 
 
 @by_code
 def _role(frame: FrameType) -> Role:
-    """Of a user's or a library's code, of what stands between that and an op, of what calls a module's forward pass, or
-    of what is above all of it."""
+    """Return the role of the frame: ``users`` for user or library code; ``between`` for a frame between that and an op;
+    ``module`` for the caller of a forward pass; ``ends`` for a frame above the user's code."""
     if is_users_or_a_librarys(frame) and frame.f_code.co_name not in MODES:
         return "users"
     if is_part_of(frame, "torch"):

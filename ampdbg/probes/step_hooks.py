@@ -1,11 +1,11 @@
-"""Hooks around every step of every optimizer, that come and go while optimizers step in other threads.
+"""Hooks around every optimizer step, safe to add and remove while optimizers step in several threads.
 
-torch goes through its own dict of such hooks as an optimizer steps, and raises where one is added or removed meanwhile.
-So ours never enter that dict: while there are any, an object stands in its place, which hands out copies.
+torch iterates over its own dict of global hooks during a step, and raises if the dict changes meanwhile. So ampdbg's
+hooks never enter that dict. While ampdbg has hooks, an object replaces the dict and returns copies.
 
-A ``step`` that is set on an optimizer itself, in place of its class's, goes past torch's hooks. While there are any of
-ours it is called between them, whenever it was set. A step may run others inside of it, as that of an optimizer that
-holds another one does: :func:`steps_around` has those.
+A ``step`` set on an optimizer itself, instead of its class, bypasses torch's hooks. While ampdbg has hooks, it runs
+between them, no matter when it was set. A step may run inner steps, as for an optimizer that wraps another; see
+:func:`steps_around`.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from torch.optim import optimizer as torchs
 from ampdbg.probes.seams import replaced
 
 StepHook = Callable[[Any, Any, Any], Any]
-"""Called with the optimizer, and the positional and the keyword arguments of its step; before one it may return others
-for them, as torch's own hooks do."""
+"""Called with the optimizer, and the positional and keyword arguments of its step. A pre-step hook may return
+replacements for the arguments, as torch's hooks do."""
 
 _changing = threading.Lock()
 
 
 class _Hooks(UserDict[int, Any]):
-    """torch's dict ``name``, with our hooks behind its own. What others add or remove is added to that or removed.
+    """Torch's dict ``name`` with ampdbg's hooks after torch's. User code that adds or removes hooks changes torch's
+    dict.
 
-    It lasts as long as torch does: the handle of a hook that others add has a weak reference to it.
+    This object lives as long as torch, because the handle of a user's hook holds a weak reference to it.
     """
 
     def __init__(self, name: str) -> None:
@@ -64,7 +65,7 @@ _before, _behind = _Hooks("_global_optimizer_pre_hooks"), _Hooks("_global_optimi
 
 @contextlib.contextmanager
 def hooked_steps(before: StepHook | None = None, behind: StepHook | None = None) -> Iterator[None]:
-    """While this is entered, they are called before and behind every step of an optimizer, in whichever thread."""
+    """Call the hooks before and after every step of an optimizer, in any thread, while the context is entered."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_own_steps.hooked())
         for hooks, hook in ((_before, before), (_behind, behind)):
@@ -75,16 +76,16 @@ def hooked_steps(before: StepHook | None = None, behind: StepHook | None = None)
 
 
 def steps_around() -> list[Optimizer]:
-    """To be called by a hook: the optimizers whose steps have led to the one that it is called for, from the inside
-    out. The optimizer itself is one of them where its own step calls that of its class."""
+    """Return the optimizers with steps that enclose the current step, from the inside out; for use in a hook. The
+    optimizer itself is included if its own step calls its class's step."""
     return steps_under_way()[1:]
 
 
 def steps_under_way() -> list[Optimizer]:
-    """The optimizers whose steps have led here, from the inside out."""
+    """Return the optimizers with a step on the call stack, from the inside out."""
     found: list[FrameType] = []
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:  # in each step of a loop: a generator would take three times as long
+    while frame is not None:  # in each step of a loop; a generator would take three times as long
         if frame.f_code in _STEPPING:
             found.append(frame)
         frame = frame.f_back
@@ -92,38 +93,36 @@ def steps_under_way() -> list[Optimizer]:
 
 
 def is_torchs(step: Any) -> bool:
-    """A step of an optimizer is torch's own, whatever of torch's is around it, such as a scheduler's count."""
+    """True if the step is torch's own, apart from torch's wrappers such as a scheduler's counter."""
     return _module_of(_first_of_others(step)).startswith("torch.optim.")
 
 
 def name_of(optimizer: Optimizer) -> str:
-    """The class of an optimizer with its module, and whether its step is another one, which was set on it."""
+    """Return the class of an optimizer with its module; mark an optimizer on which the script has set a step."""
     kind = type(optimizer)
     name = f"{kind.__module__}.{kind.__qualname__}"
     return name if _innermost(optimizer.step) is _innermost(kind.step) else f"the script's own step of {name}"
 
 
 def _innermost(step: Any) -> Any:
-    """The function of a step inside of all that is around it, such as a scheduler's count and our hooks."""
+    """Return the function of a step inside all wrappers, such as a scheduler's counter and ampdbg's hooks."""
     function = inspect.unwrap(step)
     return getattr(function, "__func__", function)
 
 
 def _first_of_others(step: Any) -> Any:
-    """The outermost function of a step that is not torch's; the innermost one where all are."""
+    """Return the outermost function of a step that is not torch's, or the innermost function if all are torch's."""
     return inspect.unwrap(step, stop=lambda one: not _module_of(one).startswith("torch."))
 
 
 def _module_of(function: Any) -> str:
-    """Where a function is written; ``__module__`` is that of what it wraps."""
+    """Return the module in which a function is written; ``__module__`` names the module of the wrapped function."""
     return str(getattr(function, "__globals__", {}).get("__name__", ""))
 
 
 def _between_hooks(optimizer: Optimizer, step: Any) -> Any:
-    """A step that was set on an optimizer, with our hooks around it; torch's own as it is, which leads to the class's.
-
-    It is a method in any case: torch's schedulers wrap its ``__func__``.
-    """
+    """Return a step set on an optimizer with ampdbg's hooks around it. Return torch's own step unchanged, because it
+    calls the class's hooked step. The result is always a method, because torch's schedulers wrap its ``__func__``."""
     if is_torchs(step) or _is_ours(_first_of_others(step)):
         return step
     is_method = isinstance(step, MethodType) and step.__self__ is optimizer
@@ -135,7 +134,7 @@ def _between_hooks(optimizer: Optimizer, step: Any) -> Any:
         for hook in _before.ours:
             given = hook(self, *given) or given
         result = call(*given[0], **given[1])
-        self._optimizer_step_code()  # as torch does, right behind a step
+        self._optimizer_step_code()  # as torch does, right after a step
         for hook in _behind.ours:
             hook(self, *given)
         return result
@@ -144,7 +143,7 @@ def _between_hooks(optimizer: Optimizer, step: Any) -> Any:
 
 
 def _code_inside(function: Any) -> CodeType:
-    """That of the function which a function makes to stand in the place of a step."""
+    """Return the code of the inner function that replaces a step."""
     inside = (one for one in function.__code__.co_consts if isinstance(one, CodeType))
     return next(one for one in inside if "self" in one.co_varnames)
 
@@ -158,7 +157,7 @@ def _is_ours(step: Any) -> bool:
 
 
 class _OwnSteps:
-    """The steps that were set on optimizers while there are hooks of ours."""
+    """The steps that were set on optimizers while ampdbg has hooks."""
 
     def __init__(self) -> None:
         self._optimizers: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
@@ -167,7 +166,7 @@ class _OwnSteps:
 
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
-        """While this is entered a step that is set is called between hooks; behind the last it is what was set."""
+        """Run each step that is set meanwhile between the hooks; the last exit restores the original steps."""
         entered = object()
         try:  # Ctrl-C may come while this begins
             with _changing:
@@ -189,7 +188,7 @@ class _OwnSteps:
                 vars(optimizer)["step"] = step.__wrapped__
 
     def hook(self, optimizer: Optimizer) -> None:
-        """A step that was set before."""
+        """Wrap a step that was set on the optimizer earlier."""
         if callable(vars(optimizer).get("step")):
             self._optimizers[id(optimizer)] = optimizer
             vars(optimizer)["step"] = _between_hooks(optimizer, vars(optimizer)["step"])
@@ -205,4 +204,4 @@ class _OwnSteps:
 
 _own_steps = _OwnSteps()
 hook_own_step = _own_steps.hook
-"""To be called while hooks are entered: the step that was set on an optimizer before is called between them too."""
+"""Call this while hooks are entered, to run a step that was set on an optimizer earlier between the hooks."""

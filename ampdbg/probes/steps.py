@@ -1,4 +1,4 @@
-"""The steps of a loop that have ended, read in bulk; of a long run's healthy ones only some are kept."""
+"""The ended steps of a loop, read in bulk. A long run keeps only some of its healthy steps."""
 
 from __future__ import annotations
 
@@ -17,55 +17,55 @@ from ampdbg.record.log import RunLog
 from ampdbg.record.run import LeftOut, Step, TensorCounts
 
 UNREAD_STEPS = 64
-"""On a GPU so many healthy steps are kept as device scalars before one sync reads them all."""
+"""On a GPU one sync reads this many healthy steps, which are kept as device scalars until then."""
 
 MOST_STEPS = 2_000
-"""Of a run with more steps, healthy ones are left out: three of four, later seven of eight, and so on."""
+"""Drop healthy steps of a longer run: first three of four, later seven of eight, and so on."""
 
 STEPS_AT_ENDS = 200
-"""So many of the first and of the last steps are kept in any case."""
+"""The first and the last steps of a run, this many each, are always kept."""
 
 MOST_TELLING = 4_000
-"""Of more steps that went wrong, or changed the loss scale, those of one stretch in two are kept, later of one in
-four, and so on: a run whose every step fails ends as small as a healthy one."""
+"""Keep up to this many informative steps, which failed or changed the loss scale. Of more, keep one stretch in two,
+later one in four, and so on. So the record stays small even if every step fails."""
 
 STRETCH = 32
-"""So many steps in a row are kept or left out together: what one does to the next can still be seen."""
+"""Keep or drop this many consecutive steps together, so that the effect of a step on the next stays visible."""
 
 MOST_TURNS = 4
-"""Of so many optimizers that take turns the steps right before and behind one that tells are kept of each."""
+"""For up to this many optimizers that take turns, the steps around an informative step are kept."""
 
 FEW_STEPS = 8
 FLAT = "every gradient of the last {} is zero: the model learns nothing, whatever the loss is"
-"""Half precision may have flushed them to zero, or nothing leads from the loss to the weights."""
+"""Half precision may have flushed the gradients to zero, or no graph connects the loss to the weights."""
 
 NORM_EVERY = 8
-"""Behind the first ``STEPS_AT_ENDS`` the norm of one healthy step in so many is taken: it is a pass over memory, and
-nothing but the page's curve is drawn from it where a scaler tells whether the gradients are finite."""
+"""After ``STEPS_AT_ENDS`` steps, measure the gradient norm of one healthy step in this many. A norm is a pass over
+memory. If a scaler checks the gradients, only the curve on the page needs the norm."""
 
 FIRST_NORMS = 16
-"""On a GPU, which a loop with small layers keeps waiting for its next kernel, that begins behind so many steps."""
+"""On a GPU ``NORM_EVERY`` applies after this many steps: a loop with small layers is bound by kernel launches."""
 
 LISTED_STEPS = 50
-"""So many unhealthy steps list their groups; later ones only count them, so that the record stays small."""
+"""This many unhealthy steps list their groups. Later steps only count them, to keep the record small."""
 
 LISTED_PARAMETERS = 10_000
-"""So many parameters are listed over all steps, about 2 MB of JSON; the first unhealthy step lists all of its own."""
+"""All steps list up to this many parameters, about 2 MB of JSON. The first unhealthy step has no limit."""
 
 
 class StepLog:
-    """The steps of one loop. ``batch`` collects the non-finite leaves of the batches of the step under way.
+    """The steps of one loop. ``batch`` collects the non-finite leaves of the current step's batches.
 
     Args:
-        model: its parameters and buffers are checked on unhealthy steps.
-        on_step: called with each Step as it ends.
+        model: Its parameters and buffers are checked on unhealthy steps.
+        on_step: Called with each Step as it ends.
     """
 
     def __init__(self, model: torch.nn.Module | Models, on_step: Callable[[Step], None] | None) -> None:
         self.batch: list[TensorCounts] = []
         self._model = model
         self.poisoned: Callable[[], Set[str]] = frozenset
-        """The buffers that the forward pass under way has made inf or NaN, by name."""
+        """Returns the names of the buffers in which the current forward pass has written inf or NaN."""
         self._known_bad: set[str] = set()
         self._listed_steps = self._unlisted_steps = 0
         self._listed_parameters = 0
@@ -74,24 +74,24 @@ class StepLog:
         self._unread: list[OpenStep] = []
         self._last_skip = -NORM_EVERY - 1
         self._changing = threading.RLock()
-        """Held where the lists change, for the loops of other threads; never while something of the user's runs."""
+        """Held while the lists change, for loops in several threads; never held while user code runs."""
         self._steps: list[Step] = []
         self._latest: dict[int, Step] = {}
-        """The last step that was read of each optimizer."""
+        """The latest step that was read, for each optimizer."""
         self._telling: set[int] = set()
         self._seen_bad: set[tuple[str, str, bool]] = set()
         self._listed: set[int] = set()
         self._room, self._stride, self._stretches = MOST_STEPS, 1, 1
         self.has_own_scale = False
-        """The loop has multiplied a loss by a loss scale of its own."""
+        """True if the loop itself has multiplied a loss by a loss scale."""
         self.left_out = LeftOut()
-        """How many steps that went wrong are no longer among the others."""
+        """The number of failing steps that were dropped."""
         self.journal: RunLog | None = None
-        """Told of every step once it is read, and of what is kept when healthy ones are left out."""
+        """Receives every step once it is read, and the kept steps when healthy steps are dropped."""
         self.look_at_model()
 
     def look_at_model(self) -> None:
-        """Notes what of the model is not finite before the step under way, where that was not known."""
+        """Record the parameters and buffers that are not finite before the current step, if that was not known."""
         found = nonfinite_in_model(self._model, but=self._known_bad)
         made_so = self.poisoned() if found else ()
         found = tuple(counts for counts in found if counts.name not in made_so)
@@ -100,23 +100,23 @@ class StepLog:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """Those that have ended, but for healthy ones of a long run; on a GPU this reads what is unread (one sync)."""
+        """The ended steps, except for dropped steps of a long run. On a GPU this reads what is unread (one sync)."""
         self._read()
         return tuple(self._steps)
 
     @property
     def is_read(self) -> bool:
-        """The numbers of every step that has ended are on the host."""
+        """True if the numbers of every ended step are on the host."""
         return not self._unread
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the steps leave out."""
+        """Remarks on what the steps leave out."""
         every, counted = self._listed_steps + self._unlisted_steps, self.left_out.unhealthy
         known = [step.grad_norm for step in self._steps if step.grad_norm is not None and not step.skipped]
         notes = []
         last = known[-FEW_STEPS:]
-        if last and self.closed() >= FEW_STEPS and not any(last):  # fewer, where all others were skipped
+        if last and self.closed() >= FEW_STEPS and not any(last):  # fewer if the rest was skipped
             notes.append(FLAT.format(quantities.counted(len(last), "measured step")))
         if self._unlisted_steps:
             notes.append(f"this run lists the groups of {self._listed_steps} of {every:,} non-finite steps")
@@ -125,35 +125,34 @@ class StepLog:
         return tuple(notes)
 
     def wants_norm(self, *, seldom: bool = False) -> bool:
-        """The step under way is one of those whose gradient norm is to be recorded though it is healthy;
-        ``seldom``, of few at the beginning. Behind a skip it tells whether gradients come through again."""
+        """True if the gradient norm of the current step is recorded even if the step is healthy. ``seldom`` limits the
+        first norms to ``FIRST_NORMS``. After a skipped step the norm shows when gradients are finite again."""
         number = self.closed()
         is_early = number < (FIRST_NORMS if seldom else STEPS_AT_ENDS)
         return is_early or number % NORM_EVERY == 0 or number <= self._last_skip + NORM_EVERY
 
     def closed(self) -> int:
-        """How many steps have ended, read or not."""
+        """Return how many steps have ended, read or not."""
         with self._changing:
             return (self._steps[-1].step + 1 if self._steps else 0) + len(self._unread)
 
     def latest(self) -> Step:
-        """The last step that has ended; on a GPU this reads what is still unread (one sync)."""
+        """Return the last ended step. On a GPU this reads what is unread (one sync)."""
         self._read()
         return self._steps[-1]
 
     @property
     def has_named_losses(self) -> bool:
-        """Whether the losses of the step under way were added by name: then it is that of all optimizers."""
+        """True if the losses of the current step were added by name, so it is a step of all optimizers."""
         return bool(self._losses)
 
     def add_losses(self, losses: Mapping[str, torch.Tensor], weight: float) -> None:
-        """Adds unscaled losses, scalar tensors by name, to the step under way; else those that go backward count."""
+        """Add unscaled scalar losses to the current step by name, instead of the losses of the backward passes."""
         for name, loss in losses.items():
             part = loss.detach().float() * weight
             self._losses[name] = self._losses[name] + part if name in self._losses else part
 
     def close(self, step: OpenStep) -> None:
-        """Ends a step."""
         step.end()
         step.losses, self._losses = self._losses, {}
         step.nonfinite, self.batch = self.batch, []
@@ -165,21 +164,19 @@ class StepLog:
             self._read()
 
     def tell_no_more(self) -> None:
-        """Calls ``on_step`` no more: in an interrupted run it would raise again, and cut off what is to be noted."""
+        """Stop calling ``on_step``, which would raise again in an interrupted run before everything is recorded."""
         self._on_step = None
 
     def break_off(self, loss: float, *, is_skipped: bool = False) -> None:
-        """Ends a step of this loss from which nothing has gone backward; its loss scale is that of the last one.
-
-        ``is_skipped`` says that the loop goes on behind it.
-        """
+        """End a step with this loss and without a backward pass; it gets the loss scale of the last step.
+        ``is_skipped`` says that the loop continues."""
         latest = self.steps[-1:]
         scale, scaler, optimizer = (latest[0].scale, latest[0].scaler, latest[0].optimizer) if latest else (1.0, 0, 0)
         self.close(OpenStep(scaled=[loss], scale=scale, number=scaler, optimizer=optimizer, skipped=is_skipped))
 
     def finish(self) -> None:
-        """Looks once more at parameters and buffers: a buffer can be poisoned while every loss is finite, and one that
-        was may have been written anew since, as a queue is: nothing is left of that."""
+        """Check parameters and buffers once more: a buffer can hold inf or NaN while every loss is finite. Forget
+        buffers that were overwritten with finite values since, such as a queue."""
         self._read()
         with self._changing:
             self._look_back()
@@ -188,12 +185,12 @@ class StepLog:
         if self._steps:
             self._steps[-1] = self._with_bad_tensors(self._steps[-1])
         if any(counts.kind == "buffer" for step in self._steps for counts in step.nonfinite):
-            healed = {name for name, _ in self._model.named_buffers()}  # of a model that has gone nothing is known
+            healed = {name for name, _ in self._model.named_buffers()}  # a freed model shows nothing
             healed -= {counts.name for counts in nonfinite_in_model(self._model)}
             self._steps = [_but_for(healed, step) for step in self._steps]
 
     def _read(self) -> None:
-        """Turns the unread steps into Steps, with one transfer for all of them."""
+        """Turn the unread steps into Steps, with one transfer for all steps."""
         with self._changing:
             unread, self._unread = self._unread, []
             values = iter(to_host([scalar for step in unread for scalar in step.scalars()]))
@@ -208,12 +205,12 @@ class StepLog:
         return step
 
     def _iteration(self, optimizer: int) -> int:
-        """How many steps of an optimizer have been read."""
+        """Return how many steps of an optimizer have been read."""
         latest = self._latest.get(optimizer)
         return 0 if latest is None else latest.iteration + 1
 
     def _taken(self, step: Step) -> Step:
-        """Adds a step that was read, with what else is to be known of it."""
+        """Complete a step that was read, log it to the journal, and keep it."""
         if step.skipped or not math.isfinite(step.loss):
             step = self._with_bad_tensors(step)
         step = self._with_few_groups(step)
@@ -223,7 +220,7 @@ class StepLog:
         return step
 
     def _keep(self, step: Step) -> None:
-        """Adds a step; where they are too many, some go."""
+        """Add a step; drop some steps if there are too many."""
         bad = {(counts.kind, counts.name, counts.nan > 0) for counts in step.nonfinite} - self._seen_bad
         self._seen_bad |= bad
         has_new_scale = step.scale != self._latest.get(step.optimizer, step).scale
@@ -237,7 +234,7 @@ class StepLog:
             self._thin(step.step)
 
     def _thin(self, last: int) -> None:
-        """Leaves out healthy steps that have no telling one beside them, and of too many telling ones stretches."""
+        """Drop healthy steps far from informative steps; drop stretches if there are too many informative steps."""
         while (last + 1) // self._stride > MOST_STEPS // 4:
             self._stride *= 2
         while len(self._telling - self._listed) > MOST_TELLING:
@@ -254,12 +251,12 @@ class StepLog:
         return _is_at_end(number, last) or number in self._listed or number // STRETCH % self._stretches == 0
 
     def _stays(self, number: int, last: int) -> bool:
-        beside = min(len(self._latest), MOST_TURNS)  # there is the step before it, or behind it, of its own optimizer
+        beside = min(len(self._latest), MOST_TURNS)  # covers the previous and next step of the same optimizer
         is_beside_one_that_tells = not self._telling.isdisjoint(range(number - beside, number + beside + 1))
         return _is_at_end(number, last) or number % self._stride == 0 or is_beside_one_that_tells
 
     def _with_few_groups(self, step: Step) -> Step:
-        """The step with its groups; only with their count once the record lists enough."""
+        """Return the step with its groups, or only their number if the record already lists enough groups."""
         if not step.groups:
             return step
         size = self._listed_parameters + sum(len(group.parameters) for group in step.groups)
@@ -271,18 +268,18 @@ class StepLog:
         return step
 
     def _with_bad_tensors(self, step: Step) -> Step:
-        """Adds the parameters and buffers that are not finite: each once, at the first step that shows it."""
+        """Add each parameter and buffer that is not finite to the first step that shows it."""
         found = nonfinite_in_model(self._model, "after", but=self._known_bad)
         self._known_bad |= {counts.name for counts in found}
         return replace(step, nonfinite=(*step.nonfinite, *found))
 
 
 def _but_for(healed: Container[str], step: Step) -> Step:
-    """The step without the buffers that it has poisoned for a while."""
+    """Return the step without the buffers that held inf or NaN only for a while."""
     kept = tuple(one for one in step.nonfinite if one.kind != "buffer" or one.when != "after" or one.name not in healed)
     return step if kept == step.nonfinite else replace(step, nonfinite=kept)
 
 
 def _is_at_end(number: int, last: int) -> bool:
-    """A step is one of the first, or of the last so far."""
+    """True if a step is among the first steps, or the last steps so far."""
     return number < STEPS_AT_ENDS or last - number < STEPS_AT_ENDS

@@ -1,7 +1,7 @@
-"""Half values that never change under an optimizer whose updates cannot be compared with float32's.
+"""Half values that never change, for optimizers that ampdbg cannot compare with float32 updates.
 
-Nothing is known of such an optimizer but what it writes: before some of its steps, ever fewer of them, a sample of each
-half parameter is held against what that was at first, by its bits. A GPU is waited for at the end alone.
+Only the written values of such an optimizer are known. At growing intervals a sample of each half parameter is compared
+bitwise with its first sample, before a step. A GPU is synchronized only at the end.
 """
 
 from __future__ import annotations
@@ -20,28 +20,31 @@ from ampdbg.probes.tensors import HALVES, stored
 from ampdbg.record.run import StillParameter
 
 LEAST_STEPS = 32
-"""Values that have not changed in fewer steps may do so soon."""
+"""Values that have not changed in fewer steps may change soon."""
 
 MOVED = 1 / 32
-"""Where a larger share of a parameter's values has changed, it does not stand still: rounding by chance moves some."""
+"""A parameter is not frozen if a larger share of its values has changed. Stochastic rounding moves some values."""
 
 LEAST_VALUES = 16
-"""Fewer values of a kind of parameter say nothing."""
+"""Fewer values of a kind of parameter are too few for a verdict."""
 
 KEPT = re.compile(f"{MASTERS.pattern}|kahan|comp|resid|remain|shift|error")
-"""What optimizers call that which they keep of a parameter beside its half values."""
+"""Names of optimizer state with a float32 master, or with the rounding error of the half values."""
 
 FindNames = Callable[[], Mapping[int, tuple[str, str]]]
-"""The name and the kind of each parameter by its ``id``, looked up where it is called."""
+"""Returns the name and the kind of each parameter by its ``id``; called only when needed."""
 
 
 @dataclass
 class SampledValues:
-    """Some values of a half parameter as they were ``at_first``, with its name and its kind.
+    """Some values of a half parameter, with its name and its kind.
 
-    ``looks`` later it is known which have ``moved``, and how often each had a gradient that was finite and not zero:
-    ``driven``. The optimizer had taken ``began`` steps then, and its learning rates had added up to ``rate``; ``steps``
-    later that was ``rate_now``. ``is_kept``: the optimizer keeps it in float32 as well, or what rounding took.
+    Attributes:
+        at_first: The values in the first sample.
+        began: The optimizer's step count at the first sample; ``steps`` counts the steps since.
+        rate: The sum of the learning rates until the first sample; ``rate_now`` is the sum until the last.
+        moved: True for changed values; ``driven`` counts finite nonzero gradients of each value in ``looks`` samples.
+        is_kept: True if the optimizer keeps a float32 master or the rounding error.
     """
 
     name: str
@@ -56,9 +59,9 @@ class SampledValues:
         self.looks, self.steps, self.rate_now = 0, 0, self.rate
 
     def look(self, now: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
-        """Notes what has become of it; ``state`` has what the optimizer keeps of its values."""
+        """Compare a new sample with the first. ``state`` has samples of the optimizer's state for the parameter."""
         self.looks += 1
-        self.moved |= now.view(torch.int16) != self.at_first.view(torch.int16)  # by its bits NaN is what it was
+        self.moved |= now.view(torch.int16) != self.at_first.view(torch.int16)  # compare bits, so that NaN equals NaN
         self.driven += (gradient != 0) & gradient.isfinite()
         for key, values in state.items():
             is_master = (values.to(now.dtype) == now).all() if values.dtype is torch.float32 else self.is_kept
@@ -66,20 +69,20 @@ class SampledValues:
 
     @property
     def counted(self) -> torch.Tensor:
-        """Which values count: those that had a gradient at half of the looks, and that steps of the learning rate's
-        size would have taken further than a unit in the last place."""
+        """True for values that count. They had a gradient in half of the samples. Steps as large as the learning rate
+        would have moved them by a unit in the last place."""
         unit = self.at_first.float().abs() * torch.finfo(self.at_first.dtype).eps
         return (2 * self.driven >= self.looks) & (unit <= float(self.rate_now - self.rate))
 
     @property
     def seen(self) -> StillParameter:
-        """How many values count, and how many have changed of all that had as many gradients."""
+        """The number of values that count, and of changed values with as many gradients."""
         moved = self.moved & (2 * self.driven >= self.looks)
         return StillParameter(self.name, self.kind, int(self.counted.sum()), int(moved.sum()), self.steps)
 
 
 class StillValues:
-    """Those of the half parameters of one optimizer."""
+    """The sampled half parameters of one optimizer."""
 
     def __init__(self) -> None:
         self._sampled: dict[int, SampledValues] = {}
@@ -87,7 +90,7 @@ class StillValues:
         self._steps = self._next = 0
 
     def before(self, optimizer: Optimizer, names: FindNames) -> None:
-        """To be called right before each step of it."""
+        """Sample the parameters at growing intervals; call this right before each step of the optimizer."""
         if self._steps >= self._next:
             self._next = self._steps + max(1, self._steps // 4)
             for index in range(len(optimizer.param_groups)):
@@ -112,7 +115,7 @@ class StillValues:
 
     @property
     def still(self) -> Iterator[StillParameter]:
-        """The parameters of which hardly a value has changed, of kinds that have enough of such values."""
+        """The parameters with almost no changed values, in kinds with enough values that count."""
         known = [one.seen for one in self._sampled.values() if one.steps >= LEAST_STEPS and not bool(one.is_kept)]
         still = [one for one in known if one.moved <= MOVED * one.entries]
         for kind in dict.fromkeys(one.kind for one in still):
@@ -121,16 +124,16 @@ class StillValues:
 
     @property
     def names(self) -> set[str]:
-        """Those of the half parameters that have had a gradient."""
+        """The names of the half parameters that have had a gradient."""
         return {one.name for one in self._sampled.values()}
 
 
 def has_dense_gradient(parameter: torch.Tensor) -> bool:
-    """There is one, and its values are those of the parameter's places."""
+    """True if the parameter has a gradient that stores a value for each value of the parameter."""
     return parameter.grad is not None and parameter.grad.layout is torch.strided
 
 
 def sample_of(tensor: Any) -> torch.Tensor:
-    """Some values of a tensor, always the same ones."""
+    """Return some values of a tensor, always at the same positions."""
     values = stored(tensor.detach()).flatten()
     return values[:: 1 if tensor.ndim < 2 or len(values) <= WHOLE else len(values) // SAMPLE | 1]

@@ -1,6 +1,6 @@
-"""What is kept of a tensor: how much of it is inf or NaN, its largest finite magnitude, the exponents of its values.
+"""Measurements of a tensor: counts of inf and NaN, the largest finite magnitude, and the exponents of its values.
 
-Dense or sparse, any float dtype; nothing is changed or kept alive.
+Tensors may be dense or sparse, of any float dtype. They are neither changed nor kept alive.
 """
 
 from __future__ import annotations
@@ -25,40 +25,41 @@ from ampdbg.record.run import TensorCounts
 HALVES = (torch.float16, torch.bfloat16)
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""What most tensors are: of no class that may hold its values elsewhere."""
+"""The classes of most tensors. Tensors of further classes may hold their values elsewhere."""
 
 _COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Every element is finite, in one pass over memory; True for integers and empty tensors.
+    """True if every element is finite, in one pass over memory; True for integers and empty tensors. On a GPU this
+    syncs.
 
-    ``aminmax`` propagates NaN, so both ends are finite exactly when all elements are. On a GPU this syncs.
+    ``aminmax`` propagates NaN, so both ends are finite exactly when all elements are.
     """
     return magnitude_of(tensor).is_finite
 
 
 @torch.no_grad()
 def nonfinite(named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """Those of the named tensors that hold inf or NaN. On a GPU one sync tells of all of them."""
+    """Return the named tensors with inf or NaN. On a GPU one sync reads all results."""
     measured = [(pair, largest) for pair in named if (largest := _largest(pair[1])) is not None]
     values = to_host([largest for _, largest in measured])
     return [pair for (pair, _), value in zip(measured, values, strict=True) if not math.isfinite(value)]
 
 
 def are_weights_spoilt(model: torch.nn.Module) -> bool:
-    """Weights that train hold inf or NaN; a frozen parameter may be a mask. On a GPU this syncs."""
+    """True if trainable weights hold inf or NaN; a frozen parameter may be a mask. On a GPU this syncs."""
     return bool(nonfinite(pair for pair in model.named_parameters() if pair[1].requires_grad))
 
 
 @torch.no_grad()
 def hold_values(tensors: Iterable[torch.Tensor]) -> bool:
-    """Any of the tensors has a value other than zero, such as NaN. On a GPU one sync tells of all of them."""
+    """True if any tensor has a nonzero value, such as NaN. On a GPU one sync reads all results."""
     return any(value != 0.0 for value in to_host([one for one in map(_largest, tensors) if one is not None]))
 
 
 def _largest(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The largest magnitude of a tensor, a scalar on its device; inf and NaN count, and None where it has no values."""
+    """Return the largest magnitude of a tensor, inf and NaN included, as a device scalar; None without values."""
     values = float_values(distinct(tensor))
     if values is None:
         return None
@@ -67,9 +68,9 @@ def _largest(tensor: torch.Tensor) -> torch.Tensor | None:
 
 @torch.no_grad()
 def total_norm(tensors: Iterable[torch.Tensor], least: torch.dtype = torch.float32) -> torch.Tensor | None:
-    """The 2-norm of all values of some tensors in float32, computed in ``least`` or wider; not synced.
+    """Return the 2-norm of all values of some tensors in float32, computed in ``least`` or wider; not synced.
 
-    None where they have no values. Of a DTensor the part of this rank counts.
+    None if the tensors have no values. For a DTensor the part of this rank counts.
     """
     values = [value for value in map(float_values, tensors) if value is not None]
     norms = [torch.linalg.vector_norm(value, dtype=torch.promote_types(value.dtype, least)) for value in values]
@@ -80,19 +81,19 @@ def total_norm(tensors: Iterable[torch.Tensor], least: torch.dtype = torch.float
 
 
 Scalar = float | torch.Tensor
-"""A number; where it was computed on a GPU the tensor of it, which nothing has waited for yet."""
+"""A number, or its tensor on a GPU that the host has not waited for yet."""
 
 
 def is_at_hand(tensor: torch.Tensor) -> bool:
-    """A tensor's values are in main memory, and can be read without a wait for a GPU."""
+    """True if the tensor is in main memory, so it can be read without a wait for a GPU."""
     return tensor.device.type == "cpu"
 
 
 class Mark:
-    """A place in the work of a tensor's GPU, right behind what makes the tensor.
+    """A point in the work of a tensor's GPU, right after the kernel that computes the tensor.
 
-    A loop that has decided by a tensor's value has waited for it, whatever it has given its GPU to do since: then the
-    mark is passed, and :func:`read_aside` waits for nothing.
+    A loop that branches on the value has waited for that point, even if the GPU has more work since. The mark is then
+    passed, and :func:`read_aside` does not wait.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -104,12 +105,12 @@ class Mark:
 
     @property
     def is_passed(self) -> bool:
-        """The tensor's value can be read without a wait."""
+        """True if the tensor's value can be read without a wait."""
         return self._is_at_hand if self._event is None else bool(self._event.query())
 
 
 def scalar_of(tensor: torch.Tensor) -> Scalar:
-    """The sum of a tensor's values as it is now: a loss is one value, or several that go backward together."""
+    """Return the current sum of a tensor's values: a loss is one value, or several values with one backward pass."""
     on_host = is_at_hand(tensor)
     if on_host and not tensor.ndim and tensor.is_floating_point():
         return float(tensor.item())
@@ -118,21 +119,21 @@ def scalar_of(tensor: torch.Tensor) -> Scalar:
 
 
 def is_on_device(scalar: Scalar) -> TypeGuard[torch.Tensor]:
-    """Whoever reads its value waits for a GPU."""
+    """True if reading the value waits for a GPU."""
     return isinstance(scalar, torch.Tensor) and not is_at_hand(scalar)
 
 
 def are_on_host(scalars: Sequence[Scalar]) -> bool:
-    """All can be read without a wait; nearly always they are plain numbers, or on a GPU."""
+    """True if all scalars can be read without a wait. Usually all are plain numbers, or all are on a GPU."""
     return set(map(type, scalars)) <= {float} or not any(map(is_on_device, scalars))
 
 
 def to_host(scalars: Sequence[Scalar]) -> list[float]:
-    """The values of scalars, with one transfer for all that are still on a device."""
+    """Return the values of scalars, with one transfer for all scalars on a device."""
     if are_on_host(scalars):
         return list(map(float, scalars))
     waiting = [scalar for scalar in scalars if is_on_device(scalar)]
-    if len(waiting) == len(scalars) == 1:  # read as it is: each call costs a GPU's loop time
+    if len(waiting) == len(scalars) == 1:  # no stack, because each call costs time in a GPU's loop
         return [float(waiting[0])]
     device = waiting[0].device
     read = iter(torch.stack([scalar.reshape(()).to(device, torch.float64) for scalar in waiting]).tolist())
@@ -140,17 +141,17 @@ def to_host(scalars: Sequence[Scalar]) -> list[float]:
 
 
 def read_aside(scalars: Sequence[Scalar]) -> list[float]:
-    """As :func:`to_host`, of scalars whose marks are passed: without a wait for what their GPU was given since."""
+    """Return the values as :func:`to_host` does, for passed marks: without a wait for later work of the GPU."""
     device = next((scalar.device for scalar in scalars if isinstance(scalar, torch.Tensor) and scalar.is_cuda), None)
     with contextlib.nullcontext() if device is None else torch.cuda.stream(torch.cuda.Stream(device)):
         return to_host(scalars)
 
 
 def float_values(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor's floating-point values as a dense tensor, or None when it has none.
+    """Return the tensor's floating-point values as a dense tensor, or None without such values.
 
-    A sparse gradient is coalesced first, as the scaler does: entries that are finite one by one can
-    overflow in their sum. Complex numbers are seen as pairs, masked values as zero.
+    A sparse gradient is coalesced first, as the scaler does, because the sum of finite entries can overflow. Complex
+    numbers become pairs, masked values become zero.
     """
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
         tensor = stored(tensor)
@@ -160,11 +161,11 @@ def float_values(tensor: torch.Tensor) -> torch.Tensor | None:
         return None
     if not tensor.numel():
         return None
-    if tensor._is_zerotensor():  # as forward-mode AD makes: below it, in a dispatch mode, it has no memory
+    if tensor._is_zerotensor():  # forward-mode AD makes them; in a dispatch mode they have no memory
         return None
     if type(tensor) not in _PLAIN and not _is_measurable(tensor):
         return None
-    # aminmax and isfinite have no kernels for the 8-bit formats, and nothing has any for two numbers in a byte.
+    # aminmax and isfinite have no kernels for 8-bit formats. No op supports formats with two numbers in a byte.
     with contextlib.suppress(NotImplementedError):
         return tensor.float() if tensor.element_size() == 1 else tensor
     return None
@@ -172,7 +173,7 @@ def float_values(tensor: torch.Tensor) -> torch.Tensor | None:
 
 @torch.no_grad()
 def _is_measurable(tensor: torch.Tensor) -> bool:
-    """A class of the user's own lets its values be looked at: it may know no more ops than its model needs."""
+    """True if a user's tensor class supports measurement; it may implement only the ops that its model needs."""
     try:
         torch.stack(torch.aminmax(tensor)).abs().amax()
     except Exception:  # noqa: BLE001 - it may raise anything
@@ -181,50 +182,50 @@ def _is_measurable(tensor: torch.Tensor) -> bool:
 
 
 def times_written(tensor: torch.Tensor) -> int:
-    """How often a tensor had been written by now; 0 where that is not counted, as in inference mode."""
+    """Return how often a tensor has been written, or 0 if torch does not count, as in inference mode."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def nbytes(tensor: torch.Tensor) -> int:
-    """The bytes of its entries; a sparse one has no ``nbytes``, and counts as if it had them all."""
+    """Return the bytes of all entries. A sparse tensor has no ``nbytes``, and counts as if it were dense."""
     return tensor.numel() * tensor.element_size()
 
 
 def wraps_others(tensor: Any) -> bool:
-    """It is of a class that holds its values in other tensors, such as DTensor."""
+    """True if the tensor's class holds its values in inner tensors, as DTensor does."""
     return bool(is_traceable_wrapper_subclass(tensor))
 
 
 def is_emptied(tensor: torch.Tensor) -> bool:
-    """Its memory was taken away, as FSDP does to parameters: to read it would end the process."""
+    """True if the tensor's memory was freed, as FSDP does to parameters. Reading it would crash the process."""
     if tensor.layout is not torch.strided or tensor.numel() == 0:
         return False
     if type(tensor) not in _PLAIN and wraps_others(tensor):
         return False
     try:
         return tensor.untyped_storage().nbytes() == 0
-    except NotImplementedError:  # one that torch.func has wrapped has no memory of its own
+    except NotImplementedError:  # a torch.func wrapper has no memory
         return False
 
 
 def distinct(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor without the repetitions that ``expand`` makes: it can be copied, and written."""
+    """Return the part of a tensor without the repetitions of ``expand``, which can be copied and written."""
     if tensor.layout is not torch.strided or tensor.is_nested or 0 not in tensor.stride():
         return tensor
     return tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
 
 
 def stored(tensor: torch.Tensor) -> torch.Tensor:
-    """The values that a tensor stores, as a dense tensor; of a dense one itself."""
+    """Return the values that a tensor stores as a dense tensor; return a dense tensor itself."""
     if not tensor.is_nested and wraps_others(tensor):  # a DTensor: this rank's part
         holder: Any = tensor
         held = (getattr(holder, name) for name in holder.__tensor_flatten__()[0])
-        inner = [stored(value) for value in held if isinstance(value, torch.Tensor)]  # a mesh may be held too
+        inner = [stored(value) for value in held if isinstance(value, torch.Tensor)]  # it may also hold a mesh
         return next((part for part in inner if part.is_floating_point()), torch.empty(0))
     if isinstance(tensor, MaskedTensor):
         tensor = tensor.to_tensor(0)
     elif type(tensor) not in _PLAIN and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
-        with DisableTorchFunctionSubclass():  # the class may refuse what it is asked
+        with DisableTorchFunctionSubclass():  # the class may refuse these calls
             tensor = tensor.detach().as_subclass(torch.Tensor)
     if tensor.is_mkldnn:
         return tensor.to_dense()
@@ -236,17 +237,17 @@ def stored(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def nonfinite_in_batch(batch: Any) -> tuple[TensorCounts, ...]:
-    """The leaves of a batch that hold inf or NaN, with the index of the first such element."""
+    """Return the leaves of a batch with inf or NaN, with the index of the first such element."""
     return tuple(_counts("batch", leaves_of(batch)))
 
 
 def bad_data(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[TensorCounts, ...]:
-    """What is counted of those of the data that may be bad: see :func:`may_be_bad`."""
+    """Return the counts for the tensors that may be bad; see :func:`may_be_bad`."""
     return tuple(_counts("batch", [pair for pair in named if may_be_bad(pair[1])]))
 
 
 def may_be_bad(tensor: torch.Tensor) -> bool:
-    """It holds NaN or inf, and is no mask: that holds -inf beside one other value at most."""
+    """True if the tensor holds NaN or inf and is not a mask. A mask holds -inf and at most one finite value."""
     values = float_values(distinct(tensor))
     if values is None or is_finite(values):
         return False
@@ -256,12 +257,12 @@ def may_be_bad(tensor: torch.Tensor) -> bool:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors of nested lists and tuples."""
+    """Return the tensors of nested lists and tuples."""
     if isinstance(value, torch.Tensor):
         return [value]
     found: list[torch.Tensor] = []
     if isinstance(value, (list, tuple)):
-        for item in value:  # asked of every op: most hold tensors and numbers
+        for item in value:  # runs for every op: most hold tensors and numbers
             if isinstance(item, torch.Tensor):
                 found.append(item)
             elif isinstance(item, (list, tuple)):
@@ -270,7 +271,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def leaves_of(batch: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a batch, each with its path as text."""
+    """Yield the tensors of a batch, each with its path as text."""
     for path, leaf in _pytree.tree_flatten_with_path(batch)[0]:
         if isinstance(leaf, torch.Tensor):
             yield _pytree.keystr(path), leaf
@@ -279,7 +280,7 @@ def leaves_of(batch: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def nonfinite_in_model(
     model: torch.nn.Module | Models, when: When = "before", but: Container[str] = ()
 ) -> tuple[TensorCounts, ...]:
-    """The parameters and buffers of a model that hold inf or NaN, ``but`` for these names; ``when`` is passed on."""
+    """Return a model's parameters and buffers with inf or NaN, except those named in ``but``; record ``when``."""
     parameters = (pair for pair in model.named_parameters() if pair[0] not in but)
     buffers = (pair for pair in model.named_buffers() if pair[0] not in but)
     return (*_counts("parameter", parameters, when), *_counts("buffer", buffers, when))
@@ -307,10 +308,12 @@ def _first_index(tensor: torch.Tensor) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Magnitude:
-    """The numbers of one tensor, or of several together.
+    """The magnitude of one tensor, or of several together.
 
-    ``largest`` is the largest finite magnitude (0 for an empty tensor); ``inf`` and ``nan`` are element
-    counts out of ``size``; ``dtype`` is torch's name without ``torch.``, empty when there was no float tensor.
+    Attributes:
+        largest: The largest finite magnitude, 0 for an empty tensor.
+        inf: The number of infinite elements out of ``size``; ``nan`` likewise.
+        dtype: Torch's name without ``torch.``, empty if there was no float tensor.
     """
 
     largest: float = 0.0
@@ -321,7 +324,7 @@ class Magnitude:
 
     @property
     def is_finite(self) -> bool:
-        """No element is infinite or NaN."""
+        """True if no element is infinite or NaN."""
         return self.inf == 0 and self.nan == 0
 
 
@@ -329,7 +332,7 @@ NOTHING = Magnitude()
 
 
 def magnitude_of(tensor: torch.Tensor) -> Magnitude:
-    """The magnitude of a tensor of any dtype and layout: one pass over memory when it is finite."""
+    """Return the magnitude of a tensor of any dtype and layout, in one pass over memory for a finite tensor."""
     part = distinct(tensor)
     values = float_values(part)
     if values is None:
@@ -348,7 +351,7 @@ def magnitude_of(tensor: torch.Tensor) -> Magnitude:
 
 
 def magnitude_of_number(number: float) -> Magnitude:
-    """A plain number as a tensor of one element, of no dtype."""
+    """Return the magnitude of a plain number, like a tensor of one element without a dtype."""
     if number - number == 0.0:
         return Magnitude(largest=abs(float(number)), size=1)
     is_nan = number != number
@@ -356,10 +359,10 @@ def magnitude_of_number(number: float) -> Magnitude:
 
 
 def together(parts: Iterable[Magnitude]) -> Magnitude:
-    """Several tensors seen as one; the dtype is that of the first."""
+    """Return the magnitude of several tensors as one, with the first dtype."""
     parts = [*parts]
     if len(parts) == 1:
-        return parts[0]  # as of most ops, of which a trace keeps two each
+        return parts[0]  # most ops have one part, and a trace keeps two per op
     largest, inf, nan, size, dtype = 0.0, 0, 0, 0, ""
     for part in parts:
         largest = max(largest, part.largest)
@@ -369,17 +372,17 @@ def together(parts: Iterable[Magnitude]) -> Magnitude:
 
 
 MAX_SAMPLE = 16_384
-"""So many evenly spaced elements are counted. Below torch's grain size (32,768) an op stays on one thread, which
-here is 30 times faster than waking the others; a share of 1 % is known to 0.1 % from so many."""
+"""Count about this many evenly spaced elements. Below torch's grain size (32,768) an op stays on one thread. Here that
+is 30 times faster than waking more threads. This many elements give a share of 1 % to within 0.1 %."""
 
 _BIAS = 127  # of the exponent in bfloat16 and float32
-_HIGHEST_FIELD = 254  # 255 is inf and NaN; 0 is zero (and what is subnormal in float32)
+_HIGHEST_FIELD = 254  # 255 is inf and NaN; 0 is zero (and subnormals in float32)
 
 
 def exponents_of(tensor: torch.Tensor, magnitude: Magnitude) -> Exponents:
-    """Counts the exponents of a bfloat16 tensor of any strides.
+    """Count the exponents of a bfloat16 tensor of any strides.
 
-    The largest value (``magnitude.largest``) is always among the counted; the others stand for those between them.
+    The largest value (``magnitude.largest``) always counts; each further sampled value represents its neighbors.
     """
     values = stored(tensor).detach().flatten()
     step = -(-values.numel() // MAX_SAMPLE)
@@ -393,7 +396,7 @@ def exponents_of(tensor: torch.Tensor, magnitude: Magnitude) -> Exponents:
 
 
 def _trimmed(counts: list[int], lowest: int) -> Exponents:
-    """Gathers both tails into the outermost bins, and leaves out the empty ones at the ends."""
+    """Gather both tails into the outermost bins, and leave out the empty bins at the ends."""
     first, last = LOWEST_EXPONENT - lowest, HIGHEST_EXPONENT - lowest
     kept = [sum(counts[: first + 1]), *counts[first + 1 : last], sum(counts[last:])]
     filled = [position for position, count in enumerate(kept) if count]

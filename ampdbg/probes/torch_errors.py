@@ -1,4 +1,4 @@
-"""What torch says when mixed precision is misused, and the code that each text is (torch 2.6 to 2.13)."""
+"""Torch's error texts for misuse of mixed precision, and the finding code of each (torch 2.6 to 2.13)."""
 
 from __future__ import annotations
 
@@ -24,11 +24,14 @@ from ampdbg.source.ownership import line_of_error
 
 @dataclass(frozen=True)
 class TorchError:
-    """A text of torch's.
+    """An error text of torch.
 
-    ``code`` is the finding that the error is; for a call that the scaler refuses ``decide`` may name it instead, by
-    the calls before, or "" where one of those is to blame already. ``by_autocast``: FP32 would not have raised it.
-    ``in_loop``: it says of itself which misuse it is, wherever a loop raises it. ``applies`` to where it was raised.
+    Attributes:
+        code: The finding for the error.
+        decide: Returns the finding for a call that the scaler refuses, or "" if an earlier call already has one.
+        by_autocast: True if FP32 would not have raised the error.
+        in_loop: True if the text alone identifies the misuse, no matter where a loop raises it.
+        applies: Checks where the error was raised.
     """
 
     text: str
@@ -39,12 +42,12 @@ class TorchError:
     applies: Callable[[BaseException], bool] = lambda error: True
 
     def is_in(self, message: str) -> bool:
-        """A message has this text."""
+        """True if the message contains this text."""
         return re.search(self.text, message) is not None
 
 
 def _in_undecorated_function(error: BaseException) -> bool:
-    """The error came out of an ``autograd.Function`` without ``custom_fwd`` and ``custom_bwd``."""
+    """True if an ``autograd.Function`` without ``custom_fwd`` and ``custom_bwd`` raised the error."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     contexts = [value for frame in frames for value in _first_argument(frame) if isinstance(value, FunctionCtx)]
     return bool(contexts) and not _is_decorated(type(contexts[-1]))
@@ -56,14 +59,14 @@ def _first_argument(frame: FrameType) -> list[object]:
 
 
 def _is_decorated(context: type) -> bool:
-    """torch.amp.custom_fwd and custom_bwd wrap a method and set ``__wrapped__``."""
+    """True if forward and backward have ``__wrapped__``, which torch.amp.custom_fwd and custom_bwd set."""
     function = getattr(context, "_forward_cls", None)
     return all(hasattr(getattr(function, name, None), "__wrapped__") for name in ("forward", "backward"))
 
 
 def _writes_a_constant(error: BaseException) -> bool:
-    """The number that half cannot hold was to be written into a tensor. One by which an operand is multiplied, as the
-    learning rate of an update, is none: torch calls it ``alpha``, and says the same of it."""
+    """True if the code writes a number beyond half into a tensor. Torch raises the same error for ``alpha``, a factor
+    of an operand such as the learning rate of an update; that number does not count."""
     frames = list(traceback.walk_tb(error.__traceback__))
     is_of_update = any(isinstance(one, Optimizer) for frame, _ in frames for one in _first_argument(frame))
     called = [linecache.getline(frame.f_code.co_filename, number) for frame, number in frames[-1:]]
@@ -115,10 +118,9 @@ TORCH_ERRORS = (
 def autocast_error(
     cause: BaseException | None, step: int, named_modules: Callable[[], Iterable[tuple[str, torch.nn.Module]]]
 ) -> AutocastError | None:
-    """The finding that an exception of the user's code is, or None when autocast did not cause it.
+    """Return the finding for an exception of the user's code, or None if autocast did not cause it.
 
-    Its module is the innermost of the ``named_modules`` whose code was running; "" where the user's own class cannot
-    name them.
+    Its module is the innermost of ``named_modules`` on the stack, or "" if that call fails in the user's class.
     """
     if cause is None:
         return None
@@ -136,10 +138,9 @@ def autocast_error(
 
 
 def explained(raised: AmpdbgError, *, has_half_weights: bool) -> bool:
-    """Adds what precision has to do with it, and what to do, to an error of the user's where two dtypes have met, or
-    CUDA has no kernel for half.
+    """Add advice to a user's error if two dtypes differ or CUDA has no half kernel; return True in these cases.
 
-    Returns whether it is one.
+    The advice explains what precision has to do with the error, and what to do.
     """
     text = "" if raised.__cause__ is None else text_of(raised.__cause__)
     is_of_dtypes, is_of_kernel = re.search(DTYPES_DIFFER, text), NO_SPARSE_KERNEL in text
@@ -151,13 +152,13 @@ def explained(raised: AmpdbgError, *, has_half_weights: bool) -> bool:
 
 
 def misuse_of_error(error: BaseException) -> str:
-    """The code of the misuse that an error of a loop says it is; "" for any other."""
+    """Return the code of the misuse that an error of a loop identifies, else ""."""
     text = text_of(error)
     return next((one.code for one in TORCH_ERRORS if one.in_loop and one.is_in(text) and one.applies(error)), "")
 
 
 def misuse_of_refusal(order: CallOrder, call: Call) -> tuple[Hit, ...]:
-    """What is wrong with a call that the scaler itself refused: its message, and what came before, tell."""
+    """Return the misuse for a call that the scaler refused, from the message and the earlier calls."""
     known = next((one for one in TORCH_ERRORS if not one.in_loop and one.is_in(call.raised)), None)
     code = "" if known is None else known.decide(order, call) if known.decide else known.code
     bare = order.bare_instead(call) if code == BARE_STEP else None

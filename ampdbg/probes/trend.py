@@ -1,4 +1,4 @@
-"""How large what half holds in a step is, sampled at one step of every so many: ops, modules, gradients, loss scale."""
+"""Samples the magnitudes of half values at every n-th step: ops, modules, gradients and the loss scale."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from ampdbg.record.run import Trend
 from ampdbg.source.ownership import Line
 
 MOST_SAMPLES = 64
-"""Of a longer run every other sample is left out, again and again; each that stays has the larger value of both."""
+"""In a longer run samples are merged in pairs, repeatedly. Each pair keeps its larger value."""
 
 MOST_KEPT = 8
-"""So many series go into the record: those that would reach their limit first, and then the largest."""
+"""This many series go into the record: those that would reach their limit earliest, then the largest."""
 
 VIEWS = SHARES_MEMORY | {"getitem", "get"}
-"""Functions that may give a view of what they are given, by name; others may give one of what they have made."""
+"""Names of functions that may return a view of their input; further functions may return a view of their own result."""
 
 SAMPLED = "trend: {steps} sampled, {ops} and {outputs} of modules in float16"
 LARGEST = "; the largest, {value} of {place} at step {step}, is {share} of FP16's limit of 65,504"
 
 
 class Key(NamedTuple):
-    """What is sampled: see :class:`~ampdbg.record.run.Trend`."""
+    """The key of a series: see :class:`~ampdbg.record.run.Trend`."""
 
     kind: Literal["activation", "gradient", "scale"]
     name: str = ""
@@ -52,15 +52,14 @@ class Key(NamedTuple):
 
 
 class TrendSamples:
-    """Samples the steps of a watched loop; nothing but the sampled steps has hooks.
+    """Samples the steps of a watched loop; only sampled steps have hooks.
 
-    Activations are what is made in float16, which that limits: by functions of torch's in the calls that
-    :meth:`looking` is entered around, and by modules, where no such function is seen, as in compiled ones. Gradients
-    are unscaled, of loops with a loss scale.
+    Activations are float16 results of torch functions inside :meth:`looking`. If no function is visible, as in compiled
+    modules, they are module outputs. Gradients are unscaled, and sampled in loops with a loss scale.
 
     Args:
-        watcher: of the loop.
-        every: one step of so many is sampled, from the second one on; 0 for none.
+        watcher: The watch of the loop.
+        every: Sample one step in this many, from the second step on; 0 for none.
     """
 
     def __init__(self, watcher: Watch, every: int) -> None:
@@ -75,7 +74,7 @@ class TrendSamples:
         self._last: Callable[[], torch.Tensor | None] = lambda: None
 
     def step_ended(self) -> None:
-        """To be called when a step has ended."""
+        """Finish the sample of the ended step, and start one if the next step is due."""
         if self._sampling is not None:
             self.end()
             self._read()
@@ -83,24 +82,24 @@ class TrendSamples:
             self._begin()
 
     def end(self) -> None:
-        """Leaves torch as it was."""
+        """Remove all hooks from torch."""
         sampling, self._sampling = self._sampling, None
         if sampling is not None:
             sampling.close()
 
     def looking(self) -> AbstractContextManager[Any]:
-        """To be entered around each call that the loop makes: in a sampled step each of torch's functions is noted.
+        """Return a context for each call that the loop makes, which samples torch functions during a sampled step.
 
-        A mode of functions, not of dispatch: that would have torch take other ways through some of its own.
+        It is a function mode, because a dispatch mode would change the paths that some torch functions take.
         """
         return nullcontext() if self._sampling is None or self._is_of_none() else self._functions
 
     def seen(self) -> tuple[Trend, ...]:
-        """The series that matter most, each with its largest magnitude at the sampled steps."""
+        """Return the most important series, each with its largest magnitude at the sampled steps."""
         return tuple(sorted(map(_trend, self._series.items()), key=_urgency)[:MOST_KEPT])
 
     def notes(self) -> Iterator[str]:
-        """In one line what was sampled, and how near to the limit it came; none where nobody has asked."""
+        """Yield one line about the samples and their distance from the limit; nothing if sampling is off."""
         if not self._every:
             return
         kept = [key for key in self._series if key.kind == "activation"]
@@ -114,13 +113,13 @@ class TrendSamples:
         yield said
 
     def _largest(self) -> list[Trend]:
-        """What came nearest to the limit, if anything has: a constant only where there is nothing else."""
+        """Return the activation nearest to the limit, if any; a constant only if there is nothing else."""
         made = [trend for trend in map(_trend, self._series.items()) if trend.kind == "activation"]
         return sorted(made, key=lambda trend: (is_constant(trend), -max(trend.values)))[:1]
 
     @property
     def count(self) -> int:
-        """How many samples there are."""
+        """The number of samples."""
         return len(self._steps)
 
     def _begin(self) -> None:
@@ -131,7 +130,7 @@ class TrendSamples:
             name = names.get(id(module))
             if name is None or self._is_of_none() or only_follows():
                 return
-            with DisableTorchFunction():  # what is asked here is no function of the module's
+            with DisableTorchFunction():  # calls here are not functions of the module
                 for tensor in filter(_is_half, _pytree.tree_leaves(output)):
                     if tensor is not self._last():
                         self._note(Key("activation", name), tensor)
@@ -142,7 +141,7 @@ class TrendSamples:
         self._sampling.enter_context(attached(self._around))
 
     def _note_op(self, function: Any, result: Any) -> None:
-        """Notes what a function of torch's has made, and not what it only views."""
+        """Sample the half results of a torch function, except views of its inputs."""
         name = getattr(function, "__name__", "").strip("_")
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if _is_half(tensor) and not (name in VIEWS and tensor._is_view()):
@@ -160,7 +159,7 @@ class TrendSamples:
         return original(*args, **kwargs)
 
     def _note_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Notes the gradients that a scaler is about to unscale, where it has not yet."""
+        """Sample the gradients that a scaler is about to unscale, once a step."""
         trained = set(map(id, stepped_by(optimizer)))
         for name, parameter in self._watcher.models.named_parameters():
             key = Key("gradient", name)
@@ -168,7 +167,7 @@ class TrendSamples:
                 self._note(key, parameter.grad)
 
     def _is_of_none(self) -> bool:
-        """What runs is no step of the loop's own, or one that a backward pass computes again."""
+        """True if the running code is not part of the loop's step, or is recomputed in a backward pass."""
         return self._watcher.is_paused or is_going_backward()
 
     def _note(self, key: Key, tensor: torch.Tensor) -> None:
@@ -177,7 +176,7 @@ class TrendSamples:
             self._found.setdefault(key, []).extend(torch.aminmax(values))
 
     def _read(self) -> None:
-        """Reads what the step that has ended has shown."""
+        """Read the samples of the ended step."""
         found, self._found = self._found, {}
         step = self._watcher.log.latest()
         self._steps.append(step.step)
@@ -208,14 +207,13 @@ def _is_half(value: Any) -> bool:
 
 
 class _Functions(TorchFunctionMode):
-    """Hands on what each of torch's functions gives."""
+    """Passes the result of each torch function to ``note``."""
 
     def __init__(self, note: Callable[[Any, Any], None]) -> None:
         super().__init__()
         self._note = note
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs the function, and notes what it gives."""
         result = function(*args, **(kwargs or {}))
         self._note(function, result)
         return result
@@ -227,6 +225,6 @@ def _trend(series: tuple[Key, dict[int, float]]) -> Trend:
 
 
 def _urgency(trend: Trend) -> tuple[bool, float, bool, float]:
-    """What is near its limit, what would reach it first, then what came nearest; the loss scale has its own."""
+    """Return the sort key: near the limit, then the earliest to reach it, then the largest; the loss scale last."""
     reached = reached_at(trend)
     return not is_near(trend), math.inf if reached is None else reached, trend.kind == "scale", -max(trend.values)

@@ -1,6 +1,6 @@
-"""Code that ``torch.compile`` does not follow: ours, which may run in the middle of what a script has compiled.
+"""Excludes ampdbg's code from ``torch.compile``, because it may run inside a script's compiled code.
 
-Only the frames of ours are run as they are: what they call of the script's or of torch's is compiled as it would be.
+Only ampdbg's own frames run uncompiled. The script's and torch's functions that they call are compiled as usual.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ampdbg.source.ownership import AMPDBG
 PACKAGE = "ampdbg"
 
 FOLLOWED = ("ampdbg.precision.pins",)
-"""A script's model may be pinned by these, and is compiled with them."""
+"""Modules with pins that become part of a script's model, so they are compiled with the model."""
 
 BEHIND: Mapping[type, tuple[str, ...]] = {
     FunctionType: ("__wrapped__", "__defaults__", "__kwdefaults__"),
@@ -31,18 +31,18 @@ BEHIND: Mapping[type, tuple[str, ...]] = {
     classmethod: ("__func__",),
     Field: ("default_factory",),
 }
-"""Where functions hold others, and descriptors and fields of dataclasses theirs."""
+"""The attributes in which functions, descriptors and dataclass fields hold functions."""
 
 _OURS = (str(AMPDBG), "<string>")
-"""The files that our code is of: what a dataclass makes is of none."""
+"""The files of ampdbg's code. The methods that a dataclass generates have the file "<string>"."""
 
 _done = {*FOLLOWED}
 
 
 def leave_ours_alone() -> None:
-    """Has ``torch.compile`` follow none of our code that is there by now.
+    """Exclude all ampdbg code loaded so far from ``torch.compile``.
 
-    torch's own decorators for this import the compiler, which takes seconds; it need not be there.
+    Torch's own decorators for this import the compiler, which takes seconds and may not be installed.
     """
     skip = _skipping()
     if skip is None:
@@ -55,7 +55,7 @@ def leave_ours_alone() -> None:
 
 
 def _skipping() -> Callable[[CodeType], None] | None:
-    """What marks code as not to be followed; None in a Python that the compiler does not know."""
+    """Return the function that excludes code from compilation, or None if the compiler does not support this Python."""
     frames: Any = getattr(compiler, "eval_frame", None)
     if hasattr(frames, "skip_code"):  # torch 2.6
         skip: Callable[[CodeType], None] = frames.skip_code
@@ -67,7 +67,7 @@ def _skipping() -> Callable[[CodeType], None] | None:
 
 
 def _code_in(owner: ModuleType | type) -> Iterator[CodeType]:
-    """The code of the functions that a module or a class defines, with what is defined within them."""
+    """Yield the code of the functions that a module or a class defines, with their inner functions."""
     name = owner.__module__ if isinstance(owner, type) else owner.__name__
     for value in [*vars(owner).values()]:
         if isinstance(value, type) and value.__module__ == name and value is not owner:
@@ -78,7 +78,7 @@ def _code_in(owner: ModuleType | type) -> Iterator[CodeType]:
 
 
 def _functions_of(value: Any) -> Iterator[FunctionType]:
-    """A function, those in a table of them, and what stands behind either of ``BEHIND``, maybe of torch's."""
+    """Yield the functions that a value is or holds; a dict, a tuple or a type in ``BEHIND`` may hold torch's too."""
     if isinstance(value, FunctionType):
         yield value
     tabled = [*value.values()] if isinstance(value, dict) else value if isinstance(value, tuple) else ()

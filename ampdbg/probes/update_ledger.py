@@ -1,11 +1,13 @@
-"""The ledger of updates: what an optimizer wants of half parameters over windows of steps, and what they get.
+"""The ledger of updates: compares the updates of half parameters with updates of float32 masters.
 
-A window is ten steps of one optimizer. Of each half parameter some entries have a float32 master meanwhile, and the
-optimizer's states of them in float32: they are stepped by the same class with the same options on the same gradients.
-What is lost is what all windows behind the first one lose together, where there are some: Adam's first steps are as
-large as the learning rate, and later ones about a third of that. An entry's ways add up over windows before they are
-squared: what swings back and forth cancels out in them, as it does over a run. Nothing of the loop's is written, no
-random number is drawn, and a GPU is waited for as a window begins at most.
+A window is ten steps of one optimizer. Meanwhile some entries of each half parameter have a float32 master and float32
+copies of the optimizer's states. The same optimizer class steps the masters, with the same options on the same
+gradients.
+
+Results are from the windows after an optimizer's first one, if there are any. Adam's first steps are as large as the
+learning rate, and later steps about a third of that. The movement of an entry is summed over windows before it is
+squared. So oscillation cancels out, as it does over a run. The ledger writes no tensor of the loop and draws no random
+number. It waits for a GPU at most when a window begins.
 """
 
 from __future__ import annotations
@@ -33,56 +35,59 @@ from ampdbg.quantities import listed
 from ampdbg.record.run import FrozenParameter, KindUpdates, StuckMoment, Updates
 
 WINDOW = 10
-"""Steps."""
+"""The number of steps in a window."""
 
 SETTLES = 20
-"""An optimizer's second window begins behind so many steps."""
+"""An optimizer's second window begins after this many steps at the earliest."""
 
 SHARE = 0.02
-"""The share of a loop's time that windows may take, beyond each optimizer's first one."""
+"""The share of a loop's time that windows may take, beyond each optimizer's first window."""
 
 FROZEN = 0.9
-"""A parameter that loses a larger share of its way than this stands still."""
+"""A parameter is frozen if it loses a larger share of its movement than this."""
 
 MATTERS = 2e-4
-"""What costs a smaller share of the fall of the loss than this, to first order, harms nothing by standing still.
+"""Frozen parameters are harmless if they cost a smaller share of the first-order loss decrease than this.
 
-Of eleven small runs beside float32 masters the one below it fell by 0.2 % less, and the others by up to 9 %, 2 % in the
-median: what stands still costs more with each step.
+Of eleven small runs beside float32 masters one had a smaller share: its loss fell by 0.2 % less. In the remaining runs
+it fell by up to 9 % less, 2 % in the median. The cost of frozen parameters grows with each step.
 """
 
 MANY = 16
-"""Gradients that a step adds up; fewer lose less than half a percent of their sum."""
+"""Measure gradient accumulation from this many gradients a step. Fewer lose less than 0.5 % of their sum."""
 
 APART = 4.0
-"""A second moment so many times as large as in float32 halves the updates."""
+"""A second moment this many times as large as in float32 halves the updates."""
 
 ROUNDING = 0.1
-"""What float32 itself rounds may be a smaller share of a way than this, where a step is as small as a weight decay."""
+"""If a step is as small as a weight decay, a smaller share of it may be float32's own rounding."""
 
 TRACE = 4.0
-"""The square of a gradient that is so many times the second moment moves it in half too, where beta2 is 0.999."""
+"""A squared gradient this many times the second moment changes the moment in half too, for a beta2 of 0.999."""
 
 NOT_BY_ENTRY = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
-"""Optimizers of torch's in which the update of an entry depends on others too: part of a parameter is not enough."""
+"""Torch optimizers in which the update of an entry depends on further entries, so that a sample is not enough."""
 
 FOREIGN = "a hook or the loop writes weights of that optimizer too, maybe from float32 copies"
-"""Why the updates of a parameter are not judged where others than steps have written."""
+"""Why updates are not judged if code outside the optimizer's step writes the parameter."""
 
 SECOND = "exp_avg_sq"
-"""Adam's name for the second moment, and that of its like."""
+"""The state key of the second moment in Adam and its variants."""
 
 
 class Sums(NamedTuple):
-    """Sums over the entries of a parameter, or of several, and over windows.
+    """Sums over entries, parameters and windows. An entry moves by D over its windows in float32, and by G in half.
 
-    Over its windows an entry is ``wanted`` to go D and has ``got`` G: their products, D·D and D·G; the same of what
-    comes of the ``gradient``, and of a decoupled weight ``decay``. ``descent`` is by what the loss falls to first
-    order, gradient times update, and ``got_descent`` with the updates that were made. ``moved`` counts the entries that
-    are elsewhere at the end of any window; ``still`` adds up the share of steps in which each stays. ``bits`` adds up,
-    of ``sized`` entries, the binary logarithm of the learning rate at which the mean update is half a unit in the last
-    place. ``foreign`` counts entries that others than steps may have written. ``added`` are the squares of a sum of
-    gradients in float32, ``misadded`` those of how far the same sum in half is from it.
+    Attributes:
+        wanted: The sum of D·D; ``got`` is the sum of D·G.
+        gradient: As ``wanted``, for the gradient's part of the movement; ``got_gradient`` as ``got``.
+        decay: As ``wanted``, for a decoupled weight decay's part; ``got_decay`` as ``got``.
+        descent: The loss decrease to first order, gradient times update; ``got_descent`` uses the half updates.
+        moved: The number of entries with a new value at the end of any window.
+        still: The share of steps without a change, summed over entries.
+        bits: Summed log2 of the rates at which the mean update is half a last-place unit, over ``sized`` entries.
+        foreign: The number of entries that code outside the optimizer's step may have written.
+        added: Summed squares of accumulated gradients in float32; ``misadded`` sums the squared errors of half.
     """
 
     wanted: float = 0.0
@@ -104,34 +109,34 @@ class Sums(NamedTuple):
 
     @staticmethod
     def of(several: Iterable[Sums]) -> Sums:
-        """Those of several together."""
+        """Return the total of several sums."""
         return Sums(*map(sum, zip(*several, strict=True)))
 
     @property
     def harm(self) -> float:
-        """What the loss falls less, to first order."""
+        """The part of the first-order loss decrease that half updates miss."""
         return self.descent - self.got_descent
 
     @property
     def lost(self) -> float | None:
-        """The share of its way that it does not go; None where it is to go none."""
+        """The lost share of the movement, or None without movement."""
         return _lost(self.got, self.wanted)
 
     @property
     def lost_gradient(self) -> float | None:
-        """The same of what comes of the gradient; None where that is hardly more than float32's own rounding."""
+        """The lost share of the gradient's part, or None if float32's own rounding may explain that part."""
         return _lost(self.got_gradient, self.gradient) if self.gradient > ROUNDING * self.wanted else None
 
     @property
     def lost_decay(self) -> float | None:
-        """The same of the weight decay."""
+        """The lost share of the weight decay's part."""
         return _lost(self.got_decay, self.decay)
 
 
 class SecondMoment(NamedTuple):
-    """A second moment as it is ``kept``, and the ``most`` and the ``least`` that it can be in float32. It decays by
-    ``beta``, and is rounded to units of ``eps``. ``squares`` is what it
-    goes to, ``step`` how many the optimizer had taken."""
+    """A parameter's second moment, summed over sampled entries: as ``kept``, and the float32 bounds ``most`` and
+    ``least``. It approaches the mean ``squares`` of the gradients, decays by ``beta``, and has the relative spacing
+    ``eps``. The optimizer had taken ``step`` steps."""
 
     kept: float
     squares: float
@@ -143,22 +148,22 @@ class SecondMoment(NamedTuple):
 
     @staticmethod
     def of(column: Sequence[float], entries: int) -> SecondMoment:
-        """That of a parameter of so many entries, of what :meth:`SampledRow.second_moments` adds up."""
+        """Return the moment from a column of :meth:`SampledRow.second_moments` over this many entries."""
         return SecondMoment(*column[:-3], *(value / entries for value in column[-3:]))
 
     @property
     def sticks(self) -> bool:
-        """A step takes less off than half a unit in the last place, which is at least a quarter of eps."""
+        """True if a step's decay rounds to nothing: it is below half a unit in the last place, at least eps/4."""
         return 1.0 - self.beta < self.eps / 4
 
     @property
     def apart(self) -> float:
-        """How many times as large as in float32 it is, or as small; 1 where that is not known."""
+        """The factor between the kept value and the float32 bounds, at least 1; 1 if it is unknown."""
         return max(self.kept / self.most, self.least / self.kept, 1.0) if self.most and self.kept else 1.0
 
 
 class SampledParameter(NamedTuple):
-    """What is known of a parameter; ``sums`` over the entries that were looked at."""
+    """The results of a parameter; ``sums`` covers the sampled entries."""
 
     member: Sample
     sums: Sums
@@ -166,17 +171,17 @@ class SampledParameter(NamedTuple):
 
     @property
     def stands_still(self) -> bool:
-        """It loses nearly all of its way; not by going to and fro, for then most entries have moved."""
+        """True if the parameter loses nearly all its movement, but not by oscillation, which moves most entries."""
         return (self.sums.lost or 0.0) > FROZEN and self.sums.moved <= self.member.entries / 2
 
     @property
     def whole(self) -> Sums:
-        """Those of all its entries, about."""
+        """The sums extrapolated to all entries of the parameter."""
         return Sums(*(self.member.size / self.member.entries * value for value in self.sums))
 
 
 class Sample(NamedTuple):
-    """A half parameter that is sampled: every ``stride``-th, so many ``entries`` of ``size``."""
+    """A sampled half parameter: every ``stride``-th of its ``size`` values, ``entries`` values in total."""
 
     name: str
     kind: str
@@ -186,15 +191,14 @@ class Sample(NamedTuple):
 
 
 SampledSums = tuple[Sequence[Sample], torch.Tensor]
-"""What a window has left of parameters, as of :meth:`SampledRow.sums`."""
+"""The results of a window for several parameters, as :meth:`SampledRow.sums` returns them."""
 
 
 class Moments(NamedTuple):
-    """The second moments of entries behind a step: as they are ``kept`` in half, and the most and the least that they
-    can be in float32.
+    """The second moments of entries after a step: ``kept`` in half, and float32 bounds ``most`` and ``least``.
 
-    What lies between two windows is bounded by the mean ``squares`` of the gradients in both, but for those that are so
-    large that they leave a trace: they are known by what they have added to what is kept.
+    Between two windows the mean ``squares`` of the gradients in both give the bounds. Gradients too large for that
+    leave a trace in the kept moments, which is added.
     """
 
     step: int
@@ -205,8 +209,8 @@ class Moments(NamedTuple):
 
 
 class Ways(NamedTuple):
-    """How far entries are ``wanted`` to go and have ``got``, what the weight ``decay`` makes of that and what of it is
-    got, added up over windows; and which have ``moved`` in any."""
+    """The movements of entries over windows: ``wanted`` in float32 and ``got`` in half, with ``decay`` and
+    ``got_decay`` from weight decay. ``moved`` is True for entries with a new value at the end of any window."""
 
     wanted: torch.Tensor
     got: torch.Tensor
@@ -216,19 +220,19 @@ class Ways(NamedTuple):
 
     @staticmethod
     def begun(moved: torch.Tensor) -> Ways:
-        """Those that begin here, of entries that have ``moved`` before or not."""
+        """Return zero movements for entries, with their ``moved`` so far."""
         return Ways._make((*torch.zeros(4, len(moved), device=moved.device), moved))
 
     @property
     def products(self) -> tuple[torch.Tensor, ...]:
-        """Of each entry the first ones of its ``Sums``, up to those of the decay."""
+        """The products of each entry for the first fields of ``Sums``, up to ``got_decay``."""
         gradient, got_gradient = self.wanted - self.decay, self.got - self.got_decay
         pairs = ((self.wanted, self.got), (gradient, got_gradient), (self.decay, self.got_decay))
         return tuple(aim.double() * way for aim, to in pairs for way in (aim, to))
 
 
 class SampledRow:
-    """The sampled entries of parameters of one group that have been stepped as often, each time in one vector."""
+    """The sampled entries of parameters in one group with equal step counts, each time stepped as one vector."""
 
     def __init__(self, optimizer: Optimizer, group: dict[str, Any], alike: Sequence[tuple[Sample, Any]]) -> None:
         self.optimizer, self.group = optimizer, group
@@ -252,7 +256,7 @@ class SampledRow:
         return torch.cat([stored(tensor.detach()).flatten()[:: one.stride] for tensor, one in pairs])
 
     def _state(self, key: str) -> Any:
-        """What the optimizer keeps of the entries under this key, in float32; their number of steps in main memory."""
+        """Return the optimizer's state of the entries for this key, in float32. Step counts are in main memory."""
         values = [self.optimizer.state[one][key] for one in self.parameters]
         if not isinstance(values[0], torch.Tensor):
             return values[0]
@@ -261,25 +265,25 @@ class SampledRow:
         return values[0].detach().clone().cpu()
 
     def before(self) -> None:
-        """To be called right before a step: then the master is to be stepped."""
+        """Read weights and gradients right before a step, so that the master can be stepped."""
         self._start = self._read(self.parameters)
         self._foreign |= self._is_rewritten(self._start)
         self._gradient = self.master.grad = self._read([one.grad for one in self.parameters]).float()
         self._previous = self.master.clone()
 
     def written(self) -> None:
-        """To be called right behind it: what is elsewhere later was written by others."""
+        """Read the weights right after the step; a later difference is not the optimizer's."""
         self._last = self._read(self.parameters)
 
     def is_rewritten(self) -> torch.Tensor:
-        """Entries have been written since."""
+        """Return a bool tensor: True if any entry has been written since the step."""
         return self._is_rewritten(self._read(self.parameters)).any()
 
     def _is_rewritten(self, now: torch.Tensor) -> torch.Tensor:
-        return now.view(torch.int16) != self._last.view(torch.int16)  # by its bits NaN is what it was
+        return now.view(torch.int16) != self._last.view(torch.int16)  # compare bits, so that NaN equals NaN
 
     def after(self, is_rewritten: torch.Tensor) -> None:
-        """To be called behind the optimizer's own hooks, with whether these have written any weights."""
+        """Add the step to the sums. ``is_rewritten`` is True if the optimizer's own hooks have written weights."""
         self._steps += 1
         self._foreign |= is_rewritten.to(self._foreign.device)
         start, update = self._start.float(), self.master - self._previous
@@ -293,12 +297,12 @@ class SampledRow:
 
     @property
     def _beta(self) -> float:
-        """By what the second moment decays; 0 where there is none."""
+        """The decay of the second moment, or 0 without a second moment."""
         return float(self.group["betas"][1]) if SECOND in self.optimizer.state[self.parameters[0]] else 0.0
 
     def _note_decay(self, start: torch.Tensor, update: torch.Tensor) -> None:
-        """What a decoupled weight decay takes off, and what rounding leaves of it: a fused kernel rounds once, for both
-        parts of an update."""
+        """Add a decoupled weight decay before and after rounding. A fused kernel rounds once, after both parts of an
+        update."""
         rate = float(self.group["lr"]) * self.group.get("weight_decay", 0.0)
         if rate and self.group.get("decoupled_weight_decay", isinstance(self.optimizer, torch.optim.AdamW)):
             dtype, decay = self._last.dtype, -rate * self._previous
@@ -307,7 +311,7 @@ class SampledRow:
             self._got_decay += (start + together).to(dtype).float() - (start + by_gradient).to(dtype).float()
 
     def listen(self, hooks: ExitStack, is_in_a_pass: Callable[[], bool]) -> None:
-        """Adds up the gradients of the loop's own backward passes, in float32 and as they are added up in half."""
+        """Accumulate the gradients of the loop's backward passes, in float32 and in half for comparison."""
         parts = self._added.split([one.entries for one in self.members], dim=1)
 
         def add(index: int, gradient: torch.Tensor) -> None:
@@ -320,7 +324,7 @@ class SampledRow:
             hooks.callback(parameter.register_hook(partial(add, index)).remove)
 
     def spoilt(self) -> list[str]:
-        """The float16 parameters that the last step has made inf or NaN, where gradients and masters are finite."""
+        """Return the float16 parameters that the last step made inf or NaN, if gradients and masters are finite."""
         if self._last.dtype is not torch.float16 or bool(self._last.isfinite().all()):
             return []
         is_sound = bool((self._start.isfinite() & self.master.isfinite() & self._gradient.isfinite()).all())
@@ -328,13 +332,13 @@ class SampledRow:
 
     @property
     def has_finite_gradients(self) -> bool:
-        """The step had none that is inf or NaN here. On a GPU this waits for it."""
+        """True if the step had no inf or NaN in these gradients. On a GPU this syncs."""
         return bool(self._gradient.isfinite().all())
 
     def moments(self, before: Moments | None, step: int) -> Moments:
-        """The second moments behind the step that ends the window; ``before``: behind the last window.
+        """Return the second moments after the window's last step; ``before`` is from the end of the previous window.
 
-        In a row that begins behind the last step they are those of now, by that step's gradients.
+        In a row made after the last step they are the current moments, with that step's gradients.
         """
         window = self._beta**self._steps
         kept = self._state(SECOND) if self._beta else self._second
@@ -349,20 +353,20 @@ class SampledRow:
         return Moments(step, kept, squares, window * most + self._second, window * least + self._second)
 
     def ways(self, before: Ways | None) -> tuple[Ways, Ways]:
-        """Those before the window, and behind it."""
+        """Return the movements before and after the window."""
         wanted, got = self.master - self._origin, self._last - self._origin
         known = before or Ways.begun(torch.zeros_like(self._foreign))
         *pairs, moved = zip(known, (wanted, got, self._decay, self._got_decay, got != 0), strict=True)
         return known, Ways._make((*(was + more for was, more in pairs), torch.logical_or(*moved)))
 
     def sums(self, before: Ways | None, moments: Moments) -> torch.Tensor:
-        """A column for each parameter: by how much the window adds to its ``Sums``, and its ``SecondMoment``."""
+        """Return a column for each parameter: the window's contribution to its ``Sums``, and its ``SecondMoment``."""
         known, now = self.ways(before)
         products = (more - less for more, less in zip(now.products, known.products, strict=True))
         eps = torch.finfo(self._last.dtype).eps
         half = torch.ldexp(torch.full_like(self.master, eps / 4), torch.frexp(self._origin)[1])
         bits = (float(self.group["lr"]) * self._steps * half / self._path).log2()
-        is_sized = bits.isfinite() & (self._origin != 0.0)  # a zero moves by whatever is added to it
+        is_sized = bits.isfinite() & (self._origin != 0.0)  # any update moves a zero
         lines: tuple[torch.Tensor, ...] = (  # in the order of Sums
             *products, self._descent, self._got_descent, torch.ones_like(half), now.moved ^ known.moved,
             self._still / self._steps, torch.where(is_sized, bits, 0.0), is_sized, self._foreign,
@@ -371,7 +375,7 @@ class SampledRow:
         return torch.cat([self._by_parameter(lines), self.second_moments(moments)])
 
     def second_moments(self, moments: Moments) -> torch.Tensor:
-        """A column for each parameter: its ``SecondMoment``, all of it added up over its entries."""
+        """Return a column for each parameter: its ``SecondMoment``, summed over its entries."""
         eps = torch.finfo(self._last.dtype).eps
         constants = (torch.full_like(self.master, constant) for constant in (self._beta, eps, float(moments.step)))
         return self._by_parameter((*moments[1:], *constants))
@@ -382,7 +386,7 @@ class SampledRow:
 
 
 class UpdateWindow:
-    """Some steps of an optimizer, beside those of the same optimizer on float32 masters."""
+    """Some steps of an optimizer, which a twin optimizer repeats on float32 masters."""
 
     def __init__(self, optimizer: Optimizer, rows: Sequence[SampledRow]) -> None:
         self.rows, self.steps = rows, 0
@@ -393,46 +397,46 @@ class UpdateWindow:
 
     @property
     def has_gradients(self) -> bool:
-        """All parameters have gradients, as they had when it began."""
+        """True if all parameters still have gradients, as at the start of the window."""
         return all(parameter.grad is not None for row in self.rows for parameter in row.parameters)
 
     def before(self) -> None:
-        """To be called right before a step."""
+        """Step the masters; call this right before a step of the optimizer."""
         for row, group in zip(self.rows, self._twin.param_groups, strict=True):
             row.before()
             group.update(_plain_options(row.group))
         step: Callable[..., Any] = type(self._twin).step
-        getattr(step, "__wrapped__", step)(self._twin)  # without the hooks that torch puts around it
+        getattr(step, "__wrapped__", step)(self._twin)  # without torch's hooks
 
     def written(self) -> None:
-        """To be called right behind it."""
+        """Read the weights; call this right after the step."""
         for row in self.rows:
             row.written()
 
     def after(self) -> None:
-        """To be called behind the optimizer's own hooks."""
+        """Add the step to the sums; call this after the optimizer's own hooks."""
         self.steps += 1
         device = self.rows[0].master.device
-        # What hooks write back from float32 copies may be what was there: who writes some is taken to write all.
+        # A hook may write equal values from float32 copies. So a hook that changes some weights counts for all.
         is_rewritten = torch.stack([row.is_rewritten().to(device) for row in self.rows]).any()
         for row in self.rows:
             row.after(is_rewritten)
 
 
 def _plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options but for its parameters, for an optimizer that takes one op after another."""
+    """Return a group's options without its parameters, for an optimizer that runs op by op."""
     kernels = dict.fromkeys(group.keys() & {"foreach", "fused", "capturable", "differentiable"}, False)
     return {**{key: value for key, value in group.items() if key != "params"}, **kernels}
 
 
 class Book:
-    """What the ledger has of one optimizer."""
+    """The ledger's data of one optimizer."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.of, self.name = weakref.ref(optimizer), name_of(optimizer)
         self.steps, self.cost, self.passes, self.added = 0, 0.0, 0, 0
         self.windows = self.sampled = 0
-        """How many have ended, and the steps in those that count."""
+        """The number of ended windows, and the number of steps in windows that count."""
         self.window: UpdateWindow | None = None
         self.first: list[SampledSums] = []
         self.moments: dict[tuple[int, ...], Moments] = {}
@@ -441,23 +445,23 @@ class Book:
         is_half = any(parameter.dtype in HALVES for parameter in parameters)
         self.is_kept, self.why_not = is_half, ""
         self.still = StillValues()
-        """Where the optimizer is not sampled."""
+        """Used if the optimizer is not sampled."""
 
     def judge(self, optimizer: Optimizer) -> None:
-        """Asks whether the optimizer is sampled: its step may be replaced at any time, or get a hook."""
+        """Check again if the optimizer can be sampled: its step may be replaced or get a hook at any time."""
         self.why_not = _why_not(optimizer) if self.is_kept else self.why_not
         if self.why_not:
             self.is_kept, self.window = False, None
             self.name = name_of(optimizer)
 
     def columns(self) -> list[SampledSums]:
-        """What the window comes to so far."""
+        """Return the results of the window so far."""
         rows = self.window.rows if self.window is not None and self.window.steps else ()
         return [(row.members, row.sums(self.ways.get(row.key), self._moments_of(row))) for row in rows]
 
     def second_moments(self, names: Mapping[int, tuple[str, str]]) -> Iterator[tuple[str, SecondMoment]]:
-        """Those of now, by name, of parameters that a window has seen and whose last gradients are still there; none of
-        an optimizer that is not judged any more."""
+        """Yield the current second moments by name, for parameters with a past window and with gradients. Yield nothing
+        if the optimizer is not judged any more."""
         optimizer = self.of()
         for row in _rows(optimizer, names) if optimizer is not None and self.is_kept else ():
             if row.key in self.moments:
@@ -470,18 +474,18 @@ class Book:
         return row.moments(self.moments.get(row.key), self.steps)
 
     def end(self, window: UpdateWindow) -> list[SampledSums]:
-        """Ends the window; what it comes to."""
+        """End the window, and return its results."""
         columns, self.windows = self.columns(), self.windows + 1
         self.moments.update({row.key: self._moments_of(row) for row in window.rows})
         ways = {row.key: row.ways(self.ways.get(row.key))[1] for row in window.rows}
-        # What a first window comes to is kept apart.
+        # The movements of a first window are kept apart.
         self.ways.update(ways if self.first else {key: Ways.begun(one.moved) for key, one in ways.items()})
         self.window = None
         return columns
 
 
 def _why_not(optimizer: Optimizer) -> str:
-    """Why an optimizer is not sampled; "" where it is."""
+    """Return why an optimizer is not sampled, or "" if it is sampled."""
     kind = type(optimizer)
     reasons = (
         (not is_torchs(optimizer.step), "it may round stochastically or keep float32 copies"),
@@ -491,10 +495,10 @@ def _why_not(optimizer: Optimizer) -> str:
 
 
 class UpdateLedger:
-    """The updates of a loop's half parameters, sampled; nothing where there are none.
+    """Samples the updates of a loop's half parameters, if there are any.
 
     Args:
-        models: name the parameters.
+        models: The source of parameter names.
     """
 
     def __init__(self, models: Models) -> None:
@@ -504,9 +508,9 @@ class UpdateLedger:
         self._unread: list[SampledSums] = []
         self._read: Mapping[str, SampledParameter] = {}
         self.hooks = ExitStack()
-        """Those on parameters whose gradients are being added up."""
+        """The hooks on parameters that accumulate gradients."""
         self.passes = self._most_passes = 0
-        """How often the loop has gone backward."""
+        """The number of backward passes that the loop has run."""
         self._is_in_a_pass = False
         self._spoilt: tuple[str, ...] = ()
         self._spoilt_step: int | None = None
@@ -514,38 +518,38 @@ class UpdateLedger:
         self.averages = Averages(partial(names_of, models))
 
     def pause(self) -> None:
-        """What comes now is no time of the loop's."""
+        """Remove the hooks, and do not count the time until the next step as the loop's."""
         self.hooks.close()
         self.averages.end()
         self._latest = math.inf
 
     def before(self, optimizer: Optimizer) -> None:
-        """To be called right before a step of the optimizer."""
+        """Begin or continue a window; call this right before a step of the optimizer."""
         self.averages.end()
         book = self._books.get(id(optimizer))
         if book is None or book.of() is not optimizer:
             book = self._books[id(optimizer)] = Book(optimizer)
         book.judge(optimizer)
         if book.is_kept and is_captured():
-            book.window = None  # what is done now would be part of a CUDA graph
+            book.window = None  # ops that run now would become part of a CUDA graph
         elif book.is_kept:
             now = time.perf_counter()
             self._elapsed += max(0.0, now - self._latest)
             self._latest = now
             self._timed(book, self._before, optimizer)
         elif book.why_not:
-            with torch.no_grad(), suppress(Exception):  # whatever tensors it has
+            with torch.no_grad(), suppress(Exception):  # a custom optimizer may hold any kind of tensor
                 book.still.before(optimizer, partial(names_and_kinds, self._models))
 
     def written(self, optimizer: Optimizer) -> None:
-        """To be called right behind it, before hooks of the optimizer's own."""
+        """Read the weights; call this right after the step, before the optimizer's own hooks."""
         book = self._books.get(id(optimizer))
         if book is not None and book.window is not None:
             self._timed(book, lambda _, window: window.written(), book.window)
         self.averages.stepped(optimizer)
 
     def after(self, optimizer: Optimizer, step: int) -> None:
-        """To be called behind those, while the gradients are still there; ``step`` is its number."""
+        """Add the step of this number to the window, after the optimizer's own hooks and before ``zero_grad``."""
         book = self._books.get(id(optimizer))
         if book is not None:
             book.added, book.passes = self.passes - book.passes, self.passes
@@ -553,7 +557,7 @@ class UpdateLedger:
             self._timed(book, self._after, step)
 
     def in_a_pass(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs a backward pass of the loop's own; those of replays add nothing up."""
+        """Run a backward pass of the loop's own. Gradients of replays are not accumulated."""
         self.averages.end()
         self.passes, self._is_in_a_pass = self.passes + 1, True
         try:
@@ -570,7 +574,7 @@ class UpdateLedger:
             book.window, book.is_kept = None, False
             book.why_not = f"on float32 copies it raises {named_error(error)}"
         spent = time.perf_counter() - began
-        if book.moments:  # the first window has to be
+        if book.moments:  # the first window is free of the time limit
             self._spent += spent
         book.cost += spent
 
@@ -586,7 +590,7 @@ class UpdateLedger:
             book.window.before()
 
     def _may_begin(self, book: Book, optimizer: Optimizer) -> bool:
-        """There is time for another window; none where a kernel is to unscale the gradients."""
+        """True if there is time for another window; False if the optimizer's kernel unscales the gradients."""
         is_time = book.steps > SETTLES and self._spent + book.cost <= SHARE * self._elapsed
         return (is_time or book.steps == 1) and getattr(optimizer, "grad_scale", None) is None
 
@@ -609,12 +613,12 @@ class UpdateLedger:
                 book.first = ended
             else:
                 self._unread += ended
-            if book.windows == 2:  # those of the first one count no more
+            if book.windows == 2:  # the first window no longer counts
                 book.sampled -= WINDOW
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Whose updates are not sampled or not judged, and why. On a GPU this syncs."""
+        """Remarks on the updates that are not sampled or not judged, with the reason. On a GPU this syncs."""
         left_out = {
             f"updates by {book.name.replace('__main__.', '')}": book.why_not
             for book in self._books.values()
@@ -625,7 +629,7 @@ class UpdateLedger:
         return tuple(f"ampdbg does not compare {what} with float32's: {why}" for what, why in left_out.items())
 
     def _known(self) -> tuple[dict[str, SampledParameter], dict[str, SampledParameter]]:
-        """What came of later windows, and of an optimizer's first one where there was none; and of all of them."""
+        """Return the results of later windows, or else of the first, by parameter; and the results of all windows."""
         unread, self._unread = self._unread, []
         self._read = _added(self._read, unread)
         first = [each for book in self._books.values() for each in book.first or book.columns()]
@@ -633,8 +637,7 @@ class UpdateLedger:
 
     @property
     def seen(self) -> Updates | None:
-        """What came of the windows that have ended, and of an optimizer's first one under way; None where nothing did.
-        On a GPU this syncs."""
+        """The results of ended windows and of an optimizer's current first window, or None. On a GPU this syncs."""
         later, every = self._known()
         sound = {name for name, one in every.items() if math.isfinite(sum(one.sums)) and not one.sums.foreign}
         whole = {name: every[name] for name in later if name in sound}
@@ -685,7 +688,7 @@ class UpdateLedger:
 
 
 def _added(known: Mapping[str, SampledParameter], columns: Iterable[SampledSums]) -> dict[str, SampledParameter]:
-    """What was known of parameters, and what windows have left."""
+    """Return the results of parameters, with the results of windows added."""
     added, count = dict(known), len(Sums._fields)
     for members, values in columns:
         for member, column in zip(members, values.T.tolist(), strict=True):
@@ -700,7 +703,7 @@ def _kinds_of(known: Iterable[SampledParameter]) -> tuple[str, ...]:
 
 
 def _frozen(kind: str, known: Iterable[SampledParameter], descent: float) -> list[SampledParameter]:
-    """The parameters of a kind that stand still; none where that costs hardly anything of what the loss falls by."""
+    """Return the frozen parameters of a kind, or none if they cost almost nothing of the loss decrease."""
     still = [one for one in known if one.member.kind == kind and one.stands_still]
     return still if sum(one.whole.harm for one in still) > MATTERS * abs(descent) else []
 
@@ -724,13 +727,13 @@ def _lost(got: float, wanted: float) -> float | None:
 
 
 def _vanishing_eps(rows: Iterable[SampledRow]) -> float | None:
-    """The optimizer's eps, where float16 rounds it to zero."""
+    """Return the optimizer's eps if float16 rounds it to zero."""
     constants = (float(row.group["eps"]) for row in rows if isinstance(row.group.get("eps"), (int, float)))
     return next((eps for eps in constants if eps and not torch.tensor(eps, dtype=torch.float16).item()), None)
 
 
 def _rows(optimizer: Optimizer, names: Mapping[int, tuple[str, str]]) -> Iterator[SampledRow]:
-    """The half parameters that have a gradient, those together that are alike to the optimizer."""
+    """Yield rows of half parameters with a gradient. A row shares device, dtype, state keys and step count."""
     for index, group in enumerate(optimizer.param_groups):
         alike: dict[Any, list[tuple[Sample, Any]]] = {}
         for place, parameter in enumerate(group["params"]):

@@ -1,10 +1,9 @@
-"""Watching any training loop: one Step of those optimizers that step on the same losses; nothing changed.
+"""Watches any training loop and records a Step for all optimizers that step on the same losses; changes nothing.
 
-While a step is healthy the watcher reads only what the loop computes anyway. Whether the scaler withheld
-a step is learnt without a sync: the optimizer's own pre-step hook was called, or it was not. Only then are
-the gradients looked at, group by group. On a GPU the loss is read where the scaler has just waited itself, and
-what else healthy steps have in bulk. A loop without a scaler never withholds a step: there loss and gradient
-norm are read before each step, together.
+For a healthy step the watcher reads only what the loop computes anyway. It learns without a sync that the scaler
+withheld a step: the optimizer's pre-step hook did not run. Only then are the gradients examined, group by group. On a
+GPU the losses are read when the scaler itself has just synchronized, and further numbers in bulk. Without a scaler no
+step is withheld, so loss and gradient norm are read together before each step.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from ampdbg.record.run import Misuse, Record, Step, Unseen
 Original = Callable[..., Any]
 
 FEW_PASSES = 4
-"""In so many backward passes it is looked at whether the loop scales its loss itself, and steps copies of weights."""
+"""Check this many backward passes for a loop that scales its loss itself, or steps copies of weights."""
 
 UNWATCHED = "from step {} on ampdbg noted nothing, because it failed itself: {}; please report it"
 SEVERAL = "several threads run loops, so ampdbg does not judge the order of their calls"
@@ -60,7 +59,7 @@ LEFT = "replays may have changed {}: another thread of the script may use it, so
 
 
 class Watch:
-    """The steps seen so far, and the misuses; made by :func:`watch`."""
+    """The steps and misuses of a loop so far; made by :func:`watch`."""
 
     def __init__(
         self,
@@ -69,7 +68,7 @@ class Watch:
         on_step: Callable[[Step], None] | None = None,
     ) -> None:
         self.guard = Guard()
-        """Keeps what goes wrong in the watcher itself from the loop."""
+        """Protects the loop from failures of the watcher."""
         self.models = Models(model)
         self._learns = model is None
         self.optimizers = Optimizers(self.models, optimizers)
@@ -87,26 +86,25 @@ class Watch:
         self._clears_sound = self._scales_by_hand = False
         self._writes_itself = False
         self.ended: Callable[[bool], None] = lambda is_bad: None
-        """Called when a step has ended, with whether it was withheld or its loss is known not to be finite."""
+        """Called when a step ends; True means that it was withheld, or that its loss is known to be non-finite."""
         self.lost: Callable[[Optimizer], None] = lambda optimizer: None
-        """Called when a loss is known not to be finite, before the optimizer writes the weights."""
+        """Called for a loss that is known to be non-finite, before the optimizer writes the weights."""
         self.withheld: Callable[[Optimizer], None] = lambda optimizer: None
-        """Called when gradients are not finite behind a loss that is: before the optimizer writes the weights, or
-        behind a scaler that has withheld that."""
+        """Called for non-finite gradients of a finite loss, before the optimizer writes the weights. With a scaler it
+        is called after the scaler has withheld the step."""
         self.gave_up: Callable[[], None] = lambda: None
-        """Called when the gradients of a loss that is known not to be finite were cleared before anybody stepped; the
-        open step is that of the loss."""
+        """Called if the gradients of a non-finite loss were cleared before any step. The open step has that loss."""
         self.went_backward: Callable[[Collection[int], Collection[int]], None] = lambda wrote, cleared: None
-        """Called behind a backward pass, with the places of the optimizers whose gradients it has written, and of those
-        whose gradients were cleared before it."""
+        """Called after a backward pass with two collections of optimizer places: gradients that the pass wrote, and
+        gradients that were cleared before it."""
         self._restoring: ExitStack | None = None
         self._created = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._started = time.monotonic()
 
     def start(self) -> Watch:
-        """Watches from now on, until it is stopped or nobody holds it any more; nothing where it does so already."""
+        """Start watching, until :meth:`stop` or until the watch is freed; no effect if already started."""
         if self._restoring is None:
-            # What torch holds does not keep the watch alive.
+            # Torch's references do not keep the watch alive.
             alive = weakref.ref(self)
             notes = (partial(_hooked, alive, note) for note in (Watch._before_step, Watch._after_step))
             with ExitStack() as begun:  # Ctrl-C may come while this begins
@@ -120,7 +118,7 @@ class Watch:
         return self
 
     def stop(self) -> None:
-        """Leaves torch, the optimizers and the model as they were; a second call does nothing."""
+        """Restore torch, the optimizers and the model; a second call does nothing."""
         if self._restoring is not None:
             restoring, self._restoring = self._restoring, None
             with restoring:
@@ -137,28 +135,28 @@ class Watch:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """One for each step that has ended so far; on a GPU this reads what is still unread (one sync)."""
+        """The ended steps. On a GPU this reads what is unread (one sync)."""
         return self.log.steps
 
     @property
     def open_step(self) -> OpenStep:
-        """The step that the loop of this thread has under way."""
+        """The step that this thread's loop has under way."""
         return self._loop.now
 
     @property
     def stepping(self) -> frozenset[int]:
-        """The places of the optimizers that share it; none where no losses are known to be theirs."""
+        """The places of the optimizers that share the open step; empty if no losses are known to belong to them."""
         return frozenset(place for place, step in self._loop.open.items() if step is self._loop.now)
 
     @property
     def is_inside_a_step(self) -> bool:
-        """For a hook around a step: another one has led to that, of an optimizer of the loop or of its class."""
+        """True in a step hook if a step of an optimizer of the loop called the current step."""
         return any(optimizer in self.optimizers for optimizer in steps_around())
 
     @property
     def withholding(self) -> Optimizer | None:
-        """The optimizer whose open step the loop, which scales its loss itself, is to withhold: gradients are not
-        finite. On a GPU this syncs where the loop does."""
+        """The optimizer with non-finite gradients, if the loop scales its loss itself and is to withhold the step. On a
+        GPU this syncs where the loop does."""
         left = self._loop.now.left
         if not left or is_finite_scalar(left[-1]):
             return None
@@ -166,13 +164,13 @@ class Watch:
 
     @property
     def has_unseen_steps(self) -> bool:
-        """The loop has written its weights itself, and no optimizer has stepped: what it goes backward from is not the
-        losses of one step."""
+        """True if the loop has written its weights itself and no optimizer has stepped. A loss then belongs to no
+        single step."""
         return self._writes_itself and not self.optimizers.have_stepped
 
     @property
     def has_other_loops(self) -> bool:
-        """Threads that are alive, and not this one, have trained: they are not to find their models altered."""
+        """True if another live thread has trained, so that replays must not alter its model."""
         others = self._loop.trained - {threading.get_ident()}
         return any(thread.ident in others for thread in threading.enumerate())
 
@@ -182,10 +180,10 @@ class Watch:
         return self.optimizers.groups
 
     def learn(self) -> None:
-        """Watches the optimizers that were made since, with the models that they train."""
+        """Watch the optimizers made since the last call, with the models that they train."""
         if self.optimizers.are_learnt:
             return
-        with self._learning:  # another thread's optimizer may be the one that is learnt, and is to be known then
+        with self._learning:  # another thread may be adding its optimizer, which must be known afterwards
             for optimizer in self.optimizers.learn():
                 self.calls.add_optimizer(optimizer)
                 self.log.look_at_model()
@@ -199,12 +197,12 @@ class Watch:
 
     @property
     def misuses(self) -> tuple[Misuse, ...]:
-        """The calls that stood in the wrong place so far; none where loops in several threads mix theirs."""
+        """The calls in the wrong place so far; empty if loops in several threads mix their calls."""
         return self.calls.misuses if len(self._loop.trained) < 2 else ()
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the steps leave out, and whether they say anything of half precision."""
+        """Remarks on what the steps and the ledger leave out."""
         notes = [*self.log.notes, *self.ledger.notes, *[UNSEEN] * self.has_unseen_steps]
         if len(self._loop.trained) > 1:
             notes.append(SEVERAL)
@@ -214,20 +212,20 @@ class Watch:
 
     @property
     def is_in_fp32(self) -> bool:
-        """Nothing that was looked at was lowered: autocast and scaler may be off, or have no effect here."""
+        """True if nothing examined ran in half precision: autocast and scaler may be off, or have no effect here."""
         scaled_on = set(self.calls.scalers.values())
-        # Beside a GPU a scaler for it is on, though the weights are on the CPU.
+        # On a machine with a GPU a CUDA scaler is enabled, even if the weights are on the CPU.
         is_scaled = self.optimizers.device.type in scaled_on or (is_emulating() and "cuda" in scaled_on)
         return self.calls.graphs > 0 and not self.calls.lowered and not is_scaled
 
     def record(self) -> Record:
-        """What was seen so far as a record, not yet diagnosed; also after the loop has ended or raised."""
+        """Return a record of the loop so far, not yet diagnosed; also after the loop has ended or raised."""
         device, in_fp32 = self.optimizers.device, self.is_in_fp32
         emulated = is_emulating() and device.type == "cpu"
         policy = "none" if in_fp32 else "cuda" if device.type == "cuda" or emulated else "native"
         seen = self.contract.seen
         scalers = self.calls.scalers.values()
-        may_be_on = emulated or torch.cuda.is_available()  # else torch turns off what was asked for
+        may_be_on = emulated or torch.cuda.is_available()  # else torch disables the requested scaler
         seen["asked"] |= {"GradScaler": "on"} if any(scalers) or (scalers and not may_be_on) else {}
         return Record(
             command="watch",
@@ -250,21 +248,21 @@ class Watch:
 
     @property
     def failure(self) -> str:
-        """From which step on nothing was noted as the watcher itself has failed, in a sentence; "" where it has not."""
+        """A sentence with the step from which nothing was recorded because the watcher failed; "" without a failure."""
         return UNWATCHED.format(self.log.closed(), self.guard.failure) if self.guard.failure else ""
 
     def check(self) -> None:
-        """For a loop of ampdbg's own: raises AmpdbgError where it was not watched to its end, which is no result."""
+        """Raise AmpdbgError if one of ampdbg's own loops was not watched to its end, which invalidates the result."""
         if self.guard.failure:
             raise AmpdbgError(self.failure)
 
     @property
     def is_paused(self) -> bool:
-        """Nothing is noted of this thread now."""
+        """True if nothing is recorded of this thread now."""
         return is_unwatched() or bool(self.guard.failure)
 
     def paused(self) -> AbstractContextManager[None]:
-        """While this is entered nothing is noted of this thread: for what is no part of the loop, such as a replay."""
+        """Pause recording in this thread for work outside the loop, such as a replay."""
         return unwatched()
 
     def _scale(self, original: Original, scaler: GradScaler, outputs: Any) -> Any:
@@ -292,7 +290,7 @@ class Watch:
             return self._calling("step", original, scaler, optimizer, *args, **kwargs)
         step = self.turn_of(stepping)
         step.scaler, step.number = scaler, self.calls.number_of(scaler)
-        in_kernel = bool(getattr(optimizer, "_step_supports_amp_scaling", False))  # a fused one unscales in its own
+        in_kernel = bool(getattr(optimizer, "_step_supports_amp_scaling", False))  # a fused kernel unscales itself
         divisor = step.loss_scale() if in_kernel else 1.0
         if in_kernel:
             self._measures.before_kernel(stepping, divisor)
@@ -327,7 +325,7 @@ class Watch:
         return original(scaler)
 
     def _calling(self, kind: CallKind, original: Original, scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
-        """Notes what the scaler refuses; what it says inside ``step`` is noted once."""
+        """Record an error that the scaler raises; an error inside ``step`` is recorded once."""
         try:
             return original(scaler, *args, **kwargs)
         except Exception as error:
@@ -336,8 +334,8 @@ class Watch:
             raise
 
     def _backward(self, original: Original, roots: Any, *args: Any, **kwargs: Any) -> Any:
-        """torch.autograd's one way into the engine: (roots, gradients, retain_graph, create_graph, inputs, ...)."""
-        if is_going_backward() or are_meta(roots):  # inside the engine, or without numbers
+        """Watch autograd's only way into the engine: (roots, gradients, retain_graph, create_graph, inputs, ...)."""
+        if is_going_backward() or are_meta(roots):  # inside the engine, or without values
             return original(roots, *args, **kwargs)
         self.learn()
         self._loop.trained.add(threading.get_ident())
@@ -353,7 +351,7 @@ class Watch:
         self._gets_losses(losses, scaler)
         if self._scales_by_hand and not scaled:
             self._loop.now.factor = last_factor(roots)
-        if len(self._loop.trained) > 1:  # others may write the gradients that would be compared
+        if len(self._loop.trained) > 1:  # further threads may write the gradients that would be compared
             self._loop.open.clear()
             return original(roots, *args, **kwargs)
         result = self.calls.backward(scaler, original, roots, *args, **kwargs)
@@ -361,7 +359,7 @@ class Watch:
         return result
 
     def _went_backward(self, losses: list[Scalar]) -> None:
-        passes = self.ledger.passes  # looked at behind the first, the second, the fourth ... while there is no step
+        passes = self.ledger.passes  # checked after passes 1, 2, 4, ... until a step
         if not self.optimizers.have_stepped and passes & (passes - 1) == 0:
             self._writes_itself = self._writes_itself or self.optimizers.have_other_weights
         if passes < FEW_PASSES and not self.calls.wrote[0]:
@@ -376,11 +374,11 @@ class Watch:
             self._give_up(step)
         self.went_backward(wrote, cleared)
         for optimizer in self.optimizers if self._loop.now.running else ():
-            if id(optimizer) == self._loop.now.running:  # it runs its closure, and is to write the weights
+            if id(optimizer) == self._loop.now.running:  # its closure has run, and it writes the weights next
                 self._look_before_a_step(optimizer, self._loop.now)
 
     def _look_for_copies(self) -> None:
-        """A backward pass has written no optimizer's gradients: one may step copies of the weights that it was for."""
+        """Find optimizers that step copies of the weights of a backward pass that wrote no optimizer's gradients."""
         every = (one for module in alive_in_process(torch.nn.Module) for one in module.parameters(recurse=False))
         owners = outermost_owners({id(one) for one in every if one.grad is not None}) if len(self.optimizers) else ()
         weights = {id(one): one for owner in owners for one in owner.parameters() if one.requires_grad}
@@ -388,13 +386,13 @@ class Watch:
             self.calls.add_originals(optimizer, weights.values())
 
     def _give_up(self, step: OpenStep) -> None:
-        """All gradients of a step were cleared before it could be taken."""
+        """End a step without an update: all its gradients were cleared before any optimizer stepped."""
         step.read_losses_aside()
         is_sound = self.has_unseen_steps or (step.is_known_finite() and step.has_left_finite())
-        # A loop that clears the gradients of sound losses gives none up: its pass is for something else, as SAM's.
+        # A loop that clears the gradients of finite losses abandons no step: the pass has another purpose, as in SAM.
         self._clears_sound |= is_sound and step.mark is None and self.optimizers.have_stepped
         step.skipped = not (is_sound or self._clears_sound)
-        if step.skipped:  # else its losses were those of no step
+        if step.skipped:  # else the losses belong to no step
             if not step.is_known_finite():
                 after, self._loop.now = self._loop.now, step
                 try:
@@ -404,7 +402,7 @@ class Watch:
             self._end(step)
 
     def _clip(self, original: Original, *args: Any, **kwargs: Any) -> Any:
-        """``clip_grad_norm_(parameters, max_norm, ...)`` or ``clip_grad_value_(parameters, clip_value, ...)``."""
+        """Watch ``clip_grad_norm_(parameters, max_norm, ...)`` or ``clip_grad_value_(parameters, clip_value, ...)``."""
         names = ("parameters", "clip_value" if "clip_value" in kwargs else "max_norm")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         if not all(name in given for name in names):
@@ -423,35 +421,35 @@ class Watch:
     def _before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         self._loop.fired.add(id(optimizer))
         if has_closure:
-            self.learn()  # the loop's first backward pass is that of the closure, inside this step
+            self.learn()  # the loop's first backward pass runs in the closure, inside this step
         if optimizer not in self.optimizers:
             return
         if not self._loop.is_inside("step"):
             self._before_bare_step(optimizer, has_closure)
         elif self._measures.steps_on_lost(optimizer):
-            # A loss that is lost may have finite gradients, as the mean over no target has: no scaler withholds it.
+            # A non-finite loss may have finite gradients, as the mean over no target has. No scaler withholds its step.
             self.lost(optimizer)
-        if not has_closure:  # which makes the gradients
+        if not has_closure:  # the closure makes the gradients
             self.ledger.before(optimizer)
 
     def _inside_a_step(self, optimizer: Optimizer) -> None:
-        """Before or behind a step that is part of another one."""
+        """Handle the hooks before and after a step that is part of an outer step."""
         self._loop.fired.add(id(optimizer))
         self.contract.inside(optimizer)
 
     def _before_bare_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         step = self.turn_of(optimizer)
-        if step.stepped and (has_closure or id(optimizer) in step.bare):  # a closure makes losses of its own
+        if step.stepped and (has_closure or id(optimizer) in step.bare):  # a closure computes its own losses
             self._close()
             step = self.turn_of(optimizer)
         rewritten = self.calls.rewritten()
-        if not has_closure:  # which makes the gradients
+        if not has_closure:  # the closure makes the gradients
             self._look_before_a_step(optimizer, step)
         bad = self.calls.is_unscaled(optimizer) and not self._measures.are_finite(optimizer)
         step.begin_bare(id(optimizer), skipped=bad, rewritten=rewritten)
 
     def _look_before_a_step(self, optimizer: Optimizer, step: OpenStep) -> None:
-        """Looks at losses and gradients before an optimizer writes the weights by itself. On a GPU this syncs once."""
+        """Examine losses and gradients before an optimizer steps without a scaler. On a GPU this syncs once."""
         is_scaled = step.scaler is not None and self.calls.scaler_of(optimizer) is not None
         self._measures.take(optimizer, step.loss_scale() if is_scaled else 1.0, may_change=False)
         self._measures.read(optimizer)
@@ -482,8 +480,8 @@ class Watch:
             self._close()
 
     def turn_of(self, optimizer: Optimizer) -> OpenStep:
-        """The step of an optimizer of the loop that is about to step, which ends one that another has stepped in. It
-        belongs to the first that steps in it."""
+        """Return the open step of an optimizer that is about to step. End a different step that was already taken. The
+        step gets the number of its first optimizer."""
         step = self._loop.step_of(self.calls.place_of(optimizer))
         if self._loop.now.stepped and step is not self._loop.now:
             self._close()
@@ -492,7 +490,7 @@ class Watch:
         return step
 
     def _gets_losses(self, losses: list[Scalar], scaler: GradScaler | None) -> None:
-        """New losses end the step that the last ones made."""
+        """Add new losses, which end a step that was already taken."""
         self._loop.forget_early()
         if self._loop.now.stepped:
             self._close()
@@ -501,7 +499,6 @@ class Watch:
             self._loop.now.scaler, self._loop.now.number = scaler, self.calls.number_of(scaler)
 
     def _close(self) -> None:
-        """Ends the step that is under way."""
         self._end(self._loop.close())
 
     def _end(self, step: OpenStep) -> None:
@@ -509,9 +506,8 @@ class Watch:
         self.ended(step.skipped or not step.is_known_finite())
 
     def fails_open(self, *, is_cut: bool) -> Literal["loss", "gradients"] | None:
-        """What is not finite of the step under way, whose losses have gone backward and which nobody has stepped; None
-        of any other. Its gradients count where it ``is_cut`` by the end of the script, and it as withheld then. On a
-        GPU this syncs."""
+        """Return what is non-finite after a backward pass if no optimizer has stepped yet, else None. Gradients count
+        only if the script's end cuts the step (``is_cut``), and mark it as skipped. On a GPU this syncs."""
         step = self._loop.now
         if step.stepped or not step.scaled:
             return None
@@ -532,7 +528,7 @@ class Watch:
         self.ledger.pause()
         if not self.guard.failure:
             step = self._loop.now
-            # A loop that looks at its loss or its gradients by itself.
+            # A loop without a scaler may check its loss or its gradients itself.
             is_sound = step.has_finite_loss() and step.has_left_finite()
             step.skipped |= not (step.stepped or self.has_unseen_steps or is_sound)
             if step.skipped or (step.bare and step.stepped):
@@ -545,12 +541,12 @@ def watch(
     optimizers: Optimizer | Sequence[Optimizer],
     on_step: Callable[[Step], None] | None = None,
 ) -> Watch:
-    """Watches any training loop over these optimizers, as :func:`ampdbg.watch` without captures.
+    """Watch any training loop over these optimizers, as :func:`ampdbg.watch` does, without captures.
 
-    ``stop()`` may go unsaid where nobody holds the watch any more.
+    The watch also stops without ``stop()`` when it is freed.
 
     Raises:
-        TypeError: these are no model and no optimizers.
+        TypeError: The arguments are not a model and optimizers.
     """
     several = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
     allowed = "watch(model, optimizer) or watch(model, [optimizer, ...])"
@@ -563,7 +559,7 @@ def watch(
 
 
 def _around(alive: weakref.ref[Watch], seam: Seam, original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Runs a function of torch's that the loop has called; a watch that is still alive notes the call."""
+    """Run a torch function that the loop has called; a watch that is still alive records the call."""
     watch = alive()
     if watch is None or seam not in _AROUND:
         return original(*args, **kwargs)
@@ -579,8 +575,8 @@ def _around(alive: weakref.ref[Watch], seam: Seam, original: Original, *args: An
 
 
 def _hooked(alive: weakref.ref[Watch], note: Original, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    """Stands before or behind every step of an optimizer. Returns what the step is given, where a closure of it is to
-    be followed by what comes before a step: it makes the gradients."""
+    """Handle the hook before or after every step of an optimizer. Before a step with a closure, return arguments with a
+    wrapped closure. The ledger runs after the closure, which makes the gradients."""
     watch = alive()
     if watch is None or watch.is_paused or only_follows():
         return None
@@ -596,7 +592,7 @@ def _hooked(alive: weakref.ref[Watch], note: Original, optimizer: Optimizer, arg
 
 
 def _followed(alive: weakref.ref[Watch], optimizer: Optimizer, closure: Any) -> Any:
-    """A closure behind which the gradients of a step are there; anything else as it is."""
+    """Return a closure that calls the ledger once the gradients exist; return anything else unchanged."""
     if not callable(closure) or closure is optimizer:
         return closure
 
@@ -611,7 +607,7 @@ def _followed(alive: weakref.ref[Watch], optimizer: Optimizer, closure: Any) -> 
 
 
 _OF_ENABLED = ("step", "update", "get_scale")
-"""Of a scaler that is off these do nothing by themselves: its loop is one without a scaler."""
+"""These methods do nothing in a disabled scaler, so its loop counts as a loop without a scaler."""
 
 _AROUND: Mapping[Seam, Original] = {
     "scale": Watch._scale,
