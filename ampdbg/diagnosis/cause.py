@@ -47,7 +47,7 @@ KEPT_SIZE = 1.05
 """Weights that have grown by less have not changed much in a few steps."""
 
 LEAPS = 100.0
-"""An FP32 loss this many times all earlier ones has left them for good, if further steps do not bring it back."""
+"""An FP32 loss this many times all earlier ones has left them for good. Further steps do not bring it back."""
 
 ITSELF = -1
 """The root of a finding that no other finding explains, whatever was found before."""
@@ -139,10 +139,8 @@ class Evidence(Evident):
 
     @cached_property
     def begins_in_fp32(self) -> Producer | None:
-        """The op where FP32 fails. An op that makes NaN from finite numbers is preferred, because inf may be intended.
-
-        If gradients fail, an op of either pass whose inf or NaN reaches them comes first.
-        """
+        """The op where FP32 fails. An op that makes NaN from finite numbers is preferred, because inf may be
+        intended. If gradients fail, an op of either pass whose inf or NaN reaches them comes first."""
         made = () if self.is_fp32_finite else self.made.reference.producers
         phase = "forward" if self.is_of_loss else "backward"
 
@@ -232,11 +230,8 @@ class Evidence(Evident):
 
     @cached_property
     def outlier(self) -> str | None:
-        """The batch leaf with the largest value, if half cannot hold it and FP32's loss is far above all before; else
-        None.
-
-        A dropout or a product of such a value overflows, although it is not the cast of the batch.
-        """
+        """The batch leaf with the largest value, if half cannot hold it and FP32's loss is far above all before;
+        else None. A dropout or a product of such a value overflows, although it is not the cast of the batch."""
         largest = self.made.batch_largest
         beyond = {name: value for name, value in largest.items() if value >= FLOAT16.overflow_threshold}
         is_apart = self.in_fp32 > LEAPT * self.largest_before and not self.is_thrown
@@ -249,10 +244,8 @@ class Evidence(Evident):
 
     @property
     def is_rewritten(self) -> bool:
-        """True if the script wrote a value beyond FP16 into a buffer right before the step.
-
-        In addition, FP32's loss must be many times all before, or not finite.
-        """
+        """True if the script wrote a value beyond FP16 into a buffer right before the step. In addition, FP32's loss
+        must be many times all before, or not finite."""
         is_known = bool(self.made.rewritten and self.losses)
         return is_known and not self.in_fp32 <= LEAPT * self.largest_before and not self.is_thrown
 
@@ -322,10 +315,8 @@ class Evidence(Evident):
 
     @cached_property
     def diverges(self) -> bool:
-        """True if FP32 losses climb by themselves from this step on.
-
-        If FP32 is not even finite here, True if the earlier losses had risen.
-        """
+        """True if FP32 losses climb by themselves from this step on. If FP32 is not even finite here, True if the
+        earlier losses had risen."""
         climbs = climbs_on(self.losses, self.made.continuation)
         return self.is_answered and (climbs or (not self.is_fp32_finite and rose(self.losses, are_of_batches=True)))
 
@@ -372,7 +363,7 @@ class Evidence(Evident):
     def climb(self) -> str:
         """How the run diverges from this step on, in words."""
         climb = self.made.continuation
-        if climb and all(step.skipped for step in self.before):  # with the same weights, other losses come from other batches
+        if climb and all(step.skipped for step in self.before):  # same weights: other losses are of other batches
             return f"the loss is {number(climb[0])}, and steps in FP32 on the same batch lead to {number(climb[-1])}"
         reached = max(finite((self.losses[-1], self.made.reference.loss)))
         rose_from = f"the loss rose from {number(min(self.losses))} to {number(reached)}"
@@ -438,10 +429,8 @@ class Evidence(Evident):
 
     @cached_property
     def cause(self) -> Finding:
-        """The finding of the first row that holds, dated to the first step with the same failure.
-
-        A bad batch belongs to its own step. A divergence begins at the step whose replays show it.
-        """
+        """The finding of the first row that holds, dated to the first step with the same failure. A bad batch
+        belongs to its own step. A divergence begins at the step whose replays show it."""
         found = first(CAUSES, self).finding(self)
         is_apart = found.phase not in OVERFLOWS or found.code == DIVERGENCE or found.step != self.made.step
         if is_apart or self.began == found.step:
@@ -454,7 +443,7 @@ class Evidence(Evident):
     def began(self) -> int:
         """The first of consecutive steps that were withheld and fail like this one, on the same weights.
 
-        It is this step if the replay of one of them failed at another op, for example while a loss scale settles. The
+        It is this step if one of them was replayed and fails at another op, for example while a loss scale settles. The
         place of the steps in between is then unknown. In a run of a config, every lost loss has its own replay.
         """
         is_of_loss, number = self.made.why == "loss", self.made.step
@@ -483,7 +472,7 @@ def scale_floor(steps: Sequence[Step]) -> float | None:
 
 
 def _of_op(code: str, when: str, holds: Callable[[Suspect], bool], message: str) -> Decision[Evidence]:
-    """Return a row for a step that is finite in FP32 and not in half, about the op that explains it."""
+    """Return a row about the op that explains a step. The step is finite in FP32 and not in half."""
     return Decision(code, when, lambda it: it.suspect is not None and holds(it.suspect), message + LOWER + LEAP)
 
 
@@ -736,9 +725,9 @@ def nonfinite_loss(record: Record) -> Iterator[Finding]:
     """Yield the findings for losses of inf or NaN, and for bad gradients that reached the weights.
 
     Calibration explains neither. Replays decide the cause, and without them the code is ``unknown``. Steps that bad
-    weights or a bad batch explain are omitted. If there are several optimizers, the first one counts, since NaN spreads
-    from one to the others. Another one counts if the step right before its failure had a finite loss, so that no NaN
-    came from there.
+    weights or a bad batch explain are omitted. The first optimizer with such a step counts, since NaN spreads to the
+    others. Another optimizer counts if the step right before its failure had a finite loss, so that no NaN came from
+    there.
     """
     each = [finding for timeline in record.timelines for finding in Lost(timeline, record).findings()]
     sound = {step.step for step in record.steps if math.isfinite(step.loss)}
@@ -852,10 +841,10 @@ class Lost(Evident):
                 yield Evidence(made, self.run)
 
     def _is_of_scale(self, step: Step) -> bool:
-        """True if the loss is computed from scaled gradients, and was lost because the loss scale was too high for it.
+        """True if the loss is computed from scaled gradients, and the loss scale was too high for it.
 
-        This holds if all taken steps had a lower scale and one of them came later. It also holds if a replay for
-        gradients shows such a step.
+        This holds if all taken steps had a lower scale, and one of them came later. It also holds if a failing step was
+        replayed for its gradients.
         """
         taken = [other for other in self.run.steps if not other.skipped]
         is_first_descent = bool(taken) and taken[-1].step > step.step and all(one.scale < step.scale for one in taken)
@@ -864,10 +853,8 @@ class Lost(Evident):
         return self.run.scales_gradients and step.skipped and (is_first_descent or is_shown)
 
     def _is_of_a_batch(self, first_lost: Step) -> bool:
-        """True if the batch of this step, or of an earlier or adjacent failing step, explains the failure.
-
-        In a script, a batch is known only if its step was replayed.
-        """
+        """True if the batch of this step, or of an earlier or adjacent failing step, explains the failure. In a
+        script, a batch is known only if its step was replayed."""
         bad = {step.step for step in self.whole.steps if not math.isfinite(step.loss)}
         last = next(number for number in count(first_lost.step) if number + 1 not in bad)
         return any(blamed_in_batch(step, self.whole) for step in self.whole.steps if step.step <= last)

@@ -85,10 +85,8 @@ class Comparison:
 
     @cached_property
     def windows(self) -> tuple[Change[str, Window], ...]:
-        """The usable loss scales of the whole model, named "", and of each common module; largest loss first.
-
-        The loss is the number of bits by which one end moved inward. The gain is that by which one moved outward.
-        """
+        """The usable loss scales of the whole model, named "", and of each common module; largest loss first. The
+        loss is the number of bits by which one end moved inward. The gain is that by which one moved outward."""
         if not self.has_ranges:
             return ()
         then, now = ({one.module: one for one in module_windows(record.sites)} for record in (self.then, self.now))

@@ -34,10 +34,8 @@ class Evident:
 
 
 def fact(subject: Any, name: str) -> Any:
-    """Return the fact with a dotted name; for a list, the fact of each item.
-
-    Return None if an object on the way is None, such as a missing replay.
-    """
+    """Return the fact with a dotted name; for a list, the fact of each item. Return None if an object on the way is
+    None, such as a missing replay."""
     for part in name.split("."):
         if isinstance(subject, list):
             subject = [getattr(one, part) for one in subject]

@@ -1,7 +1,5 @@
-"""Compute the findings and the verdict of a record, family by family. The first fault is the root cause.
-
-One exception: replays can show why a forward pass fails. They come before misuses that cannot be the cause.
-"""
+"""Compute the findings and the verdict of a record, family by family. The first fault is the root cause. One
+exception: replays can show why a forward pass fails. They come before misuses that cannot be the cause."""
 
 from __future__ import annotations
 

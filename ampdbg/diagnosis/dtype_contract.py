@@ -38,10 +38,8 @@ ROUTERS = ("expert", "e")
 class ContractOfRun(Evident):
     """The requested precision, and what happened.
 
-    Attributes:
-        is_in_fp32: no examined op ran in half.
-        half, mixed, full: requests for half ops, for half ops on float32 weights, and for FP32.
-        dtype, kinds: the half dtype and the kinds of weights that train in half without any masters.
+    ``half``, ``mixed`` and ``full`` are requests for half ops, for half ops on float32 weights, and for FP32. If
+    ``is_in_fp32``, no examined op ran in half. Weights of these ``kinds`` train in half ``dtype`` without any masters.
     """
 
     is_in_fp32: bool
@@ -57,13 +55,11 @@ class ContractOfRun(Evident):
 
 @dataclass(frozen=True)
 class CastTogether(Evident):
-    """Buffers of one ``kind`` that were float32 and were cast to half ``dtype`` with their model.
+    """Buffers of one ``kind`` (the first part of their names) that were cast from float32 to half with their model.
 
-    Attributes:
-        kind: the first part of the buffers' names.
-        reach, radians: a position, and the error there if the buffers are frequencies of angles.
-        short: relative distance at which a running average stops. Its step there is half a unit in the last place.
-        is_written: the loop has written into the buffers since the cast.
+    If they are frequencies of angles, the angle at position ``reach`` is wrong by ``radians``. A running average stops
+    at the relative distance ``short``, where its step is half a unit in the last place. ``is_written``: the loop has
+    written into the buffers since.
     """
 
     kind: str

@@ -144,11 +144,8 @@ class HiddenFault(Evidence):
 
     @property
     def repair(self) -> str:
-        """The advice for raising the loss scale.
-
-        A dynamic scale either started low or is held down. It is held down if steps were skipped at the next larger
-        scale, because other gradients overflow there.
-        """
+        """The advice for raising the loss scale. A dynamic scale either started low or is held down. It is held down
+        if steps were skipped at the next larger scale, because other gradients overflow there."""
         scaled = [step for step in self.run.steps if step.scaler]
         if has_static_scale(self.run.config) or not scaled:
             return OF_FP16_WEIGHTS if FLOAT16.name in self.run.half_weights else CODES[UNDERFLOW].remedy
@@ -278,18 +275,14 @@ HIDDEN: tuple[Decision[HiddenFault], ...] = (
 
 
 def hidden_faults(record: Record) -> Iterator[HiddenFault]:
-    """Yield the replayed steps that looked healthy.
-
-    Steps after a learning rate has made the weights far too large are omitted. Half precision is not at fault there.
-    """
+    """Yield the replayed steps that looked healthy. Steps after a learning rate has made the weights far too large
+    are omitted. Half precision is not at fault there."""
     made = (hidden_fault(one, run) for run in record.timelines for one in run.investigations)
     return (one for one in made if one is not None and not one.is_thrown)
 
 
 def hidden_fault(made: Investigation, run: Record) -> HiddenFault | None:
-    """Return the facts about a healthy step from the record of its optimizer alone; None if it is not comparable.
-
-    It is not comparable if a replay is not finite or does not reproduce the step's own loss.
-    """
+    """Return the facts about a healthy step from the record of its optimizer alone; None if it is not comparable. It
+    is not comparable if a replay is not finite or does not reproduce the step's own loss."""
     is_sound = made.why == "end" and is_finite(made.low) and is_same_run(made)
     return HiddenFault(made, run) if is_sound and is_finite(made.fp32) else None

@@ -34,10 +34,8 @@ RESOLUTION = 1e-6
 
 
 def losses_of(steps: Iterable[Step]) -> list[float]:
-    """Return the finite losses of the steps, scaled to the number of passes of the last step.
-
-    A loss of exactly 0 is omitted, such as that of a discriminator before its training begins.
-    """
+    """Return the finite losses of the steps, scaled to the number of passes of the last step. A loss of exactly 0 is
+    omitted, such as that of a discriminator before its training begins."""
     known = [step for step in steps if step.loss]
     return finite([step.loss / step.passes * known[-1].passes for step in known])
 
@@ -109,10 +107,8 @@ def climbs_on(before: Sequence[float], continuation: Sequence[float]) -> bool:
 
 
 def risen(losses: Sequence[float]) -> str:
-    """Return a note if the losses stay far above the magnitude of all earlier ones; else "".
-
-    It is only a note, because some losses are meant to grow.
-    """
+    """Return a note if the losses stay far above the magnitude of all earlier ones; else "". It is only a note,
+    because some losses are meant to grow."""
     known = finite(losses)
     highest, after = list(accumulate(map(abs, known), max)), _lowest_after(known)
     starts = range(1 if leapt(known) else 2, len(known) - 1)

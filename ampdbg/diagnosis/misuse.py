@@ -52,10 +52,8 @@ def _findings(record: Record) -> Iterator[Finding]:
 
 
 def _severity(found: Misuse, code: Code, record: Record) -> Severity:
-    """Return ``error`` if torch raised an error, which ends the run.
-
-    Return ``info`` for rare misuses, and for an autocast region that a library opens.
-    """
+    """Return ``error`` if torch raised an error, which ends the run. Return ``info`` for rare misuses, and for an
+    autocast region that a library opens."""
     if found.raised:
         return "error"
     few = found.count < code.harmless_share * record.steps_run or _settles_the_scale(found, record)

@@ -1,7 +1,5 @@
-"""The op that fails in FP16 and not in FP32, the finding code for its numbers, and its place.
-
-A producer is an op where inf or NaN starts. A suspect is a producer that may explain a failing step.
-"""
+"""The op that fails in FP16 and not in FP32, the finding code for its numbers, and its place. A producer is an op
+where inf or NaN starts. A suspect is a producer that may explain a failing step."""
 
 from __future__ import annotations
 
@@ -76,10 +74,8 @@ class Suspect:
 
     @property
     def overflows_in_half_alone(self) -> bool:
-        """True for inf in the backward pass that a lower loss scale removes, whatever FP32 shows.
-
-        The half forward pass may be far from FP32's, and its gradients larger.
-        """
+        """True for inf in the backward pass that a lower loss scale removes, whatever FP32 shows. The half forward
+        pass may be far from FP32's, and its gradients larger."""
         made = self.producer
         is_inf_alone = made.inf > 0 and not (made.nan or made.divides_by_zero)
         return made.phase == "backward" and is_inf_alone and survivor(self.made) is not None
@@ -100,10 +96,8 @@ class Suspect:
 
     @property
     def is_constant(self) -> bool:
-        """True if the op overflows on a constant of the code, or on a sum with one. An example is a mask.
-
-        A gradient does not count: the gradient of a loss is the loss scale itself.
-        """
+        """True if the op overflows on a constant of the code, or on a sum with one. An example is a mask. A gradient
+        does not count: the gradient of a loss is the loss scale itself."""
         return self.producer.is_constant and self.producer.phase == "forward"
 
     @property
@@ -194,18 +188,14 @@ class Suspect:
 
 
 def suspects(made: Investigation) -> list[Suspect]:
-    """Return the ops that fail in FP16, ops that explain a NaN loss first.
-
-    Failures that FP32 shows too are intended. An op is excluded if no gradient depends on its inf or NaN.
-    """
+    """Return the ops that fail in FP16, ops that explain a NaN loss first. Failures that FP32 shows too are
+    intended. An op is excluded if no gradient depends on its inf or NaN."""
     return [suspect for suspect in _unlike_fp32(made) if not suspect.producer.is_erased]
 
 
 def overflow_in(made: Investigation, *, erased: bool = False) -> Suspect | None:
-    """Return the first op whose FP32 value exceeds its format, or the first ``erased`` one.
-
-    An erased overflow changes no gradient. Constants, such as masks, are intended and excluded.
-    """
+    """Return the first op whose FP32 value exceeds its format, or the first ``erased`` one. An erased overflow
+    changes no gradient. Constants, such as masks, are intended and excluded."""
     known = (one for one in _unlike_fp32(made) if one.producer.is_erased is erased)
     return next((one for one in known if one.overflows and not one.is_constant), None)
 
@@ -216,10 +206,8 @@ def _unlike_fp32(made: Investigation) -> list[Suspect]:
 
 
 def blamed_replay(made: Investigation) -> Replay:
-    """Return the replay whose producers explain the step: the one at the step's own loss scale.
-
-    If no lower scale is finite either, return the one at the lowest scale. Other overflows may be absent there.
-    """
+    """Return the replay whose producers explain the step: the one at the step's own loss scale. If no lower scale is
+    finite either, return the one at the lowest scale. Other overflows may be absent there."""
     lower = (replay for replay in made.at_lower if replay.producers)
     return made.low if survivor(made) else next(lower, made.low)
 

@@ -59,9 +59,7 @@ def module_windows(sites: Iterable[Site]) -> Iterator[Window]:
 
 def window(sites: Iterable[Site], module: str = "") -> Window:
     """Return the scales at which all ``sites`` keep their gradients. The default is the window of the whole model.
-
-    Gradients that are only rounding error can be lost without harm, and set no floor.
-    """
+    Gradients that are only rounding error can be lost without harm, and set no floor."""
     sites = tuple(sites)
     lowest = min((site for site in sites if math.isfinite(_ceiling(site))), key=_ceiling, default=None)
     losing = (site for site in sites if _floor(site) > 0.0 and not site.is_noise)
@@ -102,11 +100,8 @@ def in_half(record: Record) -> tuple[Site, ...]:
 
 
 def scale_to_try(sites: Iterable[Site]) -> float:
-    """Return a loss scale of at least 1 in the window of all sites.
-
-    An FP16 run should be finite there, unless an op overflows at any scale. The window's end may be one rounding too
-    high.
-    """
+    """Return a loss scale of at least 1 in the window of all sites. An FP16 run should be finite there, unless an op
+    overflows at any scale. The window's end may be one rounding too high."""
     whole = window(sites)
     highest = min(whole.ceiling / 2.0, FIRST_SCALE)
     return max(1.0, highest, whole.floor if whole.is_open else 0.0)
@@ -118,10 +113,8 @@ def check_in(record: Record, dtype: str) -> Replay | None:
 
 
 def refuted_by(record: Record) -> Replay | None:
-    """Return the check in bfloat16, or else FP16, that shows that the measured step is not finite; else None.
-
-    FP16 gradients count only if the window extends beyond the scale of the check.
-    """
+    """Return the check in bfloat16, or else FP16, that shows that the measured step is not finite; else None. FP16
+    gradients count only if the window extends beyond the scale of the check."""
     wide, half = check_in(record, "bfloat16"), check_in(record, "float16")
     if wide is not None and not is_finite(wide):
         return wide

@@ -1,7 +1,5 @@
-"""The remedies of findings: for an op and its source line, and remedies other than pins.
-
-A source line shows whether the code scales a product only after the product, and whether it takes a sum.
-"""
+"""The remedies of findings: for an op and its source line, and remedies other than pins. A source line shows whether
+the code scales a product only after the product, and whether it takes a sum."""
 
 from __future__ import annotations
 
@@ -38,11 +36,8 @@ DIVISORS = DIVISIONS | {"rsqrt"}
 
 
 class Applied(NamedTuple):
-    """An op on a source line, by the name of its function.
-
-    ``tensor`` is the object of the method or the left operand, and ``operand`` the last operand. A single operand is
-    both.
-    """
+    """An op on a source line, by the name of its function. ``tensor`` is the object of the method or the left
+    operand, and ``operand`` the last operand. A single operand is both."""
 
     name: str
     tensor: ast.AST
@@ -75,10 +70,8 @@ def remedy_of(code: str, at: Producer | None) -> str:
 
 
 def other_remedies(record: Record) -> tuple[str, ...]:
-    """Return the remedies other than pins, one line each, with their places.
-
-    A label marks remedies that change what the model computes. A finding that another one explains has no own remedy.
-    """
+    """Return the remedies other than pins, one line each, with their places. A label marks remedies that change what
+    the model computes. A finding that another one explains has no own remedy."""
     lines: dict[str, None] = {}
     for finding in record.faults:
         code = catalogued(finding.code)
@@ -122,10 +115,8 @@ def formula_of(at: Producer) -> frozenset[str] | None:
 
 
 def scales_after_its_product(line: str) -> bool:
-    """True if the line scales the result of a product: ``(q @ k) * s``, ``torch.bmm(q, k).div(d)``.
-
-    An incomplete statement is False, and so is a scaling on another line.
-    """
+    """True if the line scales the result of a product: ``(q @ k) * s``, ``torch.bmm(q, k).div(d)``. An incomplete
+    statement is False, and so is a scaling on another line."""
     scaled = (part for one in _ops(line) for part in one.scaled)
     return any(inner.name in MATRIX_PRODUCTS for part in scaled for inner in _applied(part))
 
@@ -137,9 +128,7 @@ def takes_a_sum(line: str) -> bool:
 
 def _are_from_one(at: Producer) -> list[bool]:
     """Return, for each possible divisor or logarithm argument, whether it is a difference from 1, as in ``1 - p``.
-
-    If the line has several, the op may belong to any of them. The derivative of a logarithm is a quotient.
-    """
+    If the line has several, the op may belong to any of them. The derivative of a logarithm is a quotient."""
     kinds = {"backward": LOGARITHMS | DIVISORS}.get(
         at.phase, LOGARITHMS if base_name(at.op) in LOGARITHMS else DIVISORS
     )

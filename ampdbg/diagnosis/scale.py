@@ -122,10 +122,8 @@ class ScaleCourse:
 
     @cached_property
     def settled_at(self) -> float | None:
-        """The last scale of a taken step without a later skip at that scale or below, or None.
-
-        Steps with only zero gradients are ignored, because they would be taken at any scale.
-        """
+        """The last scale of a taken step without a later skip at that scale or below, or None. Steps with only zero
+        gradients are ignored, because they would be taken at any scale."""
         skipped_at = math.inf
         for step in reversed(self.steps if self.skips_at_the_end <= 1 else ()):
             if step.skipped:
@@ -203,10 +201,8 @@ that settles. No lower scale cures ``faulty`` steps.
 
 @dataclass(frozen=True, eq=False)
 class Scaling(Evident, ScaleCourse):
-    """The facts about the loss scale of one optimizer.
-
-    ``run`` is the record of the optimizer alone, and ``steps`` are its steps with a scaler.
-    """
+    """The facts about the loss scale of one optimizer. ``run`` is the record of the optimizer alone, and ``steps``
+    are its steps with a scaler."""
 
     run: Record
 
@@ -275,10 +271,8 @@ class Scaling(Evident, ScaleCourse):
 
     @property
     def will_work(self) -> bool:
-        """True if replays show that a lower scale will work, and no scale as low has been tried.
-
-        If the loss contains a gradient penalty, steps taken at a higher scale were steps without the penalty.
-        """
+        """True if replays show that a lower scale will work, and no scale as low has been tried. If the loss
+        contains a gradient penalty, steps taken at a higher scale were steps without the penalty."""
         of_penalty = self.replayed[: int(self.run.scales_gradients and self.keeps_falling)]
         is_open = not self.has_worked or any(one.usable_scale < self.last_scale for one in of_penalty)
         return bool(self.lasting) and all(map(self.is_calibration, self.replayed)) and is_open
@@ -315,10 +309,8 @@ class Scaling(Evident, ScaleCourse):
 
     @cached_property
     def fails_at_one(self) -> Step | None:
-        """The step with a finite loss for whose gradients a scale of 1 was too large; None if there is none.
-
-        It is None unless a lower scale has been shown to work, and also if FP32 fails in such steps.
-        """
+        """The step with a finite loss for whose gradients a scale of 1 was too large; None if there is none. It is
+        None unless a lower scale has been shown to work, and also if FP32 fails in such steps."""
         if not self._works_below_one or any(one.is_answered and not one.is_of_precision for one in self.replayed):
             return None
         failed = (step for step in self.skipped if 1.0 <= step.scale < 2.0 and math.isfinite(step.loss))
@@ -355,11 +347,8 @@ class Scaling(Evident, ScaleCourse):
 
     @cached_property
     def unexplained(self) -> list[int]:
-        """The numbers of the skips without an explanation by calibration or a replay.
-
-        They are new lows, and NaN without inf at the first step or after a taken step. If relapses are many, they are
-        all included.
-        """
+        """The numbers of the skips without an explanation by calibration or a replay. They are new lows, and NaN
+        without inf at the first step or after a taken step. If relapses are many, they are all included."""
         behind_sound = [now for before, now in pairwise(self.steps) if not before.skipped and now in self._relapses]
         early = [*self.steps[:1], *behind_sound]
         of_nan = [step for step in early if step.skipped and is_nan_alone(step.groups)]
@@ -374,10 +363,8 @@ class Scaling(Evident, ScaleCourse):
 
     @cached_property
     def narrowest(self) -> Step:
-        """The skipped step that affects the fewest groups, because few groups show the place of the fault.
-
-        A long run does not list the groups of every step.
-        """
+        """The skipped step that affects the fewest groups, because few groups show the place of the fault. A long
+        run does not list the groups of every step."""
         return min(self.skipped, key=lambda one: (not one.groups, one not in self.telling, len(one.groups), one.step))
 
     @cached_property

@@ -22,10 +22,8 @@ NORM_STATISTICS = ("running_mean", "running_var")
 
 @dataclass(frozen=True, eq=False)
 class BadTensor(Evident):
-    """A non-finite tensor without evidence that its values are intended.
-
-    ``alike`` is the number of other such tensors, or None.
-    """
+    """A non-finite tensor without evidence that its values are intended. ``alike`` is the number of other such
+    tensors, or None."""
 
     record: Record
     step: Step
@@ -33,10 +31,8 @@ class BadTensor(Evident):
     alike: int | None = None
 
     def place(self, row: Decision[Any]) -> Mapping[str, Any]:
-        """Return the step and the tensor. For a buffer, add its module and the op that overflowed, if known.
-
-        NaN in weights is only a warning if every step is healthy.
-        """
+        """Return the step and the tensor. For a buffer, add its module and the op that overflowed, if known. NaN in
+        weights is only a warning if every step is healthy."""
         if self.counts.kind == "batch":
             return {"step": self.step.step, "phase": "forward" if self.is_in_half else "data"}
         found = {"step": self.step.step, "phase": "forward", "parameter": self.counts.name}
@@ -74,10 +70,8 @@ class BadTensor(Evident):
 
     @property
     def is_of_a_norm(self) -> bool:
-        """True for a statistic of a norm. Only an overflow writes inf into it.
-
-        A script may write inf into its own buffers, for example as the best loss so far.
-        """
+        """True for a statistic of a norm. Only an overflow writes inf into it. A script may write inf into its own
+        buffers, for example as the best loss so far."""
         return self.counts.name.rpartition(".")[2] in NORM_STATISTICS
 
     @property
@@ -121,11 +115,8 @@ def bad_batch(record: Record) -> Iterator[BadTensor]:
 
 
 def blamed_in_batch(step: Step, record: Record) -> TensorCounts | None:
-    """Return the batch leaf whose inf or NaN made the step fail, or None.
-
-    Masks of -inf and NaN for missing values are common in batches. They are intended if a healthy step has them too, or
-    if FP32 is finite with them.
-    """
+    """Return the batch leaf whose inf or NaN made the step fail, or None. Masks of -inf and NaN for missing values
+    are common in batches. They are intended if a healthy step has them too, or if FP32 is finite with them."""
     bad = [counts for counts in step.nonfinite if counts.kind == "batch"]
     if not bad or step.is_healthy or finite_in_fp32(record, step):
         return None
@@ -152,10 +143,8 @@ def bad_weights(record: Record) -> Iterator[BadTensor]:
 
 
 def bad_buffers(record: Record) -> Iterator[BadTensor]:
-    """Yield one buffer that a step made non-finite, unless it is not finite in FP32 either.
-
-    Prefer a buffer of a step with a lost loss or a known overflow, or a statistic of a norm.
-    """
+    """Yield one buffer that a step made non-finite, unless it is not finite in FP32 either. Prefer a buffer of a
+    step with a lost loss or a known overflow, or a statistic of a norm."""
     meant = {name for made in record.investigations if is_finite(made.fp32) for name in made.fp32.buffers}
     found = [BadTensor(record, step, counts) for step in record.steps for counts in step.nonfinite]
     left = [bad for bad in found if bad.is_left and bad.counts.name not in meant]

@@ -1,7 +1,5 @@
-"""Findings about the updates of half parameters, from the ledger that compares them with float32 masters.
-
-The movement of a weight is the sum of its updates over a window of steps. Rounding can remove part or all of it.
-"""
+"""Findings about the updates of half parameters, from the ledger that compares them with float32 masters. The
+movement of a weight is the sum of its updates over a window of steps. Rounding can remove part or all of it."""
 
 from __future__ import annotations
 
@@ -167,10 +165,8 @@ class HalfUpdates(Evident):
 
     @property
     def apart_by(self) -> str:
-        """How far an average can be from its weight, relative to its size, while no step moves it.
-
-        Half a unit in the last place is at least 2**-(precision + 1) of a value.
-        """
+        """How far an average can be from its weight, relative to its size, while no step moves it. Half a unit in
+        the last place is at least 2**-(precision + 1) of a value."""
         return multiple(2.0 ** -(FORMATS[self.slowest.dtype].precision + 1) / (1.0 - self.slowest.decay), 1.0)
 
     @property
@@ -194,9 +190,7 @@ class HalfUpdates(Evident):
     @property
     def forecast(self) -> str:
         """The learning rates below which rounding removes the mean update of most entries, by kind of parameter.
-
-        They assume unchanged gradients. With momentum, the gradients of norms differ much at another learning rate.
-        """
+        They assume unchanged gradients. With momentum, the gradients of norms differ much at another learning rate."""
         known = [(one.freezes_below, one.kind) for one in self.seen.kinds if one.freezes_below is not None]
         return listed((f"{number(rate)} ({kind})" for rate, kind in sorted(known, key=lambda one: -one[0])), 5)
 
@@ -335,10 +329,8 @@ SUMS: tuple[Decision[HalfUpdates], ...] = (
 
 
 def why_no_edit(record: Record) -> str:
-    """Return why editing the weights cannot cure the run, or "" if it may.
-
-    It cannot if only averages lose precision, and the optimizer steps float32 weights or float32 copies.
-    """
+    """Return why editing the weights cannot cure the run, or "" if it may. It cannot if only averages lose
+    precision, and the optimizer steps float32 weights or float32 copies."""
     codes = {finding.code for finding in record.faults if CODES[finding.code].verdict == "precision"}
     has_half = any(HALF_NAMES & {*one.stored} and not one.masters for one in record.dtypes)
     is_of_averages = codes == {AVERAGE} and bool(record.dtypes) and not has_half

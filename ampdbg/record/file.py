@@ -1,7 +1,5 @@
-"""Reading and writing a Record as JSON (no torch). A file is written completely or not at all.
-
-Infinities and NaN are written as the strings "inf", "-inf" and "nan", so that the file is strict JSON.
-"""
+"""Reading and writing a Record as JSON (no torch). A file is written completely or not at all. Infinities and NaN
+are written as the strings "inf", "-inf" and "nan", so that the file is strict JSON."""
 
 from __future__ import annotations
 

@@ -29,10 +29,8 @@ class CodeLine:
 
 @dataclass(frozen=True)
 class Source(CodeLine):
-    """A line of user or library code: the innermost frame outside torch and ampdbg.
-
-    ``called_from`` is the user's line that called a library. It does not count when sources are compared.
-    """
+    """A line of user or library code: the innermost frame outside torch and ampdbg. ``called_from`` is the user's
+    line that called a library. It does not count when sources are compared."""
 
     called_from: CodeLine | None = field(default=None, compare=False)
 
@@ -53,11 +51,8 @@ class Listing:
 
 @dataclass(frozen=True)
 class Finding:
-    """One fault, or for ``info`` one useful fact.
-
-    ``root`` is the index of the finding that explains this one, or None. ``evidence`` holds plain numbers and strings,
-    ready for JSON.
-    """
+    """One fault, or for ``info`` one useful fact. ``root`` is the index of the finding that explains this one, or
+    None. ``evidence`` holds plain numbers and strings, ready for JSON."""
 
     code: str
     severity: Severity

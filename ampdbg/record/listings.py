@@ -1,7 +1,5 @@
-"""The lines of code that a record names, stored in the record (no torch).
-
-Reports can show the lines as they were when they ran.
-"""
+"""The lines of code that a record names, stored in the record (no torch). Reports can show the lines as they were
+when they ran."""
 
 from __future__ import annotations
 
@@ -27,10 +25,8 @@ MOST_CHARACTERS = 300
 
 
 def with_listings(record: Record) -> Record:
-    """Return the record with the code that its findings, replays, pins and sites name.
-
-    If a named line of a file has changed since the run, only a listing that the record already has is kept.
-    """
+    """Return the record with the code that its findings, replays, pins and sites name. A file is not read if a named
+    line has changed since the run. The record then keeps the listing that it has, if any."""
     named: dict[str, dict[int, str]] = {}
     for source in sources_of(record):
         named.setdefault(source.file, {})[source.line] = source.text

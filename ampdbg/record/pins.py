@@ -1,7 +1,5 @@
-"""The results of a search for pins: pins, trials, the search and the proof (no torch).
-
-A pin keeps a module, or only the module's own lines, in FP32. The rest of the model runs in half.
-"""
+"""The results of a search for pins: pins, trials, the search and the proof (no torch). A pin keeps a module, or only
+the module's own lines, in FP32. The rest of the model runs in half."""
 
 from __future__ import annotations
 
@@ -20,10 +18,8 @@ EVERYTHING = "*"
 
 
 def in_words(name: str, root: str = "the model") -> str:
-    """Return how a sentence names a pin: ``blocks.2.attn``, ``module 2``, ``the model (its own lines)``.
-
-    ``root`` is the name of the model, such as its class.
-    """
+    """Return how a sentence names a pin: ``blocks.2.attn``, ``module 2``, ``the model (its own lines)``. ``root`` is
+    the name of the model, such as its class."""
     module = name.removesuffix(OWN)
     words = f"module {module}" if re.fullmatch(r"[\d.]+", module) else module or root
     return f"{words} (its own lines)" if name.endswith(OWN) else words
@@ -48,10 +44,9 @@ Outcome = Literal[
 ]
 """How a search ended.
 
-There was no search for ``fp32-fails``, ``fp32-raises`` and ``no-pin-helps``. In the first, FP32 is not better. In the
-second, the user's code raises in FP32. In the third, the data or the call order is the cause. ``out-of-trials`` can
-also mean an interrupt during the search: the set is healthy, but not minimal. If an interrupted record has ``found``,
-the interrupt came after the search.
+FP32 is not better (``fp32-fails``), the user's code raises in FP32 (``fp32-raises``), or the cause is the data or the
+call order (``no-pin-helps``). ``out-of-trials`` can also mean an interrupt during the search: the set is healthy, but
+not minimal. If an interrupted record has ``found``, the interrupt came after the search.
 """
 
 
@@ -94,13 +89,12 @@ class Pin:
     """One member of the suggested set.
 
     Attributes:
-        module: the qualified name of the module; "" is the root.
-        class_name: the module's class.
+        module, class_name: the qualified name of the module ("" is the root) and its class.
         own: only the module's own lines run in FP32. Its children stay in half.
         source: the statement to pin, if there is no module.
         reason: the index of the finding that the pin cures.
         sites: the ops that fail without the pin, in order of execution.
-        without: the result if only this pin, with those in ``tied``, is dropped.
+        without: the result if only this pin is dropped, with those in ``tied``.
         tied: pins of modules that share a parameter with this one, so that all of them are pinned together.
     """
 
@@ -176,8 +170,8 @@ class Search:
     Attributes:
         step, scale: the failing step and its loss scale.
         set_scale: the loss scale to use with the set, if gradients overflow above it.
-        failed, tried: how many replays without pins failed, and how many there were.
-        repeats: the number of runs for each trial, chosen from ``failed`` and ``tried``.
+        failed, tried, repeats: the failures without pins, the replays without pins, and the resulting runs for each
+            trial.
         modules, candidates: how many modules ran, and how many of them were tried.
         losses: the step's loss by manner of execution: "float16", "float32", "pinned".
         further, further_healthy: how many other batches the whole set was tried on, and how many were healthy.
@@ -209,10 +203,8 @@ class Search:
 
 @dataclass(frozen=True)
 class PatchUnit:
-    """One edit that can be omitted: its description, and the names of the pins that it covers.
-
-    ``notes`` are for readers of the patch: why the edit is not narrower, and which other calls run the edited code.
-    """
+    """One edit that can be omitted: its description, and the names of the pins that it covers. ``notes`` are for
+    readers of the patch: why the edit is not narrower, and which other calls run the edited code."""
 
     title: str
     pins: tuple[str, ...]
@@ -230,16 +222,12 @@ class FileDiff:
 
 @dataclass(frozen=True)
 class Handover:
-    """The content of a suggestion, besides the pins and their proof.
+    """The content of a suggestion in the proven ``form``, besides the pins and their proof.
 
-    Attributes:
-        form: the form that was proven.
-        names: the pins as the config takes them.
-        helper: a Python file that applies the pins.
-        files: the patch. Its paths are relative to ``folder``, the root of a git repository if ``is_git``.
-        units: the edits of the patch. Without ``files``, the patches that failed, each with the reason.
-        refused: why code could not be edited, as ``FILE:LINES: reason``.
-        notes: remedies other than pins.
+    ``names`` are the pins as the config takes them, and ``helper`` is a Python file that applies them. The patch is
+    ``files``, with paths relative to ``folder``, the root of a git repository if ``is_git``. ``units`` are its edits.
+    Without ``files``, they are the patches that failed, with the reasons. ``refused`` lists code that could not be
+    edited, as ``FILE:LINES: reason``. ``notes`` are remedies other than pins.
     """
 
     form: Form

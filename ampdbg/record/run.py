@@ -1,7 +1,5 @@
-"""The Record of one run and the frozen dataclasses that it contains (no torch).
-
-Each run makes one record, and every report reads only the record.
-"""
+"""The Record of one run and the frozen dataclasses that it contains (no torch). Each run makes one record, and every
+report reads only the record."""
 
 from __future__ import annotations
 
@@ -34,10 +32,9 @@ SUM = "the sum of its module outputs"
 """How messages name the value that replaces the loss when a step has none."""
 
 Reach = Literal["whole", "modules", "none"]
-"""How much of a step could be replayed: ``whole`` has the step's own loss, and ``none`` was not replayed.
+"""How much of a step was replayed: all (``whole``), or its modules, with the sum of their outputs as the loss.
 
-In ``modules`` only the modules ran, and the sum of their outputs replaces the loss. ``none`` occurs only for steps of
-version 2 that were traced as they trained.
+``none`` occurs only for steps of version 2 that were traced as they trained.
 """
 
 
@@ -57,17 +54,16 @@ class Producer:
     Attributes:
         call: which call of the module ran the op.
         input_largest, output_largest: the largest finite magnitudes.
-        inf, nan, size: how many output elements are inf, how many are NaN, and how many there are.
-        fp32_largest: the largest magnitude of the same op on the same line in FP32; None if the FP32 replay lacks the
-            op.
-        finite_in_fp32: the same op is finite in the FP32 replay; None if that replay lacks the op.
+        fp32_largest: the largest magnitude of the same op on the same line in the FP32 replay; None if it is absent
+            there.
+        finite_in_fp32: the same op is finite in the FP32 replay; None if it is absent there.
         is_constant: every value that overflows comes from one constant, such as a mask.
         divides_by_zero: a divisor, or the argument of a logarithm or root, contains exact zeros.
         leaf: path of the batch leaf, if the op casts only values of that leaf.
         distance: for a finite op that is far from FP32: norm of the difference over the norm of the FP32 result.
         is_erased: a finite number instead of inf and NaN changes no gradient, as after a closed ReLU.
-        reaches_gradients: the op makes gradients non-finite although the loss is finite. It can be a forward op whose
-            NaN is not part of the loss but enters a backward pass.
+        reaches_gradients: the loss is finite, and gradients are not because of the op. It can be a forward op whose NaN
+            is not part of the loss but enters a backward pass.
         is_given: the exception: some inputs are inf or NaN, and no op of the step produced them.
         made_half: for the cast of a gradient to half: the forward ops that made its tensor half. If they run in FP32,
             there is no such cast.
@@ -98,7 +94,6 @@ class Producer:
 
     @property
     def site(self) -> OpSite:
-        """The op's location in the step."""
         return self.phase, self.module, self.call, self.op, self.source
 
 
@@ -109,26 +104,20 @@ class Replay:
     Attributes:
         dtype: the autocast dtype. For ``float32`` and ``float64`` there is no autocast, and explicit half tensors have
             this dtype too.
-        scale: the loss scale.
-        loss: the unscaled loss.
+        scale, loss: the loss scale, and the unscaled loss.
         grad_norm: 2-norm of all gradients after unscaling.
-        gradients: the parameters whose gradients are not finite.
-        buffers: the buffers that this step made non-finite.
+        gradients, buffers: the parameters with non-finite gradients, and the buffers that this step made non-finite.
         producers: the ops where inf or NaN starts, if the replay was traced, in order of execution. Ops that explain a
             NaN loss, and forward ops that reach the gradients, come first.
-        error: what the user's code raised; "" if nothing.
+        error: the error of the user's code, or "".
         rounded: the weights were rounded to the run's dtype first. The distance of this replay from FP32 is the noise
             floor (of several roundings the largest distance).
-        inf, nan: how many elements of ``gradients`` are inf and NaN, where they were counted.
-        pins: the modules in FP32, besides the run's own pins.
-
-    The other attributes compare gradients with FP32's, if both are finite.
-
-    Attributes:
-        gradient_distance: norm of the difference over the norm of FP32's gradients.
-        lost_energy: share of the sum of squares that was flushed to zero.
+        gradient_distance: norm of the difference from FP32's gradients over their norm, if both are finite.
+        lost_energy: share of the sum of squares of FP32's gradients that was flushed to zero.
         lost: the parameters that lost more than half of that sum, if their gradients exceed rounding noise.
         unreached: the parameters whose gradients are zero at every loss scale but not in FP32. No distance covers them.
+        inf, nan: how many elements of ``gradients`` are inf and NaN, where they were counted.
+        pins: the modules in FP32, besides the run's own pins.
     """
 
     dtype: str
@@ -159,26 +148,23 @@ class Investigation:
     Attributes:
         why: the reason for the replays: the loss, the gradients, or the end of the run.
         low: the replay of the unchanged step.
-        fp32: the replay in FP32.
         wide: the replay in FP64 if FP32 is not finite, else in bfloat16.
         at_lower: replays at decreasing loss scales, up to the first scale at which every gradient is finite.
         floor: FP32 on weights rounded to half: the effect of rounding alone.
         loss: the loss that the step itself had.
         reproduced, tries: how many replays of the unchanged step failed like the step, and how many there were.
         continuation: the losses of FP32 steps on the same batch from the same state.
-        first_far: if the step is far from FP32, the first op whose result is. If ``choice`` is set, the op whose
-            rounding decides that choice.
+        first_far: in a step far from FP32, the first op that is far. If ``choice`` is set, the op that decides the
+            choice.
         choice: the op that takes other elements than in FP32, for example by an index or a mask.
-        rounded_angles: sines and cosines far from FP32's because half spaces their angles too far apart; largest
-            distance first.
-        batch_largest, batch_index: for each numeric leaf of the batch its largest finite magnitude, and that value's
-            index.
-        is_of_others: all values computed by this process were finite, and values received from another process were
-            not.
-        reach, why_no_further: how much of the step could be replayed, and the reason if that is not the whole step.
+        rounded_angles: sines and cosines far from FP32's, because half spaces their angles too far apart; furthest
+            first.
+        batch_largest, batch_index: the largest finite magnitude of each numeric batch leaf, and its index in the leaf.
+        is_of_others: this process computed only finite values, but received values from another process that are not.
+        reach, why_no_further: how much of the step was replayed, and the reason if that is not the whole step.
         weights_grew: 2-norm of all weights, divided by the 2-norm when the run began.
-        rewritten: buffers that the script wrote right before the step, outside its models' calls, to values beyond
-            FP16; with their largest magnitudes.
+        rewritten: buffers that the script wrote right before the step, outside its models' calls. Each has its largest
+            magnitude, which is beyond FP16.
     """
 
     step: Count
@@ -205,7 +191,6 @@ class Investigation:
 
     @property
     def replays(self) -> tuple[Replay, ...]:
-        """All replays of the step."""
         return tuple(filter(None, (self.low, self.fp32, *self.at_lower, self.floor, self.wide)))
 
     @property
@@ -223,13 +208,8 @@ class Investigation:
 class StepMemory:
     """The bytes that one step holds. Memory shared by several tensors counts once.
 
-    Attributes:
-        parameters: parameters and buffers.
-        masters: FP32 copies of half weights.
-        gradients: the gradients after the backward pass.
-        optimizer: the optimizer state.
-        casts: copies of weights in another dtype that autograd keeps for the backward pass of one micro-batch.
-        activations: all other memory that autograd keeps for it.
+    ``parameters`` includes buffers, and ``masters`` are FP32 copies of half weights. Autograd keeps ``casts`` (copies
+    of weights in another dtype) and ``activations`` (the rest) of one micro-batch for the backward pass.
     """
 
     parameters: Count
@@ -273,7 +253,6 @@ class LevelCost:
 
     Attributes:
         verdict, finding: the verdict of ``ampdbg scan`` and its root finding.
-        error: the error that stopped the level.
         steps, skipped: how many steps ran, and how many of them were skipped.
         loss: the loss of the last step.
         apart: distance of the losses from FP32's: the median relative difference over the last quarter of the steps.
@@ -308,10 +287,8 @@ class LevelCost:
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of the levels, FP32 first.
-
-    ``batch`` is the size of a micro-batch, ``budget`` the memory in bytes for larger batches.
-    """
+    """The costs of the levels, FP32 first. ``batch`` is the size of a micro-batch, ``budget`` the memory in bytes
+    for larger batches."""
 
     levels: tuple[LevelCost, ...] = ()
     batch: Count | None = None
@@ -321,10 +298,8 @@ class Costs:
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Counts of infinite and NaN elements in one parameter's gradient; ``size`` is the element count.
-
-    The counts are lower bounds if the loop rewrote the gradient on a GPU before ampdbg counted.
-    """
+    """Counts of infinite and NaN elements in one parameter's gradient; ``size`` is the element count. The counts are
+    lower bounds if the loop rewrote the gradient on a GPU before ampdbg counted."""
 
     name: str
     inf: Count
@@ -377,10 +352,9 @@ class Step:
         grad_norm: 2-norm of all gradients after unscaling and before clipping; inf or NaN if any gradient is. None if
             not measured, as in most healthy steps of a long run.
         skipped: an optimizer's step was withheld.
-        groups_hit: number of groups with a non-finite gradient, if ``groups`` does not list them. It lists only those
-            of a run's first unhealthy steps.
-        optimizer: number of the loop's optimizer, from 0, by order of first step. If several step on the same losses,
-            that of the first.
+        groups_hit: number of groups with non-finite gradients after a run's first unhealthy steps. Only those list
+            ``groups``.
+        optimizer: number of the optimizer, from 0, by first step. Of several that step on the same losses, the first.
         others: number of earlier steps that belong to other optimizers.
     """
 
@@ -418,8 +392,7 @@ class Trend:
     Attributes:
         name: module of a float16 activation, or parameter of a gradient; "" for the loss scale. Gradients are unscaled.
         steps, values: ``values[i]`` was measured at ``steps[i]``; all values are above 0.
-        op, source: the torch function that made the activation, and its line. ``op`` is "" for the output of a module
-            in which no function was recorded.
+        op, source: the torch function that made the activation, and its line. If none was recorded in the module, "".
     """
 
     kind: Literal["activation", "gradient", "scale"]
@@ -465,10 +438,8 @@ class FrozenParameter:
 
 @dataclass(frozen=True)
 class StillParameter:
-    """A half parameter that hardly moves under an optimizer whose updates cannot be compared with float32's.
-
-    Of ``entries`` sampled values with gradients, ``moved`` have changed in ``steps`` steps.
-    """
+    """A half parameter that hardly moves under an optimizer whose updates cannot be compared with float32's. Of
+    ``entries`` sampled values with gradients, ``moved`` have changed in ``steps`` steps."""
 
     name: str
     kind: str
@@ -479,10 +450,8 @@ class StillParameter:
 
 @dataclass(frozen=True)
 class StuckMoment:
-    """A second moment in half that cannot decay: multiplication by ``beta`` rounds back to the old value.
-
-    After ``steps`` optimizer steps it is ``times`` as large as in float32, or as small if ``is_too_large`` is False.
-    """
+    """A second moment in half that cannot decay: multiplication by ``beta`` rounds back to the old value. After
+    ``steps`` optimizer steps it is ``times`` as large as in float32, or as small if ``is_too_large`` is False."""
 
     parameter: str
     beta: float
@@ -539,18 +508,16 @@ class KindUpdates:
 
 @dataclass(frozen=True)
 class KindDtypes:
-    """The dtypes of the parameters of one kind that an ``optimizer`` trains.
-
-    A field has several dtypes if parameters differ, and none if there are none or they are unknown.
+    """The dtypes of the parameters of one kind that an ``optimizer`` trains; several if parameters differ, none if
+    unknown.
 
     Attributes:
-        stored: dtypes of the parameters.
-        gradients: dtypes of the gradients that a backward pass produces.
-        states: dtypes of the optimizer states that have the parameters' shapes.
-        computed: dtypes in which the first op uses the parameters.
-        accumulated, reduced: dtypes in which gradients are accumulated, and reduced across processes.
-        masters: dtypes of the copies that the optimizer steps instead of the parameters.
-        averages: dtypes of the parameters in averaged models.
+        stored, computed: of the parameters, and of the parameters as the first op uses them.
+        gradients, accumulated, reduced: after a backward pass, after accumulation, and in the reduction across
+            processes.
+        states: of the optimizer states that have the parameters' shapes.
+        masters: of the copies that the optimizer steps instead of the parameters.
+        averages: of the parameters in averaged models.
         optimizer: module and class. The text says so if the script replaced the step of that class.
     """
 
@@ -597,16 +564,13 @@ class Updates:
         steps: number of steps in all windows.
         lost, lost_gradient, lost_decay: as in :class:`KindUpdates`, over all parameters together.
         decay: share of weight decay in the sum of squares of the movement.
-        lost_accumulation: relative distance of a gradient sum in half from the float32 sum.
-        passes: number of backward passes whose gradients such a sum adds up.
-        frozen: the parameters that hardly move.
+        lost_accumulation: relative distance of a sum of ``passes`` gradients in half from the float32 sum.
         cost: share of the loss decrease, to first order, that half weights lose; None if ``judged`` is less than
             ``half``.
         cost_of_still: the part of ``cost`` that comes from ``frozen``.
         stuck: second moments that are far from float32's.
         still: parameters that hardly move under optimizers that cannot be compared with float32.
         half, judged: number of half parameters, and of those that were compared with float32.
-        averages: averages that the script keeps in half.
         vanishing_eps: the optimizer's eps, if it is 0 in float16.
         spoilt: the parameters that the update of ``spoilt_step`` made inf or NaN. Every gradient and the float32 update
             are finite.
@@ -644,8 +608,7 @@ class Site:
     Attributes:
         dtype: the dtype of the tensors in the run itself.
         order: rank of the site by first execution.
-        calls: how often the op ran.
-        call: the module call in which ``abs_max`` occurred.
+        calls, call: how often the op ran, and the module call in which ``abs_max`` occurred.
         inf, nan, size: numbers of inf and NaN elements (in the wider format too), and of all elements.
         abs_max: the largest finite magnitude.
         headroom_bits: doublings left before ``abs_max`` overflows; negative if it overflows.
@@ -697,10 +660,8 @@ class Readiness:
 
 @dataclass(frozen=True)
 class AutocastError:
-    """An exception in the user's code that autocast causes and FP32 would not raise.
-
-    ``code`` is the code of the finding, ``module`` the innermost module that ran.
-    """
+    """An exception in the user's code that autocast causes and FP32 would not raise. ``code`` is the code of the
+    finding, ``module`` the innermost module that ran."""
 
     code: str
     step: Count
@@ -711,10 +672,8 @@ class AutocastError:
 
 @dataclass(frozen=True)
 class Misuse:
-    """A call of the training loop in the wrong place: ``count`` times, first at ``step``.
-
-    ``source`` is the line to blame. ``raised`` is the first line of the error, if there was one.
-    """
+    """A call of the training loop in the wrong place: ``count`` times, first at ``step``. ``source`` is the line to
+    blame. ``raised`` is the first line of the error, if there was one."""
 
     code: str
     step: Count
@@ -725,11 +684,8 @@ class Misuse:
 
 @dataclass(frozen=True)
 class Unseen:
-    """The parts of the run that ampdbg could not watch.
-
-    From step ``since`` on it watched nothing, because ampdbg itself had failed. ``unmeasured`` names, in the plural,
-    the tensors without numbers in a range profile.
-    """
+    """The parts of the run that ampdbg could not watch. From step ``since`` on it watched nothing, because ampdbg
+    itself had failed. ``unmeasured`` names, in the plural, the tensors without numbers in a range profile."""
 
     modules_never_called: tuple[str, ...] = ()
     parameters_without_gradient: tuple[str, ...] = ()
@@ -740,10 +696,8 @@ class Unseen:
 
 @dataclass(frozen=True)
 class ScriptRun:
-    """A watched script: its name, its arguments and its exit code.
-
-    ``captures`` are the files with its failing steps. ``rank`` is its rank among ``processes`` that train together.
-    """
+    """A watched script: its name, its arguments and its exit code. ``captures`` are the files with its failing
+    steps. ``rank`` is its rank among ``processes`` that train together."""
 
     name: str
     arguments: tuple[str, ...] = ()
@@ -803,7 +757,7 @@ class Record:
             at one loss scale and finite at a lower one.
         interrupted: the run was stopped before its last step. ``steps`` has the steps until then.
         error: the error of the workload, if it stopped the run.
-        config_folder: the base of the config's paths. It is relative to the folder in which the run was started.
+        config_folder: the base of the config's paths. The path is relative to the start folder of the run.
     """
 
     command: str
@@ -846,7 +800,7 @@ class Record:
 
     @property
     def faults(self) -> tuple[Finding, ...]:
-        """The findings with a severity above ``info``."""
+        """The findings that are not only information."""
         return tuple(finding for finding in self.findings if finding.severity != "info")
 
     @property
@@ -856,10 +810,8 @@ class Record:
 
     @property
     def steps_run(self) -> int:
-        """The number of completed steps of the optimizer with the most steps: the iterations of the loop.
-
-        It includes the steps that a long run omits, because ``steps`` always has the last one.
-        """
+        """The number of completed steps of the optimizer with the most steps: the iterations of the loop. It
+        includes the steps that a long run omits, because ``steps`` always has the last one."""
         return max((step.iteration + 1 for step in self.steps), default=0)
 
     @property
@@ -923,10 +875,8 @@ class Record:
 
     @property
     def timelines(self) -> tuple[Record, ...]:
-        """One record for each optimizer with only its steps and their replays, most skipped steps first.
-
-        Each contains the replays of a step that never ended.
-        """
+        """One record for each optimizer with only its steps and their replays, most skipped steps first. Each
+        contains the replays of a step that never ended."""
         rows: dict[int, list[Step]] = {}
         for step in self.steps:
             rows.setdefault(step.optimizer, []).append(step)
