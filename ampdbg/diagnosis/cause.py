@@ -1,6 +1,6 @@
 """The cause of a failing step: the facts from its replays, and the decision tables.
 
-The order is that of DIAGNOSES. Does the replay reproduce the failure? Does FP32 diverge? Is FP32 finite? Only then the
+The order follows DIAGNOSES. Does the replay reproduce the failure? Does FP32 diverge? Is FP32 finite? Only then the
 tables decide which FP16 op is the producer, and which code its numbers mean.
 """
 
@@ -47,10 +47,10 @@ KEPT_SIZE = 1.05
 """Weights that have grown by less have not changed much in a few steps."""
 
 LEAPS = 100.0
-"""An FP32 loss this many times all earlier ones has left them for good. Further steps do not bring it back."""
+"""An FP32 loss this many times all before has left them for good, unless further steps bring it back."""
 
 ITSELF = -1
-"""The root of a finding that no other finding explains, whatever was found before."""
+"""The root of a finding that follows from nothing, whatever was found before it."""
 
 WEIGHTS_GREW = "weights_grew"
 """Evidence key for the growth of weights that may be the cause of a finding."""
@@ -112,7 +112,7 @@ class Evidence(Evident):
 
     @property
     def is_answered(self) -> bool:
-        """True if the failure was reproduced and the FP32 replay raised no error."""
+        """True if the failure was reproduced, and the step ran in FP32 without an error."""
         return self.made.reproduced > 0 and not self.made.reference.error
 
     @property
@@ -140,7 +140,7 @@ class Evidence(Evident):
     @cached_property
     def begins_in_fp32(self) -> Producer | None:
         """The op where FP32 fails. An op that makes NaN from finite numbers is preferred, because inf may be
-        intended. If gradients fail, an op of either pass whose inf or NaN reaches them comes first."""
+        intended. For bad gradients, an op of either pass comes first if its inf or NaN reaches them."""
         made = () if self.is_fp32_finite else self.made.reference.producers
         phase = "forward" if self.is_of_loss else "backward"
 
@@ -209,7 +209,7 @@ class Evidence(Evident):
 
     @property
     def repair_in_fp32(self) -> str:
-        """The advice for a step that fails in FP32 and not in FP64."""
+        """The advice for a step that fails in FP32."""
         if self.largest is not None:
             return "bring these values down: look for weights, divisors or inputs of that size"
         if self.at_a_pole:
@@ -230,8 +230,8 @@ class Evidence(Evident):
 
     @cached_property
     def outlier(self) -> str | None:
-        """The batch leaf with the largest value, if half cannot hold it and FP32's loss is far above all before;
-        else None. A dropout or a product of such a value overflows, although it is not the cast of the batch."""
+        """The batch leaf with the largest value, if half cannot hold it and FP32's loss is far above all before. A
+        dropout or a product of such a value overflows, although it is not the cast of the batch."""
         largest = self.made.batch_largest
         beyond = {name: value for name, value in largest.items() if value >= FLOAT16.overflow_threshold}
         is_apart = self.in_fp32 > LEAPT * self.largest_before and not self.is_thrown
@@ -244,8 +244,8 @@ class Evidence(Evident):
 
     @property
     def is_rewritten(self) -> bool:
-        """True if the script wrote a value beyond FP16 into a buffer right before the step. In addition, FP32's loss
-        must be many times all before, or not finite."""
+        """True if the script wrote a value beyond FP16 into a buffer right before the step. FP32's loss must then be
+        many times all before, or not finite."""
         is_known = bool(self.made.rewritten and self.losses)
         return is_known and not self.in_fp32 <= LEAPT * self.largest_before and not self.is_thrown
 
@@ -256,20 +256,17 @@ class Evidence(Evident):
 
     @property
     def last_loss(self) -> float:
-        """The loss of the last step before."""
         return self.losses[-1]
 
     @property
     def in_fp32(self) -> float:
-        """The magnitude of the FP32 loss. NaN without it: if only modules are replayed, they have a sum instead of a
-        loss."""
+        """The magnitude of the FP32 loss; NaN without an FP32 loss. A replay of modules has a sum and no loss."""
         return abs(self.made.reference.loss) if self.made.reach == "whole" else math.nan
 
     # What a lower loss scale would do
 
     @property
     def survivor(self) -> Replay | None:
-        """The replay at the highest lower loss scale at which everything is finite, or None."""
         return survivor(self.made)
 
     @property
@@ -285,8 +282,7 @@ class Evidence(Evident):
 
     @cached_property
     def kept_scale(self) -> KeptScale | None:
-        """The loss scale that nothing lowers: a scaler's lower limit, the static one of the config, or the script's
-        own."""
+        """The loss scale that nothing lowers: a scaler's limit, the config's static scale, or the script's own."""
         floor, is_unscaled = scale_floor(self.run.steps), not any(one.scaler for one in self.run.steps)
         if floor is not None and not is_unscaled:
             return KeptScale(
@@ -315,8 +311,8 @@ class Evidence(Evident):
 
     @cached_property
     def diverges(self) -> bool:
-        """True if FP32 losses climb by themselves from this step on. If FP32 is not even finite here, True if the
-        earlier losses had risen."""
+        """True if FP32 losses climb from this step on. If FP32 is not finite here, True if the earlier losses had
+        risen."""
         climbs = climbs_on(self.losses, self.made.continuation)
         return self.is_answered and (climbs or (not self.is_fp32_finite and rose(self.losses, are_of_batches=True)))
 
@@ -347,11 +343,8 @@ class Evidence(Evident):
 
     @cached_property
     def is_in_doubt(self) -> bool:
-        """True if only modules were replayed, and a diverging learning rate may cause the overflow.
-
-        That is open if the earlier losses have risen. It is also open if they are few, and updates may have made the
-        weights grow. A learning rate cannot cause a bad batch.
-        """
+        """True if only modules were replayed, and a diverging learning rate may cause the overflow. The losses rose,
+        or they are few and the weights may have grown. A learning rate cannot cause a bad batch."""
         losses, has_kept_size = self.losses, self.made.weights_grew != 1.0 and self.made.weights_grew < KEPT_SIZE
         is_open = self.made.reach == "modules" and self.leaf is None and bool(losses)
         if not is_open or all(step.skipped for step in self.before):
@@ -363,7 +356,7 @@ class Evidence(Evident):
     def climb(self) -> str:
         """How the run diverges from this step on, in words."""
         climb = self.made.continuation
-        if climb and all(step.skipped for step in self.before):  # same weights: other losses are of other batches
+        if climb and all(step.skipped for step in self.before):  # same weights: only the batches differ
             return f"the loss is {number(climb[0])}, and steps in FP32 on the same batch lead to {number(climb[-1])}"
         reached = max(finite((self.losses[-1], self.made.reference.loss)))
         rose_from = f"the loss rose from {number(min(self.losses))} to {number(reached)}"
@@ -386,7 +379,7 @@ class Evidence(Evident):
 
     @property
     def has_leapt(self) -> bool:
-        """True if the weights have grown, and the FP32 loss has left all earlier ones and does not come back."""
+        """True if the weights have grown, and the FP32 loss has left all before and does not come back."""
         further = self.made.continuation
         comes_back = not further or any(loss <= DIVERGED * self.largest_taken for loss in further)
         return self.made.weights_grew > GREW_IN_A_LEAP and self.far_loss is not None and not comes_back
@@ -395,7 +388,7 @@ class Evidence(Evident):
 
     @property
     def of_op(self) -> str:
-        """The message about the op's numbers, regardless of the cause behind them."""
+        """The message about the op's numbers, regardless of the cause."""
         return first(OPS, self).says(self)
 
     @property
@@ -405,7 +398,7 @@ class Evidence(Evident):
 
     @property
     def at(self) -> Producer | None:
-        """The op where the failure starts: that of the half replay, or FP32's if FP32 fails too."""
+        """The op where the failure starts: the suspect in half, or FP32's op if FP32 fails too."""
         if not self.is_answered or self.is_divergence:
             return None
         return self.suspect.producer if self.suspect and self.is_fp32_finite else self.begins_in_fp32
@@ -430,7 +423,7 @@ class Evidence(Evident):
     @cached_property
     def cause(self) -> Finding:
         """The finding of the first row that holds, dated to the first step with the same failure. A bad batch
-        belongs to its own step. A divergence begins at the step whose replays show it."""
+        belongs to its own step. A divergence begins at the step that shows it in its replays."""
         found = first(CAUSES, self).finding(self)
         is_apart = found.phase not in OVERFLOWS or found.code == DIVERGENCE or found.step != self.made.step
         if is_apart or self.began == found.step:
@@ -443,8 +436,8 @@ class Evidence(Evident):
     def began(self) -> int:
         """The first of consecutive steps that were withheld and fail like this one, on the same weights.
 
-        It is this step if one of them was replayed and fails at another op, for example while a loss scale settles. The
-        place of the steps in between is then unknown. In a run of a config, every lost loss has its own replay.
+        It is this step if the replay of such a step fails at another op, as while a scale settles. The place of the
+        steps in between is then unknown. In a run of a config, every lost loss has its own replay.
         """
         is_of_loss, number = self.made.why == "loss", self.made.step
         skipped = [] if is_of_loss and self.run.script is None else [step for step in self.run.steps if step.skipped]
@@ -461,8 +454,7 @@ class Evidence(Evident):
 
 
 def scale_floor(steps: Sequence[Step]) -> float | None:
-    """Return the loss scale that stays although every step is skipped, for example a scaler's own lower limit; else
-    None."""
+    """Return the loss scale that stays although every step is skipped, such as a scaler's lower limit; else None."""
     last = steps[-SKIPS_IN_A_ROW:]
     is_stuck = len(last) == SKIPS_IN_A_ROW and len({(step.scaler, step.scale) for step in last}) == 1
     return last[-1].scale if is_stuck and all(step.skipped for step in last) and last[-1].scale > 1.0 else None
@@ -477,7 +469,7 @@ def _of_op(code: str, when: str, holds: Callable[[Suspect], bool], message: str)
 
 
 LOWER = "[; at a loss scale of {survivor.scale} {there}]"
-"""The scale of a finite step. The op alone may be finite at a higher one."""
+"""The highest lower scale at which the whole step is finite. The op alone may be finite at a higher one."""
 
 LEAP = "[; in FP32 too the loss jumps to {far_loss}, where it was at most {largest_taken} before]"
 
@@ -726,8 +718,7 @@ def nonfinite_loss(record: Record) -> Iterator[Finding]:
 
     Calibration explains neither. Replays decide the cause, and without them the code is ``unknown``. Steps that bad
     weights or a bad batch explain are omitted. The first optimizer with such a step counts, since NaN spreads to the
-    others. Another optimizer counts if the step right before its failure had a finite loss, so that no NaN came from
-    there.
+    rest. Another optimizer counts if the step before its failure had a finite loss: no NaN came from there.
     """
     each = [finding for timeline in record.timelines for finding in Lost(timeline, record).findings()]
     sound = {step.step for step in record.steps if math.isfinite(step.loss)}
@@ -758,7 +749,7 @@ class Lost(Evident):
 
     @property
     def many(self) -> int:
-        """The number of steps with a lost loss, including omitted ones."""
+        """The number of steps with a lost loss, including omitted steps."""
         return len(self.steps) + self.whole.left_out.lost
 
     @property
@@ -781,7 +772,6 @@ class Lost(Evident):
 
     @cached_property
     def replayed(self) -> list[Evidence]:
-        """The replayed steps among ``steps``."""
         numbers = {step.step for step in self.steps}
         of_loss = (made for made in self.run.investigations if made.why == "loss" and made.step in numbers)
         return [Evidence(made, self.run) for made in of_loss]
@@ -801,7 +791,7 @@ class Lost(Evident):
 
     @cached_property
     def applied(self) -> Step | None:
-        """The first earlier step whose non-finite gradients changed the weights."""
+        """The first earlier step that applied non-finite gradients to the weights."""
         before = (step for step in self.whole.steps if step.step < self.steps[0].step)
         return next((step for step in before if step.found_inf and not step.skipped), None)
 
@@ -841,11 +831,8 @@ class Lost(Evident):
                 yield Evidence(made, self.run)
 
     def _is_of_scale(self, step: Step) -> bool:
-        """True if the loss is computed from scaled gradients, and the loss scale was too high for it.
-
-        This holds if all taken steps had a lower scale, and one of them came later. It also holds if a failing step was
-        replayed for its gradients.
-        """
+        """True if the loss is computed from scaled gradients, and the loss scale was too high. All taken steps had a
+        lower scale and one came later, or a failing step was replayed for its gradients."""
         taken = [other for other in self.run.steps if not other.skipped]
         is_first_descent = bool(taken) and taken[-1].step > step.step and all(one.scale < step.scale for one in taken)
         gone = {other.step for other in self.run.steps if not math.isfinite(other.loss)}

@@ -14,8 +14,8 @@ from ampdbg.record.findings import Finding, Phase
 from ampdbg.record.run import Record, Site
 
 LEAST_SCALE, MOST_SCALE = 1.0, 2.0**24
-"""Loss scales outside this range are not compared. Nobody trains below the first, and Apex's own maximum is the
-second: more gains nothing."""
+"""Loss scales outside this range are not compared. No training uses lower scales, and higher ones gain nothing (the
+second is Apex's maximum)."""
 
 SitePlace = tuple[Phase, str, str]
 """Phase, module and op. The line is left out, because lines move between versions of the code."""
@@ -27,11 +27,8 @@ Compared = TypeVar("Compared")
 
 @dataclass(frozen=True)
 class Change(Generic[Of, Compared]):
-    """A value ``of`` a place or a module, then and now.
-
-    ``lost`` and ``won`` are the deterioration and the improvement, in bits, or in places for overflows. One of them is
-    negative if the value only changed in the other direction.
-    """
+    """A value ``of`` a place or a module, then and now. ``lost`` and ``won`` are how much worse and better it got,
+    in bits, or in places for overflows. Either can be negative."""
 
     of: Of
     then: Compared
@@ -55,12 +52,12 @@ class Comparison:
 
     @cached_property
     def appeared(self) -> tuple[Finding, ...]:
-        """New findings that no other finding explains, except information."""
+        """The new independent findings, except information."""
         return tuple(_beyond(self.now, self.then))
 
     @cached_property
     def gone(self) -> tuple[Finding, ...]:
-        """The findings that are not there any more."""
+        """The independent findings that are not there any more."""
         return tuple(_beyond(self.then, self.now))
 
     @cached_property
@@ -163,7 +160,7 @@ def _place(site: Site) -> SitePlace:
 
 
 def _tightest(sites: Iterable[Site]) -> dict[str, float]:
-    """Return the least headroom in each module's forward pass, without ops whose results are all zero."""
+    """Return the least headroom in each module's forward pass, without ops that output only zeros."""
     found: dict[str, float] = {}
     for site in sites:
         if site.phase == "forward" and math.isfinite(site.headroom_bits):

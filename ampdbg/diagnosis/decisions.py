@@ -45,11 +45,8 @@ def fact(subject: Any, name: str) -> Any:
 
 
 class _Facts(string.Formatter):
-    """Formats a template with the facts of a subject, by name. Numbers look as in all messages.
-
-    ``{many:step}`` adds the noun that a number counts, and ``{cost:percent}`` writes a percentage. A list shows its
-    first items, and ``{names:parameter}`` its length.
-    """
+    """Formats a template with a subject's facts by name. ``{many:step}`` adds the noun to a count, and
+    ``{cost:percent}`` writes a percentage. A list shows its first items, or with ``{names:parameter}`` its length."""
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
         return fact(args[0], field_name), field_name

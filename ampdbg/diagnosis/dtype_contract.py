@@ -24,7 +24,7 @@ FULL = re.compile(r"(no|32|32-true|float32)$")
 """Answers that request FP32. Some frameworks also have them as their default."""
 
 TORCHS = "torch.optim."
-"""Prefix of torch's own optimizers. Others may round stochastically, or keep what rounding removes."""
+"""Prefix of torch's own optimizers. Third-party optimizers may round stochastically, or keep what rounding removes."""
 
 ANGLE, SHORT = 0.1, 0.01
 """The largest harmless errors. The first, in rad, is for an angle at a model's last position. The second is for a
@@ -39,7 +39,8 @@ class ContractOfRun(Evident):
     """The requested precision, and what happened.
 
     ``half``, ``mixed`` and ``full`` are requests for half ops, for half ops on float32 weights, and for FP32. If
-    ``is_in_fp32``, no examined op ran in half. Weights of these ``kinds`` train in half ``dtype`` without any masters.
+    ``is_in_fp32``, no examined op ran in half. If ``kinds`` is not empty, these weights train in half ``dtype``,
+    without any masters.
     """
 
     is_in_fp32: bool

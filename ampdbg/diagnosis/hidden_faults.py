@@ -1,4 +1,4 @@
-"""Faults in steps whose loss and gradients are finite: overflow that erases itself, lost gradients, lost precision."""
+"""Faults in steps with finite loss and gradients: overflow that erases itself, lost gradients, lost precision."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class HiddenFault(Evidence):
 
     @cached_property
     def erased(self) -> Suspect | None:
-        """The op that overflows where FP32 has a zero in the result too, as after a ReLU; or None."""
+        """The op that overflows without an effect, because FP32 has a zero there too, as after a ReLU; or None."""
         if self.hidden is None:
             return overflow_in(self.made, erased=True)
         distance = math.inf if self.low.gradient_distance is None else self.low.gradient_distance
@@ -102,13 +102,14 @@ class HiddenFault(Evidence):
 
     @property
     def departs(self) -> bool:
-        """True if rounded weights explain neither the distance nor another choice, and no other cause is known."""
+        """True if the step is far from FP32 or chooses differently, and neither rounding nor a known cause explains
+        it."""
         is_led = self.is_far or self.is_off or self.made.choice is not None
         return is_led and self.hidden is None and not self.is_flushed and not self.made.rounded_angles
 
     @property
     def has_rounded_angles(self) -> bool:
-        """True if a sine or cosine has other angles than in FP32, and nothing overflows."""
+        """True if half computes a sine or cosine of wrong angles, and nothing overflows."""
         return bool(self.made.rounded_angles) and self.hidden is None
 
     @property
@@ -123,7 +124,7 @@ class HiddenFault(Evidence):
 
     @property
     def others_angular(self) -> int | None:
-        """The number of other such ops, or None."""
+        """The number of further such ops, or None."""
         return len(self.made.rounded_angles) - 1 or None
 
     @property
@@ -133,8 +134,7 @@ class HiddenFault(Evidence):
 
     @property
     def chooses_otherwise(self) -> bool:
-        """True if the loss agrees, and an op chooses other elements than in FP32. An example is the box for an
-        object."""
+        """True if the loss agrees, but an op chooses differently than in FP32, such as the box for an object."""
         return self.made.choice is not None and losses_agree(self.low, self.made.reference, noise_floor(self.made))
 
     @property
@@ -145,7 +145,7 @@ class HiddenFault(Evidence):
     @property
     def repair(self) -> str:
         """The advice for raising the loss scale. A dynamic scale either started low or is held down. It is held down
-        if steps were skipped at the next larger scale, because other gradients overflow there."""
+        if steps were skipped at the next larger scale, because some gradients overflow there."""
         scaled = [step for step in self.run.steps if step.scaler]
         if has_static_scale(self.run.config) or not scaled:
             return OF_FP16_WEIGHTS if FLOAT16.name in self.run.half_weights else CODES[UNDERFLOW].remedy
@@ -275,8 +275,8 @@ HIDDEN: tuple[Decision[HiddenFault], ...] = (
 
 
 def hidden_faults(record: Record) -> Iterator[HiddenFault]:
-    """Yield the replayed steps that looked healthy. Steps after a learning rate has made the weights far too large
-    are omitted. Half precision is not at fault there."""
+    """Yield the replayed steps that looked healthy. Steps are omitted if a learning rate has driven losses or
+    weights far off. Half precision is not at fault there."""
     made = (hidden_fault(one, run) for run in record.timelines for one in run.investigations)
     return (one for one in made if one is not None and not one.is_thrown)
 

@@ -34,8 +34,8 @@ RESOLUTION = 1e-6
 
 
 def losses_of(steps: Iterable[Step]) -> list[float]:
-    """Return the finite losses of the steps, scaled to the number of passes of the last step. A loss of exactly 0 is
-    omitted, such as that of a discriminator before its training begins."""
+    """Return the finite losses of the steps, scaled to the number of passes of the last step. Losses of exactly 0
+    are omitted, such as a discriminator's before its training begins."""
     known = [step for step in steps if step.loss]
     return finite([step.loss / step.passes * known[-1].passes for step in known])
 
@@ -46,24 +46,24 @@ def finite(losses: Sequence[float]) -> list[float]:
 
 
 def _lowest_after(losses: Sequence[float]) -> list[float]:
-    """Return for each loss the minimum of it and all later losses."""
+    """Return for each position the minimum of the remaining losses."""
     return list(accumulate(reversed(losses), min))[::-1]
 
 
 def _largest_fall_after(losses: Sequence[float]) -> list[float]:
-    """Return for each loss the largest later drop between two consecutive losses."""
+    """Return for each position the largest later drop between two consecutive losses."""
     falls = [max(0.0, one - other) for one, other in pairwise(losses)]
     return [*list(accumulate(reversed(falls), max))[::-1], 0.0]
 
 
 def rose(losses: Sequence[float], times: float = DIVERGED, *, are_of_batches: bool = False) -> bool:
-    """True if from some step on all losses exceed all earlier ones by more than ``times`` their range.
+    """True if from some step on all losses exceed all before by more than ``times`` the earlier range.
 
     A constant added to all losses, or a positive factor, changes nothing, since losses may be negative. Equal losses do
     not rise, and neither do alternating easy and hard batches. Two losses are not enough.
 
     If the losses ``are_of_batches`` that differ, the range of a few says little. Later losses must then climb several
-    times as far as any of those losses falls to the next.
+    times as far as any of the first few falls to the next.
     """
     known = finite(losses)
     highest, lowest, after = list(accumulate(known, max)), list(accumulate(known, min)), _lowest_after(known)
@@ -92,7 +92,7 @@ def climbs_on(before: Sequence[float], continuation: Sequence[float]) -> bool:
 
     They must climb steadily, or immediately reach another level. The climb must exceed the earlier range of the losses,
     and exceed it by far if those had not risen. If the continuation ends in inf or NaN, it must not fall. Its finite
-    losses must be well above the earlier ones.
+    losses must be well above all losses before.
     """
     earlier, later = finite(before), finite(continuation)
     if not earlier or not later:
@@ -107,7 +107,7 @@ def climbs_on(before: Sequence[float], continuation: Sequence[float]) -> bool:
 
 
 def risen(losses: Sequence[float]) -> str:
-    """Return a note if the losses stay far above the magnitude of all earlier ones; else "". It is only a note,
+    """Return a note if the losses stay far above the magnitude of all earlier losses; else "". It is only a note,
     because some losses are meant to grow."""
     known = finite(losses)
     highest, after = list(accumulate(map(abs, known), max)), _lowest_after(known)

@@ -18,7 +18,7 @@ def misuses(record: Record) -> Iterator[Finding]:
 
 
 def doubtful_misuses(record: Record) -> Iterator[Finding]:
-    """Yield misuses that do little harm. They explain no other finding, and come last."""
+    """Yield misuses that do little harm. They explain no finding, and come last."""
     return (finding for finding in _findings(record) if finding.severity != "error")
 
 

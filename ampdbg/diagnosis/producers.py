@@ -25,7 +25,7 @@ FAR_FROM_FP32, UNKNOWN = "precision-loss", "unknown"
 CAST_NAMES = {"forward": "the cast to half", "backward": "the cast of a gradient to half"}
 
 DERIVED: Mapping[frozenset[str] | None, str] = {LOGARITHMS: "a logarithm", ROOTS: "a root"}
-"""The ops whose derivative is a quotient, in words."""
+"""Ops with a quotient as derivative, in words."""
 
 
 @dataclass(frozen=True)
@@ -47,24 +47,22 @@ class Suspect:
 
     @property
     def scale(self) -> float:
-        """The loss scale of the op's values; 1 in the forward pass.
-
-        It is also 1 if FP32's value at a scale of 1 exceeds the format. At such a value the op overflows at any scale.
-        It may not depend on a gradient at all, but on a tensor that a custom Function saved.
-        """
+        """The loss scale of the op's values; 1 in the forward pass. It is also 1 if FP32's value at a scale of 1
+        exceeds the format. The op then overflows at any scale. It may read no gradient, but a tensor that a custom
+        Function saved."""
         is_at_any = not self.is_cast and (self.producer.fp32_largest or 0.0) >= self.format.overflow_threshold
         return self.low.scale if self.producer.phase == "backward" and not is_at_any else 1.0
 
     @property
     def value(self) -> float | None:
-        """The op's largest magnitude in FP32 at the step's loss scale, or None. For a cast, that of its input."""
+        """The op's largest magnitude in FP32 at the step's loss scale, or None. A cast has the magnitude of its
+        input."""
         if self.is_cast:
             return self.producer.input_largest
         return None if self.producer.fp32_largest is None else self.producer.fp32_largest * self.scale
 
     @property
     def format(self) -> FloatFormat:
-        """The number format of the op."""
         return format_of(self.producer.dtype)
 
     @property
@@ -74,7 +72,7 @@ class Suspect:
 
     @property
     def overflows_in_half_alone(self) -> bool:
-        """True for inf in the backward pass that a lower loss scale removes, whatever FP32 shows. The half forward
+        """True for inf in the backward pass that a lower loss scale removes, regardless of FP32. The half forward
         pass may be far from FP32's, and its gradients larger."""
         made = self.producer
         is_inf_alone = made.inf > 0 and not (made.nan or made.divides_by_zero)
@@ -96,8 +94,8 @@ class Suspect:
 
     @property
     def is_constant(self) -> bool:
-        """True if the op overflows on a constant of the code, or on a sum with one. An example is a mask. A gradient
-        does not count: the gradient of a loss is the loss scale itself."""
+        """True if the op overflows on a constant of the code, or a sum of constants. An example is a mask. A
+        gradient does not count: the gradient of a loss is the loss scale itself."""
         return self.producer.is_constant and self.producer.phase == "forward"
 
     @property
@@ -194,7 +192,7 @@ def suspects(made: Investigation) -> list[Suspect]:
 
 
 def overflow_in(made: Investigation, *, erased: bool = False) -> Suspect | None:
-    """Return the first op whose FP32 value exceeds its format, or the first ``erased`` one. An erased overflow
+    """Return the first op with an FP32 value beyond its format, or the first ``erased`` one. An erased overflow
     changes no gradient. Constants, such as masks, are intended and excluded."""
     known = (one for one in _unlike_fp32(made) if one.producer.is_erased is erased)
     return next((one for one in known if one.overflows and not one.is_constant), None)
@@ -206,8 +204,8 @@ def _unlike_fp32(made: Investigation) -> list[Suspect]:
 
 
 def blamed_replay(made: Investigation) -> Replay:
-    """Return the replay whose producers explain the step: the one at the step's own loss scale. If no lower scale is
-    finite either, return the one at the lowest scale. Other overflows may be absent there."""
+    """Return the replay with the producers that explain the step: the one at the step's own loss scale. If no lower
+    scale is finite either, return the one at the lowest scale. Overflows from the higher scale may be absent there."""
     lower = (replay for replay in made.at_lower if replay.producers)
     return made.low if survivor(made) else next(lower, made.low)
 
@@ -215,9 +213,9 @@ def blamed_replay(made: Investigation) -> Replay:
 def culprit(made: Investigation) -> Suspect | None:
     """Return the suspect that explains the step, or None. A constant is usually a mask, and is chosen last.
 
-    If gradients are finite at a lower scale, the backward pass overflows. The forward pass is also examined if some of
-    them are zero there, or have nothing in common with FP32's. If gradients are finite at no scale, prefer an op whose
-    inf or NaN reaches them. Ops without gradients, such as a matcher, do not.
+    If gradients are finite at a lower scale, the backward pass overflows. The forward pass is examined too if some are
+    zero there, or have nothing in common with FP32's. If gradients are finite at no scale, prefer an op with inf or NaN
+    that reaches them. Ops without gradients, such as a matcher, do not.
     """
     survived = survivor(made)
     is_sound = survived and not survived.lost and (survived.gradient_distance or 0.0) < NOTHING_IN_COMMON
@@ -237,7 +235,7 @@ def survivor(made: Investigation) -> Replay | None:
 
 
 def format_of(dtype: str) -> FloatFormat:
-    """Return the format of a replay or an op. Unknown formats of other versions count as FP16."""
+    """Return the format of a replay or an op. Formats of another version count as FP16."""
     return FORMATS.get(dtype, FLOAT16)
 
 

@@ -1,6 +1,6 @@
 """Findings of a range profile: the loss scales that suit each module and the model, and possible overflows.
 
-A range profile measures every op in bfloat16, whose range is FP32's. A site is one op on one line. Findings are
+A range profile measures every op in bfloat16, which has FP32's range. A site is one op on one line. Findings are
 warnings, since only an FP16 replay confirms an overflow.
 """
 
@@ -74,7 +74,7 @@ def window(sites: Iterable[Site], module: str = "") -> Window:
 
 
 def measured_step(record: Record) -> int:
-    """Return the number of the measured step: the last step, in a script's capture the last step that it contains."""
+    """Return the number of the measured step, which is the last step of the run or of a script's capture."""
     is_captured = record.script is not None and record.steps
     return record.steps[-1].step if is_captured else max(record.planned_steps - 1, 0)
 
@@ -125,7 +125,7 @@ def refuted_by(record: Record) -> Replay | None:
 
 
 def what_fails(check: Replay) -> str:
-    """Return which part of a step is not finite, the loss or the gradients, or that the step raised."""
+    """Return what is not finite in a step, the loss or the gradients, or that the step raised."""
     if check.error:
         return "the step raises an error"
     if not math.isfinite(check.loss):

@@ -1,4 +1,4 @@
-"""The remedies of findings: for an op and its source line, and remedies other than pins. A source line shows whether
+"""The remedies of findings: for an op and its source line, and remedies besides pins. A source line shows whether
 the code scales a product only after the product, and whether it takes a sum."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ampdbg.record.run import Producer, Record
 from ampdbg.syntax_tree import UNPARSABLE, syntax_tree
 
 OR = ", or "
-"""Separator between alternatives. If a pin helps, the pin is the first of them."""
+"""Separator between alternatives. If a pin helps, the pin comes first."""
 
 NEAR_ONE_TOO = "; where it is of 1 - p, clamp p to at most 0.9990: FP16 has no number between 0.9995 and 1"
 
@@ -70,8 +70,8 @@ def remedy_of(code: str, at: Producer | None) -> str:
 
 
 def other_remedies(record: Record) -> tuple[str, ...]:
-    """Return the remedies other than pins, one line each, with their places. A label marks remedies that change what
-    the model computes. A finding that another one explains has no own remedy."""
+    """Return the remedies besides pins, one line each, with their places. A label marks remedies that change what
+    the model computes. A finding that follows from another one has no own remedy."""
     lines: dict[str, None] = {}
     for finding in record.faults:
         code = catalogued(finding.code)
@@ -101,11 +101,8 @@ def pole_of(at: Producer) -> str:
 
 
 def formula_of(at: Producer) -> frozenset[str] | None:
-    """Return the kind of op whose value or derivative is undefined, or None if neither op nor line shows it.
-
-    The ops that compute gradients are of another kind than the ops on the line. In a forward pass, ``autograd.grad``
-    runs such ops.
-    """
+    """Return the kind of op with an undefined value or derivative, or None if neither op nor line shows it. Gradient
+    ops, also those of ``autograd.grad`` in a forward pass, differ from the ops on the line."""
     named = [one.name for one in _ops_of(at) if not isinstance(one.operand, ast.Constant)]
     own = next((ops for ops in FORMULAS if base_name(at.op) in ops), None)
     called = {ops for ops in FORMULAS if not ops.isdisjoint(named)}
@@ -128,7 +125,7 @@ def takes_a_sum(line: str) -> bool:
 
 def _are_from_one(at: Producer) -> list[bool]:
     """Return, for each possible divisor or logarithm argument, whether it is a difference from 1, as in ``1 - p``.
-    If the line has several, the op may belong to any of them. The derivative of a logarithm is a quotient."""
+    If the line has several, the op may belong to any. The derivative of a logarithm is a quotient."""
     kinds = {"backward": LOGARITHMS | DIVISORS}.get(
         at.phase, LOGARITHMS if base_name(at.op) in LOGARITHMS else DIVISORS
     )

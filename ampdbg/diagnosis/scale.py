@@ -55,11 +55,11 @@ FEW_TRIES = 5
 """At most this many skips right after growth are not reported."""
 
 SOON = 8.0
-"""Three skips lower the loss scale by this factor. A single image may need that much, and no other image may need it
-again."""
+"""Three skips lower the loss scale by this factor. A single image may need that much, and later images may not need
+it again."""
 
 ROOM = 4.0
-"""Other batches may need a scale lower by this factor than the batch of a replayed step."""
+"""A further batch may need a scale lower by this factor than the batch of a replayed step."""
 
 
 def is_nan_alone(groups: Sequence[GroupOverflow]) -> bool:
@@ -86,11 +86,8 @@ class ScaleCourse:
 
     @cached_property
     def starts(self) -> list[int]:
-        """The iterations at which a scaler starts: the first step, and jumps of the scale at a new model.
-
-        A new model starts in each fold of a cross-validation. The scale then jumps and stays. If an optimizer has two
-        scalers, it alternates instead.
-        """
+        """The iterations at which a scaler starts: the first step, and jumps of the scale at a new model, as in each
+        fold of a cross-validation. Such a jump stays. If an optimizer has two scalers, the scale alternates instead."""
         threes = zip(self.steps, self.steps[1:], self.steps[2:], strict=False)
         leaps = (
             now.iteration for before, now, after in threes if after.scale * GROWTH >= now.scale > GROWTH * before.scale
@@ -152,7 +149,7 @@ class ScaleCourse:
 
     @property
     def tries(self) -> list[Step]:
-        """The skipped steps whose scale had just grown."""
+        """The skipped steps right after the scale has grown."""
         return [step for step in self.steps if step.skipped and step.step in self.grown]
 
     def are_many(self, tries: Sequence[Step]) -> bool:
@@ -169,7 +166,8 @@ class ScaleCourse:
 
     @property
     def later_scalers(self) -> list[list[Step]]:
-        """The steps of each scaler that replaces another. Other scalers belong to other models, as in a fold."""
+        """The steps of each scaler that replaces another. A scaler that does not belongs to a new model, as in a
+        fold."""
         return [steps for steps in self.scalers.values() if steps[0].succeeds]
 
     @cached_property
@@ -222,10 +220,10 @@ class Scaling(Evident, ScaleCourse):
 
     @cached_property
     def lasting(self) -> list[Evidence]:
-        """The replayed steps whose cause may explain all skips.
+        """The replayed steps with a cause that may explain all skips.
 
-        If the run also skips far below the scale that cures a step, something else causes the skips. For example,
-        another optimizer may share the scaler. If a scale has worked before, gradients may have grown since.
+        If the run also skips far below the scale that cures a step, the skips have another cause. For example, two
+        optimizers may share the scaler. If a scale has worked before, gradients may have grown since.
         """
         lowest = min((one.scale for one in self.skipped if math.isfinite(one.loss)), default=math.inf)
         limit = math.inf if self.has_worked else ROOM * lowest
@@ -296,11 +294,11 @@ class Scaling(Evident, ScaleCourse):
 
     @property
     def to_blame(self) -> list[Evidence]:
-        """The steps whose cause explains the skips. For a falling scale, the first lasting one."""
+        """The replayed steps that explain the skips. For a falling scale, the first lasting one."""
         return self.faults if self.skips_are == "faulty" else self.lasting[: int(self.fails_by_itself)]
 
     def causes(self) -> Iterator[Finding]:
-        """Yield the first cause, and each other cause with a new code and a new line."""
+        """Yield the first cause, and each further cause with a new code and a new line."""
         found: list[Finding] = []
         for step in self.to_blame:
             if all(step.cause.code != one.code and step.cause.source != one.source for one in found):
@@ -309,7 +307,7 @@ class Scaling(Evident, ScaleCourse):
 
     @cached_property
     def fails_at_one(self) -> Step | None:
-        """The step with a finite loss for whose gradients a scale of 1 was too large; None if there is none. It is
+        """The step with a finite loss that failed at a scale of 1, where the run continues below 1; else None. It is
         None unless a lower scale has been shown to work, and also if FP32 fails in such steps."""
         if not self._works_below_one or any(one.is_answered and not one.is_of_precision for one in self.replayed):
             return None
@@ -320,8 +318,8 @@ class Scaling(Evident, ScaleCourse):
     def _works_below_one(self) -> bool:
         """True if the run ends at a scale below 1 that works.
 
-        Gradients are finite and nonzero there, and the last sequence of taken steps is the longest at low scales. If
-        two optimizers share a scaler and one always fails, the steps in between belong to the other.
+        Gradients are finite and nonzero there, and the last sequence of taken steps is the longest at low scales. Two
+        optimizers may share a scaler. If one always fails, the steps in between belong to the second.
         """
         if self.last_scale >= 1.0 or self.steps[-1].skipped:
             return False
@@ -394,12 +392,12 @@ class Scaling(Evident, ScaleCourse):
 
     @property
     def first_scale(self) -> float:
-        """The scale before the fall. If it follows gradients, that of the first new low."""
+        """The scale before the fall. If the scale follows gradients, it is at the first new low."""
         return (self.lows if self.skips_are == "following" else self.steps)[0].scale
 
     @property
     def is_lower(self) -> bool:
-        """True if the scale keeps falling, and is below the first scale and that of the first skip."""
+        """True if the scale keeps falling, and is below its values at the first step and the first skip."""
         return self.skips_are == "falling" and self.last_scale < min(self.first_scale, self.skipped[0].scale)
 
     @property
@@ -408,7 +406,7 @@ class Scaling(Evident, ScaleCourse):
 
     @property
     def many(self) -> int:
-        """The number of skipped steps, including those that a long run omits."""
+        """The number of skipped steps, including omitted steps."""
         return len(self.skipped) + self.run.left_out.skipped
 
     @property
@@ -489,7 +487,7 @@ class Scaling(Evident, ScaleCourse):
         return f"none is needed{' while they are so few' if self.unexplained else saving}"
 
     def place(self, row: Decision[Any]) -> Mapping[str, Any]:
-        """Return the step at which the fault begins. All of them are in the backward pass."""
+        """Return the step at which the fault begins, in the backward pass."""
         begins = {
             RESTART: self.lost_to_scalers,
             OSCILLATION: self.tries,

@@ -17,12 +17,12 @@ from ampdbg.record.run import Investigation, Producer, Record, Step, TensorCount
 DATA, WEIGHTS, POISONED = "data-nonfinite", "weights-nonfinite", "buffer-poisoned"
 
 NORM_STATISTICS = ("running_mean", "running_var")
-"""Names of the buffers in torch's norms. Other libraries use them for similar buffers."""
+"""Names of the buffers in torch's norms. Many libraries use them for similar buffers."""
 
 
 @dataclass(frozen=True, eq=False)
 class BadTensor(Evident):
-    """A non-finite tensor without evidence that its values are intended. ``alike`` is the number of other such
+    """A non-finite tensor without evidence that its values are intended. ``alike`` is the number of further such
     tensors, or None."""
 
     record: Record
@@ -43,7 +43,6 @@ class BadTensor(Evident):
 
     @property
     def numbers(self) -> Mapping[str, Any]:
-        """The counts of inf and NaN, and the index of the first of them."""
         counts = {name: getattr(self.counts, name) for name in ("name", "inf", "nan", "size")}
         return counts | {"first_index": list(self.counts.first_index)}
 
@@ -89,7 +88,6 @@ class BadTensor(Evident):
 
     @property
     def leaf(self) -> str:
-        """The name of the batch leaf."""
         return self.counts.name or "its tensor"
 
     @property
@@ -109,14 +107,14 @@ class BadTensor(Evident):
 
 
 def bad_batch(record: Record) -> Iterator[BadTensor]:
-    """Yield the first batch whose inf or NaN made its step fail."""
+    """Yield the first batch with inf or NaN that made its step fail."""
     found = ((step, blamed_in_batch(step, record)) for step in record.steps)
     yield from [BadTensor(record, step, counts) for step, counts in found if counts is not None][:1]
 
 
 def blamed_in_batch(step: Step, record: Record) -> TensorCounts | None:
-    """Return the batch leaf whose inf or NaN made the step fail, or None. Masks of -inf and NaN for missing values
-    are common in batches. They are intended if a healthy step has them too, or if FP32 is finite with them."""
+    """Return the batch leaf with the inf or NaN that made the step fail, or None. Masks of -inf and NaN for missing
+    values are common in batches. They are intended if a healthy step has them too, or if FP32 is finite with them."""
     bad = [counts for counts in step.nonfinite if counts.kind == "batch"]
     if not bad or step.is_healthy or finite_in_fp32(record, step):
         return None

@@ -1,8 +1,7 @@
 """Findings about values that approach FP16's limit, and about a loss scale that falls towards 1.
 
-An activation within one bit of the limit is reported, whatever its history. Growing values are extrapolated only if
-they grew by the same factor all the time. Their logarithm is then on a line. The line ends at a few times the observed
-steps.
+An activation within one bit of the limit is always reported. Growing values are extrapolated only if they grew by the
+same factor all the time. Their logarithm is then on a line. The line ends at a few times the observed steps.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ NEAR_LIMIT = FLOAT16.largest / 2
 """Values from here on are within one bit of the limit."""
 
 SAME, APART = 1.05, 16.0
-"""Values within the first factor count as one value. If all others are below it by the second factor, the values did
+"""Values within the first factor count as one value. If the rest are below it by the second factor, the values did
 not grow to it."""
 
 LEAST_GROWTH = 1.0
@@ -42,7 +41,7 @@ LEAST_LASTING = 0.75
 """The later half must have this share of the slope. In bits, growth by a constant slows down."""
 
 NEAR, FAR = 1.0, 4.0
-"""Limits in multiples of the observed steps: up to the first, a forecast is a warning, up to the second information."""
+"""Limits in multiples of the observed steps: a forecast up to the first is a warning, up to the second information."""
 
 
 def ahead(record: Record) -> Iterator[Finding]:

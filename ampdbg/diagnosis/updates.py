@@ -1,5 +1,5 @@
 """Findings about the updates of half parameters, from the ledger that compares them with float32 masters. The
-movement of a weight is the sum of its updates over a window of steps. Rounding can remove part or all of it."""
+movement of a weight is the sum of its updates over a window of steps. Rounding can remove a part or everything."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMALL_UPDATES, FROZEN = "optimizer-underflow", "frozen-weights"
 STUCK, ACCUMULATION, AVERAGE = "stuck-moment", "lost-accumulation", "frozen-average"
 
 PARAMETERS = "parameters"
-"""Evidence key for names of parameters. The finding names the first of them."""
+"""Evidence key for names of parameters. The finding names the first."""
 
 TOO_FAR = 4.0
 """Updates this many times as large as float32's are not explained by rounding."""
@@ -73,7 +73,7 @@ class HalfUpdates(Evident):
 
     @property
     def of_which(self) -> str:
-        """How many half parameters were judged; "" for all of them."""
+        """How many half parameters were judged; "" for all."""
         is_of_all = self.seen.judged >= self.seen.half
         return "" if is_of_all else f"{self.seen.judged} of {counted(self.seen.half, 'half parameter')}"
 
@@ -111,7 +111,7 @@ class HalfUpdates(Evident):
 
     @property
     def slowest(self) -> KeptAverage:
-        """The average with the largest decay: of the frozen ones if there are any, else of all."""
+        """The average with the largest decay, preferably a frozen one."""
         return max(self.averages or self.seen.averages, key=lambda one: one.decay)
 
     @cached_property

@@ -40,7 +40,7 @@ class Code:
         is_of_a_formula: the remedy is to change a formula, and depends on the kind of op that fails.
         remedy_near_one: the remedy if the op takes a difference ``1 - p`` with p near 1.
         remedy_behind_half: the remedy if the op's line computes in FP32 on a value that half has rounded before.
-        severity, phase, message: those of a misuse or of an error that autocast causes, which depend only on the code.
+        severity, phase, message: only for a misuse or an error that autocast causes, since the code decides them.
         is_counted: the number of misuses is known. It is not if ampdbg examines only some passes.
         harmless_share: a misuse in a smaller share of the steps is only information. If this is not 0, so is a misuse
             in a few skipped steps while the loss scale settles.
@@ -84,10 +84,10 @@ class Code:
 
 
 FACTS = ("step", "phase", "where", "cause", "skips", "losses", "falling", "first", "last", "settles", "verdict")
-"""The fields of a headline: step, phase and place of the finding; ``cause``; the number of skipped steps.
+"""The fields of a headline. ``step``, ``phase`` and ``where`` are the finding's.
 
-``losses`` is the count of non-finite losses. ``falling``, ``first``, ``last`` and ``settles`` describe the loss scale.
-``verdict`` is for runs without a fault.
+``cause`` says whether FP32 or the replays fail. ``skips`` and ``losses`` count skipped steps and non-finite losses.
+``falling``, ``first``, ``last`` and ``settles`` describe the loss scale. ``verdict`` is for runs without a fault.
 """
 
 FORWARD = "Forward pass"
@@ -604,7 +604,7 @@ def catalogued(name: str) -> Code:
 
 
 def finding_of(name: str, step: int, phase: Phase, message: str, **fields: Any) -> Finding:
-    """Return a finding with the severity and remedy of its code, unless ``fields`` gives others."""
+    """Return a finding with the severity and remedy of its code, unless ``fields`` has them."""
     code = CODES[name]
     given = {"severity": code.severity, "remedy": code.remedy} | fields
     return Finding(code=name, step=step, phase=code.phase or phase, message=message, **given)

@@ -81,7 +81,7 @@ class Finding:
 
     @property
     def replayed_step(self) -> int:
-        """The step whose replays show the fault. It is later than ``step`` if the fault began before the first
+        """The step with the replays that show the fault. It is later than ``step`` if the fault began before any
         replay."""
         replayed = self.evidence.get("replayed_step")
         return replayed if isinstance(replayed, int) else self.step

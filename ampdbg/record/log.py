@@ -1,8 +1,8 @@
 """The log of a run: one JSON line for each completed step. A killed process leaves it, and a record is made from it.
 
-The first line names the format. Each other line holds a ``step``, an ``investigation``, or the rest of the ``record``.
-A later line for the same step or the record replaces an earlier one. When the record drops healthy steps, the log is
-rewritten without them, so that it stays small.
+The first line names the format. Each further line holds a ``step``, an ``investigation``, or the rest of the
+``record``. A later line for the same step or the record replaces an earlier one. When the record drops healthy steps,
+the log is rewritten without them, so that it stays small.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NEWS = 60.0
 """Maximum age in seconds of the record's line, with its times and counts."""
 
 FIRST_KEPT, MOST_KEPT = 2, 16
-"""A record keeps this many investigations: the first ones, and the last ones up to the maximum."""
+"""A record keeps the first two investigations, and the last ones up to the maximum."""
 
 
 def kept(investigations: Sequence[Investigation]) -> tuple[Investigation, ...]:
@@ -83,7 +83,7 @@ class RunLog:
         self._write(_line("step", step))
 
     def thinned(self, steps: Sequence[Step]) -> None:
-        """Rewrite the log after the record dropped healthy steps; ``steps`` are those that remain."""
+        """Rewrite the log after the record dropped healthy steps; ``steps`` remain."""
         if self._path and self._file is not None and self._goes_on and self._path.is_file():
             lines = [_HEAD, self._record, *(_line("investigation", one) for one in self._seen)]
             lines += [_line("step", one) for one in steps]
@@ -97,7 +97,7 @@ class RunLog:
         """Write what is new besides the steps. Call this after each step.
 
         Args:
-            news: a value that changes whenever a part of the record other than its steps changes.
+            news: a value that changes whenever the record changes, apart from its steps.
             record: makes the record.
             investigations: all investigations of the record.
         """
@@ -187,7 +187,7 @@ def _check_place(path: Path) -> None:
     """Check the path again on opening: the script may have made the file, or the path is a default.
 
     Raises:
-        RecordError: the file belongs to the user.
+        RecordError: the path is neither free nor a log.
     """
     if what_is_there := obstacle(path):
         raise RecordError(f"it is {what_is_there}; --log FILE names another file")

@@ -44,9 +44,10 @@ Outcome = Literal[
 ]
 """How a search ended.
 
-FP32 is not better (``fp32-fails``), the user's code raises in FP32 (``fp32-raises``), or the cause is the data or the
-call order (``no-pin-helps``). ``out-of-trials`` can also mean an interrupt during the search: the set is healthy, but
-not minimal. If an interrupted record has ``found``, the interrupt came after the search.
+Three outcomes come without a search: FP32 is not better (``fp32-fails``); the user's code raises in FP32
+(``fp32-raises``); or the data or the call order is the cause (``no-pin-helps``). ``out-of-trials`` can also mean an
+interrupt during the search: the set is healthy, but not minimal. In an interrupted record, ``found`` means that the
+interrupt came later.
 """
 
 
@@ -91,11 +92,11 @@ class Pin:
     Attributes:
         module, class_name: the qualified name of the module ("" is the root) and its class.
         own: only the module's own lines run in FP32. Its children stay in half.
-        source: the statement to pin, if there is no module.
+        source: the statement to pin, for a pin without a module.
         reason: the index of the finding that the pin cures.
         sites: the ops that fail without the pin, in order of execution.
         without: the result if only this pin is dropped, with those in ``tied``.
-        tied: pins of modules that share a parameter with this one, so that all of them are pinned together.
+        tied: pins of modules that share a parameter with this one, so that all are pinned together.
     """
 
     module: str
@@ -148,8 +149,8 @@ def within(path: str, pin: str) -> str:
 class Trial:
     """One experiment: a step that ran with ``pins`` in FP32 (names in the syntax of the config's ``pins``).
 
-    ``stage`` is the purpose. The trial is ``healthy`` if all ``runs`` were, and ``healthy_runs`` counts those that
-    were. ``why`` describes the fault, and ``suspects`` are the modules that failed.
+    ``stage`` is the purpose. The trial is ``healthy`` if ``healthy_runs`` equals ``runs``. ``why`` describes the fault,
+    and ``suspects`` are the modules that failed.
     """
 
     pins: tuple[str, ...]
@@ -172,9 +173,9 @@ class Search:
         set_scale: the loss scale to use with the set, if gradients overflow above it.
         failed, tried, repeats: the failures without pins, the replays without pins, and the resulting runs for each
             trial.
-        modules, candidates: how many modules ran, and how many of them were tried.
+        modules, candidates: how many modules ran, and how many were tried.
         losses: the step's loss by manner of execution: "float16", "float32", "pinned".
-        further, further_healthy: how many other batches the whole set was tried on, and how many were healthy.
+        further, further_healthy: how many further batches the set was tried on, and how many were healthy.
         classes: pinned and total instances of each class with several instances.
         sources: SHA-256 digests of the user's files that hold the pins' lines, at the time of the search.
         roots: the models that prefix the pins' names, if a script has several models.
@@ -204,7 +205,7 @@ class Search:
 @dataclass(frozen=True)
 class PatchUnit:
     """One edit that can be omitted: its description, and the names of the pins that it covers. ``notes`` are for
-    readers of the patch: why the edit is not narrower, and which other calls run the edited code."""
+    readers of the patch: why the edit is not narrower, and what else runs the edited code."""
 
     title: str
     pins: tuple[str, ...]
@@ -227,7 +228,7 @@ class Handover:
     ``names`` are the pins as the config takes them, and ``helper`` is a Python file that applies them. The patch is
     ``files``, with paths relative to ``folder``, the root of a git repository if ``is_git``. ``units`` are its edits.
     Without ``files``, they are the patches that failed, with the reasons. ``refused`` lists code that could not be
-    edited, as ``FILE:LINES: reason``. ``notes`` are remedies other than pins.
+    edited, as ``FILE:LINES: reason``. ``notes`` are remedies besides pins.
     """
 
     form: Form

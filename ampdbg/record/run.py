@@ -33,9 +33,7 @@ SUM = "the sum of its module outputs"
 
 Reach = Literal["whole", "modules", "none"]
 """How much of a step was replayed: all (``whole``), or its modules, with the sum of their outputs as the loss.
-
-``none`` occurs only for steps of version 2 that were traced as they trained.
-"""
+``none`` occurs only for steps of version 2 that were traced as they trained."""
 
 
 def what_of(reach: Reach) -> str:
@@ -54,9 +52,8 @@ class Producer:
     Attributes:
         call: which call of the module ran the op.
         input_largest, output_largest: the largest finite magnitudes.
-        fp32_largest: the largest magnitude of the same op on the same line in the FP32 replay; None if it is absent
-            there.
-        finite_in_fp32: the same op is finite in the FP32 replay; None if it is absent there.
+        fp32_largest: the largest magnitude of the same op on the same line in the FP32 replay; None if absent there.
+        finite_in_fp32: the same op is finite in the FP32 replay; None if absent there.
         is_constant: every value that overflows comes from one constant, such as a mask.
         divides_by_zero: a divisor, or the argument of a logarithm or root, contains exact zeros.
         leaf: path of the batch leaf, if the op casts only values of that leaf.
@@ -154,9 +151,8 @@ class Investigation:
         loss: the loss that the step itself had.
         reproduced, tries: how many replays of the unchanged step failed like the step, and how many there were.
         continuation: the losses of FP32 steps on the same batch from the same state.
-        first_far: in a step far from FP32, the first op that is far. If ``choice`` is set, the op that decides the
-            choice.
-        choice: the op that takes other elements than in FP32, for example by an index or a mask.
+        first_far: in a step far from FP32, the first op that is far. With a ``choice``, the op that decides it.
+        choice: the op that takes different elements than in FP32, for example by an index or a mask.
         rounded_angles: sines and cosines far from FP32's, because half spaces their angles too far apart; furthest
             first.
         batch_largest, batch_index: the largest finite magnitude of each numeric batch leaf, and its index in the leaf.
@@ -253,7 +249,7 @@ class LevelCost:
 
     Attributes:
         verdict, finding: the verdict of ``ampdbg scan`` and its root finding.
-        steps, skipped: how many steps ran, and how many of them were skipped.
+        steps, skipped: how many steps ran, and how many were skipped.
         loss: the loss of the last step.
         apart: distance of the losses from FP32's: the median relative difference over the last quarter of the steps.
         noise: the same distance for FP32 when it begins with weights rounded to the dtype.
@@ -352,8 +348,7 @@ class Step:
         grad_norm: 2-norm of all gradients after unscaling and before clipping; inf or NaN if any gradient is. None if
             not measured, as in most healthy steps of a long run.
         skipped: an optimizer's step was withheld.
-        groups_hit: number of groups with non-finite gradients after a run's first unhealthy steps. Only those list
-            ``groups``.
+        groups_hit: number of groups with non-finite gradients. After a run's first unhealthy steps, ``groups`` is empty.
         optimizer: number of the optimizer, from 0, by first step. Of several that step on the same losses, the first.
         others: number of earlier steps that belong to other optimizers.
     """
@@ -376,7 +371,7 @@ class Step:
 
     @property
     def iteration(self) -> int:
-        """Index of the step among those of its own optimizer, from 0."""
+        """Index of the step within its own optimizer's steps, from 0."""
         return self.step - self.others
 
     @property
@@ -392,7 +387,7 @@ class Trend:
     Attributes:
         name: module of a float16 activation, or parameter of a gradient; "" for the loss scale. Gradients are unscaled.
         steps, values: ``values[i]`` was measured at ``steps[i]``; all values are above 0.
-        op, source: the torch function that made the activation, and its line. If none was recorded in the module, "".
+        op, source: the torch function that made the activation, and its line. Without a recorded function, "".
     """
 
     kind: Literal["activation", "gradient", "scale"]
@@ -424,11 +419,9 @@ class Environment:
 
 @dataclass(frozen=True)
 class FrozenParameter:
-    """A half parameter that hardly moves: the updates are too small to change its rounded values.
-
-    ampdbg sampled ``entries`` values, of which ``moved`` changed in any window. ``lost`` is the share of the movement
-    that float32 weights make and this parameter does not.
-    """
+    """A half parameter that hardly moves: the updates are too small to change its rounded values. Of ``entries``
+    sampled values, ``moved`` changed in any window. ``lost`` is the share of the float32 movement that it does not
+    make."""
 
     name: str
     entries: Count
@@ -467,7 +460,7 @@ class KeptAverage:
     Attributes:
         decay, first_decay: the factor that a step applies to the average, and the factor at the beginning.
         steps: number of steps in all windows that were compared with float32.
-        entries, moved: sampled values that move in float32, and those of them that moved in half.
+        entries, moved: sampled values that move in float32, and how many moved in half.
         way: sum of squares of the movement in float32.
         lost: share of ``way`` that belongs to values that did not move.
     """
@@ -508,17 +501,18 @@ class KindUpdates:
 
 @dataclass(frozen=True)
 class KindDtypes:
-    """The dtypes of the parameters of one kind that an ``optimizer`` trains; several if parameters differ, none if
-    unknown.
+    """The dtypes of the parameters of one kind that an ``optimizer`` trains.
+
+    A field has several dtypes if parameters differ, and none if there are none or they are unknown.
 
     Attributes:
-        stored, computed: of the parameters, and of the parameters as the first op uses them.
-        gradients, accumulated, reduced: after a backward pass, after accumulation, and in the reduction across
+        stored, computed: dtypes of the parameters, and of their values in the first op that uses them.
+        gradients, accumulated, reduced: dtypes after a backward pass, after accumulation, and in a reduction of
             processes.
-        states: of the optimizer states that have the parameters' shapes.
-        masters: of the copies that the optimizer steps instead of the parameters.
-        averages: of the parameters in averaged models.
-        optimizer: module and class. The text says so if the script replaced the step of that class.
+        states: dtypes of the optimizer states that have the parameters' shapes.
+        masters: dtypes of the copies that the optimizer steps instead of the parameters.
+        averages: dtypes of the parameters in averaged models.
+        optimizer: its module and class, with a note if the script replaced the step of that class.
     """
 
     kind: str
@@ -540,7 +534,7 @@ class CastBuffer:
 
     Attributes:
         off: largest change of a value by the cast.
-        reach: the model's last position, at most 1,000; 1,000 if unknown. It matters for frequencies.
+        reach: for frequencies, the model's last position: at most 1,000, and 1,000 if unknown.
         is_written: the loop has written into the buffer since.
         momentum: share that a running average takes from each batch.
     """
@@ -570,11 +564,11 @@ class Updates:
         cost_of_still: the part of ``cost`` that comes from ``frozen``.
         stuck: second moments that are far from float32's.
         still: parameters that hardly move under optimizers that cannot be compared with float32.
-        half, judged: number of half parameters, and of those that were compared with float32.
+        half, judged: number of half parameters, and how many were compared with float32.
         vanishing_eps: the optimizer's eps, if it is 0 in float16.
         spoilt: the parameters that the update of ``spoilt_step`` made inf or NaN. Every gradient and the float32 update
             are finite.
-        times: length of the updates along float32's movement, relative to float32's.
+        times: movement of half parameters in the direction of float32's, as a multiple of float32's.
     """
 
     steps: Count
@@ -648,7 +642,7 @@ class Readiness:
         trains: None if the profile does not decide it.
         largest: the largest magnitude that an op of the forward pass makes.
         floor, ceiling: bounds of the usable loss scales.
-        pins: modules that must run in FP32, as the config takes them. An FP16 replay fails without them only.
+        pins: modules that must run in FP32, as the config takes them. An FP16 replay is finite only with these pins.
     """
 
     trains: bool | None
@@ -732,7 +726,7 @@ class LeftOut:
     lost: Count = 0
 
     def and_these(self, steps: Iterable[Step]) -> LeftOut:
-        """Return the counts with the unhealthy ones of ``steps`` added."""
+        """Return the counts with the unhealthy steps of ``steps`` added."""
         bad = [step for step in steps if step.skipped or not step.is_healthy]
         skipped, lost = sum(step.skipped for step in bad), sum(not math.isfinite(step.loss) for step in bad)
         return LeftOut(self.unhealthy + len(bad), self.skipped + skipped, self.lost + lost)
@@ -745,10 +739,10 @@ class Record:
     Attributes:
         created: UTC, ISO 8601.
         config: the resolved config as plain data.
-        steps: the completed steps of all optimizers. A long run omits some, and ``left_out`` counts the unhealthy ones.
-        checks: replays that test a range profile. The first is in bfloat16, the format of the measurement. The second
-            is in FP16 at a loss scale that the profile allows, or in FP32 if bfloat16 is not finite. A bfloat16 step is
-            replayed in FP16 with more and more pins, until it is finite.
+        steps: the completed steps of all optimizers. A long run omits some, and ``left_out`` counts the unhealthy.
+        checks: replays that test a range profile. The first is in bfloat16, the format of the measurement. If it is
+            finite, the second is in FP16 at an allowed loss scale, else in FP32. A bfloat16 step is replayed in FP16
+            with more and more pins, until it is finite.
         asked: the requested precision by its source, as ``config.dtype``: bfloat16.
         listings: the files that sites and findings name. Of a long file only the lines around those.
         groups: the name of every parameter group, in order.

@@ -23,7 +23,8 @@ def upgraded(record: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def upgraded_investigation(made: Any) -> Any:
-    """Return a version 2 investigation in the current form. Version 2 has its replays in one list, ordered by role."""
+    """Return a version 2 investigation in the current form. Version 2 has all replays in one list, in the order of
+    roles."""
     with contextlib.suppress(*DAMAGED):
         low, *others = made["replays"]
         fp32, *others = others or [None]
@@ -39,4 +40,5 @@ def upgraded_investigation(made: Any) -> Any:
 
 UPGRADES = {"investigations": upgraded_investigation}
 OUTCOMES = {"spoilt-input": "not-reproduced"}
-"""Search outcomes by their version 2 names. Version 2 did not replay steps that may have computed their own inputs."""
+"""Current names of version 2 outcomes. A step with ``spoilt-input`` may have computed its own inputs: replays showed
+nothing."""
