@@ -88,7 +88,7 @@ class Evidence(Evident):
     made: Investigation
     run: Record
 
-    # What FP32 and FP64 show
+    # Results in FP32 and FP64
 
     @property
     def low(self) -> Replay:
@@ -217,7 +217,7 @@ class Evidence(Evident):
         grows = "subtract the largest value before it grows beyond FP32, as torch.logsumexp and log_softmax do"
         return grows if self.is_beyond_fp32 else "change the formula where it divides or cancels"
 
-    # Which op goes wrong in half alone
+    # The op that fails only in half
 
     @cached_property
     def suspect(self) -> Suspect | None:
@@ -263,7 +263,7 @@ class Evidence(Evident):
         """The magnitude of the FP32 loss; NaN without an FP32 loss. A replay of modules has a sum and no loss."""
         return abs(self.made.reference.loss) if self.made.reach == "whole" else math.nan
 
-    # What a lower loss scale would do
+    # Results at lower loss scales
 
     @property
     def survivor(self) -> Replay | None:
@@ -294,7 +294,7 @@ class Evidence(Evident):
         cure = f"use a loss scale of {self.usable_scale or 1.0:g}, or a dynamic one"
         return KeptScale(self.low.scale, f"{whose} loss scale {number(self.low.scale)}", cure) if whose else None
 
-    # What the run did before
+    # Earlier steps of the run
 
     @cached_property
     def before(self) -> list[Step]:
@@ -460,7 +460,7 @@ def scale_floor(steps: Sequence[Step]) -> float | None:
     return last[-1].scale if is_stuck and all(step.skipped for step in last) and last[-1].scale > 1.0 else None
 
 
-# The table
+# The decision tables
 
 
 def _of_op(code: str, when: str, holds: Callable[[Suspect], bool], message: str) -> Decision[Evidence]:
@@ -710,7 +710,7 @@ CAUSES: tuple[Decision[Evidence], ...] = (
 """The rows for a step with a non-finite loss or gradients. The first that holds is the root."""
 
 
-# Losses that are not finite, and gradients that nothing withholds
+# Non-finite losses, and bad gradients that reached the weights
 
 
 def nonfinite_loss(record: Record) -> Iterator[Finding]:

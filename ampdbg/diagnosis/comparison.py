@@ -73,7 +73,7 @@ class Comparison:
 
     @cached_property
     def headrooms(self) -> tuple[Change[str, float], ...]:
-        """The tightest headroom in each common module's forward pass, in bits; largest loss first."""
+        """The tightest headroom in each common module's forward pass, in bits; largest reduction first."""
         then, now = (_tightest(record.sites) for record in (self.then, self.now))
         both = ((module, then[module], bits) for module, bits in now.items() if module in then)
         return _most_lost(
@@ -82,8 +82,8 @@ class Comparison:
 
     @cached_property
     def windows(self) -> tuple[Change[str, Window], ...]:
-        """The usable loss scales of the whole model, named "", and of each common module; largest loss first. The
-        loss is the number of bits by which one end moved inward. The gain is that by which one moved outward."""
+        """The usable loss scales of the whole model, named "", and of each common module; largest reduction first.
+        ``lost`` is the number of bits by which an end moved inward, ``won`` that by which one moved outward."""
         if not self.has_ranges:
             return ()
         then, now = ({one.module: one for one in module_windows(record.sites)} for record in (self.then, self.now))

@@ -15,13 +15,13 @@ from ampdbg.record.run import CastBuffer, Record
 NOT_HALF, HALF_WEIGHTS, ROUNDED = "not-half", "half-weights", "rounded-buffer"
 
 MIXED = re.compile(r"(bf16|fp16|.*-mixed|param_dtype=b?float16)$")
-"""Answers of frameworks that request half ops on float32 weights."""
+"""Requested precisions that mean half ops on float32 weights."""
 
 HALF = re.compile(f"on$|{MIXED.pattern}")
-"""Answers that request half ops, including an enabled scaler."""
+"""Requested precisions that mean half ops, including an enabled scaler."""
 
 FULL = re.compile(r"(no|32|32-true|float32)$")
-"""Answers that request FP32. Some frameworks also have them as their default."""
+"""Requested precisions that mean FP32. In some frameworks they are the default."""
 
 TORCHS = "torch.optim."
 """Prefix of torch's own optimizers. Third-party optimizers may round stochastically, or keep what rounding removes."""

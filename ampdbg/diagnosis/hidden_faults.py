@@ -54,7 +54,7 @@ class HiddenFault(Evidence):
 
     @property
     def is_one(self) -> bool:
-        """True if a row of the table holds that is not only information."""
+        """True if a row of the table reports a fault, and not only information."""
         return any(row.severity != "info" for row in holding(HIDDEN, self))
 
     @cached_property

@@ -121,7 +121,7 @@ class Suspect:
         made = self.producer
         return made.nan > 0 and made.finite_in_fp32 is True and base_name(made.op) in ROOTS
 
-    # In words
+    # Text of messages
 
     @property
     def name(self) -> str:

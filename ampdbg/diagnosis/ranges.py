@@ -58,8 +58,8 @@ def module_windows(sites: Iterable[Site]) -> Iterator[Window]:
 
 
 def window(sites: Iterable[Site], module: str = "") -> Window:
-    """Return the scales at which all ``sites`` keep their gradients. The default is the window of the whole model.
-    Gradients that are only rounding error can be lost without harm, and set no floor."""
+    """Return the scales at which all ``sites`` keep their gradients. Without ``module``, they are for the whole
+    model. Gradients that are only rounding error can be lost without harm, and set no floor."""
     sites = tuple(sites)
     lowest = min((site for site in sites if math.isfinite(_ceiling(site))), key=_ceiling, default=None)
     losing = (site for site in sites if _floor(site) > 0.0 and not site.is_noise)

@@ -376,7 +376,7 @@ class Scaling(Evident, ScaleCourse):
         parts = zip(*(name.split(".")[:-1] for name in self.groups), strict=False)
         return ".".join(part[0] for part in takewhile(lambda part: len(set(part)) == 1, parts))
 
-    # Numbers
+    # Numbers for messages
 
     @property
     def last_scale(self) -> float:
@@ -424,7 +424,7 @@ class Scaling(Evident, ScaleCourse):
         """The number of scalers that replace one another."""
         return len(self.later_scalers) + 1
 
-    # In words
+    # Text of messages
 
     @property
     def from_to(self) -> str:
@@ -516,7 +516,7 @@ KINDS: Mapping[Skips, Callable[[Scaling], bool]] = {
 }
 """The condition of each kind of skips; the first that holds decides."""
 
-# The table
+# The decision tables
 
 ENDS = {"first_scale": "first_scale", "last_scale": "last_scale", "new_lows": "new_lows"}
 

@@ -78,7 +78,7 @@ class BadTensor(Evident):
         """True if an op that overflows is known, since FP32 is finite then. The verdict reads this evidence."""
         return True if self.writer else None
 
-    # In words
+    # Text of messages
 
     @property
     def values(self) -> str:

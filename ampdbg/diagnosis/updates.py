@@ -126,7 +126,7 @@ class HalfUpdates(Evident):
         at = self.seen.spoilt_step if row in SPOILING else self.record.steps[-1 if row.code == STUCK else 0].step
         return {"step": at, "phase": "optimizer", "parameter": next(iter(names), "")}
 
-    # In words
+    # Text of messages
 
     @property
     def still(self) -> list[str]:

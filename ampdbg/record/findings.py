@@ -11,7 +11,7 @@ from annotated_types import Interval
 Severity = Literal["error", "warning", "info"]
 Phase = Literal["data", "forward", "backward", "optimizer"]
 
-# The bounds that record/file.py checks when it reads a record file.
+# record/file.py checks these bounds when it reads a record file.
 Count = Annotated[int, Interval(ge=0, lt=2**63)]
 Exponent = Annotated[int, Interval(ge=-1100, le=1100)]
 """An exponent of a power of two that float64 can represent."""

@@ -348,7 +348,7 @@ class Step:
         grad_norm: 2-norm of all gradients after unscaling and before clipping; inf or NaN if any gradient is. None if
             not measured, as in most healthy steps of a long run.
         skipped: an optimizer's step was withheld.
-        groups_hit: number of groups with non-finite gradients. After a run's first unhealthy steps, ``groups`` is empty.
+        groups_hit: number of groups with non-finite gradients. After a run's first unhealthy steps ``groups`` is empty.
         optimizer: number of the optimizer, from 0, by first step. Of several that step on the same losses, the first.
         others: number of earlier steps that belong to other optimizers.
     """
