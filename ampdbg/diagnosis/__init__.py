@@ -1,1 +1,1 @@
-"""From a record to findings: pure functions, one family of codes a file."""
+"""Pure functions that compute findings from a record, with one family of codes per file."""

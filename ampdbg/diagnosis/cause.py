@@ -1,7 +1,7 @@
-"""The cause of a failing step: what its replays show, and the table that decides by it.
+"""The cause of a failing step: the facts from its replays, and the decision tables.
 
-The order is that of DIAGNOSES: does the replay reproduce it at all, does FP32 diverge, is FP32 finite, and only then
-which FP16 op is the producer and which code its numbers mean.
+The order follows DIAGNOSES. Does the replay reproduce the failure? Does FP32 diverge? Is FP32 finite? Only then the
+tables decide which FP16 op is the producer, and which code its numbers mean.
 """
 
 from __future__ import annotations
@@ -37,39 +37,39 @@ from ampdbg.record.findings import Finding
 from ampdbg.record.run import Investigation, Producer, Record, Replay, Step
 
 GREW = 5.0
-"""Weights so many times as large as when the run began have been thrown there by single updates; training from scratch
-makes them a few times as large."""
+"""Weights that have grown by this factor since the start were changed too far by single updates. Training from
+scratch makes them a few times as large."""
 
 GREW_IN_A_LEAP = 2.0
-"""As many times, where the loss has leapt in FP32 too."""
+"""The same factor if the loss has jumped in FP32 too."""
 
 KEPT_SIZE = 1.05
-"""Weights that have grown by less are where they began: so few steps have not thrown them away."""
+"""Weights that have grown by less have not changed much in a few steps."""
 
 LEAPS = 100.0
-"""In FP32 too a loss so many times all before it, that further steps do not bring back, has left them for good."""
+"""An FP32 loss this many times all before has left them for good, unless further steps bring it back."""
 
 ITSELF = -1
-"""The root of a finding that follows from no other one, whatever was found before it."""
+"""The root of a finding that follows from nothing, whatever was found before it."""
 
 WEIGHTS_GREW = "weights_grew"
-"""Evidence of a finding that they may be the cause of."""
+"""Evidence key for the growth of weights that may be the cause of a finding."""
 
 LARGE = 1e15
-"""Some such values, multiplied or squared and summed, are beyond FP32."""
+"""A few such values exceed FP32 when they are multiplied, or squared and summed."""
 
 CALIBRATION, NO_USABLE_SCALE, DIVERGENCE = "scale-calibration", "no-usable-scale", "divergence"
 OUT_OF_RANGE = "data-range"
 
 SKIPS_IN_A_ROW = 5
-"""So many skipped steps in a row are no calibration: healthy models settle within four halvings of 65536."""
+"""This many consecutive skipped steps are not calibration: healthy models settle within four halvings of 65536."""
 
 KEPT_SCALE = "kept_scale"
-"""The evidence of a loss scale that nothing lowers."""
+"""Evidence key for a loss scale that nothing lowers."""
 
 
 class KeptScale(NamedTuple):
-    """A loss ``scale`` that nothing lowers: ``whose`` it is, and what is to be done about it, in words."""
+    """A loss scale that nothing lowers, its owner, and the advice for the user."""
 
     scale: float
     whose: str
@@ -78,71 +78,69 @@ class KeptScale(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Evidence(Evident):
-    """What is known of a step that was replayed: each fact once, under one name.
+    """The facts about a replayed step.
 
     Attributes:
-        made: its replays.
-        run: the record of its optimizer alone.
+        made: the replays.
+        run: the record of the step's optimizer alone.
     """
 
     made: Investigation
     run: Record
 
-    # What FP32 and FP64 show
+    # Results in FP32 and FP64
 
     @property
     def low(self) -> Replay:
-        """The step as it was."""
+        """The replay of the unchanged step."""
         return self.made.low
 
     @property
     def half(self) -> str:
-        """What it computes in, as messages name it."""
+        """The low-precision format of the step, as messages name it."""
         return format_of(self.low.dtype).short
 
     @property
     def of_earlier_pass(self) -> str:
-        """What an earlier pass has computed in; "" where there was none."""
+        """The format of an earlier pass; "" in the first step."""
         return self.half if self.made.step else ""
 
     @property
     def is_captured(self) -> bool:
-        """It is replayed from a capture, in a later process than that in which it failed."""
+        """True if the step is replayed from a capture, and not by the process in which it failed."""
         return self.run.script is not None and self.run.command not in ("run", "watch")
 
     @property
     def is_answered(self) -> bool:
-        """FP32 has shown what the step comes to."""
+        """True if the failure was reproduced, and the step ran in FP32 without an error."""
         return self.made.reproduced > 0 and not self.made.reference.error
 
     @property
     def is_fp32_finite(self) -> bool:
-        """Loss and gradients are finite in FP32; not known to be where it did not run."""
+        """True if loss and gradients are finite in FP32; False without an FP32 replay."""
         return is_finite(self.made.fp32)
 
     @property
     def is_of_precision(self) -> bool:
-        """FP32 comes through the step, and does not diverge from it."""
+        """True if the step is finite in FP32 and does not diverge."""
         return self.is_answered and self.is_fp32_finite and not self.is_divergence
 
     @property
     def is_fp64_decisive(self) -> bool:
-        """FP64, which is tried where FP32 is not finite, ran, and is not finite either: the mathematics is not."""
+        """True if neither FP32 nor FP64 is finite, so that the mathematics is wrong. FP64 runs only if FP32 is not
+        finite."""
         fp64 = self.made.wide
         return fp64 is not None and not (self.is_fp32_finite or fp64.error or is_finite(fp64))
 
     @property
     def is_infinite(self) -> bool:
-        """The loss is inf in FP32 and in FP64."""
         losses = [replay.loss for replay in (self.made.fp32, self.made.wide) if replay]
         return self.is_fp64_decisive and losses == [math.inf, math.inf]
 
     @cached_property
     def begins_in_fp32(self) -> Producer | None:
-        """Where FP32 goes wrong: an op that makes a NaN of finite numbers is wrong for certain, an inf may be meant.
-
-        Of gradients that is what has reached them, from either pass, where that is known.
-        """
+        """The op where FP32 fails. An op that makes NaN from finite numbers is preferred, because inf may be
+        intended. For bad gradients, an op of either pass comes first if its inf or NaN reaches them."""
         made = () if self.is_fp32_finite else self.made.reference.producers
         phase = "forward" if self.is_of_loss else "backward"
 
@@ -156,42 +154,42 @@ class Evidence(Evident):
 
     @property
     def is_of_loss(self) -> bool:
-        """The loss is lost; it may be made of gradients, and the loss scale behind that."""
+        """True if the loss is not finite. The loss scale may be the cause if the loss is computed from gradients."""
         return self.made.why == "loss" or not math.isfinite(self.low.loss)
 
     @property
     def begins(self) -> str:
-        """The same in words."""
+        """The name of ``begins_in_fp32``."""
         return named(self.begins_in_fp32) if self.begins_in_fp32 else ""
 
     @property
     def left_out(self) -> str:
-        """That the loss has nothing of it, to be said behind that."""
+        """The note that the loss does not contain the fault, to follow the name of the op."""
         begins = self.begins_in_fp32
         is_left_out = begins is not None and begins.phase == "forward" and begins.reaches_gradients
         return ", which the loss leaves out and the gradients do not" if is_left_out else ""
 
     @property
     def unit(self) -> str:
-        """What it has values of: torch's CTC loss has one a sample, before any mean."""
+        """The unit of the op's values. torch's CTC loss has one value for each sample before any mean."""
         return "samples" if "ctc_loss" in self.begins else "values"
 
     @property
     def largest(self) -> float | None:
-        """The largest input of the op where FP32 goes wrong, where squares and sums of that size are beyond FP32."""
+        """The largest input of the op that fails in FP32, if squares and sums of that size exceed FP32."""
         begins = self.begins_in_fp32
         return begins.input_largest if begins and begins.input_largest > LARGE else None
 
     @property
     def is_beyond_fp32(self) -> bool:
-        """Its values exceed FP32's range; else FP32 rounds too coarsely."""
+        """True if the op's values exceed FP32's range. Otherwise FP32 rounds too coarsely."""
         begins = self.begins_in_fp32
         overflows = begins is not None and begins.inf > 0 and not (begins.nan or begins.divides_by_zero)
         return self.largest is not None or overflows
 
     @property
     def why_in_fp32(self) -> str:
-        """What FP64 shows of a step that FP32 does not come through."""
+        """The result of FP64 for a step that is not finite in FP32."""
         if self.made.wide and self.made.wide.error:
             return f"FP64 raised an error: {self.made.wide.error}"
         rows = (
@@ -203,7 +201,7 @@ class Evidence(Evident):
 
     @property
     def at_a_pole(self) -> str:
-        """What FP32 has rounded to where the op is infinite, in words; "" where it has not."""
+        """The pole to which FP32 rounded the op's argument, in words; "" if none."""
         begins = self.begins_in_fp32
         if begins is None or not begins.divides_by_zero:
             return ""
@@ -211,7 +209,7 @@ class Evidence(Evident):
 
     @property
     def repair_in_fp32(self) -> str:
-        """What keeps FP32 from failing."""
+        """The advice for a step that fails in FP32."""
         if self.largest is not None:
             return "bring these values down: look for weights, divisors or inputs of that size"
         if self.at_a_pole:
@@ -219,22 +217,21 @@ class Evidence(Evident):
         grows = "subtract the largest value before it grows beyond FP32, as torch.logsumexp and log_softmax do"
         return grows if self.is_beyond_fp32 else "change the formula where it divides or cancels"
 
-    # Which op goes wrong in half alone
+    # The op that fails only in half
 
     @cached_property
     def suspect(self) -> Suspect | None:
-        """The op that explains the step; None where none was found."""
         return culprit(self.made)
 
     @property
     def leaf(self) -> str | None:
-        """The leaf of the batch that half cannot hold, where the op is its cast."""
+        """The batch leaf that half cannot hold, if the op is its cast."""
         return None if self.suspect is None else self.suspect.leaf
 
     @cached_property
     def outlier(self) -> str | None:
-        """The leaf of the batch with the largest value, where half cannot hold that, and FP32's loss of the step is
-        many times all before it: what a dropout or a product makes of such a value is not the batch's own cast."""
+        """The batch leaf with the largest value, if half cannot hold it and FP32's loss is far above all before. A
+        dropout or a product of such a value overflows, although it is not the cast of the batch."""
         largest = self.made.batch_largest
         beyond = {name: value for name, value in largest.items() if value >= FLOAT16.overflow_threshold}
         is_apart = self.in_fp32 > LEAPT * self.largest_before and not self.is_thrown
@@ -242,52 +239,50 @@ class Evidence(Evident):
 
     @property
     def in_batch(self) -> str:
-        """What that leaf holds, and where."""
+        """The largest value of ``outlier`` and its position."""
         return in_batch(self.made, self.outlier or "")
 
     @property
     def is_rewritten(self) -> bool:
-        """The script wrote a value beyond FP16 into a buffer right before the step, in which FP32's loss is many times
-        all before it, or not finite."""
+        """True if the script wrote a value beyond FP16 into a buffer right before the step. FP32's loss must then be
+        many times all before, or not finite."""
         is_known = bool(self.made.rewritten and self.losses)
         return is_known and not self.in_fp32 <= LEAPT * self.largest_before and not self.is_thrown
 
     @property
     def rewritten(self) -> list[str]:
-        """Those buffers, and how large a value each holds."""
+        """The rewritten buffers, each with its largest value."""
         return [f"{name} (up to {number(size)})" for name, size in self.made.rewritten.items()]
 
     @property
     def last_loss(self) -> float:
-        """The last of the losses before."""
         return self.losses[-1]
 
     @property
     def in_fp32(self) -> float:
-        """How large the loss is in FP32; NaN where it did not run: what modules alone give has a sum, and no loss."""
+        """The magnitude of the FP32 loss; NaN without an FP32 loss. A replay of modules has a sum and no loss."""
         return abs(self.made.reference.loss) if self.made.reach == "whole" else math.nan
 
-    # What a lower loss scale would do
+    # Results at lower loss scales
 
     @property
     def survivor(self) -> Replay | None:
-        """The replay at the highest of the lower loss scales that were tried at which everything is finite."""
         return survivor(self.made)
 
     @property
     def usable_scale(self) -> float:
-        """The loss scale of that; 0 where there is none, or gradients are lost there."""
+        """The loss scale of ``survivor``; 0 without one, or if gradients are lost there."""
         return self.survivor.scale if self.survivor and not self.survivor.lost else 0.0
 
     @property
     def there(self) -> str:
-        """What that replay shows, to be said behind what goes wrong at the step's own loss scale."""
+        """The result of ``survivor``, to follow the failure at the step's own loss scale."""
         is_backward = self.suspect is not None and self.suspect.producer.phase == "backward"
         return "the whole step is finite" if is_backward else "the gradients are finite, but differ from FP32's"
 
     @cached_property
     def kept_scale(self) -> KeptScale | None:
-        """A loss scale that nothing lowers: a scaler's floor, that of the config, or the script's own."""
+        """The loss scale that nothing lowers: a scaler's limit, the config's static scale, or the script's own."""
         floor, is_unscaled = scale_floor(self.run.steps), not any(one.scaler for one in self.run.steps)
         if floor is not None and not is_unscaled:
             return KeptScale(
@@ -299,70 +294,69 @@ class Evidence(Evident):
         cure = f"use a loss scale of {self.usable_scale or 1.0:g}, or a dynamic one"
         return KeptScale(self.low.scale, f"{whose} loss scale {number(self.low.scale)}", cure) if whose else None
 
-    # What the run did before
+    # Earlier steps of the run
 
     @cached_property
     def before(self) -> list[Step]:
-        """The steps before it."""
         return [step for step in self.run.steps if step.step < self.made.step]
 
     @cached_property
     def losses(self) -> list[float]:
-        """The losses of the steps before it."""
         return losses_of(self.before)
 
     @property
     def largest_before(self) -> float:
-        """The largest of them; infinite where there are none."""
+        """The largest magnitude of ``losses``; infinite without any."""
         return max(map(abs, self.losses), default=math.inf)
 
     @cached_property
     def diverges(self) -> bool:
-        """FP32 climbs by itself from this step on; where it is not even finite here, the loss had risen before."""
+        """True if FP32 losses climb from this step on. If FP32 is not finite here, True if the earlier losses had
+        risen."""
         climbs = climbs_on(self.losses, self.made.continuation)
         return self.is_answered and (climbs or (not self.is_fp32_finite and rose(self.losses, are_of_batches=True)))
 
     @cached_property
     def divergence(self) -> Evidence | None:
-        """The first step up to this one whose replays show that the run diverges: what fails later follows from it."""
+        """The first step up to this one that diverges in FP32. Later failures follow from it."""
         earlier = (Evidence(one, self.run) for one in self.run.investigations if one.step < self.made.step)
         shown = (one for one in (self, *earlier) if one.diverges)
         return min(shown, key=lambda one: one.made.step, default=None)
 
     @cached_property
     def has_risen(self) -> bool:
-        """The losses before it had left those at first for good."""
+        """True if the losses before the step had left the first losses for good."""
         return rose(self.losses, are_of_batches=True) or leapt(self.losses)
 
     @property
     def is_thrown(self) -> bool:
-        """The losses before it had risen, or single updates have thrown the weights far from where they began."""
+        """True if the losses before had risen, or single updates have changed the weights too far."""
         return self.has_risen or self.made.weights_grew > GREW
 
     @cached_property
     def is_divergence(self) -> bool:
-        """The run diverges in FP32 too, and not because FP32 goes on with a batch that half cannot hold."""
+        """True if the run diverges in FP32 too. A batch that half cannot hold does not count, since FP32 continues
+        with it."""
         is_as_it_began = not self.has_risen and self.made.weights_grew < KEPT_SIZE
         is_of_its_batch = self.divergence is self and self.leaf is not None and is_as_it_began
         return self.divergence is not None and not is_of_its_batch
 
     @cached_property
     def is_in_doubt(self) -> bool:
-        """Modules alone were replayed, and a learning rate that diverges may be behind what overflows: the losses
-        before have risen, or are too few to tell though weights were written since the first and may have grown. No
-        learning rate has made a batch."""
+        """True if only modules were replayed, and a diverging learning rate may cause the overflow. The losses rose,
+        or they are few and the weights may have grown. A learning rate cannot cause a bad batch."""
         losses, has_kept_size = self.losses, self.made.weights_grew != 1.0 and self.made.weights_grew < KEPT_SIZE
         is_open = self.made.reach == "modules" and self.leaf is None and bool(losses)
         if not is_open or all(step.skipped for step in self.before):
             return False
-        are_few = len(losses) < FEW_LOSSES and not has_kept_size  # the growth is 1 where nobody knows
+        are_few = len(losses) < FEW_LOSSES and not has_kept_size  # the growth is 1 if unknown
         return are_few or losses[-1] > max(losses[:FEW_LOSSES]) or self.has_risen
 
     @property
     def climb(self) -> str:
-        """How a run diverges from this step on, in words."""
+        """How the run diverges from this step on, in words."""
         climb = self.made.continuation
-        if climb and all(step.skipped for step in self.before):  # with the same weights other losses are of others
+        if climb and all(step.skipped for step in self.before):  # same weights: only the batches differ
             return f"the loss is {number(climb[0])}, and steps in FP32 on the same batch lead to {number(climb[-1])}"
         reached = max(finite((self.losses[-1], self.made.reference.loss)))
         rose_from = f"the loss rose from {number(min(self.losses))} to {number(reached)}"
@@ -370,22 +364,22 @@ class Evidence(Evident):
 
     @cached_property
     def taken(self) -> list[float]:
-        """The losses of the steps before it that were taken: those of skipped ones may be of its own weights."""
+        """The losses of the taken steps before. Losses of skipped steps may come from the same weights as this one."""
         return losses_of(step for step in self.before if not step.skipped)
 
     @property
     def largest_taken(self) -> float:
-        """The largest of them."""
+        """The largest magnitude of ``taken``; infinite without any."""
         return max(map(abs, self.taken), default=math.inf)
 
     @property
     def far_loss(self) -> float | None:
-        """The loss in FP32, where that too has left all of them."""
+        """The FP32 loss if it has left the losses in ``taken`` too, else None."""
         return self.in_fp32 if self.in_fp32 > LEAPS * self.largest_taken else None
 
     @property
     def has_leapt(self) -> bool:
-        """The weights have grown, and in FP32 too the loss has left all earlier ones, and does not come back."""
+        """True if the weights have grown, and the FP32 loss has left all before and does not come back."""
         further = self.made.continuation
         comes_back = not further or any(loss <= DIVERGED * self.largest_taken for loss in further)
         return self.made.weights_grew > GREW_IN_A_LEAP and self.far_loss is not None and not comes_back
@@ -394,29 +388,29 @@ class Evidence(Evident):
 
     @property
     def of_op(self) -> str:
-        """What the numbers of the op say, whatever may be behind them."""
+        """The message about the op's numbers, regardless of the cause."""
         return first(OPS, self).says(self)
 
     @property
     def of_half(self) -> str:
-        """What is said of half precision, whatever the weights and the loss scale may have to do with it."""
+        """The message about half precision, regardless of the weights and the loss scale."""
         return first(IN_HALF, self).says(self)
 
     @property
     def at(self) -> Producer | None:
-        """Where the failure starts: the op of the half replay, or FP32's where that fails too."""
+        """The op where the failure starts: the suspect in half, or FP32's op if FP32 fails too."""
         if not self.is_answered or self.is_divergence:
             return None
         return self.suspect.producer if self.suspect and self.is_fp32_finite else self.begins_in_fp32
 
     def place(self, row: Decision[Any]) -> Mapping[str, Any]:
-        """The step, op, module and line where the failure starts, and what cures the row's code there."""
+        """Return the step, op, module and line of the failure, and the remedy of the row's code there."""
         shows = self.divergence if self.is_divergence and self.divergence else self
         return placed(shows.made, row.code, self.at)
 
     @property
     def numbers(self) -> Mapping[str, Any]:
-        """How large the op's values are, where its format ends, and which loss scale would do."""
+        """The op's value, the limit of its format, and a loss scale that works."""
         op = self.suspect
         if op is None or not self.is_of_precision:
             return {}
@@ -428,8 +422,8 @@ class Evidence(Evident):
 
     @cached_property
     def cause(self) -> Finding:
-        """The first row of the table that holds, of the first step that fails like it: a batch is that of its own step,
-        and a divergence begins where replays show it."""
+        """The finding of the first row that holds, dated to the first step with the same failure. A bad batch
+        belongs to its own step. A divergence begins at the step that shows it in its replays."""
         found = first(CAUSES, self).finding(self)
         is_apart = found.phase not in OVERFLOWS or found.code == DIVERGENCE or found.step != self.made.step
         if is_apart or self.began == found.step:
@@ -440,10 +434,10 @@ class Evidence(Evident):
 
     @cached_property
     def began(self) -> int:
-        """The first of the steps that end in it without a gap, and were withheld and fail like it: on the same weights.
+        """The first of consecutive steps that were withheld and fail like this one, on the same weights.
 
-        It is this one where one of them has been shown to go wrong in another place, as while a loss scale settles: of
-        those between nobody knows where they do. Of a run of ours each lost loss is replayed itself.
+        It is this step if the replay of such a step fails at another op, as while a scale settles. The place of the
+        steps in between is then unknown. In a run of a config, every lost loss has its own replay.
         """
         is_of_loss, number = self.made.why == "loss", self.made.step
         skipped = [] if is_of_loss and self.run.script is None else [step for step in self.run.steps if step.skipped]
@@ -460,23 +454,22 @@ class Evidence(Evident):
 
 
 def scale_floor(steps: Sequence[Step]) -> float | None:
-    """The loss scale that is not left though every step is skipped, as that of a scaler with a floor of its own; else
-    None."""
+    """Return the loss scale that stays although every step is skipped, such as a scaler's lower limit; else None."""
     last = steps[-SKIPS_IN_A_ROW:]
     is_stuck = len(last) == SKIPS_IN_A_ROW and len({(step.scaler, step.scale) for step in last}) == 1
     return last[-1].scale if is_stuck and all(step.skipped for step in last) and last[-1].scale > 1.0 else None
 
 
-# The table
+# The decision tables
 
 
 def _of_op(code: str, when: str, holds: Callable[[Suspect], bool], message: str) -> Decision[Evidence]:
-    """A row of a step that is finite in FP32 and not in half, at the op that explains it."""
+    """Return a row about the op that explains a step. The step is finite in FP32 and not in half."""
     return Decision(code, when, lambda it: it.suspect is not None and holds(it.suspect), message + LOWER + LEAP)
 
 
 LOWER = "[; at a loss scale of {survivor.scale} {there}]"
-"""Not of the op alone, which may fit at a higher scale."""
+"""The highest lower scale at which the whole step is finite. The op alone may be finite at a higher one."""
 
 LEAP = "[; in FP32 too the loss jumps to {far_loss}, where it was at most {largest_taken} before]"
 
@@ -545,7 +538,7 @@ OPS = (
         "no overflow explains it",
     ),
 )
-"""By the numbers of the op."""
+"""The rows that decide by the numbers of the op."""
 
 PRECISE: tuple[Decision[Evidence], ...] = (
     Decision(
@@ -575,13 +568,13 @@ UNDECIDED: tuple[Decision[Evidence], ...] = (
         "{of_op}; a diverging learning rate may be the cause: the losses before it rose, or are too few to rule it out",
     ),
 )
-"""Of a step that FP32 comes through, where nothing shows what half does to it."""
+"""Rows for a step that is finite in FP32, if the fault in half is unknown."""
 
 IN_HALF = (*UNDECIDED, *PRECISE)
-"""What half does to it, whatever the weights and the loss scale may have to do with it."""
+"""Rows about the fault in half, regardless of the weights and the loss scale."""
 
 WHERE = "[, first in {begins}]{left_out}"
-"""Of a step that FP32 does not come through."""
+"""The place of a fault that FP32 shows too."""
 
 OF_HALF: tuple[Decision[Evidence], ...] = (
     *UNDECIDED,
@@ -609,7 +602,7 @@ OF_HALF: tuple[Decision[Evidence], ...] = (
     ),
     *PRECISE,
 )
-"""Of a step that FP32 comes through."""
+"""Rows for a step that is finite in FP32."""
 
 CAUSES: tuple[Decision[Evidence], ...] = (
     Decision(
@@ -714,18 +707,18 @@ CAUSES: tuple[Decision[Evidence], ...] = (
     ),
     *OF_HALF,
 )
-"""Of a step whose loss or gradients are not finite. The first that holds is the root."""
+"""The rows for a step with a non-finite loss or gradients. The first that holds is the root."""
 
 
-# Losses that are not finite, and gradients that nothing withholds
+# Non-finite losses, and bad gradients that reached the weights
 
 
 def nonfinite_loss(record: Record) -> Iterator[Finding]:
-    """A loss of inf or NaN, or gradients that nothing withheld from the weights. No calibration explains either.
+    """Yield the findings for losses of inf or NaN, and for bad gradients that reached the weights.
 
-    Replays decide the cause; without them the code is ``unknown``. Steps that bad weights or a bad batch
-    explain are left out. Of several optimizers the first that shows it counts, for NaN goes from one to the others; and
-    each that shows it right behind a step with a finite loss, of which none came.
+    Calibration explains neither. Replays decide the cause, and without them the code is ``unknown``. Steps that bad
+    weights or a bad batch explain are omitted. The first optimizer with such a step counts, since NaN spreads to the
+    rest. Another optimizer counts if the step before its failure had a finite loss: no NaN came from there.
     """
     each = [finding for timeline in record.timelines for finding in Lost(timeline, record).findings()]
     sound = {step.step for step in record.steps if math.isfinite(step.loss)}
@@ -736,11 +729,11 @@ def nonfinite_loss(record: Record) -> Iterator[Finding]:
 
 @dataclass(frozen=True, eq=False)
 class Lost(Evident):
-    """The steps of one optimizer whose loss is lost, with nothing before them that explains it.
+    """The steps of one optimizer with a non-finite loss that no earlier fault explains.
 
     Attributes:
         run: the record of the optimizer alone.
-        whole: the record of all of them.
+        whole: the record of all optimizers.
     """
 
     run: Record
@@ -748,7 +741,6 @@ class Lost(Evident):
 
     @cached_property
     def steps(self) -> list[Step]:
-        """In order."""
         spoilt = (*(bad.step.step for bad in bad_weights(self.whole)), self.whole.ledger.spoilt_step)
         first_spoilt = min((number for number in spoilt if number is not None), default=math.inf)
         before = (step for step in self.run.steps if step.step < first_spoilt)
@@ -757,22 +749,22 @@ class Lost(Evident):
 
     @property
     def many(self) -> int:
-        """How many there are."""
+        """The number of steps with a lost loss, including omitted steps."""
         return len(self.steps) + self.whole.left_out.lost
 
     @property
     def whose(self) -> str:
-        """The optimizer, where there are several."""
+        """The suffix that names the optimizer, if there are several."""
         return self.whole.whose(self.run)
 
     @property
     def taken(self) -> int:
-        """How many of them no scaler withheld."""
+        """The number of ``steps`` that no scaler withheld."""
         return sum(not step.skipped for step in self.steps)
 
     @property
     def silently(self) -> str:
-        """That no scaler withheld them, where none did."""
+        """The note that no scaler withheld the steps; "" if one did."""
         if any(step.skipped for step in self.steps):
             return ""
         is_scaled = any(step.scaler for step in self.steps)
@@ -780,45 +772,42 @@ class Lost(Evident):
 
     @cached_property
     def replayed(self) -> list[Evidence]:
-        """Those that were replayed."""
         numbers = {step.step for step in self.steps}
         of_loss = (made for made in self.run.investigations if made.why == "loss" and made.step in numbers)
         return [Evidence(made, self.run) for made in of_loss]
 
     @cached_property
     def first_spoilt(self) -> BadTensor | None:
-        """The first parameter that is not finite behind a step."""
+        """The first parameter that is not finite after a step."""
         stored = (BadTensor(self.whole, step, counts) for step in self.whole.steps for counts in step.nonfinite)
         return next((one for one in stored if (one.counts.kind, one.counts.when) == ("parameter", "after")), None)
 
     @cached_property
     def origin(self) -> Step:
-        """The first of them; of spoilt weights the first step that was taken though loss or gradients are not
-        finite."""
+        """The step where the failure begins. With spoilt weights, it is the first unhealthy step that was taken."""
         bad = (step for step in self.whole.steps if not step.is_healthy)
         taken = (step for step in bad if not step.skipped and self.replayed)
         return next(taken, self.applied or self.steps[0])
 
     @cached_property
     def applied(self) -> Step | None:
-        """The first step before them whose gradients were not finite and went into the weights."""
+        """The first earlier step that applied non-finite gradients to the weights."""
         before = (step for step in self.whole.steps if step.step < self.steps[0].step)
         return next((step for step in before if step.found_inf and not step.skipped), None)
 
     @property
     def what(self) -> str:
-        """What is not finite there."""
+        """The non-finite value at ``origin``."""
         is_of_loss = not math.isfinite(self.origin.loss)
         return f"the loss is {number(self.origin.loss)}" if is_of_loss else "gradients are not finite"
 
     def place(self, row: Decision[Any]) -> Mapping[str, Any]:
-        """The step where it begins."""
         phase = "backward" if math.isfinite(self.origin.loss) else "forward"
         spoilt = fact(self, "first_spoilt.counts.name") if self.replayed else ""
         return {"step": self.origin.step, "phase": phase, "parameter": spoilt or ""}
 
     def findings(self) -> Iterator[Finding]:
-        """What replays show, else what nothing decides."""
+        """Yield the cause that replays show, else a row of ``LOST``."""
         taken = next(self._taken_with_bad_gradients(), None)
         if taken is not None and all(taken.made.step <= step.step for step in self.steps):
             yield taken.cause
@@ -831,19 +820,19 @@ class Lost(Evident):
             yield first(LOST, self).finding(self)
 
     def _is_spoilt(self, step: Evidence) -> bool:
-        """An earlier step has spoilt its weights."""
+        """True if an earlier step has spoilt the weights."""
         return self.first_spoilt is not None and self.first_spoilt.step.step < step.made.step
 
     def _taken_with_bad_gradients(self) -> Iterator[Evidence]:
-        """Where no scaler looks at the gradients, those that are not finite make the weights so."""
+        """Yield the taken steps with bad gradients. Without a scaler, these make the weights non-finite."""
         taken = {step.step: step for step in self.run.steps if not step.skipped}
         for made in self.run.investigations:
             if made.why == "gradients" and made.step in taken and not blamed_in_batch(taken[made.step], self.run):
                 yield Evidence(made, self.run)
 
     def _is_of_scale(self, step: Step) -> bool:
-        """A loss that is made of gradients at the loss scale was lost at one that is too high for it: all steps that
-        were taken had a lower one, and one of them came later. Where any was replayed that shows what it is."""
+        """True if the loss is computed from scaled gradients, and the loss scale was too high. All taken steps had a
+        lower scale and one came later, or a failing step was replayed for its gradients."""
         taken = [other for other in self.run.steps if not other.skipped]
         is_first_descent = bool(taken) and taken[-1].step > step.step and all(one.scale < step.scale for one in taken)
         gone = {other.step for other in self.run.steps if not math.isfinite(other.loss)}
@@ -851,8 +840,8 @@ class Lost(Evident):
         return self.run.scales_gradients and step.skipped and (is_first_descent or is_shown)
 
     def _is_of_a_batch(self, first_lost: Step) -> bool:
-        """The batch of an earlier step is to blame, or that of another in the same row of bad losses: of a script a
-        batch is known only where its step was replayed."""
+        """True if the batch of this step, or of an earlier or adjacent failing step, explains the failure. In a
+        script, a batch is known only if its step was replayed."""
         bad = {step.step for step in self.whole.steps if not math.isfinite(step.loss)}
         last = next(number for number in count(first_lost.step) if number + 1 not in bad)
         return any(blamed_in_batch(step, self.whole) for step in self.whole.steps if step.step <= last)
@@ -881,4 +870,4 @@ LOST: tuple[Decision[Lost], ...] = (
         {"loss": "origin.loss", "steps": "many", "steps_not_skipped": "taken"},
     ),
 )
-"""Of lost losses that no replay explains."""
+"""Rows for lost losses that no replay explains."""

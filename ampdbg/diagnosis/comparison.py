@@ -1,4 +1,4 @@
-"""Two runs of one command compared: what was found, what overflows, headroom and loss scales, then and now."""
+"""Comparison of two runs of one command: findings, overflows, headroom and loss scales, then and now."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ampdbg.record.findings import Finding, Phase
 from ampdbg.record.run import Record, Site
 
 LEAST_SCALE, MOST_SCALE = 1.0, 2.0**24
-"""Loss scales beyond these are not compared: below the first nobody trains, and above the second no gain is left
-(Apex's own most)."""
+"""Loss scales outside this range are not compared. No training uses lower scales, and higher ones gain nothing (the
+second is Apex's maximum)."""
 
 SitePlace = tuple[Phase, str, str]
-"""Phase, module and op: lines move between two versions of a code."""
+"""Phase, module and op. The line is left out, because lines move between versions of the code."""
 
 
 Of = TypeVar("Of")
@@ -27,8 +27,8 @@ Compared = TypeVar("Compared")
 
 @dataclass(frozen=True)
 class Change(Generic[Of, Compared]):
-    """What is known ``of`` a place or a module, then and now: how much got worse, and how much better, in bits; of
-    overflows in places. Negative where it got the other."""
+    """A value ``of`` a place or a module, then and now. ``lost`` and ``won`` are how much worse and better it got,
+    in bits, or in places for overflows. Either can be negative."""
 
     of: Of
     then: Compared
@@ -39,7 +39,7 @@ class Change(Generic[Of, Compared]):
 
 @dataclass(frozen=True)
 class Comparison:
-    """``then`` and ``now``, records of one command; a change of at most ``within`` bits is none."""
+    """Two records of one command. A change of at most ``within`` bits does not count."""
 
     then: Record
     now: Record
@@ -47,22 +47,22 @@ class Comparison:
 
     @property
     def has_ranges(self) -> bool:
-        """Both hold what ``ampdbg ranges`` measures."""
+        """True if both records have the measurements of ``ampdbg ranges``."""
         return bool(self.then.sites and self.now.sites)
 
     @cached_property
     def appeared(self) -> tuple[Finding, ...]:
-        """Findings of now that then had not: those that stand for themselves, and are no mere information."""
+        """The new independent findings, except information."""
         return tuple(_beyond(self.now, self.then))
 
     @cached_property
     def gone(self) -> tuple[Finding, ...]:
-        """The findings of then that now has not."""
+        """The independent findings that are not there any more."""
         return tuple(_beyond(self.then, self.now))
 
     @cached_property
     def overflows(self) -> tuple[Change[Site, int], ...]:
-        """In how many places an overflow starts, then and now, by an example: of now, or else of then."""
+        """The number of overflows that start at each place, then and now. The example site is from now, if possible."""
         if not self.has_ranges:
             return ()
         starts = [[site for site in record.sites if site.overflow == "starts"] for record in (self.then, self.now)]
@@ -73,7 +73,7 @@ class Comparison:
 
     @cached_property
     def headrooms(self) -> tuple[Change[str, float], ...]:
-        """Of each module's forward pass that both have, in bits at its tightest: the one that lost most first."""
+        """The tightest headroom in each common module's forward pass, in bits; largest reduction first."""
         then, now = (_tightest(record.sites) for record in (self.then, self.now))
         both = ((module, then[module], bits) for module, bits in now.items() if module in then)
         return _most_lost(
@@ -82,8 +82,8 @@ class Comparison:
 
     @cached_property
     def windows(self) -> tuple[Change[str, Window], ...]:
-        """The loss scales that work for the whole model, named "", and then for each module that both have, the one
-        that lost most first: by how many bits an end came in, and one went out."""
+        """The usable loss scales of the whole model, named "", and of each common module; largest reduction first.
+        ``lost`` is the number of bits by which an end moved inward, ``won`` that by which one moved outward."""
         if not self.has_ranges:
             return ()
         then, now = ({one.module: one for one in module_windows(record.sites)} for record in (self.then, self.now))
@@ -92,37 +92,37 @@ class Comparison:
 
     @property
     def began(self) -> tuple[Change[Site, int], ...]:
-        """Where more overflows now."""
+        """The places with more overflows than then."""
         return tuple(one for one in self.overflows if one.lost > 0)
 
     @property
     def ceased(self) -> tuple[Change[Site, int], ...]:
-        """Where less overflows now."""
+        """The places with fewer overflows than then."""
         return tuple(one for one in self.overflows if one.won > 0)
 
     @property
     def tighter(self) -> tuple[Change[str, float], ...]:
-        """The modules that lost more headroom than is allowed."""
+        """The modules that lost more headroom than ``within``."""
         return tuple(one for one in self.headrooms if one.lost > self.within)
 
     @property
     def narrower(self) -> Change[str, Window] | None:
-        """The loss scales of the whole model, where they are fewer by more than is allowed: a scaler has but one."""
+        """The change of the whole model's scales if it exceeds ``within``, else None. A scaler has only one scale."""
         return next((one for one in self.windows[:1] if one.lost > self.within), None)
 
     @property
     def broke(self) -> bool:
-        """An error stops the run that did not stop it then."""
+        """True if an error stops the run now and none did then."""
         return bool(self.now.error) and not self.then.error
 
     @property
     def is_worse(self) -> bool:
-        """Anything got worse by more than is allowed."""
+        """True if anything got worse by more than ``within``."""
         return bool(self.broke or self.appeared or self.began or self.tighter or self.narrower)
 
     @property
     def is_better(self) -> bool:
-        """Something got better, whatever got worse."""
+        """True if anything got better, even if something else got worse."""
         won = (*(one.won for one in self.headrooms), *(one.won for one in self.windows[:1]))
         return bool(self.gone or self.ceased) or max(won, default=0.0) > self.within
 
@@ -138,7 +138,7 @@ def _most_lost(changes: Iterable[Change[str, Compared]]) -> tuple[Change[str, Co
 
 
 def _beyond(one: Record, other: Record) -> Iterator[Finding]:
-    """The findings of the first record that the second has not, or has fewer times."""
+    """Yield the findings that the first record has more often than the second."""
     left = Counter(map(_key, _counted(other)))
     for finding in _counted(one):
         if left[_key(finding)]:
@@ -160,7 +160,7 @@ def _place(site: Site) -> SitePlace:
 
 
 def _tightest(sites: Iterable[Site]) -> dict[str, float]:
-    """The least headroom in each module's forward pass; of nothing but zeros there is none to speak of."""
+    """Return the least headroom in each module's forward pass, without ops that output only zeros."""
     found: dict[str, float] = {}
     for site in sites:
         if site.phase == "forward" and math.isfinite(site.headroom_bits):

@@ -1,4 +1,4 @@
-"""A row of the table of causes: a code, the condition that calls for it, and what is said where it holds."""
+"""A row of a decision table: a finding code, its condition, and the message if the condition holds."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ Subject = TypeVar("Subject", bound="Evident")
 
 
 NAMED, KEPT = 3, 20
-"""So many of a list are named in a message, and go into the record."""
+"""The number of items of a list in a message, and in the record."""
 
 
 class Evident:
-    """What rows are asked about: it knows its facts, and where a finding about it stands."""
+    """A subject of decision tables. It provides facts, and the place of a finding."""
 
     @property
     def numbers(self) -> Mapping[str, Any]:
-        """The evidence of every finding about it."""
+        """The evidence in every finding about the subject."""
         return {}
 
     @abstractmethod
     def place(self, row: Decision[Any]) -> Mapping[str, Any]:
-        """The fields of a finding of this row: ``step`` and ``phase``, and those of its place as far as known."""
+        """Return the fields of a finding from this row: ``step``, ``phase``, and the rest of its place if known."""
 
 
 def fact(subject: Any, name: str) -> Any:
-    """A fact by its dotted name, of a list that of each; None where it is that of nothing, as of a replay that was not
-    made."""
+    """Return the fact with a dotted name; for a list, the fact of each item. Return None if an object on the way is
+    None, such as a missing replay."""
     for part in name.split("."):
         if isinstance(subject, list):
             subject = [getattr(one, part) for one in subject]
@@ -45,8 +45,8 @@ def fact(subject: Any, name: str) -> Any:
 
 
 class _Facts(string.Formatter):
-    """Fills in the facts of a subject by name: numbers as messages write them, ``{many:step}`` with the noun that they
-    count, ``{cost:percent}``, and of many names the first; ``{names:parameter}`` is how many they are."""
+    """Formats a template with a subject's facts by name. ``{many:step}`` adds the noun to a count, and
+    ``{cost:percent}`` writes a percentage. A list shows its first items, or with ``{names:parameter}`` its length."""
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
         return fact(args[0], field_name), field_name
@@ -56,7 +56,7 @@ class _Facts(string.Formatter):
             return self.format_field(len(value), format_spec) if format_spec else listed(value, NAMED)
         if format_spec == "percent":
             return percent(value)
-        if isinstance(value, int) and len(format_spec) > 1:  # the noun that it counts
+        if isinstance(value, int) and len(format_spec) > 1:  # the spec is the noun that the number counts
             return counted(value, format_spec)
         is_number = isinstance(value, (int, float)) and not format_spec
         return number(value) if is_number else str(super().format_field(value, format_spec))
@@ -68,7 +68,7 @@ PART = re.compile(r"\[(.*?)\]")
 
 
 def said(template: str, subject: Any) -> str:
-    """The template with facts of the subject. A part in brackets is left out where one of its facts is not known, or
+    """Return the template with the subject's facts. A part in brackets is omitted if one of its facts is unknown or
     empty."""
 
     def part(found: re.Match[str]) -> str:
@@ -80,18 +80,17 @@ def said(template: str, subject: Any) -> str:
 
 @dataclass(frozen=True)
 class Decision(Generic[Subject]):
-    """One row.
+    """One row of a decision table.
 
     Attributes:
-        code: of the finding.
+        code: the code of the finding.
         when: the condition in words, as ``ampdbg explain`` prints it.
         holds: the condition.
-        message: what the finding says: a template of :func:`said`.
-        evidence: its numbers besides those of every finding about the subject, each by its name and the fact that it
-            is; those that are None or empty are left out.
-        remedy: such a template too; None: that of the code, or of the place.
-        severity: None: that of the code.
-        fields: others of the finding.
+        message: a template of :func:`said` for the finding's message.
+        evidence: names of further evidence, each with the name of its fact. None and empty values are omitted.
+        remedy: a template; None for the remedy of the code or the place.
+        severity: None for the severity of the code.
+        fields: further fields of the finding.
     """
 
     code: str
@@ -104,11 +103,11 @@ class Decision(Generic[Subject]):
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     def says(self, subject: Subject) -> str:
-        """Its message about a subject of which it holds."""
+        """Return the message about a subject that satisfies the condition."""
         return said(self.message, subject)
 
     def finding(self, subject: Subject) -> Finding:
-        """The finding about a subject of which it holds."""
+        """Return the finding about a subject that satisfies the condition."""
         own = {name: _kept(fact(subject, of)) for name, of in self.evidence.items()}
         known = {name: value for name, value in subject.numbers.items() if value is not None}
         known |= {name: value for name, value in own.items() if value not in UNSAID}
@@ -123,10 +122,10 @@ def _kept(value: Any) -> Any:
 
 
 def first(rows: Iterable[Decision[Subject]], subject: Subject) -> Decision[Subject]:
-    """The first row that holds of a subject; the last row of a table holds of every one."""
+    """Return the first row that holds for a subject. The last row of a table holds for every subject."""
     return next(holding(rows, subject))
 
 
 def holding(rows: Iterable[Decision[Subject]], subject: Subject) -> Iterator[Decision[Subject]]:
-    """Every row that holds of a subject, in order."""
+    """Yield every row that holds for a subject, in order."""
     return (row for row in rows if row.holds(subject))

@@ -1,7 +1,5 @@
-"""From a record to its findings and verdict, in the order of decision: the first family that speaks is the root.
-
-One exception: what replays show of a forward pass stands before misuses that cannot be behind it.
-"""
+"""Compute the findings and the verdict of a record, family by family. The first fault is the root cause. One
+exception: replays can show why a forward pass fails. They come before misuses that cannot be the cause."""
 
 from __future__ import annotations
 
@@ -30,12 +28,13 @@ from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record, Verdict
 
 SPOILT = (WEIGHTS, SMALL_UPDATES)
-"""What is told of weights that are not finite."""
+"""The codes for non-finite weights."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """Findings of one kind: ``find`` asks a record for them, by ``decisions`` where they are rows of a table."""
+    """Findings of one kind. ``find`` yields them for a record; ``decisions`` are the rows of its table, if it has
+    one."""
 
     title: str
     find: Callable[[Record], Iterator[Finding]]
@@ -43,7 +42,7 @@ class Family:
 
 
 def _table(title: str, subjects: Callable[[Record], Iterable[Subject]], rows: tuple[Decision[Subject], ...]) -> Family:
-    """Every row that holds of one of the subjects."""
+    """Return a family with a finding for every row that holds for a subject."""
     return Family(
         title, lambda record: (row.finding(one) for one in subjects(record) for row in holding(rows, one)), rows
     )
@@ -71,7 +70,7 @@ ORDER_OF_DECISION = (
 
 
 def conditions_of(code: str) -> tuple[str, ...]:
-    """When a code is found, in the order of decision: a condition each, in words."""
+    """Return the conditions under which a code is found, in words and in the order of decision."""
     return tuple(one.when for family in ORDER_OF_DECISION for one in family.decisions if one.code == code)
 
 
@@ -79,7 +78,7 @@ def diagnose(record: Record) -> Record:
     """The record with its findings, the root cause first, and its verdict; nothing is run.
 
     Raises:
-        TypeError: this is no record.
+        TypeError: the argument is not a record.
     """
     check_record(record, "diagnose(record)")
     faults: list[Finding] = []
@@ -89,12 +88,12 @@ def diagnose(record: Record) -> Record:
             if finding.severity == "info":
                 is_new = finding.code not in [known.code for known in information]
                 information += [replace(finding, root=None)] * is_new
-            # The replays of one step may show two families the same cause: it is reported once.
+            # Two families may find the same cause in the replays of one step: it is reported once.
             elif finding not in [replace(known, root=finding.root) for known in faults]:
                 is_of_loss = family.find is nonfinite_loss and finding.root is None
                 leads = is_of_loss and _stands_before(finding, faults, record)
                 faults = _led_by(finding, faults) if leads else [*faults, _behind(finding, faults, record)]
-    # Information is left out where there are faults.
+    # Information is omitted if there are faults.
     found = tuple(_of_its_turn(_in_script(finding, record), record) for finding in faults or information)
     verdict = _verdict(record, found)
     rises = (risen(losses_of(timeline.steps)) for timeline in record.timelines)
@@ -105,7 +104,7 @@ def diagnose(record: Record) -> Record:
 
 
 def _in_script(finding: Finding, record: Record) -> Finding:
-    """The finding; a remedy that is an option of ``scan`` in the words of who owns a script."""
+    """Return the finding with a remedy for the owner of a script instead of an option of ``ampdbg scan``."""
     if record.script is None or finding.remedy != CODES[UNKNOWN].remedy:
         return finding
     if _was_in_fp32(record):
@@ -119,18 +118,18 @@ def _in_script(finding: Finding, record: Record) -> Finding:
 
 
 def _of_its_turn(finding: Finding, record: Record) -> Finding:
-    """The finding; where several optimizers take turns with the iteration, for loops count those."""
-    are_several = any(step.others or step.optimizer for step in record.steps)  # a replay has those of one alone
+    """Return the finding, with the iteration as evidence if several optimizers take turns."""
+    are_several = any(step.others or step.optimizer for step in record.steps)  # a replay has one optimizer's steps
     iterations = [step.iteration for step in record.steps if step.step == finding.step and are_several]
     turn = {"iteration": iterations[0]} if iterations else {}
     return replace(finding, evidence={**finding.evidence, **turn})
 
 
 def _stands_before(finding: Finding, faults: list[Finding], record: Record) -> bool:
-    """Replays show why the forward pass fails, and nothing found so far can be behind that.
+    """True if replays show why the forward pass fails, and no earlier fault can be the cause.
 
-    Clipping too early, for one, makes no loss NaN: the weights move less than they should, and that is all. Weights
-    that a later step has spoilt are not behind it, nor is what a script is given later, for it may be the model's, as
+    For example, clipping too early makes no loss NaN. It only makes the updates too small. Weights that a later step
+    spoils are not the cause either. In a script, neither is a later input, because the model may have produced it, as
     in reinforcement learning.
     """
     made_later = SPOILT if record.script is None else (*SPOILT, DATA)
@@ -140,17 +139,16 @@ def _stands_before(finding: Finding, faults: list[Finding], record: Record) -> b
 
 
 def _led_by(finding: Finding, faults: list[Finding]) -> list[Finding]:
-    """The faults behind one that they do not explain, nor it them; weights that a later step has spoilt follow it."""
+    """Return the faults after ``finding``, which becomes a root. Weights spoilt by a later step follow from it."""
     behind = [replace(known, root=None if known.root is None else known.root + 1) for known in faults]
     return [finding, *(replace(known, root=0) if known.code in (*SPOILT, DATA) else known for known in behind)]
 
 
 def _behind(finding: Finding, faults: list[Finding], record: Record) -> Finding:
-    """The finding with the fault that it follows from: the first one of its optimizer, as a rule, else of any.
+    """Return the finding with the index of its root: the first independent fault of its optimizer, else of any.
 
-    What FP16 did in an earlier step cannot follow from what it did in a later one: it stands beside it, and a scale
-    that began to fall there follows from it. And what an op does in a step that is withheld leaves nothing to follow
-    from to another one.
+    An FP16 fault in a later step cannot explain one in an earlier step. The earlier fault is independent, and explains
+    a loss scale that began to fall there. An op in a withheld step changes no weights, so it explains no other step.
     """
     withheld = {step.step for step in record.steps if step.skipped and math.isfinite(step.loss)}
     without_a_trace = (one.step for one in faults[:1] if one.op and one.phase == "backward" and one.step in withheld)

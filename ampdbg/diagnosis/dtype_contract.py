@@ -1,4 +1,4 @@
-"""Findings where what a run does in which dtype contradicts what was asked for, or what its code has made float32."""
+"""Findings about dtypes: the run contradicts the requested precision, or a cast rounded float32 buffers."""
 
 from __future__ import annotations
 
@@ -15,29 +15,33 @@ from ampdbg.record.run import CastBuffer, Record
 NOT_HALF, HALF_WEIGHTS, ROUNDED = "not-half", "half-weights", "rounded-buffer"
 
 MIXED = re.compile(r"(bf16|fp16|.*-mixed|param_dtype=b?float16)$")
-"""What asks for half ops on float32 weights."""
+"""Requested precisions that mean half ops on float32 weights."""
 
 HALF = re.compile(f"on$|{MIXED.pattern}")
-"""What asks for half ops, a scaler that is on among it."""
+"""Requested precisions that mean half ops, including an enabled scaler."""
 
 FULL = re.compile(r"(no|32|32-true|float32)$")
-"""What asks for FP32, though some frameworks take it for granted where nothing is said."""
+"""Requested precisions that mean FP32. In some frameworks they are the default."""
 
 TORCHS = "torch.optim."
-"""Optimizers of others may round by chance, or keep what rounding takes."""
+"""Prefix of torch's own optimizers. Third-party optimizers may round stochastically, or keep what rounding removes."""
 
 ANGLE, SHORT = 0.1, 0.01
-"""An angle that is further off at a model's last position, in rad, is another one; so is an average that stops so far
-from what it follows, relative to that."""
+"""The largest harmless errors. The first, in rad, is for an angle at a model's last position. The second is for a
+running average, relative to the value that it follows."""
 
 ROUTERS = ("expert", "e")
-"""How the biases of routers are called: ``expert_bias``, ``e_score_correction_bias``."""
+"""Prefixes of router biases: ``expert_bias``, ``e_score_correction_bias``."""
 
 
 @dataclass(frozen=True)
 class ContractOfRun(Evident):
-    """Who asks for half ops, for those on float32 weights (``mixed``) and for FP32, and what happened: nothing that was
-    looked at ran in half, or weights of these ``kinds`` train in the half ``dtype`` and there is no master anywhere."""
+    """The requested precision, and what happened.
+
+    ``half``, ``mixed`` and ``full`` are requests for half ops, for half ops on float32 weights, and for FP32. If
+    ``is_in_fp32``, no examined op ran in half. If ``kinds`` is not empty, these weights train in half ``dtype``,
+    without any masters.
+    """
 
     is_in_fp32: bool
     half: Sequence[str]
@@ -47,16 +51,17 @@ class ContractOfRun(Evident):
     kinds: Sequence[str]
 
     def place(self, row: Decision[Any]) -> Mapping[str, Any]:
-        """From the first step on."""
         return {"step": 0, "phase": "forward"}
 
 
 @dataclass(frozen=True)
 class CastTogether(Evident):
-    """Buffers of one ``kind``, by how their names begin, that were float32 and were cast to half ``dtype`` with their
-    model. The cast takes the angle at position ``reach`` off by ``radians``, where they are the frequencies of angles.
-    An average stops as far from what it follows as ``short``, relative to that: there its step is half a unit in the
-    last place. The loop ``is_written`` into them since."""
+    """Buffers of one ``kind`` (the first part of their names) that were cast from float32 to half with their model.
+
+    If they are frequencies of angles, the angle at position ``reach`` is wrong by ``radians``. A running average stops
+    at the relative distance ``short``, where its step is half a unit in the last place. ``is_written``: the loop has
+    written into the buffers since.
+    """
 
     kind: str
     first: CastBuffer
@@ -69,11 +74,10 @@ class CastTogether(Evident):
 
     @property
     def numbers(self) -> Mapping[str, Any]:
-        """Which buffers they are."""
         return {"buffers": list(self.names[:KEPT])}
 
     def place(self, row: Decision[Any]) -> Mapping[str, Any]:
-        """The line of the cast, before all steps."""
+        """Return the line of the cast, at step 0."""
         return {"step": 0, "phase": "forward", "source": self.first.source}
 
 
@@ -128,7 +132,7 @@ CASTS: tuple[Decision[CastTogether], ...] = (
 
 
 def contracts(record: Record) -> Iterator[ContractOfRun]:
-    """What was asked for, and what happened."""
+    """Yield the requests for a precision, with what happened."""
     half, mixed, full = (
         [f"{who} {what!r}" for who, what in record.asked.items() if words.match(what)] for words in (HALF, MIXED, FULL)
     )
@@ -140,7 +144,7 @@ def contracts(record: Record) -> Iterator[ContractOfRun]:
 
 
 def casts(record: Record) -> Iterator[CastTogether]:
-    """The float32 buffers that were cast with their model, those together that are called alike."""
+    """Yield the float32 buffers that were cast with their model, grouped by the first part of their names."""
     kinds: dict[str, list[CastBuffer]] = {}
     for one in record.cast_buffers:
         kinds.setdefault(one.name.rpartition(".")[2].partition("_")[0], []).append(one)

@@ -1,5 +1,4 @@
-"""The faults that a step hides whose loss and gradients are finite: overflow that erases itself, lost gradients, lost
-precision."""
+"""Faults in steps with finite loss and gradients: overflow that erases itself, lost gradients, lost precision."""
 
 from __future__ import annotations
 
@@ -51,39 +50,39 @@ SILENT, UNDERFLOW = "silent-overflow", "gradient-underflow"
 
 @dataclass(frozen=True, eq=False)
 class HiddenFault(Evidence):
-    """What is known of a step that looks healthy: its loss and gradients are finite, and FP32's are."""
+    """The facts about a replayed step that looks healthy: its loss and gradients are finite, in FP32 too."""
 
     @property
     def is_one(self) -> bool:
-        """There is more than information."""
+        """True if a row of the table reports a fault, and not only information."""
         return any(row.severity != "info" for row in holding(HIDDEN, self))
 
     @cached_property
     def is_far(self) -> bool:
-        """The step is further from FP32 than rounding makes it; without its noise floor a difference says nothing."""
+        """True if the step is further from FP32 than its noise floor explains; False without a noise floor."""
         floor = noise_floor(self.made)
         return floor is not None and not agrees(self.low, self.made.reference, floor)
 
     @cached_property
     def is_off(self) -> bool:
-        """Loss and gradients agree with FP32's, and rounding weights does not lead so far."""
+        """True if the step agrees with FP32, but its gradients differ by more than rounded weights explain."""
         return not self.is_far and is_beyond_noise(self.low, noise_floor(self.made))
 
     @property
     def beyond_noise(self) -> str:
-        """How far the gradients are from FP32's, in words."""
+        """The distance of the gradients from FP32's, in words."""
         distance, noise = (one.gradient_distance or math.inf for one in (self.low, self.made.floor or self.low))
         by_rounding = f", and rounding weights alone moves them by {percent(noise)}" if noise < math.inf else ""
         return f"{percent(distance)} from FP32's{by_rounding}"
 
     @cached_property
     def hidden(self) -> Suspect | None:
-        """The op that overflows, though all it leads to is finite."""
+        """The op that overflows although loss and gradients are finite, or None."""
         return overflow_in(self.made)
 
     @cached_property
     def erased(self) -> Suspect | None:
-        """The op that overflows where FP32 makes a zero of it too, as behind a ReLU."""
+        """The op that overflows without an effect, because FP32 has a zero there too, as after a ReLU; or None."""
         if self.hidden is None:
             return overflow_in(self.made, erased=True)
         distance = math.inf if self.low.gradient_distance is None else self.low.gradient_distance
@@ -92,60 +91,61 @@ class HiddenFault(Evidence):
 
     @property
     def is_hidden_well(self) -> bool:
-        """An op overflows, and the step agrees with FP32 as a whole."""
+        """True if an op overflows and the step as a whole agrees with FP32."""
         return self.hidden is not None and self.erased is None and not self.is_far
 
     @property
     def is_flushed(self) -> bool:
-        """A share of the gradient that counts is zero, or what differs is what was flushed."""
+        """True if a relevant share of the gradient is zero, or if only zeros explain the distance from FP32."""
         is_all = self.is_far and self.hidden is None and bool(self.low.lost)
         return self.lost_energy > LOST_ENERGY or is_all
 
     @property
     def departs(self) -> bool:
-        """Rounding does not lead so far or to another choice, and nothing else is known that does."""
+        """True if the step is far from FP32 or chooses differently, and neither rounding nor a known cause explains
+        it."""
         is_led = self.is_far or self.is_off or self.made.choice is not None
         return is_led and self.hidden is None and not self.is_flushed and not self.made.rounded_angles
 
     @property
     def has_rounded_angles(self) -> bool:
-        """A sine or cosine is of other angles than FP32's, and nothing overflows."""
+        """True if half computes a sine or cosine of wrong angles, and nothing overflows."""
         return bool(self.made.rounded_angles) and self.hidden is None
 
     @property
     def angular(self) -> Producer:
-        """The sine or cosine that is furthest from FP32's."""
+        """The sine or cosine with the largest distance from FP32."""
         return self.made.rounded_angles[0]
 
     @property
     def which(self) -> str:
-        """It and its module, in words."""
+        """The name and the module of ``angular``."""
         return named(self.angular)
 
     @property
     def others_angular(self) -> int | None:
-        """How many more there are, if any."""
+        """The number of further such ops, or None."""
         return len(self.made.rounded_angles) - 1 or None
 
     @property
     def apart(self) -> float:
-        """In radians, how far apart the numbers of its format are at the largest angle."""
+        """The spacing of the half format at the largest angle, in radians."""
         return format_of(self.low.dtype).spacing_at(self.angular.input_largest)
 
     @property
     def chooses_otherwise(self) -> bool:
-        """A choice is another than FP32's, such as which box an object is matched to, and the loss agrees."""
+        """True if the loss agrees, but an op chooses differently than in FP32, such as the box for an object."""
         return self.made.choice is not None and losses_agree(self.low, self.made.reference, noise_floor(self.made))
 
     @property
     def lost_energy(self) -> float:
-        """The share of the gradient's sum of squares that is flushed to zero."""
+        """The share of the gradient's sum of squares that half flushes to zero."""
         return self.low.lost_energy or 0.0
 
     @property
     def repair(self) -> str:
-        """What raises the loss scale. A dynamic one began so low, or is held down: steps were skipped at the next
-        larger one, where other gradients overflow."""
+        """The advice for raising the loss scale. A dynamic scale either started low or is held down. It is held down
+        if steps were skipped at the next larger scale, because some gradients overflow there."""
         scaled = [step for step in self.run.steps if step.scaler]
         if has_static_scale(self.run.config) or not scaled:
             return OF_FP16_WEIGHTS if FLOAT16.name in self.run.half_weights else CODES[UNDERFLOW].remedy
@@ -155,7 +155,7 @@ class HiddenFault(Evidence):
 
     @property
     def first_far(self) -> str:
-        """The first op that is far from FP32's, in words."""
+        """The first op that is far from FP32, in words."""
         first, choice = self.made.first_far, self.made.choice
         if choice is None:
             return f"{named(first)} is the first op that differs" if first else ""
@@ -165,12 +165,12 @@ class HiddenFault(Evidence):
 
     @property
     def suspect(self) -> Suspect | None:
-        """The op that overflows."""
+        """The op that overflows, hidden or erased."""
         return self.hidden or self.erased
 
     @property
     def numbers(self) -> Mapping[str, Any]:
-        """How far the step is from FP32, and how large the op that overflows is there."""
+        """The losses, the distance of the gradients from FP32, and the FP32 value of the op that overflows."""
         return {
             "loss": self.low.loss,
             "loss_in_fp32": self.made.reference.loss,
@@ -179,7 +179,7 @@ class HiddenFault(Evidence):
         }
 
     def place(self, row: Decision[Any]) -> Mapping[str, Any]:
-        """The op that overflows, or the first that is far from FP32's."""
+        """Return the place of the op that overflows, or of the first op that is far from FP32."""
         far = self.angular if self.has_rounded_angles else self.made.first_far
         at = {SILENT: fact(self, "suspect.producer"), FAR_FROM_FP32: far}.get(row.code)
         return placed(self.made, row.code, at)
@@ -275,14 +275,14 @@ HIDDEN: tuple[Decision[HiddenFault], ...] = (
 
 
 def hidden_faults(record: Record) -> Iterator[HiddenFault]:
-    """The steps of a run that looked healthy and were replayed; what half loses of values that a learning rate has
-    thrown up is no fault of half."""
+    """Yield the replayed steps that looked healthy. Steps are omitted if a learning rate has driven losses or
+    weights far off. Half precision is not at fault there."""
     made = (hidden_fault(one, run) for run in record.timelines for one in run.investigations)
     return (one for one in made if one is not None and not one.is_thrown)
 
 
 def hidden_fault(made: Investigation, run: Record) -> HiddenFault | None:
-    """What the replays of a step show that looks healthy, in the record of its optimizer alone; None of one that does
-    not compute the same again, and so cannot be compared, or is not finite."""
+    """Return the facts about a healthy step from the record of its optimizer alone; None if it is not comparable. It
+    is not comparable if a replay is not finite or does not reproduce the step's own loss."""
     is_sound = made.why == "end" and is_finite(made.low) and is_same_run(made)
     return HiddenFault(made, run) if is_sound and is_finite(made.fp32) else None

@@ -1,4 +1,4 @@
-"""When losses rise, and when a run diverges by itself: pure functions of a series of losses."""
+"""Tests for rising losses and diverging runs: pure functions of a series of losses."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from ampdbg.quantities import number
 from ampdbg.record.run import Step
 
 DIVERGED = 10.0
-"""Losses that climb so many times further than they have ranged before diverge; noise and hard batches do not."""
+"""Losses diverge if they climb by this multiple of their earlier range. Noise and hard batches do not."""
 
 FEW_LOSSES = 5
-"""Fewer losses say little of how far they range: then their size counts as well."""
+"""Fewer losses do not show their range. Their magnitude then counts too."""
 
 LEAPT = 1000.0
-"""Losses so many times the first one have left it for good, though one loss says nothing of how far they range."""
+"""Losses this many times the first one have left it for good, although one loss shows no range."""
 
 NOISE = 3.0
-"""The losses of a run that keeps rising reach so many times as high as one falls to the next."""
+"""The losses of a rising run must climb this many times as far as one loss falls to the next."""
 
 RISEN = 10.0
-"""A run that is healthy otherwise gets a note where its losses stay so many times above all before them."""
+"""A healthy run gets a note if its losses stay this many times above all earlier losses."""
 
 RISEN_NOTE = (
     "the loss rose from {} to {} and stays there, with nothing beyond a limit: check the learning rate, and "
@@ -30,39 +30,40 @@ RISEN_NOTE = (
 )
 
 RESOLUTION = 1e-6
-"""A smaller share of a loss is rounding."""
+"""A change by a smaller share of a loss is rounding."""
 
 
 def losses_of(steps: Iterable[Step]) -> list[float]:
-    """What to compare with, each as if it were of as many passes as the last: no loss that is exactly 0, as that of a
-    discriminator before it begins to train."""
+    """Return the finite losses of the steps, scaled to the number of passes of the last step. Losses of exactly 0
+    are omitted, such as a discriminator's before its training begins."""
     known = [step for step in steps if step.loss]
     return finite([step.loss / step.passes * known[-1].passes for step in known])
 
 
 def finite(losses: Sequence[float]) -> list[float]:
-    """The losses that are finite."""
+    """Return the losses without inf and NaN."""
     return [loss for loss in losses if math.isfinite(loss)]
 
 
 def _lowest_after(losses: Sequence[float]) -> list[float]:
-    """For each loss the lowest from it on."""
+    """Return for each position the minimum of the remaining losses."""
     return list(accumulate(reversed(losses), min))[::-1]
 
 
 def _largest_fall_after(losses: Sequence[float]) -> list[float]:
-    """For each loss how far, at most, a later one falls to the next."""
+    """Return for each position the largest later drop between two consecutive losses."""
     falls = [max(0.0, one - other) for one, other in pairwise(losses)]
     return [*list(accumulate(reversed(falls), max))[::-1], 0.0]
 
 
 def rose(losses: Sequence[float], times: float = DIVERGED, *, are_of_batches: bool = False) -> bool:
-    """From some step on all losses stand above all before it, by more than ``times`` what those range over.
+    """True if from some step on all losses exceed all before by more than ``times`` the earlier range.
 
-    A constant added to all of them changes nothing and neither does a positive factor: losses may be negative.
-    Equal losses do not rise, nor do easy and hard batches that take turns. Two losses are too few to tell. How far few
-    of them range says little where they ``are_of_batches``, each of another: then later ones have to reach several
-    times as high above them as any of those falls to the next.
+    A constant added to all losses, or a positive factor, changes nothing, since losses may be negative. Equal losses do
+    not rise, and neither do alternating easy and hard batches. Two losses are not enough.
+
+    If the losses ``are_of_batches`` that differ, the range of a few says little. Later losses must then climb several
+    times as far as any of the first few falls to the next.
     """
     known = finite(losses)
     highest, lowest, after = list(accumulate(known, max)), list(accumulate(known, min)), _lowest_after(known)
@@ -75,23 +76,23 @@ def rose(losses: Sequence[float], times: float = DIVERGED, *, are_of_batches: bo
 
 
 def leapt(losses: Sequence[float]) -> bool:
-    """All losses behind the first are many times as large."""
+    """True if all losses after the first are many times as large."""
     first, *later = losses or [0.0]
     return bool(later and first) and min(later) > LEAPT * abs(first)
 
 
 def may_have_risen(before: Sequence[float], now: float) -> bool:
-    """The last loss, or the one of ``now``, is above where the run began: else nothing can have diverged."""
+    """True if the last loss or ``now`` is above the first loss. Otherwise nothing can have diverged."""
     known = finite(before)
     return bool(known) and any(loss > known[0] for loss in finite((known[-1], now)))
 
 
 def climbs_on(before: Sequence[float], continuation: Sequence[float]) -> bool:
-    """Steps in FP32 on one batch, after the losses ``before`` them, climb by themselves and diverge.
+    """True if the losses of FP32 steps on one batch, which follow ``before``, diverge by themselves.
 
-    They have to climb steadily, or at once to quite another level, and further than the losses have ever ranged; much
-    further, where those had not risen yet. A continuation that ends in inf or NaN diverges if it does not fall and
-    stands clear of them.
+    They must climb steadily, or immediately reach another level. The climb must exceed the earlier range of the losses,
+    and exceed it by far if those had not risen. If the continuation ends in inf or NaN, it must not fall. Its finite
+    losses must be well above all losses before.
     """
     earlier, later = finite(before), finite(continuation)
     if not earlier or not later:
@@ -106,8 +107,8 @@ def climbs_on(before: Sequence[float], continuation: Sequence[float]) -> bool:
 
 
 def risen(losses: Sequence[float]) -> str:
-    """A note of a run without a fault whose losses stand, from some step on, far above the size of all before them;
-    "" of others. Some losses are meant to grow, so that it is no more."""
+    """Return a note if the losses stay far above the magnitude of all earlier losses; else "". It is only a note,
+    because some losses are meant to grow."""
     known = finite(losses)
     highest, after = list(accumulate(map(abs, known), max)), _lowest_after(known)
     starts = range(1 if leapt(known) else 2, len(known) - 1)

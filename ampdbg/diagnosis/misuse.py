@@ -1,4 +1,4 @@
-"""Findings about calls: those in the wrong order, and errors that autocast causes; the catalogue has their words."""
+"""Findings about calls in the wrong order, and about errors that autocast causes. The catalogue has their texts."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ampdbg.source.ownership import lies_in_library
 
 
 def misuses(record: Record) -> Iterator[Finding]:
-    """Misuses that corrupt the training: nothing that follows them says anything about precision."""
+    """Yield misuses that corrupt the training. Later failures say nothing about precision."""
     return (finding for finding in _findings(record) if finding.severity == "error")
 
 
 def doubtful_misuses(record: Record) -> Iterator[Finding]:
-    """Misuses that do little harm: they explain nothing else, and come last."""
+    """Yield misuses that do little harm. They explain no finding, and come last."""
     return (finding for finding in _findings(record) if finding.severity != "error")
 
 
 def autocast_errors(record: Record) -> Iterator[Finding]:
-    """An exception that autocast causes: a finding, because the same code runs in FP32."""
+    """Yield the exception that autocast caused. It is a finding, because the same code runs in FP32."""
     error = record.autocast_error
     if error is not None:
         message = error.message.partition("\n")[0]
@@ -33,7 +33,7 @@ def autocast_errors(record: Record) -> Iterator[Finding]:
 
 
 def _findings(record: Record) -> Iterator[Finding]:
-    # An error that ended the run has a finding of its own, with the same line.
+    # An error that ended the run already has a finding with the same line.
     reported = {record.autocast_error.code if record.autocast_error else ""}
     for found in (one for one in record.misuses if one.code in CODES.keys() - reported):
         code = CODES[found.code]
@@ -52,7 +52,8 @@ def _findings(record: Record) -> Iterator[Finding]:
 
 
 def _severity(found: Misuse, code: Code, record: Record) -> Severity:
-    """What torch refuses ends the run; a few times do little harm, and neither does a region that a library opens."""
+    """Return ``error`` if torch raised an error, which ends the run. Return ``info`` for rare misuses, and for an
+    autocast region that a library opens."""
     if found.raised:
         return "error"
     few = found.count < code.harmless_share * record.steps_run or _settles_the_scale(found, record)
@@ -61,7 +62,7 @@ def _severity(found: Misuse, code: Code, record: Record) -> Severity:
 
 
 def _settles_the_scale(found: Misuse, record: Record) -> bool:
-    """It is about a few skips alone, at the start or right after growth: those that every healthy run has."""
+    """True if the misuse concerns a few skips at the start or right after growth, which every healthy run has."""
     lows = (step for scaling in scalings(record) for step in scaling.lows)
     return found.count < SKIPS_IN_A_ROW and all(step.step < found.step for step in lows)
 

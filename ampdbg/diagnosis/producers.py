@@ -1,4 +1,5 @@
-"""The op where FP16 goes wrong and FP32 does not, the code that its numbers mean, and the finding at its line."""
+"""The op that fails in FP16 and not in FP32, the finding code for its numbers, and its place. A producer is an op
+where inf or NaN starts. A suspect is a producer that may explain a failing step."""
 
 from __future__ import annotations
 
@@ -14,79 +15,78 @@ from ampdbg.quantities import number
 from ampdbg.record.run import Investigation, Producer, Replay
 
 NEAR = 0.9
-"""FP16's own rounding upstream moves a value by less than a tenth: so near the limit FP32 may still be below it."""
+"""Share of the limit that counts as overflow in FP32: earlier FP16 rounding changes a value by less than a tenth."""
 
 OVERFLOWS = {"forward": "forward-overflow", "backward": "gradient-overflow"}
-"""The code of an overflow, by the pass in which it starts."""
+"""The code of an overflow by the pass in which it starts."""
 
 FAR_FROM_FP32, UNKNOWN = "precision-loss", "unknown"
 
 CAST_NAMES = {"forward": "the cast to half", "backward": "the cast of a gradient to half"}
 
 DERIVED: Mapping[frozenset[str] | None, str] = {LOGARITHMS: "a logarithm", ROOTS: "a root"}
-"""What has a derivative that is a quotient, by the kind of op that a line calls."""
+"""Ops with a quotient as derivative, in words."""
 
 
 @dataclass(frozen=True)
 class Suspect:
-    """A producer of one investigated step, with what decides its code."""
+    """A producer of one investigated step, and the facts that decide its finding code."""
 
     made: Investigation
     producer: Producer
 
     @property
     def low(self) -> Replay:
-        """The replay that it belongs to."""
+        """The replay that contains the producer."""
         return blamed_replay(self.made)
 
     @property
     def is_cast(self) -> bool:
-        """It is nothing but a change of dtype."""
+        """True if the op only changes the dtype."""
         return base_name(self.producer.op) in CASTS
 
     @property
     def scale(self) -> float:
-        """The loss scale that its values are at: 1 in the forward pass. Where FP32's value at a scale of 1 is beyond
-        the format, the op overflows at any, and may take no gradient, as of what a custom Function has saved."""
+        """The loss scale of the op's values; 1 in the forward pass. It is also 1 if FP32's value at a scale of 1
+        exceeds the format. The op then overflows at any scale. It may read no gradient, but a tensor that a custom
+        Function saved."""
         is_at_any = not self.is_cast and (self.producer.fp32_largest or 0.0) >= self.format.overflow_threshold
         return self.low.scale if self.producer.phase == "backward" and not is_at_any else 1.0
 
     @property
     def value(self) -> float | None:
-        """The largest magnitude that the op has in FP32 at the loss scale of the step; None where not known."""
+        """The op's largest magnitude in FP32 at the step's loss scale, or None. A cast has the magnitude of its
+        input."""
         if self.is_cast:
             return self.producer.input_largest
         return None if self.producer.fp32_largest is None else self.producer.fp32_largest * self.scale
 
     @property
     def format(self) -> FloatFormat:
-        """The format that it computes in."""
         return format_of(self.producer.dtype)
 
     @property
     def overflows(self) -> bool:
-        """FP32 has a value there that the op's dtype cannot hold."""
+        """True if FP32 has a value that the op's dtype cannot hold."""
         return self.value is not None and self.value >= NEAR * self.format.overflow_threshold
 
     @property
     def overflows_in_half_alone(self) -> bool:
-        """Its inf, of finite numbers in the backward pass, is gone at a lower loss scale, and FP32 is no proof.
-
-        Half precision's own forward pass may be far from FP32's, and its gradients larger.
-        """
+        """True for inf in the backward pass that a lower loss scale removes, regardless of FP32. The half forward
+        pass may be far from FP32's, and its gradients larger."""
         made = self.producer
         is_inf_alone = made.inf > 0 and not (made.nan or made.divides_by_zero)
         return made.phase == "backward" and is_inf_alone and survivor(self.made) is not None
 
     @property
     def departs(self) -> bool:
-        """It is finite and far larger than FP32's own value, so that a later op overflows."""
+        """True if the op is finite and far larger than in FP32, so that a later op overflows."""
         made = self.producer
         return not (made.inf or made.nan) and made.distance is None and made.fp32_largest is not None
 
     @property
     def needs_only_a_scale(self) -> bool:
-        """It goes wrong in the backward pass, and at a lower loss scale all gradients are FP32's."""
+        """True if the op fails in the backward pass, and all gradients agree with FP32 at a lower loss scale."""
         survived = survivor(self.made) if self.producer.phase == "backward" else None
         if survived is None or not keeps_its_gradients(survived):
             return False
@@ -94,15 +94,13 @@ class Suspect:
 
     @property
     def is_constant(self) -> bool:
-        """It overflows on a constant that the code wrote, such as a mask, its own or added to another.
-
-        Gradients are no such thing: that of a loss is the loss scale itself.
-        """
+        """True if the op overflows on a constant of the code, or a sum of constants. An example is a mask. A
+        gradient does not count: the gradient of a loss is the loss scale itself."""
         return self.producer.is_constant and self.producer.phase == "forward"
 
     @property
     def leaf(self) -> str | None:
-        """The batch's leaf that it casts, where it is the cast of the batch itself and FP16 cannot hold that."""
+        """The batch leaf, if the op casts the batch itself and FP16 cannot hold the leaf; else None."""
         largest = self.made.batch_largest if self.is_cast and self.producer.phase == "forward" else {}
         alike = [name for name, value in largest.items() if value == self.producer.input_largest]
         names = alike if self.producer.leaf is None else [self.producer.leaf]
@@ -110,7 +108,7 @@ class Suspect:
 
     @property
     def is_flushed(self) -> bool:
-        """It has a pole, or divides by a zero, and FP32 keeps away from there. At a pole no loss scale helps."""
+        """True if the op is at a pole or divides by zero only in half. No loss scale helps at a pole."""
         if self.producer.finite_in_fp32 is not True:
             return False
         in_range = self.value is not None and not self.overflows
@@ -119,59 +117,56 @@ class Suspect:
 
     @property
     def is_below_zero(self) -> bool:
-        """Whether it is NaN for the root of a number that half alone has below zero."""
+        """True if the op is NaN, because its argument of a root is negative in half and not in FP32."""
         made = self.producer
         return made.nan > 0 and made.finite_in_fp32 is True and base_name(made.op) in ROOTS
 
-    # In words
+    # Text of messages
 
     @property
     def name(self) -> str:
-        """The op and its module."""
         return named(self.producer)
 
     @property
     def bare_name(self) -> str:
-        """The op alone."""
         return op_name(self.producer.op)
 
     @property
     def limit(self) -> str:
-        """Where its format ends."""
         return limit_of(self.format)
 
     @property
     def constant(self) -> float:
-        """The magnitude of the constant that it overflows on."""
+        """The magnitude of the constant that overflows."""
         return self.producer.input_largest or self.value or 0.0
 
     @property
     def in_batch(self) -> str:
-        """What the batch holds that half cannot, and where."""
+        """The value in the batch that half cannot hold, and its position."""
         return in_batch(self.made, self.leaf or "")
 
     @property
     def magnitude(self) -> str:
-        """Its value in FP32, with the loss scale that it is at; "" where that is not known."""
+        """The op's FP32 value with the loss scale; "" if unknown."""
         at = "" if self.scale == 1.0 else f" at a loss scale of {number(self.scale)}"
         return "" if self.value is None else f"{number(self.value)}{at}"
 
     @property
     def reaches(self) -> str:
-        """Where it overflows, how far FP32 goes there, and where its format ends."""
+        """The op, its FP32 value, and the limit of its format."""
         reach = f"has inputs of up to {self.magnitude}" if self.is_cast else f"reaches {self.magnitude} in FP32"
         is_above = self.value is not None and self.value > self.format.largest
         return f"{self.name} {reach}, {'above' if is_above else 'next to'} {self.limit}"
 
     @property
     def departed(self) -> str:
-        """That it is finite, and far larger than FP32's own value."""
+        """The description of a finite value that is far larger than in FP32."""
         reached = number(self.producer.output_largest)
         return f"{self.name} reaches {reached} where FP32 has {self.magnitude}, and a later op overflows"
 
     @property
     def takes(self) -> str:
-        """What it does with the value that half has rounded."""
+        """The verb for the op and a value that half has rounded."""
         made, name = self.producer, base_name(self.producer.op)
         is_quotient = made.phase == "backward" and name in DIVISIONS
         pole = pole_of(made) or DERIVED.get(formula_of(made) if is_quotient else None, "")
@@ -181,26 +176,24 @@ class Suspect:
 
     @property
     def takes_a_pole(self) -> str:
-        """What it does with the value that half has rounded to where the op is infinite."""
+        """The op and the pole to which the half format rounds its argument."""
         return self.takes_a_pole_in(format_of(self.low.dtype).short)
 
     def takes_a_pole_in(self, short: str) -> str:
-        """The same of a format."""
+        """Return the same for a given format."""
         at = " or ".join(map(number, POLES_ELSEWHERE.get(pole_of(self.producer), ()))) or "zero"
         return f"{self.takes} a value that {short} rounds to {at}"
 
 
 def suspects(made: Investigation) -> list[Suspect]:
-    """The ops that go wrong in FP16, those behind a NaN loss first; what FP32 shows too is meant to be.
-
-    What is erased before any gradient has it is none.
-    """
+    """Return the ops that fail in FP16, ops that explain a NaN loss first. Failures that FP32 shows too are
+    intended. An op is excluded if no gradient depends on its inf or NaN."""
     return [suspect for suspect in _unlike_fp32(made) if not suspect.producer.is_erased]
 
 
 def overflow_in(made: Investigation, *, erased: bool = False) -> Suspect | None:
-    """The first op that FP32 shows to be beyond the range, or the first of those ``erased`` before any gradient has
-    them; a constant, such as a mask, is meant to be there."""
+    """Return the first op with an FP32 value beyond its format, or the first ``erased`` one. An erased overflow
+    changes no gradient. Constants, such as masks, are intended and excluded."""
     known = (one for one in _unlike_fp32(made) if one.producer.is_erased is erased)
     return next((one for one in known if one.overflows and not one.is_constant), None)
 
@@ -211,18 +204,18 @@ def _unlike_fp32(made: Investigation) -> list[Suspect]:
 
 
 def blamed_replay(made: Investigation) -> Replay:
-    """The replay whose producers explain the step: that at its own loss scale, or where no lower one is finite either
-    that at the lowest, for what overflows at the first may fit there."""
+    """Return the replay with the producers that explain the step: the one at the step's own loss scale. If no lower
+    scale is finite either, return the one at the lowest scale. Overflows from the higher scale may be absent there."""
     lower = (replay for replay in made.at_lower if replay.producers)
     return made.low if survivor(made) else next(lower, made.low)
 
 
 def culprit(made: Investigation) -> Suspect | None:
-    """The suspect that explains the step. Constants are mostly masks: one is blamed when nothing else can be.
+    """Return the suspect that explains the step, or None. A constant is usually a mask, and is chosen last.
 
-    Where gradients are finite at a lower scale, the backward pass overflows, unless some are zero there or they have
-    nothing in common with FP32's: then what overflows in the forward pass is behind them too. Where they are finite at
-    none, an op counts whose inf or NaN has reached them; what a matcher computes without gradients has not.
+    If gradients are finite at a lower scale, the backward pass overflows. The forward pass is examined too if some are
+    zero there, or have nothing in common with FP32's. If gradients are finite at no scale, prefer an op with inf or NaN
+    that reaches them. Ops without gradients, such as a matcher, do not.
     """
     survived = survivor(made)
     is_sound = survived and not survived.lost and (survived.gradient_distance or 0.0) < NOTHING_IN_COMMON
@@ -237,24 +230,24 @@ def culprit(made: Investigation) -> Suspect | None:
 
 
 def survivor(made: Investigation) -> Replay | None:
-    """The replay at the highest of the lower loss scales that were tried at which everything is finite."""
+    """Return the replay at the highest lower loss scale at which everything is finite, or None."""
     return next(filter(is_finite, made.at_lower), None)
 
 
 def format_of(dtype: str) -> FloatFormat:
-    """The format of a replay or of an op in it; FP16 where it is one of another version."""
+    """Return the format of a replay or an op. Formats of another version count as FP16."""
     return FORMATS.get(dtype, FLOAT16)
 
 
 def in_batch(made: Investigation, leaf: str) -> str:
-    """The largest value of a leaf of the batch, and where it stands, as messages say it."""
+    """Return the largest value of a batch leaf and its position, as messages write it."""
     index = made.batch_index.get(leaf, ())
     where = f" in sample {index[0]}" if index else ""
     return f"{number(made.batch_largest[leaf])}{where} of {leaf or 'its tensor'}"
 
 
 def placed(made: Investigation, code: str, at: Producer | None) -> dict[str, Any]:
-    """The fields of a finding that starts at a producer: step, phase, module, op, parameter, line, and its remedy."""
+    """Return the fields of a finding at a producer: step, phase, module, op, parameter, line and remedy."""
     if at is None:
         phase = "backward" if made.why == "gradients" else "forward"
         return {"step": made.step, "phase": phase, "remedy": remedy_of(code, at)}
@@ -263,7 +256,8 @@ def placed(made: Investigation, code: str, at: Producer | None) -> dict[str, Any
 
 
 def named(producer: Producer) -> str:
-    """The op and its module, as messages name them; few know what a cast is called."""
+    """Return the op and its module, as messages name them. Casts are described, because their op name is little
+    known."""
     is_cast = producer.op.startswith("aten._to_copy")
     what = CAST_NAMES.get(producer.phase, producer.op) if is_cast else op_name(producer.op)
     if base_name(producer.op) in WRITTEN_OUT:
@@ -272,10 +266,10 @@ def named(producer: Producer) -> str:
 
 
 def op_name(op: str) -> str:
-    """``aten._softmax.default`` is known as ``softmax``."""
+    """Return the common name of an op: ``softmax`` for ``aten._softmax.default``."""
     return base_name(op).lstrip("_")
 
 
 def limit_of(fmt: FloatFormat) -> str:
-    """Where a format ends, as messages say it."""
+    """Return the limit of a format, as messages write it."""
     return f"{fmt.short}'s limit of {number(fmt.largest)}"

@@ -1,6 +1,7 @@
-"""What a range profile shows: which loss scales suit each module and the whole model, and what may overflow.
+"""Findings of a range profile: the loss scales that suit each module and the model, and possible overflows.
 
-Its findings are warnings, since only a replay in FP16 confirms an overflow.
+A range profile measures every op in bfloat16, which has FP32's range. A site is one op on one line. Findings are
+warnings, since only an FP16 replay confirms an overflow.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from ampdbg.record.pins import is_pinned
 from ampdbg.record.run import Readiness, Record, Replay, Site, Verdict
 
 FIRST_SCALE = 65536.0
-"""A GradScaler's; no higher one is tried."""
+"""The initial scale of a GradScaler; higher scales are not tried."""
 
 ROUNDING_BITS = 0.01
-"""FP16's lowest number lacks no more to a power of two."""
+"""FP16's lowest number is closer than this to a power of two, in bits."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """The loss scales from ``floor`` to ``ceiling``, both of which still work; powers of two.
+    """The usable loss scales from ``floor`` to ``ceiling``, both included. They are powers of two.
 
-    ``lowest_ceiling`` and ``highest_floor`` are the sites that bound it: above the ceiling the first
-    overflows, below the floor the second loses more than 1 % of its energy. None where nothing does.
+    ``lowest_ceiling`` is the first site to overflow above the ceiling. ``highest_floor`` loses more than 1 % of its
+    energy below the floor. Each is None if no site sets such a bound.
     """
 
     module: str
@@ -43,12 +44,12 @@ class Window:
 
     @property
     def is_open(self) -> bool:
-        """There is a scale in it; where there is none, the two sites cannot share one."""
+        """True if the window has a scale. Otherwise the two sites cannot share one."""
         return self.floor <= self.ceiling
 
 
 def module_windows(sites: Iterable[Site]) -> Iterator[Window]:
-    """The window of each module that has gradients, in order of execution."""
+    """Yield the window of each module with gradients, in order of execution."""
     by_module: dict[str, list[Site]] = {}
     for site in sites:
         if site.scale_ceiling is not None and site.scale_floor is not None:
@@ -57,10 +58,8 @@ def module_windows(sites: Iterable[Site]) -> Iterator[Window]:
 
 
 def window(sites: Iterable[Site], module: str = "") -> Window:
-    """The scales at which every one of ``sites`` keeps its gradients: by default, read as the whole model's.
-
-    Gradients that are nothing but rounding error may be lost without harm and raise no floor.
-    """
+    """Return the scales at which all ``sites`` keep their gradients. Without ``module``, they are for the whole
+    model. Gradients that are only rounding error can be lost without harm, and set no floor."""
     sites = tuple(sites)
     lowest = min((site for site in sites if math.isfinite(_ceiling(site))), key=_ceiling, default=None)
     losing = (site for site in sites if _floor(site) > 0.0 and not site.is_noise)
@@ -75,49 +74,47 @@ def window(sites: Iterable[Site], module: str = "") -> Window:
 
 
 def measured_step(record: Record) -> int:
-    """The number of the step that was measured; of a script's capture it is the last of those that it has."""
+    """Return the number of the measured step, which is the last step of the run or of a script's capture."""
     is_captured = record.script is not None and record.steps
     return record.steps[-1].step if is_captured else max(record.planned_steps - 1, 0)
 
 
 def overflows_at_any_scale(sites: Iterable[Site]) -> bool:
-    """An overflow of the forward pass starts at one of the sites."""
+    """True if an overflow of the forward pass starts at one of the sites."""
     return any(site.scale_ceiling is None and site.overflow == "starts" for site in sites)
 
 
 def is_mask(site: Site) -> bool:
-    """It is a mask of FP16's lowest number, which the shadow rounds to 65,536."""
+    """True for a mask of FP16's lowest number, which rounds to 65,536 in the bfloat16 measurement."""
     return site.overflow == "carried" and site.headroom_bits >= -ROUNDING_BITS
 
 
 def unpinned(sites: Iterable[Site], pins: Sequence[str]) -> tuple[Site, ...]:
-    """The sites that stay in half with these pins."""
+    """Return the sites that stay in half with the given pins."""
     return tuple(site for site in sites if not is_pinned(site.module, pins))
 
 
 def in_half(record: Record) -> tuple[Site, ...]:
-    """The sites that stay in half with the pins that its readiness takes."""
+    """Return the sites that stay in half with the pins of the record's readiness."""
     return unpinned(record.sites, record.readiness.pins if record.readiness else ())
 
 
 def scale_to_try(sites: Iterable[Site]) -> float:
-    """A loss scale of 1 or more in the window of all sites, at which a run in FP16 is to be finite unless something
-    overflows at any. The window's end may be one rounding too high."""
+    """Return a loss scale of at least 1 in the window of all sites. An FP16 run should be finite there, unless an op
+    overflows at any scale. The window's end may be one rounding too high."""
     whole = window(sites)
     highest = min(whole.ceiling / 2.0, FIRST_SCALE)
     return max(1.0, highest, whole.floor if whole.is_open else 0.0)
 
 
 def check_in(record: Record, dtype: str) -> Replay | None:
-    """The check of a range profile that ran in this dtype."""
+    """Return the check of a range profile in the given dtype, or None."""
     return next((check for check in record.checks if check.dtype == dtype), None)
 
 
 def refuted_by(record: Record) -> Replay | None:
-    """The check that shows the measured step not to be finite, in bfloat16 or else in FP16; None where none does.
-
-    Gradients count in FP16 only where the window reaches beyond the scale that was tried.
-    """
+    """Return the check in bfloat16, or else FP16, that shows that the measured step is not finite; else None. FP16
+    gradients count only if the window extends beyond the scale of the check."""
     wide, half = check_in(record, "bfloat16"), check_in(record, "float16")
     if wide is not None and not is_finite(wide):
         return wide
@@ -128,7 +125,7 @@ def refuted_by(record: Record) -> Replay | None:
 
 
 def what_fails(check: Replay) -> str:
-    """What of a step is not finite, in words, the loss or else the gradients; or that it raised."""
+    """Return what is not finite in a step, the loss or the gradients, or that the step raised."""
     if check.error:
         return "the step raises an error"
     if not math.isfinite(check.loss):
@@ -139,11 +136,11 @@ def what_fails(check: Replay) -> str:
 
 
 def diagnose_ranges(record: Record) -> Record:
-    """The record of ``ampdbg ranges`` with its findings: a step that is not finite first, then overflows, in order of
-    execution.
+    """Return the record of ``ampdbg ranges`` with its findings.
 
-    The verdict is ``healthy`` where nothing is beyond a limit, ``other`` where the step is not finite in FP32 either,
-    else ``inconclusive``: also where nothing was measured, or not all.
+    A step that is not finite comes first, then overflows in order of execution. The verdict is ``healthy`` if nothing
+    exceeds a limit, and ``other`` if the step is not finite in FP32 either. Otherwise it is ``inconclusive``, also if
+    not everything was measured.
     """
     record = replace(record, readiness=_readiness(record))
     bad = refuted_by(record)
@@ -155,8 +152,11 @@ def diagnose_ranges(record: Record) -> Record:
 
 
 def _readiness(record: Record) -> Readiness | None:
-    """Nothing of a step that does not run in bfloat16, or was not tried in FP16. It is open where that raised or made
-    gradients alone infinite, and where what was measured leaves no loss scale or is not all."""
+    """Return the readiness for FP16; None for a step that does not run in bfloat16 or was not tried in FP16.
+
+    It is undecided if the FP16 step raised, or if only its gradients are infinite. It is also undecided if the
+    measurement is incomplete or leaves no loss scale.
+    """
     tried = [check for check in record.checks if check.dtype == FLOAT16.name]
     if not tried or all(site.dtype != BFLOAT16.name for site in record.sites):
         return None
@@ -182,7 +182,7 @@ def _verdict(record: Record, findings: Sequence[Finding]) -> Verdict:
 
 
 def fails_in_fp32(record: Record) -> bool | None:
-    """A step that is not finite in bfloat16 is not in FP32 either; None where that is not known."""
+    """True if a step that is not finite in bfloat16 is not finite in FP32 either; None if unknown."""
     fp32 = check_in(record, "float32")
     return None if fp32 is None or fp32.error else not is_finite(fp32)
 
@@ -201,7 +201,7 @@ def _not_finite(record: Record, bad: Replay) -> Finding:
     if fails is not None:
         evidence["finite_in_fp32"] = not fails
     return finding_of(
-        UNKNOWN,  # the cause is not looked for
+        UNKNOWN,  # a range profile does not search for the cause
         measured_step(record),
         phase,
         _of_half(bad, is_forward) if bad.dtype == "float16" else _of_wide(record, bad),
@@ -229,7 +229,7 @@ def _of_wide(record: Record, bad: Replay) -> str:
 
 
 def _overflows(record: Record) -> Iterator[Finding]:
-    """Each place where an overflow starts; what carries it on follows from it."""
+    """Yield a finding for each site where an overflow starts, but not for the ops that carry it further."""
     for site in record.sites:
         if overflows_at_any_scale([site]):
             yield _proposed(record, site, OVERFLOWS[site.phase], f"{_reach(site)}, above {limit_of(FLOAT16)}")

@@ -1,7 +1,5 @@
-"""What cures a finding: its remedy at its op and its line of source, and what there is to do besides a pin.
-
-A line of source tells whether a product is scaled only after it is made, and whether it takes a sum.
-"""
+"""The remedies of findings: for an op and its source line, and remedies besides pins. A source line shows whether
+the code scales a product only after the product, and whether it takes a sum."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from ampdbg.record.run import Producer, Record
 from ampdbg.syntax_tree import UNPARSABLE, syntax_tree
 
 OR = ", or "
-"""Between alternatives: where a pin helps, the first is the pin."""
+"""Separator between alternatives. If a pin helps, the pin comes first."""
 
 NEAR_ONE_TOO = "; where it is of 1 - p, clamp p to at most 0.9990: FP16 has no number between 0.9995 and 1"
 
@@ -28,18 +26,18 @@ FORMULAS: Mapping[frozenset[str], str] = {
     + NO_PRECISION,
     ROOTS: "change the formula: clamp inside the square root, use a safe where; " + NO_PRECISION,
 }
-"""What cures a formula that has no value, by the kind of op that it fails in."""
+"""Remedies for a formula without a value, by the kind of op that fails."""
 
 OPERATORS: Mapping[type[ast.operator], str] = {ast.Div: "div", ast.Mult: "mul", ast.MatMult: "matmul"}
-"""By the names of the functions that do the same."""
+"""Operators by the name of the equivalent function."""
 
 DIVISORS = DIVISIONS | {"rsqrt"}
-"""What divides by its last operand, or by the root of it."""
+"""Ops that divide by their last operand, or by its root."""
 
 
 class Applied(NamedTuple):
-    """An op that a line applies, by the name of its function: to a ``tensor``, whose method it is or which stands left
-    of it, and its last ``operand``; where it has one alone, both are that."""
+    """An op on a source line, by the name of its function. ``tensor`` is the object of the method or the left
+    operand, and ``operand`` the last operand. A single operand is both."""
 
     name: str
     tensor: ast.AST
@@ -47,19 +45,19 @@ class Applied(NamedTuple):
 
     @property
     def scaled(self) -> tuple[ast.AST, ...]:
-        """What it multiplies or divides."""
+        """The operands that the op multiplies or divides."""
         return {"mul": (self.tensor, self.operand)}.get(self.name, (self.tensor,)) if self.name in SCALINGS else ()
 
 
 def remedy_of(code: str, at: Producer | None) -> str:
-    """What cures the code, with what the op and the line of source make possible besides."""
+    """Return the remedy of a code, with alternatives that fit the op and its source line."""
     known = CODES[code]
     if at is None:
         return known.remedy
     near_one = _are_from_one(at) if known.remedy_near_one else []
     instead = {
         known.remedy_near_one: pole_of(at) or (bool(near_one) and all(near_one)),
-        # A gradient has the format of what it is of: where that is FP32, so was what the op was given.
+        # A gradient has the dtype of its tensor: if that is FP32, so was the input of the op.
         known.remedy_behind_half: at.phase == "backward" and at.dtype == "float32",
     }
     for remedy in filter(None, instead):
@@ -72,10 +70,8 @@ def remedy_of(code: str, at: Producer | None) -> str:
 
 
 def other_remedies(record: Record) -> tuple[str, ...]:
-    """What to do besides a pin: one line each, with its place, labelled where it changes what the model computes.
-
-    Findings that another one explains have none of their own.
-    """
+    """Return the remedies besides pins, one line each, with their places. A label marks remedies that change what
+    the model computes. A finding that follows from another one has no own remedy."""
     lines: dict[str, None] = {}
     for finding in record.faults:
         code = catalogued(finding.code)
@@ -99,16 +95,14 @@ def _at_its_line(at: Producer) -> Iterator[str]:
 
 
 def pole_of(at: Producer) -> str:
-    """The function with a pole beside zero that the op is, or is the derivative of; "" where it is neither."""
+    """Return the function with a pole away from zero that the op is, or is the derivative of; else ""."""
     called = (one.name for one in _ops_of(at) if at.phase == "backward")
     return next((name for name in (base_name(at.op), *called) if name in POLES_ELSEWHERE), "")
 
 
 def formula_of(at: Producer) -> frozenset[str] | None:
-    """The kind of op that has no value there, or no derivative; None where neither op nor line tell.
-
-    Gradients, in a forward pass those of ``autograd.grad``, are made by ops of another kind than the line calls.
-    """
+    """Return the kind of op with an undefined value or derivative, or None if neither op nor line shows it. Gradient
+    ops, also those of ``autograd.grad`` in a forward pass, differ from the ops on the line."""
     named = [one.name for one in _ops_of(at) if not isinstance(one.operand, ast.Constant)]
     own = next((ops for ops in FORMULAS if base_name(at.op) in ops), None)
     called = {ops for ops in FORMULAS if not ops.isdisjoint(named)}
@@ -118,24 +112,20 @@ def formula_of(at: Producer) -> frozenset[str] | None:
 
 
 def scales_after_its_product(line: str) -> bool:
-    """The line multiplies or divides what a product has made: ``(q @ k) * s``, ``torch.bmm(q, k).div(d)``.
-
-    A line that is no whole statement tells nothing, and neither does a scaling that stands on another line.
-    """
+    """True if the line scales the result of a product: ``(q @ k) * s``, ``torch.bmm(q, k).div(d)``. An incomplete
+    statement is False, and so is a scaling on another line."""
     scaled = (part for one in _ops(line) for part in one.scaled)
     return any(inner.name in MATRIX_PRODUCTS for part in scaled for inner in _applied(part))
 
 
 def takes_a_sum(line: str) -> bool:
-    """The line calls a ``sum``, or asks a loss to sum."""
+    """True if the line calls ``sum``, or a loss with ``reduction="sum"``."""
     return any(one.name == "sum" for one in _ops(line))
 
 
 def _are_from_one(at: Producer) -> list[bool]:
-    """Of each term that the op may divide by, or take the logarithm of, whether it is taken from 1, as ``1 - p`` is.
-
-    Where the line has several, nothing tells which of them the op is of. The derivative of a logarithm is a quotient.
-    """
+    """Return, for each possible divisor or logarithm argument, whether it is a difference from 1, as in ``1 - p``.
+    If the line has several, the op may belong to any. The derivative of a logarithm is a quotient."""
     kinds = {"backward": LOGARITHMS | DIVISORS}.get(
         at.phase, LOGARITHMS if base_name(at.op) in LOGARITHMS else DIVISORS
     )

@@ -1,8 +1,7 @@
-"""Findings about the loss scale: skips that are calibration, a scale that keeps falling, one without limit, one
-that is raised too often.
+"""Findings about the loss scale: a scale that settles, keeps falling, has no limit, or grows too often.
 
-Skips are normal at the start and right after the scale has grown. A skip at any other time is a new low
-(DIAGNOSES: fact 6).
+A skip is a step that the scaler withholds, because gradients are not finite. Skips are normal at the start and right
+after the scale has grown. Any other skip is a new low (DIAGNOSES: fact 6).
 """
 
 from __future__ import annotations
@@ -28,45 +27,46 @@ from ampdbg.record.run import GroupOverflow, Record, Step
 RUNAWAY, OSCILLATION, RESTART = "scale-runaway", "scale-oscillation", "scale-restart"
 
 LIMITLESS = 2.0**32
-"""A larger loss scale is limited by nothing: a half gradient overflows long before."""
+"""A larger loss scale has no limit: half gradients normally overflow long before."""
 
 SELDOM = 4
-"""A loss scale that follows growing gradients skips at most one step in so many."""
+"""A loss scale that follows growing gradients skips at most one of this many steps."""
 
 SETTLING_STEPS = 20
-"""Skips within so many steps of the start (or a tenth of the run, if longer) settle the scale."""
+"""Skips within this many steps of the start (or a tenth of the run, if longer) settle the scale."""
 
 UNTOLD = "untold"
-"""The evidence of how many skips nothing has explained, where they are so many that nothing is known to be well."""
+"""Evidence key for the number of unexplained skips, if there are too many to call the run healthy."""
 
 UNEXPLAINED = "unexplained"
-"""The evidence of which skips neither the start, nor growth, nor a replay explains: of those nothing is normal but that
-they are few."""
+"""Evidence key for the skips that neither the start, nor growth, nor a replay explains. They are normal only if they
+are few."""
 
 LOWS_OF_A_COLLAPSE = 3
-"""So many new lows after settling are a scale that keeps falling."""
+"""This many new lows after settling mean that the scale keeps falling."""
 
 GROWTH = 2.0
-"""A scaler multiplies its scale by so much at a time, and divides it by so much (``GradScaler``'s own factors)."""
+"""The factor by which a scaler raises and lowers its scale (``GradScaler``'s defaults)."""
 
 TOO_OFTEN = 8
-"""More than one step in so many that is skipped because the scale has just grown is more than a try now and then."""
+"""Growth is too frequent if it causes a skip in more than one of this many steps."""
 
 FEW_TRIES = 5
-"""So few skips right behind a growth are no loss worth telling of."""
+"""At most this many skips right after growth are not reported."""
 
 SOON = 8.0
-"""A loss scale that many times lower is found by three skips; a single image may ask for that, and no other again."""
+"""Three skips lower the loss scale by this factor. A single image may need that much, and later images may not need
+it again."""
 
 ROOM = 4.0
-"""Other batches may need a scale that is so many times lower than the one at which a step has been run again."""
+"""A further batch may need a scale lower by this factor than the batch of a replayed step."""
 
 
 def is_nan_alone(groups: Sequence[GroupOverflow]) -> bool:
-    """What is not finite in the gradients of a step is NaN alone, as of a root of zero.
+    """True if the gradients of a step have NaN but no inf, as from a root of zero.
 
-    What overflows because of the loss scale mostly leaves some inf. But inf that meets inf is NaN too, and clipping
-    by an infinite norm makes NaN of it: this tells which steps to look at, not why they failed.
+    Overflow by the loss scale usually leaves some inf. But inf combined with inf is NaN, and so is clipping by an
+    infinite norm. So the result selects steps to examine, and does not show why they failed.
     """
     counts = [parameter for group in groups for parameter in group.parameters]
     return any(parameter.nan for parameter in counts) and not any(parameter.inf for parameter in counts)
@@ -74,22 +74,20 @@ def is_nan_alone(groups: Sequence[GroupOverflow]) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class ScaleCourse:
-    """The loss scale over the steps of one optimizer; of a long run ``ran`` counts those that are left out too."""
+    """The loss scale over one optimizer's steps. ``ran`` also counts the steps that a long run omits."""
 
     steps: Sequence[Step]
     ran: int
 
     @cached_property
     def grown(self) -> set[int]:
-        """The numbers of the steps whose scale is larger than that of the step before."""
+        """The numbers of the steps with a larger scale than the step before."""
         return {now.step for before, now in pairwise(self.steps) if now.scale > before.scale}
 
     @cached_property
     def starts(self) -> list[int]:
-        """Where a scaler begins: its first step, and those of a new model, as in each fold of a cross-validation.
-
-        There the scale leaps, and stays; it takes turns where an optimizer has two scalers.
-        """
+        """The iterations at which a scaler starts: the first step, and jumps of the scale at a new model, as in each
+        fold of a cross-validation. Such a jump stays. If an optimizer has two scalers, the scale alternates instead."""
         threes = zip(self.steps, self.steps[1:], self.steps[2:], strict=False)
         leaps = (
             now.iteration for before, now, after in threes if after.scale * GROWTH >= now.scale > GROWTH * before.scale
@@ -98,7 +96,7 @@ class ScaleCourse:
 
     @cached_property
     def lows(self) -> list[Step]:
-        """New lows: the skipped steps that neither a start nor a scale just grown explains."""
+        """The new lows: skipped steps that neither a start nor growth of the scale explains."""
         settling = max(SETTLING_STEPS, self.ran // 10)
         later = [step for step in self.steps if step.skipped and step.step not in self.grown]
         begun = (max(start for start in self.starts if start <= step.iteration) for step in later)
@@ -106,7 +104,7 @@ class ScaleCourse:
 
     @cached_property
     def relapses(self) -> list[Step]:
-        """The skips after the first step that worked: until then a scale is being found, however short the run."""
+        """The skips after the first taken step. Until then the scale is being found, even in a short run."""
         starts, finding, found = {*self.starts}, True, []
         for step in self.steps:
             finding = step.skipped and (finding or step.iteration in starts)
@@ -116,15 +114,13 @@ class ScaleCourse:
 
     @property
     def skips_at_the_end(self) -> int:
-        """How many steps were skipped since the last that was taken."""
+        """The number of skipped steps since the last taken step."""
         return sum(1 for _ in takewhile(lambda step: step.skipped, reversed(self.steps)))
 
     @cached_property
     def settled_at(self) -> float | None:
-        """The last loss scale at which a step was taken, and none skipped since at so small a one; None before that.
-
-        A step whose every gradient was zero would have been taken at any scale, and tells of none.
-        """
+        """The last scale of a taken step without a later skip at that scale or below, or None. Steps with only zero
+        gradients are ignored, because they would be taken at any scale."""
         skipped_at = math.inf
         for step in reversed(self.steps if self.skips_at_the_end <= 1 else ()):
             if step.skipped:
@@ -135,34 +131,34 @@ class ScaleCourse:
 
     @cached_property
     def keeps_falling(self) -> bool:
-        """Skips go on, at the end or all along, or no scale of 1 and more is left."""
+        """True if skips continue, at the end or throughout, or if the scale falls below 1."""
         are_many = len(self.relapses) > max(SKIPS_IN_A_ROW, self.ran // 2)
         are_low = len(self.lows) >= LOWS_OF_A_COLLAPSE or self.steps[-1].scale < 1.0
         return are_low or are_many or self.skips_at_the_end >= SKIPS_IN_A_ROW
 
     @cached_property
     def of_finite_losses(self) -> ScaleCourse:
-        """The course as it would be if no step whose loss is not finite had moved the scale."""
+        """The course of the scale if no step with a non-finite loss had changed it."""
         kept, scale = [], self.steps[0].scale
         for step, after in zip(self.steps, [*self.steps[1:], self.steps[-1]], strict=True):
             if math.isfinite(step.loss):
                 kept.append(replace(step, scale=scale))
                 moved = after.scale / step.scale if step.scale > 0.0 else 1.0
-                scale *= moved if step.skipped else max(moved, 1.0)  # steps in between may have been left out
+                scale *= moved if step.skipped else max(moved, 1.0)  # steps in between may have been omitted
         return ScaleCourse(kept, self.ran - len(self.steps) + len(kept))
 
     @property
     def tries(self) -> list[Step]:
-        """The skipped steps whose scale had just grown."""
+        """The skipped steps right after the scale has grown."""
         return [step for step in self.steps if step.skipped and step.step in self.grown]
 
     def are_many(self, tries: Sequence[Step]) -> bool:
-        """So many skips cost a share of the training that counts."""
+        """True if the skips cost a relevant share of the training."""
         return len(tries) > max(FEW_TRIES, self.ran // TOO_OFTEN)
 
     @cached_property
     def scalers(self) -> dict[int, list[Step]]:
-        """The steps of each scaler, by its number, in the order in which they begin."""
+        """The steps of each scaler by its number, in order of first step."""
         found: dict[int, list[Step]] = {}
         for step in self.steps:
             found.setdefault(step.scaler, []).append(step)
@@ -170,18 +166,19 @@ class ScaleCourse:
 
     @property
     def later_scalers(self) -> list[list[Step]]:
-        """The steps of each scaler that has taken the place of another; else it is of another model, as of a fold."""
+        """The steps of each scaler that replaces another. A scaler that does not belongs to a new model, as in a
+        fold."""
         return [steps for steps in self.scalers.values() if steps[0].succeeds]
 
     @cached_property
     def lost_to_scalers(self) -> list[Step]:
-        """The steps that were skipped while the scalers that followed the first settled."""
+        """The skipped steps while scalers after the first settled."""
         lost = (step for steps in self.later_scalers for step in takewhile(lambda step: step.skipped, steps))
         return [step for step in lost if math.isfinite(step.loss)]
 
     @cached_property
     def growth_interval(self) -> int:
-        """How many steps were taken before a growth, most often, since a skip or the growth before it."""
+        """The most frequent number of taken steps before growth, counted from the last skip or growth."""
         taken, found = 0, []
         for before, now in pairwise(self.steps):
             taken = 0 if before.skipped else taken + now.iteration - before.iteration
@@ -192,45 +189,49 @@ class ScaleCourse:
 
 
 Skips = Literal["none", "own", "restarting", "raised", "following", "falling", "faulty", "settling"]
-"""What the skips of an optimizer are: those of a script that withholds steps itself, the price of ever new scalers, or
-of a scale that is raised too often, growing gradients that the scale follows, a scale that keeps falling, steps that no
-lower scale cures, or a scale that settles."""
+"""The kinds of skips of an optimizer.
+
+The script itself withholds ``own`` steps. ``restarting`` comes from ever new scalers, ``raised`` from a scale that
+grows too often, and ``following`` from growing gradients. ``falling`` is a scale that keeps falling, ``settling`` one
+that settles. No lower scale cures ``faulty`` steps.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Scaling(Evident, ScaleCourse):
-    """What is known of the loss scale of one optimizer, each fact once: ``run`` is the record of it alone, and
-    ``steps`` are those whose loss a scaler has scaled."""
+    """The facts about the loss scale of one optimizer. ``run`` is the record of the optimizer alone, and ``steps``
+    are its steps with a scaler."""
 
     run: Record
 
     @cached_property
     def skipped(self) -> list[Step]:
-        """Those of them that were skipped."""
         return [step for step in self.steps if step.skipped]
 
     @cached_property
     def replayed(self) -> list[Evidence]:
-        """The steps that were replayed for their gradients."""
+        """The steps that were replayed because of their gradients."""
         return [Evidence(made, self.run) for made in self.run.investigations if made.why == "gradients"]
 
     @cached_property
     def faults(self) -> list[Evidence]:
-        """Those of them that no lower scale, which a dynamic one will find, would have come through."""
+        """The replayed steps that fail at every lower scale that a dynamic scaler could find."""
         return [one for one in self.replayed if one.made.reproduced and not self.is_calibration(one)]
 
     @cached_property
     def lasting(self) -> list[Evidence]:
-        """Those whose cause may be that of all skips: else the run has skipped far below the scale that cures the step,
-        and something else is behind that, as where another optimizer has the same scaler. Where a scale has worked,
-        gradients may have grown since."""
+        """The replayed steps with a cause that may explain all skips.
+
+        If the run also skips far below the scale that cures a step, the skips have another cause. For example, two
+        optimizers may share the scaler. If a scale has worked before, gradients may have grown since.
+        """
         lowest = min((one.scale for one in self.skipped if math.isfinite(one.loss)), default=math.inf)
         limit = math.inf if self.has_worked else ROOM * lowest
         known = self.faults or self.replayed
         return [one for one in known if not self.is_calibration(one) or one.usable_scale <= limit]
 
     def is_calibration(self, step: Evidence) -> bool:
-        """FP32 is finite and so is FP16 at a lower scale, which a dynamic scale will find."""
+        """True if the step is finite in FP32, and in FP16 at a lower scale. A dynamic scaler will find that scale."""
         if step.kept_scale is not None or not step.usable_scale or not step.is_fp32_finite:
             return False
         code = CODES[step.cause.code]
@@ -239,16 +240,16 @@ class Scaling(Evident, ScaleCourse):
 
     @cached_property
     def has_worked(self) -> bool:
-        """A step with gradients was taken."""
+        """True if a step with nonzero gradients was taken."""
         return any(not step.skipped and step.grad_norm != 0.0 for step in self.steps)
 
     def works_soon_below(self, step: Evidence) -> bool:
-        """A loss scale that is soon found below the step's own would have done."""
+        """True if a scale that the scaler finds soon below the step's own would suffice."""
         return self.is_calibration(step) and step.usable_scale >= step.low.scale / SOON
 
     @cached_property
     def follows_gradients(self) -> bool:
-        """Gradients grow and the loss scale follows them: each new low works at once, and loses nothing."""
+        """True if gradients grow and the scale follows: each new low works at once and loses no gradient."""
         in_a_row = any(now.skipped and before.skipped for before, now in pairwise(self.steps) if now in self.lows)
         are_many = len(self.lows) + self.run.left_out.skipped > self.ran // SELDOM
         if len(self.lows) < LOWS_OF_A_COLLAPSE or in_a_row or are_many or self.last_scale < 1.0:
@@ -257,36 +258,35 @@ class Scaling(Evident, ScaleCourse):
 
     @property
     def oscillates(self) -> bool:
-        """The scale grows so often that much is lost to its tries, and does not fall all the same."""
+        """True if the scale grows so often that many steps are skipped, but does not fall."""
         taken = [step.scale for step in self.steps if not step.skipped]
         return self.are_many(self.tries) and bool(taken) and taken[-1] * GROWTH**2 >= taken[0]
 
     @property
     def goes_on(self) -> bool:
-        """One of the last steps was taken."""
+        """True if one of the last steps was taken."""
         return any(not step.skipped for step in self.steps[-SKIPS_IN_A_ROW:])
 
     @property
     def will_work(self) -> bool:
-        """The replays show that a lower scale will work, and none so low has been tried: what was taken above the one
-        that a loss made of scaled gradients needs are steps without such a penalty."""
+        """True if replays show that a lower scale will work, and no scale as low has been tried. If the loss
+        contains a gradient penalty, steps taken at a higher scale were steps without the penalty."""
         of_penalty = self.replayed[: int(self.run.scales_gradients and self.keeps_falling)]
         is_open = not self.has_worked or any(one.usable_scale < self.last_scale for one in of_penalty)
         return bool(self.lasting) and all(map(self.is_calibration, self.replayed)) and is_open
 
     @cached_property
     def settled_at(self) -> float | None:
-        """As of any course; None where a lower scale will be tried."""
+        """As in any course, but None if a lower scale will be tried."""
         return None if self.will_work else super().settled_at
 
     @cached_property
     def skips_are(self) -> Skips:
-        """The first kind that holds."""
         return next(kind for kind, holds in KINDS.items() if holds(self))
 
     @cached_property
     def fails_by_itself(self) -> bool:
-        """A scale that falls does so behind finite losses: where no loss is finite, the forward pass is the root."""
+        """True if a scale falls although losses are finite. If no loss is finite, the forward pass is the root."""
         if self.skips_are != "falling":
             return False
         course = self.of_finite_losses
@@ -294,11 +294,11 @@ class Scaling(Evident, ScaleCourse):
 
     @property
     def to_blame(self) -> list[Evidence]:
-        """The steps whose cause is that of the skips: of a scale that falls the first that lasts."""
+        """The replayed steps that explain the skips. For a falling scale, the first lasting one."""
         return self.faults if self.skips_are == "faulty" else self.lasting[: int(self.fails_by_itself)]
 
     def causes(self) -> Iterator[Finding]:
-        """Of several the first, and each that is of another kind and another line than those before it."""
+        """Yield the first cause, and each further cause with a new code and a new line."""
         found: list[Finding] = []
         for step in self.to_blame:
             if all(step.cause.code != one.code and step.cause.source != one.source for one in found):
@@ -307,10 +307,8 @@ class Scaling(Evident, ScaleCourse):
 
     @cached_property
     def fails_at_one(self) -> Step | None:
-        """The step for whose gradients, of a finite loss, a scale of 1 was too large, where the run goes on below it.
-
-        None where no lower scale has been shown to work, and where FP32 does not come through such steps either.
-        """
+        """The step with a finite loss that failed at a scale of 1, where the run continues below 1; else None. It is
+        None unless a lower scale has been shown to work, and also if FP32 fails in such steps."""
         if not self._works_below_one or any(one.is_answered and not one.is_of_precision for one in self.replayed):
             return None
         failed = (step for step in self.skipped if 1.0 <= step.scale < 2.0 and math.isfinite(step.loss))
@@ -318,10 +316,10 @@ class Scaling(Evident, ScaleCourse):
 
     @property
     def _works_below_one(self) -> bool:
-        """The run ends at a scale below 1 that has been shown to work: gradients came through, and more steps in a row
-        than had come through so far down before another skip.
+        """True if the run ends at a scale below 1 that works.
 
-        Where two optimizers share a scaler and the steps of one always fail, those between are the other's.
+        Gradients are finite and nonzero there, and the last sequence of taken steps is the longest at low scales. Two
+        optimizers may share a scaler. If one always fails, the steps in between belong to the second.
         """
         if self.last_scale >= 1.0 or self.steps[-1].skipped:
             return False
@@ -332,7 +330,7 @@ class Scaling(Evident, ScaleCourse):
 
     @cached_property
     def are_many_unexplained(self) -> bool:
-        """No step could be replayed, and skips between steps that worked are not few, and go on."""
+        """True if no step could be replayed, and skips between taken steps are frequent and continue."""
         relapses = self._relapses
         goes_on = bool(relapses) and self.steps[-1].iteration - relapses[-1].iteration < SETTLING_STEPS
         return goes_on and not self._explained and len(relapses) >= LOWS_OF_A_COLLAPSE
@@ -347,9 +345,8 @@ class Scaling(Evident, ScaleCourse):
 
     @cached_property
     def unexplained(self) -> list[int]:
-        """The numbers of the skips that are no plain calibration, and of which no replay has shown what they are: new
-        lows, and NaN without any inf behind a step that worked or at the very first; all relapses where those are
-        many."""
+        """The numbers of the skips without an explanation by calibration or a replay. They are new lows, and NaN
+        without inf at the first step or after a taken step. If relapses are many, they are all included."""
         behind_sound = [now for before, now in pairwise(self.steps) if not before.skipped and now in self._relapses]
         early = [*self.steps[:1], *behind_sound]
         of_nan = [step for step in early if step.skipped and is_nan_alone(step.groups)]
@@ -358,37 +355,36 @@ class Scaling(Evident, ScaleCourse):
 
     @cached_property
     def telling(self) -> list[Step]:
-        """The skips that say most: the new lows, where there are enough, with a finite loss."""
+        """The most informative skips: new lows if there are enough, preferably with a finite loss."""
         found = self.lows if len(self.lows) >= LOWS_OF_A_COLLAPSE else self.skipped
         return [step for step in found if math.isfinite(step.loss)] or self.skipped
 
     @cached_property
     def narrowest(self) -> Step:
-        """The skipped step that hits the fewest groups: where few groups are hit, they name the place. A long run does
-        not list the groups of every step."""
+        """The skipped step that affects the fewest groups, because few groups show the place of the fault. A long
+        run does not list the groups of every step."""
         return min(self.skipped, key=lambda one: (not one.groups, one not in self.telling, len(one.groups), one.step))
 
     @cached_property
     def groups(self) -> list[str]:
-        """The groups that it hits, by name."""
+        """The names of the groups that the narrowest step affects."""
         return [group.name for group in self.narrowest.groups]
 
     @property
     def module(self) -> str:
-        """The module that they have in common."""
+        """The innermost module that contains all these groups."""
         parts = zip(*(name.split(".")[:-1] for name in self.groups), strict=False)
         return ".".join(part[0] for part in takewhile(lambda part: len(set(part)) == 1, parts))
 
-    # Numbers
+    # Numbers for messages
 
     @property
     def last_scale(self) -> float:
-        """The loss scale at the end."""
         return self.steps[-1].scale
 
     @property
     def falling(self) -> list[Step]:
-        """The row of skips that the first new low stands in, from its begin on; where there is none, the skips."""
+        """The consecutive skips up to the first new low; all skips if there is none."""
         if not self.lows:
             return self.skipped
         until = self.steps[: self.steps.index(self.lows[0]) + 1]
@@ -396,49 +392,47 @@ class Scaling(Evident, ScaleCourse):
 
     @property
     def first_scale(self) -> float:
-        """The loss scale that it comes down from: where it follows gradients that of the first new low."""
+        """The scale before the fall. If the scale follows gradients, it is at the first new low."""
         return (self.lows if self.skips_are == "following" else self.steps)[0].scale
 
     @property
     def is_lower(self) -> bool:
-        """It keeps falling, and is below the first, and that of the first skip."""
+        """True if the scale keeps falling, and is below its values at the first step and the first skip."""
         return self.skips_are == "falling" and self.last_scale < min(self.first_scale, self.skipped[0].scale)
 
     @property
     def new_lows(self) -> int:
-        """How many there are."""
         return len(self.lows)
 
     @property
     def many(self) -> int:
-        """How many steps were skipped, with those that a long run leaves out."""
+        """The number of skipped steps, including omitted steps."""
         return len(self.skipped) + self.run.left_out.skipped
 
     @property
     def cost(self) -> int:
-        """How many were skipped because of new scalers, or because the scale is raised too often."""
+        """The number of skips that new scalers or frequent growth caused."""
         return len(self.lost_to_scalers if self.skips_are == "restarting" else self.tries)
 
     @property
     def untold(self) -> int | None:
-        """How many they are, where they are so many that nothing is known to be well."""
+        """The number of unexplained skips if they are too many to call the run healthy, else None."""
         return len(self.unexplained) if self.are_many_unexplained else None
 
     @property
     def succession(self) -> int:
-        """How many scalers follow one another."""
+        """The number of scalers that replace one another."""
         return len(self.later_scalers) + 1
 
-    # In words
+    # Text of messages
 
     @property
     def from_to(self) -> str:
-        """The first and the last loss scale."""
         return " to ".join(map(quantities.scale, (self.first_scale, self.last_scale)))
 
     @property
     def new_scaler(self) -> str:
-        """The scale of the last scaler, and how often there is another."""
+        """The scale of the last scaler, and how often a new one starts."""
         begun = [self.steps[0], *(steps[0] for steps in self.later_scalers)]
         apart = mode(now.iteration - before.iteration for before, now in pairwise(begun))
         every = counted(apart, "step") if apart > 1 else "step"
@@ -446,29 +440,28 @@ class Scaling(Evident, ScaleCourse):
 
     @property
     def lower_start(self) -> float | None:
-        """The lowest loss scale that has worked, where a new scaler begins above it."""
+        """The lowest scale that worked, if a new scaler starts above it; else None."""
         worked = (step.scale for step in self.steps if not step.skipped)
         return min((scale for scale in worked if scale < self.later_scalers[-1][0].scale), default=None)
 
     @property
     def is_own(self) -> bool:
-        """The script scales its loss itself, and withholds steps itself."""
+        """True if the script itself scales its loss and withholds steps."""
         return self.run.script is not None and not self.steps[-1].scaler
 
     @property
     def who(self) -> str:
-        """Who withholds its steps."""
         return "the script itself" if self.is_own else "the scaler"
 
     @property
     def behind(self) -> str:
-        """Behind how many steps the scale grows."""
+        """The number of taken steps before growth, in words."""
         interval = self.growth_interval
         return counted(interval, "taken step") if interval > 1 else "every taken step"
 
     @property
     def settles(self) -> str:
-        """Where the scale has settled, and what no replay explains."""
+        """Where the scale has settled, and which skips no replay explains."""
         settled, steps = self.settled_at, self.unexplained
         where = "settles: it has not settled yet, and a longer run will show where it does"
         where = where if settled is None else f"settled at {number(settled)}" + ": this is normal" * (not steps)
@@ -484,7 +477,7 @@ class Scaling(Evident, ScaleCourse):
 
     @property
     def advice(self) -> str:
-        """What would save the skips of a scale that has settled."""
+        """The advice that avoids the skips of a scale that has settled."""
         settled = self.settled_at
         if settled is None or self.are_many_unexplained:
             return ""
@@ -494,7 +487,7 @@ class Scaling(Evident, ScaleCourse):
         return f"none is needed{' while they are so few' if self.unexplained else saving}"
 
     def place(self, row: Decision[Any]) -> Mapping[str, Any]:
-        """The step at which it begins; all of it is of the backward pass."""
+        """Return the step at which the fault begins, in the backward pass."""
         begins = {
             RESTART: self.lost_to_scalers,
             OSCILLATION: self.tries,
@@ -521,9 +514,9 @@ KINDS: Mapping[Skips, Callable[[Scaling], bool]] = {
     "faulty": lambda it: bool(it.faults),
     "settling": lambda it: True,
 }
-"""In the order in which they are asked."""
+"""The condition of each kind of skips; the first that holds decides."""
 
-# The table
+# The decision tables
 
 ENDS = {"first_scale": "first_scale", "last_scale": "last_scale", "new_lows": "new_lows"}
 
@@ -618,14 +611,14 @@ LIMITS: tuple[Decision[Scaling], ...] = (
 
 
 def scalings(record: Record) -> Iterator[Scaling]:
-    """What is known of the loss scale of each optimizer that has stepped."""
+    """Yield the facts about the loss scale of each optimizer with a step."""
     for run in filter(attrgetter("steps"), record.timelines):
         scaled = replace(run, steps=run.scaled_steps)
         yield Scaling(scaled.steps, scaled.steps_run, run)
 
 
 def skips(record: Record) -> Iterator[Finding]:
-    """For each optimizer the cause of its skips, and for each scaler what follows from it, or ``scale-calibration``."""
+    """Yield the cause of each optimizer's skips, and for each scaler a consequence or ``scale-calibration``."""
     found: dict[tuple[str, int], Finding] = {}
     for scaling in scalings(record):
         yield from scaling.causes() if scaling.skipped else ()

@@ -1,4 +1,4 @@
-"""What was bad before or after a step: the batch, the weights, the buffers."""
+"""Findings about inf and NaN before or after a step: in the batch, the weights and the buffers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ampdbg.record.run import Investigation, Producer, Record, Step, TensorCount
 DATA, WEIGHTS, POISONED = "data-nonfinite", "weights-nonfinite", "buffer-poisoned"
 
 NORM_STATISTICS = ("running_mean", "running_var")
-"""The buffers of torch's norms, and what others call theirs of the same kind."""
+"""Names of the buffers in torch's norms. Many libraries use them for similar buffers."""
 
 
 @dataclass(frozen=True, eq=False)
 class BadTensor(Evident):
-    """A tensor that is not finite, of which nothing shows that it is meant; ``alike`` is how many more are,
-    if any."""
+    """A non-finite tensor without evidence that its values are intended. ``alike`` is the number of further such
+    tensors, or None."""
 
     record: Record
     step: Step
@@ -31,8 +31,8 @@ class BadTensor(Evident):
     alike: int | None = None
 
     def place(self, row: Decision[Any]) -> Mapping[str, Any]:
-        """The step and the tensor; of a buffer also its module, and the op that overflowed, where that is known. NaN in
-        weights that hurt no step is a warning."""
+        """Return the step and the tensor. For a buffer, add its module and the op that overflowed, if known. NaN in
+        weights is only a warning if every step is healthy."""
         if self.counts.kind == "batch":
             return {"step": self.step.step, "phase": "forward" if self.is_in_half else "data"}
         found = {"step": self.step.step, "phase": "forward", "parameter": self.counts.name}
@@ -43,85 +43,78 @@ class BadTensor(Evident):
 
     @property
     def numbers(self) -> Mapping[str, Any]:
-        """How much of the tensor is not finite, and where that begins."""
         counts = {name: getattr(self.counts, name) for name in ("name", "inf", "nan", "size")}
         return counts | {"first_index": list(self.counts.first_index)}
 
     @property
     def is_in_half(self) -> bool:
-        """It is stored in float16, whose limit what made it may have passed."""
+        """True if the tensor is float16, so that the op that made it may have overflowed."""
         return self.counts.dtype == "float16"
 
     @property
     def is_left(self) -> bool:
-        """It is a buffer that the step itself has left so."""
+        """True for a buffer that became non-finite in the step."""
         return (self.counts.kind, self.counts.when) == ("buffer", "after")
 
     @cached_property
     def writer(self) -> Producer | None:
-        """The op that overflowed in the step, where it was replayed and FP32 is finite there."""
+        """The op that overflowed in the step. None unless a replay exists and is finite in FP32."""
         made = finite_in_fp32(self.record, self.step)
         return next((suspect.producer for suspect in suspects(made[0])), None) if made else None
 
     @property
     def is_shown(self) -> bool:
-        """The loss of its step is lost, or an op that overflows is known."""
+        """True if the step's loss is not finite, or an op that overflows is known."""
         return not math.isfinite(self.step.loss) or self.writer is not None
 
     @property
     def is_of_a_norm(self) -> bool:
-        """It is a statistic of a norm, into which only what overflows writes inf; a script may write inf into a buffer
-        of its own, such as the best loss so far."""
+        """True for a statistic of a norm. Only an overflow writes inf into it. A script may write inf into its own
+        buffers, for example as the best loss so far."""
         return self.counts.name.rpartition(".")[2] in NORM_STATISTICS
 
     @property
     def finite_in_fp32(self) -> bool | None:
-        """As evidence that the verdict reads: FP32 keeps it finite where an op is known."""
+        """True if an op that overflows is known, since FP32 is finite then. The verdict reads this evidence."""
         return True if self.writer else None
 
-    # In words
+    # Text of messages
 
     @property
     def values(self) -> str:
-        """How many of its values are inf and NaN."""
         kinds = ((self.counts.inf, "inf"), (self.counts.nan, "NaN"))
         parts = [f"{number} {name}" for number, name in kinds if number]
         return f"{' and '.join(parts)} among {self.counts.size} values"
 
     @property
     def leaf(self) -> str:
-        """The leaf of the batch that it is."""
         return self.counts.name or "its tensor"
 
     @property
     def sample(self) -> int | None:
-        """The first sample in which it is not finite."""
+        """The first sample with a non-finite value."""
         return next(iter(self.counts.first_index), None)
 
     @property
     def left(self) -> str:
-        """What a step has left in a buffer."""
         return f"buffer {self.counts.name} holds {self.values} after step {self.step.step}"
 
     @property
     def repair(self) -> str:
-        """Where to look for what wrote bad weights."""
+        """The advice on what wrote the bad weights."""
         at = self.step.step
         return f"check step {at - 1}, whose update wrote them" if at else CODES[WEIGHTS].remedy
 
 
 def bad_batch(record: Record) -> Iterator[BadTensor]:
-    """The first batch whose inf or NaN made its step fail."""
+    """Yield the first batch with inf or NaN that made its step fail."""
     found = ((step, blamed_in_batch(step, record)) for step in record.steps)
     yield from [BadTensor(record, step, counts) for step, counts in found if counts is not None][:1]
 
 
 def blamed_in_batch(step: Step, record: Record) -> TensorCounts | None:
-    """The leaf of the step's batch whose inf or NaN made it fail; None where there is none.
-
-    Masks of -inf and NaN for missing values are common in batches: what a healthy step holds too, or what FP32 comes
-    through, is meant.
-    """
+    """Return the batch leaf with the inf or NaN that made the step fail, or None. Masks of -inf and NaN for missing
+    values are common in batches. They are intended if a healthy step has them too, or if FP32 is finite with them."""
     bad = [counts for counts in step.nonfinite if counts.kind == "batch"]
     if not bad or step.is_healthy or finite_in_fp32(record, step):
         return None
@@ -131,10 +124,10 @@ def blamed_in_batch(step: Step, record: Record) -> TensorCounts | None:
 
 
 def bad_weights(record: Record) -> Iterator[BadTensor]:
-    """The first parameter or buffer that was bad before a forward pass.
+    """Yield the first parameter or buffer that was non-finite before a forward pass.
 
-    A buffer of -inf, or a frozen parameter, is mostly a mask: FP32 decides, or a healthy step that had it too. A
-    skipped step writes no parameter: one that is bad after it was bad before it.
+    A buffer of -inf or a frozen parameter is usually a mask. It is intended if FP32 is finite, or if a healthy step had
+    it. A skipped step writes no parameter, so a parameter that is bad after it was bad before.
     """
     last_healthy = max((step.step for step in record.steps if step.is_healthy), default=-1)
     for step in record.steps:
@@ -148,8 +141,8 @@ def bad_weights(record: Record) -> Iterator[BadTensor]:
 
 
 def bad_buffers(record: Record) -> Iterator[BadTensor]:
-    """The first buffer that a step has left bad and FP32 leaves finite, with a lost loss or an op that shows why, or of
-    a norm; else the first of all that are bad."""
+    """Yield one buffer that a step made non-finite, unless it is not finite in FP32 either. Prefer a buffer of a
+    step with a lost loss or a known overflow, or a statistic of a norm."""
     meant = {name for made in record.investigations if is_finite(made.fp32) for name in made.fp32.buffers}
     found = [BadTensor(record, step, counts) for step in record.steps for counts in step.nonfinite]
     left = [bad for bad in found if bad.is_left and bad.counts.name not in meant]
@@ -157,7 +150,7 @@ def bad_buffers(record: Record) -> Iterator[BadTensor]:
 
 
 def finite_in_fp32(record: Record, step: Step) -> list[Investigation]:
-    """The investigations of the step whose replay in FP32 is finite."""
+    """Return the investigations of the step with a finite FP32 replay."""
     return [made for made in record.investigations if made.step == step.step and is_finite(made.fp32)]
 
 

@@ -1,7 +1,7 @@
-"""What comes near FP16's limit, or grows towards it, and when it would be there; a loss scale that falls towards 1.
+"""Findings about values that approach FP16's limit, and about a loss scale that falls towards 1.
 
-An activation within one bit of the limit is near, however it has come there. A series is drawn on only where it has
-grown by the same factor all along: then the logarithm lies on a line, though no further than a few times what was seen.
+An activation within one bit of the limit is always reported. Growing values are extrapolated only if they grew by the
+same factor all the time. Their logarithm is then on a line. The line ends at a few times the observed steps.
 """
 
 from __future__ import annotations
@@ -19,32 +19,33 @@ from ampdbg.record.run import Record, Trend
 AHEAD = "limit-ahead"
 
 FEWEST_SAMPLES = 8
-"""Fewer are drawn on to nothing."""
+"""Fewer samples are not extrapolated."""
 
 NEAR_LIMIT = FLOAT16.largest / 2
-"""Within one bit of the limit."""
+"""Values from here on are within one bit of the limit."""
 
 SAME, APART = 1.05, 16.0
-"""Values within the first factor are one value; one that the others are below by the second has not grown to it."""
+"""Values within the first factor count as one value. If the rest are below it by the second factor, the values did
+not grow to it."""
 
 LEAST_GROWTH = 1.0
-"""Bits: what has not doubled in all that was seen may be noise."""
+"""In bits. A smaller growth over all samples may be noise."""
 
 MOST_SCATTER = 0.15
-"""The samples lie so near to the line, root mean square, as a share of what it has grown."""
+"""Largest root mean square distance of the samples from the line, as a share of the growth."""
 
 LEAST_SHARE = 0.2
-"""Each third of the samples has grown by at least so much of the whole: what levels off does not, nor what leaps."""
+"""Each third of the samples must contribute this share of the growth. A series that levels off or jumps does not."""
 
 LEAST_LASTING = 0.75
-"""The later half rises at least so fast, as a share of all: what grows by a constant is ever slower in bits."""
+"""The later half must have this share of the slope. In bits, growth by a constant slows down."""
 
 NEAR, FAR = 1.0, 4.0
-"""What is reached within so many times the steps that were seen is a warning; information up to the other."""
+"""Limits in multiples of the observed steps: a forecast up to the first is a warning, up to the second information."""
 
 
 def ahead(record: Record) -> Iterator[Finding]:
-    """``limit-ahead`` for what has come nearest, else for what would reach its limit first."""
+    """Yield ``limit-ahead`` for the value nearest to the limit, or else for the value that would reach it first."""
     near = [trend for trend in record.trends if is_near(trend)]
     reached = [(at, trend) for trend in record.trends if (at := reached_at(trend)) is not None]
     if near:
@@ -54,24 +55,24 @@ def ahead(record: Record) -> Iterator[Finding]:
 
 
 def is_near(trend: Trend) -> bool:
-    """It is an activation that was within one bit of the limit, and no constant."""
+    """True if the trend is an activation that was within one bit of the limit, and not a constant."""
     return trend.kind == "activation" and max(trend.values, default=0.0) >= NEAR_LIMIT and not is_constant(trend)
 
 
 def is_constant(trend: Trend) -> bool:
-    """Its large values are one and the same, that of a constant or of a mask, which is not in every batch."""
+    """True if the large values are equal, as for a constant or a mask. A mask is not in every batch."""
     large = [value for value in trend.values if 2 * value >= max(trend.values)]
     others = [value for value in trend.values if 2 * value < max(trend.values)]
     return max(large) <= SAME * min(large) and max(others, default=0.0) * APART < min(large)
 
 
 def what_of(trend: Trend) -> str:
-    """What an activation is: ``mul in body``."""
+    """Return how messages name an activation: ``mul in body``."""
     return f"{trend.op or 'the output'}{f' in {trend.name}' if trend.name else ''}"
 
 
 def reached_at(trend: Trend) -> float | None:
-    """The step at which the trend would reach its limit; None where it is none, or too far away."""
+    """Return the step at which the trend would reach its limit; None without a trend, or if it is too far away."""
     towards = -1.0 if trend.kind == "scale" else 1.0
     limit = 0.0 if trend.kind == "scale" else math.log2(FLOAT16.largest)
     steps, bits = list(map(float, trend.steps)), [towards * math.log2(value) for value in trend.values]
@@ -84,7 +85,7 @@ def reached_at(trend: Trend) -> float | None:
 
 
 def _slope(steps: Sequence[float], bits: Sequence[float]) -> float | None:
-    """Bits a step, where the samples lie on a line that rises; else None."""
+    """Return the slope in bits per step if the samples are on a rising line; else None."""
     if len(steps) < FEWEST_SAMPLES:
         return None
     slope, start = statistics.linear_regression(steps, bits)
@@ -137,6 +138,6 @@ def _finding(trend: Trend, step: int, message: str, severity: Severity, evidence
 
 
 def _rounded(steps: float, last: int) -> int:
-    """The step that lies so far behind the last one, to two figures of the distance."""
+    """Return the step ``steps`` after the last one. The distance is rounded to two digits."""
     unit = int(10.0 ** max(0, math.floor(math.log10(max(steps, 1.0))) - 1))
     return last + round(steps / unit) * unit

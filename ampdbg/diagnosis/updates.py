@@ -1,4 +1,5 @@
-"""Findings about the updates of half parameters, from the ledger that holds them against float32 masters."""
+"""Findings about the updates of half parameters, from the ledger that compares them with float32 masters. The
+movement of a weight is the sum of its updates over a window of steps. Rounding can remove a part or everything."""
 
 from __future__ import annotations
 
@@ -18,77 +19,77 @@ SMALL_UPDATES, FROZEN = "optimizer-underflow", "frozen-weights"
 STUCK, ACCUMULATION, AVERAGE = "stuck-moment", "lost-accumulation", "frozen-average"
 
 PARAMETERS = "parameters"
-"""The evidence of which they are; the finding has the first for its own."""
+"""Evidence key for names of parameters. The finding names the first."""
 
 TOO_FAR = 4.0
-"""Updates that go so many times as far as float32's are no rounding."""
+"""Updates this many times as large as float32's are not explained by rounding."""
 
 MOST_OF_THE_UPDATE = 0.5
-"""Where a larger share of the way is lost, training stands still."""
+"""If half weights lose a larger share of the movement, training does not advance."""
 
 STANDS_STILL = 0.9
-"""An average that loses a larger share of its way than this stands still."""
+"""An average that loses a larger share of its movement is frozen."""
 
 A_PART = 0.1
-"""A weight decay that makes a smaller share of the updates' energy is not missed within some steps."""
+"""A weight decay with a smaller share of the updates' energy has no visible effect within a few steps."""
 
 LOST_OF_A_SUM = 0.1
-"""A sum of gradients that is further from float32's, relative to that, is lost in part."""
+"""A gradient sum with a larger relative distance from float32's sum has lost a part."""
 
 
 @dataclass(frozen=True, eq=False)
 class HalfUpdates(Evident):
-    """What the ledger has seen of a run's half parameters."""
+    """The ledger of a run's half parameters."""
 
     record: Record
     seen: Updates
 
     @property
     def lost(self) -> float:
-        """The share of the way of float32 weights that half ones do not go."""
+        """The share of the float32 movement that half weights do not make."""
         return self.seen.lost or 0.0
 
     @property
     def is_lost_by_gradients(self) -> bool:
-        """Most of what gradients make of the updates is lost."""
+        """True if most of the movement that comes from gradients is lost."""
         return (self.seen.lost_gradient or 0.0) > MOST_OF_THE_UPDATE
 
     @property
     def is_lost(self) -> bool:
-        """Most of the way is lost, that of gradients or of a weight decay that counts, though no parameter all."""
+        """True if most movement is lost although no parameter is frozen. Weight decay counts only if it is large
+        enough."""
         counts = self.is_lost_by_gradients or self.seen.decay >= A_PART
         return not self.seen.frozen and self.lost > MOST_OF_THE_UPDATE and counts
 
     @cached_property
     def stillest(self) -> list[FrozenParameter]:
-        """The parameters that stand still, the stillest first."""
+        """The frozen parameters, those without any movement first."""
         return sorted(self.seen.frozen, key=lambda one: (one.moved > 0, -one.lost))
 
     @cached_property
     def moments(self) -> list[StuckMoment]:
-        """The second moments that stick, the one first that is furthest from float32's."""
+        """The stuck second moments, largest distance from float32 first."""
         return sorted(self.seen.stuck, key=lambda one: -one.times)
 
     @property
     def of_which(self) -> str:
-        """The parameters that shares are of, where not all of them were judged."""
+        """How many half parameters were judged; "" for all."""
         is_of_all = self.seen.judged >= self.seen.half
         return "" if is_of_all else f"{self.seen.judged} of {counted(self.seen.half, 'half parameter')}"
 
     @property
     def of_which_half(self) -> str:
-        """The same, or all of them."""
         return self.of_which or "half weights"
 
     @cached_property
     def unmoved(self) -> list[StillParameter]:
-        """Those that stand still under optimizers that cannot be compared, unless masters are found that those step."""
+        """The frozen parameters of optimizers that cannot be compared, unless those optimizers step masters."""
         with_masters = {one.kind for one in self.record.dtypes if one.masters}
         return [one for one in self.seen.still if one.kind not in with_masters]
 
     @property
     def unmoved_values(self) -> str:
-        """How many of their values have moved, and of which kinds they are."""
+        """How many values of ``unmoved`` have moved, and the kinds of the parameters."""
         of_kinds = Counter(one.kind for one in self.unmoved)
         values = sum(one.entries for one in self.unmoved)
         kinds = listed(f"{kind} ({count:,})" for kind, count in of_kinds.items())
@@ -96,119 +97,113 @@ class HalfUpdates(Evident):
 
     @property
     def unmoved_steps(self) -> int:
-        """In how many steps at least."""
         return min(one.steps for one in self.unmoved)
 
     @property
     def worst(self) -> StuckMoment:
-        """The first second moment of them."""
         return self.moments[0]
 
     @cached_property
     def averages(self) -> list[KeptAverage]:
-        """Those that stand still, the one first that was to go through the most steps."""
+        """The frozen averages, most steps first."""
         still = (one for one in self.seen.averages if one.lost > STANDS_STILL)
         return sorted(still, key=lambda one: -one.steps)
 
     @property
     def slowest(self) -> KeptAverage:
-        """The one of them that adds least in a step; of all where none stands still."""
+        """The average with the largest decay, preferably a frozen one."""
         return max(self.averages or self.seen.averages, key=lambda one: one.decay)
 
     @cached_property
     def losing(self) -> list[KeptAverage]:
-        """Those that lose most of their way, and do not stand still, the worst first."""
+        """The averages that lose most of their movement but are not frozen, worst first."""
         found = [one for one in self.seen.averages if MOST_OF_THE_UPDATE < one.lost <= STANDS_STILL]
         return sorted(found, key=lambda one: -one.lost)
 
     def place(self, row: Decision[Any]) -> Mapping[str, Any]:
-        """The step, and the first of the row's parameters; what stands still does so from the first step on."""
+        """Return the step and the row's first parameter. Frozen parameters are at the first step."""
         names = fact(self, row.evidence[PARAMETERS]) if PARAMETERS in row.evidence else ()
         at = self.seen.spoilt_step if row in SPOILING else self.record.steps[-1 if row.code == STUCK else 0].step
         return {"step": at, "phase": "optimizer", "parameter": next(iter(names), "")}
 
-    # In words
+    # Text of messages
 
     @property
     def still(self) -> list[str]:
-        """How many values of the stillest parameters have moved."""
         return [f"{one.name} ({one.moved} of {counted(one.entries, 'value')})" for one in self.stillest]
 
     @property
     def still_averages(self) -> list[str]:
-        """How many values of averages have moved."""
         of = "that of {0.name} ({0.moved} of the {0.entries:,} values that move in float32)"
         return [of.format(one) for one in self.averages]
 
     @property
     def losing_averages(self) -> list[str]:
-        """How much of their way those lose that do not stand still."""
         return [f"that of {one.name} ({one.lost:.0%})" for one in self.losing]
 
     @property
     def lost_of_averages(self) -> float:
-        """The share of the way of all averages in half that they do not go."""
+        """The share of the float32 movement that all half averages together do not make."""
         return sum(one.lost * one.way for one in self.seen.averages) / sum(one.way for one in self.seen.averages)
 
     @property
     def constant_decay(self) -> float | None:
-        """The decay of the slowest of them, where it is always the same."""
+        """The decay of the slowest average if it never changed, else None."""
         first = self.slowest.first_decay
         return self.slowest.decay if first in (None, self.slowest.decay) else None
 
     @property
     def changing_decay(self) -> str:
-        """What it was at first, and at last."""
+        """The first and the last decay if it changed, else ""."""
         changes = self.constant_decay is None
         return f"{number(self.slowest.first_decay)} to {number(self.slowest.decay)}" * changes
 
     @property
     def repair(self) -> str:
-        """Float32 weights, or a larger eps."""
         larger = ", or use an eps that half holds: eps=1e-6 (it changes the updates slightly)"
         return CODES[SMALL_UPDATES].remedy + (larger if self.seen.vanishing_eps else "")
 
     @property
     def apart_by(self) -> str:
-        """How far from its weight an average may be, for its size, while no step moves it: half a unit in the last
-        place is 2**-(precision + 1) of a value or more."""
+        """How far an average can be from its weight, relative to its size, while no step moves it. Half a unit in
+        the last place is at least 2**-(precision + 1) of a value."""
         return multiple(2.0 ** -(FORMATS[self.slowest.dtype].precision + 1) / (1.0 - self.slowest.decay), 1.0)
 
     @property
     def of_kinds(self) -> str:
-        """How much of the way is lost of the kinds that lose most of theirs, and of all kinds together."""
+        """The lost share of the kinds that lose most of their movement, and of all kinds together."""
         most = (one for one in self.seen.kinds if (one.lost or 0) > MOST_OF_THE_UPDATE)
         judged = f"the {self.of_which} that could be judged" if self.of_which else "all half weights"
         return listed([*(f"{one.lost:.0%} of {one.kind}" for one in most), f"{self.lost:.0%} of {judged}"], 9)
 
     @property
     def parts(self) -> str:
-        """The same of what comes of gradients, and of the weight decay."""
+        """The lost shares of the gradients' part and of the weight decay."""
         parts = {"gradient's part": self.seen.lost_gradient, "weight decay": self.seen.lost_decay}
         return listed([f"{value:.0%} of the {what}" for what, value in parts.items() if value is not None])
 
     @property
     def what_is_small(self) -> str:
-        """The part of the updates that is lost."""
+        """The lost part of the updates, in words."""
         return "updates are" if self.is_lost_by_gradients else "weight decay is"
 
     @property
     def forecast(self) -> str:
-        """Below which learning rate the mean update of most entries of each kind is rounded away in one step, where the
-        gradients stay what they are: with momentum, those of norms differ much at another rate."""
+        """The learning rates below which rounding removes the mean update of most entries, by kind of parameter.
+        They assume unchanged gradients. With momentum, the gradients of norms differ much at another learning rate."""
         known = [(one.freezes_below, one.kind) for one in self.seen.kinds if one.freezes_below is not None]
         return listed((f"{number(rate)} ({kind})" for rate, kind in sorted(known, key=lambda one: -one[0])), 5)
 
     @property
     def apart(self) -> str:
-        """How far the worst of them are from float32's, and the updates."""
+        """The distance of the worst second moment and its updates from float32's."""
         sizes, times = ("small", "large"), self.worst.times
         moments, updates = sizes[self.worst.is_too_large], sizes[not self.worst.is_too_large]
         return f"at least {times:.3g} times too {moments}, and the updates {times**0.5:.2g} times too {updates}"
 
     @property
     def taken_off(self) -> float:
-        """The share of a second moment that a step takes off."""
+        """The share that a step removes from the worst second moment."""
         return 1.0 - self.worst.beta
 
 
@@ -334,8 +329,8 @@ SUMS: tuple[Decision[HalfUpdates], ...] = (
 
 
 def why_no_edit(record: Record) -> str:
-    """Why no edit of the weights cures what half loses in a run: averages alone lose there, and the weights that are
-    stepped are float32, or copies of them are; "" where one may do so."""
+    """Return why editing the weights cannot cure the run, or "" if it may. It cannot if only averages lose
+    precision, and the optimizer steps float32 weights or float32 copies."""
     codes = {finding.code for finding in record.faults if CODES[finding.code].verdict == "precision"}
     has_half = any(HALF_NAMES & {*one.stored} and not one.masters for one in record.dtypes)
     is_of_averages = codes == {AVERAGE} and bool(record.dtypes) and not has_half
@@ -343,5 +338,5 @@ def why_no_edit(record: Record) -> str:
 
 
 def half_updates(record: Record) -> Iterator[HalfUpdates]:
-    """What the ledger has seen."""
+    """Yield the ledger of the record as the only subject."""
     yield HalfUpdates(record, record.ledger)

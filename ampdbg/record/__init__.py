@@ -1,1 +1,1 @@
-"""The Record of one run: frozen data, the catalogue of codes, and the file it is kept in (no torch)."""
+"""The record of one run: frozen data, the catalogue of finding codes, and the record file (no torch)."""

@@ -1,7 +1,7 @@
-"""The catalogue of finding codes: all that is known of a finding by its code stands here (no torch).
+"""The catalogue of finding codes: everything that depends only on a finding's code (no torch).
 
-A new code is an entry in ``CODES``; the family in ``ampdbg/diagnosis/`` or the rule in ``ampdbg/lint/rules/`` that
-decides it; and a Markdown file of its name in ``ampdbg/record/explanations/``.
+A new code needs an entry in ``CODES``, and a Markdown file of its name in ``ampdbg/record/explanations/``. A family in
+``ampdbg/diagnosis/`` or a rule in ``ampdbg/lint/rules/`` must decide it.
 """
 
 from __future__ import annotations
@@ -15,36 +15,37 @@ from ampdbg.record.findings import Finding, Phase, Severity
 
 @dataclass(frozen=True)
 class Code:
-    """What is known of a finding by its code alone.
+    """The properties that all findings with one code share.
 
     Attributes:
         name: the public name, as in records and ``ampdbg explain``.
-        verdict: the record's verdict where this is the root finding.
-        remedy: what cures it.
-        headline: the report's first sentence, a template of :data:`FACTS`; empty where the explanation's title says it.
-        family: the heading that it is listed under: that of its table.
-        information: the same where the finding is no more than information.
-        pin_helps: running modules in FP32 may cure its step.
-        disproves_patch: a run with the patch that shows it disproves the patch, although no pin cures it.
-        passes: a run with the patch that shows it disproves the patch, unless its last steps are finite and taken.
-        fails_in_fp32: its step fails in FP32 as well.
-        keeps_scale: its step has to be cured at its own loss scale, since a lower one would cure it too.
-        erases_itself: the step's loss and gradients are finite.
-        in_range_table: the table of ``ampdbg ranges`` shows it.
-        why_no_pin: what a search for pins answers where no pin helps; ``{step}`` names the step.
-        harms_forward: it may be why a forward pass of its step, or of a later one, fails.
+        verdict: the record's verdict if this is the root finding.
+        remedy: the advice to the user.
+        headline: the report's first sentence, a template of :data:`FACTS`. If empty, the title of the explanation is
+            used.
+        family: the heading of the code in lists.
+        information: the headline if the finding is only information.
+        pin_helps: running modules in FP32 may cure the step.
+        disproves_patch: the code disproves a patch if a run with the patch shows it, although no pin cures it.
+        passes: the same, unless the last steps of that run are finite and taken.
+        fails_in_fp32: the step fails in FP32 too.
+        keeps_scale: the step must be cured at its own loss scale, because a lower scale would cure it too.
+        erases_itself: the loss and gradients of the step are finite.
+        in_range_table: the table of ``ampdbg ranges`` shows the code.
+        why_no_pin: the result of a search for pins if no pin helps; ``{step}`` names the step.
+        harms_forward: the fault can make a forward pass of its step, or of a later step, fail.
         changes_function: the remedy changes what the model computes.
-        is_a_constant: it is a constant of the code that half cannot hold: an edit of its line may be all that it takes.
-        remedy_at: by a part of the op's name, a remedy that fits that op better.
-        is_of_a_formula: what is to be changed is a formula: its remedy is that of the kind of op that it fails in.
-        remedy_near_one: what cures it where the op takes what is taken from 1, and near it.
-        remedy_behind_half: what cures it where the op's line computes in FP32 what came to it from half.
-        severity, phase, message: those of a misuse, or of an error that autocast causes, which is known by its code.
-        is_counted: how often a misuse happens is known: not, where only some passes are looked into.
-        harmless_share: a misuse in a smaller share of the steps is no more than information; where this is not 0, so is
-            one in a few skipped steps that settle the loss scale.
-        is_of_a_region: no more than information where its line is a library's, which opens the region of autocast.
-        remedy_in_library: the remedy of a misuse whose line is a library's, and not the user's to edit.
+        is_a_constant: the cause is a constant of the code that half cannot hold. Editing its line may be enough.
+        remedy_at: better remedies for certain ops, by a part of the op's name.
+        is_of_a_formula: the remedy is to change a formula, and depends on the kind of op that fails.
+        remedy_near_one: the remedy if the op takes a difference ``1 - p`` with p near 1.
+        remedy_behind_half: the remedy if the op's line computes in FP32 on a value that half has rounded before.
+        severity, phase, message: only for a misuse or an error that autocast causes, since the code decides them.
+        is_counted: the number of misuses is known. It is not if ampdbg examines only some passes.
+        harmless_share: a misuse in a smaller share of the steps is only information. If this is not 0, so is a misuse
+            in a few skipped steps while the loss scale settles.
+        is_of_a_region: the finding is only information if its line is in a library, which opens the autocast region.
+        remedy_in_library: the remedy of a misuse whose line is in a library, which the user cannot edit.
     """
 
     name: str
@@ -78,14 +79,16 @@ class Code:
 
     @property
     def counts_against_a_patch(self) -> bool:
-        """A run with the patch that shows it disproves the patch."""
+        """True if the code disproves a patch when a run with the patch shows it."""
         return self.pin_helps or self.passes or self.disproves_patch
 
 
 FACTS = ("step", "phase", "where", "cause", "skips", "losses", "falling", "first", "last", "settles", "verdict")
-"""What a headline may name: the finding's step, phase and module; how many steps were skipped; what losses are not
-finite; how far the loss scale fell; the first and the last scale; whether it has settled; and, where nothing is wrong,
-the verdict."""
+"""The fields of a headline. ``step``, ``phase`` and ``where`` are the finding's.
+
+``cause`` says whether FP32 or the replays fail. ``skips`` and ``losses`` count skipped steps and non-finite losses.
+``falling``, ``first``, ``last`` and ``settles`` describe the loss scale. ``verdict`` is for runs without a fault.
+"""
 
 FORWARD = "Forward pass"
 GRADIENTS = "Gradients and loss scale"
@@ -105,13 +108,13 @@ KEEP_WEIGHTS = (
 
 
 def _misuse(name: str, phase: Phase, message: str, remedy: str, severity: Severity = "error", **more: Any) -> Code:
-    """A misuse of autocast or of the scaler: nothing that it causes says anything about precision."""
+    """Return a misuse of autocast or the scaler. Its consequences say nothing about precision."""
     known: dict[str, Any] = {"verdict": "other", "headline": "", "why_no_pin": WHY_NO_PIN} | more
     return Code(name, remedy=remedy, severity=severity, phase=phase, message=message, **known)
 
 
 def _of_half_weights(name: str, remedy: str, headline: str) -> Code:
-    """What half weights, or what is kept for them in half, lose of the updates."""
+    """Return a code for updates that are lost because weights, or values kept for weights, are half."""
     return Code(name, "precision", remedy, headline, why_no_pin=KEEP_WEIGHTS)
 
 
@@ -592,16 +595,16 @@ CODES: Mapping[str, Code] = {
     }.items()
     for code in codes
 }
-"""The catalogue: every code by its name, in the order in which they are listed."""
+"""The catalogue: every code by name, in the order of lists."""
 
 
 def catalogued(name: str) -> Code:
-    """The entry of a code; of one that another version has added, that of a cause that is not known."""
+    """Return the entry of a code. Unknown codes, as of another version, get the entry ``unknown``."""
     return CODES.get(name, CODES["unknown"])
 
 
 def finding_of(name: str, step: int, phase: Phase, message: str, **fields: Any) -> Finding:
-    """A finding with its code's severity and remedy, where ``fields`` does not give others."""
+    """Return a finding with the severity and remedy of its code, unless ``fields`` has them."""
     code = CODES[name]
     given = {"severity": code.severity, "remedy": code.remedy} | fields
     return Finding(code=name, step=step, phase=code.phase or phase, message=message, **given)

@@ -1,7 +1,5 @@
-"""A Record as JSON and as a file: written whole or not at all, read back or refused with the reason (no torch).
-
-Infinities and NaN are written as the strings "inf", "-inf" and "nan", so that the file is strict JSON.
-"""
+"""Reading and writing a Record as JSON (no torch). A file is written completely or not at all. Infinities and NaN
+are written as the strings "inf", "-inf" and "nan", so that the file is strict JSON."""
 
 from __future__ import annotations
 
@@ -26,26 +24,26 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
 
 LARGEST_FILE = 2**30
-"""Bytes. The record of a model of ten thousand modules has 50 million."""
+"""Limit for reading, in bytes. The record of a model with ten thousand modules has 50 million bytes."""
 
 FOLDER = Path(".ampdbg")
 LATEST = FOLDER / "latest.json"
-"""Each run has a file in the folder, and the latest is there once more."""
+"""A copy of the latest record. Each run also has its own file in the folder."""
 
 CAPTURES, CAPTURE_SUFFIX = FOLDER / "captures", ".safetensors"
-"""Where the captures of runs go, and how their names end."""
+"""The folder and the name suffix of capture files."""
 
 MOST_CAPTURES, LARGEST_CAPTURE = 3, 4 * 2**30
-"""Of one run, and the bytes of each."""
+"""The limits for one run: the number of captures, and the bytes of each."""
 
 
 def to_json(record: Record) -> str:
-    """The record as one strict JSON object, keys in the order of the fields."""
+    """Return the record as one strict JSON object, with keys in the order of the fields."""
     data = strict(adapter(Record).dump_python(record, warnings=False))
     text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
-    # The user's messages may hold half of a surrogate pair, which UTF-8 does not have.
+    # User messages can contain unpaired surrogates, which UTF-8 cannot encode.
     text = text.encode("utf-8", "replace").decode("utf-8") + "\n"
-    # What would command a terminal or turn the direction of writing is an escape in the text too.
+    # Terminal control characters and changes of the writing direction are escaped too.
     return text if text.replace("\n", "").isprintable() else "".join(map(_escaped, text))
 
 
@@ -54,10 +52,10 @@ def _escaped(char: str) -> str:
 
 
 def from_json(text: str | bytes) -> Record:
-    """Reads what :func:`to_json` wrote, and records of version 2.
+    """Return the record that :func:`to_json` wrote, also if it is of version 2.
 
     Raises:
-        RecordError: the text is no record, one of another version, or a damaged one; the message names the key.
+        RecordError: the text is not a record, has another version, or is damaged; the message names the key.
     """
     from pydantic_core import from_json as parsed
 
@@ -77,10 +75,10 @@ def from_json(text: str | bytes) -> Record:
 
 
 def checked(data: Mapping[str, Any], what: str) -> Record:
-    """Plain data as a Record; ``what`` they were read from is named in the error.
+    """Return plain data as a Record; ``what`` names their source in errors.
 
     Raises:
-        RecordError: they are damaged; the message names the key.
+        RecordError: the data are damaged; the message names the key.
     """
     from pydantic import ValidationError
 
@@ -93,10 +91,10 @@ def checked(data: Mapping[str, Any], what: str) -> Record:
 
 
 def read_record(path: Path) -> Record:
-    """Reads a record file.
+    """Read a record file.
 
     Raises:
-        RecordError: the file is missing, unreadable or no record; the message names it.
+        RecordError: the file is missing, unreadable or not a record; the message names it.
     """
     try:
         return from_json(read_file(path, LARGEST_FILE))
@@ -111,10 +109,10 @@ def read_record(path: Path) -> Record:
 
 
 def check_record(given: object, call: str) -> None:
-    """Refuses what was given to a function instead of a record; ``call`` is how it is called.
+    """Check that an argument is a Record; ``call`` shows the correct call.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is not a Record.
     """
     if not isinstance(given, Record):
         made = "ampdbg.scan and its like return one, and record() of a watch"
@@ -125,18 +123,18 @@ def write_record(record: Record, path: Path | str) -> None:
     """Writes the record to ``path`` atomically: a reader sees the old file or the whole new one.
 
     Raises:
-        RecordError: the folder cannot be written or the disk is full; nothing is left half written.
-        TypeError: this is no record.
+        RecordError: the folder is not writable or the disk is full; no partial file is left.
+        TypeError: the argument is not a Record.
     """
     check_record(record, "write_record(record, path)")
     write_atomically(Path(path), to_json(record))
 
 
 def write_atomically(path: Path, text: str, replace: Callable[[Path, bytes], None] = replace_file) -> None:
-    """Replaces ``path`` by ``text`` in one step, through a temporary file in the same folder.
+    """Replace ``path`` with ``text`` in one step, through a temporary file in the same folder.
 
     Raises:
-        RecordError: it cannot be written; the message names it.
+        RecordError: the file cannot be written; the message names it.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -146,10 +144,10 @@ def write_atomically(path: Path, text: str, replace: Callable[[Path, bytes], Non
 
 
 def add_record(record: Record) -> Path:
-    """Writes the record to ``.ampdbg/<UTC time>-<command>.json``.
+    """Write the record to ``.ampdbg/<UTC time>-<command>.json`` and return the path.
 
     Raises:
-        RecordError: it cannot be written.
+        RecordError: the file cannot be written.
     """
     path = path_in_folder(Path(), record.created, of_rank(record.command, record.rank), ".json")
     try:
@@ -162,29 +160,29 @@ def add_record(record: Record) -> Path:
 
 
 def write_latest(record: Record) -> None:
-    """Writes the record as the latest; a link that is there is replaced, not what it leads to.
+    """Write the record as the latest. An existing link is replaced, and its target does not change.
 
     Raises:
-        RecordError: it cannot be written.
+        RecordError: the file cannot be written.
     """
     write_atomically(LATEST, to_json(record), replace_name)
 
 
 def of_rank(name: str, rank: int) -> str:
-    """The name for the file of one of several processes; the first one's has none of its own."""
+    """Return the file name for one of several processes; rank 0 has no suffix."""
     return f"{name}-rank-{rank}" if rank else name
 
 
 def path_in_folder(beside: Path, created: str, command: str, suffix: str) -> Path:
-    """``.ampdbg/<UTC time>-<command><suffix>``, with a number where another run began in the same second.
+    """Return ``.ampdbg/<UTC time>-<command><suffix>``, with a number if another run began in the same second.
 
-    An empty file holds the name.
+    An empty file reserves the name.
 
     Raises:
-        RecordError: the folder cannot be written.
+        RecordError: the folder is not writable.
     """
-    moment = datetime.fromisoformat(created.replace("Z", "+00:00"))  # Python 3.10 does not read the Z
-    time = moment.astimezone(timezone.utc).strftime("%Y%m%dT%H%M%SZ")  # without what file systems dislike
+    moment = datetime.fromisoformat(created.replace("Z", "+00:00"))  # Python 3.10 does not parse the Z
+    time = moment.astimezone(timezone.utc).strftime("%Y%m%dT%H%M%SZ")  # without characters that file systems forbid
     try:
         return free_path(beside / FOLDER, f"{time}-{command}", suffix)
     except OSError as error:
@@ -193,7 +191,7 @@ def path_in_folder(beside: Path, created: str, command: str, suffix: str) -> Pat
 
 
 def latest_record() -> Path:
-    """The path of the latest record of this folder.
+    """Return the path of the latest record in this folder.
 
     Raises:
         RecordError: there is none.
@@ -206,23 +204,23 @@ def latest_record() -> Path:
 
 
 def keep_out_of_git(beside: Path) -> None:
-    """Records are results, not sources: the folder ignores itself, as pytest's and ruff's caches do."""
+    """Make git ignore the folder, because records are results. pytest and ruff do the same with their caches."""
     marker = beside / FOLDER / ".gitignore"
-    if not os.path.lexists(marker):  # nor is a link there that leads nowhere
+    if not os.path.lexists(marker):  # a broken link counts as existing
         with contextlib.suppress(RecordError):
             write_atomically(marker, "# Made by ampdbg.\n*\n", replace_name)
 
 
 @functools.cache
 def adapter(kind: type[Any]) -> TypeAdapter[Any]:
-    """What makes plain data of a dataclass, and checks what is read back."""
-    from pydantic import TypeAdapter  # `ampdbg --help` must not wait for it
+    """Return the pydantic adapter that converts a dataclass to plain data and validates such data."""
+    from pydantic import TypeAdapter  # keeps `ampdbg --help` fast
 
     return TypeAdapter(kind)
 
 
 def strict(value: Any) -> Any:
-    """Plain data with every infinity and NaN as a string, as JSON has it."""
+    """Return plain data in which every infinity and NaN is a string, since JSON has neither."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
@@ -233,7 +231,7 @@ def strict(value: Any) -> Any:
 
 
 def _first_mistake(error: ValidationError) -> str:
-    """``steps[3].loss: got "low"; needed: a valid number``."""
+    """Return the first error, such as ``steps[3].loss: got "low"; needed: a valid number``."""
     first = error.errors(include_url=False, include_context=False)[0]
     key = dotted(first["loc"])
     if first["type"] == "missing":
@@ -242,10 +240,10 @@ def _first_mistake(error: ValidationError) -> str:
 
 
 def _check_references(record: Record) -> None:
-    """Findings are referred to by their index.
+    """Check the indices that refer to findings.
 
     Raises:
-        RecordError: there is none of that index.
+        RecordError: no finding has such an index.
     """
     count = len(record.findings)
     for name, indices in (

@@ -1,4 +1,4 @@
-"""What ampdbg can find: the Finding, where it lies, and the codes in use."""
+"""A finding, and the lines of code that it names."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from annotated_types import Interval
 Severity = Literal["error", "warning", "info"]
 Phase = Literal["data", "forward", "backward", "optimizer"]
 
-# What a record file is compared with when it is read (record/file.py).
+# record/file.py checks these bounds when it reads a record file.
 Count = Annotated[int, Interval(ge=0, lt=2**63)]
 Exponent = Annotated[int, Interval(ge=-1100, le=1100)]
-"""Of a power of two that float64 holds."""
+"""An exponent of a power of two that float64 can represent."""
 
 
 @dataclass(frozen=True)
 class CodeLine:
-    """A line of code, as it stood when it ran."""
+    """A line of code with its text at run time."""
 
     file: str
     line: Count
@@ -29,22 +29,20 @@ class CodeLine:
 
 @dataclass(frozen=True)
 class Source(CodeLine):
-    """A line of the user's or a library's code: the innermost frame that is neither torch's nor ampdbg's.
-
-    One of a library's is the same line from wherever in the user's code it was ``called_from``.
-    """
+    """A line of user or library code: the innermost frame outside torch and ampdbg. ``called_from`` is the user's
+    line that called a library. It does not count when sources are compared."""
 
     called_from: CodeLine | None = field(default=None, compare=False)
 
 
 def place_of(source: Source | None) -> str:
-    """``train.py:12``; "" where no line is known."""
+    """Return ``train.py:12``, or "" without a line."""
     return f"{source.file}:{source.line}" if source is not None else ""
 
 
 @dataclass(frozen=True)
 class Listing:
-    """Lines of a file as they stood when the record was made, the ``first`` counted from 1."""
+    """Lines of a file at the time of the record. ``first`` is the number of the first line, from 1."""
 
     file: str
     first: Count
@@ -53,11 +51,8 @@ class Listing:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that went wrong (or, for ``info``, that is worth knowing).
-
-    ``root`` is the index in the record's findings of the one that explains this one, or None.
-    ``evidence`` holds plain numbers and strings, ready for JSON.
-    """
+    """One fault, or for ``info`` one useful fact. ``root`` is the index of the finding that explains this one, or
+    None. ``evidence`` holds plain numbers and strings, ready for JSON."""
 
     code: str
     severity: Severity
@@ -74,18 +69,19 @@ class Finding:
 
     @property
     def at_step(self) -> str:
-        """Its step as pages name it; where several optimizers take turns also the iteration of its own."""
+        """The step as reports name it, with the iteration if several optimizers take turns."""
         iteration = self.evidence.get("iteration")
         return f"step {self.step}" + (f" (iteration {iteration})" if isinstance(iteration, int) else "")
 
     @property
     def where(self) -> tuple[str, ...]:
-        """Its step and phase, and those of its module, op and parameter that are known."""
+        """The step, the phase, and the module, op and parameter if known."""
         known = (part for part in (self.module, self.op, self.parameter) if part)
         return self.at_step, self.phase, *known
 
     @property
     def replayed_step(self) -> int:
-        """The step whose replays decided it: later than ``step`` where the same fault began before any replay."""
+        """The step with the replays that show the fault. It is later than ``step`` if the fault began before any
+        replay."""
         replayed = self.evidence.get("replayed_step")
         return replayed if isinstance(replayed, int) else self.step

@@ -1,4 +1,5 @@
-"""The lines of code that a record names, kept in it: a page shows them as they were when they ran (no torch)."""
+"""The lines of code that a record names, stored in the record (no torch). Reports can show the lines as they were
+when they ran."""
 
 from __future__ import annotations
 
@@ -11,30 +12,28 @@ from ampdbg.record.findings import CodeLine, Listing
 from ampdbg.record.run import Record
 
 WHOLE = 400
-"""A file of so many lines is kept whole."""
+"""A file with at most this many lines is stored completely."""
 
 AROUND = 8
-"""Of a longer one so many lines are kept on both sides of each that is named."""
+"""In a longer file, this many lines are stored before and after each line that the record names."""
 
 MOST_LINES = 5000
-"""Of all files together, so that a record stays small: what is named first is kept."""
+"""Limit for all files together, so that the record stays small. The lines that are named first are stored."""
 
 MOST_CHARACTERS = 300
-"""Of a line: the rest is cut."""
+"""Limit of one line; the rest is cut."""
 
 
 def with_listings(record: Record) -> Record:
-    """The record with the code that its findings, replays, pins and sites name.
-
-    Of a file that has changed since the run, so that the lines have another text there, nothing new is kept.
-    """
+    """Return the record with the code that its findings, replays, pins and sites name. A file is not read if a named
+    line has changed since the run. The record then keeps the listing that it has, if any."""
     named: dict[str, dict[int, str]] = {}
     for source in sources_of(record):
         named.setdefault(source.file, {})[source.line] = source.text
     listings: list[Listing] = []
     left = MOST_LINES
     for file, texts in named.items():
-        known = (one for one in record.listings if one.file == file)  # where a record was given for a config
+        known = (one for one in record.listings if one.file == file)  # for a record that was given instead of a config
         for listing in tuple(_listings(file, texts)) or known:
             left -= len(listing.lines)
             if left < 0:
@@ -44,7 +43,7 @@ def with_listings(record: Record) -> Record:
 
 
 def sources_of(record: Record) -> Iterator[CodeLine]:
-    """Every line that the record names, what matters most first."""
+    """Yield every line that the record names, the most important first."""
     producers = (one for seen in record.investigations for replay in seen.replays for one in replay.producers)
     things = (
         (one.source for one in record.findings),
@@ -68,7 +67,7 @@ def _listings(file: str, texts: dict[int, str]) -> Iterator[Listing]:
 
 
 def _stretches(numbers: Sequence[int], count: int) -> Iterator[tuple[int, int]]:
-    """The first and the last line of each piece to keep, counted from 1."""
+    """Yield the first and the last line of each piece to store, counted from 1."""
     if count <= WHOLE:
         yield 1, count
         return

@@ -1,8 +1,8 @@
-"""The log of a run: a line of JSON for each step as it ends, which a killed process leaves; it makes the record.
+"""The log of a run: one JSON line for each completed step. A killed process leaves it, and a record is made from it.
 
-The first line names the format; each other one holds a ``step``, an ``investigation``, or of the ``record`` all that is
-neither. A later line of a step or of the record replaces an earlier one. Where the record leaves healthy steps out, the
-log is rewritten without them, so that it stays as small.
+The first line names the format. Each further line holds a ``step``, an ``investigation``, or the rest of the
+``record``. A later line for the same step or the record replaces an earlier one. When the record drops healthy steps,
+the log is rewritten without them, so that it stays small.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ from ampdbg.record.version_2 import upgraded_investigation
 LOG_FORMAT = "ampdbg.log"
 LOG_VERSION = 2
 READABLE_LOGS = (1, 2)
-"""The first has investigations as records of version 2 have."""
+"""Version 1 has investigations in the form of version 2 records."""
 
 KINDS: Mapping[str, Hashable] = {"step": Step, "investigation": Investigation, "record": Record}
-"""What a line may hold, by its only key."""
+"""The types of a line's content by the line's only key."""
 
 NEWS = 60.0
-"""Seconds after which the line of the record is written again: its times and counts are no older."""
+"""Maximum age in seconds of the record's line, with its times and counts."""
 
 FIRST_KEPT, MOST_KEPT = 2, 16
-"""So many investigations are kept of a run: the first ones, and of the others the last."""
+"""A record keeps the first two investigations, and the last ones up to the maximum."""
 
 
 def kept(investigations: Sequence[Investigation]) -> tuple[Investigation, ...]:
-    """Those that a record has of a long run."""
+    """Return the investigations that the record of a long run keeps."""
     if len(investigations) <= MOST_KEPT:
         return tuple(investigations)
     return (*investigations[:FIRST_KEPT], *investigations[FIRST_KEPT - MOST_KEPT :])
 
 
 class RunLog:
-    """The log of one run on its way. It begins with the first step; what cannot be written costs a warning.
+    """Writes the log of one run, beginning with the first step. If writing fails, it warns and the run continues.
 
     Args:
-        path: of the file; a log that is there is written over, and nothing else is. None for one of the command's in
-            the folder of records.
+        path: the log file; only an existing log is overwritten. None creates a file for the command in the record
+            folder.
         command: the name of the command.
-        warn: called once, with what has failed.
-        is_kept: else nothing is written.
+        warn: called once with the error if writing fails.
+        is_kept: False writes nothing.
     """
 
     def __init__(self, path: Path | None, command: str, warn: Callable[[str], None], *, is_kept: bool = True) -> None:
@@ -72,18 +72,18 @@ class RunLog:
         self._last: Step | None = None
 
     def get_ready(self) -> None:
-        """Makes once what the first line needs; the first step would have to wait for it."""
+        """Build the adapters in advance, so that the first step does not wait for them."""
         if not self._is_over:
             for kind in KINDS.values():
                 adapter(kind)
 
     def step(self, step: Step) -> None:
-        """A step has ended."""
+        """Write a completed step."""
         self._last = step
         self._write(_line("step", step))
 
     def thinned(self, steps: Sequence[Step]) -> None:
-        """Healthy steps have been left out of the record: these are in it."""
+        """Rewrite the log after the record dropped healthy steps; ``steps`` remain."""
         if self._path and self._file is not None and self._goes_on and self._path.is_file():
             lines = [_HEAD, self._record, *(_line("investigation", one) for one in self._seen)]
             lines += [_line("step", one) for one in steps]
@@ -94,12 +94,12 @@ class RunLog:
                 self._goes_no_further(error)
 
     def note(self, news: object, record: Callable[[], Record], investigations: Sequence[Investigation]) -> None:
-        """To be called when a step has ended: what else has been seen.
+        """Write what is new besides the steps. Call this after each step.
 
         Args:
-            news: another value wherever something of the record but its steps has changed.
-            record: makes it.
-            investigations: all that the record has.
+            news: a value that changes whenever the record changes, apart from its steps.
+            record: makes the record.
+            investigations: all investigations of the record.
         """
         if self._is_over:
             return
@@ -112,7 +112,7 @@ class RunLog:
             self._note_record(record())
 
     def end(self, record: Record) -> None:
-        """The run has ended, with this record. A run without a step has no log."""
+        """Write the final record and close the log. A run without a step has no log."""
         if self._last is None:
             return
         if record.steps and record.steps[-1] != self._last:
@@ -127,11 +127,11 @@ class RunLog:
 
     @property
     def _goes_on(self) -> bool:
-        """It is not over, and the run began in this process: a forked child writes nothing."""
+        """True if the log is still open and this process began the run: a forked child writes nothing."""
         return not self._is_over and os.getpid() == self._owner
 
     def _write(self, line: bytes) -> None:
-        """One write for each line: what is killed in between has written it, or has not."""
+        """Append a line in one write, so that a killed process leaves the whole line or nothing."""
         if not self._goes_on:
             return
         try:
@@ -165,7 +165,7 @@ class RunLog:
             self._file = None
 
     def _goes_no_further(self, error: OSError | RecordError) -> None:
-        """What cannot be written ends the log, and not the run."""
+        """Close the log after an error and warn; the run continues."""
         self._is_over = True
         self._close()
         where = self._path or self._folder
@@ -184,10 +184,10 @@ _compact = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 def _check_place(path: Path) -> None:
-    """Looks again where it is opened: the script may have made the file, or nobody has named it.
+    """Check the path again on opening: the script may have made the file, or the path is a default.
 
     Raises:
-        RecordError: it is something of the user's.
+        RecordError: the path is neither free nor a log.
     """
     if what_is_there := obstacle(path):
         raise RecordError(f"it is {what_is_there}; --log FILE names another file")
@@ -199,9 +199,9 @@ BEGINS = re.compile(rb'\s*\{\s*"format"\s*:\s*"%b"' % re.escape(LOG_FORMAT).enco
 
 
 def is_log(path: Path) -> bool:
-    """The file begins as a log does; a pipe is not read."""
+    """True if the file begins like a log; a pipe is not read."""
     try:
-        if not path.is_file():  # a pipe would wait for its writer
+        if not path.is_file():  # a pipe would block until data arrive
             return False
         with path.open("rb") as file:
             return BEGINS.match(file.readline(200)) is not None
@@ -210,12 +210,12 @@ def is_log(path: Path) -> bool:
 
 
 def read_log(path: Path) -> Record:
-    """The record that the log makes, not yet diagnosed. One that does not end is ``interrupted``.
+    """Return the record from a log, without a diagnosis. If the log has no end, the record is ``interrupted``.
 
-    A last line that was cut off is left out.
+    An incomplete last line is ignored.
 
     Raises:
-        RecordError: it cannot be read, is of another version, or damaged; the message names it.
+        RecordError: the log cannot be read, has another version, or is damaged; the message names it.
     """
     try:
         return _record_of(read_file(path, LARGEST_FILE))
@@ -236,7 +236,7 @@ def _record_of(content: bytes) -> Record:
     steps: dict[Any, Any] = {}
     investigations: list[Any] = []
     record: dict[str, Any] = {}
-    for number, line in enumerate(lines[1:-1], start=2):  # behind the last end of a line is nothing, or a part of one
+    for number, line in enumerate(lines[1:-1], start=2):  # the rest after the last newline is empty or incomplete
         kind, value = _only(_parsed(line, number), number)
         if kind == "step":
             steps[_number_of(value, number)] = value

@@ -1,4 +1,5 @@
-"""What a search for pins finds, as the record keeps it: pins, trials, the search and the proof (no torch)."""
+"""The results of a search for pins: pins, trials, the search and the proof (no torch). A pin keeps a module, or only
+the module's own lines, in FP32. The rest of the model runs in half."""
 
 from __future__ import annotations
 
@@ -10,28 +11,25 @@ from typing import Literal
 from ampdbg.record.findings import Count, Phase, Source
 
 OWN = ":own"
-"""Behind a module's name in a pin: only its own lines run in FP32, its children stay as they were."""
+"""Suffix of a module name in a pin: only the module's own lines run in FP32, and its children do not change."""
 
 EVERYTHING = "*"
-"""The root as a pin of the config: the pattern that every name matches."""
+"""The pin of the root module: the pattern that matches every name."""
 
 
 def in_words(name: str, root: str = "the model") -> str:
-    """A pin, as the config takes it, in a sentence: ``blocks.2.attn``, ``module 2``, ``the model (its own lines)``.
-
-    ``root`` is what the model is called, such as its class.
-    """
+    """Return how a sentence names a pin: ``blocks.2.attn``, ``module 2``, ``the model (its own lines)``. ``root`` is
+    the name of the model, such as its class."""
     module = name.removesuffix(OWN)
     words = f"module {module}" if re.fullmatch(r"[\d.]+", module) else module or root
     return f"{words} (its own lines)" if name.endswith(OWN) else words
 
 
 Strategy = Literal["guided", "ddmin"]
-"""How a set is searched for: by what overflows in a wider format, or blind."""
+"""How the search works: by the ops that overflow in a wider format, or blind."""
 
 Form = Literal["diff", "module", "yaml", "json"]
-"""What a suggestion is handed over as: a patch of the user's code (also in JSON), a file of pins by name, or pins of
-the config."""
+"""How a suggestion is delivered: a patch of the user's code (also in JSON), a file of pins by name, or config pins."""
 
 Outcome = Literal[
     "found",
@@ -44,25 +42,30 @@ Outcome = Literal[
     "no-set-helps",
     "out-of-trials",
 ]
-"""How a search ended. ``fp32-fails``, ``fp32-raises`` and ``no-pin-helps`` were not searched: FP32 is no better, the
-user's code raises in FP32, or the cause is the data or the order of calls. ``out-of-trials`` also means interrupted in
-the search: a set that was found is healthy, not minimal. An interrupted record with ``found`` was interrupted later."""
+"""How a search ended.
+
+Three outcomes come without a search: FP32 is not better (``fp32-fails``); the user's code raises in FP32
+(``fp32-raises``); or the data or the call order is the cause (``no-pin-helps``). ``out-of-trials`` can also mean an
+interrupt during the search: the set is healthy, but not minimal. In an interrupted record, ``found`` means that the
+interrupt came later.
+"""
 
 
 def is_line(name: str) -> bool:
-    """An atom is a line of a script outside its modules, such as ``train.py:41``."""
+    """True if the name is a line of a script outside its modules, such as ``train.py:41``."""
     file, _, number = name.rpartition(":")
     return bool(file) and number.isdecimal()
 
 
 def is_pinned(module: str, pins: Iterable[str]) -> bool:
-    """A pin keeps the module's own lines and weights in FP32: its own lines' or that of a module around it."""
+    """True if a pin covers the module itself, so that its own lines and weights stay in FP32."""
     return any(pin in ("", module, module + OWN) or module.startswith(f"{pin}.") for pin in pins)
 
 
 @dataclass(frozen=True)
 class PinSite:
-    """An op that goes wrong where a pin is missing: its line, and its value in FP32 against the limit of half."""
+    """An op that fails without a pin, with its line. ``value`` is its value in FP32, to compare with the limit of
+    half."""
 
     phase: Phase
     module: str
@@ -75,7 +78,7 @@ class PinSite:
 
 @dataclass(frozen=True)
 class PinCost:
-    """What leaves FP16 with a pin, as shares (0 to 1) of the whole step: its FLOPs and its activations' bytes."""
+    """The cost of a pin: shares (0 to 1) of the step's FLOPs and activation bytes that leave FP16."""
 
     flops: float
     activations: float
@@ -86,11 +89,14 @@ class PinCost:
 class Pin:
     """One member of the suggested set.
 
-    ``module`` is a qualified name ("" is the root). With ``own`` only the module's own lines run in FP32, and its
-    children stay in half. Without a module the pin is the statement at ``source``. ``reason`` is the index of the
-    finding that it cures, ``sites`` are the ops that go wrong without it, the first to run first; ``without``
-    is what happens when it alone is dropped, with those in ``tied``: pins whose modules hold the same parameter, so
-    that they are pinned together. ``class_name`` is the module's class.
+    Attributes:
+        module, class_name: the qualified name of the module ("" is the root) and its class.
+        own: only the module's own lines run in FP32. Its children stay in half.
+        source: the statement to pin, for a pin without a module.
+        reason: the index of the finding that the pin cures.
+        sites: the ops that fail without the pin, in order of execution.
+        without: the result if only this pin is dropped, with those in ``tied``.
+        tied: pins of modules that share a parameter with this one, so that all are pinned together.
     """
 
     module: str
@@ -105,16 +111,16 @@ class Pin:
 
     @property
     def name(self) -> str:
-        """The pin as the config's ``pins`` takes it."""
+        """The pin in the syntax of the config's ``pins``."""
         return self.module + OWN if self.own else self.module
 
 
 @dataclass(frozen=True)
 class RootModel:
-    """One of the several models of a script: the first part of the pins' names, which is no attribute of the script's.
+    """One of several models of a script.
 
-    ``what`` says in words which object it is, ``argument`` is its name in the ``pin_fp32`` of a file. The name
-    ``is_global`` where the script itself has that for it; else it is the model's class.
+    ``name`` begins the names of its pins, and is not an attribute in the script. It is a global of the script if
+    ``is_global``, else the model's class. ``what`` describes the object; ``argument`` is its parameter of ``pin_fp32``.
     """
 
     name: str
@@ -124,27 +130,27 @@ class RootModel:
 
 
 def call_of_pins(roots: Sequence[RootModel]) -> str:
-    """The call of a file's ``pin_fp32``; ``...`` for a model that has no name in the script."""
+    """Return the call of a file's ``pin_fp32``, with ``...`` for a model without a name in the script."""
     given = (f"{root.argument}={root.name if root.is_global else '...'}" for root in roots)
     return f"pin_fp32({', '.join(given) or 'model'})"
 
 
 def root_of(pin: str) -> str:
-    """Which of several models a pin is of, by its name."""
+    """Return the name of the model that the pin belongs to, if a script has several."""
     return pin.removesuffix(OWN).partition(".")[0]
 
 
 def within(path: str, pin: str) -> str:
-    """A pin as a model has it that is a part of others: ``1.fc:own`` of ``net.1.fc:own``."""
+    """Return the pin relative to the submodel at ``path``: ``1.fc:own`` for ``net.1.fc:own``."""
     return pin.removeprefix(path).removeprefix(".")
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One experiment: a step run with ``pins`` in FP32 (names as the config's ``pins`` takes them).
+    """One experiment: a step that ran with ``pins`` in FP32 (names in the syntax of the config's ``pins``).
 
-    ``stage`` says what it was for. It ran ``runs`` times and was healthy in ``healthy_runs`` of them; the
-    trial is ``healthy`` when all were. ``why`` says what was wrong, ``suspects`` which modules went wrong.
+    ``stage`` is the purpose. The trial is ``healthy`` if ``healthy_runs`` equals ``runs``. ``why`` describes the fault,
+    and ``suspects`` are the modules that failed.
     """
 
     pins: tuple[str, ...]
@@ -162,13 +168,17 @@ class Trial:
 class Search:
     """How the pins were found.
 
-    ``step`` is the failing step and ``scale`` its loss scale; ``set_scale`` is the one that goes with the set, where
-    gradients overflow above it; unpinned the step failed in ``failed`` of ``tried`` replays, after which each trial
-    got ``repeats``. ``candidates`` of the ``modules`` that ran were tried. ``losses`` holds the step's loss by what
-    ran: "float16", "float32", "pinned". ``further`` and ``further_healthy`` count the batches that the whole set was
-    tried on besides. ``classes`` counts pinned instances of a class against all that the model has, where there are
-    several. ``sources`` are the digests (SHA-256) of the user's files that hold the pins' lines, as they were.
-    ``roots`` are the models that the pins' names begin with, where a script has several.
+    Attributes:
+        step, scale: the failing step and its loss scale.
+        set_scale: the loss scale to use with the set, if gradients overflow above it.
+        failed, tried, repeats: the failures without pins, the replays without pins, and the resulting runs for each
+            trial.
+        modules, candidates: how many modules ran, and how many were tried.
+        losses: the step's loss by manner of execution: "float16", "float32", "pinned".
+        further, further_healthy: how many further batches the set was tried on, and how many were healthy.
+        classes: pinned and total instances of each class with several instances.
+        sources: SHA-256 digests of the user's files that hold the pins' lines, at the time of the search.
+        roots: the models that prefix the pins' names, if a script has several models.
     """
 
     strategy: Strategy
@@ -194,10 +204,8 @@ class Search:
 
 @dataclass(frozen=True)
 class PatchUnit:
-    """One edit that can be left out: what it is, and the names of the pins that it covers.
-
-    ``notes`` are for who reads the patch: why it is no narrower, and what else runs the code that it edits.
-    """
+    """One edit that can be omitted: its description, and the names of the pins that it covers. ``notes`` are for
+    readers of the patch: why the edit is not narrower, and what else runs the edited code."""
 
     title: str
     pins: tuple[str, ...]
@@ -206,7 +214,7 @@ class PatchUnit:
 
 @dataclass(frozen=True)
 class FileDiff:
-    """The change of one file as a unified diff; ``encoding`` gives the diff's bytes back."""
+    """The change of one file as a unified diff. Encoding ``diff`` with ``encoding`` restores the original bytes."""
 
     path: str
     encoding: Literal["utf-8", "latin-1"]
@@ -215,12 +223,12 @@ class FileDiff:
 
 @dataclass(frozen=True)
 class Handover:
-    """What a suggestion is made of beside the pins and their proof; ``form`` is the one that was proven.
+    """The content of a suggestion in the proven ``form``, besides the pins and their proof.
 
-    ``names`` are the pins as the config takes them, and ``helper`` a Python file that pins them. The patch is
-    ``files``, whose paths count from ``folder``, the root of a git repository if ``is_git``; ``units`` are its
-    edits, or without files the patches that failed, with why. Where no code could be edited ``refused`` says why,
-    ``FILE:LINES: reason`` each. ``notes`` are remedies other than pins.
+    ``names`` are the pins as the config takes them, and ``helper`` is a Python file that applies them. The patch is
+    ``files``, with paths relative to ``folder``, the root of a git repository if ``is_git``. ``units`` are its edits.
+    Without ``files``, they are the patches that failed, with the reasons. ``refused`` lists code that could not be
+    edited, as ``FILE:LINES: reason``. ``notes`` are remedies besides pins.
     """
 
     form: Form
@@ -235,16 +243,16 @@ class Handover:
 
     @property
     def pins_nothing(self) -> bool:
-        """The patch leaves every module in half, and keeps constants in its range."""
+        """True if the patch leaves every module in half, and only changes constants."""
         return bool(self.files) and not any(unit.pins for unit in self.units)
 
 
 @dataclass(frozen=True)
 class ProofStep:
-    """One thing that was run to prove a patch: what, whether it came out as it must, and what was seen.
+    """One check of a patch: its name, whether it passed, and what ampdbg observed.
 
-    Of one that never ``ran``, such as a batch that is not there, the detail says why: it neither passed nor failed, and
-    ``passed`` that nothing speaks against the patch. Of one that ``warns`` the detail is for the user to judge.
+    If the check never ``ran``, for example without the batch, ``detail`` has the reason. ``passed`` then only means
+    that nothing contradicts the patch. If it ``warns``, the user must judge ``detail``.
     """
 
     name: str
@@ -256,18 +264,19 @@ class ProofStep:
 
 @dataclass(frozen=True)
 class Proof:
-    """The proof of a patch, and every step of it."""
+    """The proof of a patch with all its checks."""
 
     passed: bool
     steps: tuple[ProofStep, ...] = ()
 
     @property
     def failure(self) -> str:
-        """The first step that did not come out as it must, in words; "" where all did."""
+        """The first check that failed, in words; "" if all passed."""
         return next((f"{step.name}: {step.detail}" for step in self.steps if not step.passed), "")
 
     @property
     def unproven(self) -> str:
-        """Why nothing shows that the patch is needed, where it was run and no more; else ""."""
+        """The reason why the proof does not show that the patch is needed, because only the patched run was made;
+        else ""."""
         left_out = [step.detail for step in self.steps if not step.ran]
         return left_out[0] if left_out and len(self.steps) - len(left_out) < 2 else ""

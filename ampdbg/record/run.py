@@ -1,7 +1,5 @@
-"""The Record of one run, and everything it holds: frozen data (no torch).
-
-One run makes one record; every report is made from it alone.
-"""
+"""The Record of one run and the frozen dataclasses that it contains (no torch). Each run makes one record, and every
+report reads only the record."""
 
 from __future__ import annotations
 
@@ -22,48 +20,50 @@ RECORD_VERSION = 3
 READABLE_VERSIONS = (2, 3)
 
 EXITED = "the script ended with exit code"
-"""How the ``error`` of a record begins where no error, but the script itself has ended the run within a step."""
+"""Prefix of a record's ``error`` when the script ended the run within a step without raising an error."""
 
 NOT_CAPTURED = "was not captured"
-"""What a note of a record says of a step that should have been captured."""
+"""Text of the record's note about a step that ampdbg should have captured and did not."""
 
 Verdict = Literal["healthy", "precision", "other", "inconclusive"]
 
 
 SUM = "the sum of its module outputs"
-"""The substitute for the loss of a step that has none, in words."""
+"""How messages name the value that replaces the loss when a step has none."""
 
 Reach = Literal["whole", "modules", "none"]
-"""How far a step could be replayed: with its own loss, or its modules alone, for whose loss stands the sum of what they
-give; or not at all, as steps of version 2 that were traced as they trained."""
+"""How much of a step was replayed: all (``whole``), or its modules, with the sum of their outputs as the loss.
+``none`` occurs only for steps of version 2 that were traced as they trained."""
 
 
 def what_of(reach: Reach) -> str:
-    """What the loss of a replay is, in words."""
+    """Return how messages name the loss of a replay."""
     return SUM if reach == "modules" else "the loss"
 
 
 OpSite = tuple[Phase, str, int, str, Source | None]
-"""Where an op is in a step: its phase, its module, which call of that, its name and its line."""
+"""Location of an op in a step: phase, module, number of the module call, op name and source line."""
 
 
 @dataclass(frozen=True)
 class Producer:
     """An op where inf or NaN starts: its inputs are finite and its output is not.
 
-    ``input_largest`` and ``output_largest`` are the largest finite magnitudes, ``fp32_largest`` is what the
-    same op on the same line has in the FP32 replay (None when it was not met there), ``call`` says which
-    call of the module it was.
-
-    ``is_constant`` says that all it overflows on is one constant, such as a mask; ``divides_by_zero`` that a
-    divisor, or the argument of a logarithm or root, holds exact zeros. ``leaf`` is the path of the batch's leaf
-    where the op casts values of that leaf and nothing else. ``is_erased`` says that no gradient is another one where it
-    makes a finite number instead of inf and NaN, as behind a closed ReLU. ``distance`` is set where the op is not
-    infinite but far from FP32: the norm of the difference over that of the FP32 result. ``reaches_gradients`` says that
-    the loss is finite, and that gradients are not because of it: an op of the forward pass too, whose NaN the loss
-    leaves out and a backward pass takes up. ``is_given`` says that inf or NaN is among what it is given, and that no op
-    of the step has made it. Of a cast of a gradient back to half ``made_half`` are the ops of the forward pass that
-    have made its tensor half: with them in FP32 there is no such cast.
+    Attributes:
+        call: which call of the module ran the op.
+        input_largest, output_largest: the largest finite magnitudes.
+        fp32_largest: the largest magnitude of the same op on the same line in the FP32 replay; None if absent there.
+        finite_in_fp32: the same op is finite in the FP32 replay; None if absent there.
+        is_constant: every value that overflows comes from one constant, such as a mask.
+        divides_by_zero: a divisor, or the argument of a logarithm or root, contains exact zeros.
+        leaf: path of the batch leaf, if the op casts only values of that leaf.
+        distance: for a finite op that is far from FP32: norm of the difference over the norm of the FP32 result.
+        is_erased: a finite number instead of inf and NaN changes no gradient, as after a closed ReLU.
+        reaches_gradients: the loss is finite, and gradients are not because of the op. It can be a forward op whose NaN
+            is not part of the loss but enters a backward pass.
+        is_given: the exception: some inputs are inf or NaN, and no op of the step produced them.
+        made_half: for the cast of a gradient to half: the forward ops that made its tensor half. If they run in FP32,
+            there is no such cast.
     """
 
     phase: Phase
@@ -91,7 +91,6 @@ class Producer:
 
     @property
     def site(self) -> OpSite:
-        """Where it is in the step."""
         return self.phase, self.module, self.call, self.op, self.source
 
 
@@ -99,20 +98,23 @@ class Producer:
 class Replay:
     """One replayed step: forward and backward, without the optimizer.
 
-    ``dtype`` is what autocast lowers to (``float32`` and ``float64``: none, and half tensors that the code
-    asks for are that wide too), ``scale`` the loss scale. ``rounded`` says that the weights were
-    rounded to the run's dtype first: how far that is from FP32, of several roundings at most, is the noise floor.
-
-    ``loss`` is unscaled; ``grad_norm`` is the norm of all gradients after unscaling. ``gradients`` and
-    ``buffers`` name the parameters whose gradient is not finite, and the buffers that this step made so; ``inf`` and
-    ``nan`` are how many elements of those gradients are, where they were counted. ``error`` is what the user's code
-    raised, if it did. ``pins`` ran in FP32 beside the run's own. ``producers`` are in the order of execution, and only
-    there when the replay was traced.
-
-    Against FP32's gradients, where both are finite: ``gradient_distance`` is the norm of the difference over
-    that of FP32's, ``lost_energy`` the share of the sum of squares that was flushed to zero, and ``lost``
-    names the parameters that lost more than half of theirs, and have more than rounding noise to lose. ``unreached``
-    names those that have no gradient at any loss scale, and one in FP32: no distance shows them.
+    Attributes:
+        dtype: the autocast dtype. For ``float32`` and ``float64`` there is no autocast, and explicit half tensors have
+            this dtype too.
+        scale, loss: the loss scale, and the unscaled loss.
+        grad_norm: 2-norm of all gradients after unscaling.
+        gradients, buffers: the parameters with non-finite gradients, and the buffers that this step made non-finite.
+        producers: the ops where inf or NaN starts, if the replay was traced, in order of execution. Ops that explain a
+            NaN loss, and forward ops that reach the gradients, come first.
+        error: the error of the user's code, or "".
+        rounded: the weights were rounded to the run's dtype first. The distance of this replay from FP32 is the noise
+            floor (of several roundings the largest distance).
+        gradient_distance: norm of the difference from FP32's gradients over their norm, if both are finite.
+        lost_energy: share of the sum of squares of FP32's gradients that was flushed to zero.
+        lost: the parameters that lost more than half of that sum, if their gradients exceed rounding noise.
+        unreached: the parameters whose gradients are zero at every loss scale but not in FP32. No distance covers them.
+        inf, nan: how many elements of ``gradients`` are inf and NaN, where they were counted.
+        pins: the modules in FP32, besides the run's own pins.
     """
 
     dtype: str
@@ -138,22 +140,27 @@ NOT_RUN = Replay("float32", 1.0, math.nan, math.nan, error="the step was not rep
 
 @dataclass(frozen=True)
 class Investigation:
-    """The replays of one step. ``why`` says what called for them: the loss, the gradients, or the end of the run.
+    """The replays of one step.
 
-    ``low`` is the step as it was, ``fp32`` the step in FP32, and ``wide`` in FP64 where FP32 is not finite, else in
-    bfloat16. ``at_lower`` are those at ever lower loss scales, up to the first at which every gradient is finite, and
-    ``floor`` is FP32 on weights rounded to half: what rounding alone changes. ``loss`` is what the step
-    itself had; ``reproduced`` of ``tries`` replays as it was went wrong like it. ``continuation`` has the losses of
-    FP32 steps on the same batch from the same state. ``first_far`` is the first op whose result is far from FP32's,
-    where the step's is; where that takes other elements than in FP32, as by an index or a mask, it is the ``choice``,
-    and ``first_far`` the op whose rounding decides it. ``rounded_angles`` are sines and cosines that are far from
-    FP32's, the furthest first, for half spaces their angles too far apart. ``is_of_others`` says that all that this
-    process computed was finite, and what it got from another one was not. ``reach`` is how far the step could be
-    replayed, and ``why_no_further`` the reason where that is not the whole of it. ``weights_grew`` is how many times as
-    large all weights together are in it as when the run began, by their 2-norm. ``batch_largest`` is the largest finite
-    magnitude in the batch's numeric leaves, by leaf, and ``batch_index`` where in the leaf it stands. ``rewritten`` are
-    the buffers that the script wrote right before the step, outside of its models' calls, each with its largest
-    magnitude, where that is beyond FP16.
+    Attributes:
+        why: the reason for the replays: the loss, the gradients, or the end of the run.
+        low: the replay of the unchanged step.
+        wide: the replay in FP64 if FP32 is not finite, else in bfloat16.
+        at_lower: replays at decreasing loss scales, up to the first scale at which every gradient is finite.
+        floor: FP32 on weights rounded to half: the effect of rounding alone.
+        loss: the loss that the step itself had.
+        reproduced, tries: how many replays of the unchanged step failed like the step, and how many there were.
+        continuation: the losses of FP32 steps on the same batch from the same state.
+        first_far: in a step far from FP32, the first op that is far. With a ``choice``, the op that decides it.
+        choice: the op that takes different elements than in FP32, for example by an index or a mask.
+        rounded_angles: sines and cosines far from FP32's, because half spaces their angles too far apart; furthest
+            first.
+        batch_largest, batch_index: the largest finite magnitude of each numeric batch leaf, and its index in the leaf.
+        is_of_others: this process computed only finite values, but received values from another process that are not.
+        reach, why_no_further: how much of the step was replayed, and the reason if that is not the whole step.
+        weights_grew: 2-norm of all weights, divided by the 2-norm when the run began.
+        rewritten: buffers that the script wrote right before the step, outside its models' calls. Each has its largest
+            magnitude, which is beyond FP16.
     """
 
     step: Count
@@ -180,27 +187,25 @@ class Investigation:
 
     @property
     def replays(self) -> tuple[Replay, ...]:
-        """Every replay that was made."""
         return tuple(filter(None, (self.low, self.fp32, *self.at_lower, self.floor, self.wide)))
 
     @property
     def reference(self) -> Replay:
-        """The replay in FP32; of a step that was not replayed there one with an error, and NaN for its numbers."""
+        """The replay in FP32. Without one, a placeholder with an error and NaN for its numbers."""
         return self.fp32 or NOT_RUN
 
     @property
     def what(self) -> str:
-        """What the losses of its replays are, in words."""
+        """How messages name the losses of the replays."""
         return what_of(self.reach)
 
 
 @dataclass(frozen=True)
 class StepMemory:
-    """The bytes that one step holds, each piece of memory counted once.
+    """The bytes that one step holds. Memory shared by several tensors counts once.
 
-    ``parameters`` has buffers too, ``masters`` are FP32 copies of half weights, ``gradients`` are as the backward pass
-    leaves them, ``optimizer`` is its state. Between forward and backward autograd keeps, of one micro-batch, ``casts``,
-    which are copies of weights in another dtype, and ``activations``, which is all else.
+    ``parameters`` includes buffers, and ``masters`` are FP32 copies of half weights. Autograd keeps ``casts`` (copies
+    of weights in another dtype) and ``activations`` (the rest) of one micro-batch for the backward pass.
     """
 
     parameters: Count
@@ -212,21 +217,24 @@ class StepMemory:
 
     @property
     def total(self) -> int:
-        """All of it at once, which a step comes near to at the end of its forward pass."""
+        """The sum of all parts, an estimate of the step's use at the end of its forward pass."""
         return self.parameters + self.masters + self.gradients + self.optimizer + self.kept
 
     @property
     def kept(self) -> int:
-        """What autograd keeps for the backward pass."""
+        """The memory that autograd keeps for the backward pass."""
         return self.casts + self.activations
 
 
 @dataclass(frozen=True)
 class BatchFit:
-    """How many ``times`` the config's batch fits into the budget: a power of two, 0 where it does not fit at all.
+    """How often the config's batch fits into the memory budget.
 
-    ``measured`` are the bytes of activations at 1, 2, 4 … times; ``is_reckoned`` says that what lies beyond was
-    reckoned from their growth. ``why`` is what kept the batch from being any larger but the budget.
+    Attributes:
+        times: a power of two; 0 if the batch does not fit at all.
+        measured: bytes of activations at 1, 2, 4 … times the batch.
+        is_reckoned: larger sizes were not measured but extrapolated from the growth.
+        why: the reason, besides the budget, why the batch cannot be larger.
     """
 
     times: Count
@@ -237,13 +245,16 @@ class BatchFit:
 
 @dataclass(frozen=True)
 class LevelCost:
-    """What one level does and takes.
+    """The result and the cost of training at one precision level.
 
-    ``verdict`` and its root ``finding`` are what ``ampdbg scan`` comes to over the ``steps`` that ran, of
-    which ``skipped`` were; ``error`` is what stopped it. ``loss`` is the last step's. Where it trains, ``apart`` is how
-    far its losses are from FP32's, the median relative difference over the last quarter of the steps, and ``noise`` how
-    far FP32 is from itself when it begins with weights rounded to the dtype. ``flops`` are of one micro-batch, forward
-    and backward, by dtype. ``seconds`` of a step and its ``peak`` are measured on a GPU alone.
+    Attributes:
+        verdict, finding: the verdict of ``ampdbg scan`` and its root finding.
+        steps, skipped: how many steps ran, and how many were skipped.
+        loss: the loss of the last step.
+        apart: distance of the losses from FP32's: the median relative difference over the last quarter of the steps.
+        noise: the same distance for FP32 when it begins with weights rounded to the dtype.
+        flops: FLOPs of one micro-batch by dtype, forward and backward.
+        seconds, peak: the time of a step and its peak memory in bytes, measured only on a GPU.
     """
 
     name: str
@@ -266,13 +277,14 @@ class LevelCost:
 
     @property
     def trains(self) -> bool:
-        """Every step was taken and nothing was found."""
+        """True if the level finished without an error or a finding."""
         return self.verdict == "healthy" and not self.error
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The levels, FP32 first. ``batch`` is the size of a micro-batch, ``budget`` what larger ones had to fit into."""
+    """The costs of the levels, FP32 first. ``batch`` is the size of a micro-batch, ``budget`` the memory in bytes
+    for larger batches."""
 
     levels: tuple[LevelCost, ...] = ()
     batch: Count | None = None
@@ -282,10 +294,8 @@ class Costs:
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """How many elements of one parameter's gradient are infinite and NaN; ``size`` is the element count.
-
-    Where the loop has rewritten the gradient on a GPU before it was counted, there were at least so many.
-    """
+    """Counts of infinite and NaN elements in one parameter's gradient; ``size`` is the element count. The counts are
+    lower bounds if the loop rewrote the gradient on a GPU before ampdbg counted."""
 
     name: str
     inf: Count
@@ -295,7 +305,7 @@ class ParameterCounts:
 
 @dataclass(frozen=True)
 class GroupOverflow:
-    """A parameter group with a non-finite gradient in one step; ``index`` counts over all optimizers."""
+    """A parameter group with a non-finite gradient in one step; ``index`` counts across all optimizers."""
 
     index: Count
     name: str
@@ -306,10 +316,12 @@ class GroupOverflow:
 class TensorCounts:
     """A batch leaf, parameter or buffer that holds non-finite values.
 
-    ``name`` is a qualified name, or for a batch the path to the leaf (``[0]``, ``["input_ids"]``).
-    ``first_index`` is the index of the first such element; for a batch leaf its first number is the sample.
-    ``when`` says whether it was so before the step's forward pass, or seen only after the step. A ``frozen`` parameter
-    needs no gradient. ``dtype`` is "" in records of earlier versions.
+    Attributes:
+        name: the qualified name, or the path to the batch leaf (``[0]``, ``["input_ids"]``).
+        first_index: index of the first non-finite element. In a batch leaf its first number is the sample.
+        when: the values were non-finite before the step's forward pass, or only seen after the step.
+        frozen: the parameter requires no gradient.
+        dtype: "" in records of earlier versions.
     """
 
     kind: Literal["batch", "parameter", "buffer"]
@@ -325,19 +337,20 @@ class TensorCounts:
 
 @dataclass(frozen=True)
 class Step:
-    """What was seen in one optimizer step.
+    """One optimizer step.
 
-    ``loss`` is the mean over the accumulated micro-batches of a config, and the sum over the ``passes`` of a script's
-    own loop, before scaling; ``losses`` has each by name when the workload returns several. ``scale`` is the loss
-    scale during the step, also one that a script multiplies its loss by itself (1 of none), and ``scaler`` numbers the
-    loop's scalers from 1; it is 0 where there is none. At the first step of one that has taken the place of another,
-    for the same optimizer, ``succeeds`` is the number of that.
-    ``grad_norm`` is the 2-norm of all gradients after unscaling and before clipping; inf or NaN when any of them is
-    not finite, and None where it was not taken, as of most healthy steps of a long run. ``skipped`` says that an
-    optimizer's step was withheld. ``groups_hit`` is how many groups had a non-finite gradient where ``groups`` does not
-    list them: only a run's first unhealthy steps do. ``optimizer`` numbers the loop's optimizers, from 0,
-    in the order in which they first step; of several that step on the same losses it is the first. ``others`` is how
-    many steps of other optimizers lie before it.
+    Attributes:
+        loss: the unscaled loss: the mean over a config's micro-batches, or the sum over a script's ``passes``.
+        losses: each loss by name, if the workload returns several.
+        scale: the loss scale of the step, including one that the script applies itself; 1 without any.
+        scaler: number of the loop's scaler, from 1; 0 without a scaler.
+        succeeds: at the first step of a scaler that replaces another for the same optimizer, the other's number.
+        grad_norm: 2-norm of all gradients after unscaling and before clipping; inf or NaN if any gradient is. None if
+            not measured, as in most healthy steps of a long run.
+        skipped: an optimizer's step was withheld.
+        groups_hit: number of groups with non-finite gradients. After a run's first unhealthy steps ``groups`` is empty.
+        optimizer: number of the optimizer, from 0, by first step. Of several that step on the same losses, the first.
+        others: number of earlier steps that belong to other optimizers.
     """
 
     step: Count
@@ -358,22 +371,23 @@ class Step:
 
     @property
     def iteration(self) -> int:
-        """Which step of its own optimizer it is, from 0."""
+        """Index of the step within its own optimizer's steps, from 0."""
         return self.step - self.others
 
     @property
     def is_healthy(self) -> bool:
-        """Its loss and its gradients are finite."""
+        """True if the loss and all gradients are finite."""
         return math.isfinite(self.loss) and not self.found_inf
 
 
 @dataclass(frozen=True)
 class Trend:
-    """The largest magnitude of one thing at the steps that were sampled: ``values[i]`` at ``steps[i]``, all above 0.
+    """The largest magnitude of an activation or gradient, or the loss scale, over the sampled steps.
 
-    ``name`` is the module of an activation, in float16, or the parameter of a gradient, which is without the loss
-    scale; "" for the loss scale itself. ``op`` is torch's name of the function that has made the activation, in the
-    line ``source``; "" for the output of a module in which no such function was noted.
+    Attributes:
+        name: module of a float16 activation, or parameter of a gradient; "" for the loss scale. Gradients are unscaled.
+        steps, values: ``values[i]`` was measured at ``steps[i]``; all values are above 0.
+        op, source: the torch function that made the activation, and its line. Without a recorded function, "".
     """
 
     kind: Literal["activation", "gradient", "scale"]
@@ -386,10 +400,10 @@ class Trend:
 
 @dataclass(frozen=True)
 class Environment:
-    """What the run ran on. ``emulated`` says that CUDA's autocast was emulated on a CPU.
+    """Versions and hardware of the run. ``emulated`` means that the run emulated CUDA's autocast on a CPU.
 
-    ``policy`` says whose op lists autocast had: ``cuda`` or ``native``, and ``none`` where nothing that was looked at
-    of a watched loop ran in half precision.
+    ``policy`` names the source of autocast's op lists: ``cuda`` or ``native``. It is ``none`` for a watched loop in
+    which no examined op ran in half precision.
     """
 
     ampdbg: str
@@ -405,11 +419,9 @@ class Environment:
 
 @dataclass(frozen=True)
 class FrozenParameter:
-    """A half parameter that the optimizer's updates hardly move: they are too small to change its rounded values.
-
-    ``entries`` of it were looked at; over all windows ``moved`` of them moved. ``lost`` is the share of its way that
-    it did not go.
-    """
+    """A half parameter that hardly moves: the updates are too small to change its rounded values. Of ``entries``
+    sampled values, ``moved`` changed in any window. ``lost`` is the share of the float32 movement that it does not
+    make."""
 
     name: str
     entries: Count
@@ -419,8 +431,8 @@ class FrozenParameter:
 
 @dataclass(frozen=True)
 class StillParameter:
-    """A half parameter under an optimizer whose updates cannot be compared with float32's: of the ``entries`` that were
-    looked at and have gradients hardly any have ``moved`` in so many ``steps``."""
+    """A half parameter that hardly moves under an optimizer whose updates cannot be compared with float32's. Of
+    ``entries`` sampled values with gradients, ``moved`` have changed in ``steps`` steps."""
 
     name: str
     kind: str
@@ -431,8 +443,8 @@ class StillParameter:
 
 @dataclass(frozen=True)
 class StuckMoment:
-    """A second moment in half that is ``times`` as large as in float32, or as small where it is not ``too_large``:
-    what decays by ``beta`` rounds back to what it was. The optimizer had taken ``steps`` steps then."""
+    """A second moment in half that cannot decay: multiplication by ``beta`` rounds back to the old value. After
+    ``steps`` optimizer steps it is ``times`` as large as in float32, or as small if ``is_too_large`` is False."""
 
     parameter: str
     beta: float
@@ -443,9 +455,15 @@ class StuckMoment:
 
 @dataclass(frozen=True)
 class KeptAverage:
-    """An average of a parameter that the script keeps in half, with ``decay`` of it left by a step: of the ``entries``
-    that float32's would have moved in windows of ``steps`` steps in all ``moved`` have moved. ``lost`` is the share of
-    that ``way``, a sum of squares, which those make that have not. The decay was ``first_decay`` at first."""
+    """An average of a parameter that the script keeps in half.
+
+    Attributes:
+        decay, first_decay: the factor that a step applies to the average, and the factor at the beginning.
+        steps: number of steps in all windows that were compared with float32.
+        entries, moved: sampled values that move in float32, and how many moved in half.
+        way: sum of squares of the movement in float32.
+        lost: share of ``way`` that belongs to values that did not move.
+    """
 
     name: str
     kind: str
@@ -461,12 +479,14 @@ class KeptAverage:
 
 @dataclass(frozen=True)
 class KindUpdates:
-    """The updates of the half parameters of one kind, such as norms.
+    """The updates of the half parameters of one kind, such as norms, compared with float32 masters.
 
-    ``lost`` is the share of the way that float32 masters go which they do not, ``lost_gradient`` and ``lost_decay``
-    that in what comes of the gradient and of a decoupled weight decay; None where there is none. ``unmoved`` is the
-    mean share of entries that a step leaves where they are, ``descent`` the kind's share in what the loss falls by, to
-    first order. Below the learning rate ``freezes_below`` the updates of most entries are too small to move them.
+    Attributes:
+        lost: share of the masters' movement that the half parameters do not make; None without any.
+        lost_gradient, lost_decay: the same for the parts that come from the gradient and a decoupled weight decay.
+        unmoved: mean share of entries that a step does not change.
+        descent: the kind's share of the decrease of the loss, to first order.
+        freezes_below: learning rate below which most entries do not move, because their updates are too small.
     """
 
     kind: str
@@ -481,13 +501,18 @@ class KindUpdates:
 
 @dataclass(frozen=True)
 class KindDtypes:
-    """The dtypes of the parameters of one kind that an ``optimizer`` trains, named by its class and module, and by
-    whether its step is that class's.
+    """The dtypes of the parameters of one kind that an ``optimizer`` trains.
 
-    They are ``stored`` so, the first op ``computed`` with them gives that, their ``gradients`` come so from a backward
-    pass, are ``accumulated`` in that and ``reduced`` in that over processes. ``states`` are the optimizer's, of their
-    own shape, ``masters`` copies of them that it steps in their place, ``averages`` those of averaged models. Several
-    where parameters differ; none where there is nothing, or that is not known.
+    A field has several dtypes if parameters differ, and none if there are none or they are unknown.
+
+    Attributes:
+        stored, computed: dtypes of the parameters, and of their values in the first op that uses them.
+        gradients, accumulated, reduced: dtypes after a backward pass, after accumulation, and in a reduction of
+            processes.
+        states: dtypes of the optimizer states that have the parameters' shapes.
+        masters: dtypes of the copies that the optimizer steps instead of the parameters.
+        averages: dtypes of the parameters in averaged models.
+        optimizer: its module and class, with a note if the script replaced the step of that class.
     """
 
     kind: str
@@ -505,11 +530,13 @@ class KindDtypes:
 
 @dataclass(frozen=True)
 class CastBuffer:
-    """A float32 buffer that was cast to half with its model, in the line ``source``.
+    """A float32 buffer that the line ``source`` cast to half together with its model.
 
-    The cast changed a value by ``off`` at most; of a frequency it matters at the model's last position, ``reach``, or
-    1,000 where there are more, or nobody says how many. The loop ``is_written`` into it since, as into an average that
-    takes a share of ``momentum`` from each batch.
+    Attributes:
+        off: largest change of a value by the cast.
+        reach: for frequencies, the model's last position: at most 1,000, and 1,000 if unknown.
+        is_written: the loop has written into the buffer since.
+        momentum: share that a running average takes from each batch.
     """
 
     name: str
@@ -523,19 +550,25 @@ class CastBuffer:
 
 @dataclass(frozen=True)
 class Updates:
-    """The ledger of updates: what windows of ``steps`` steps in all want of half parameters, and what those get.
+    """The ledger of updates: the movement of half parameters, compared with float32 masters.
 
-    They are compared with float32 masters with float32 states, which the same optimizer steps on the same gradients.
-    ``lost`` and its like are as of :class:`KindUpdates`, of all parameters together; ``decay`` is what part of the way
-    is that of the weight decay, by sums of squares. Of steps that add up the gradients of ``passes`` backward passes,
-    ``lost_accumulation`` is how far the sum in half is from that in float32, relative to that. ``frozen`` are the
-    parameters that stand still. ``cost`` is the share of what the loss falls by, to first order, that half weights do
-    not add, and ``cost_of_still`` that of those that stand still; None where some of the ``half`` parameters are not
-    among those ``judged``, beside float32's: ``still`` are those of the others that stand still, whatever float32's do.
-    ``stuck`` are second moments far from float32's, and ``times`` is how many times as far as float32's the updates go
-    its way. ``averages`` are those that the script keeps in half. ``spoilt`` names those that the update of
-    ``spoilt_step`` made infinite or NaN although every gradient and float32's update are finite. ``vanishing_eps`` is
-    the optimizer's eps, where it is 0 in float16.
+    The same optimizer steps the masters, with float32 states, on the same gradients. ampdbg samples windows of steps.
+
+    Attributes:
+        steps: number of steps in all windows.
+        lost, lost_gradient, lost_decay: as in :class:`KindUpdates`, over all parameters together.
+        decay: share of weight decay in the sum of squares of the movement.
+        lost_accumulation: relative distance of a sum of ``passes`` gradients in half from the float32 sum.
+        cost: share of the loss decrease, to first order, that half weights lose; None if ``judged`` is less than
+            ``half``.
+        cost_of_still: the part of ``cost`` that comes from ``frozen``.
+        stuck: second moments that are far from float32's.
+        still: parameters that hardly move under optimizers that cannot be compared with float32.
+        half, judged: number of half parameters, and how many were compared with float32.
+        vanishing_eps: the optimizer's eps, if it is 0 in float16.
+        spoilt: the parameters that the update of ``spoilt_step`` made inf or NaN. Every gradient and the float32 update
+            are finite.
+        times: movement of half parameters in the direction of float32's, as a multiple of float32's.
     """
 
     steps: Count
@@ -562,19 +595,22 @@ class Updates:
 
 @dataclass(frozen=True)
 class Site:
-    """One line's tensors of one op, over all its calls in one step: how near they come to what FP16 can hold.
+    """The tensors of one op on one source line over all its calls in one step, compared with FP16's range.
 
-    ``dtype`` is what the policy gives them. They were measured in a format of wider range, so that nothing
-    is hidden behind an inf, and gradients at a loss scale of 1. ``order`` counts sites by their first
-    execution; ``calls`` is how often the op ran, ``call`` the call of the module in which ``abs_max``, the
-    largest finite magnitude, was met. ``inf`` and ``nan`` are elements out of ``size`` that no format holds.
+    They were measured in a format with a wider range, so that no inf hides values. Gradients are at a loss scale of 1.
 
-    ``headroom_bits`` is negative where ``abs_max`` overflows; ``overflow`` then says whether it ``starts``
-    here or was ``carried`` here by an input. ``exponents[i]`` is about how many values lie in
-    [2**(lowest_exponent + i), 2**(lowest_exponent + i + 1)). For gradients, and for nothing else that the backward
-    pass computes, ``scale_ceiling`` is the largest power of two as a loss scale that does not overflow,
-    ``scale_floor`` the smallest that keeps 99 % of the sum of squares; ``is_noise`` marks a gradient that is nothing
-    but rounding error.
+    Attributes:
+        dtype: the dtype of the tensors in the run itself.
+        order: rank of the site by first execution.
+        calls, call: how often the op ran, and the module call in which ``abs_max`` occurred.
+        inf, nan, size: numbers of inf and NaN elements (in the wider format too), and of all elements.
+        abs_max: the largest finite magnitude.
+        headroom_bits: doublings left before ``abs_max`` overflows; negative if it overflows.
+        overflow: the overflow ``starts`` at this op, or an input ``carried`` it here; "" without overflow.
+        exponents: the i-th estimates the number of values in [2**(lowest_exponent + i), 2**(lowest_exponent + i + 1)).
+        scale_ceiling: for gradients only: the largest power of two that is a loss scale without overflow.
+        scale_floor: for gradients only: the smallest that keeps 99 % of the sum of squares.
+        is_noise: the gradient consists only of rounding error.
     """
 
     phase: Phase
@@ -600,11 +636,13 @@ class Site:
 
 @dataclass(frozen=True)
 class Readiness:
-    """The answer to a question: would a step that runs in bfloat16 train in FP16, by a range profile?
+    """Whether a step that runs in bfloat16 would train in FP16, according to a range profile.
 
-    ``trains`` is None where it is open, ``largest`` is the largest magnitude that an op of the forward pass makes,
-    ``floor`` and ``ceiling`` bound the loss scales that work. ``pins`` have to run in FP32, as the config takes them:
-    without them a replay in FP16 fails, with them it does not.
+    Attributes:
+        trains: None if the profile does not decide it.
+        largest: the largest magnitude that an op of the forward pass makes.
+        floor, ceiling: bounds of the usable loss scales.
+        pins: modules that must run in FP32, as the config takes them. An FP16 replay is finite only with these pins.
     """
 
     trains: bool | None
@@ -616,10 +654,8 @@ class Readiness:
 
 @dataclass(frozen=True)
 class AutocastError:
-    """An exception of the user's code that autocast causes and FP32 would not raise; ``code`` is a finding's.
-
-    ``module`` is the innermost that ran.
-    """
+    """An exception in the user's code that autocast causes and FP32 would not raise. ``code`` is the code of the
+    finding, ``module`` the innermost module that ran."""
 
     code: str
     step: Count
@@ -630,10 +666,8 @@ class AutocastError:
 
 @dataclass(frozen=True)
 class Misuse:
-    """A call of the training loop in the wrong place: ``count`` times, first at ``step``.
-
-    ``source`` is the line to blame. ``raised`` is the first line of the error, where there was one.
-    """
+    """A call of the training loop in the wrong place: ``count`` times, first at ``step``. ``source`` is the line to
+    blame. ``raised`` is the first line of the error, if there was one."""
 
     code: str
     step: Count
@@ -644,10 +678,8 @@ class Misuse:
 
 @dataclass(frozen=True)
 class Unseen:
-    """What could not be watched; from step ``since`` on nothing, as ampdbg itself had failed.
-
-    ``unmeasured`` names, in the plural, what a range profile has no numbers of.
-    """
+    """The parts of the run that ampdbg could not watch. From step ``since`` on it watched nothing, because ampdbg
+    itself had failed. ``unmeasured`` names, in the plural, the tensors without numbers in a range profile."""
 
     modules_never_called: tuple[str, ...] = ()
     parameters_without_gradient: tuple[str, ...] = ()
@@ -658,11 +690,8 @@ class Unseen:
 
 @dataclass(frozen=True)
 class ScriptRun:
-    """A script that was watched: what was started, with which arguments, and the exit code that it ended with.
-
-    ``captures`` are the files that its failing steps were written to. Of ``processes`` that train together this one
-    is of rank ``rank``.
-    """
+    """A watched script: its name, its arguments and its exit code. ``captures`` are the files with its failing
+    steps. ``rank`` is its rank among ``processes`` that train together."""
 
     name: str
     arguments: tuple[str, ...] = ()
@@ -674,11 +703,11 @@ class ScriptRun:
 
     @property
     def command_line(self) -> str:
-        """What was started, as a shell takes it."""
+        """The script and its arguments, quoted for a shell."""
         return shlex.join([self.name, *self.arguments])
 
     def again(self, environment: Environment, capture_step: int = 0) -> str:
-        """What starts it again with ampdbg, as a shell takes it, and captures a step; 0 for none."""
+        """Return the shell command that reruns the script with ampdbg and captures a step; 0 captures none."""
         options = {
             "--emulate": environment.emulated,
             f"--capture-step {capture_step}": capture_step > 0,
@@ -690,15 +719,14 @@ class ScriptRun:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """How many of the steps that went wrong a long run leaves out of its record: all of them, those that were skipped,
-    and those whose loss is not finite."""
+    """Counts of unhealthy steps that a long run omits from its record: all, skipped, and with a non-finite loss."""
 
     unhealthy: Count = 0
     skipped: Count = 0
     lost: Count = 0
 
     def and_these(self, steps: Iterable[Step]) -> LeftOut:
-        """With these steps as well; healthy ones do not count."""
+        """Return the counts with the unhealthy steps of ``steps`` added."""
         bad = [step for step in steps if step.skipped or not step.is_healthy]
         skipped, lost = sum(step.skipped for step in bad), sum(not math.isfinite(step.loss) for step in bad)
         return LeftOut(self.unhealthy + len(bad), self.skipped + skipped, self.lost + lost)
@@ -706,20 +734,24 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Record:
-    """One run of one command. ``config`` is the resolved config as plain data; ``created`` is UTC, ISO 8601.
+    """One run of one command.
 
-    ``steps`` are those that have ended, of all optimizers; of a long run some are left out: ``left_out`` counts those
-    of them that were not healthy. ``interrupted`` says that the run was stopped before its last step, ``error`` what
-    the workload raised, if that stopped it; ``steps`` has what was seen by then. ``scales_gradients`` says that the
-    loss is made of gradients at the loss scale, as of a penalty: then it may be lost at one scale, and not at a lower
-    one.
-    ``config_folder`` is what the config's paths are relative to, itself relative to where the run was started.
-    ``planned_steps`` is how many were asked for; ``groups`` names every parameter group in order.
-    ``checks`` test a range profile: its step in bfloat16, in which it was measured; then in FP16 at a loss scale that
-    it allows, or in FP32 where it is not finite in bfloat16. A step that runs in bfloat16 is tried in FP16 with ever
-    more pins, up to a set that cures it, and has ``readiness``.
-    ``asked`` has by whose word which precision was asked for, as ``config.dtype``: bfloat16.
-    ``listings`` are the files that sites and findings name, or of long ones the lines around those.
+    Attributes:
+        created: UTC, ISO 8601.
+        config: the resolved config as plain data.
+        steps: the completed steps of all optimizers. A long run omits some, and ``left_out`` counts the unhealthy.
+        checks: replays that test a range profile. The first is in bfloat16, the format of the measurement. If it is
+            finite, the second is in FP16 at an allowed loss scale, else in FP32. A bfloat16 step is replayed in FP16
+            with more and more pins, until it is finite.
+        asked: the requested precision by its source, as ``config.dtype``: bfloat16.
+        listings: the files that sites and findings name. Of a long file only the lines around those.
+        groups: the name of every parameter group, in order.
+        planned_steps: the requested number of steps.
+        scales_gradients: the loss is computed from scaled gradients, as for a gradient penalty. Such a loss can be lost
+            at one loss scale and finite at a lower one.
+        interrupted: the run was stopped before its last step. ``steps`` has the steps until then.
+        error: the error of the workload, if it stopped the run.
+        config_folder: the base of the config's paths. The path is relative to the start folder of the run.
     """
 
     command: str
@@ -762,83 +794,83 @@ class Record:
 
     @property
     def faults(self) -> tuple[Finding, ...]:
-        """The findings that are more than information."""
+        """The findings that are not only information."""
         return tuple(finding for finding in self.findings if finding.severity != "info")
 
     @property
     def half_weights(self) -> tuple[str, ...]:
-        """The half dtypes that weights which an optimizer trains are stored in."""
+        """The half dtypes in which trained weights are stored."""
         return tuple(sorted({name for kind in self.dtypes for name in kind.stored} & HALF_NAMES))
 
     @property
     def steps_run(self) -> int:
-        """How many steps have ended of the optimizer that has stepped the most, as often as the loop has gone round: of
-        a long run ``steps`` leaves some out, but never the last."""
+        """The number of completed steps of the optimizer with the most steps: the iterations of the loop. It
+        includes the steps that a long run omits, because ``steps`` always has the last one."""
         return max((step.iteration + 1 for step in self.steps), default=0)
 
     @property
     def scaled_steps(self) -> tuple[Step, ...]:
-        """The steps whose loss a scaler has scaled; all of them where none has."""
+        """The steps with a scaler; all steps if there is none."""
         return tuple(step for step in self.steps if step.scaler) or self.steps
 
     @property
     def steps_skipped(self) -> int:
-        """How many steps were skipped, those that are left out as well."""
+        """The number of skipped steps, including omitted steps."""
         return sum(step.skipped for step in self.steps) + self.left_out.skipped
 
     @property
     def last_failing_step(self) -> int:
-        """The number of the last step that was skipped or lost its loss; 0 of none."""
+        """The number of the last step that was skipped or has a non-finite loss; 0 if there is none."""
         return max((one.step for one in self.steps if one.skipped or not math.isfinite(one.loss)), default=0)
 
     def whose(self, part: Record) -> str:
-        """The optimizer of which a part of the record is, to be said behind what that counts; "" of the only one."""
+        """Return the suffix that names the optimizer of ``part``; "" if the record has only one optimizer."""
         return f" of optimizer {part.steps[0].optimizer}" if len(self.timelines) > 1 else ""
 
     @property
     def has_masters(self) -> bool:
-        """Float32 copies of half weights were found: those are half on purpose."""
+        """True if float32 copies of half weights were found, so that half weights are intended."""
         return any(one.masters for one in self.dtypes)
 
     @property
     def captures(self) -> tuple[str, ...]:
-        """The captures that a script's run has made, as it wrote their paths."""
+        """The capture files of a script's run, with the paths as the run wrote them."""
         return tuple(self.script.captures) if self.script is not None else ()
 
     @property
     def pin_names(self) -> tuple[str, ...]:
-        """Its pins, as the config takes them; a line outside of the modules has no name."""
+        """The pins as the config takes them. Pinned lines outside modules have no name."""
         return tuple(pin.name for pin in self.pins if pin.source is None)
 
     @property
     def exit_code(self) -> int:
-        """The exit code that a script ended with; 0 of a config."""
+        """The exit code of the script; 0 for a config."""
         return self.script.exit_code if self.script is not None else 0
 
     @property
     def rank(self) -> int:
-        """That of the process of a script; 0 of a config."""
+        """The rank of the script's process; 0 for a config."""
         return self.script.rank if self.script is not None else 0
 
     @property
     def ledger(self) -> Updates:
-        """The ledger of updates; an empty one where none was kept."""
+        """The ledger of updates; an empty one if none was kept."""
         return self.updates or Updates(0)
 
     @property
     def roots(self) -> tuple[RootModel, ...]:
-        """The models that the names of its pins begin with, where a script has several."""
+        """The models that prefix the names of the pins, if a script has several models."""
         return self.search.roots if self.search is not None else ()
 
     @property
     def took_no_step(self) -> bool:
-        """Every step that ended was skipped: the weights are those of the start."""
+        """True if every completed step was skipped, so that the weights never changed."""
         return bool(self.steps) and all(step.skipped for step in self.steps)
 
     @property
     def timelines(self) -> tuple[Record, ...]:
-        """The record once for each optimizer, with the steps of that one and their replays, the one that was skipped
-        most first. A replay of a step that never ended is in all of them."""
+        """One record for each optimizer with only its steps and their replays, most skipped steps first. Each
+        contains the replays of a step that never ended."""
         rows: dict[int, list[Step]] = {}
         for step in self.steps:
             rows.setdefault(step.optimizer, []).append(step)

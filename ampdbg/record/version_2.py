@@ -1,4 +1,5 @@
-"""Records of version 2 in today's form; what is damaged in them stays so, for the reader to name."""
+"""Conversion of version 2 records to the current form. Damaged parts stay as they are, so that the reader names
+them."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ DAMAGED = AttributeError, KeyError, TypeError, ValueError
 
 
 def upgraded(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The plain data of a record of version 2 in today's form."""
+    """Return the plain data of a version 2 record in the current form."""
     fields = dict(record)
     for name, upgrade in UPGRADES.items():
         with contextlib.suppress(*DAMAGED):
@@ -22,7 +23,8 @@ def upgraded(record: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def upgraded_investigation(made: Any) -> Any:
-    """An investigation of version 2, in which the role of a replay was its place in one list."""
+    """Return a version 2 investigation in the current form. Version 2 has all replays in one list, in the order of
+    roles."""
     with contextlib.suppress(*DAMAGED):
         low, *others = made["replays"]
         fp32, *others = others or [None]
@@ -38,4 +40,5 @@ def upgraded_investigation(made: Any) -> Any:
 
 UPGRADES = {"investigations": upgraded_investigation}
 OUTCOMES = {"spoilt-input": "not-reproduced"}
-"""Of a step that might have computed its own inputs no replay showed anything."""
+"""Current names of version 2 outcomes. A step with ``spoilt-input`` may have computed its own inputs: replays showed
+nothing."""
