@@ -185,7 +185,7 @@ def _with_capture(given: Given, observer: Observer, command: CaptureCommand, **o
 
 
 def ranges(config: str | Path | Given, *, observer: Observer = UNOBSERVED, **changes: Unpack[Changes]) -> Record:
-    """Measures the ranges of one step, by default the first; ``steps`` selects another step, counted from 1.
+    """Measures the ranges of one step, by default the first; ``steps`` names another one, counted from 1.
 
     The steps before it train as configured. The step itself runs in bfloat16, so that one overflow does not hide
     another; the weights do not change.
