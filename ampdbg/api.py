@@ -1,8 +1,8 @@
 """The commands as functions: each takes a config and returns a diagnosed Record. None of them prints a report.
 
-Each takes the path of a YAML config, or of a record, whose config is rerun in the folder where the record was made. The
-keywords ``steps``, ``device``, ``policy`` and ``seed`` replace keys of the config. ``overrides`` replaces any key
-("dotted.key=YAML value"). ``observer`` is called as the run proceeds.
+Each takes the path of a YAML config, or of a record. A record's config is rerun, in the folder where the record was
+made. The keywords ``steps``, ``device``, ``policy`` and ``seed`` replace keys of the config. ``overrides`` replaces any
+key ("dotted.key=YAML value"). ``observer`` is called as the run proceeds.
 
 All of them raise:
     ConfigError: the config is missing or holds mistakes.

@@ -162,8 +162,7 @@ class Document:
         return self._bindings[home][name.id] if home is not None else []
 
     def origin(self, node: ast.AST, depth: int = 4) -> str:
-        """Return the imported object that a name means: ``torch.cuda.amp.autocast`` for ``ac``; "" if there is none, or
-        several."""
+        """Return the imported object of a name: ``torch.cuda.amp.autocast`` for ``ac``; "" if none or several."""
         if isinstance(node, ast.Attribute):
             base = self.origin(node.value, depth)
             return canonical(f"{base}.{node.attr}") if base else ""
@@ -184,7 +183,7 @@ class Document:
         return canonical(binder.name if binder.asname else name)
 
     def _of_star(self, name: str) -> str:
-        """Return the object that ``from apex.fp16_utils import *`` may have bound; "" if several imports could have."""
+        """Return what ``from apex.fp16_utils import *`` may have bound; "" if several imports could have."""
         stars = [one.module or "" for one in self.find(ast.ImportFrom) if one.names[0].name == "*"]
         return f"{stars[0]}.{name}" if len(stars) == 1 and not hasattr(builtins, name) else ""
 
@@ -383,8 +382,7 @@ def canonical(origin: str) -> str:
 
 
 def _same(found: set[str]) -> str:
-    """Return the one object that several origins name in different torch versions, else "". A fallback of None is
-    ignored."""
+    """Return the one object that origins name in different torch versions, else ""; a fallback of None is ignored."""
     known = {one for one in found if one}
     last = {one.rpartition(".")[2] for one in known}
     return max(known, key=len) if len(last) == 1 and all(".amp." in one for one in known) else ""

@@ -40,8 +40,7 @@ def removed(document: Document, statement: ast.stmt) -> Edit:
 
 
 def is_movable(document: Document, statements: Sequence[ast.stmt]) -> bool:
-    """True if adjacent statements can be indented or dedented: they have their own lines and no string over several
-    lines."""
+    """True if adjacent statements can be moved: they have their own lines, and no string over several lines."""
     strings = (node for one in statements for node in ast.walk(one) if isinstance(node, (ast.Constant, ast.JoinedStr)))
     return document.has_own_lines(statements[0], statements[-1]) and not any(
         node.lineno != node.end_lineno and ("'''" in document.source(node) or '"""' in document.source(node))
@@ -70,7 +69,7 @@ def indented(document: Document, statements: Sequence[ast.stmt], head: str, by: 
 
 
 def with_keyword(document: Document, call: ast.Call, name: str, value: str) -> Edit:
-    """Return an edit that gives a call this keyword argument; of an existing pair the first element stays."""
+    """Return an edit that gives a call this keyword argument; of an existing pair the first value stays."""
     known = argument(call, name)
     if isinstance(known, ast.Tuple):
         return replaced(document, known.elts[-1], str(ast.literal_eval(value)[-1]))

@@ -183,10 +183,10 @@ def is_ignored(document: Document, hit: RuleHit) -> bool:
 def findings_of(
     path: str, source: SourceText, rules: Sequence[Rule], settings: Settings
 ) -> Iterator[tuple[LintFinding, bool]]:
-    """Yield the findings of a text, each with True if it is a finding only in a project that trains in half.
+    """Yield the findings of a text, each with True if it counts only in a project that trains in half.
 
     Raises:
-        SyntaxError, ValueError, RecursionError, MemoryError: Python cannot parse it.
+        SyntaxError, ValueError, RecursionError, MemoryError: Python cannot parse the text.
     """
     document = Document(source.text)
     for hit in hits_of(document, rules, settings):

@@ -81,8 +81,8 @@ class Facts:
         return self._kinds[key]
 
     def _is_made(self, kind: Traced, node: ast.AST) -> bool:
-        """True if every value of the variable is of the kind. A call that takes it, as ``amp.initialize``, returns the
-        same kind."""
+        """True if every value of the variable is of the kind; ``amp.initialize`` and the like return the kind they
+        take."""
         key, values = self.document.key(node), self.document.values(node)
         made = [one for one in values if not isinstance(one, ast.Call) or key not in map(self.document.key, one.args)]
         return bool(made) and all(self._is(kind, value) for value in made)

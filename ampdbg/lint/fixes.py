@@ -33,9 +33,10 @@ def fixed(text: str, hits_of: Callable[[Document], Sequence[RuleHit]]) -> str:
 
 
 def edits_f_string(document: Document, hit: RuleHit) -> bool:
-    """True if the fix of a hit would change an f-string, where Pythons before 3.12 have no exact place of a node.
+    """True if the fix of a hit would change an f-string.
 
-    They also reject some text in it. An edit that only moves a line changes no string.
+    Pythons before 3.12 have no exact place of a node in it, and reject some text. An edit that only moves a line
+    changes no string.
     """
     edits = hit.fix.edits if hit.fix is not None else ()
     spans = list(map(document.span, document.find(ast.JoinedStr)))

@@ -58,8 +58,7 @@ class Rule:
 
     ``since`` is the first torch version in which the code is wrong: a project that allows an older one gets no finding.
 
-    In an example of ``invalid`` each line with a hit ends with ``# <-`` and its code. Examples of ``valid`` have no
-    hits.
+    In an example of ``invalid`` each line with a hit ends with ``# <-`` and its code. Those of ``valid`` have none.
     """
 
     codes: tuple[str, ...]

@@ -143,7 +143,7 @@ def source_of(path: str, content: bytes) -> SourceText:
 
 
 def _notebook(content: bytes) -> SourceText:
-    """Return the code cells, each below a comment with its number, so that a fix can be written back to the cell."""
+    """Return the code cells, each below a comment with its number, so that fixes can be written back."""
     try:
         notebook = content.decode("utf-8")
         cells = [(number, "".join(cell["source"])) for number, cell in enumerate(json.loads(notebook)["cells"], start=1)

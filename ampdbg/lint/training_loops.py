@@ -23,8 +23,7 @@ STEPS = ("step", "bare step")
 
 @dataclass(frozen=True)
 class LoopCall:
-    """A call of a training loop. ``about`` has the source text of its optimizers; ``clears`` is True if it clears
-    gradients.
+    """A call of a training loop; ``about`` are its optimizers in the source, ``clears`` is True if it clears gradients.
 
     After a call of ``kind`` None nothing is known of gradients: it clears them, or is user code that may do anything.
     """
@@ -46,7 +45,7 @@ class LoopHit:
 
 @dataclass(frozen=True, eq=False)
 class TrainingLoop:
-    """The smallest piece of code that has all the calls of a function: a loop, or the whole function."""
+    """The smallest code with all the calls of a function: a loop, or the whole function."""
 
     facts: Facts
     unit: ast.AST
@@ -65,7 +64,7 @@ class TrainingLoop:
         return tuple(dict.fromkeys(known))
 
     def hits(self, of_windows: str) -> Iterator[LoopHit]:
-        """Yield the misuses on every path that has the call to blame; ``of_windows`` is the code of accumulation
+        """Yield the misuses on every path with the call to blame; ``of_windows`` is the code of accumulation
         windows."""
         named = {text.partition(".")[0] for call in self.calls for text in (*call.about, call.scaler)}
         changing = changed_names(self.node)
@@ -92,7 +91,7 @@ class TrainingLoop:
         return found
 
     def _sure(self, pairs: Sequence[tuple[Way[LoopCall], Way[LoopCall]]], of_windows: str) -> Iterator[LoopHit]:
-        """Yield the hits on every path that runs the call to blame; for an accumulation window, those on any path."""
+        """Yield the hits on every path with the call to blame; for an accumulation window, those on any path."""
         runs = [(self._judged(first.events + second.events), set(second.events)) for first, second in pairs]
         for hit in dict.fromkeys(hit for hits, _ in runs for hit in hits):
             ran = [hits for hits, events in runs if hit.call in events]
@@ -151,8 +150,7 @@ def _written_by(after: Sequence[LoopCall], places: dict[str, int]) -> tuple[int,
 def _with_amp(
     pairs: Sequence[tuple[Values, Way[LoopCall], Way[LoopCall]]],
 ) -> Iterator[list[tuple[Way[LoopCall], Way[LoopCall]]]]:
-    """Group the pairs by conditions that last through the loop. Yield the groups with most scaler calls: with AMP
-    on."""
+    """Group the pairs by conditions that last through the loop; yield the groups with most scaler calls: AMP is on."""
     groups: dict[tuple[tuple[str, bool], ...], list[tuple[Way[LoopCall], Way[LoopCall]]]] = {}
     for values, first, second in pairs:
         groups.setdefault(tuple(sorted(values.items())), []).append((first, second))
@@ -166,8 +164,7 @@ def _with_amp(
 
 
 def training_loops(facts: Facts) -> Iterator[TrainingLoop]:
-    """Yield every function, and the module, that has a scaler's backward pass and step, unless it hides part of
-    them."""
+    """Yield every function, and the module, with a scaler's backward pass and step, if it hides no part of them."""
     document = facts.document
     by_unit: dict[ast.AST, list[LoopCall]] = {}
     for node in document.calls:
@@ -187,8 +184,7 @@ def training_loops(facts: Facts) -> Iterator[TrainingLoop]:
 
 
 def _helpers(document: Document, by_unit: Mapping[ast.AST, Sequence[LoopCall]]) -> set[str]:
-    """Return the names of the file's functions that make such calls or write ``.grad``, themselves or in functions they
-    call."""
+    """Return the names of the file's functions that make such calls, write ``.grad``, or call one that does."""
     known = {unit for unit, calls in by_unit.items() if any(call.kind is not None or call.clears for call in calls)}
     found = {made.name for made in document.definitions if made in known or _WRITTEN.search(ast.unparse(made))}
     called = [(document.function(call), _name(call)) for call in document.calls]

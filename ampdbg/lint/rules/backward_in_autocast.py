@@ -36,7 +36,7 @@ _COMPUTES = re.compile(r"(model|net|forward|loss_fn|criterion)$")
 
 
 def _fix(facts: Facts, call: ast.Call) -> Fix | None:
-    """Return a fix that moves the backward pass and the rest of the block out of it, if all of it can leave."""
+    """Return a fix that moves the backward pass and the rest of its block out, if all can leave."""
     document = facts.document
     statement = document.statement(call)
     match document.parents[statement]:

@@ -51,8 +51,7 @@ _ASKS = ("torch.__version__", 'hasattr(torch, "amp', "hasattr(torch.amp", "TORCH
 
 
 def _is_for_several(document: Document, uses: Sequence[ast.expr]) -> bool:
-    """True if a ``try`` or ``if`` guards the import or also uses torch.amp, or if the file checks the version of
-    torch."""
+    """True if ``try`` or ``if`` guards the import or surrounds torch.amp, or the file checks torch's version."""
     texts = ((node, ast.unparse(node)) for node in document.imports)
     imports = [node for node, text in texts if "amp" in text and "torch" in text]
     choices = (one for node in uses for one in document.around(node) if isinstance(one, (ast.Try, ast.If, ast.IfExp)))

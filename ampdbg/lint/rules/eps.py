@@ -1,4 +1,4 @@
-"""An eps that float16 rounds to zero, added to a tensor that is certainly half, in a divisor, a logarithm or a root."""
+"""An eps that float16 rounds to zero, added to a certainly half tensor, in a divisor, logarithm or root."""
 
 from __future__ import annotations
 

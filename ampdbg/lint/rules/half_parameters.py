@@ -35,8 +35,7 @@ def check(facts: Facts) -> Iterator[RuleHit]:
 
 
 def _made_half(facts: Facts, model: ast.expr, before: ast.Call) -> ast.AST | None:
-    """Return the call that certainly makes the model half before the optimizer, if no call in between makes it wide
-    again."""
+    """Return the call that certainly makes the model half before the optimizer; None if it is wide again."""
     document = facts.document
     unit, key = document.unit(before), document.key(model)
     found: ast.AST | None = None
@@ -64,8 +63,7 @@ def _is_of(facts: Facts, owner: ast.AST, key: tuple[object, str], call: ast.Call
 
 
 def _moves(whole: ast.AST) -> Iterator[ast.AST]:
-    """Yield the value, and the expressions that it moves or sets to training: ``Net().half()`` of
-    ``Net().half().cuda()``."""
+    """Yield the value, and what it moves or sets to training: ``Net().half()`` of ``Net().half().cuda()``."""
     inner: ast.AST | None = whole
     while inner is not None:
         yield inner
