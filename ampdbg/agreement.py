@@ -21,9 +21,8 @@ NOISE_FLOORS = 4.0
 """A difference of at most this many noise floors is still noise."""
 
 NOTHING_IN_COMMON = 1.0
-"""The distance of zero gradients from FP32's, as a share of the norm of FP32's. If rounded weights move FP32 itself
-this far, its gradients are noise, and no distance from them shows anything. A BatchNorm over two nearly equal values
-does that."""
+"""The distance of zero gradients from FP32's, in norms of FP32's. If rounded weights move FP32 itself this far, its
+gradients are noise and prove nothing. A BatchNorm over two nearly equal values does that."""
 
 GRADIENT_DOUBT = 0.1
 """Gradients further from FP32's than this share of their norm, and far beyond the noise floor, are worth a warning."""
@@ -64,8 +63,7 @@ def agrees(low: Replay, fp32: Replay, floor: Replay | None) -> bool:
 def losses_agree(low: Replay, fp32: Replay, floor: Replay | None) -> bool:
     """True if the loss is within the noise of FP32's.
 
-    A loss near zero may be a difference of values near 1, such as 1 - similarity. Half precision rounds each value
-    once.
+    A loss near zero may be a difference of values near 1, such as 1 - similarity. Half rounds each of them once.
     """
     noise = abs(floor.loss - fp32.loss) if floor else 0.0
     rounding = 2.0 ** -FORMATS.get(low.dtype, FLOAT16).precision

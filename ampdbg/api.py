@@ -1,10 +1,10 @@
-"""The commands as functions: each takes a config and returns a diagnosed Record. None of them prints a report.
+"""The commands as functions: each takes a config and returns a diagnosed Record, and prints no report.
 
-Each takes the path of a YAML config, or of a record. A record's config is rerun, in the folder where the record was
-made. The keywords ``steps``, ``device``, ``policy`` and ``seed`` replace keys of the config. ``overrides`` replaces any
-key ("dotted.key=YAML value"). ``observer`` is called as the run proceeds.
+Each takes the path of a YAML config, or of a record to rerun in the folder where it was made. The keywords ``steps``,
+``device``, ``policy`` and ``seed`` replace keys of the config. ``overrides`` replaces any key ("dotted.key=YAML
+value"). ``observer`` is called as the run proceeds.
 
-All of them raise:
+All commands raise:
     ConfigError: the config is missing or holds mistakes.
     RecordError: the record cannot be read.
     WorkloadError: a target cannot be found or used.
@@ -248,7 +248,7 @@ def cost(
     """Trains at each level of precision in turn, and compares how they train and what a step costs.
 
     The record holds the comparison in ``costs``. The levels are FP32, O1, O1 with pins, O2, O3, and autocast in
-    bfloat16. The pins are those of the config and of a given record.
+    bfloat16. The pins come from the config and a given record.
 
     Args:
         config: a config or a record.
@@ -325,7 +325,6 @@ def suggest_fp32(
 
 
 def _start(given: Given, script: ScriptRun, *, emulate: bool) -> Start:
-    """Return how to restart the script of a record or a capture."""
     from ampdbg.script.capture import Capture, start_in_this_folder
     from ampdbg.script.launch import Start
 

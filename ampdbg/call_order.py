@@ -22,8 +22,7 @@ class Call(NamedTuple):
         kind: ``step`` is the scaler's. ``bare step`` is the optimizer's own, within which no scaler has stepped its
             parameters. ``grad`` is ``torch.autograd.grad``.
         step: the current optimizer step, counted from 0.
-        optimizers: the places of the optimizers that the call concerns; for ``backward`` those whose gradients it
-            wrote.
+        optimizers: the places of the optimizers that the call uses; for ``backward`` those that it wrote gradients of.
         line: file, line number and function, if they are known.
         actor: the number of the scaler, or for ``schedule`` of the scheduler, counted from 1. 0 for a ``backward`` or
             ``grad`` from a loss that no scaler has scaled.
@@ -34,7 +33,7 @@ class Call(NamedTuple):
         lowered_to: the 16-bit dtypes in the loss's graph; empty if the graph was not searched.
         is_plain: for ``backward``, no visible code has scaled the loss, while a scaler is in use.
         creates_graph: the gradients can be part of a loss.
-        skipped: the scaler withheld the step; for a ``bare step``, that it wrote gradients known to be non-finite.
+        skipped: the scaler withheld the step; a ``bare step`` wrote gradients known to be non-finite.
         raised: the message of the exception that the call raised.
     """
 
@@ -120,14 +119,15 @@ class CallOrder:
         self.gradients: list[GradientState] = []
         self.progress: list[StepCount] = []
         self.doubtful: set[int] = set()
-        """The optimizers that stepped on gradients which seem added to used ones. From then on the caller checks if the
-        used gradients were zero. Others need no check, such as a discriminator's that a generator's loss reaches."""
+        """The optimizers that stepped after a backward pass added to used gradients. From then on the caller checks if
+        the used gradients were zero. Other optimizers are never checked: a generator's loss also adds to a
+        discriminator's."""
         self.penalty: Call | None = None
         self.scale_is_known = False
         self.bare = False
 
     def add_optimizer(self) -> None:
-        """Add an optimizer, whose place is after the earlier optimizers."""
+        """Add an optimizer; its place is the number of optimizers before it."""
         self.gradients.append(GradientState())
         self.progress.append(StepCount())
 
@@ -136,7 +136,7 @@ class CallOrder:
         return tuple(RULES[call.kind](self, call))
 
     def carries_scale(self, optimizer: int) -> int:
-        """Return the number of the scaler whose loss scale the optimizer's gradients are known to carry, or 0."""
+        """Return the number of the scaler whose scale the optimizer's gradients are known to carry, or 0."""
         held = self.gradients[optimizer]
         return held.scaled.actor if held.scaled and not held.by_hand else 0
 

@@ -34,8 +34,7 @@ class Watched:
         self._watch = watch(model, optimizers, captures=self._captures).start()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Stop the watch, write its record to ``.ampdbg`` and its report to stderr. Do nothing if no watch has
-        begun."""
+        """Stop the watch, write its record to ``.ampdbg`` and its report to stderr; do nothing without a watch."""
         watch, self._watch = self._watch, None
         if watch is None:
             return
@@ -55,14 +54,12 @@ def lightning_callback(captures: str | Path | None = CAPTURES) -> Any:
     base: Any = importlib.import_module("lightning" if has_new_name else "pytorch_lightning").Callback
 
     class LightningWatch(base):  # type: ignore[misc]
-        """Watches ``fit``."""
-
         def __init__(self) -> None:
             super().__init__()
             self._watched = Watched(captures)
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            if trainer.optimizers:  # without an optimizer there is no step to watch
+            if trainer.optimizers:  # without an optimizer nothing steps
                 self._watched.begin(pl_module, trainer.optimizers)
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -79,8 +76,6 @@ def transformers_callback(captures: str | Path | None = CAPTURES) -> Any:
     base: Any = importlib.import_module("transformers").TrainerCallback
 
     class TrainerWatch(base):  # type: ignore[misc]
-        """Watches ``train``."""
-
         def __init__(self) -> None:
             self._watched = Watched(captures)
 

@@ -26,7 +26,7 @@ FUSED_ATTENTION_NOTE = (
 
 
 def choose_device(asked: str) -> torch.device:
-    """Return the device of ``train.device``; ``auto`` is the current GPU, or the CPU if there is no GPU.
+    """Return the device of ``train.device``; ``auto`` is the current GPU, or the CPU without a GPU.
 
     Raises:
         WorkloadError: the config names a GPU that this machine does not have.
@@ -84,7 +84,7 @@ def environment_of(device: torch.device, policy: str, *, emulated: bool, notes: 
 
 
 def _flags() -> dict[str, bool]:
-    """Return torch's settings for matrix products at startup, by name, without those that this version lacks."""
+    """Return torch's settings for matrix products at startup, by name, if this version of torch has them."""
     owners = {"cuda.matmul": torch.backends.cuda.matmul, "cudnn": torch.backends.cudnn}
     names = ("allow_tf32", "allow_fp16_reduced_precision_reduction", "allow_fp16_accumulation")
     settings = {f"{place}.{name}": getattr(owner, name, None) for place, owner in owners.items() for name in names}
@@ -118,7 +118,7 @@ QUESTIONS: Mapping[str, Callable[[], Any]] = {
     "kernels": torch.cuda.get_arch_list,
     "device": lambda: str(choose_device("auto")),
 }
-"""Questions to the driver come last: if one of them hangs, the others have been answered."""
+"""Questions to the driver come last: if one hangs, the questions before it have been answered."""
 
 
 def answer() -> None:

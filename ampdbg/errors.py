@@ -30,7 +30,7 @@ def named_error(error: BaseException) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return why the system refuses an operation, without the path in ``str``; for other errors the first line."""
+    """Return why the system refuses an operation, without the path in ``str``; else the first line of the message."""
     reason: str | None = getattr(error, "strerror", None)
     return reason or first_line(error)
 

@@ -30,7 +30,7 @@ def printable(text: str, but: str = "") -> str:
 
 
 def harmless(thing: T, folder: str = "", but: str = "") -> T:
-    """Return ``thing``, which is a text or data with texts, with every text :func:`printable`.
+    """Return ``thing``, a text or data that holds texts, with every text :func:`printable`.
 
     Files below ``folder`` are named relative to it. With a ``folder``, files of installed packages are named by their
     package: ``transformers/models/opt/modeling_opt.py``.

@@ -50,10 +50,9 @@ def free_path(folder: Path, begin: str, end: str) -> Path:
 
 @contextlib.contextmanager
 def staged_file(path: Path, content: bytes) -> Iterator[Path]:
-    """Yield a temporary file with ``content`` in the folder of ``path``; remove it afterwards, and abandoned ones
-    before.
+    """Yield a temporary file with ``content`` beside ``path``, and remove it afterwards.
 
-    It has the permissions of ``path``, or those of a new file if ``path`` is missing or a link.
+    It has the permissions of ``path``, or a new file's if that is missing or a link. Abandoned files are removed first.
 
     Raises:
         OSError: the folder cannot be written, or the disk is full; the error names ``path``.
@@ -145,10 +144,9 @@ def read_file(path: Path, most: int) -> bytes:
 
 
 def obstacle(path: Path) -> str:
-    """Return what prevents a file from being written to ``path``, such as "a folder"; "" if it can be written.
+    """Return what prevents writing to ``path``, such as "a folder"; "" if nothing does.
 
-    A pipe would wait for its reader. A device is allowed, and the pipe that is stdout, whose resolved path does not
-    exist.
+    A pipe would wait for its reader. A device is allowed, and so is stdout as a pipe: its path does not resolve.
     """
     real = os.path.realpath(path)
     if os.path.islink(real):

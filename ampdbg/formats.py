@@ -120,7 +120,7 @@ def scale_floor(exponents: Exponents, lost: float = 0.01, fmt: FloatFormat = FLO
     """Return the smallest power of two by which values must be multiplied so that ``fmt`` keeps their energy.
 
     Energy is the sum of squares; at most the share ``lost`` may be flushed to zero. Values of one exponent count alike.
-    A value is kept if it lies above half the smallest subnormal. Return 0 if there is no value.
+    A value is kept if it lies above half the smallest subnormal. Return 0 without values.
     """
     energies = [count * math.ldexp(1.0, 2 * (exponents.lowest + i)) for i, count in enumerate(exponents.counts)]
     allowed = lost * math.fsum(energies)

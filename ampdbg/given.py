@@ -24,7 +24,7 @@ NO_CONFIG = "a watched loop has no config; give one"
 
 
 class Changes(TypedDict, total=False):
-    """Replacements for keys of a config: four keys by name, any others as ``"dotted.key=YAML value"``."""
+    """Replacements for keys of a config: four keys by name, any key as ``"dotted.key=YAML value"``."""
 
     steps: int | None
     device: str | None
@@ -105,10 +105,10 @@ def read_given(
 ) -> Given:
     """Read the config or the module file; exactly one must be given.
 
-    A ``config`` may be a record (``.json``), whose config is used. The paths in it are relative to the folder where the
+    A ``config`` may be a record (``.json``); its config is used. Paths in it are relative to the folder where the
     record was made, which must be the current folder. It may also be a capture (``.safetensors``), or the record of a
     script that has captures. Then ``script``, a command line for a shell, replaces the captured one. With
-    ``takes_weights`` it may be the record of a script without captures whose weights are half.
+    ``takes_weights`` it may also be the record of a script with half weights and without captures.
 
     Raises:
         ConfigError: both or none are given, or they have mistakes; the message lists all mistakes.

@@ -25,7 +25,7 @@ class Observer:
         """A script has ended within the step of this number, which is about to be replayed."""
 
     def search(self, modules: tuple[str, ...]) -> None:
-        """A search for pins begins or restarts over modules of these names, in the order of their first calls."""
+        """A search for pins begins or restarts over the named modules, in the order of their first calls."""
 
     def trial(self, trial: Trial) -> None:
         """A trial of the search has ended."""

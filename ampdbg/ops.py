@@ -72,7 +72,7 @@ SOFTMAXES = _names("_softmax _log_softmax _safe_softmax softmax log_softmax")
 """Softmaxes, which make NaN of a row of only -inf. Such a row is a mask."""
 
 SATURATES = _names("exp exp2 sigmoid tanh erf relu")
-"""Ops whose finite result for an infinity is the result for any number beyond half, forward and backward."""
+"""Ops with the same finite result for an infinity as for any number beyond half, forward and backward."""
 
 CASTS = _names("_to_copy copy")
 """ATen ops that cast."""
@@ -125,7 +125,7 @@ CREATES = _names(
 """Functions that make a tensor, or a description of one, without the values of another tensor."""
 
 KEEPS_THE_REST = _names("_ctc_loss")
-"""Ops whose result is the first output, one loss a sample. The other outputs are for their own backward pass."""
+"""Ops with one loss a sample as their first output. Their other outputs are for their own backward pass."""
 
 TENSOR_METHODS = PRODUCTS | _names(
     """sum nansum mean prod std var norm softmax log_softmax logsumexp exp exp2 expm1 log log2 log10 log1p sqrt rsqrt

@@ -14,8 +14,7 @@ UNPARSABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
 def syntax_tree(source: str | bytes, *, mode: str = "exec") -> ast.AST:
     """Parse as ``ast.parse`` does, which fails at random before Python 3.13 while another thread parses.
 
-    Both threads count their depth in one place (https://github.com/python/cpython/issues/106905). A new try restarts
-    it.
+    Both threads count their depth in one place (https://github.com/python/cpython/issues/106905). A retry resets it.
 
     Raises:
         SyntaxError, ValueError: as ``ast.parse``.

@@ -61,7 +61,7 @@ def command(
 
     compared = Comparison(read_record(then), read_record(now), within)
     ran, other = compared.then.command, compared.now.command
-    if ran != other:  # the same code means different things in two commands
+    if ran != other:  # the same code has different meanings in two commands
         raise RecordError(
             f"{then} comes from ampdbg {ran} and {now} from ampdbg {other}; compare takes two records of the same "
             "command"

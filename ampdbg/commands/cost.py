@@ -1,4 +1,4 @@
-"""``ampdbg cost``: compare the levels of precision: which of them train, and the cost of a step at each."""
+"""``ampdbg cost``: compare the levels of precision: how each trains, and what a step costs."""
 
 from __future__ import annotations
 

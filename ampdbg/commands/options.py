@@ -181,7 +181,6 @@ class RunOptions:
 
     @property
     def changes(self) -> Changes:
-        """The changes to the config."""
         return {
             "overrides": self.settings or (),
             "steps": self.steps,

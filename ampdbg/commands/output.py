@@ -163,7 +163,6 @@ class Saved:
             raise self.failures[what]
 
     def say_failures(self) -> None:
-        """Print a warning for each failure."""
         for what, failure in sorted(self.failures.items()):
             option = "--html" if what == "page" else "--record"
             say(f"warning: no {what} was written: {failure}; choose another place with {option} FILE")

@@ -25,7 +25,7 @@ REFRESH_SECONDS = 0.1
 PLAIN_LINES = 10
 
 EVERY_LINE = 20
-"""Without a terminal this many trials have a line each, later ones every tenth, then every hundredth."""
+"""Without a terminal this many first trials have a line each, then every tenth, then every hundredth."""
 
 
 @contextlib.contextmanager

@@ -180,7 +180,7 @@ def _log_beside(record: Path | None) -> Path | None:
 
 
 def _show_report(seen: Record, typed: Typed) -> None:
-    """Print the report. Of several processes only the first prints it; each other one prints its first finding."""
+    """Print the report; of several processes only the first prints it, and the rest print their first finding."""
     if seen.rank == 0:
         say(written(seen, typed, look_of(sys.stderr), "text").rstrip("\n"))
     for found in seen.findings[:1] if seen.rank else ():

@@ -27,7 +27,7 @@ _Node = TypeVar("_Node", bound=ast.AST)
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)?")
 
 HOMES = re.compile(r"(?<=\.amp\.)(?:autocast_mode|grad_scaler|common)\.")
-"""The private modules whose contents torch.amp and torch.cuda.amp export."""
+"""The private modules from which torch.amp and torch.cuda.amp export."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Document:
             stack.extend(reversed(below))
 
     def find(self, *kinds: type[_Node]) -> list[_Node]:
-        """Return all nodes of these kinds, in the order of the text."""
+        """Return all nodes of the given kinds, in the order of the text."""
         found: list[_Node] = [node for kind in kinds for node in self._kinds.get(kind, ())]  # type: ignore[misc]
         return found if len(kinds) == 1 else sorted(found, key=_place)
 
@@ -97,7 +97,7 @@ class Document:
         return self.find(ast.Call)
 
     def owners(self, *names: str) -> list[ast.expr]:
-        """Return the expressions on which methods of these names are called."""
+        """Return the expressions on which methods of the given names are called."""
         return [owner for call in self.calls if (owner := method(call, *names)) is not None]
 
     # Nodes around a node
@@ -108,7 +108,7 @@ class Document:
             yield (node := above)
 
     def nearest(self, node: ast.AST, *kinds: type[_Node]) -> _Node | None:
-        """Return the innermost node of these kinds around a node."""
+        """Return the innermost node of the given kinds around a node."""
         return next((one for one in self.around(node) if isinstance(one, kinds)), None)
 
     def statement(self, node: ast.AST) -> ast.stmt:
@@ -150,8 +150,7 @@ class Document:
         return bound
 
     def home(self, name: ast.Name) -> Scope | None:
-        """Return the scope that binds a name, or None if no line of the file does. A class binds only for its own
-        lines."""
+        """Return the scope that binds a name; None if the file has none. A class binds only for its own lines."""
         own = self.scopes[name]
         outer = (one for one in self.around(own) if isinstance(one, (*FUNCTIONS, ast.Lambda, ast.Module)))
         return next((scope for scope in (own, *outer) if name.id in self._bindings.get(scope, {})), None)
@@ -222,8 +221,7 @@ class Document:
     def values(self, node: ast.AST) -> list[ast.AST]:
         """Return every value that the file assigns to a name or an attribute, except None.
 
-        Imports and parameters are returned as their nodes. For an item that is never assigned, return the items that
-        the list or dict is created with.
+        Imports and parameters stay nodes. For an item that is never assigned, return the items of its list or dict.
         """
         found = (
             self.binders(node) if isinstance(node, ast.Name) else self._attributes.get(self._attribute_key(node), [])
@@ -284,7 +282,6 @@ class Document:
         return Span(start, self.offset(end_line, end_column))
 
     def source(self, node: ast.AST) -> str:
-        """Return the text of a node."""
         span = self.span(node)
         return self.text[span.start : span.end]
 
@@ -299,14 +296,12 @@ class Document:
         return self.text[self._starts[number - 1] : self._starts[min(number, len(self._starts) - 1)]].rstrip("\r\n")
 
     def lines(self, node: ast.AST) -> Span:
-        """Return the span of a node's whole lines, with the end of the last line. No other code may share these
-        lines."""
+        """Return the span of a node's whole lines, with the last line's end; no other code may share them."""
         first = min([node, *getattr(node, "decorator_list", ())], key=_place)
         return Span(self._starts[first.lineno - 1], self._starts[node.end_lineno])  # type: ignore[attr-defined]
 
     def has_own_lines(self, first: ast.stmt, last: ast.stmt | None = None) -> bool:
-        """True if only comments share the lines of a statement, or of adjacent statements from ``first`` to
-        ``last``."""
+        """True if only comments share the lines of a statement, or of the statements from ``first`` to ``last``."""
         end = last or first
         behind = self.text[self.span(end).end : self.lines(end).end].strip()
         before = self.text[self.lines(first).start : self.span(first).start]
@@ -365,7 +360,7 @@ def _bound(document: Document) -> Iterator[tuple[ast.AST, str, ast.AST]]:
 
 
 def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Split ``a, b = x, y`` into two assignments; any other target that is unpacked is assigned the whole value."""
+    """Split ``a, b = x, y`` into two assignments; assign the whole value to any other unpacked target."""
     if isinstance(target, (ast.Tuple, ast.List)):
         values = value.elts if isinstance(value, (ast.Tuple, ast.List)) else []
         if len(values) != len(target.elts):

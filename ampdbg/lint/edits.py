@@ -49,8 +49,7 @@ def is_movable(document: Document, statements: Sequence[ast.stmt]) -> bool:
 
 
 def dedented(document: Document, statements: Sequence[ast.stmt], by: str) -> list[Edit]:
-    """Return edits that dedent adjacent statements by ``by``, with the comments between them and right above the
-    first."""
+    """Return edits that dedent adjacent statements by ``by``, with the comments between and right above them."""
     first = statements[0].lineno
     while document.line(first - 1).strip().startswith("#"):
         first -= 1
@@ -88,5 +87,5 @@ def _line_starts(document: Document, start: int, end: int) -> list[int]:
 
 
 def indent_unit(document: Document, inner: ast.stmt, outer: ast.stmt) -> str:
-    """Return the indentation that a statement adds to that of the statement around it."""
+    """Return the indentation of ``inner`` beyond that of ``outer``, the statement around it."""
     return document.indent(inner)[len(document.indent(outer)) :]

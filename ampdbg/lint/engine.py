@@ -30,7 +30,7 @@ from ampdbg.record.findings import Severity
 from ampdbg.syntax_tree import UNPARSABLE
 
 ENOUGH_FOR_PROCESSES = 64
-"""Fewer files are linted before other processes have started."""
+"""With fewer files, other processes would start too late to help."""
 
 _IGNORE = re.compile(r"#\s*ampdbg:\s*ignore(?:\[([^\]]*)\])?")
 
@@ -71,8 +71,7 @@ class LintedFile:
 
 @dataclass(frozen=True)
 class Linted:
-    """The result of a run; ``files`` counts the linted files, ``in_half`` has the files of projects that train in
-    half."""
+    """The result of a run; ``files`` counts linted files, ``in_half`` has the files of projects that train in half."""
 
     findings: tuple[LintFinding, ...]
     files: int
@@ -84,7 +83,7 @@ def lint(paths: Sequence[str], settings: Settings) -> Linted:
     """Lint files and folders.
 
     Raises:
-        AmpdbgError: one of the paths does not exist, or none of them has anything to lint.
+        AmpdbgError: one of the paths does not exist, or there is nothing to lint.
     """
     below = list(files_below(paths, settings.exclude))
     if not below:
@@ -138,7 +137,6 @@ def lint_file(found: SourcePath, settings: Settings) -> LintedFile:
 
 
 def _problem(error: Exception) -> str:
-    """Return why a file could not be linted."""
     if isinstance(error, UnreadableSource):
         return str(error)
     if isinstance(error, SyntaxError) and error.lineno:
@@ -159,7 +157,7 @@ def wanted_rules(content: bytes, settings: Settings) -> tuple[Rule, ...]:
 
 
 def hits_of(document: Document, rules: Sequence[Rule], settings: Settings) -> list[RuleHit]:
-    """Return the hits of the rules in a document, without those that a comment ignores.
+    """Return the hits of the rules in a document, without hits that a comment ignores.
 
     A hit has no fix if the fix would also change an ignored hit, or cannot be written.
     """
@@ -172,8 +170,7 @@ def hits_of(document: Document, rules: Sequence[Rule], settings: Settings) -> li
 
 
 def is_ignored(document: Document, hit: RuleHit) -> bool:
-    """True if the line of the hit, or the first or last line of its statement, has a ``# ampdbg: ignore`` for its
-    code."""
+    """True if a ``# ampdbg: ignore`` for the code is on the hit's line, or its statement's first or last line."""
     statement, first = document.statement(hit.node), hit.node.lineno  # type: ignore[attr-defined]
     last = statement.lineno if hasattr(statement, "body") else statement.end_lineno or statement.lineno
     comments = (_IGNORE.search(document.line(number)) for number in {first, statement.lineno, last})

@@ -42,7 +42,7 @@ def given(call: ast.Call) -> list[ast.expr]:
 
 
 def method(node: ast.AST | None, *names: str) -> ast.expr | None:
-    """Return the object that a method of one of these names is called on; None for any other node."""
+    """Return the object on which a method with one of the names is called; None for any other node."""
     match node:
         case ast.Call(func=ast.Attribute(value=owner, attr=name)) if name in names:
             return owner

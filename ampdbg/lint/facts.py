@@ -81,8 +81,8 @@ class Facts:
         return self._kinds[key]
 
     def _is_made(self, kind: Traced, node: ast.AST) -> bool:
-        """True if every value of the variable is of the kind; ``amp.initialize`` and the like return the kind they
-        take."""
+        """True if every value of the variable is of the kind; a call that takes it, as ``amp.initialize``, is
+        ignored."""
         key, values = self.document.key(node), self.document.values(node)
         made = [one for one in values if not isinstance(one, ast.Call) or key not in map(self.document.key, one.args)]
         return bool(made) and all(self._is(kind, value) for value in made)
@@ -113,7 +113,7 @@ class Facts:
         return {self.document.key(call.args[0]) for call, _ in self.scaler_calls("step", "unscale_")}
 
     def scaler_calls(self, *names: str) -> Iterator[tuple[ast.Call, ast.expr]]:
-        """Yield every call of these methods of a scaler that has arguments, such as ``step``, and the scaler."""
+        """Yield every call with arguments of the given scaler methods, with its scaler; most are calls of ``step``."""
         for call in self.document.calls:
             owner = method(call, *names)
             if call.args and self.is_scaler(owner):
@@ -151,7 +151,6 @@ class Facts:
 
     @cached_property
     def autocasts(self) -> list[AutocastUse]:
-        """Every call that creates an autocast."""
         return [made for call in self.document.calls if (made := self.autocast(call)) is not None]
 
     def autocast(self, node: ast.AST) -> AutocastUse | None:
@@ -191,7 +190,7 @@ class Facts:
 
     @cached_property
     def _lowered(self) -> set[ast.ClassDef]:
-        """The classes of the file whose instances run under float16's autocast, and the classes that these use."""
+        """The file's classes with instances called under float16's autocast, and the classes that they instantiate."""
         regions = ((call, self.region(call)) for call in self.document.calls)
         lowered = (call.func for call, region in regions if region is not None and region.is_half)
         waiting = [made for called in lowered for made in self._classes_of(self.document.values(called))]

@@ -33,10 +33,9 @@ def fixed(text: str, hits_of: Callable[[Document], Sequence[RuleHit]]) -> str:
 
 
 def edits_f_string(document: Document, hit: RuleHit) -> bool:
-    """True if the fix of a hit would change an f-string.
+    """True if the fix of a hit would change an f-string, in which Pythons before 3.12 misplace nodes.
 
-    Pythons before 3.12 have no exact place of a node in it, and reject some text. An edit that only moves a line
-    changes no string.
+    They also reject some text in it. An edit that only moves a line changes no string.
     """
     edits = hit.fix.edits if hit.fix is not None else ()
     spans = list(map(document.span, document.find(ast.JoinedStr)))
@@ -46,7 +45,7 @@ def edits_f_string(document: Document, hit: RuleHit) -> bool:
 
 
 def _together(hits: Sequence[RuleHit]) -> list[Fix]:
-    """Return fixes whose edits do not overlap; of two that overlap, the first."""
+    """Return fixes without overlapping edits; of two that overlap, the first."""
     chosen: list[Fix] = []
     for fix in dict.fromkeys(hit.fix for hit in hits if hit.fix is not None):
         if not any(_overlap(fix, other) for other in chosen):

@@ -53,12 +53,12 @@ class RuleHit:
 class Rule:
     """A rule, which is checked in the files that have each of ``mentions``.
 
-    A mention is a word, or several words with bars between them, one of which is enough. A file must also match
-    ``pattern``, a regular expression, which is far slower to search for.
+    A mention is a word, or alternative words with bars between them. A file must also match ``pattern``, a regular
+    expression, which is far slower to search for.
 
     ``since`` is the first torch version in which the code is wrong: a project that allows an older one gets no finding.
 
-    In an example of ``invalid`` each line with a hit ends with ``# <-`` and its code. Those of ``valid`` have none.
+    In an example of ``invalid`` each line with a hit ends with ``# <-`` and its code. Examples of ``valid`` have none.
     """
 
     codes: tuple[str, ...]

@@ -22,7 +22,7 @@ MOST_BYTES = 1_000_000
 REQUIREMENTS = ("pyproject.toml", "setup.cfg", "setup.py", "requirements.txt", "environment.yml", "environment.yaml")
 KEYS = ("select", "ignore", "exclude")
 PARTS = ("misuse", "deprecated", "apex")
-"""Prefixes, each of which selects all codes that begin with it."""
+"""Prefixes that select every code that begins with them."""
 
 CODES = tuple(sorted({code for rule in RULES for code in rule.codes}))
 
@@ -42,7 +42,6 @@ class Settings:
     torch: tuple[int, int] | None = None
 
     def wants(self, code: str) -> bool:
-        """True if the settings select the code."""
         is_selected = not self.select or any(map(code.startswith, self.select))
         return is_selected and not any(map(code.startswith, self.ignore))
 

@@ -20,7 +20,7 @@ NEVER = frozenset({"__pycache__", "node_modules", "build", "dist", "venv"})
 """Folders without code of the user's own. Hidden folders and virtual environments are skipped too."""
 
 MARKS = frozenset({".git", "pyproject.toml", "setup.py", "setup.cfg", "requirements.txt"})
-"""A folder with one of these is the root of a project."""
+"""The entries that mark a folder as the root of a project."""
 
 MOST_BYTES = {".py": 2_000_000, ".ipynb": 50_000_000}
 """Programs write larger files; notebooks contain pictures."""

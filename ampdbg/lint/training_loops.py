@@ -64,8 +64,7 @@ class TrainingLoop:
         return tuple(dict.fromkeys(known))
 
     def hits(self, of_windows: str) -> Iterator[LoopHit]:
-        """Yield the misuses on every path with the call to blame; ``of_windows`` is the code of accumulation
-        windows."""
+        """Yield misuses on every path with the call to blame; ``of_windows`` is the code of accumulation windows."""
         named = {text.partition(".")[0] for call in self.calls for text in (*call.about, call.scaler)}
         changing = changed_names(self.node)
         if named & changing:
@@ -139,7 +138,7 @@ class TrainingLoop:
 
 
 def _written_by(after: Sequence[LoopCall], places: dict[str, int]) -> tuple[int, ...]:
-    """Return the optimizers whose gradients a backward pass writes: those used before the next backward pass."""
+    """Return the optimizers that a backward pass writes gradients of: those used before the next backward pass."""
     if len(places) < 2:
         return tuple(places.values())
     until = list(itertools.takewhile(lambda call: call.kind != "backward", after))
@@ -164,7 +163,7 @@ def _with_amp(
 
 
 def training_loops(facts: Facts) -> Iterator[TrainingLoop]:
-    """Yield every function, and the module, with a scaler's backward pass and step, if it hides no part of them."""
+    """Yield every function, and the module, with a scaler's backward pass and step, unless it hides some calls."""
     document = facts.document
     by_unit: dict[ast.AST, list[LoopCall]] = {}
     for node in document.calls:
@@ -240,8 +239,7 @@ def _scalers(node: ast.Call, name: str, scaler: str) -> LoopCall | None:
 
 
 def _lists(facts: Facts, calls: Sequence[LoopCall]) -> set[ast.AST]:
-    """Return the nodes that compute the clipped parameters, in the call or by a name:
-    ``amp.master_params(optimizer)``."""
+    """Return the nodes that list the clipped parameters, directly or by a name: ``amp.master_params(optimizer)``."""
     clipped = [argument(call.node, "parameters", 0) for call in calls if call.kind == "clip"]
     made = [value for one in clipped for value in (facts.document.values(one) if isinstance(one, ast.Name) else [one])]
     return {node for value in made if value is not None for node in ast.walk(value)}

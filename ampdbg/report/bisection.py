@@ -27,7 +27,7 @@ FURTHER = "further batch "
 
 @dataclass(frozen=True)
 class EndedSearch:
-    """A record whose search has ended, its search, and what was typed."""
+    """A record with an ended search, that search, and what was typed."""
 
     record: Record
     search: Search
@@ -265,7 +265,7 @@ class Ending:
     """The report of an outcome: the tone of its headline, its sentence, and what to do next.
 
     ``why`` is the reason to search again, with more steps if ``has_longer_run``. If it is empty, the trials show most.
-    ``has_patch`` means that a set, if there is one, leads to a patch as the next command.
+    ``has_patch`` means that the next command makes the patch, if there is a set.
     """
 
     tone: view.Tone

@@ -1,4 +1,4 @@
-"""The page of a comparison of levels: which of them train, the memory of a step, and the largest batch that fits."""
+"""The page of a comparison of levels: how each trains, the memory of a step, and the largest batch that fits."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _apart(one: LevelCost, costs: Costs) -> str:
 
 
 def _fp32(costs: Costs) -> LevelCost:
-    """Return the FP32 level, which the others are compared with; an empty level if it is missing."""
+    """Return the FP32 level, the base of the comparison; an empty level if it is missing."""
     return next((one for one in costs.levels if one.level == "O0"), LevelCost("", "", ""))
 
 
@@ -148,7 +148,6 @@ def _part(name: str) -> Callable[[LevelCost, Costs], str]:
 
 
 def _batch(one: LevelCost, costs: Costs) -> str:
-    """Return the largest batch that fits."""
     return f"{costs.batch * one.fit.times:,}" if costs.batch and one.fit else "-"
 
 

@@ -188,7 +188,7 @@ def _fitting(record: Record, _: object) -> str:
     side = "below" if own < whole.floor else "above"
     is_outside = whole.is_open and not whole.floor <= own <= whole.ceiling
     of_own = f"; the step's own scale, {_scale(own)}, is {side} them" * is_outside
-    # The ops without ranges, and what a replay in FP16 shows of them.
+    # The ops without ranges, and the result of a replay in FP16 with them.
     names, half = listed(record.unseen.unmeasured), check_in(record, "float16")
     tried = f"; a replay with them is finite in FP16 at a loss scale of {_scale(half.scale)}" if half else ""
     unmeasured = f" for what was measured. Not measured: {names}{tried}" * bool(names)
@@ -246,7 +246,7 @@ def _scales(whole: Window) -> str:
 
 def _site_table(sites: Sequence[Site], typed: view.Typed, top: int, *, is_brief: bool = False) -> view.Table:
     """Return the tightest sites; in brief one line each, without their exponents."""
-    # Overflows that are carried, such as the masks of thirty layers, must not displace those that start.
+    # Carried overflows, such as the masks of thirty layers, must not displace the sites where one starts.
     places = sorted(sites, key=lambda site: (site.overflow != "starts", is_mask(site), site.headroom_bits, site.order))
     tightest = places[: typed.top or top]
     is_ordered = typed.order == "execution"

@@ -42,7 +42,7 @@ from .weights import averages, contract, ledger, short_of, weights_in_brief
 MAX_TENSORS = 8
 
 MAX_OPTIMIZERS = 3
-"""The most optimizers with their own numbers on the page: those that were skipped most."""
+"""The most optimizers with their own numbers on the page: the most skipped optimizers."""
 
 TONES: Mapping[str, view.Tone] = {"healthy": "good", "precision": "bad", "other": "bad", "inconclusive": "doubtful"}
 """The tone of a headline by the record's verdict."""
@@ -146,7 +146,7 @@ def _verdict(record: Record) -> str:
 def _headline_facts(finding: Finding, record: Record) -> dict[str, str]:
     """Return the facts that a headline may name (:data:`ampdbg.record.codes.FACTS`)."""
     with_it = (one for one in record.timelines if any(step.step == finding.step for step in one.steps))
-    timeline = next(with_it, record.timelines[0])  # if none has its step, the one that was skipped most
+    timeline = next(with_it, record.timelines[0])  # if none has its step, the optimizer that was skipped most
     steps = timeline.scaled_steps
     facts = dict.fromkeys(FACTS, "") | {
         "step": str(finding.step),
@@ -192,8 +192,7 @@ def _how_it_ends(record: Record) -> str:
 
 
 def is_own_loss(step: Step, record: Record) -> bool:
-    """True if the step computed its loss itself. A step that ended before its loss has one from a replay of its
-    modules.
+    """True if the step computed its loss itself; if it ended before that, a replay of its modules supplied one.
 
     In the middle of a run the loop itself computed a loss from the module outputs.
     """
@@ -353,7 +352,7 @@ def _distance(made: Investigation) -> str:
     low, fp32, distance = made.low, made.reference, made.low.gradient_distance
     if distance is None or distance <= AGREEMENT:
         loss_apart = abs(low.loss - fp32.loss) / abs(fp32.loss) if fp32.loss else 0.0
-        is_near_zero = loss_apart > AGREEMENT  # as with advantages that sum to 0: a share of it shows nothing
+        is_near_zero = loss_apart > AGREEMENT  # as with advantages that sum to 0: a share of the loss shows nothing
         of_loss = SAME_RUN < loss_apart <= AGREEMENT, f"loss {share(loss_apart)}"
         apart = list(view.every(of_loss, (distance, f"gradients {share(distance or 0.0)}")))
         losses = f"; its loss is {number(low.loss)}, and {number(fp32.loss)} in FP32" * is_near_zero
@@ -456,7 +455,7 @@ def pin_may_help(record: Record) -> bool:
 
 
 def may_be_tried(record: Record) -> bool:
-    """True if FP32 is finite in the whole step of the first finding, though no op explains why half is not."""
+    """True if FP32 is finite in the first finding's whole step, though no op explains why half is not."""
     root = record.faults[0] if record.faults else None
     if root is None or root.code != UNKNOWN or WEIGHTS_GREW in root.evidence:
         return False

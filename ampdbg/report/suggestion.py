@@ -247,7 +247,7 @@ def next_command(record: Record, handover: Handover, typed: view.Typed) -> view.
         (form == "json", "make a patch of it", again),
         (script, "a script has no config: write the pins into a file that it can call", by_name),
         (roots, "put these lines into a config whose model contains these models", ""),
-        (typed.is_record, "put these lines into the config of that run", ""),  # whose file name is not known
+        (typed.is_record, "put these lines into the config of that run", ""),  # its file name is not known
         (True, "put these lines into the config, and rerun", scan),
     )
 
@@ -279,15 +279,14 @@ def applying(handover: Handover, file: str = "") -> str:
 
 
 def warning_of_piping(handover: Handover | None) -> str | None:
-    """Return a warning if ``git apply`` in this folder may silently change nothing, with the diff piped into it; else
-    None."""
+    """Return a warning if the diff, piped into ``git apply`` in this folder, may silently change nothing; else None."""
     if handover is None or handover.form != "diff" or Path(handover.folder) == Path.cwd().resolve():
         return None
     return f"warning: the paths of this diff start at {handover.folder}; type ... | {applying(handover)}"
 
 
 def diff(record: Record, handover: Handover) -> bytes:
-    """Return a unified diff below the proof as comments; ``git apply`` and ``patch -p1`` take all of it."""
+    """Return a unified diff with the proof as comments above it; ``git apply`` and ``patch -p1`` take it whole."""
     comments = [*_kept_in_fp32(record, handover)]
     comments += [
         part for unit in handover.units for part in (f"  - {unit.title}", *(f"    {note}" for note in unit.notes))

@@ -45,10 +45,10 @@ Cell = str | StyledLine | tuple[StyledLine, ...] | Exponents
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: ``names`` are wrapped if there is no room, at ``most`` characters if that is given.
+    """A column of a table: ``names`` are wrapped if space is short, at ``most`` characters if that is given.
 
     Numbers and shares are aligned to the right, signs to the left. A share is a percentage, with a bar if the format
-    can draw one. ``is_spare`` columns are left out if there is no room.
+    can draw one. ``is_spare`` columns are left out if space is short.
     """
 
     heading: str = ""
@@ -98,7 +98,7 @@ class Prose:
 
 @dataclass(frozen=True)
 class Findings:
-    """The findings of the diagnosis. With ``is_brief`` findings without a root have a line each, except the first."""
+    """The findings of the diagnosis. With ``is_brief`` the first is whole, and each later root has a line."""
 
     findings: tuple[Finding, ...]
     is_brief: bool = False
@@ -243,7 +243,7 @@ def with_effects(findings: Sequence[Finding]) -> Iterator[tuple[Finding, tuple[F
 
 
 def places(finding: Finding) -> Iterator[tuple[str, CodeLine]]:
-    """Yield the line of a finding, and the user's line that called a library's line, each with the words before it."""
+    """Yield the finding's line, and for a library's line the user's line that called it, each with a prefix."""
     if finding.source is not None:
         yield "", finding.source
         if finding.source.called_from is not None:

@@ -30,8 +30,7 @@ def short_of(dtype: str) -> str:
 
 
 def contract(record: Record) -> view.Table:
-    """Return a row for each kind of parameter, and below them the dtypes that were requested; no rows for FP32
-    weights."""
+    """Return a row for each kind of parameter, and the requested dtypes below; no rows for FP32 weights."""
     kinds = record.dtypes * bool(record.half_weights)
     rows = dict.fromkeys((one.kind, *("/".join(_names(one, field)) for field in PLACES)) for one in kinds)
     columns = [view.Column(heading) for heading in ("kind", *PLACES.values())]

@@ -62,7 +62,7 @@ SAME_CALL: Mapping[str, str] = {
     "normalization.FusedLayerNorm": "normalized_shape eps elementwise_affine",
     "parallel.SyncBatchNorm": "num_features eps momentum affine track_running_stats process_group",
 }
-"""The classes whose equivalent takes the same call: these arguments, at the same places and with the same defaults."""
+"""Classes with an equivalent that takes the same call: these arguments have the same places and defaults."""
 
 
 def check(facts: Facts) -> Iterator[RuleHit]:

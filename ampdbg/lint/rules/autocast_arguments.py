@@ -27,7 +27,7 @@ def check(facts: Facts) -> Iterator[RuleHit]:
 
 
 def _other_device(facts: Facts, made: AutocastUse) -> Iterator[RuleHit]:
-    """Yield a hit for a region whose function moves tensors only to another device."""
+    """Yield a hit for a region in a function that moves tensors only to another device."""
     document = facts.document
     region = document.nearest(made.call, ast.With)
     function = document.function(made.call)

@@ -22,7 +22,7 @@ DECORATORS = {"forward": 'custom_fwd(device_type="cuda")', "backward": 'custom_b
 
 
 def check(facts: Facts) -> Iterator[RuleHit]:
-    """Check functions of the file whose passes multiply, applied under float16's autocast."""
+    """Check functions that multiply in both passes, applied under float16's autocast."""
     document = facts.document
     for function in document.find(ast.ClassDef):
         if not any(document.origin(base) in FUNCTION for base in function.bases):

@@ -21,7 +21,7 @@ PRODUCTS = frozenset(
 PRODUCT_MODULES = frozenset(f"torch.nn.{name}" for name in ("Linear", "Conv1d", "Conv2d", "Conv3d"))
 KEEPS_DTYPE = frozenset("relu sigmoid tanh abs neg view reshape transpose permute squeeze unsqueeze contiguous t clone "
                         "flatten chunk detach mul div add sub amax amin max min".split())  # fmt: skip
-"""Methods whose result has the dtype of the tensor that they are called on, under autocast too."""
+"""Methods that keep the dtype of the tensor that they are called on, under autocast too."""
 OF_A_DIVISOR = {"log": "logarithm's argument", "log2": "logarithm's argument", "log10": "logarithm's argument"} | {
     "rsqrt": "root's argument",
     "reciprocal": "divisor",

@@ -16,7 +16,7 @@ CASTS = (*CAST_METHODS, "to", "type")
 
 
 def check(facts: Facts) -> Iterator[RuleHit]:
-    """Check every ``p = p.float()`` in a loop over parameters whose body does not read the name afterwards."""
+    """Check every ``p = p.float()`` in a loop over parameters that does not read ``p`` afterwards."""
     for loop in facts.document.find(ast.For):
         of_loop = loop.target.elts[-1] if isinstance(loop.target, ast.Tuple) else loop.target
         if method(loop.iter, "parameters", "named_parameters") is None or not isinstance(of_loop, ast.Name):

@@ -1,4 +1,4 @@
-"""Float16's autocast around a loss whose backward pass is unscaled, in a file without any scaler."""
+"""Float16's autocast around a loss with an unscaled backward pass, in a file without any scaler."""
 
 from __future__ import annotations
 

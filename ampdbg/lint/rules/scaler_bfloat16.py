@@ -1,4 +1,4 @@
-"""An enabled scaler, in a file whose every autocast uses bfloat16."""
+"""An enabled scaler in a file in which every autocast uses bfloat16."""
 
 from __future__ import annotations
 

@@ -14,8 +14,7 @@ CODE = "misuse-unsaved-scaler"
 
 
 def check(facts: Facts) -> Iterator[RuleHit]:
-    """Check every ``torch.save`` of an optimizer's state beside a scaler, in files that never read the scaler's
-    state."""
+    """Check every ``torch.save`` of an optimizer's state beside a scaler, in files that never read its state."""
     document = facts.document
     if any(facts.is_scaler(one) or "scaler" in ast.unparse(one).lower() for one in document.owners("state_dict")):
         return

@@ -62,8 +62,7 @@ def write(record: Record, typed: view.Typed, look: view.Look) -> str:
 
 
 def draw(page: view.Page, look: view.Look, *, is_brief: bool = False) -> str:
-    """Return the page in ``look.width`` columns, with an empty line between sections; ``is_brief`` draws its story
-    alone.
+    """Return the page in ``look.width`` columns, an empty line between sections; ``is_brief`` draws only its story.
 
     Only text to copy is wider. ``unicode=False`` draws with ASCII alone.
     """
@@ -122,8 +121,7 @@ def _end(page: view.Page, *, is_brief: bool) -> Iterator[RenderableType]:
 
 
 def _verbatim(text: str, style: str, by: int = 0) -> Text:
-    """Return a chart row or a command to copy: never wrapped, and not cut at the edge like a padding. ``by`` indents
-    it."""
+    """Return a chart row or a command to copy, moved right by ``by``; unlike a padding it is never wrapped or cut."""
     return Text(" " * by + text, style=style, no_wrap=True, overflow="ignore")
 
 

@@ -51,7 +51,7 @@ def write(record: Record, typed: view.Typed, look: view.Look) -> str:
         "findings": [_at_line(at, one, record, names) for at, one in enumerate(findings)],
     }
     tree, steps = data["modules"], data["timeline"] or {"shown": 0, "ran": 0}
-    left_out = {  # for each part, how much of it the page shows, and how much there is
+    left_out = {  # for each part: the shown number, and the total
         "sites": (len(sites["line"]), len(record.sites)),
         "modules": (len(tree["name"]), tree["every"]),
         "steps": (steps["shown"], steps["ran"]),
@@ -105,7 +105,7 @@ def _roots(findings: Sequence[Finding]) -> Iterator[Root]:
 
 
 def _sections(record: Record, typed: view.Typed, page: view.Page) -> Iterator[view.Section]:
-    """Yield the terminal's sections, without those that the page draws itself, and with more of the trials."""
+    """Yield the terminal's sections that the page does not draw itself, with more of the trials."""
     for section in page.sections:
         match section:
             case view.Table(columns=columns, rows=rows, below=below) if columns != TRIAL_COLUMNS:
@@ -149,7 +149,6 @@ def _patch(record: Record) -> ShownPatch | None:
 
 
 def _config(record: Record, typed: view.Typed) -> list[str]:
-    """Return the resolved config in lines of YAML."""
     import yaml
 
     plain = json.loads(json.dumps(record.config, default=str))

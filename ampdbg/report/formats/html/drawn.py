@@ -26,13 +26,13 @@ MOST_FINDINGS, MOST_ROWS, MOST_CHARACTERS = 100, 300, 1_000
 """The most of a record that is shown. A page has at most 12 MB, which browsers open and issue trackers take."""
 
 BELOW_ALL, ABOVE_ALL = -9999, 9999
-"""A floor below every loss scale that can be tried, and a ceiling above all of them."""
+"""A floor below, and a ceiling above, every loss scale that can be tried."""
 
 LEVELS_PER_BIT = 12
 """The share of a site's values is one byte: 255 is all, each level less is a twelfth of a halving, 0 is none."""
 
 LOWEST_SCALE, HIGHEST_SCALE = -40, 60
-"""The loss scales that can be tried, as powers of two: no others are of use."""
+"""The useful loss scales, which can be tried, as powers of two."""
 
 FIRST_SCALE = 16
 """The loss scale if the record does not have the run's: GradScaler begins with 2**16."""
@@ -52,7 +52,7 @@ def line_at(source: Source | None, names: TextTable) -> tuple[int, int]:
 
 
 def clipped(text: str) -> str:
-    """Return the text, or its beginning and how much of it is left out."""
+    """Return the text, or its beginning and the number of characters left out."""
     left = len(text) - MOST_CHARACTERS
     return text if left <= 0 else f"{text[:MOST_CHARACTERS]}… ({left:,} more characters in the record)"
 
@@ -60,7 +60,7 @@ def clipped(text: str) -> str:
 def timeline(record: Record) -> Data | None:
     """Return loss, loss scale and gradient norm by step; None if no step has ended.
 
-    The loss scale is that of the optimizers with a scaler, and is left out if there is none.
+    If any step has a scaler, only such steps show a loss scale. A scale of 1 without a scaler is left out.
     """
     steps, has_scaler = _thinned(record.steps), any(step.scaler for step in record.steps)
     if not steps:
@@ -118,12 +118,11 @@ RANKS: tuple[Callable[[Step], Any], ...] = (
     lambda step: _extreme(step.grad_norm, 1),
     lambda step: _extreme(step.grad_norm, -1),
 )
-"""What makes a step stand out in a stretch: its ends, its extremes, the first skipped, the first without a loss."""
+"""How a step stands out in a stretch: its ends, its extremes, the first skipped, the first non-finite loss."""
 
 
 def range_map(record: Record, names: TextTable) -> tuple[Data, bytes]:
-    """Return the sites in order of execution as columns, and the spread of each site's values, a byte for each
-    exponent.
+    """Return the sites in order of execution as columns, and their values' exponents, a byte for each.
 
     Of too many sites those nearest to a limit are shown.
     """
@@ -249,8 +248,7 @@ LineHeadroom = tuple[int, float, str]
 
 @dataclass
 class Node:
-    """A module with all below it: the worst headroom of its forward pass, and the loss scales that suit its
-    gradients."""
+    """A module with everything below it: its worst forward headroom, and the loss scales that suit its gradients."""
 
     name: str
     depth: int
