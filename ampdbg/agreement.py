@@ -21,8 +21,8 @@ NOISE_FLOORS = 4.0
 """A difference of at most this many noise floors is still noise."""
 
 NOTHING_IN_COMMON = 1.0
-"""The distance of zero gradients from FP32's, in norms of FP32's. If rounded weights move FP32 itself this far, its
-gradients are noise and prove nothing. A BatchNorm over two nearly equal values does that."""
+"""Gradients this far from FP32's, in norms of FP32's, are no nearer than zeros. Rounded weights may move FP32 itself
+this far, as in a BatchNorm of two nearly equal values. FP32's gradients are then noise, and no distance counts."""
 
 GRADIENT_DOUBT = 0.1
 """Gradients further from FP32's than this share of their norm, and far beyond the noise floor, are worth a warning."""
@@ -35,7 +35,7 @@ FP32_ROUNDING = 1e-6
 """Two losses with at most this relative difference differ only by FP32's own rounding."""
 
 LOST_ENERGY = 0.1
-"""The loss of a gradient counts if more than this share of its sum of squares was flushed to zero."""
+"""A gradient has lost too much if more than this share of its sum of squares was flushed to zero."""
 
 SAME_RUN = 1e-2
 """A replay ran another computation if its loss differs from the step's own by more than this share."""

@@ -1,6 +1,6 @@
 """The commands as functions: each takes a config and returns a diagnosed Record, and prints no report.
 
-Each takes the path of a YAML config, or of a record to rerun in the folder where it was made. The keywords ``steps``,
+Each takes the path of a YAML config, or of a record to rerun in the folder of its run. The keywords ``steps``,
 ``device``, ``policy`` and ``seed`` replace keys of the config. ``overrides`` replaces any key ("dotted.key=YAML
 value"). ``observer`` is called as the run proceeds.
 
@@ -282,7 +282,7 @@ def suggest_fp32(
 
     Args:
         config: as in :func:`bisect`; without it the latest record of this folder.
-        form: the form of the suggestion: a patch, a file of pins or pins of the config.
+        form: the form of the suggestion: a diff, a Python file of pins, lines of a config, or JSON.
         verify: prove the suggestion first.
         apply: write the files, if there is a patch.
         force: write them even if git sees uncommitted changes in them.
@@ -340,9 +340,9 @@ def _given(config: str | Path | Given | None, changes: Changes, module: str | Pa
 
 @contextlib.contextmanager
 def _diagnosed(command: str, diagnose: Callable[[Record], Record]) -> Iterator[None]:
-    """Attach the record of the steps before an error to it, diagnosed, as a record of ``command``.
+    """Attach to an error the diagnosed record of the steps before it, as a record of ``command``.
 
-    Only one run at a time, because every run patches torch's own functions. It leaves no user module imported.
+    Only one run at a time, because every run patches torch's own functions. Afterwards no user module stays imported.
     """
     from ampdbg.workload.targets import forget_user_modules
 

@@ -119,9 +119,9 @@ class CallOrder:
         self.gradients: list[GradientState] = []
         self.progress: list[StepCount] = []
         self.doubtful: set[int] = set()
-        """The optimizers that stepped after a backward pass added to used gradients. From then on the caller checks if
-        the used gradients were zero. Other optimizers are never checked: a generator's loss also adds to a
-        discriminator's."""
+        """The optimizers that stepped after a backward pass seemed to add to used gradients. From then on the caller
+        checks if used gradients are zero. It checks no others: a generator's loss fills a discriminator's gradients
+        without a step."""
         self.penalty: Call | None = None
         self.scale_is_known = False
         self.bare = False
@@ -132,7 +132,7 @@ class CallOrder:
         self.progress.append(StepCount())
 
     def hits(self, call: Call) -> tuple[Hit, ...]:
-        """Return what is wrong with this call, or with an earlier call as this one shows."""
+        """Return the misuses that this call reveals, of itself or of an earlier call."""
         return tuple(RULES[call.kind](self, call))
 
     def carries_scale(self, optimizer: int) -> int:
@@ -290,7 +290,7 @@ def _get_scale(order: CallOrder, call: Call) -> Iterator[Hit]:
 
 
 def _schedule(order: CallOrder, call: Call) -> Iterator[Hit]:
-    """Report a scheduler that moved on a skipped step. One that moves after at most half of the steps counts epochs."""
+    """Report a move on a skipped step. A scheduler that moves on at most half of the steps counts epochs."""
     for index in call.optimizers:
         progress = order.progress[index]
         moved = progress.schedules[call.actor] = progress.schedules.get(call.actor, 0) + 1

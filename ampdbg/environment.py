@@ -26,7 +26,7 @@ FUSED_ATTENTION_NOTE = (
 
 
 def choose_device(asked: str) -> torch.device:
-    """Return the device of ``train.device``; ``auto`` is the current GPU, or the CPU without a GPU.
+    """Return the device of ``train.device``; ``auto`` is the current GPU, or else the CPU.
 
     Raises:
         WorkloadError: the config names a GPU that this machine does not have.

@@ -24,7 +24,7 @@ class Level:
         words: a description for messages.
         mode: the name of the file, without ``.py``.
         lowers: some op computes in less than FP32.
-        loss_scale: the default of ``precision.loss_scale``: a static scale, or keys unlike GradScaler's defaults.
+        loss_scale: the default ``precision.loss_scale``: a static scale, or a dynamic scale's keys unlike GradScaler's.
         has_half_weights: the weights themselves are half.
     """
 

@@ -7,7 +7,7 @@ from ampdbg.record.run import Step
 
 
 class Observer:
-    """Receives the reports of a run and ignores them. What a method raises ends the run, a KeyboardInterrupt too."""
+    """Receives the reports of a run and ignores them. An exception in a method ends the run, KeyboardInterrupt too."""
 
     def start(self, planned: int) -> None:
         """A run of ``planned`` steps is about to load its model and data."""

@@ -21,8 +21,8 @@ DISTRIBUTIONS: Mapping[str, str] = {
         ).split()
     },
 }
-"""What pip installs for the name of an import. A name that is not here may be a file of the user's own. A stranger may
-own that name on the package index."""
+"""The package that pip installs for each imported name. A missing name may be the user's own file, and a stranger may
+own it on the package index."""
 
 _NO_GPU = re.compile(
     r"Torch not compiled with CUDA enabled|Found no NVIDIA driver|No CUDA GPUs are available"
@@ -32,7 +32,7 @@ _NO_GPU = re.compile(
 """The messages of torch, Lightning and Accelerate for a missing GPU. A build of torch for the CPU alone lacks the
 functions that ``torch.cuda.set_device`` calls."""
 
-# The name has dots if a part of an installed package is missing, and does not match.
+# For a missing part of an installed package the name has dots, so the pattern does not match.
 _NO_MODULE = re.compile(r"ModuleNotFoundError: No module named '(\w+)'")
 
 

@@ -69,10 +69,10 @@ ANGULAR = _names("sin cos")
 """Functions of an angle in radians. If rounding moves the angle by a radian, the result is arbitrary."""
 
 SOFTMAXES = _names("_softmax _log_softmax _safe_softmax softmax log_softmax")
-"""Softmaxes, which make NaN of a row of only -inf. Such a row is a mask."""
+"""Softmaxes, which make NaN of a row of only -inf. Such a row is meant as a mask."""
 
 SATURATES = _names("exp exp2 sigmoid tanh erf relu")
-"""Ops with the same finite result for an infinity as for any number beyond half, forward and backward."""
+"""Ops whose result for an infinity, if finite, equals that for any number beyond half, forward and backward."""
 
 CASTS = _names("_to_copy copy")
 """ATen ops that cast."""
@@ -107,7 +107,7 @@ FILLS = _names("fill index_fill masked_fill")
 """Ops that write a number from their arguments."""
 
 WRITTEN_OUT = _names("lift_fresh")
-"""Ops that return a constant of the code, in ``x[mask] = -1e9`` too. The constant is rounded before the op."""
+"""Ops that return a constant written in the code, in ``x[mask] = -1e9`` too. It is rounded before the op."""
 
 EXCHANGES = _names("c10d _c10d_functional _c10d_functional_autograd c10d_functional _dtensor symm_mem")
 """Namespaces of ops between processes: all processes must run them, and the result may come from another process."""

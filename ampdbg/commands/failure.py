@@ -26,8 +26,8 @@ def guarded(command: Callable[..., int], *, takes_signals: bool = True) -> Calla
     """Wrap a command, a function that returns its exit code, for Typer, so that no traceback of ampdbg leaves it.
 
     With ``takes_signals`` it handles signals; a command that runs a script leaves them to the script. Every command
-    gets the option ``debug``, which shows the traceback. On an error the steps before it are written as the whole
-    record would be: to the ``record`` option, if it has one.
+    gets the option ``debug``, which shows the traceback. On an error, the record of the steps before it is written
+    where the whole record would be: to the ``record`` option, if the command has one.
     """
 
     @functools.wraps(command)

@@ -90,7 +90,7 @@ def raise_if_interrupted() -> None:
 
 def _handlers(even_if_ignored: str = "") -> Handlers:
     names = [name for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]
-    found = {name: signal.getsignal(getattr(signal, name)) for name in names}  # None: not set by Python, stays
+    found = {name: signal.getsignal(getattr(signal, name)) for name in names}  # None: not set by Python, kept
     left_alone = {name for name in names if found[name] is signal.SIG_IGN and name != even_if_ignored}
     return {getattr(signal, name): found[name] for name in names if found[name] is not None and name not in left_alone}
 

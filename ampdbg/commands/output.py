@@ -29,7 +29,7 @@ MAX_WIDTH = 140
 
 
 def typed_as(given: str, written: Path | None, *, verbose: bool = False) -> Typed:
-    """Return the command's side of a report: ``given`` as it was typed, and where its record was written."""
+    """Return what a report needs of the command: ``given`` as typed, and where its record was written."""
     return Typed(given, shlex.quote(str(written)) if written else "", str(Path.cwd()), verbose=verbose)
 
 
@@ -89,7 +89,7 @@ def write_result(text: str | bytes, stream: TextIO) -> None:
         if isinstance(text, bytes):  # past the encoding and the line ends of the stream
             stream.buffer.write(text)
         else:
-            encoding = getattr(stream, "encoding", None) or "utf-8"  # a stream of text alone takes all characters
+            encoding = getattr(stream, "encoding", None) or "utf-8"  # a text-only stream takes all characters
             # Names may hold any character; characters that the stream cannot encode are shown as escapes.
             stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         stream.flush()

@@ -113,7 +113,7 @@ def _each(found: Sequence[SourcePath], work: partial[LintedFile]) -> list[Linted
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if len(found) < ENOUGH_FOR_PROCESSES or count < 2:
         return [work(one) for one in found]
-    # Imported here, because the import fails while Python is about to end: after a script that was run.
+    # Imported here: after a script that ampdbg ran, Python may be shutting down, and the import fails.
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 

@@ -23,7 +23,7 @@ MARKS = frozenset({".git", "pyproject.toml", "setup.py", "setup.cfg", "requireme
 """The entries that mark a folder as the root of a project."""
 
 MOST_BYTES = {".py": 2_000_000, ".ipynb": 50_000_000}
-"""Programs write larger files; notebooks contain pictures."""
+"""The largest size of a file to lint: programs write larger files, and notebooks contain pictures."""
 
 _MAGIC = re.compile(r"^(\s*)([%!?].*|.*\?\s*)$", re.MULTILINE)
 """A line of a notebook in IPython's own syntax, which Python cannot parse."""

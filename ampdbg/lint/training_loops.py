@@ -23,7 +23,7 @@ STEPS = ("step", "bare step")
 
 @dataclass(frozen=True)
 class LoopCall:
-    """A call of a training loop; ``about`` are its optimizers in the source, ``clears`` is True if it clears gradients.
+    """A call of a training loop. ``about`` is the source of its optimizers; ``clears``: it clears gradients.
 
     After a call of ``kind`` None nothing is known of gradients: it clears them, or is user code that may do anything.
     """
@@ -183,7 +183,8 @@ def training_loops(facts: Facts) -> Iterator[TrainingLoop]:
 
 
 def _helpers(document: Document, by_unit: Mapping[ast.AST, Sequence[LoopCall]]) -> set[str]:
-    """Return the names of the file's functions that make such calls, write ``.grad``, or call one that does."""
+    """Return the names of the file's functions that call a scaler or optimizer, write ``.grad``, or call one that
+    does."""
     known = {unit for unit, calls in by_unit.items() if any(call.kind is not None or call.clears for call in calls)}
     found = {made.name for made in document.definitions if made in known or _WRITTEN.search(ast.unparse(made))}
     called = [(document.function(call), _name(call)) for call in document.calls]

@@ -264,8 +264,8 @@ def next_command(ended: EndedSearch) -> view.NextCommand | None:
 class Ending:
     """The report of an outcome: the tone of its headline, its sentence, and what to do next.
 
-    ``why`` is the reason to search again, with more steps if ``has_longer_run``. If it is empty, the trials show most.
-    ``has_patch`` means that the next command makes the patch, if there is a set.
+    ``why`` is the reason to search again, with more steps if ``has_longer_run``. If it is empty, the trials explain
+    most. ``has_patch`` means that the next command makes the patch, if there is a set.
     """
 
     tone: view.Tone

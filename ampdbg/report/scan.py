@@ -139,7 +139,7 @@ def _sentence(record: Record) -> str:
 
 
 def _verdict(record: Record) -> str:
-    """Return the verdict without a fault; a run that skipped every step has not shown that it is healthy."""
+    """Return "Healthy", or "Inconclusive" for a run that has not shown it, such as one that skipped every step."""
     return "Healthy" if record.verdict == "healthy" else "Inconclusive"
 
 
@@ -275,7 +275,7 @@ def _narrowest(listing: Sequence[Step], groups: int, total: int) -> Iterator[vie
 
 
 def _group_row(events: Sequence[tuple[int, GroupOverflow]], listing: int) -> tuple[str, ...]:
-    """Return a group, its worst parameter if it has another name, and in how many steps of ``listing`` it is."""
+    """Return the row of a group: its worst parameter if that has another name, and its share of ``listing`` steps."""
     first, group = events[0]
     parameters = max((event.parameters for _, event in events), key=_bad_share)
     worst = max(parameters, key=lambda one: _bad_share((one,)), default=None)
@@ -383,7 +383,7 @@ def _facts_of(timeline: Record, record: Record) -> Iterator[str]:
 
 
 def _loss_scale(timeline: Record, scaled: Sequence[Step]) -> str:
-    """Return the loss scale; of a script without a scaler that scales, its own loss scale."""
+    """Return the loss scale; if no scaler is used, the script's own loss scale."""
     if timeline.script is None or any(step.scaler for step in scaled):
         return f"loss scale {_change(scale(scaled[0].scale), scale(scaled[-1].scale))}"
     is_own = any(step.scale != 1.0 for step in scaled)
@@ -398,7 +398,7 @@ def _change(first: str, last: str) -> str:
 
 
 def next_command(record: Record, typed: view.Typed) -> view.NextCommand | None:
-    """Return what to type next: a longer run if healthy, the same run in FP32 if that is suspected, else the counts."""
+    """Return what to type next: a longer run, a rerun, a search for pins, the counts, or the same run in FP32."""
     if record.script is not None:
         return _after_script(record, record.script, typed)
     again = f"ampdbg {record.command if record.command in SEARCHES else 'scan'} {typed.config}"
@@ -430,8 +430,8 @@ REPLAY_COLUMNS = (
 
 
 def sound_step(record: Record) -> view.Table:
-    """Return a healthy step in each precision that no finding shows. It was captured, or could not be compared because
-    it raises an error in a precision."""
+    """Return a table of a step that did not fail, in each precision, if no finding shows it. The step was captured, or
+    could not be compared because it raises an error in one precision."""
     made = next((made for made in record.investigations if made.why == "end"), None)
     rows, errors = [], []
     for replay in made.replays if made else ():
@@ -523,7 +523,7 @@ def _of_root(captures: Sequence[str], record: Record) -> str:
 
 
 def _capture_to_type(path: str, script: ScriptRun, folder: str) -> str:
-    """Return a capture, with its script if that is outside of the folder: the capture alone cannot find it then."""
+    """Return a capture to type, with its script if that is outside of the folder: the capture cannot find it there."""
     typed, at = _to_type(path, folder), PurePath(os.path.normpath(os.path.join(folder, script.name)))
     if script.is_module or not folder or at.is_relative_to(folder):
         return typed

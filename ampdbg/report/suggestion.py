@@ -64,7 +64,7 @@ def page(record: Record, typed: view.Typed) -> view.Page:
 
 
 def _without_patch(record: Record, handed: Handover, typed: view.Typed) -> view.Page:
-    """Return the page of an ended search, with its results so far."""
+    """Return the page of a search that was interrupted, or found no patch: how it ended, and its results so far."""
     ended = bisection.page(record, typed)
     # A remedy that a finding already shows is not repeated.
     notes = tuple(note for note in handed.notes if not any(f.remedy and f.remedy in note for f in record.findings))
@@ -118,7 +118,7 @@ def _of_edits(handed: Handover) -> str:
 
 
 def _refused(record: Record, handed: Handover) -> tuple[str, ...]:
-    """Return why no code could be edited, if nothing else came from the set."""
+    """Return why no code could be edited, unless there is a patch, a proof or a list of pins."""
     return handed.refused * (not (handed.units or record.verification or _is_by_name(record, handed)))
 
 

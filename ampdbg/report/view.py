@@ -204,7 +204,7 @@ def table(title: str, columns: Sequence[Column], rows: Sequence[tuple[Cell, ...]
 
 
 def module(name: str) -> str:
-    """Return the name of a module to show; the root's own name is empty."""
+    """Return a module's name as shown: ``(root)`` for the root, which has no name."""
     return name or "(root)"
 
 
@@ -281,7 +281,7 @@ def next_of(*rows: tuple[object, str, str]) -> NextCommand | None:
 
 
 def with_option(command: str, option: str, value: object) -> str:
-    """Return ``command`` with ``option`` at its end, instead of the same option, or for ``--set`` of the same key."""
+    """Return ``command`` with ``option`` at its end, replacing the same option, or for ``--set`` the same key."""
     words, new = shlex.split(command), str(value)
     for at in reversed(range(len(words) - 1)):
         if words[at] == option and (option != "--set" or _key(words[at + 1]) == _key(new)):

@@ -94,7 +94,7 @@ def _is_optional(document: Document) -> bool:
 
 
 def _renamed(document: Document, uses: list[ast.expr], name: str) -> Fix | None:
-    """Return a fix with torch's name, without the import, if one import binds it and torch accepts every use."""
+    """Return a fix to torch's name, dropping the import, if one import binds it and torch accepts every use."""
     names = [use for use in uses if isinstance(use, ast.Name) and _is_taken(document.parents[use], use, name)]
     lines = {document.statement(binder) for use in names for binder in document.binders(use)}
     line = lines.pop() if len(lines) == 1 and len(names) == len(uses) else None

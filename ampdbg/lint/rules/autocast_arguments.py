@@ -55,7 +55,7 @@ def _device(facts: Facts, node: ast.AST) -> str | None:
 
 
 def _moves_inputs(facts: Facts, function: ast.AST, region: ast.With) -> bool:
-    """True if the function moves a value to a device that the region reads."""
+    """True if the region reads a value that the function moves to a device."""
     moved = {
         ast.unparse(target)
         for node in ast.walk(function)

@@ -35,7 +35,7 @@ def check(facts: Facts) -> Iterator[RuleHit]:
 
 
 def _made_half(facts: Facts, model: ast.expr, before: ast.Call) -> ast.AST | None:
-    """Return the call that certainly makes the model half before the optimizer; None if it is wide again."""
+    """Return the call that certainly makes the model half before the optimizer; None if a later call undoes it."""
     document = facts.document
     unit, key = document.unit(before), document.key(model)
     found: ast.AST | None = None

@@ -35,7 +35,7 @@ def check(facts: Facts) -> Iterator[RuleHit]:
         block = document.block(first)
         for statement in block[block.index(first) + 1 :]:
             moved = statement.value if isinstance(statement, ast.Expr) else None
-            # A scheduler that takes a score, or its new place, does not count steps.
+            # A scheduler that takes a score or a position does not count steps.
             is_placed = isinstance(moved, ast.Call) and not all(map(is_none, given(moved)))
             if facts.is_scheduler(method(moved, "step")) and not is_placed:
                 yield RuleHit(CODE, statement, MESSAGE, severity="info")

@@ -38,7 +38,7 @@ def check(facts: Facts) -> Iterator[RuleHit]:
 
 
 def _after_taken_step(facts: Facts, node: ast.AST, loop: ast.AST) -> bool:
-    """True if the node runs only on a condition on the scale that is false after a skipped step."""
+    """True if a condition on the scale, false after a skipped step, guards the node."""
     inside = list(itertools.takewhile(lambda one: one is not loop, facts.document.around(node)))
     choices = ((one, below) for below, one in zip([node, *inside], inside, strict=False) if isinstance(one, ast.If))
     return any(below in one.body and _asks_for_no_skip(facts, one.test) for one, below in choices)

@@ -254,7 +254,7 @@ LOWEST_LEVEL, HIGHEST_LEVEL = -150, 128
 
 
 ChartMark = tuple[view.Tone, str, str, Callable[[Step], bool]]
-"""A mark under the axis: its tone, name and glyph, and the condition of a step."""
+"""A mark under the axis: its tone, name and glyph, and a predicate for the steps that it marks."""
 
 CHART_MARKS: tuple[ChartMark, ...] = (
     ("doubtful", "skipped", "×", lambda step: step.skipped),
@@ -331,7 +331,7 @@ PER_CELL = 4
 
 LEVELS = "▁▂▃▄▅▆▇█"
 DECADES = 6.0
-"""The lowest level means a millionth of the values or less."""
+"""The lowest bar level means a millionth of the values or less."""
 
 BAR_WIDTH = 2 + 2 + (FLOAT16.max_exponent - LOWEST + 1) // PER_CELL
 

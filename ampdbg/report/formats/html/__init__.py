@@ -95,7 +95,7 @@ def _at_line(at: int, finding: Finding, record: Record, names: TextTable) -> dic
 
 
 Root = tuple[int, Finding, list[tuple[int, Finding]]]
-"""A finding without a root after its place in the record, and its effects, each after its place."""
+"""The record index of a finding without a root, the finding, and its effects, each with its index."""
 
 
 def _roots(findings: Sequence[Finding]) -> Iterator[Root]:

@@ -23,16 +23,16 @@ Data = dict[str, Any]
 
 MOST_SITES, MOST_MODULES, MOST_STEPS = 20_000, 4_000, 4_000
 MOST_FINDINGS, MOST_ROWS, MOST_CHARACTERS = 100, 300, 1_000
-"""The most of a record that is shown. A page has at most 12 MB, which browsers open and issue trackers take."""
+"""The most of a record that is shown. A page has at most 12 MB, which browsers open at once and issue trackers take."""
 
 BELOW_ALL, ABOVE_ALL = -9999, 9999
 """A floor below, and a ceiling above, every loss scale that can be tried."""
 
 LEVELS_PER_BIT = 12
-"""The share of a site's values is one byte: 255 is all, each level less is a twelfth of a halving, 0 is none."""
+"""The resolution of a share of a site's values in one byte: 255 is all, 0 is none, 12 levels are a halving."""
 
 LOWEST_SCALE, HIGHEST_SCALE = -40, 60
-"""The useful loss scales, which can be tried, as powers of two."""
+"""The lowest and highest loss scale that the page can try, as powers of two; others are of no use."""
 
 FIRST_SCALE = 16
 """The loss scale if the record does not have the run's: GradScaler begins with 2**16."""
@@ -197,7 +197,7 @@ def _scale_of_run(record: Record) -> int:
 
 
 def _room(site: Site, at: int) -> float:
-    """Return the powers of two up to FP16's limit; for a gradient to the nearer limit, at this loss scale."""
+    """Return the powers of two up to FP16's limit; for a gradient to the nearer limit, at a loss scale of 2**``at``."""
     if site.phase == "backward":
         return min(ceiling_of(site) - at, at - floor_of(site))
     return math.inf if (bits := headroom_of(site)) is None else bits
