@@ -247,5 +247,4 @@ def _pinned(pins: tuple[str, ...], names: tuple[str, ...]) -> str:
 
 
 def _short(name: str) -> str:
-    """Return the last two parts of a long name."""
     return name if len(name) <= LONG_NAME else "…" + ".".join(name.split(".")[-2:])
