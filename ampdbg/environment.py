@@ -46,7 +46,7 @@ def choose_device(asked: str) -> torch.device:
 
 
 def is_emulated(config: Config, device: torch.device) -> bool:
-    """True if CUDA's autocast must be emulated: the config names its policy, and the device is the CPU."""
+    """True if CUDA's autocast must be emulated: the config's policy is CUDA's, and the device is the CPU."""
     return config.precision.policy == "cuda" and device.type == "cpu"
 
 

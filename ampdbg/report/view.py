@@ -135,7 +135,7 @@ class Headline:
 
 @dataclass(frozen=True)
 class NextCommand:
-    """What to do next, and the command for it."""
+    """The next step for the user, and the command for it."""
 
     why: str
     command: str
@@ -180,7 +180,7 @@ class Typed:
 
 @dataclass(frozen=True)
 class Look:
-    """What a stream can show: its width in columns, ANSI colors, and characters beyond ASCII."""
+    """The abilities of a stream: its width in columns, ANSI colors, and characters beyond ASCII."""
 
     width: int
     color: bool

@@ -30,7 +30,7 @@ SPECIAL = re.compile(r"[\\`*_\[\]<>|~&]")
 """Characters that are markup anywhere in a line of Markdown; outside of ASCII there are none."""
 
 AT_THE_START = re.compile(r"^(?:([#+=-])(?=[\s#+=-]|$)|(\d{1,9})([.)])(?=\s|$))")
-"""What begins a heading, a quotation, an item of a list or a rule."""
+"""Text that begins a heading, a quotation, an item of a list or a rule."""
 
 # GitHub reads these after it has rendered a text, so a backslash does not stop it: names of people, numbers of issues,
 # emoji and formulas. A space of zero width does, as in tools that quote release notes.

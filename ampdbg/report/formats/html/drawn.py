@@ -118,7 +118,7 @@ RANKS: tuple[Callable[[Step], Any], ...] = (
     lambda step: _extreme(step.grad_norm, 1),
     lambda step: _extreme(step.grad_norm, -1),
 )
-"""How a step stands out in a stretch: its ends, its extremes, the first skipped, the first non-finite loss."""
+"""The ways a step stands out in a stretch: its ends, its extremes, the first skipped, the first non-finite loss."""
 
 
 def range_map(record: Record, names: TextTable) -> tuple[Data, bytes]:
