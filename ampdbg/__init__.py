@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from types import ModuleType
 
-# The program's first import: until it has set its handler, Ctrl-C ends in a traceback. `typing` takes 30 ms.
+# The program imports this package first, and Ctrl-C prints a traceback until its handler is set. `typing` takes 30 ms.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Imported on first use: `import ampdbg` and `ampdbg --help` must not wait for torch.
+# Imported on first use, so that `import ampdbg` and `ampdbg --help` do not wait for torch.
 _HOMES = {
     **dict.fromkeys(("scan", "ranges", "bisect", "cost", "run", "replay", "capture", "suggest_fp32"), ".api"),
     **dict.fromkeys(("lightning_callback", "transformers_callback"), ".callbacks"),
@@ -51,7 +51,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Python makes a subpackage an attribute as it is imported: a function of that name stays, as ``replay``."""
+    """Keeps a function such as ``replay`` when Python binds the imported subpackage of the same name."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if not (name in _HOMES and isinstance(value, ModuleType)):

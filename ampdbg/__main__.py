@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Nothing that takes time: until the handler is set, Ctrl-C ends in a traceback. `signal` takes 10 ms.
+# Import nothing slow: Ctrl-C prints a traceback until the handler is set. `signal` takes 10 ms.
 import _signal as signal  # type: ignore[import-not-found]
 import os
 import sys
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Runs the program on ``sys.argv`` and exits with its code."""
+    """Run the program on ``sys.argv`` and exit with its code."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
     _open_closed_streams()
@@ -23,12 +23,12 @@ def main() -> None:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """Until a command begins there is nothing to keep, and a traceback of its imports would help nobody."""
-    os._exit(128 + number)  # 130, as shells have it
+    """Exit at once: nothing is lost before a command begins, and a traceback of its imports would not help."""
+    os._exit(128 + number)  # 130, as in shells
 
 
 def _open_closed_streams() -> None:
-    """Where the shell has closed stdout or stderr there is no stream, and a file would get its descriptor."""
+    """Open the null device as stdout or stderr if the shell has closed it: a file would get its descriptor."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:
             null = os.open(os.devnull, os.O_WRONLY)

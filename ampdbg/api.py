@@ -1,16 +1,16 @@
-"""The commands as functions: a config in, a diagnosed Record out. None of them writes or prints anything.
+"""The commands as functions: each takes a config and returns a diagnosed Record, and prints no report.
 
-Each takes the path of a YAML config, or of a record, whose config is rerun from where the record was made. The
-keywords ``steps``, ``device``, ``policy`` and ``seed`` replace the config's own, ``overrides`` any of its keys
-("dotted.key=YAML value"). ``observer`` sees the run as it goes.
+Each takes the path of a YAML config, or of a record to rerun in the folder of its run. The keywords ``steps``,
+``device``, ``policy`` and ``seed`` replace keys of the config. ``overrides`` replaces any key ("dotted.key=YAML
+value"). ``observer`` is called as the run proceeds.
 
-All of them raise:
+All commands raise:
     ConfigError: the config is missing or holds mistakes.
     RecordError: the record cannot be read.
     WorkloadError: a target cannot be found or used.
     UserCodeError: the workload's own code raised; ``record`` of the error has the steps before it, diagnosed.
 
-torch is imported only once the config is known to be right: that takes seconds, and a mistake must not.
+torch is imported only after the config has been checked. The import takes seconds, and a mistake should show at once.
 """
 
 from __future__ import annotations
@@ -79,17 +79,18 @@ def run(
 
     Args:
         script: a Python file, or with ``is_module`` the dotted name of a module.
-        arguments: the script's own.
-        is_module: as ``python -m``.
+        arguments: the arguments of the script.
+        is_module: run ``script`` as ``python -m`` does.
         emulate: on a machine without a GPU, the script finds an emulated one with CUDA's FP16.
-        settings: what to keep beside the record: captures of failing steps, and the log, from which :func:`read`
-            makes a record even where the run was killed. None keeps nothing.
-        ended: called with the record where SIGTERM or SIGHUP ends the script, a moment before the process does.
+        settings: what to keep beside the record: captures of failing steps, and the log, from which :func:`read` makes
+            a record even if the run was killed. None keeps nothing.
+        ended: called with the record if SIGTERM or SIGHUP ends the script, a moment before the process ends.
         observer: its ``replay`` is called once for each replayed step, while the script waits.
-        ends_process: this process has nothing to do afterwards: the script's threads end before it, as at Python's end.
+        ends_process: the process ends with the script, and waits for the script's threads first, as Python does at
+            exit.
 
     Raises:
-        ScriptError: there is nothing of this name to run.
+        ScriptError: no script or module has this name.
         SystemExit: in a child that the script has forked, which ends as it would.
     """
     from ampdbg.script.launch import Script
@@ -123,17 +124,17 @@ def run(
 def capture() -> bool:
     """Captures the next whole step of a script that ``ampdbg run`` has started.
 
-    Returns True where something captures it. Without ``ampdbg run`` it does nothing.
+    Returns True if the step will be captured. Without ``ampdbg run`` it does nothing.
     """
-    captures = sys.modules.get("ampdbg.script.capture")  # nobody captures where it was never imported
+    captures = sys.modules.get("ampdbg.script.capture")  # nothing can capture before this module is imported
     return captures is not None and bool(captures.ask_for_capture())
 
 
 def read(path: str | Path) -> Record:
-    """The record in a file, or the record that a log makes, diagnosed as at the end of its run.
+    """Returns the record in a file or in a log, diagnosed as at the end of its run.
 
     Raises:
-        RecordError: it is neither, or damaged.
+        RecordError: the file is neither a record nor a log, or is damaged.
     """
     file = Path(path)
     if not is_log(file):
@@ -144,7 +145,7 @@ def read(path: str | Path) -> Record:
 
 
 def run_unwatched(script: str | Path, arguments: Sequence[str] = (), *, is_module: bool = False, emulate: bool) -> int:
-    """Runs a script as :func:`run`, but only emulates, to compare a watched run with. Returns its exit code.
+    """Runs a script as :func:`run` does, but only emulates, for comparison with a watched run. Returns its exit code.
 
     The process must end right after it.
     """
@@ -177,7 +178,7 @@ def _with_capture(given: Given, observer: Observer, command: CaptureCommand, **o
     from ampdbg.proof.processes import fresh_process
 
     assert given.capture is not None
-    with fresh_process() as process:  # it imports torch while this one does
+    with fresh_process() as process:  # it imports torch while this process does
         from ampdbg.proof.captures import CaptureJob, done_with
 
         return done_with(CaptureJob(command, given.capture, given.script, **options), process, observer)
@@ -186,8 +187,8 @@ def _with_capture(given: Given, observer: Observer, command: CaptureCommand, **o
 def ranges(config: str | Path | Given, *, observer: Observer = UNOBSERVED, **changes: Unpack[Changes]) -> Record:
     """Measures the ranges of one step, by default the first; ``steps`` names another one, counted from 1.
 
-    The steps before it train as configured. The step itself runs in bfloat16, so that no overflow
-    hides another; the weights do not change.
+    The steps before it train as configured. The step itself runs in bfloat16, so that one overflow does not hide
+    another; the weights do not change.
     """
     given = _given(config, changes)
     if given.capture is not None:
@@ -246,12 +247,12 @@ def cost(
 ) -> Record:
     """Trains at each level of precision in turn, and compares how they train and what a step costs.
 
-    The record holds the comparison in ``costs``. The levels are FP32, O1, O1 with the pins of the config and of a
-    given record, O2, O3, and autocast in bfloat16.
+    The record holds the comparison in ``costs``. The levels are FP32, O1, O1 with pins, O2, O3, and autocast in
+    bfloat16. The pins come from the config and a given record.
 
     Args:
         config: a config or a record.
-        memory: how large a batch fits into it at each level, by doubling: bytes, or text such as "16GiB".
+        memory: find the largest batch that fits into it at each level, by doubling: bytes, or text such as "16GiB".
     """
     given = _given(config, changes)
     checked = given.run_by("cost")
@@ -280,12 +281,12 @@ def suggest_fp32(
     The record has the set in ``pins``, the patch in ``handover`` and its proof in ``verification``.
 
     Args:
-        config: as of :func:`bisect`; without it the latest record of this folder.
-        form: how the suggestion is to be handed over.
-        verify: prove it before it is handed over.
-        apply: write the files, where there is a patch.
-        force: write them also where git sees uncommitted changes in them.
-        strategy: as of :func:`bisect`, and ``max_trials`` too.
+        config: as in :func:`bisect`; without it the latest record of this folder.
+        form: the form of the suggestion: a diff, a Python file of pins, lines of a config, or JSON.
+        verify: prove the suggestion first.
+        apply: write the files, if there is a patch.
+        force: write them even if git sees uncommitted changes in them.
+        strategy: as in :func:`bisect`, and ``max_trials`` too.
 
     Raises:
         PatchError: the files cannot be written; none was. ``record`` of the error is the record.
@@ -311,7 +312,7 @@ def suggest_fp32(
 
         start = _start(given, found.record.script, emulate=found.record.environment.emulated)
         found = suggest_for_half_weights(found.record, start, form, verify=verify, observer=observer)
-    record = with_listings(found.record)  # before the files are written
+    record = with_listings(found.record)  # reads the source lines before the patch changes them
     if apply:
         from ampdbg.patch.file_edits import write_edits
 
@@ -324,7 +325,6 @@ def suggest_fp32(
 
 
 def _start(given: Given, script: ScriptRun, *, emulate: bool) -> Start:
-    """How the script of a record or a capture is started again."""
     from ampdbg.script.capture import Capture, start_in_this_folder
     from ampdbg.script.launch import Start
 
@@ -340,9 +340,9 @@ def _given(config: str | Path | Given | None, changes: Changes, module: str | Pa
 
 @contextlib.contextmanager
 def _diagnosed(command: str, diagnose: Callable[[Record], Record]) -> Iterator[None]:
-    """An error carries the record of the steps before it, diagnosed, as the ``command``'s own.
+    """Attach to an error the diagnosed record of the steps before it, as a record of ``command``.
 
-    One run at a time, for all of them change torch's own functions; it leaves no module of the user's imported.
+    Only one run at a time, because every run patches torch's own functions. Afterwards no user module stays imported.
     """
     from ampdbg.workload.targets import forget_user_modules
 

@@ -1,7 +1,7 @@
-"""The order of calls that mixed precision needs, as a state machine over calls: which code each wrong one has.
+"""The order of calls that mixed precision needs, as a state machine over calls, with the code of each misuse.
 
-Nothing here knows tensors: a loop is a sequence of :class:`Call`, what is wrong with it a sequence of
-:class:`Hit`. What cannot be known, such as gradients that the loop itself has rewritten, is never blamed.
+The module knows no tensors: a loop is a sequence of :class:`Call`, and its misuses are a sequence of :class:`Hit`. It
+never reports what it cannot know, such as the effect of a loop that rewrites gradients itself.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ class Call(NamedTuple):
     """One call of the training loop.
 
     Args:
-        kind: ``step`` is the scaler's, ``bare step`` the optimizer's own, inside of which no scaler has stepped what it
-            holds. ``grad`` is ``torch.autograd.grad``.
-        step: the optimizer step that was under way, counted from 0.
-        optimizers: the places of the optimizers it is about; for ``backward`` those whose gradients it wrote.
-        line: file, line number and function, where they are known.
-        actor: which scaler, or for ``schedule`` which scheduler, counted from 1. 0 for a ``backward`` or
+        kind: ``step`` is the scaler's. ``bare step`` is the optimizer's own, within which no scaler has stepped its
+            parameters. ``grad`` is ``torch.autograd.grad``.
+        step: the current optimizer step, counted from 0.
+        optimizers: the places of the optimizers that the call uses; for ``backward`` those that it wrote gradients of.
+        line: file, line number and function, if they are known.
+        actor: the number of the scaler, or for ``schedule`` of the scheduler, counted from 1. 0 for a ``backward`` or
             ``grad`` from a loss that no scaler has scaled.
-        rewritten: optimizers whose gradients were cleared, or written by unknown hands, since the last call.
-        added: of a ``backward`` those optimizers whose gradients from before it has added to, and these were known not
-            to be zero: nobody had cleared them in a way that is not seen. Looked at for :attr:`CallOrder.doubtful`.
+        rewritten: optimizers whose gradients were cleared, or written by unknown code, since the last call.
+        added: for ``backward``, the optimizers to whose earlier gradients it has added. These gradients were known not
+            to be zero, so no unseen code had cleared them. Only checked for :attr:`CallOrder.doubtful`.
         in_autocast: autocast was on.
-        lowered_to: the 16-bit dtypes in the loss's graph; empty where nobody looked.
-        is_plain: of a ``backward`` whose loss nobody has scaled in any way that can be seen, while a scaler is in use.
+        lowered_to: the 16-bit dtypes in the loss's graph; empty if the graph was not searched.
+        is_plain: for ``backward``, no visible code has scaled the loss, while a scaler is in use.
         creates_graph: the gradients can be part of a loss.
-        skipped: the scaler withheld the step; for a ``bare step``, that it wrote gradients known to be non-finite.
-        raised: what the call raised.
+        skipped: the scaler withheld the step; a ``bare step`` wrote gradients known to be non-finite.
+        raised: the message of the exception that the call raised.
     """
 
     kind: CallKind
@@ -54,7 +54,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Hit:
-    """A misuse: its code and the call to blame, which may be an earlier one."""
+    """A misuse: its code and the call to blame, which may be an earlier call."""
 
     code: str
     call: Call
@@ -62,17 +62,22 @@ class Hit:
 
 @dataclass
 class GradientState:
-    """What the calls so far say about the gradients of one optimizer.
+    """The state of one optimizer's gradients after the calls so far.
 
-    ``scaled`` is the backward pass that wrote them, while they still carry the scale; ``unscaled`` the
-    ``unscale_`` that no step has followed; ``updated`` an ``update()`` that came while they were scaled, and
-    ``mixed`` says that gradients of another scale were added since. ``half`` is an unscaled backward pass
-    through FP16. ``kept`` says that the gradients of a skipped step are still there, ``stale`` is the
-    backward pass that added to them. ``by_hand`` says that the loop has asked for the scale, and may have
-    divided by it. ``used`` says that the scaler's step has used or withheld them, and that they are still there;
-    ``piled`` is the backward pass that added scaled ones to those that a step had unscaled and used.
-    ``plain`` is the first backward pass of those that wrote them, where all are plain; ``is_of_several`` says that
-    another has written them too.
+    Attributes:
+        scaled: the backward pass that wrote them, while they still carry the loss scale.
+        unscaled: the ``unscale_`` that no step has followed.
+        updated: an ``update()`` that was called while they were scaled.
+        mixed: gradients of another scale were added since that ``update()``.
+        accumulated: a backward pass added scaled gradients after ``unscale_``.
+        half: an unscaled backward pass through FP16.
+        kept: the gradients of a skipped step are still there.
+        stale: the backward pass that added to such gradients.
+        by_hand: the loop has read the scale, and may have divided them by it.
+        used: the scaler's step has used or withheld them, and they are still there.
+        piled: the backward pass that added scaled gradients to gradients that a step had unscaled and used.
+        plain: the first backward pass that wrote them, if every pass that did is plain (:attr:`Call.is_plain`).
+        is_of_several: a pass that is not plain has written them.
     """
 
     scaled: Call | None = None
@@ -92,11 +97,10 @@ class GradientState:
 
 @dataclass
 class StepCount:
-    """One optimizer's steps: how many, and how many backward passes for it, which was skipped if the last was, and how
-    often each scheduler has moved.
+    """The steps and backward passes of one optimizer, and the moves of each scheduler.
 
-    ``bare`` is the last one that was its own, on gradients that the scaler had unscaled; None once the scaler has
-    taken any.
+    ``bare`` is the last step of the optimizer's own on gradients that the scaler had unscaled; None once the scaler has
+    stepped it. ``on_skip`` is the number of the last step if the scaler skipped it.
     """
 
     steps: int = 0
@@ -109,38 +113,39 @@ class StepCount:
 
 
 class CallOrder:
-    """The state machine; feed it each call in order."""
+    """The state machine, which takes each call in order."""
 
     def __init__(self) -> None:
         self.gradients: list[GradientState] = []
         self.progress: list[StepCount] = []
         self.doubtful: set[int] = set()
-        """The optimizers stepped on gradients that seem to have been added to used ones: whether those were zero is
-        worth a look from now on. For others, as a discriminator that a generator's loss reaches, it is not."""
+        """The optimizers that stepped after a backward pass seemed to add to used gradients. From then on the caller
+        checks if used gradients are zero. It checks no others: a generator's loss fills a discriminator's gradients
+        without a step."""
         self.penalty: Call | None = None
         self.scale_is_known = False
         self.bare = False
 
     def add_optimizer(self) -> None:
-        """Another one, whose place is behind the others."""
+        """Add an optimizer; its place is the number of optimizers before it."""
         self.gradients.append(GradientState())
         self.progress.append(StepCount())
 
     def hits(self, call: Call) -> tuple[Hit, ...]:
-        """What is wrong with this call, or with an earlier one as this call shows."""
+        """Return the misuses that this call reveals, of itself or of an earlier call."""
         return tuple(RULES[call.kind](self, call))
 
     def carries_scale(self, optimizer: int) -> int:
-        """Which scaler's loss scale the gradients of an optimizer are known to carry, or 0."""
+        """Return the number of the scaler whose scale the optimizer's gradients are known to carry, or 0."""
         held = self.gradients[optimizer]
         return held.scaled.actor if held.scaled and not held.by_hand else 0
 
     def clear(self, optimizer: int) -> None:
-        """Forgets what is known of an optimizer's gradients: they are gone, or others'."""
+        """Forget the state of an optimizer's gradients, which were cleared or rewritten."""
         self.gradients[optimizer] = GradientState()
 
     def code_of_second_unscale(self, call: Call) -> str:
-        """The same gradients twice; or those of a micro-batch, which are blamed already; or a step without update."""
+        """Return the code of a refused second ``unscale_``; "" if an accumulated micro-batch was already reported."""
         held = [self.gradients[index] for index in call.optimizers]
         if any(one.accumulated for one in held):
             return ""
@@ -150,16 +155,17 @@ class CallOrder:
         return "misuse-unscale-twice" if same else NO_UPDATE
 
     def bare_instead(self, call: Call) -> Call | None:
-        """The optimizer's own step instead of the scaler's, behind which the scaler refuses a call."""
+        """Return the optimizer's own step that replaced the scaler's, after which the scaler refuses ``call``."""
         return next((bare for index in call.optimizers if (bare := self.progress[index].bare) is not None), None)
 
     def code_of_late_unscale(self, call: Call) -> str:
-        """New gradients since the step belong to the next step, and the update between them is missing."""
+        """Return the code of a refused ``unscale_`` after the step; with new gradients, an ``update()`` is missing."""
         new = any(self.progress[index].written_since for index in call.optimizers)
         return NO_UPDATE if new else "misuse-unscale-twice"
 
     def code_of_empty_update(self, call: Call) -> str:
-        """An update that no gradient was checked for."""
+        """Return the code of an ``update()`` that no gradient was checked for; "" if a bare step was already
+        reported."""
         if self.bare:
             return ""
         waiting = any(self.carries_scale(index) == call.actor for index in range(len(self.gradients)))
@@ -203,7 +209,7 @@ def _written(held: GradientState, call: Call) -> Iterator[Hit]:
 
 
 def _grad(order: CallOrder, call: Call) -> Iterator[Hit]:
-    """A penalty on these gradients is wrong unless the loop asks for the scale to divide by it."""
+    """Note a possible gradient penalty, which is wrong unless the loop reads the scale to divide by it."""
     if call.actor and call.creates_graph and not order.scale_is_known:
         order.penalty = call
     yield from ()
@@ -284,7 +290,7 @@ def _get_scale(order: CallOrder, call: Call) -> Iterator[Hit]:
 
 
 def _schedule(order: CallOrder, call: Call) -> Iterator[Hit]:
-    """A scheduler that moves after more than half of the steps is no epoch's: it must leave out a skipped one."""
+    """Report a move on a skipped step. A scheduler that moves on at most half of the steps counts epochs."""
     for index in call.optimizers:
         progress = order.progress[index]
         moved = progress.schedules[call.actor] = progress.schedules.get(call.actor, 0) + 1

@@ -1,6 +1,6 @@
-"""Callbacks that watch the loops of Lightning and of transformers' Trainer, with captures and a report.
+"""Callbacks that watch the loops of Lightning and of the transformers Trainer, with captures and a report.
 
-Neither library is imported before its callback is asked for.
+Neither library is imported before its callback is requested.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 
 class Watched:
-    """One training run of a framework: watched from :meth:`begin` to :meth:`end`, which writes and shows its record."""
+    """One training run of a framework, watched from :meth:`begin` to :meth:`end`, which writes and shows its record."""
 
     def __init__(self, captures: str | Path | None) -> None:
         self._captures = captures
         self._watch: Watch | None = None
 
     def begin(self, model: Any, optimizers: Any) -> None:
-        """Watches from now on."""
+        """Start to watch the model and its optimizers."""
         from ampdbg.script.loop_watch import watch
 
         self.end()
         self._watch = watch(model, optimizers, captures=self._captures).start()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Watches no more, writes the record to ``.ampdbg`` and its report to stderr; nothing where nothing began."""
+        """Stop the watch, write its record to ``.ampdbg`` and its report to stderr; do nothing without a watch."""
         watch, self._watch = self._watch, None
         if watch is None:
             return
@@ -54,14 +54,12 @@ def lightning_callback(captures: str | Path | None = CAPTURES) -> Any:
     base: Any = importlib.import_module("lightning" if has_new_name else "pytorch_lightning").Callback
 
     class LightningWatch(base):  # type: ignore[misc]
-        """Watches ``fit``."""
-
         def __init__(self) -> None:
             super().__init__()
             self._watched = Watched(captures)
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            if trainer.optimizers:  # without one there is no step to watch
+            if trainer.optimizers:  # without an optimizer nothing steps
                 self._watched.begin(pl_module, trainer.optimizers)
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -78,8 +76,6 @@ def transformers_callback(captures: str | Path | None = CAPTURES) -> Any:
     base: Any = importlib.import_module("transformers").TrainerCallback
 
     class TrainerWatch(base):  # type: ignore[misc]
-        """Watches ``train``."""
-
         def __init__(self) -> None:
             self._watched = Watched(captures)
 

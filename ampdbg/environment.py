@@ -1,4 +1,4 @@
-"""What a run runs on: the device, the versions, and whether CUDA is emulated."""
+"""The environment of a run: the device, the versions, and whether CUDA is emulated."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ FUSED_ATTENTION_NOTE = (
 
 
 def choose_device(asked: str) -> torch.device:
-    """The device of ``train.device``; ``auto`` is the first GPU, or the CPU where there is none.
+    """Return the device of ``train.device``; ``auto`` is the current GPU, or else the CPU.
 
     Raises:
-        WorkloadError: a GPU is asked for that this machine does not have.
+        WorkloadError: the config names a GPU that this machine does not have.
     """
-    # On the CPU no driver is asked: a broken one may raise or hang.
+    # A run on the CPU asks no driver: a broken driver may raise or hang.
     count = torch.cuda.device_count() if asked != "cpu" and torch.cuda.is_available() else 0
     if asked == "auto":
         return torch.device("cuda", torch.cuda.current_device()) if count else torch.device("cpu")
@@ -46,12 +46,12 @@ def choose_device(asked: str) -> torch.device:
 
 
 def is_emulated(config: Config, device: torch.device) -> bool:
-    """CUDA's autocast has to be emulated: its policy is asked for and the device is none of CUDA's."""
+    """True if CUDA's autocast must be emulated: the config's policy is CUDA's, and the device is the CPU."""
     return config.precision.policy == "cuda" and device.type == "cpu"
 
 
 def describe_environment(config: Config, device: torch.device) -> Environment:
-    """The versions and the device of a run that has ended, as the record keeps them."""
+    """Return the versions and the device of a run that has ended, as the record keeps them."""
     emulated = is_emulated(config, device) and config.precision.format is not FLOAT32
     attention = emulated and not half_kernels.ran.isdisjoint(half_kernels.FUSED_ATTENTION.split())
     notes = (FUSED_ATTENTION_NOTE,) if attention else ()
@@ -59,13 +59,13 @@ def describe_environment(config: Config, device: torch.device) -> Environment:
 
 
 def environment_of(device: torch.device, policy: str, *, emulated: bool, notes: tuple[str, ...] = ()) -> Environment:
-    """The versions and the device of this run, as the record keeps them.
+    """Return the versions and the device of this run, as the record keeps them.
 
     Args:
-        device: what the model is on.
-        policy: whose autocast op lists are in force: ``cuda`` or ``native``.
+        device: the device of the model.
+        policy: the autocast op lists in force: ``cuda`` or ``native``.
         emulated: CUDA's autocast is emulated on a CPU.
-        notes: what the report has to say about it.
+        notes: sentences for the report.
     """
     return Environment(
         ampdbg=__version__,
@@ -80,11 +80,11 @@ def environment_of(device: torch.device, policy: str, *, emulated: bool, notes: 
     )
 
 
-# What ampdbg doctor asks, in a process of its own: each of these may raise, crash or hang
+# The questions of ampdbg doctor. A separate process answers them: each may raise, crash or hang.
 
 
 def _flags() -> dict[str, bool]:
-    """How torch multiplies as it starts, by the names of its settings; without those that this one has not."""
+    """Return torch's settings for matrix products at startup, by name, if this version of torch has them."""
     owners = {"cuda.matmul": torch.backends.cuda.matmul, "cudnn": torch.backends.cudnn}
     names = ("allow_tf32", "allow_fp16_reduced_precision_reduction", "allow_fp16_accumulation")
     settings = {f"{place}.{name}": getattr(owner, name, None) for place, owner in owners.items() for name in names}
@@ -97,7 +97,7 @@ def _attention() -> list[str]:
 
 
 def _gpus() -> list[tuple[str, tuple[int, ...]]]:
-    """Name and compute capability of each; that of an AMD GPU is not on NVIDIA's scale."""
+    """Return the name and compute capability of each GPU; () for an AMD GPU, which is not on NVIDIA's scale."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return [
         (torch.cuda.get_device_name(index), () if torch.version.hip else torch.cuda.get_device_capability(index))
@@ -118,11 +118,11 @@ QUESTIONS: Mapping[str, Callable[[], Any]] = {
     "kernels": torch.cuda.get_arch_list,
     "device": lambda: str(choose_device("auto")),
 }
-"""The driver's come last: where one of them hangs, the others are answered."""
+"""Questions to the driver come last: if one hangs, the questions before it have been answered."""
 
 
 def answer() -> None:
-    """Prints each question's name, its answer, and what it raised or "", as a line of JSON as soon as it is known."""
+    """Print a line of JSON for each question as soon as it is answered: its name, its answer, and its error or ""."""
     for name, question in QUESTIONS.items():
         reply, raised = None, ""
         with warnings.catch_warnings(record=True) as warned:
@@ -130,7 +130,7 @@ def answer() -> None:
                 reply = question()
             except Exception as error:  # noqa: BLE001 - a driver's calls raise anything
                 raised = first_line(error)
-        # Of a driver that is too old for it torch only warns, and answers that there is no GPU.
+        # With a driver that is too old for it, torch only warns and reports no GPU.
         raised = raised or next((str(warning.message).partition("\n")[0] for warning in warned), "")
         sys.stdout.write(json.dumps({"ampdbg": [name, reply, raised]}) + "\n")
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""The exceptions a user can see, and the exit code of each."""
+"""The exceptions that a user can see, and the exit code of each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ EXIT_INTERRUPTED = 130
 
 
 def text_of(error: BaseException) -> str:
-    """What an exception says, in text that UTF-8 can hold; "" where its ``__str__`` fails."""
+    """Return the message of an exception as text that UTF-8 can hold; "" if its ``__str__`` fails."""
     try:
         return str(error).encode("utf-8", "replace").decode("utf-8")
     except KeyboardInterrupt:
@@ -19,26 +19,26 @@ def text_of(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception says, in a line; its type where it says nothing."""
+    """Return the first line of an exception's message; its type if the message is empty."""
     return text_of(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def named_error(error: BaseException) -> str:
-    """The type of an exception, and what it says in a line where it says something."""
+    """Return the type of an exception, and the first line of its message if it has one."""
     name, said = type(error).__name__, first_line(error)
     return name if said == name else f"{name}: {said}"
 
 
 def reason_of(error: BaseException) -> str:
-    """Why the system refuses something, without the path that ``str`` has; of another error what it says, in a line."""
+    """Return why the system refuses an operation, without the path in ``str``; else the first line of the message."""
     reason: str | None = getattr(error, "strerror", None)
     return reason or first_line(error)
 
 
 class AmpdbgError(Exception):
-    """ampdbg could not run; the message says what was given, what is allowed and what to type next.
+    """ampdbg could not run; the message names what was given, what is allowed and what to type next.
 
-    ``record`` is the Record of the steps that had ended by then, where a run was under way, else None.
+    ``record`` is the Record of the steps that had ended, if a run was under way, else None.
     """
 
     exit_code = EXIT_COULD_NOT_RUN
@@ -56,8 +56,8 @@ class WorkloadError(AmpdbgError):
 class UserCodeError(AmpdbgError):
     """The user's own code raised.
 
-    ``str(error)`` says which part of the workload was being run; ``user_traceback`` is the traceback
-    text with the frames of ampdbg and torch's plumbing left out.
+    ``str(error)`` names the part of the workload that was running. ``user_traceback`` is the text of the traceback,
+    without the frames of ampdbg and of torch's internals.
     """
 
     def __init__(self, message: str, user_traceback: str = "") -> None:
@@ -66,7 +66,7 @@ class UserCodeError(AmpdbgError):
 
 
 class ScriptError(AmpdbgError):
-    """A script cannot be started: there is none of this name, or it is a launcher."""
+    """A script cannot be started: no script has this name, or it is a launcher."""
 
 
 class RecordError(AmpdbgError):

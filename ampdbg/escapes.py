@@ -1,7 +1,7 @@
-"""Text from the user's world made harmless: names of modules, groups and files, lines of code, exceptions' texts.
+r"""Escape text from the user that is unsafe to show: names of modules, groups and files, code lines, error messages.
 
-A module may be named with terminal commands or marks that turn the direction of writing. Where such text is shown, each
-character that does not print is shown as its escape, ``\\x1b``.
+The name of a module may hold terminal commands or marks that change the direction of writing. Each character that does
+not print is therefore shown as its escape, ``\x1b``.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ T = TypeVar("T")
 INSTALLED = re.compile(
     r"(?<![\w.\-/\\])(?:[A-Za-z]:)?[/\\](?:[^\s/\\:'\"]+[/\\])*(?:site|dist)-packages[/\\](?=[^\s/\\])"
 )
-"""What comes before the name of a package in the path of a file of its."""
+"""The part of an installed file's path before the name of its package."""
 
 
 def printable(text: str, but: str = "") -> str:
-    """``text`` with every character escaped that does not print, but those in ``but``."""
+    """Return ``text`` with each character escaped that does not print, except those in ``but``."""
     if text.isprintable():
         return text
     return "".join(
@@ -30,10 +30,10 @@ def printable(text: str, but: str = "") -> str:
 
 
 def harmless(thing: T, folder: str = "", but: str = "") -> T:
-    """``thing``, a text or data that holds texts, with all of them :func:`printable`.
+    """Return ``thing``, a text or data that holds texts, with every text :func:`printable`.
 
-    Files below ``folder`` are named as they are typed there, and where there is one also files of installed packages
-    by their package: ``transformers/models/opt/modeling_opt.py``.
+    Files below ``folder`` are named relative to it. With a ``folder``, files of installed packages are named by their
+    package: ``transformers/models/opt/modeling_opt.py``.
     """
     start = folder.rstrip("/\\")
     below = re.compile(r"(?<![\w.\-/\\])" + re.escape(start) + r"[/\\](?=[^\s/\\])") if start else None

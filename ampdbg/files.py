@@ -1,4 +1,4 @@
-"""Files read up to a limit, and written whole: new content takes a file's place in one step, or not at all."""
+"""Read files up to a size limit, and write files whole: new content replaces a file in one step or not at all."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 TEMPORARY = ".ampdbg-temporary-"
-"""What the names of temporary files and folders begin with: none of a user's may."""
+"""The prefix of temporary files and folders, which no user file may have."""
 
 LETTERS = string.ascii_uppercase + string.digits
-"""What the marks of temporary folders are made of: Python's own names of chance have no such letters."""
+"""The characters of the random marks of temporary folders: Python's own random names have no uppercase letters."""
 
 marks: set[str] = set()
-"""Those of the folders that this process has made, or works for: what has them in its name is ours."""
+"""The marks of folders that this process has made or works for; a name that contains one is ampdbg's own."""
 
 ABANDONED = 60.0
-"""Seconds after which one that nobody holds was left by a process that was killed."""
+"""Seconds after which a temporary file without a lock was left by a killed process."""
 
 LOCKED = 2.0
-"""Seconds within which a process that has made a folder holds its lock, with much to spare."""
+"""Seconds within which a process locks a folder that it has made, with a wide margin."""
 
 
 def free_path(folder: Path, begin: str, end: str) -> Path:
-    """``begin`` and ``end`` as a name in a folder, with a number between them where another process has taken it.
+    """Return the path of ``begin`` + ``end`` in a folder, with a number between them if the name is taken.
 
-    An empty file holds the name.
+    An empty file reserves the name.
 
     Raises:
         OSError: the folder cannot be written.
@@ -50,12 +50,12 @@ def free_path(folder: Path, begin: str, end: str) -> Path:
 
 @contextlib.contextmanager
 def staged_file(path: Path, content: bytes) -> Iterator[Path]:
-    """The name of a temporary file with ``content`` in the folder of ``path``; gone afterwards, as are abandoned ones.
+    """Yield a temporary file with ``content`` beside ``path``, and remove it afterwards.
 
-    It has the permissions of ``path``; where no file is there, or a link to one, those of any new file.
+    It has the permissions of ``path``, or a new file's if that is missing or a link. Abandoned files are removed first.
 
     Raises:
-        OSError: the folder cannot be written, or the disk is full; it names ``path``.
+        OSError: the folder cannot be written, or the disk is full; the error names ``path``.
     """
     _remove_abandoned(path.parent)
     temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(4)}")
@@ -77,14 +77,14 @@ def staged_file(path: Path, content: bytes) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder that is gone afterwards; first go those that killed processes have left.
+    """Yield a temporary folder, and remove it afterwards; first remove folders that killed processes have left.
 
-    Files and semaphores that have its mark in their names go with it.
+    Files and semaphores with its mark in their names are removed with it.
     """
     mark = "".join(secrets.choice(LETTERS) for _ in range(6))
     marks.add(mark)
     folder = Path(tempfile.gettempdir(), TEMPORARY + mark)
-    try:  # begins before the folder is there: Ctrl-C may fall into the very call that makes it
+    try:  # begins before the folder is there: Ctrl-C may interrupt the call that makes it
         folder.mkdir(mode=0o700)
         with _held(folder):
             _remove_abandoned(folder.parent)
@@ -98,7 +98,7 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Removes the temporary files and folders there that killed processes have left."""
+    """Remove the temporary files and folders in ``folder`` that killed processes have left."""
     for other in folder.glob(f"{TEMPORARY}*"):
         with contextlib.suppress(OSError), _held(other) as is_held:
             age = time.time() - other.stat().st_mtime
@@ -108,14 +108,14 @@ def _remove_abandoned(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _held(path: Path) -> Iterator[bool]:
-    """Holds the lock of a file or folder, which the system frees with the process; False where that cannot be."""
+    """Lock a file or folder until the block or the process ends; yield False if it cannot be locked."""
     with contextlib.ExitStack() as stack:
         is_held = False
         if sys.platform != "win32":
             import fcntl
 
-            with contextlib.suppress(OSError):  # another holds it, or the file system has no locks
-                descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for a writer
+            with contextlib.suppress(OSError):  # another process holds it, or the file system has no locks
+                descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # else a pipe would wait for a writer
                 stack.callback(os.close, descriptor)
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 is_held = True
@@ -123,12 +123,12 @@ def _held(path: Path) -> Iterator[bool]:
 
 
 def read_file(path: Path, most: int) -> bytes:
-    """The content of a file of at most so many bytes; of a pipe, what is written to it.
+    """Return the content of a file of at most ``most`` bytes; of a pipe, what is written to it.
 
     Raises:
-        OSError: it cannot be read, is larger, is a device, which may have no end, or a pipe that nobody writes to.
+        OSError: the file cannot be read, is larger, or is a device, which may have no end; or a pipe has no writer.
     """
-    at_once = getattr(os, "O_NONBLOCK", 0)  # else a pipe would wait for its writer, for ever where there is none
+    at_once = getattr(os, "O_NONBLOCK", 0)  # else a pipe would wait for its writer, without end if it has none
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | at_once)) as stream:
         kind = os.fstat(stream.fileno()).st_mode
         if stat.S_ISCHR(kind):
@@ -144,9 +144,9 @@ def read_file(path: Path, most: int) -> bytes:
 
 
 def obstacle(path: Path) -> str:
-    """What is there that no file can be written over, and "" where one can be.
+    """Return what prevents writing to ``path``, such as "a folder"; "" if nothing does.
 
-    A pipe would wait for its reader. A device is written to, and the pipe that is stdout: its path leads nowhere.
+    A pipe would wait for its reader. A device is allowed, and so is stdout as a pipe: its path does not resolve.
     """
     real = os.path.realpath(path)
     if os.path.islink(real):
@@ -157,17 +157,17 @@ def obstacle(path: Path) -> str:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Makes ``path`` hold ``content`` in one step: a reader sees the old file or the whole new one.
+    """Make ``path`` hold ``content`` in one step: a reader sees the old file or the whole new one.
 
     Permissions, owner and links stay. A pipe or a device, such as ``/dev/stdout``, is written to, never replaced.
 
     Raises:
-        OSError: it cannot be written; a file is as it was.
+        OSError: the path cannot be written; an existing file is unchanged.
     """
     target = Path(os.path.realpath(path))
     if target.is_symlink():
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
-    if path.exists() and not path.is_file():  # the path of a pipe that is stdout leads nowhere once it is resolved
+    if path.exists() and not path.is_file():  # the path of a pipe that is stdout does not exist once resolved
         path.write_bytes(content)
         return
     with staged_file(target, content) as temporary:
@@ -175,21 +175,21 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def replace_name(path: Path, content: bytes) -> None:
-    """As :func:`replace_file`, but whatever ``path`` names is let go: a link, and what it leads to stays as it was.
+    """Replace ``path`` as :func:`replace_file` does, but replace a link itself; its target is unchanged.
 
-    For a name that no user has chosen: others may have put a link there, which is not to be written through.
+    For names that no user has chosen. Another user may have put a link there, and ampdbg must not write through it.
 
     Raises:
-        OSError: it cannot be written, or is a folder; what was there is as it was.
+        OSError: the path cannot be written, or is a folder; nothing has changed.
     """
     with staged_file(path, content) as temporary:
         os.replace(temporary, path)
 
 
 def put(temporary: Path, target: Path) -> None:
-    """Gives a staged file's content to ``target`` in one step.
+    """Move the content of a staged file to ``target`` in one step.
 
-    A file that has other names (hard links) or another owner is written over: a new file in its place would not have.
+    A file with other names (hard links) or another owner is overwritten instead: a new file would lose them.
     """
     there = target.stat() if target.exists() else None
     if there is not None and (there.st_nlink > 1 or there.st_uid != temporary.stat().st_uid):

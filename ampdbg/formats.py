@@ -10,9 +10,8 @@ from dataclasses import dataclass
 class FloatFormat:
     """A binary floating-point format, described as IEEE 754 does.
 
-    ``name`` is torch's and ``short`` that of messages. ``precision`` counts significand bits with the implicit
-    one; ``min_exponent`` and ``max_exponent`` are the unbiased exponents of the smallest and largest normal
-    number.
+    ``name`` is torch's name, ``short`` the name in messages. ``precision`` counts significand bits with the implicit
+    bit. ``min_exponent`` and ``max_exponent`` are the unbiased exponents of the smallest and largest normal number.
     """
 
     name: str
@@ -47,7 +46,7 @@ class FloatFormat:
         return self.smallest_subnormal / 2
 
     def spacing_at(self, magnitude: float) -> float:
-        """How far apart the numbers are there, for a normal one: 2 at 511 in bfloat16."""
+        """Return the distance between neighboring numbers at a normal ``magnitude``: 2 at 511 in bfloat16."""
         return math.ldexp(1.0, math.frexp(magnitude)[1] - self.precision)
 
 
@@ -60,7 +59,7 @@ HALF_NAMES = frozenset({FLOAT16.name, BFLOAT16.name})
 
 
 def headroom_bits(magnitude: float, fmt: FloatFormat = FLOAT16) -> float:
-    """How many doublings ``magnitude`` is away from overflow in ``fmt``.
+    """Return how many doublings ``magnitude`` is away from overflow in ``fmt``.
 
     Zero at the threshold, negative beyond it, infinite for zero, minus infinite for inf, NaN for NaN.
     """
@@ -75,16 +74,16 @@ def headroom_bits(magnitude: float, fmt: FloatFormat = FLOAT16) -> float:
 
 
 LOWEST_EXPONENT = -64
-"""Histograms of exponents begin here, with everything smaller: no loss scale in use brings it back."""
+"""The first exponent of histograms, which also counts smaller values: no loss scale in use can rescue them."""
 HIGHEST_EXPONENT = 31
-"""Histograms of exponents end here, with everything larger."""
+"""The last exponent of histograms, which also counts larger values."""
 
 
 @dataclass(frozen=True)
 class Exponents:
-    """How many values have which exponent: ``counts[i]`` of them lie in [2**(lowest + i), 2**(lowest + i + 1)).
+    """A histogram of exponents: ``counts[i]`` values lie in [2**(lowest + i), 2**(lowest + i + 1)).
 
-    Zeros, infinities and NaN are in none of them. The counts are estimates where a tensor was sampled.
+    It does not count zeros, infinities and NaN. The counts are estimates if a tensor was sampled.
     """
 
     lowest: int = 0
@@ -103,9 +102,9 @@ class Exponents:
 
 
 def scale_ceiling(magnitude: float, fmt: FloatFormat = FLOAT16) -> float:
-    """The largest power of two by which ``magnitude`` can be multiplied without overflow in ``fmt``.
+    """Return the largest power of two by which ``magnitude`` can be multiplied without overflow in ``fmt``.
 
-    Infinite for zero, 0 for inf and NaN. A loss scale moves by factors of two, so nothing between matters.
+    Infinite for zero, 0 for inf and NaN. A loss scale changes by factors of two, so powers of two are enough.
     """
     if magnitude == 0.0:
         return math.inf
@@ -118,10 +117,10 @@ def scale_ceiling(magnitude: float, fmt: FloatFormat = FLOAT16) -> float:
 
 
 def scale_floor(exponents: Exponents, lost: float = 0.01, fmt: FloatFormat = FLOAT16) -> float:
-    """The smallest power of two by which values must be multiplied so that ``fmt`` keeps their energy.
+    """Return the smallest power of two by which values must be multiplied so that ``fmt`` keeps their energy.
 
-    Energy is the sum of squares; at most the share ``lost`` of it may be flushed to zero. Values of one
-    exponent count alike, and each is kept when it lies above half the smallest subnormal. 0 without any value.
+    Energy is the sum of squares; at most the share ``lost`` may be flushed to zero. Values of one exponent count alike.
+    A value is kept if it lies above half the smallest subnormal. Return 0 without values.
     """
     energies = [count * math.ldexp(1.0, 2 * (exponents.lowest + i)) for i, count in enumerate(exponents.counts)]
     allowed = lost * math.fsum(energies)

@@ -1,4 +1,4 @@
-"""What a command was given: a config, a record or a module file, and what changes in it; read once."""
+"""The input of a command, read once: a config, a record, a capture or a module file, and the changes to it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NO_CONFIG = "a watched loop has no config; give one"
 
 
 class Changes(TypedDict, total=False):
-    """What replaces keys of a config: four of them by name, any others as ``"dotted.key=YAML value"``."""
+    """Replacements for keys of a config: four keys by name, any key as ``"dotted.key=YAML value"``."""
 
     steps: int | None
     device: str | None
@@ -35,11 +35,16 @@ class Changes(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What ``run`` keeps beside the record.
+    """The files that ``run`` keeps beside the record, and the steps that it examines.
 
-    So many steps that go wrong are written to ``folder``, of so many bytes at most. The ``log`` is a file in the folder
-    of records where none is given. One step of ``trend`` is sampled; 0 for none. The step ``wanted`` is written
-    whatever it does; 0 for none.
+    Attributes:
+        folder: the folder of captures.
+        most: the largest number of captures.
+        largest: the largest size of a capture, in bytes.
+        investigates: replay failing steps, and compare one healthy step with FP32.
+        log: the file of the log; if None, a file in the folder of records.
+        trend: sample every ``trend``-th step; 0 for none.
+        wanted: the step to capture even if it does not fail; 0 for none.
     """
 
     folder: Path = CAPTURES
@@ -53,11 +58,11 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class Given:
-    """What there is to run.
+    """The input of a command.
 
-    ``name`` is what was typed, quoted for a shell. ``config`` has the changes in it, ``record`` is where it was taken
-    from, if it was. Of a ``capture`` the config says nothing; ``script`` is what is started instead of the
-    captured command line.
+    ``name`` is what the user typed, quoted for a shell. ``config`` includes the ``changes``. ``record`` is the record
+    that the config was taken from, if any. With a ``capture``, ``config`` is only a placeholder, and ``script``
+    replaces the captured command line.
     """
 
     name: str
@@ -69,17 +74,17 @@ class Given:
 
     @property
     def typed(self) -> str:
-        """The name, and behind it the options that change the run, as a shell takes them."""
+        """The name, followed by the options that change the run, quoted for a shell."""
         pairs = [("--set", setting) for setting in self.changes.get("overrides", ())]
         pairs += [(f"--{key}", str(value)) for key, value in _named(**self.changes).items()]
         pairs += [("--script", shlex.join(self.script))] if self.script else []
         return " ".join([self.name, *(f"{option} {shlex.quote(value)}" for option, value in pairs)])
 
     def run_by(self, command: str) -> Config:
-        """The config, for a command that runs one.
+        """Return the config, for a command that runs one.
 
         Raises:
-            ConfigError: this is a capture, or the record of a script, and has none.
+            ConfigError: the input is a capture or the record of a script, which have no config.
         """
         if self.capture is None:
             return self.config
@@ -98,18 +103,18 @@ def read_given(
     takes_weights: bool = False,
     **changes: Unpack[Changes],
 ) -> Given:
-    """Reads the one of ``config`` and ``module`` that is there.
+    """Read the config or the module file; exactly one must be given.
 
-    A ``config`` may be a record (``.json``), whose config is taken: its paths count from where the record was made,
-    which is to be the current folder. It may be a capture (``.safetensors``), or the record of a script that has one:
-    then ``script``, a command line as a shell takes it, replaces the captured one. With ``takes_weights`` it may be one
-    of a script without captures, whose weights are half.
+    A ``config`` may be a record (``.json``); its config is used. Paths in it are relative to the folder where the
+    record was made, which must be the current folder. It may also be a capture (``.safetensors``), or the record of a
+    script that has captures. Then ``script``, a command line for a shell, replaces the captured one. With
+    ``takes_weights`` it may also be the record of a script with half weights and without captures.
 
     Raises:
-        ConfigError: there are both or none, or there are mistakes in it; the message lists them all.
-        RecordError: a record that is damaged, or a file that cannot be read.
+        ConfigError: both or none are given, or they have mistakes; the message lists all mistakes.
+        RecordError: the record is damaged, or a file cannot be read.
         WorkloadError: the module file lacks what is needed.
-        UserCodeError: importing the module file raised.
+        UserCodeError: the import of the module file raised.
     """
     overrides = _overrides(**changes)
     if module is not None:
@@ -198,7 +203,7 @@ def _no_config(path: Path) -> str:
 
 
 def _overrides(**changes: Unpack[Changes]) -> tuple[str, ...]:
-    """The changes as ``--set`` takes them; one that has a name of its own wins over the others."""
+    """Return the changes as ``--set`` takes them; a change by name wins over ``overrides``."""
     keys = {"steps": "train.steps", "device": "train.device", "policy": "precision.policy", "seed": "train.seed"}
     if unknown := changes.keys() - Changes.__annotations__.keys():
         raise TypeError(f"got {', '.join(sorted(unknown))}; allowed: {', '.join(Changes.__annotations__)}")

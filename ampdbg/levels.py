@@ -1,4 +1,4 @@
-"""Precision levels, in Apex's words: what each is called, the mode that trains at it, and the format it lowers to.
+"""Precision levels, in Apex's terms: the name, the training mode, and the narrowest format of each.
 
 A new level is a file of :mod:`ampdbg.precision.modes` (no torch here).
 """
@@ -17,15 +17,15 @@ from ampdbg.syntax_tree import syntax_tree
 
 @dataclass(frozen=True)
 class Level:
-    """A value of ``precision.level``: ``mode`` names its file in ``ampdbg/precision/modes``, which holds the rest.
+    """A value of ``precision.level``, as a file of ``ampdbg/precision/modes`` declares it.
 
     Attributes:
-        name: as the config takes it.
-        words: what it is, for messages.
-        lowers: whether any op computes in less than FP32.
-        loss_scale: what ``precision.loss_scale`` is where the config does not say: a static scale, or keys of a
-            dynamic one that are not GradScaler's defaults.
-        has_half_weights: whether the weights themselves are half.
+        name: the value in the config.
+        words: a description for messages.
+        mode: the name of the file, without ``.py``.
+        lowers: some op computes in less than FP32.
+        loss_scale: the default ``precision.loss_scale``: a static scale, or a dynamic scale's keys unlike GradScaler's.
+        has_half_weights: the weights themselves are half.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Level:
 
 
 def levels_of(modes: Path) -> Iterator[Level]:
-    """What each file of modes says of its level in a literal ``LEVEL``, read and not run: the files import torch."""
+    """Yield the level in the literal ``LEVEL`` of each file. The files import torch, so they are parsed and not run."""
     for file in modes.glob("*.py"):
         for line in ast.iter_child_nodes(syntax_tree(file.read_bytes())):
             if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "LEVEL":
@@ -50,27 +50,27 @@ LEVELS: Mapping[str, Level] = {
 }
 
 CHOICES = ", ".join(f"{name} ({level.words})" for name, level in LEVELS.items())
-"""How a message lists them."""
+"""The levels, as a message lists them."""
 
 
 def lowest_format(level: str, dtype: str) -> FloatFormat:
-    """The narrowest format that a level computes in when ``precision.dtype`` is ``dtype``."""
+    """Return the narrowest format that a level computes in if ``precision.dtype`` is ``dtype``."""
     return FORMATS[dtype] if LEVELS[level].lowers else FLOAT32
 
 
 def precision_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The section ``precision`` of the config that a record keeps; an empty one where there is none."""
+    """Return the section ``precision`` of a record's config; an empty mapping if it has none."""
     section = config.get("precision")
     return section if isinstance(section, Mapping) else {}
 
 
 def format_of_config(config: Mapping[str, Any]) -> FloatFormat:
-    """The narrowest format of a run, by the config that its record keeps; FP16 where that does not say."""
+    """Return the narrowest format of a run from the config in its record; FP16 if the config names none."""
     precision = precision_of(config)
     level, dtype = str(precision.get("level", "O1")), str(precision.get("dtype", "float16"))
     return lowest_format(level if level in LEVELS else "O1", dtype if dtype in FORMATS else "float16")
 
 
 def has_static_scale(config: Mapping[str, Any]) -> bool:
-    """The config in a record gives the loss scale as a number, which nothing changes."""
+    """True if the config in a record gives the loss scale as a number, which nothing changes."""
     return isinstance(precision_of(config).get("loss_scale"), (int, float))

@@ -1,4 +1,4 @@
-"""What a run, a search or a proof reports on its way."""
+"""The reports of a run, a search or a proof while it is under way."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from ampdbg.record.run import Step
 
 
 class Observer:
-    """Sees a run on its way, and does nothing. What a method raises ends the run, a KeyboardInterrupt too."""
+    """Receives the reports of a run and ignores them. An exception in a method ends the run, KeyboardInterrupt too."""
 
     def start(self, planned: int) -> None:
-        """So many steps are planned; model and data are about to be loaded."""
+        """A run of ``planned`` steps is about to load its model and data."""
 
     def level(self, name: str) -> None:
-        """The run of that level of precision is about to begin, one of several with the same number of steps."""
+        """The run at this precision level is about to begin. Every level has the same number of steps."""
 
     def step(self, step: Step) -> None:
         """An optimizer step has ended."""
@@ -22,19 +22,19 @@ class Observer:
         """The step of this number is about to be replayed, in the precision that ``doing`` names."""
 
     def ended_in(self, step: int) -> None:
-        """A script has ended in the middle of the step of this number, which is about to be replayed."""
+        """A script has ended within the step of this number, which is about to be replayed."""
 
     def search(self, modules: tuple[str, ...]) -> None:
-        """A search for pins begins, or begins again, over modules of these names, in the order of their first calls."""
+        """A search for pins begins or restarts over the named modules, in the order of their first calls."""
 
     def trial(self, trial: Trial) -> None:
-        """An experiment has ended."""
+        """A trial of the search has ended."""
 
     def warned(self, text: str) -> None:
-        """Something beside the run has failed, and the run continues."""
+        """A side task of the run has failed, such as writing the log, and the run continues."""
 
     def stage(self, doing: str) -> None:
-        """A part of planning or proving a patch is about to run."""
+        """A stage of planning or proving a patch is about to run."""
 
 
 UNOBSERVED = Observer()

@@ -1,4 +1,4 @@
-"""What this machine lacks for the user's code, known by the error that Python or torch raised for it (no torch)."""
+"""Recognize what this machine lacks for the user's code, by the error that Python or torch raised (no torch)."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ DISTRIBUTIONS: Mapping[str, str] = {
         ).split()
     },
 }
-"""By the name that is imported: what pip installs for it. A name that is not here may be a file of the user's own,
-and whoever holds that name on the package index is a stranger."""
+"""The package that pip installs for each imported name. A missing name may be the user's own file, and a stranger may
+own it on the package index."""
 
 _NO_GPU = re.compile(
     r"Torch not compiled with CUDA enabled|Found no NVIDIA driver|No CUDA GPUs are available"
     r"|torch\.cuda\.is_available\(\) is False|no GPUs found|No supported gpu backend found"
     r"|mixed precision requires a GPU|module 'torch\._C' has no attribute '_cuda_"
 )
-"""What torch says, and Lightning and Accelerate, of a device that is not there. A build for the CPU alone lacks the
-functions behind ``torch.cuda.set_device``."""
+"""The messages of torch, Lightning and Accelerate for a missing GPU. A build of torch for the CPU alone lacks the
+functions that ``torch.cuda.set_device`` calls."""
 
-# Of a part that an installed package lacks, the message has dots.
+# For a missing part of an installed package the name has dots, so the pattern does not match.
 _NO_MODULE = re.compile(r"ModuleNotFoundError: No module named '(\w+)'")
 
 
 @dataclass(frozen=True)
 class Obstacle:
-    """``says`` is a whole sentence; ``install`` the command that adds a package, "" where none would help."""
+    """A missing GPU or package. ``says`` is a sentence; ``install`` is "" or the command that adds the package."""
 
     kind: Literal["GPU", "package"]
     says: str
@@ -46,7 +46,7 @@ class Obstacle:
 
 
 def obstacle_in(error: str) -> Obstacle | None:
-    """What was missing, by the class and the message of an exception; None where the error has another cause."""
+    """Return what was missing, by the type and message of an exception; None if the error has another cause."""
     if _NO_GPU.search(error):
         return Obstacle("GPU", "This machine has no GPU.")
     found = _NO_MODULE.search(error)

@@ -1,4 +1,4 @@
-"""How messages and reports write numbers, and what stands in data: names in a row, values, the paths of keys."""
+"""Format numbers, names, values and the paths of keys for messages and reports."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from decimal import Decimal
 
 WRITTEN_OUT = 10_000_000
-"""Numbers from here on are written with an exponent."""
+"""Numbers of at least this size are written with an exponent."""
 
 
 def number(value: float | None) -> str:
-    """Whole numbers and four digits: ``65,504``, ``183,300``, ``2.31``, ``1.2e9``; ``-`` for what was not measured."""
+    """Format a number with four digits, or whole: ``65,504``, ``183,300``, ``2.31``, ``1.2e9``; ``-`` for None."""
     if value is None:
         return "-"
     if math.isnan(value):
@@ -26,7 +26,7 @@ def number(value: float | None) -> str:
 
 
 def scale(value: float) -> str:
-    """A loss scale: whole numbers as they are, large and small powers of two as ``2^k``."""
+    """Format a loss scale: whole numbers unchanged, large and small powers of two as ``2^k``."""
     if not math.isfinite(value) or value <= 0.0:
         return number(value)
     mantissa, exponent = math.frexp(value)
@@ -35,7 +35,7 @@ def scale(value: float) -> str:
 
 
 def share(part: float, whole: float = 1.0) -> str:
-    """A percentage that is never rounded to nothing, nor to the whole; ``-`` of nothing and of what is not finite."""
+    """Format a percentage, never rounded to 0% or 100%; ``-`` if the whole is zero or the part is not finite."""
     if whole == 0 or not math.isfinite(part):
         return "-"
     if part == 0 or part == whole:
@@ -47,24 +47,24 @@ def share(part: float, whole: float = 1.0) -> str:
 
 
 def multiple(part: float, whole: float) -> str:
-    """``12.5% of``; ``2.1 times`` where it is more than the whole."""
+    """Format a ratio as ``12.5% of``, or as ``2.1 times`` if the part is more than the whole."""
     return f"{share(part, whole)} of" if part <= whole else f"{number(float(f'{part / whole:.2g}'))} times"
 
 
 def percent(part: float) -> str:
-    """A percentage with two digits, however small it is; ``-`` of what is not finite."""
+    """Format a percentage with two digits, however small it is; ``-`` if it is not finite."""
     return f"{number(float(f'{100 * part:.2g}'))}%" if math.isfinite(part) else "-"
 
 
 def counted(count: int, noun: str) -> str:
-    """``1 step``, ``2,000 steps``, ``3 batches``."""
+    """Format a count and its noun: ``1 step``, ``2,000 steps``, ``3 batches``."""
     if count == 1:
         return f"1 {noun}"
     return f"{count:,} {noun}{'es' if noun.endswith(('s', 'x', 'ch', 'sh')) else 's'}"
 
 
 def listed(names: Iterable[str], most: int = 4) -> str:
-    """``a, b and c``; beyond ``most`` names the rest is counted."""
+    """Join names as ``a, b and c``; beyond ``most`` names, count the rest."""
     names = list(names)
     if len(names) > most:
         return f"{', '.join(names[:most])} and {len(names) - most} more"
@@ -74,12 +74,12 @@ def listed(names: Iterable[str], most: int = 4) -> str:
 
 
 def dotted(path: Iterable[object]) -> str:
-    """``("precision", "pins", 0)`` is ``precision.pins[0]``."""
+    """Join the path of a key: ``("precision", "pins", 0)`` is ``precision.pins[0]``."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
 
 
 def shown(value: object, most: int = 60) -> str:
-    """A value as JSON and YAML write it, cut to ``most`` characters."""
+    """Format a value as JSON and YAML write it, cut to ``most`` characters."""
     try:
         text = "nothing" if value is None else json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):  # YAML has dates and sets, also as keys
@@ -88,12 +88,12 @@ def shown(value: object, most: int = 60) -> str:
 
 
 def cut(text: str, most: int) -> str:
-    """A text of at most ``most`` characters."""
+    """Cut a text to at most ``most`` characters."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def duration(seconds: float | None) -> str:
-    """``31 ms``, ``1.4 s``, ``12 s``, ``3 min 20 s``, ``2 h 5 min``."""
+    """Format a duration: ``31 ms``, ``1.4 s``, ``12 s``, ``3 min 20 s``, ``2 h 5 min``."""
     if seconds is None or not math.isfinite(seconds):
         return "-"
     if seconds < 0.9995:
@@ -109,7 +109,7 @@ def duration(seconds: float | None) -> str:
 
 
 def byte_size(count: int) -> str:
-    """``512 B``, ``1.2 MB``: decimal units."""
+    """Format a size in decimal units: ``512 B``, ``1.2 MB``."""
     size, units = float(count), ["B", "kB", "MB", "GB", "TB"]
     while size >= 999.5 and len(units) > 1:
         size, units = size / 1000, units[1:]
@@ -120,10 +120,10 @@ UNITS = {f"{unit}{i}": (1024 if i else 1000) ** power for power, unit in enumera
 
 
 def byte_count(text: str) -> int:
-    """The bytes of ``16GiB``, ``800 MB`` or ``1.5G``.
+    """Return the number of bytes in ``16GiB``, ``800 MB`` or ``1.5G``.
 
     Raises:
-        ValueError: it is no size; the message says what is allowed.
+        ValueError: the text is not a size; the message names what is allowed.
     """
     found = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)\s*([kMGT]i?)B?", text.strip().replace("K", "k"))
     if found is None:
@@ -132,5 +132,5 @@ def byte_count(text: str) -> int:
 
 
 def quoted(text: str, most: int = 80) -> str:
-    """A text in quotation marks, cut to ``most`` characters."""
+    """Return a text in quotation marks, cut to ``most`` characters."""
     return repr(cut(text, most))

@@ -1,4 +1,4 @@
-"""The syntax tree of Python source, also where several threads read at once."""
+"""Parse Python source into a syntax tree, even while several threads parse."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import contextlib
 _TRIES = 100
 
 UNPARSABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
-"""What Python's parser raises; the last one where the stack of its own is full."""
+"""The exceptions of Python's parser. It raises MemoryError if its own stack is full."""
 
 
 def syntax_tree(source: str | bytes, *, mode: str = "exec") -> ast.AST:
-    """As ``ast.parse``, which fails at random before Python 3.13 while another thread parses.
+    """Parse as ``ast.parse`` does, which fails at random before Python 3.13 while another thread parses.
 
-    Both count their depth in one place (https://github.com/python/cpython/issues/106905). A new try restarts it.
+    Both threads count their depth in one place (https://github.com/python/cpython/issues/106905). A retry resets it.
 
     Raises:
-        SyntaxError, ValueError, MemoryError: as ``ast.parse``.
-        RecursionError: it is nested too deeply. Python's parser calls that a MemoryError when its own stack is full.
+        SyntaxError, ValueError: as ``ast.parse``.
+        RecursionError: the source is nested too deeply; Python's parser raises MemoryError if its own stack is full.
     """
     try:
         for _ in range(_TRIES):

@@ -1,1 +1,1 @@
-"""The command line: one command a file; the only place that prints and exits."""
+"""The command line: one file for each command. No other part of the package prints or exits."""

@@ -1,7 +1,7 @@
 """The ``ampdbg`` program: the table of its commands.
 
-Everything heavy (torch, pydantic, rich) is imported inside the commands, where it is used, so that
-``ampdbg --help`` and a mistyped option answer at once.
+Slow imports (torch, pydantic, rich) are inside the commands that need them. So ``ampdbg --help`` and a mistyped option
+answer at once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .failure import guarded
 from .output import end_streams, say, write_result
 
 VERBS = (scan, ranges, bisect, suggest_fp32, cost, run, replay, compare, lint, report, explain, init, schema, doctor)
-"""A verb a file, in the order of the help."""
+"""One file for each command, in the order of the help."""
 
 COMMANDS: dict[str, Callable[..., int]] = {
     verb.__name__.rpartition(".")[2].replace("_", "-"): verb.command for verb in VERBS
@@ -64,11 +64,11 @@ def _program(
 
 
 def program() -> typer.Typer:
-    """The program with its commands, as Typer has it."""
+    """Return the program with its commands, as a Typer app."""
     app = typer.Typer(
         name="ampdbg",
         rich_markup_mode=None,  # rich help would cost 80 ms of import
-        pretty_exceptions_enable=False,  # guarded() shows what is to be shown
+        pretty_exceptions_enable=False,  # guarded() shows the errors
         context_settings={"help_option_names": ["--help", "-h"]},
     )
     app.callback()(_program)
@@ -81,16 +81,16 @@ def program() -> typer.Typer:
 
 @functools.cache
 def _commands() -> Callable[..., Any]:
-    """The program as click has it: Typer makes all commands anew at each call, and puts in its own excepthook."""
+    """The program as a click command. Typer would rebuild all commands and its excepthook at each call."""
     return typer.main.get_command(program())
 
 
-# Typer brings its own click, or takes the one that is installed.
+# Typer includes its own click, or uses the installed one.
 UsageError: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 
 def main() -> None:
-    """Runs the program on ``sys.argv`` and exits with its code."""
+    """Run the program on ``sys.argv`` and exit with its code."""
     code: Any = EXIT_COULD_NOT_RUN
     try:
         code = _commands()(sys.argv[1:] or ["--help"], prog_name="ampdbg", standalone_mode=False)

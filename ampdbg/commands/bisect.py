@@ -1,4 +1,4 @@
-"""``ampdbg bisect``: finds the smallest set of modules that must run in FP32, by experiment."""
+"""``ampdbg bisect``: find by experiment the smallest set of modules that must run in FP32."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def command(
     with results_only() as stdout:
         with progress.shown(run.quiet, max_trials) as observer:
             taken = config if module is not None else options.default_config(config)
-            # It imports the module, which may change the folder.
+            # This imports the module, which may change the folder.
             given = read_given(taken, module, script, **run.changes)
             searched = api.bisect(given, strategy=strategy, max_trials=max_trials, observer=observer)
         show(searched, given, stdout, run=run)
@@ -44,7 +44,7 @@ def command(
 
 
 def exit_code(record: Record) -> int:
-    """130 when interrupted, 0 when nothing is wrong, else 1: there is a set to pin, or a fault that no pin cures."""
+    """Return 130 if interrupted, 0 if nothing is wrong, else 1: a set to pin, or a fault that no pin cures."""
     code = scan.exit_code(record, "warning")
     if record.interrupted or record.search is None or record.search.outcome == "nothing-to-pin":
         return code

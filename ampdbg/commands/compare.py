@@ -1,4 +1,4 @@
-"""``ampdbg compare``: two records of one command; the exit code is 1 where it got worse."""
+"""``ampdbg compare``: compare two records of one command; the exit code is 1 if the second is worse."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def command(
     Compares findings, overflows, headroom and the loss scales that work. THEN and NOW are two records of the same
     command. The exit code is 1 where NOW is worse: a new finding or overflow, or more lost bits than --within allows.
     """
-    # Here, as `ampdbg --help` is not to wait for them.
+    # Imported here, so that `ampdbg --help` does not wait for them.
     from ampdbg.diagnosis.comparison import Comparison
     from ampdbg.report.comparison import data, page
     from ampdbg.report.formats import markdown, sarif, text
 
     compared = Comparison(read_record(then), read_record(now), within)
     ran, other = compared.then.command, compared.now.command
-    if ran != other:  # two commands find different things in one code
+    if ran != other:  # the same code has different meanings in two commands
         raise RecordError(
             f"{then} comes from ampdbg {ran} and {now} from ampdbg {other}; compare takes two records of the same "
             "command"

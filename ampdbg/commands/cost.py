@@ -1,4 +1,4 @@
-"""``ampdbg cost``: the levels of precision side by side: which of them train, and what a step takes at each."""
+"""``ampdbg cost``: compare the levels of precision: how each trains, and what a step costs."""
 
 from __future__ import annotations
 

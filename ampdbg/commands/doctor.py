@@ -1,4 +1,4 @@
-"""``ampdbg doctor``: what this machine can do for mixed precision, and what ampdbg will emulate."""
+"""``ampdbg doctor``: what this machine can do for mixed precision, and what ampdbg emulates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def command(
     Checks the GPU, the driver, torch and frameworks, and shows what ampdbg emulates. It works without torch, or with
     a broken one. The exit code is 2 where ampdbg cannot run.
     """
-    # Here, as `ampdbg --help` is not to wait for them.
+    # Imported here, so that `ampdbg --help` does not wait for them.
     import json
     from dataclasses import asdict
 

@@ -1,4 +1,4 @@
-"""``ampdbg explain``: what a code means, how it is decided, what fixes it; without a code, the list of all."""
+"""``ampdbg explain``: the meaning, the decision and the remedy of a code; without a code, the list of all codes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from . import options
 from .output import look_of, write_result
 
 TEXT_WIDTH = 80
-"""Prose in longer lines is hard to read, however wide the terminal is."""
+"""The width of prose on any terminal: longer lines are hard to read."""
 
 
 def _codes(begun: str) -> list[str]:
-    """For the shell's completion."""
+    """Return the codes that complete what was typed in the shell."""
     return [code for code in CODES if code.startswith(begun)]
 
 
@@ -43,7 +43,7 @@ def command(
 
 
 def as_text(code: str | None, look: Look) -> str:
-    """The explanation of a code, or the list of all."""
+    """Return the explanation of a code, or the list of all codes."""
     from ampdbg.report.formats.text import draw
 
     if code is None:

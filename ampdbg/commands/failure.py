@@ -23,11 +23,11 @@ from .output import WRITTEN, save, say, typed_as, with_page
 
 
 def guarded(command: Callable[..., int], *, takes_signals: bool = True) -> Callable[..., None]:
-    """Wraps a command, a function that returns its exit code, for Typer: no traceback of ours leaves it.
+    """Wrap a command, a function that returns its exit code, for Typer, so that no traceback of ampdbg leaves it.
 
-    It ``takes_signals`` unless it runs a script, which has them for itself. Every command gets the option ``debug``,
-    which shows the traceback after all. What was seen before the error is written as the whole record would have been:
-    to the ``record`` option, where there is one.
+    With ``takes_signals`` it handles signals; a command that runs a script leaves them to the script. Every command
+    gets the option ``debug``, which shows the traceback. On an error, the record of the steps before it is written
+    where the whole record would be: to the ``record`` option, if the command has one.
     """
 
     @functools.wraps(command)
@@ -43,9 +43,9 @@ def guarded(command: Callable[..., int], *, takes_signals: bool = True) -> Calla
         except KeyboardInterrupt:
             code = _interrupted()
         except Exception as error:  # noqa: BLE001 - the last resort: a bug of ampdbg
-            if INTERRUPTED.get([]):  # an import that an interrupt has left half done
+            if INTERRUPTED.get([]):  # an interrupted import can end in any exception
                 code = _interrupted()
-            elif isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # wherever Python asks of a path
+            elif isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # for any path that Python opens
                 needed = f"{error.filename}: {error.strerror}; needed: the path of a file or folder"
                 code = _explain(ConfigError(needed), debug)
             else:
@@ -77,7 +77,7 @@ def _explain(error: AmpdbgError, debug: bool) -> int:
 
 
 def _keep(error: AmpdbgError, options: Mapping[str, Any]) -> None:
-    """Writes the record that an error carries, and its page where one was asked for, and says where it is."""
+    """Write the record that an error carries, and its page if requested, and say where it is."""
     if not isinstance(error.record, Record):
         return
     saved = save(error.record, options.get("record"))

@@ -1,4 +1,4 @@
-"""``ampdbg init``: a commented config and a workload to start from."""
+"""``ampdbg init``: write a commented config and a workload to start from."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def command(
     Writes ampdbg.yaml, with a comment for each key, and workload.py, a small model with its data. They run
     unchanged: ampdbg init && ampdbg scan
     """
-    from ampdbg.config.starter import write_starter  # `ampdbg --help` need not wait for it
+    from ampdbg.config.starter import write_starter  # `ampdbg --help` does not need it
 
     written = write_starter(folder)
     typed = shlex.quote(str(folder) if not str(folder).startswith("-") else f"./{folder}")

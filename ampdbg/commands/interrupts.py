@@ -1,4 +1,4 @@
-"""Signals that end a command from outside: Ctrl-C, SIGTERM of a batch system, and SIGHUP of a terminal that goes."""
+"""The signals that end a command: Ctrl-C, SIGTERM of a batch system, and SIGHUP of a closed terminal."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from types import FrameType
 from typing import Any
 
 INTERRUPTED: ContextVar[list[int]] = ContextVar("INTERRUPTED")
-"""The signals that have interrupted this command. An import of torch's may swallow the KeyboardInterrupt of one, and
-what runs on then has to ask."""
+"""The signals that have interrupted this command. An import of torch may swallow their KeyboardInterrupt, so code that
+continues after it must check this list."""
 
 SAME = 0.5
-"""Seconds within which a signal is the one before once more: ``timeout`` sends each to the process and to its group."""
+"""Seconds within which two signals count as one: ``timeout`` sends each to the process and to its group."""
 
 Handlers = Mapping[int, Any]
-"""What handles them, by the number of the signal; those are left out that are ignored, as by ``nohup``."""
+"""The handlers by the number of the signal, without ignored signals (as by ``nohup``)."""
 
 
 @contextlib.contextmanager
 def interruptible(at_import: Callable[[], int]) -> Iterator[None]:
-    """While this is entered each raises the KeyboardInterrupt that saves it all, and a second one ends that too.
+    """Within the block each signal raises a KeyboardInterrupt, on which results are saved. A second one ends that too.
 
-    What ``at_import`` returns is the exit code where torch's own import is interrupted: an exception there, behind
-    which its C++ ends the process, is none of ours.
+    During torch's own import the process exits with what ``at_import`` returns: after an exception there, torch's C++
+    code would end the process.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -39,7 +39,7 @@ def interruptible(at_import: Callable[[], int]) -> Iterator[None]:
     INTERRUPTED.set(signals)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != owner and number != signal.SIGINT:  # a DataLoader worker, which must die as it always did
+        if os.getpid() != owner and number != signal.SIGINT:  # a DataLoader worker, which must die as without ampdbg
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         times.append(time.monotonic())
@@ -47,7 +47,7 @@ def interruptible(at_import: Callable[[], int]) -> Iterator[None]:
             return
         signals.append(number)
         imported = getattr(sys.modules.get("torch"), "__spec__", None)
-        if getattr(imported, "_initializing", False):  # an exception would leave torch's C++ half set up
+        if getattr(imported, "_initializing", False):  # an exception would leave torch's C++ half initialized
             os._exit(at_import())
         raise KeyboardInterrupt
 
@@ -61,7 +61,7 @@ def interruptible(at_import: Callable[[], int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[None]:
-    """While this is entered the first of them waits; a second does not, for a disk may hang."""
+    """Within the block the first signal waits. A second signal takes effect at once, for a disk may hang."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -83,14 +83,14 @@ def interrupts_held() -> Iterator[None]:
 
 
 def raise_if_interrupted() -> None:
-    """To be called between the parts of a run: raises the KeyboardInterrupt that somebody has swallowed."""
+    """Raise the KeyboardInterrupt that other code has swallowed; called between the parts of a run."""
     if INTERRUPTED.get([]):
         raise KeyboardInterrupt
 
 
 def _handlers(even_if_ignored: str = "") -> Handlers:
     names = [name for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]
-    found = {name: signal.getsignal(getattr(signal, name)) for name in names}  # None is of no Python's: it stays
+    found = {name: signal.getsignal(getattr(signal, name)) for name in names}  # None: not set by Python, kept
     left_alone = {name for name in names if found[name] is signal.SIG_IGN and name != even_if_ignored}
     return {getattr(signal, name): found[name] for name in names if found[name] is not None and name not in left_alone}
 

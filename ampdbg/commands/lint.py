@@ -1,4 +1,4 @@
-"""``ampdbg lint``: AMP misuse and apex found in source code, without running it, and fixed where that is certain."""
+"""``ampdbg lint``: find AMP misuse and apex in source code without running it, and apply the certain fixes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def command(
     """
     if fix and diff:
         raise ConfigError("got --fix and --diff; give only one: --diff shows what --fix would write")
-    # Here, as `ampdbg --help` is not to wait for the rules.
+    # Imported here, so that `ampdbg --help` does not wait for the rules.
     from ampdbg.lint import engine
     from ampdbg.lint.settings import read_settings
 
@@ -53,7 +53,7 @@ def command(
     if diff:
         return _show_diff(_edits(engine.fix(found, settings)))
     edits: list[FileEdit] = []
-    if fix:  # all of them or none: a hook runs over files with changes that are not committed, and --diff looks first
+    if fix:  # all or none, even in files with uncommitted changes: a hook runs on those, and --diff previews them
         from ampdbg.patch.file_edits import write_edits
 
         edits = _edits(engine.fix(found, settings))
@@ -73,19 +73,19 @@ def command(
 
 
 def exit_code(found: Linted) -> int:
-    """1 where an error or a warning is found, else 2 where a file could not be looked at, else 0."""
+    """Return 1 for an error or a warning, else 2 if a file could not be linted, else 0."""
     if any(finding.severity != "info" for finding in found.findings):
         return EXIT_FOUND
     return EXIT_COULD_NOT_RUN if found.problems else EXIT_HEALTHY
 
 
 def _codes(given: Sequence[str] | None) -> list[str]:
-    """``--select a,b`` is ``--select a --select b``."""
+    """Split ``--select a,b`` into ``--select a --select b``."""
     return [code for one in given or () for code in one.split(",")]
 
 
 def _edits(files: Sequence[LintedFile]) -> list[FileEdit]:
-    """What a fix changes; why another file could not be fixed is said."""
+    """Return the edits of a fix; warn of each file that could not be fixed."""
     from ampdbg.patch.file_edits import FileEdit
 
     for file in files:
@@ -95,7 +95,7 @@ def _edits(files: Sequence[LintedFile]) -> list[FileEdit]:
 
 
 def _show_diff(edits: Sequence[FileEdit]) -> int:
-    """The diffs on stdout; 1 where there is one."""
+    """Print the diffs on stdout; return 1 if there is one."""
     from ampdbg.patch.file_edits import base_folder, unified_diff
 
     base, _ = base_folder(edits, Path.cwd()) if edits else (Path(), False)

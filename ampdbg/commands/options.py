@@ -1,4 +1,4 @@
-"""The options that commands share, as Typer reads them, and what they change in the config."""
+"""The options that several commands share, as Typer reads them, and the config keys that they change."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from ampdbg.record.run import RECORD_FORMAT
 PATCH = "patch of that form"
 
 Known = Callable[[bytes], object]
-"""What is true of the content of a file that an option has written."""
+"""Recognizes the content of a file that an option has written."""
 
 
 def _is_of(name: str, there: bytes) -> bool:
-    """A JSON object of that format itself: a user's file may hold a whole record, or a sentence about one."""
+    """True if the whole file is a JSON object of this format: a user's file may contain or quote a record."""
     try:
         data = json.loads(there)
     except (ValueError, RecursionError):
@@ -49,20 +49,20 @@ CONTENTS: Mapping[str, tuple[str, Known]] = {
     "json": (PATCH, functools.partial(_is_of, "ampdbg.patch")),
     "log": ("log of a run", BEGINS.match),
 }
-"""What a file is called that an option has written, and how it is known."""
+"""The name of what each option writes, and how to recognize it in a file."""
 
 
 def check_place(option: str, path: Path | None, content: str, **others: Path | None) -> None:
-    """Refuses, before anything is run, a place where writing would wait for ever or lose what the user has there.
+    """Refuse, before a run, a place where writing would wait without end or destroy the user's data.
 
     Args:
-        option: as it is typed, for the message.
-        path: what was given to it, if anything.
-        content: what it writes, by its name in :data:`CONTENTS`.
-        others: files that it must leave alone whatever they hold, by what they are.
+        option: the option as typed, for the message.
+        path: the path given to the option, if any.
+        content: the name in :data:`CONTENTS` of what the option writes.
+        others: files that it must never overwrite, by what they are.
 
     Raises:
-        ConfigError: it is such a place.
+        ConfigError: the path is such a place.
     """
     if path is None:
         return
@@ -79,7 +79,7 @@ def check_place(option: str, path: Path | None, content: str, **others: Path | N
 
 
 def _is_own(path: Path, content: str) -> bool:
-    """The file holds nothing, or what an option with this ``content`` has written before."""
+    """True if the file is empty, or an option with this ``content`` has written it before."""
     try:
         there = path.read_bytes()
     except OSError:
@@ -94,7 +94,7 @@ def _checked_record(value: Path | None) -> Path | None:
 
 CONFIG_OR_RECORD = "A YAML config, or a record whose config to use; by default ampdbg.yaml."
 DEFAULT_CONFIG = Path("ampdbg.yaml")
-"""What ``ampdbg init`` writes."""
+"""The file that ``ampdbg init`` writes."""
 
 STEP = "A YAML config, a record, or the capture of a script's failing step"
 OptionalConfig = Annotated[Path | None, typer.Argument(metavar="CONFIG", help=CONFIG_OR_RECORD, show_default=False)]
@@ -139,12 +139,12 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of
 
 
 def default_config(config: Path | None) -> Path | None:
-    """What was typed, else the config of this folder, if there is one."""
+    """Return the typed config, else the config of this folder, if there is one."""
     return DEFAULT_CONFIG if config is None and DEFAULT_CONFIG.is_file() else config
 
 
 def config_or_default(config: Path | None) -> Path:
-    """What was typed, else the config of this folder.
+    """Return the typed config, else the config of this folder.
 
     Raises:
         ConfigError: there is neither.
@@ -181,7 +181,6 @@ class RunOptions:
 
     @property
     def changes(self) -> Changes:
-        """What they change in the config."""
         return {
             "overrides": self.settings or (),
             "steps": self.steps,
@@ -196,9 +195,9 @@ OF_A_CONFIG = ("steps", "device", "policy", "seed", "settings")
 
 
 def with_run_options(command: Callable[..., int], but: Collection[str] = ()) -> Callable[..., int]:
-    """Gives a command the options of a run, which it takes as one argument ``run``; Typer reads them off a signature.
+    """Give a command the options of a run, which it takes as one argument ``run``; Typer reads them from the signature.
 
-    An option of the command's own replaces the one of the same name; those in ``but`` are left out.
+    An option of the command replaces the shared option of the same name; those in ``but`` are left out.
     """
     own = inspect.signature(command, eval_str=True)
     every = inspect.signature(RunOptions, eval_str=True).parameters
@@ -219,7 +218,7 @@ def with_run_options(command: Callable[..., int], but: Collection[str] = ()) -> 
 
 
 def _check_folders() -> None:
-    """Refuses to run where torch itself could not be imported."""
+    """Refuse to run in an environment where torch could not be imported."""
     try:
         os.getcwd()
     except OSError:

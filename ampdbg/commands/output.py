@@ -29,7 +29,7 @@ MAX_WIDTH = 140
 
 
 def typed_as(given: str, written: Path | None, *, verbose: bool = False) -> Typed:
-    """What a report needs to know of the command: ``given`` as it was typed, and where its record was written."""
+    """Return what a report needs of the command: ``given`` as typed, and where its record was written."""
     return Typed(given, shlex.quote(str(written)) if written else "", str(Path.cwd()), verbose=verbose)
 
 
@@ -37,7 +37,7 @@ PLAIN = Look(width=PLAIN_WIDTH, color=False, unicode=True)
 
 
 def look_of(stream: TextIO | None) -> Look:
-    """Asks the stream and the environment; only a colour terminal without NO_COLOR gets colours."""
+    """Return what a stream can show; only a color terminal without NO_COLOR gets colors."""
     columns = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if _is_terminal(stream) else PLAIN_WIDTH
     return Look(min(MAX_WIDTH, columns), is_rich_terminal(stream), _carries(stream, "━┃┤└×✓"))
 
@@ -45,12 +45,12 @@ def look_of(stream: TextIO | None) -> Look:
 def _is_terminal(stream: TextIO | None) -> bool:
     try:
         return stream is not None and stream.isatty()
-    except (OSError, ValueError, AttributeError):  # it is closed, or something of the user's own
+    except (OSError, ValueError, AttributeError):  # closed, or an object of the user's own
         return False
 
 
 def is_rich_terminal(stream: TextIO | None) -> bool:
-    """Colours and animation are wanted there; NO_COLOR, TERM=dumb, pipes and old Windows consoles want none."""
+    """True if the stream shows colors and animation: no pipe, no old Windows console, no NO_COLOR or TERM=dumb."""
     if os.environ.get("NO_COLOR") or not _is_terminal(stream):
         return False
     from rich.console import Console
@@ -60,7 +60,7 @@ def is_rich_terminal(stream: TextIO | None) -> bool:
 
 
 def say(message: str) -> None:
-    """A line on stderr, for people; that nobody can read it any more is no reason to stop."""
+    """Write a line to stderr. If it can no longer be read, the command continues."""
     try:
         sys.stderr.write(f"{message}\n")
         sys.stderr.flush()
@@ -69,19 +69,19 @@ def say(message: str) -> None:
 
 
 def _silence(stream: TextIO) -> None:
-    """What is left in its buffer, and all that follows, goes nowhere: at exit Python would fail on it once more."""
+    """Discard the stream's buffer and everything that follows, on which Python would fail again at exit."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         descriptor, null = stream.fileno(), os.open(os.devnull, os.O_WRONLY)
-        if null != descriptor:  # it is, where that was closed
+        if null != descriptor:  # they are equal if stderr or stdout was closed
             os.dup2(null, descriptor)
             os.close(null)
 
 
 def write_result(text: str | bytes, stream: TextIO) -> None:
-    """Writes the result, bytes as they are; a reader that has gone away, such as ``head``, ends it quietly.
+    """Write the result, bytes unchanged; return silently if the reader has gone, such as ``head``.
 
     Raises:
-        AmpdbgError: stdout cannot be written, as when it is closed or a file on a full disk.
+        AmpdbgError: stdout cannot be written: it is closed, or a file on a full disk.
     """
     if sys.__stdout__ is None and text:
         raise AmpdbgError("stdout: cannot be written: it is closed")
@@ -89,8 +89,8 @@ def write_result(text: str | bytes, stream: TextIO) -> None:
         if isinstance(text, bytes):  # past the encoding and the line ends of the stream
             stream.buffer.write(text)
         else:
-            encoding = getattr(stream, "encoding", None) or "utf-8"  # a stream of text alone carries all
-            # Names may hold any character: those that the stream does not carry are shown as escapes.
+            encoding = getattr(stream, "encoding", None) or "utf-8"  # a text-only stream takes all characters
+            # Names may hold any character; characters that the stream cannot encode are shown as escapes.
             stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         stream.flush()
     except OSError as error:
@@ -100,12 +100,12 @@ def write_result(text: str | bytes, stream: TextIO) -> None:
 
 
 def in_form(text: str, format_: str) -> str | bytes:
-    """What :func:`write_result` takes: a page for the stream as it is, other formats in UTF-8 whatever the locale."""
+    """Return the argument of :func:`write_result`: text as it is, other formats in UTF-8 in any locale."""
     return text if format_ == "text" else text.encode("utf-8", "replace")
 
 
 def end_streams() -> None:
-    """Flushes stdout and stderr, or gives up what is in them: Python would fail on it at exit, with code 120."""
+    """Flush stdout and stderr, or discard what is in them: Python would fail on it at exit, with code 120."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -115,18 +115,18 @@ def end_streams() -> None:
 
 @contextlib.contextmanager
 def results_only() -> Iterator[TextIO]:
-    """Yields the real stdout; all that is printed from now on, by whatever means, goes to stderr.
+    """Yield the real stdout; from then on everything that is printed, by any means, goes to stderr.
 
-    Python's ``sys.stdout`` is replaced, and so is the file descriptor beneath, which C++ code and subprocesses such
-    as a DataLoader's workers write to. It stays so until the process ends: what the user's code prints by ``atexit``
-    or from a thread would follow the result, and spoil it.
+    Python's ``sys.stdout`` is replaced. So is the file descriptor, to which C++ code and subprocesses write, such as a
+    DataLoader's workers. It stays replaced until the process ends. Otherwise output of the user's ``atexit`` functions
+    or threads would follow the result, and spoil it.
     """
     stdout = sys.stdout
     stdout.flush()
     sys.stdout = sys.stderr
     try:
         descriptor, stderr = stdout.fileno(), sys.stderr.fileno()
-    except (OSError, ValueError, AttributeError):  # a notebook's has no descriptor
+    except (OSError, ValueError, AttributeError):  # a notebook's stdout has no descriptor
         yield stdout
         return
     result = os.fdopen(os.dup(descriptor), "w", encoding=stdout.encoding, errors="backslashreplace")
@@ -148,9 +148,9 @@ def _carries(stream: TextIO | None, text: str) -> bool:
 
 @dataclass(frozen=True)
 class Saved:
-    """The file that a record was written to, and the one beside it with what it hands over.
+    """The file of a record, and the file beside it with the patch that it hands over.
 
-    ``failures`` are why files that were asked for could not be written, by what they are: "page" and "record".
+    ``failures`` are the errors of requested files that could not be written, by "page" and "record".
     """
 
     path: Path | None
@@ -158,26 +158,25 @@ class Saved:
     failures: Mapping[str, RecordError] = field(default_factory=dict)
 
     def raise_failure(self) -> None:
-        """Raises RecordError: a file could not be written where it was asked for."""
+        """Raise RecordError if a requested file could not be written."""
         for what in sorted(self.failures, reverse=True):  # the record's first
             raise self.failures[what]
 
     def say_failures(self) -> None:
-        """A warning of each."""
         for what, failure in sorted(self.failures.items()):
             option = "--html" if what == "page" else "--record"
             say(f"warning: no {what} was written: {failure}; choose another place with {option} FILE")
 
 
 WRITTEN: ContextVar[Path | None] = ContextVar("WRITTEN", default=None)
-"""The record that this command has written: an interrupt behind that has lost nothing but the page."""
+"""The record that this command has written: a later interrupt loses at most the page."""
 
 
 @interrupts_held()
 def save(record: Record, asked_for: Path | None) -> Saved:
-    """Writes the record where it was asked for, else into ``.ampdbg`` and as the latest.
+    """Write the record to the requested file, else into ``.ampdbg`` and as the latest.
 
-    What cannot be written must not cost the page of a run that took hours, nor an interrupt the record.
+    A failed write must not lose the page of a run that took hours. An interrupt must not lose the record.
     """
     try:
         if asked_for is not None:
@@ -198,7 +197,7 @@ def save(record: Record, asked_for: Path | None) -> Saved:
 
 
 def _handed_over(record: Record, beside: Path) -> Path | None:
-    """Writes what the record hands over beside it, but over nothing."""
+    """Write the patch of the record beside it, if no file has that name."""
     from ampdbg.report.suggestion import FORMS, content
 
     text = content(record)
@@ -216,7 +215,7 @@ def _handed_over(record: Record, beside: Path) -> Path | None:
 
 
 def with_page(saved: Saved, record: Record, typed: Typed, file: Path | None) -> Saved:
-    """Writes the HTML page where it was asked for; why it could not be written must not cost what is printed."""
+    """Write the HTML page to the requested file; a failure is kept, so that the report is still printed."""
     if file is not None:
         try:
             write_atomically(file, written(record, typed, PLAIN, "html"))
@@ -234,10 +233,10 @@ def show(
     order: Order = "tightest",
     top: int | None = None,
 ) -> None:
-    """Saves the record and its HTML page, and prints it or its text; ``order`` and ``top`` are a range profile's.
+    """Save the record and its HTML page, and print it or its text; ``order`` and ``top`` apply to a range profile.
 
     Raises:
-        RecordError: it or its HTML page could not be written where it was asked for.
+        RecordError: the record or its HTML page could not be written to the requested file.
         AmpdbgError: stdout cannot be written.
     """
     saved = save(record, run.record)

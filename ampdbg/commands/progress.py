@@ -1,4 +1,4 @@
-"""How a run is doing, on stderr: a live bar on a terminal, lines elsewhere."""
+"""Show the progress of a run on stderr: a live bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ REFRESH_SECONDS = 0.1
 PLAIN_LINES = 10
 
 EVERY_LINE = 20
-"""Without a terminal the first trials have a line each, later ones every tenth, then every hundredth."""
+"""Without a terminal this many first trials have a line each, then every tenth, then every hundredth."""
 
 
 @contextlib.contextmanager
 def shown(quiet: bool, max_trials: int | None = None) -> Iterator[Observer]:
-    """The display that fits stderr, removed at the end of the block; of a search's trials at most ``max_trials``.
+    """Yield the display that fits stderr, and remove it afterwards; a search runs at most ``max_trials``.
 
-    Wherever the user's code goes in the block, the working folder is afterwards what it was.
+    The user's code may change the working folder in the block; it is restored afterwards.
     """
     folder = os.getcwd()
     try:
@@ -56,7 +56,7 @@ class Quiet(Observer):
 
 
 class Lines(Observer):
-    """A line for every tenth of the run, for each step that is replayed, and for most trials."""
+    """A line for every tenth of the run, for each replayed step, and for most trials."""
 
     def __init__(self) -> None:
         self._planned = self._steps = self._skipped = self._trials = 0
@@ -147,10 +147,10 @@ class LiveBar(Observer):
 
 @contextlib.contextmanager
 def _bar() -> Iterator[Progress]:
-    """A rich bar without its refresh thread.
+    """Yield a rich bar without its refresh thread.
 
-    The thread could hold the console's lock at the moment a DataLoader forks its workers, which then
-    wait for it for ever when they print. Here a step redraws the bar, at most ten times a second.
+    The thread could hold the console's lock while a DataLoader forks its workers. They would then wait without end when
+    they print. Here a step redraws the bar, at most ten times a second.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -167,7 +167,7 @@ def _bar() -> Iterator[Progress]:
 
 
 def has_a_line(trial: int) -> bool:
-    """The trial of this number, counted from 1, gets its own line."""
+    """True if the trial of this number, counted from 1, gets its own line."""
     every = 1 if trial <= EVERY_LINE else 10 if trial <= 100 else 100 if trial <= 1000 else 1000
     return trial % every == 0
 
@@ -179,7 +179,7 @@ def _searching(modules: tuple[str, ...]) -> str:
 
 
 def _trial_line(number: int, trial: Trial) -> str:
-    from ampdbg.report.pins import pins_text, result_text  # `ampdbg --help` need not wait for the pages
+    from ampdbg.report.pins import pins_text, result_text  # `ampdbg --help` does not need the pages
 
     stage = f"{trial.stage}: " if trial.stage else ""
     pins = pins_text(trial.pins)

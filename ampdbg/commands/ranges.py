@@ -1,4 +1,4 @@
-"""``ampdbg ranges``: how close every op and gradient of one step is to FP16's limits, and which loss scales work."""
+"""``ampdbg ranges``: how close each op and gradient of a step is to FP16's limits, and which loss scales work."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def command(
     bfloat16 it says first whether it would train in FP16, and what has to be pinned.
     """
     with results_only() as stdout:
-        # The first step, the default, is no reason for a scan of one step.
+        # The default of one step must not make a scan run only one step.
         changes = replace(run, steps=steps if steps > 1 else None).changes
         given = read_given(options.config_or_default(config), None, script, **changes)
         with progress.shown(run.quiet) as observer:

@@ -1,4 +1,4 @@
-"""``ampdbg replay``: a captured step, replayed in the script that it is of."""
+"""``ampdbg replay``: replay a captured step in its own script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ampdbg report``: renders a record again, in any format, to stdout or a file."""
+"""``ampdbg report``: render a record again, in any format, to stdout or a file."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def _known(name: str) -> str:
 
 
 def _formats(begun: str) -> list[str]:
-    """For the shell's completion."""
+    """Return the formats that complete what was typed in the shell."""
     return [name for name in FORMATS if name.startswith(begun)]
 
 
 def _run_again(record: Record, path: Path) -> str:
-    """What the record's command takes to run it again: a script's command line, or the record, which has its config."""
+    """Return what to type to rerun the record's command: the script's command line, or the record with its config."""
     if record.command == "run" and record.script is not None:
         return record.script.command_line
     return shlex.quote(str(path)) if record.config or record.script is not None else "CONFIG"

@@ -1,4 +1,4 @@
-"""``ampdbg run``: an unchanged training script, watched from outside; its output and exit code stay its own."""
+"""``ampdbg run``: watch an unchanged training script from outside; it keeps its output and exit code."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def command(
     def show(seen: Record) -> None:
         misplaced = [one for one in arguments or () if seen.exit_code and one in flags]
         command_typed = shlex.join([script, *(one for one in arguments or () if one not in misplaced)])
-        with redirect_stderr(stderr):  # the script's own may be a file of its own, or closed
+        with redirect_stderr(stderr):  # the script may have replaced or closed its stderr
             with _working_in(started):
                 saved = save(seen, _of_rank(record, seen.rank))
                 typed = typed_as(command_typed, saved.path, verbose=verbose)
@@ -153,7 +153,7 @@ def command(
     show(seen)
     with redirect_stderr(stderr), _working_in(started):
         files = loaded_files() if is_module else [script, *loaded_files()]
-        # Where the machine lacks something, the run that the report asks for shows more than the source does.
+        # If the machine lacks something, the run that the report suggests shows more than the source.
         say_source_findings(seen, files, is_quiet=quiet or seen.rank > 0 or obstacle_in(seen.error) is not None)
     if seen.exit_code:
         return seen.exit_code
@@ -162,25 +162,25 @@ def command(
 
 
 def _flags(context: typer.Context) -> set[str]:
-    """The options of ampdbg that take no value: a script that fails may have got one that was meant for ampdbg."""
+    """Return the flags of ampdbg, without a value: the script may have received one that was meant for ampdbg."""
     flags = (one for one in context.command.params if getattr(one, "is_flag", False))
     return {name for one in flags for name in (*one.opts, *one.secondary_opts) if name.startswith("--")}
 
 
 def _of_rank(path: Path | None, rank: int) -> Path | None:
-    """The file of this process, where several are given the same name."""
+    """Return the file of this process, if several processes get the same name."""
     return path and path.with_name(f"{of_rank(path.stem, rank)}{path.suffix}")
 
 
 def _log_beside(record: Path | None) -> Path | None:
-    """Where the log goes that nobody has named; None for the folder of records, as beside a device."""
+    """Return the default place of the log; None for the folder of records, also if the record goes to a device."""
     if record is None or record.suffix == ".jsonl" or (record.exists() and not record.is_file()):
         return None
     return record.with_suffix(".jsonl")
 
 
 def _show_report(seen: Record, typed: Typed) -> None:
-    """The report; of several processes only the first prints it, and each other prints a line per finding."""
+    """Print the report; of several processes only the first prints it, and the rest print their first finding."""
     if seen.rank == 0:
         say(written(seen, typed, look_of(sys.stderr), "text").rstrip("\n"))
     for found in seen.findings[:1] if seen.rank else ():
@@ -197,7 +197,7 @@ def _bytes(size: str) -> int:
 
 
 class _Said(Observer):
-    """Says that the script waits, or ends later, and why; and what could not be done beside it."""
+    """Says that the script waits for a replay or ends later, and warns of what failed beside it."""
 
     def __init__(self, stderr: TextIO, *, is_quiet: bool) -> None:
         self._said, self._stderr, self._is_quiet = -1, stderr, is_quiet
@@ -221,9 +221,9 @@ class _Said(Observer):
 
 @contextlib.contextmanager
 def _working_in(folder: Path) -> Iterator[None]:
-    """While this is entered, paths start from the folder: a script may have gone to another one."""
+    """Within the block paths are relative to ``folder``: a script may have changed the working folder."""
     left = None
-    with contextlib.suppress(OSError):  # the script's own may be gone
+    with contextlib.suppress(OSError):  # the script's own folder may be gone
         left = Path.cwd()
     with contextlib.suppress(OSError):
         os.chdir(folder)

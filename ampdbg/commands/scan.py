@@ -1,4 +1,4 @@
-"""``ampdbg scan``: trains a few steps under autocast and GradScaler, watches each, explains what went wrong."""
+"""``ampdbg scan``: train a few steps under autocast and GradScaler, watch each, and explain the failures."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def command(
 
 
 def exit_code(record: Record, fail_on: FailOn) -> int:
-    """130 when interrupted, 1 when a finding is at least as severe as ``fail_on``, else 0."""
+    """Return 130 if interrupted, 1 if a finding is at least as severe as ``fail_on``, else 0."""
     if record.interrupted:
         return EXIT_INTERRUPTED
     found = any(finding.severity in SEVERITIES[fail_on] for finding in record.findings)

@@ -1,4 +1,4 @@
-"""``ampdbg schema``: the JSON schema of the config, for editors that complete and check YAML by one."""
+"""``ampdbg schema``: the JSON schema of the config, with which editors complete and check YAML."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def command() -> int:
     For editors: ampdbg schema > ampdbg.schema.json, with this first line in the config:
     # yaml-language-server: $schema=ampdbg.schema.json
     """
-    from ampdbg.config.schema import json_schema  # pydantic, which `ampdbg --help` need not wait for
+    from ampdbg.config.schema import json_schema  # pydantic, which `ampdbg --help` does not need
 
     write_result(json.dumps(json_schema(), indent=2) + "\n", sys.stdout)
     return EXIT_HEALTHY

@@ -1,4 +1,4 @@
-"""What the source of the files that ran shows beside the record of the run: ``ampdbg lint``'s rules, on stderr."""
+"""Run ``ampdbg lint``'s rules on the files of a run, and list on stderr what its record does not show."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_LINES = 5
 
 
 def say_source_findings(record: Record, files: Iterable[str | Path], *, is_quiet: bool = False) -> None:
-    """A line for each misuse that the source shows and the record does not name; a run is never disturbed by it."""
+    """Print a line for each misuse in the source that the record does not name; an error here never disturbs a run."""
     try:
         found = [] if is_quiet else _beside(record, list(dict.fromkeys(map(str, files)))[:MOST_FILES])
     except Exception:  # noqa: BLE001 - what is said in addition must not cost the run its result
@@ -33,7 +33,7 @@ def say_source_findings(record: Record, files: Iterable[str | Path], *, is_quiet
 
 
 def _beside(record: Record, files: Sequence[str]) -> list[LintFinding]:
-    """Misuse alone: an old spelling has nothing to do with what went wrong."""
+    """Return only misuse: an old spelling is not the cause of a failure."""
     from ampdbg.lint.engine import lint_file
     from ampdbg.lint.settings import Settings
     from ampdbg.lint.sources import SourcePath

@@ -1,4 +1,4 @@
-"""``ampdbg suggest-fp32``: the patch that pins what overflows, proven on the failing step."""
+"""``ampdbg suggest-fp32``: the patch that pins the ops that overflow, proven on the failing step."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def command(
         raise ConfigError(f"got --module {module}; suggest-fp32 takes the record that this writes: {instead}")
     options.check_place("--output", output, format_, config=config, record=run.record)
     if output is not None:
-        from ampdbg.patch.file_edits import check_writable  # `ampdbg --help` need not wait for it
+        from ampdbg.patch.file_edits import check_writable  # `ampdbg --help` does not need it
 
         check_writable(output)
     with results_only() as stdout:
-        # Where nothing was run here yet, the config of this folder is.
+        # If this folder has no record yet, its config is used.
         of_folder = options.default_config(None) if not LATEST.exists() else None
         taken = config or of_folder or latest_record()
         given = read_given(taken, None, script, takes_weights=True, **run.changes)
@@ -76,7 +76,7 @@ def command(
                 max_trials=max_trials,
                 observer=observer,
             )
-        from ampdbg.report import suggestion  # `ampdbg --help` need not wait for the pages
+        from ampdbg.report import suggestion  # `ampdbg --help` does not need the pages
 
         saved, text = save(found, run.record), suggestion.content(found)
         file = saved.handed_over
@@ -85,11 +85,11 @@ def command(
         is_printed = not apply and output is None and text is not None
         warning = suggestion.warning_of_piping(found.handover)
         if warning and is_printed and not run.json and not stdout.isatty():
-            say(warning)  # also with --quiet: git itself would say nothing
+            say(warning)  # also with --quiet: git itself shows no error
         typed, is_record = typed_as(given.typed, saved.path, verbose=run.verbose), given.record is not None
         typed = replace(typed, handed_over=str(file or ""), is_applied=apply, is_record=is_record)
         saved = with_page(saved, found, typed, run.html)
-        try:  # first: in a terminal the story and the next command stay in sight below a long patch
+        try:  # before the report: in a terminal it and the next command stay visible below a long patch
             write_result(in_form(to_json(found), "json") if run.json else text or b"" if is_printed else b"", stdout)
         finally:
             if text is None or not run.quiet:
@@ -99,7 +99,7 @@ def command(
 
 
 def _warn_of_uncommitted(given: Given) -> None:
-    """Which files the patch will be of is not known before the search; that it may not be written is said now."""
+    """Warn before the search that files may not be written: only the search finds which files the patch changes."""
     from ampdbg.patch.file_edits import uncommitted
 
     for file in filter(uncommitted, given.config.target_files()):
@@ -110,7 +110,7 @@ def _warn_of_uncommitted(given: Given) -> None:
 
 
 def _written(output: Path, text: bytes, saved: Saved) -> Path:
-    """Writes the text to ``output``; where that fails, the error says where else it is."""
+    """Write the text to ``output``; if that fails, the error names the other places of the patch."""
     try:
         replace_file(output, text)
     except OSError as error:

@@ -593,7 +593,7 @@ OF_HALF: tuple[Decision[Evidence], ...] = (
     ),
     Decision(
         UNKNOWN,
-        "the weights are over 10 times as large as at the start of the run",
+        f"the weights are over {GREW:g} times as large as at the start of the run",
         lambda it: it.made.weights_grew > GREW and CODES[first(PRECISE, it).code].verdict == "precision",
         "{of_half}; the weights are {made.weights_grew} times as large as at the start of the run: the learning "
         "rate may be too large",
@@ -660,7 +660,7 @@ CAUSES: tuple[Decision[Evidence], ...] = (
     ),
     Decision(
         DIVERGENCE,
-        "FP32 is not finite, on weights over 10 times as large as at the start of the run",
+        f"FP32 is not finite, on weights over {GREW:g} times as large as at the start of the run",
         lambda it: not it.is_fp32_finite and it.made.weights_grew > GREW,
         "the step is not finite in FP32 either"
         + WHERE

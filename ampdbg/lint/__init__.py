@@ -1,1 +1,1 @@
-"""AMP misuse and apex found in source code as it is read: rules, their facts, and their fixes (no torch)."""
+"""Find AMP misuse and apex in source code without running it: rules, their facts, and their fixes (no torch)."""

@@ -1,7 +1,7 @@
-"""The ways through a piece of code: which of its statements run after each other, by what its conditions are.
+"""The control-flow paths ("ways") through a piece of code, given the values of its conditions.
 
-The same condition has the same value wherever it stands on one way; what changes from one round of a loop to the next
-is asked again in each.
+On one path a condition has the same value everywhere. Conditions that a loop can change are evaluated again in each
+round of the loop.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ ENDINGS: Mapping[type[ast.stmt], BranchEnd] = {
     ast.Return: "leave",
     ast.Raise: "leave",
 }
-"""The statements after which nothing of their block runs."""
+"""Statements after which the rest of their block does not run."""
 
 MOST_WAYS = 128
-"""Where there are more, the code is left alone."""
+"""Code with more paths is not checked."""
 
 _SAME_EACH_ROUND = frozenset("is_enabled isinstance hasattr len getattr get_rank is_main_process is_available".split())
 
 
 class TooManyWays(Exception):  # noqa: N818 - no error of the user's
-    """There are more ways than are looked at."""
+    """The code has more than :data:`MOST_WAYS` paths."""
 
 
 @dataclass(frozen=True)
 class Way(Generic[EventT]):
-    """One way: its events in order, what the conditions were, and how it ends."""
+    """One path: its events in order, the values of its conditions, and its ending."""
 
     events: tuple[EventT, ...]
     values: Values
@@ -46,12 +46,12 @@ class Way(Generic[EventT]):
 
 
 def ways(statements: Sequence[ast.stmt], events_of: EventsOf[EventT], values: Values) -> list[Way[EventT]]:
-    """Every way through statements, under what is known of their conditions.
+    """Return every path through ``statements``, given the known values of conditions.
 
     Args:
         statements: a block.
-        events_of: the events of a simple statement or an expression, in order; nothing else of a way is kept.
-        values: conditions whose value is known, by their text.
+        events_of: returns the events of a simple statement or an expression, in order; a path keeps only these.
+        values: the known values of conditions, by the text of the condition.
 
     Raises:
         TooManyWays: there are more than :data:`MOST_WAYS`.
@@ -65,7 +65,7 @@ def ways(statements: Sequence[ast.stmt], events_of: EventsOf[EventT], values: Va
             if not way.ending
             for after in _through(statement, events_of, way.values)
         ]
-        if len(found) > 1:  # a long way costs as much to compare as it has events
+        if len(found) > 1:  # the comparison costs time for each event
             found = list({(way.events, tuple(sorted(way.values.items())), way.ending): way for way in found}.values())
         if len(found) > MOST_WAYS:
             raise TooManyWays
@@ -100,7 +100,7 @@ def _branches(statement: ast.If, events_of: EventsOf[EventT], values: Values) ->
 
 
 def _matters(statement: ast.AST, events_of: EventsOf[EventT]) -> bool:
-    """A branch of the condition has events, or leaves the block."""
+    """True if a branch of the statement has events, or leaves the block."""
     return any(
         isinstance(node, tuple(ENDINGS)) or (isinstance(node, ast.Call) and events_of(node))
         for node in ast.walk(statement)
@@ -110,7 +110,7 @@ def _matters(statement: ast.AST, events_of: EventsOf[EventT]) -> bool:
 def _rounds(
     loop: ast.For | ast.AsyncFor | ast.While, events_of: EventsOf[EventT], values: Values
 ) -> Iterator[Way[EventT]]:
-    """An inner loop, run through twice."""
+    """Yield the paths through two rounds of an inner loop."""
     if not _matters(loop, events_of):
         yield Way((), values)
         return
@@ -126,9 +126,9 @@ def rounds(
     values: Values,
     changing: frozenset[str],
 ) -> Iterator[tuple[Way[EventT], Way[EventT]]]:
-    """Every pair of ways through a loop's body, one after the other.
+    """Yield every pair of paths through two rounds of a loop's body.
 
-    A round that leaves the loop is its last; so the first of a pair never does.
+    A round that leaves the loop is its last, so the first of a pair never does.
     """
     for first in ways(body, events_of, lasting(values, changing)):
         if first.ending not in ("break", "leave"):
@@ -137,12 +137,12 @@ def rounds(
 
 
 def lasting(values: Values, changing: frozenset[str]) -> dict[str, bool]:
-    """The conditions that another round of a loop does not change."""
+    """Return the values of the conditions that another round of a loop cannot change."""
     return {text: value for text, value in values.items() if is_lasting(text, changing)}
 
 
 def is_lasting(condition: str, changing: frozenset[str]) -> bool:
-    """A condition depends on nothing that a loop assigns, and calls nothing whose answer may change."""
+    """True if a condition reads nothing that a loop assigns, and calls only functions with a constant result."""
     nodes = list(ast.walk(ast.parse(condition, mode="eval")))
     named = {ast.unparse(node) for node in nodes if isinstance(node, (ast.Name, ast.Attribute))}
     called = {ast.unparse(node.func).rpartition(".")[2] for node in nodes if isinstance(node, ast.Call)}
@@ -150,7 +150,7 @@ def is_lasting(condition: str, changing: frozenset[str]) -> bool:
 
 
 def changed_names(loop: ast.AST) -> frozenset[str]:
-    """Names and attributes that a loop assigns."""
+    """Return the names and attributes that a loop assigns."""
     return frozenset(
         ast.unparse(node)
         for node in ast.walk(loop)
@@ -159,7 +159,7 @@ def changed_names(loop: ast.AST) -> frozenset[str]:
 
 
 def outcomes(test: ast.expr, values: Values) -> Iterator[tuple[bool, Values]]:
-    """What a condition may be, and what is known of conditions then."""
+    """Yield each value that a condition can have, and the values of conditions that it implies."""
     match test:
         case ast.Constant(value=value):
             yield bool(value), values
@@ -179,7 +179,7 @@ def outcomes(test: ast.expr, values: Values) -> Iterator[tuple[bool, Values]]:
 
 
 def _atom(test: ast.expr) -> tuple[str, bool]:
-    """A condition's text without its negation: ``x is not None`` is taken for ``x``, ``a != b`` for no ``a == b``."""
+    """Return a condition without its negation, and False if it had one; ``x is not None`` counts as ``x``."""
     match test:
         case ast.Compare(left=left, ops=[ast.Is() | ast.IsNot() as op], comparators=[ast.Constant(value=None)]):
             return ast.unparse(left), isinstance(op, ast.IsNot)

@@ -1,8 +1,8 @@
-"""A source file as the rules read it: its tree, what its names mean, and where a node lies in its text.
+"""A source file as the rules read it: its tree, the meaning of its names, and the place of each node in the text.
 
-It is Python's own tree, not LibCST's: of 20 kB of code LibCST's tree with its qualified names takes 0.4 s, this takes
-0.02 s, and a thousand files are to take three seconds. A fix replaces pieces of text, so that the rest of a file stays
-as it is, byte for byte.
+The tree is Python's own, not LibCST's. For 20 kB of code LibCST's tree with its qualified names takes 0.4 s, and this
+tree 0.02 s; a thousand files should take three seconds. A fix replaces pieces of text, so the rest of a file keeps
+every byte.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _Node = TypeVar("_Node", bound=ast.AST)
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)?")
 
 HOMES = re.compile(r"(?<=\.amp\.)(?:autocast_mode|grad_scaler|common)\.")
-"""Where torch keeps what torch.amp and torch.cuda.amp export."""
+"""The private modules from which torch.amp and torch.cuda.amp export."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """A piece of the text: offsets in characters."""
+    """A piece of the text, as offsets in characters."""
 
     start: int
     end: int
@@ -54,7 +54,7 @@ class Document:
         self._index()
 
     def _index(self) -> None:
-        """Every node once, in the order of the text."""
+        """Record the parent, scope and kind of every node, in the order of the text."""
         parents, scopes, kinds = self.parents, self.scopes, self._kinds
         stack: list[ast.AST] = [self.tree]
         while stack:
@@ -68,18 +68,18 @@ class Document:
                 parents[child] = node
                 scopes[child] = inner
             if inner is node and kind is not ast.Module:
-                # Decorators and bases belong to the scope around.
+                # Decorators and bases belong to the enclosing scope.
                 outer = (*getattr(node, "decorator_list", ()), *getattr(node, "bases", ()))
                 scopes.update(dict.fromkeys(outer, scope))
             stack.extend(reversed(below))
 
     def find(self, *kinds: type[_Node]) -> list[_Node]:
-        """All nodes of these kinds, in the order of the text."""
+        """Return all nodes of the given kinds, in the order of the text."""
         found: list[_Node] = [node for kind in kinds for node in self._kinds.get(kind, ())]  # type: ignore[misc]
         return found if len(kinds) == 1 else sorted(found, key=_place)
 
     def loads(self) -> Iterator[ast.Name | ast.Attribute]:
-        """Every name and attribute that is read."""
+        """Yield every name and attribute that is read."""
         yield from (node for node in self.find(ast.Name) if isinstance(node.ctx, ast.Load))
         yield from (node for node in self.find(ast.Attribute) if isinstance(node.ctx, ast.Load))
 
@@ -97,38 +97,38 @@ class Document:
         return self.find(ast.Call)
 
     def owners(self, *names: str) -> list[ast.expr]:
-        """What the methods of these names are called on."""
+        """Return the expressions on which methods of the given names are called."""
         return [owner for call in self.calls if (owner := method(call, *names)) is not None]
 
-    # What is around a node
+    # Nodes around a node
 
     def around(self, node: ast.AST) -> Iterator[ast.AST]:
-        """The nodes around one, the innermost first."""
+        """Yield the nodes around a node, the innermost first."""
         while (above := self.parents.get(node)) is not None:
             yield (node := above)
 
     def nearest(self, node: ast.AST, *kinds: type[_Node]) -> _Node | None:
-        """The innermost node of these kinds around one."""
+        """Return the innermost node of the given kinds around a node."""
         return next((one for one in self.around(node) if isinstance(one, kinds)), None)
 
     def statement(self, node: ast.AST) -> ast.stmt:
-        """The statement that a node is part of, or is."""
+        """Return the statement that a node is part of, or is."""
         return next(one for one in (node, *self.around(node)) if isinstance(one, ast.stmt))
 
     def function(self, node: ast.AST) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-        """The innermost function around a node."""
+        """Return the innermost function around a node."""
         return self.nearest(node, ast.FunctionDef, ast.AsyncFunctionDef)  # type: ignore[return-value]
 
     def unit(self, node: ast.AST) -> ast.AST:
-        """The innermost function around a node, else the module."""
+        """Return the innermost function around a node, else the module."""
         return self.function(node) or self.tree
 
     def class_of(self, node: ast.AST) -> ast.ClassDef | None:
-        """The innermost class around a node."""
+        """Return the innermost class around a node."""
         return self.nearest(node, ast.ClassDef)
 
     def block(self, statement: ast.stmt) -> Sequence[ast.stmt]:
-        """The statements among which one stands."""
+        """Return the statements of the block that a statement is in."""
         return self._blocks.get(statement, [statement])
 
     @cached_property
@@ -136,11 +136,11 @@ class Document:
         lists = (value for node in ast.walk(self.tree) for _, value in ast.iter_fields(node) if isinstance(value, list))
         return {one: block for block in lists for one in block if isinstance(one, ast.stmt)}
 
-    # What names mean
+    # The meaning of names
 
     @cached_property
     def _bindings(self) -> dict[Scope, dict[str, list[ast.AST]]]:
-        """By scope and name, what binds it: imports, functions and classes, or the value that is assigned."""
+        """The binders of each name, by scope and name: imports, functions and classes, or assigned values."""
         bound: dict[Scope, dict[str, list[ast.AST]]] = {}
         globals_ = {(self.scopes[node], name) for node in self.find(ast.Global) for name in node.names}
         for node, name, binder in _bound(self):
@@ -150,18 +150,18 @@ class Document:
         return bound
 
     def home(self, name: ast.Name) -> Scope | None:
-        """The scope that binds a name; None where no line of the file does. A class binds for its own lines alone."""
+        """Return the scope that binds a name; None if the file has none. A class binds only for its own lines."""
         own = self.scopes[name]
         outer = (one for one in self.around(own) if isinstance(one, (*FUNCTIONS, ast.Lambda, ast.Module)))
         return next((scope for scope in (own, *outer) if name.id in self._bindings.get(scope, {})), None)
 
     def binders(self, name: ast.Name) -> list[ast.AST]:
-        """What binds a name, by the scope that does."""
+        """Return the binders of a name in the scope that binds it."""
         home = self.home(name)
         return self._bindings[home][name.id] if home is not None else []
 
     def origin(self, node: ast.AST, depth: int = 4) -> str:
-        """Where a name comes from: ``torch.cuda.amp.autocast`` of ``ac``; "" where it is not imported, or unsure."""
+        """Return the imported object of a name: ``torch.cuda.amp.autocast`` for ``ac``; "" if none or several."""
         if isinstance(node, ast.Attribute):
             base = self.origin(node.value, depth)
             return canonical(f"{base}.{node.attr}") if base else ""
@@ -182,17 +182,17 @@ class Document:
         return canonical(binder.name if binder.asname else name)
 
     def _of_star(self, name: str) -> str:
-        """What ``from apex.fp16_utils import *`` may have bound; "" where several could have."""
+        """Return what ``from apex.fp16_utils import *`` may have bound; "" if several imports could have."""
         stars = [one.module or "" for one in self.find(ast.ImportFrom) if one.names[0].name == "*"]
         return f"{stars[0]}.{name}" if len(stars) == 1 and not hasattr(builtins, name) else ""
 
     def call_origin(self, node: ast.AST | None) -> str:
-        """The origin of what is called; "" where it is no call."""
+        """Return the origin of the called object; "" if the node is not a call."""
         return self.origin(node.func) if isinstance(node, ast.Call) else ""
 
     @cached_property
     def _attributes(self) -> dict[tuple[ast.ClassDef | None, str], list[ast.AST]]:
-        """By class and text what is assigned to an attribute: ``self.scaler``, ``args.scaler``."""
+        """The values assigned to each attribute, by class and text: ``self.scaler``, ``args.scaler``."""
         found: dict[tuple[ast.ClassDef | None, str], list[ast.AST]] = {}
         for target, value in self.assigned():
             if isinstance(target, (ast.Attribute, ast.Subscript)):
@@ -200,7 +200,7 @@ class Document:
         return found
 
     def assigned(self) -> Iterator[tuple[ast.expr, ast.expr]]:
-        """Every target of a plain assignment, and what is assigned to it."""
+        """Yield every target of a plain assignment, and the value that is assigned to it."""
         for node in self.find(ast.Assign):
             for target in node.targets:
                 yield from _pairs(target, node.value)
@@ -213,15 +213,15 @@ class Document:
         return (self.class_of(node) if text.startswith("self.") else None, text)
 
     def key(self, node: ast.AST) -> tuple[object, str]:
-        """The key of a variable: its scope and its text."""
+        """Return the key of a variable: its scope and its text."""
         if isinstance(node, ast.Name):
             return (self.home(node), node.id)
         return self._attribute_key(node)
 
     def values(self, node: ast.AST) -> list[ast.AST]:
-        """All that the file assigns to a name or an attribute, without None; imports and parameters as they stand.
+        """Return every value that the file assigns to a name or an attribute, except None.
 
-        Of an item that nothing is assigned to, what the list or dict is made of.
+        Imports and parameters stay nodes. For an item that is never assigned, return the items of its list or dict.
         """
         found = (
             self.binders(node) if isinstance(node, ast.Name) else self._attributes.get(self._attribute_key(node), [])
@@ -232,14 +232,14 @@ class Document:
         return [value for one in found for value in alternatives(one) if not is_none(value)]
 
     def target(self, value: ast.AST) -> ast.expr | None:
-        """What a value is assigned to, as a whole and alone."""
+        """Return the target of an assignment if it is the only one, and ``value`` is the whole right side."""
         match self.parents.get(value):
             case ast.Assign(targets=[target], value=whole) if whole is value:
                 return target
         return None
 
     def last_value(self, name: ast.Name) -> ast.AST | None:
-        """What a name was assigned last, on every way to where it is read; None where that is not one statement."""
+        """Return the value that every path last assigns to a name; None if that is not one statement."""
         below: ast.AST = self.statement(name)
         for outer in (below, *self.around(below)):
             if isinstance(outer, (*SCOPES, *LOOPS)) and outer is not below:
@@ -257,7 +257,7 @@ class Document:
                 return last.value if is_alone else None  # type: ignore[attr-defined]
         return None
 
-    # Where it stands
+    # Places in the text
 
     @cached_property
     def _starts(self) -> list[int]:
@@ -268,13 +268,13 @@ class Document:
         return starts
 
     def offset(self, line: int, column: int) -> int:
-        """Where in the text a line (from 1) and Python's column, in bytes of UTF-8, are."""
+        """Return the offset in the text of a line (from 1) and of Python's column, in bytes of UTF-8."""
         start, end = self._starts[line - 1], self._starts[min(line, len(self._starts) - 1)]
         text = self.text[start:end]
         return start + (column if text.isascii() else len(text.encode()[:column].decode(errors="ignore")))
 
     def span(self, node: ast.AST) -> Span:
-        """The text of a node; of a function or class with its decorators."""
+        """Return the span of a node; of a function or class with its decorators."""
         first = min([node, *getattr(node, "decorator_list", ())], key=_place)
         start = self.offset(first.lineno, first.col_offset)
         start -= 1 if first is not node else 0  # the @
@@ -282,40 +282,39 @@ class Document:
         return Span(start, self.offset(end_line, end_column))
 
     def source(self, node: ast.AST) -> str:
-        """The text of a node as it stands."""
         span = self.span(node)
         return self.text[span.start : span.end]
 
     def column(self, node: ast.AST) -> int:
-        """The column of a node in characters, from 1."""
+        """Return the column of a node in characters, from 1."""
         line: int = node.lineno  # type: ignore[attr-defined]
         column: int = node.col_offset  # type: ignore[attr-defined]
         return self.offset(line, column) - self._starts[line - 1] + 1
 
     def line(self, number: int) -> str:
-        """A line without its end."""
+        """Return a line without its end."""
         return self.text[self._starts[number - 1] : self._starts[min(number, len(self._starts) - 1)]].rstrip("\r\n")
 
     def lines(self, node: ast.AST) -> Span:
-        """The whole lines of a node, with the end of the last; only for one that shares them with nothing else."""
+        """Return the span of a node's whole lines, with the last line's end; no other code may share them."""
         first = min([node, *getattr(node, "decorator_list", ())], key=_place)
         return Span(self._starts[first.lineno - 1], self._starts[node.end_lineno])  # type: ignore[attr-defined]
 
     def has_own_lines(self, first: ast.stmt, last: ast.stmt | None = None) -> bool:
-        """Only comments share the lines of a statement, or of neighbours from ``first`` to ``last``."""
+        """True if only comments share the lines of a statement, or of the statements from ``first`` to ``last``."""
         end = last or first
         behind = self.text[self.span(end).end : self.lines(end).end].strip()
         before = self.text[self.lines(first).start : self.span(first).start]
         return not before.strip() and (not behind or behind.startswith("#"))
 
     def indent(self, node: ast.stmt) -> str:
-        """What comes before a statement that begins its line."""
+        """Return the indentation of a statement that begins its line."""
         text = self.line(node.lineno)
         return text[: len(text) - len(text.lstrip())]
 
     @cached_property
     def newline(self) -> str:
-        """How its lines end."""
+        """The line ending of the file."""
         found = re.search(r"\r\n|\r|\n", self.text)
         return found[0] if found else "\n"
 
@@ -325,7 +324,7 @@ def _place(node: ast.AST) -> tuple[int, int]:
 
 
 _FIELDS: dict[type[ast.AST], tuple[str, ...]] = {}
-"""By kind of node the fields that may hold others; not the contexts and operators, which all nodes share."""
+"""The fields that may hold nodes, by kind of node; without contexts and operators, which all nodes share."""
 
 
 def _fields(kind: type[ast.AST]) -> tuple[str, ...]:
@@ -335,7 +334,7 @@ def _fields(kind: type[ast.AST]) -> tuple[str, ...]:
 
 
 def _below(node: ast.AST) -> Iterator[ast.AST]:
-    """As ``ast.iter_child_nodes``, in half the time."""
+    """Yield the same nodes as ``ast.iter_child_nodes``, in half the time."""
     for name in _fields(type(node)):
         value = getattr(node, name, None)
         if isinstance(value, ast.AST):
@@ -345,7 +344,7 @@ def _below(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _bound(document: Document) -> Iterator[tuple[ast.AST, str, ast.AST]]:
-    """Every binding: a node of the scope, the name, and what binds it."""
+    """Yield every binding: a node of the scope, the name, and its binder."""
     for node in document.imports:
         for alias in node.names:
             yield node, alias.asname or alias.name.partition(".")[0], alias
@@ -357,11 +356,11 @@ def _bound(document: Document) -> Iterator[tuple[ast.AST, str, ast.AST]]:
     plain = {id(target) for target, _ in assigned}
     yield from ((target, target.id, value) for target, value in assigned)
     others = (name for name in document.find(ast.Name) if isinstance(name.ctx, ast.Store) and id(name) not in plain)
-    yield from ((name, name.id, name) for name in others)  # by a loop, a with, +=, :=
+    yield from ((name, name.id, name) for name in others)  # bound by a loop, a with, +=, :=
 
 
 def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """``a, b = x, y`` is two assignments; what is unpacked otherwise is assigned the whole."""
+    """Split ``a, b = x, y`` into two assignments; assign the whole value to any other unpacked target."""
     if isinstance(target, (ast.Tuple, ast.List)):
         values = value.elts if isinstance(value, (ast.Tuple, ast.List)) else []
         if len(values) != len(target.elts):
@@ -373,12 +372,12 @@ def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.ex
 
 
 def canonical(origin: str) -> str:
-    """The public name of what torch keeps in a module of its own."""
+    """Return the public name of an object in a private module of torch."""
     return HOMES.sub("", origin)
 
 
 def _same(found: set[str]) -> str:
-    """One origin of several, where they are one thing by the names of two torches; a fallback of None counts not."""
+    """Return the one object that origins name in different torch versions, else ""; a fallback of None is ignored."""
     known = {one for one in found if one}
     last = {one.rpartition(".")[2] for one in known}
     return max(known, key=len) if len(last) == 1 and all(".amp." in one for one in known) else ""

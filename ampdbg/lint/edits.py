@@ -1,4 +1,4 @@
-"""Edits of a document: a statement put beside another, taken out, moved out of its block."""
+"""Edits of a document: insert lines beside a statement, remove it, or move it into or out of a block."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ampdbg.lint.rule import Edit
 
 
 def replaced(document: Document, node: ast.AST, new: str) -> Edit:
-    """A node with another text."""
+    """Return an edit that replaces a node with ``new``."""
     span = document.span(node)
     return Edit(span.start, span.end, new)
 
 
 def above(document: Document, statement: ast.stmt, *lines: str) -> Edit:
-    """Lines put above a statement, as far in as it is."""
+    """Return an edit that inserts lines above a statement, with its indentation."""
     at, indent = document.lines(statement).start, document.indent(statement)
     return Edit(at, at, "".join(f"{indent}{line}{document.newline}" for line in lines))
 
 
 def below(document: Document, statement: ast.stmt, *lines: str) -> Edit:
-    """Lines put below a statement, as far in as it is."""
+    """Return an edit that inserts lines below a statement, with its indentation."""
     at, indent = document.lines(statement).end, document.indent(statement)
     text = "".join(f"{indent}{line}{document.newline}" for line in lines)
     is_last = not document.text[:at].endswith(("\n", "\r"))
@@ -32,7 +32,7 @@ def below(document: Document, statement: ast.stmt, *lines: str) -> Edit:
 
 
 def removed(document: Document, statement: ast.stmt) -> Edit:
-    """A statement taken out with its lines; where its block holds nothing else, ``pass`` stands there."""
+    """Return an edit that removes a statement with its lines; ``pass`` replaces the only statement of a block."""
     if len(document.block(statement)) == 1:
         return replaced(document, statement, "pass")
     span = document.lines(statement)
@@ -40,7 +40,7 @@ def removed(document: Document, statement: ast.stmt) -> Edit:
 
 
 def is_movable(document: Document, statements: Sequence[ast.stmt]) -> bool:
-    """Neighbouring statements can be moved in or out: on their own lines, without text that goes over lines."""
+    """True if adjacent statements can be moved: they have their own lines, and no string over several lines."""
     strings = (node for one in statements for node in ast.walk(one) if isinstance(node, (ast.Constant, ast.JoinedStr)))
     return document.has_own_lines(statements[0], statements[-1]) and not any(
         node.lineno != node.end_lineno and ("'''" in document.source(node) or '"""' in document.source(node))
@@ -49,7 +49,7 @@ def is_movable(document: Document, statements: Sequence[ast.stmt]) -> bool:
 
 
 def dedented(document: Document, statements: Sequence[ast.stmt], by: str) -> list[Edit]:
-    """Neighbouring statements moved out by ``by``, with the comments between them and right above the first."""
+    """Return edits that dedent adjacent statements by ``by``, with the comments between and right above them."""
     first = statements[0].lineno
     while document.line(first - 1).strip().startswith("#"):
         first -= 1
@@ -62,13 +62,13 @@ def dedented(document: Document, statements: Sequence[ast.stmt], by: str) -> lis
 
 
 def indented(document: Document, statements: Sequence[ast.stmt], head: str, by: str) -> list[Edit]:
-    """Neighbouring statements moved in by ``by``, below a line ``head``."""
+    """Return edits that indent adjacent statements by ``by``, below a new line ``head``."""
     span = document.lines(statements[0]).start, document.lines(statements[-1]).end
     return [above(document, statements[0], head), *(Edit(at, at, by) for at in _line_starts(document, *span))]
 
 
 def with_keyword(document: Document, call: ast.Call, name: str, value: str) -> Edit:
-    """A call with this keyword argument; of a pair that is there the first stays."""
+    """Return an edit that gives a call this keyword argument; of an existing pair the first value stays."""
     known = argument(call, name)
     if isinstance(known, ast.Tuple):
         return replaced(document, known.elts[-1], str(ast.literal_eval(value)[-1]))
@@ -77,15 +77,15 @@ def with_keyword(document: Document, call: ast.Call, name: str, value: str) -> E
     end = document.span(call).end - 1
     before = document.text[:end].rstrip()
     comma = "" if before.endswith("(") else ", "
-    own = document.text[len(before.rstrip(",")) : len(before)]  # a comma behind the last argument
+    own = document.text[len(before.rstrip(",")) : len(before)]  # a comma after the last argument
     return Edit(len(before) - len(own), len(before), f"{comma}{name}={value}{own}")
 
 
 def _line_starts(document: Document, start: int, end: int) -> list[int]:
-    """Where the lines of a piece of text begin, the blank ones left out."""
+    """Return the offsets of the lines of a piece of text, without blank lines."""
     return [start + found.start() for found in re.finditer(r"(?m)^(?=[^\r\n])[^\r\n]*\S", document.text[start:end])]
 
 
 def indent_unit(document: Document, inner: ast.stmt, outer: ast.stmt) -> str:
-    """How much further in one statement is than the one around it."""
+    """Return the indentation of ``inner`` beyond that of ``outer``, the statement around it."""
     return document.indent(inner)[len(document.indent(outer)) :]

@@ -1,4 +1,4 @@
-"""Files linted, on every core: which are looked at, what the rules find in each, and what a fix makes of it."""
+"""Lint files on every core: find the files, run the rules on each, and apply the fixes."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from ampdbg.record.findings import Severity
 from ampdbg.syntax_tree import UNPARSABLE
 
 ENOUGH_FOR_PROCESSES = 64
-"""Fewer files are done before other processes have started."""
+"""With fewer files, other processes would start too late to help."""
 
 _IGNORE = re.compile(r"#\s*ampdbg:\s*ignore(?:\[([^\]]*)\])?")
 
 
 @dataclass(frozen=True)
 class LintFinding:
-    """One finding at one place: lines and columns count from 1, ``cell`` is a notebook's, 0 in a file."""
+    """One finding at one place: lines and columns count from 1, ``cell`` is the cell of a notebook, 0 in a file."""
 
     code: str
     severity: Severity
@@ -53,10 +53,10 @@ class LintFinding:
 
 @dataclass(frozen=True)
 class LintedFile:
-    """What is known of one file; ``in_half_only`` are findings if the project trains in half.
+    """The result for one file; ``in_half_only`` are findings if the project trains in half.
 
-    ``problem`` says why the file could not be looked at, or fixed. ``after`` is its content with the fixes, where that
-    was asked for and is another.
+    ``problem`` says why the file could not be linted or fixed. ``after`` is its content with the fixes, if they were
+    requested and change the content.
     """
 
     path: str
@@ -71,7 +71,7 @@ class LintedFile:
 
 @dataclass(frozen=True)
 class Linted:
-    """What a run found; ``files`` is how many were looked at, ``in_half`` those of a project that trains in half."""
+    """The result of a run; ``files`` counts linted files, ``in_half`` has the files of projects that train in half."""
 
     findings: tuple[LintFinding, ...]
     files: int
@@ -80,10 +80,10 @@ class Linted:
 
 
 def lint(paths: Sequence[str], settings: Settings) -> Linted:
-    """Lints files and folders.
+    """Lint files and folders.
 
     Raises:
-        AmpdbgError: there is nothing at one of the paths, or nothing to lint at any of them.
+        AmpdbgError: one of the paths does not exist, or there is nothing to lint.
     """
     below = list(files_below(paths, settings.exclude))
     if not below:
@@ -103,17 +103,17 @@ def lint(paths: Sequence[str], settings: Settings) -> Linted:
 
 
 def fix(linted: Linted, settings: Settings) -> list[LintedFile]:
-    """The files that have something to be fixed, each with its content after it."""
+    """Return the files that have something to fix, each with its fixed content."""
     paths = dict.fromkeys(finding.path for finding in linted.findings if finding.fixable)
     return [fixed_file(path, settings, in_half=path in linted.in_half) for path in paths]
 
 
 def _each(found: Sequence[SourcePath], work: partial[LintedFile]) -> list[LintedFile]:
-    """In order, and by several processes where that is quicker."""
+    """Lint the files in order, with several processes if that is quicker."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if len(found) < ENOUGH_FOR_PROCESSES or count < 2:
         return [work(one) for one in found]
-    # Here, as they cannot be imported where Python is about to end: after a script that was run.
+    # Imported here: after a script that ampdbg ran, Python may be shutting down, and the import fails.
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 
@@ -122,7 +122,7 @@ def _each(found: Sequence[SourcePath], work: partial[LintedFile]) -> list[Linted
 
 
 def lint_file(found: SourcePath, settings: Settings) -> LintedFile:
-    """Lints one file; whatever is wrong with it is its ``problem``."""
+    """Lint one file; any failure becomes its ``problem``."""
     looked_at = partial(LintedFile, found.path, found.root)
     if found.problem:
         return looked_at(problem=found.problem)
@@ -137,7 +137,6 @@ def lint_file(found: SourcePath, settings: Settings) -> LintedFile:
 
 
 def _problem(error: Exception) -> str:
-    """Why a file could not be looked at."""
     if isinstance(error, UnreadableSource):
         return str(error)
     if isinstance(error, SyntaxError) and error.lineno:
@@ -147,7 +146,7 @@ def _problem(error: Exception) -> str:
 
 
 def wanted_rules(content: bytes, settings: Settings) -> tuple[Rule, ...]:
-    """The rules that a file may break, by its bytes."""
+    """Return the rules that a file may break, by its bytes."""
     return tuple(
         rule
         for rule in RULES
@@ -158,9 +157,9 @@ def wanted_rules(content: bytes, settings: Settings) -> tuple[Rule, ...]:
 
 
 def hits_of(document: Document, rules: Sequence[Rule], settings: Settings) -> list[RuleHit]:
-    """What the rules find in a document and no comment ignores.
+    """Return the hits of the rules in a document, without hits that a comment ignores.
 
-    A fix that would cure what is ignored too is none, nor is one that cannot be written.
+    A hit has no fix if the fix would also change an ignored hit, or cannot be written.
     """
     facts = Facts(document)
     every = [hit for rule in rules for hit in rule.check(facts)]
@@ -171,7 +170,7 @@ def hits_of(document: Document, rules: Sequence[Rule], settings: Settings) -> li
 
 
 def is_ignored(document: Document, hit: RuleHit) -> bool:
-    """A line of the hit says ``# ampdbg: ignore``, or names the code there; a statement's last line counts too."""
+    """True if a ``# ampdbg: ignore`` for the code is on the hit's line, or its statement's first or last line."""
     statement, first = document.statement(hit.node), hit.node.lineno  # type: ignore[attr-defined]
     last = statement.lineno if hasattr(statement, "body") else statement.end_lineno or statement.lineno
     comments = (_IGNORE.search(document.line(number)) for number in {first, statement.lineno, last})
@@ -181,10 +180,10 @@ def is_ignored(document: Document, hit: RuleHit) -> bool:
 def findings_of(
     path: str, source: SourceText, rules: Sequence[Rule], settings: Settings
 ) -> Iterator[tuple[LintFinding, bool]]:
-    """The findings of a text, each with whether it is one only where the project trains in half.
+    """Yield the findings of a text, each with True if it counts only in a project that trains in half.
 
     Raises:
-        SyntaxError, ValueError, RecursionError, MemoryError: Python cannot parse it.
+        SyntaxError, ValueError, RecursionError, MemoryError: Python cannot parse the text.
     """
     document = Document(source.text)
     for hit in hits_of(document, rules, settings):
@@ -208,7 +207,7 @@ def findings_of(
 
 
 def fixed_file(path: str, settings: Settings, *, in_half: bool) -> LintedFile:
-    """A file with its fixes made."""
+    """Return a file with its fixes applied."""
     try:
         content = read_bytes(path)
         source = source_of(path, content)

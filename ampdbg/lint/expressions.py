@@ -1,4 +1,4 @@
-"""Single expressions as the rules read them: which method is called, what a call is given, which number it is."""
+"""Read single expressions for the rules: the called method, the arguments of a call, the value of a number."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 def alternatives(value: ast.AST) -> Iterator[ast.AST]:
-    """What an expression may give: both sides of a conditional one, and of an ``or``."""
+    """Yield the values that an expression may have: both sides of a conditional expression, and of an ``or``."""
     match value:
         case ast.IfExp(body=one, orelse=other):
             yield from (*alternatives(one), *alternatives(other))
@@ -19,12 +19,12 @@ def alternatives(value: ast.AST) -> Iterator[ast.AST]:
 
 
 def is_none(node: ast.AST) -> bool:
-    """The constant None."""
+    """True for the constant None."""
     return isinstance(node, ast.Constant) and node.value is None
 
 
 def argument(call: ast.Call, keyword: str, index: int | None = None) -> ast.expr | None:
-    """An argument by its name, or its place; None where it is not given, or by a star."""
+    """Return an argument by its name or its place; None if it is not given, or if a star hides it."""
     named = next((one.value for one in call.keywords if one.arg == keyword), None)
     if named is not None or index is None or any(isinstance(one, ast.Starred) for one in call.args[: index + 1]):
         return named
@@ -32,17 +32,17 @@ def argument(call: ast.Call, keyword: str, index: int | None = None) -> ast.expr
 
 
 def takes_stars(call: ast.Call) -> bool:
-    """Some arguments cannot be read."""
+    """True if stars hide some arguments."""
     return any(isinstance(one, ast.Starred) for one in call.args) or any(one.arg is None for one in call.keywords)
 
 
 def given(call: ast.Call) -> list[ast.expr]:
-    """Every argument, by its place or its name."""
+    """Return every argument, by its place or its name."""
     return [*call.args, *(keyword.value for keyword in call.keywords)]
 
 
 def method(node: ast.AST | None, *names: str) -> ast.expr | None:
-    """What a method of one of these names is called on; None for any other node."""
+    """Return the object on which a method with one of the names is called; None for any other node."""
     match node:
         case ast.Call(func=ast.Attribute(value=owner, attr=name)) if name in names:
             return owner
@@ -50,19 +50,19 @@ def method(node: ast.AST | None, *names: str) -> ast.expr | None:
 
 
 def unmoved(node: ast.AST) -> ast.AST:
-    """A model as it was made: ``Net()`` of ``Net().to(device).half()``."""
+    """Return a model as it was created: ``Net()`` for ``Net().to(device).half()``."""
     while (inner := method(node, "to", "cuda", "train", "eval", "half", "float")) is not None:
         node = inner
     return node
 
 
 def constant(node: ast.AST | None) -> object:
-    """The value of a constant; ``...`` of anything else."""
+    """Return the value of a constant; ``...`` for any other node."""
     return node.value if isinstance(node, ast.Constant) else ...
 
 
 def number(node: ast.AST | None) -> float | None:
-    """The number that an expression of numbers alone is: ``-1e9``, ``-(2 ** 20)``, ``float("-1e9")``."""
+    """Return the number that a numeric expression is: ``-1e9``, ``-(2 ** 20)``, ``float("-1e9")``; else None."""
     try:
         return _number(node)
     except (ValueError, OverflowError, TypeError, ZeroDivisionError):

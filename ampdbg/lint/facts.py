@@ -1,4 +1,4 @@
-"""What a file's objects are, as far as its lines show: its scalers, optimizers, schedulers and autocast regions."""
+"""Infer the scalers, optimizers, schedulers and autocast regions of a file from its lines."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _DTYPES = {"torch.float16": "float16", "torch.half": "float16", "torch.bfloat16"
 HALF = ("float16",)
 
 USES_HALF = re.compile(rb"autocast|GradScaler|\.half\(\)|\bfp16\b|float16|from apex|import apex|mixed_precision")
-"""What the files of a project hold that trains in half, or may."""
+"""Matches the files of a project that trains, or may train, in half."""
 
 
 @dataclass(frozen=True)
 class AutocastUse:
-    """One use of autocast: ``device``, ``dtype`` and ``enabled`` are None where they cannot be read."""
+    """One use of autocast: ``device``, ``dtype`` and ``enabled`` are None if they cannot be read."""
 
     call: ast.Call
     device: str | None
@@ -47,13 +47,13 @@ class AutocastUse:
 
     @property
     def is_half(self) -> bool:
-        """It lowers to float16, as far as is known."""
+        """True if it casts to float16, as far as the code shows."""
         return self.dtype == "float16" and self.enabled is not False
 
 
 @dataclass(frozen=True, eq=False)
 class Facts:
-    """What is known of a document, each fact computed once."""
+    """The facts of a document, each computed once."""
 
     document: Document
     _kinds: dict[tuple[Traced, object], bool] = field(default_factory=dict)
@@ -61,11 +61,11 @@ class Facts:
     # Objects
 
     def is_scaler(self, node: ast.AST | None) -> TypeGuard[ast.expr]:
-        """An expression is a GradScaler: made as one, or used as one (``s.scale(loss).backward()``)."""
+        """True if an expression is a GradScaler, by its creation or its use (``s.scale(loss).backward()``)."""
         return self._is("scaler", node)
 
     def is_optimizer(self, node: ast.AST | None) -> bool:
-        """An expression is an optimizer of torch's kind: made as one, or passed to a scaler or scheduler."""
+        """True if an expression is an optimizer, by its creation or because a scaler or scheduler takes it."""
         return self._is("optimizer", node)
 
     def is_scheduler(self, node: ast.AST | None) -> bool:
@@ -81,7 +81,8 @@ class Facts:
         return self._kinds[key]
 
     def _is_made(self, kind: Traced, node: ast.AST) -> bool:
-        """All that it holds is of the kind; a call that takes it, as ``amp.initialize`` does, returns what it was."""
+        """True if every value of the variable is of the kind; a call that takes it, as ``amp.initialize``, is
+        ignored."""
         key, values = self.document.key(node), self.document.values(node)
         made = [one for one in values if not isinstance(one, ast.Call) or key not in map(self.document.key, one.args)]
         return bool(made) and all(self._is(kind, value) for value in made)
@@ -94,12 +95,12 @@ class Facts:
 
     @cached_property
     def _used_as_scalers(self) -> set[tuple[object, str]]:
-        """``x.scale(loss).backward()``; nothing else of the field has that form."""
+        """The variables in ``x.scale(loss).backward()``; only a scaler is used in that form."""
         scaled = (method(loss, "scale") for loss in self.document.owners("backward"))
         return {self.document.key(one) for one in scaled if isinstance(one, (ast.Name, ast.Attribute))}
 
     def is_scaled(self, optimizer: ast.expr) -> bool:
-        """A scaler steps or unscales it."""
+        """True if a scaler steps or unscales the optimizer."""
         return self.document.key(optimizer) in self._scaled
 
     @cached_property
@@ -112,49 +113,48 @@ class Facts:
         return {self.document.key(call.args[0]) for call, _ in self.scaler_calls("step", "unscale_")}
 
     def scaler_calls(self, *names: str) -> Iterator[tuple[ast.Call, ast.expr]]:
-        """Every call of these methods of a scaler that is given something, and the scaler: of ``step`` most often."""
+        """Yield every call with arguments of the given scaler methods, with its scaler; most are calls of ``step``."""
         for call in self.document.calls:
             owner = method(call, *names)
             if call.args and self.is_scaler(owner):
                 yield call, owner
 
     def scaler_of(self, loss: ast.expr | None) -> ast.expr | None:
-        """The scaler that has scaled a loss, here or wherever its name was assigned."""
+        """Return the scaler that scales a loss, in the expression or in every assignment of its name."""
         values = self.document.values(loss) if isinstance(loss, ast.Name) else [loss]
         by = [method(value, "scale") for value in values]
         return by[0] if by and all(map(self.is_scaler, by)) else None
 
     @cached_property
     def scalers(self) -> list[ast.Call]:
-        """Every call that makes a GradScaler."""
+        """Every call that creates a GradScaler."""
         return list(filter(self.is_scaler, self.document.calls))
 
     def is_surely_on(self, scaler: ast.Call) -> bool:
-        """A scaler is made without ``enabled``, or with True."""
+        """True if a scaler is created without ``enabled``, or with True."""
         enabled = argument(scaler, "enabled")
         most = 5 if self.document.call_origin(scaler) == "torch.cuda.amp.GradScaler" else 6
         return not takes_stars(scaler) and len(scaler.args) < most and (enabled is None or constant(enabled) is True)
 
     @cached_property
     def mentions_scaler(self) -> bool:
-        """The file holds something that may scale a loss: a scaler may be there."""
+        """True if some text of the file suggests code that may scale a loss."""
         return re.search(r"(?i)scaler|scale_loss|loss_scale|accelerat|fabric|deepspeed", self.document.text) is not None
 
     def is_clip(self, call: ast.Call) -> bool:
-        """A call clips gradients by a function of torch's; one with an infinite limit only measures them."""
+        """True if a call clips gradients with a torch function. With an infinite limit it only measures them."""
         if self.document.call_origin(call).replace(HOMES_OF_CLIPS, "torch.nn.utils.") not in CLIPS:
             return False
         return number(argument(call, "max_norm", 1)) != math.inf
 
-    # AutocastUse
+    # Autocast
 
     @cached_property
     def autocasts(self) -> list[AutocastUse]:
-        """Every call that makes an autocast."""
         return [made for call in self.document.calls if (made := self.autocast(call)) is not None]
 
     def autocast(self, node: ast.AST) -> AutocastUse | None:
-        """What an ``autocast(…)`` says of itself; None for any other node."""
+        """Return the device, dtype and ``enabled`` of an ``autocast(…)``; None for any other node."""
         origin = self.document.call_origin(node)
         if not isinstance(node, ast.Call) or origin not in AUTOCASTS:
             return None
@@ -171,7 +171,7 @@ class Facts:
         return AutocastUse(node, known, lowers, is_on if isinstance(is_on, bool) else None)
 
     def region(self, node: ast.AST) -> AutocastUse | None:
-        """The autocast that a node runs under within its own function, by a ``with`` or a decorator."""
+        """Return the autocast that a node runs under within its own function, by a ``with`` or a decorator."""
         for below, one in itertools.pairwise((node, *self.document.around(node))):
             if isinstance(one, (ast.With, ast.AsyncWith)) and not isinstance(below, ast.withitem):
                 for item in reversed(one.items):
@@ -184,13 +184,13 @@ class Facts:
         return None
 
     def autocast_of(self, manager: ast.expr) -> AutocastUse | None:
-        """The autocast that a ``with`` enters, also by a name that holds one."""
+        """Return the autocast that a ``with`` enters, directly or by a variable."""
         held = list(map(self.autocast, self.document.values(manager)))
         return self.autocast(manager) or (held[0] if len(held) == 1 else None)
 
     @cached_property
     def _lowered(self) -> set[ast.ClassDef]:
-        """Classes of the file whose instances are called under float16's autocast, and those that they are made of."""
+        """The file's classes with instances called under float16's autocast, and the classes that they instantiate."""
         regions = ((call, self.region(call)) for call in self.document.calls)
         lowered = (call.func for call, region in regions if region is not None and region.is_half)
         waiting = [made for called in lowered for made in self._classes_of(self.document.values(called))]
@@ -203,7 +203,7 @@ class Facts:
         return found
 
     def _classes_of(self, made: Iterable[ast.AST]) -> Iterator[ast.ClassDef]:
-        """The classes of the file that calls among these make."""
+        """Yield the classes of the file that the calls among these nodes create."""
         for whole in map(unmoved, made):
             if isinstance(whole, ast.Call) and isinstance(whole.func, ast.Name) and whole.func.id in self._classes:
                 yield self._classes[whole.func.id]
@@ -213,7 +213,7 @@ class Facts:
         return {one.name: one for one in self.document.find(ast.ClassDef)}
 
     def runs_in_half(self, node: ast.AST) -> bool:
-        """A node surely runs under float16's autocast."""
+        """True if a node certainly runs under float16's autocast."""
         region = self.region(node)
         if region is not None:
             return region.is_half
@@ -226,12 +226,12 @@ class Facts:
     # Tensors
 
     def dtype(self, node: ast.AST) -> str:
-        """The dtype that an expression names: "float16", "bfloat16", "float32", or ""."""
+        """Return the dtype that an expression names: "float16", "bfloat16", "float32", or ""."""
         return _DTYPES.get(self.document.origin(node), "")
 
     @cached_property
     def modules(self) -> dict[tuple[object, str], str]:
-        """What a variable holds an instance of, where that is a module of torch's: ``torch.nn.Linear``."""
+        """The torch module that each variable holds an instance of: ``torch.nn.Linear``; "" if they differ."""
         found: dict[tuple[object, str], str] = {}
         for call in self.document.calls:
             origin = self.document.call_origin(call)

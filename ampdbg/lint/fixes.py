@@ -1,4 +1,4 @@
-"""Fixes made in a text: those that do not touch each other, again and again until none is left."""
+"""Apply fixes to a text, in rounds of fixes that do not overlap, until none is left."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ MOST_ROUNDS = 10
 
 
 def fixed(text: str, hits_of: Callable[[Document], Sequence[RuleHit]]) -> str:
-    """The text with every fix made that leaves it a text that parses.
+    """Return the text with every fix applied that leaves it parsable.
 
     Args:
         text: Python source.
-        hits_of: what is to be fixed of a document; asked again after each round, for one fix may make another possible.
+        hits_of: returns the hits to fix in a document. Each round calls it again, as one fix may allow another.
     """
     for _ in range(MOST_ROUNDS):
         document = Document(text)
@@ -33,9 +33,9 @@ def fixed(text: str, hits_of: Callable[[Document], Sequence[RuleHit]]) -> str:
 
 
 def edits_f_string(document: Document, hit: RuleHit) -> bool:
-    """The fix of a hit would change an f-string: Pythons before 3.12 know no node's place there, nor take all text.
+    """True if the fix of a hit would change an f-string, in which Pythons before 3.12 misplace nodes.
 
-    What only moves a line changes no string.
+    They also reject some text in it. An edit that only moves a line changes no string.
     """
     edits = hit.fix.edits if hit.fix is not None else ()
     spans = list(map(document.span, document.find(ast.JoinedStr)))
@@ -45,7 +45,7 @@ def edits_f_string(document: Document, hit: RuleHit) -> bool:
 
 
 def _together(hits: Sequence[RuleHit]) -> list[Fix]:
-    """Fixes whose edits do not overlap; of two that do, the first."""
+    """Return fixes without overlapping edits; of two that overlap, the first."""
     chosen: list[Fix] = []
     for fix in dict.fromkeys(hit.fix for hit in hits if hit.fix is not None):
         if not any(_overlap(fix, other) for other in chosen):
@@ -62,7 +62,7 @@ def _overlap(one: Fix, other: Fix) -> bool:
 
 
 def applied(document: Document, fixes: Sequence[Fix]) -> str:
-    """The text with the edits of the fixes, and the imports that they need."""
+    """Return the text with the edits of the fixes, and the imports that they need."""
     edits = dict.fromkeys(edit for fix in fixes for edit in fix.edits)
     text = _edited(document.text, list(edits))
     needed = {name for fix in fixes for name in fix.imports}
@@ -82,7 +82,7 @@ def _edited(text: str, edits: Sequence[Edit]) -> str:
 
 
 def _with_imports(text: str, names: Sequence[str]) -> str:
-    from ampdbg.source.expressions import with_imported  # LibCST: only where an import has to be put in its place
+    from ampdbg.source.expressions import with_imported  # LibCST: only if an import must be inserted
     from ampdbg.source.source_file import EditError, read_source
 
     for name in names:

@@ -1,4 +1,4 @@
-"""What a rule is, what it finds, and what a fix replaces: plain data."""
+"""The data of a rule, of its hits, and of their fixes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Edit:
-    """Characters of the text that are replaced; where ``start`` is ``end``, new ones are put there."""
+    """A replacement for the characters from ``start`` to ``end``; an insertion if the two are equal."""
 
     start: int
     end: int
@@ -26,7 +26,7 @@ class Edit:
 
 @dataclass(frozen=True)
 class Fix:
-    """Edits that belong together: all or none of them are made. ``imports`` are modules that they need by name."""
+    """Edits that are applied together or not at all. ``imports`` are the modules that they need by name."""
 
     edits: tuple[Edit, ...]
     imports: tuple[str, ...] = ()
@@ -34,10 +34,10 @@ class Fix:
 
 @dataclass(frozen=True)
 class RuleHit:
-    """What a rule finds at a node.
+    """A hit of a rule at a node.
 
-    ``step`` is what to do about it there, where the code's own remedy does not say it. Hits that share a ``fix`` are
-    cured by it together. ``in_half_only`` says that it is one where some file of the project trains in half.
+    ``step`` is the remedy here, if it is not the code's own. Hits that share a ``fix`` are cured by it together. With
+    ``in_half_only`` the hit counts only if some file of the project trains in half.
     """
 
     code: str
@@ -51,15 +51,14 @@ class RuleHit:
 
 @dataclass(frozen=True)
 class Rule:
-    """What is looked for: in files in which each of ``mentions`` is found.
+    """A rule, which is checked in the files that have each of ``mentions``.
 
-    Those are words, several with a bar between them where one is enough; ``pattern`` is a regular expression, which is
-    far slower to look for, and is found in them too.
+    A mention is a word, or alternative words with bars between them. A file must also match ``pattern``, a regular
+    expression, which is far slower to search for.
 
-    ``since`` is the torch from which on it is wrong: a project that allows an older one gets no finding.
+    ``since`` is the first torch version in which the code is wrong: a project that allows an older one gets no finding.
 
-    In an example of ``invalid`` the lines that are found end with ``# <-`` and their code; nothing is found in those of
-    ``valid``.
+    In an example of ``invalid`` each line with a hit ends with ``# <-`` and its code. Examples of ``valid`` have none.
     """
 
     codes: tuple[str, ...]
@@ -75,7 +74,7 @@ class Rule:
         return [[word.encode() for word in words.split("|")] for words in self.mentions]
 
     def may_find(self, content: bytes) -> bool:
-        """A file's bytes hold one of the rule's words."""
+        """True if the bytes of a file have the rule's words and match its pattern."""
         is_mentioned = all(any(word in content for word in words) for words in self._mentions)
         return is_mentioned and re.search(self.pattern.encode(), content) is not None
 
@@ -91,6 +90,6 @@ def train(model, loader):
         with torch.autocast("cuda"):
             loss = model(x).mean()
 """
-"""A training loop up to its loss; with BACKWARD and STEP it is as it should be. The examples begin so."""
+"""A correct training loop up to its loss, with which the examples begin; BACKWARD and STEP complete it."""
 BACKWARD = "        scaler.scale(loss).backward()\n"
 STEP = "        scaler.step(optimizer)\n        scaler.update()\n"

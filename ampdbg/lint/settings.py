@@ -1,4 +1,4 @@
-"""What is to be linted, and for which torch: ``[tool.ampdbg.lint]`` of pyproject.toml, and what a project requires."""
+"""The settings of the linter: ``[tool.ampdbg.lint]`` of pyproject.toml, and the torch that a project requires."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_BYTES = 1_000_000
 REQUIREMENTS = ("pyproject.toml", "setup.cfg", "setup.py", "requirements.txt", "environment.yml", "environment.yaml")
 KEYS = ("select", "ignore", "exclude")
 PARTS = ("misuse", "deprecated", "apex")
-"""Beginnings of codes that stand for all of them."""
+"""Prefixes that select every code that begins with them."""
 
 CODES = tuple(sorted({code for rule in RULES for code in rule.codes}))
 
@@ -31,9 +31,9 @@ _TORCH = re.compile(r"""(?<![\w.-])torch\s*(?:\[[^\]]*\])?\s*(==|>=|~=|>|===)\s*
 
 @dataclass(frozen=True)
 class Settings:
-    """``select`` and ``ignore`` are codes or their beginnings, ``exclude`` patterns of paths and names.
+    """``select`` and ``ignore`` are codes or their prefixes, ``exclude`` patterns of paths and names.
 
-    ``torch`` is the oldest torch that the project allows, where it says so.
+    ``torch`` is the oldest torch version that the project allows, if it names one.
     """
 
     select: tuple[str, ...] = ()
@@ -42,16 +42,15 @@ class Settings:
     torch: tuple[int, int] | None = None
 
     def wants(self, code: str) -> bool:
-        """The settings select the code."""
         is_selected = not self.select or any(map(code.startswith, self.select))
         return is_selected and not any(map(code.startswith, self.ignore))
 
 
 def read_settings(paths: Sequence[str], select: Sequence[str] = (), ignore: Sequence[str] = ()) -> Settings:
-    """The settings of the project that the first path is in; ``select`` and ``ignore`` as typed replace its own.
+    """Return the settings of the project that the first path is in; ``select`` and ``ignore`` as typed replace its own.
 
     Raises:
-        ConfigError: a code is unknown, or the table holds what is not allowed.
+        ConfigError: a code is unknown, or the table has an unknown key or a wrong value.
     """
     for option, codes in (("--select", select), ("--ignore", ignore)):
         _check_codes(option, codes)
@@ -87,7 +86,7 @@ def _check_codes(where: str, codes: Sequence[str]) -> None:
 
 
 def _oldest_torch(start: Path) -> tuple[int, int] | None:
-    """The least that pyproject.toml, a requirements file, setup.cfg or setup.py of the project asks for."""
+    """Return the oldest torch version that pyproject.toml, a requirements file, setup.cfg or setup.py allows."""
     for folder in (start, *start.parents):
         files = (folder / name for name in REQUIREMENTS if (folder / name).is_file())
         if bounds := [bound for file in files for bound in _bounds(file)]:

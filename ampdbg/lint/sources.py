@@ -1,4 +1,4 @@
-"""The files to lint: found below folders, read in their encoding, notebooks as the text of their cells."""
+"""The files to lint: found below folders and decoded, with notebooks as the text of their cells."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from ampdbg.files import read_file
 
 SUFFIXES = (".py", ".ipynb")
 NEVER = frozenset({"__pycache__", "node_modules", "build", "dist", "venv"})
-"""Folders that hold nothing of the user's own; hidden ones and virtual environments neither."""
+"""Folders without code of the user's own. Hidden folders and virtual environments are skipped too."""
 
 MARKS = frozenset({".git", "pyproject.toml", "setup.py", "setup.cfg", "requirements.txt"})
-"""A folder with one of them is a project of its own."""
+"""The entries that mark a folder as the root of a project."""
 
 MOST_BYTES = {".py": 2_000_000, ".ipynb": 50_000_000}
-"""Larger files are made by programs; notebooks hold pictures."""
+"""The largest size of a file to lint: programs write larger files, and notebooks contain pictures."""
 
 _MAGIC = re.compile(r"^(\s*)([%!?].*|.*\?\s*)$", re.MULTILINE)
-"""A line of a notebook that is IPython's, not Python's."""
+"""A line of a notebook in IPython's own syntax, which Python cannot parse."""
 
 
 @dataclass(frozen=True)
 class SourcePath:
-    """A file that is to be linted, and the folder of its project ("" of none); ``problem`` says why it cannot be."""
+    """A file to lint, and the folder of its project ("" if none); ``problem`` says why it cannot be linted."""
 
     path: str
     root: str
@@ -40,7 +40,7 @@ class SourcePath:
 
 @dataclass(frozen=True)
 class NotebookCell:
-    """A code cell of a notebook: its number, and the first line of the whole text that is its own."""
+    """A code cell of a notebook: its number, and its first line in the whole text."""
 
     number: int
     first_line: int
@@ -48,7 +48,7 @@ class NotebookCell:
 
 @dataclass(frozen=True)
 class SourceText:
-    """A file's text, its encoding, and of a notebook its cells."""
+    """The text of a file and its encoding; of a notebook also its cells and its JSON."""
 
     text: str
     encoding: str = "utf-8"
@@ -56,7 +56,7 @@ class SourceText:
     notebook: str = ""
 
     def cell_of(self, line: int) -> tuple[int, int]:
-        """The number of the cell that a line of the text is in, and the line there; cell 0 of a file."""
+        """Return the cell that has a line of the text, and the line's number within the cell; cell 0 for a file."""
         cell = next((one for one in reversed(self.cells) if one.first_line <= line), None)
         return (cell.number, line - cell.first_line + 1) if cell else (0, line)
 
@@ -66,10 +66,10 @@ class UnreadableSource(Exception):  # noqa: N818 - it becomes a line of the repo
 
 
 def files_below(paths: Sequence[str], exclude: Sequence[str] = ()) -> Iterator[SourcePath]:
-    """The files of the paths that were given, each once, in the order of their names.
+    """Yield the files at the given paths, each once, in the order of their names.
 
     Raises:
-        AmpdbgError: there is nothing at one of the paths.
+        AmpdbgError: one of the paths does not exist.
     """
     done: set[str] = set()
     for given in paths:
@@ -83,7 +83,7 @@ def files_below(paths: Sequence[str], exclude: Sequence[str] = ()) -> Iterator[S
 
 
 def _below(given: str, exclude: Sequence[str]) -> Iterator[SourcePath]:
-    """A file as it is; of a folder what is below it, but for linked folders."""
+    """Yield a file itself, or the files below a folder, without linked folders."""
     if not os.path.isdir(given):
         yield SourcePath(given, _project_around(os.path.dirname(given) or "."))
         return
@@ -98,8 +98,8 @@ def _below(given: str, exclude: Sequence[str]) -> Iterator[SourcePath]:
 
 
 def _project_around(folder: str) -> str:
-    """The project that a folder is in, whichever of its folders were given; "" where nothing marks one, and all is one
-    project."""
+    """Return the folder of the project that a folder is in, even above the given folders. Without a mark return "": all
+    such files are one project."""
     here = Path(os.path.abspath(folder))
     around = (one for one in (here, *here.parents) if any(os.path.lexists(one / mark) for mark in MARKS))
     return str(next(around, ""))
@@ -116,10 +116,10 @@ def _is_excluded(folder: str, name: str, exclude: Sequence[str]) -> bool:
 
 
 def read_bytes(path: str) -> bytes:
-    """The content of a file.
+    """Return the content of a file.
 
     Raises:
-        UnreadableSource: it cannot be read, or is too large.
+        UnreadableSource: the file cannot be read, or is too large.
     """
     try:
         return read_file(Path(path), MOST_BYTES.get(Path(path).suffix, MOST_BYTES[".py"]))
@@ -128,10 +128,10 @@ def read_bytes(path: str) -> bytes:
 
 
 def source_of(path: str, content: bytes) -> SourceText:
-    """The text of a file, or of a notebook's cells.
+    """Return the text of a file, or of a notebook's cells.
 
     Raises:
-        UnreadableSource: it cannot be decoded, or is no notebook.
+        UnreadableSource: the file cannot be decoded, or is not a notebook.
     """
     if path.endswith(".ipynb"):
         return _notebook(content)
@@ -143,7 +143,7 @@ def source_of(path: str, content: bytes) -> SourceText:
 
 
 def _notebook(content: bytes) -> SourceText:
-    """The code cells, each under a comment with its place, so that a fix can be put back into it."""
+    """Return the code cells, each below a comment with its number, so that fixes can be written back."""
     try:
         notebook = content.decode("utf-8")
         cells = [(number, "".join(cell["source"])) for number, cell in enumerate(json.loads(notebook)["cells"], start=1)
@@ -152,7 +152,7 @@ def _notebook(content: bytes) -> SourceText:
         raise UnreadableSource("is no notebook of version 4") from None
     text, places = "", []
     for number, cell in cells:
-        if not cell.lstrip().startswith("%%"):  # not Python at all
+        if not cell.lstrip().startswith("%%"):  # another language
             places.append(NotebookCell(number, text.count("\n") + 2))
             plain = _MAGIC.sub(lambda line: f"{line[1]}{_STANDS_IN}{line[2].encode().hex()}", cell)
             text += f"{_HEAD.format(number)}\n{plain}\n"
@@ -163,14 +163,14 @@ _HEAD = "# ampdbg-cell {}"
 _HEADS = re.compile(r"^# ampdbg-cell (\d+)\n", re.MULTILINE)
 _STANDS_IN = "pass  # ampdbg-magic "
 _STOOD_IN = re.compile(rf"{_STANDS_IN}([0-9a-f]+)")
-"""The line of a cell that stands for one which is IPython's alone."""
+"""The placeholder for a line in IPython's syntax, which it holds in hexadecimal."""
 
 
 def content_of(source: SourceText, text: str) -> bytes:
-    """The file with another text.
+    """Return the content of a file with another text.
 
     Raises:
-        UnreadableSource: of a notebook, which would not keep its form.
+        UnreadableSource: a notebook would not keep its format.
     """
     if not source.notebook:
         return text.encode(source.encoding)

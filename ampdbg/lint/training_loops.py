@@ -1,4 +1,4 @@
-"""The calls of a training loop in the order in which they run, on every way through it: what the call order judges."""
+"""The calls of a training loop in execution order, on every path through it, for :mod:`ampdbg.call_order` to check."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from ampdbg.lint.expressions import argument, given, is_none
 from ampdbg.lint.facts import Facts
 
 KINDS: Mapping[str, CallKind] = {"unscale_": "unscale", "step": "step", "update": "update", "get_scale": "get_scale"}
-"""What the methods of a scaler are to the order of calls."""
+"""The kind of call in the call order, by the scaler's method."""
 
 STEPS = ("step", "bare step")
 
 
 @dataclass(frozen=True)
 class LoopCall:
-    """A call of a training loop; ``about`` are the texts of its optimizers, ``clears`` says that it clears gradients.
+    """A call of a training loop. ``about`` is the source of its optimizers; ``clears``: it clears gradients.
 
-    ``kind`` None is a call after which nothing is known of gradients: code of the user's, which may do anything.
+    After a call of ``kind`` None nothing is known of gradients: it clears them, or is user code that may do anything.
     """
 
     node: ast.Call
@@ -45,7 +45,7 @@ class LoopHit:
 
 @dataclass(frozen=True, eq=False)
 class TrainingLoop:
-    """The smallest piece of code that holds all of a function's calls: a loop, or the function as a whole."""
+    """The smallest code with all the calls of a function: a loop, or the whole function."""
 
     facts: Facts
     unit: ast.AST
@@ -59,16 +59,16 @@ class TrainingLoop:
 
     @cached_property
     def optimizers(self) -> tuple[str, ...]:
-        """The optimizers that are stepped or unscaled in it."""
+        """The optimizers that it steps or unscales."""
         known = (text for call in self.calls if call.kind in (*STEPS, "unscale") for text in call.about)
         return tuple(dict.fromkeys(known))
 
     def hits(self, of_windows: str) -> Iterator[LoopHit]:
-        """The misuses in it that no way through it leaves out; ``of_windows`` is the code of accumulation windows."""
+        """Yield misuses on every path with the call to blame; ``of_windows`` is the code of accumulation windows."""
         named = {text.partition(".")[0] for call in self.calls for text in (*call.about, call.scaler)}
         changing = changed_names(self.node)
         if named & changing:
-            return  # one name for several optimizers, one after the other
+            return  # one name for several optimizers in turn
         try:
             both = rounds(self.body, self._events, {}, changing)
             pairs = [(lasting(second.values, changing), first, second) for first, second in both]
@@ -83,14 +83,14 @@ class TrainingLoop:
 
     @cached_property
     def _places(self) -> dict[int, list[int]]:
-        """Which of the calls stand at each node, by its id."""
+        """The indices of the calls at each node, by its id."""
         found: dict[int, list[int]] = {}
         for place, call in enumerate(self.calls):
             found.setdefault(id(call.node), []).append(place)
         return found
 
     def _sure(self, pairs: Sequence[tuple[Way[LoopCall], Way[LoopCall]]], of_windows: str) -> Iterator[LoopHit]:
-        """What is wrong whenever the call to blame runs; of an accumulation window, what is wrong at all."""
+        """Yield the hits on every path with the call to blame; for an accumulation window, those on any path."""
         runs = [(self._judged(first.events + second.events), set(second.events)) for first, second in pairs]
         for hit in dict.fromkeys(hit for hits, _ in runs for hit in hits):
             ran = [hits for hits, events in runs if hit.call in events]
@@ -99,14 +99,14 @@ class TrainingLoop:
                 yield hit
 
     def _is_counted(self, node: ast.AST) -> bool:
-        """The loop steps by the count of its micro-batches."""
+        """True if the loop steps by the count of its micro-batches."""
         document, above = self.facts.document, set(self.facts.document.around(node))
         around = (one for call in self.calls if call.kind in STEPS for one in document.around(call.node))
         tests = [ast.unparse(one.test) for one in around if isinstance(one, ast.If) and one not in above]
         return any("%" in test or "accum" in test.lower() for test in tests)
 
     def _judged(self, calls: Sequence[LoopCall]) -> list[LoopHit]:
-        """What the call order has to say of a sequence of calls."""
+        """Return the hits of the call order in a sequence of calls."""
         order = CallOrder()
         places = {text: place for place, text in enumerate(self.optimizers)}
         scalers = {text: place for place, text in enumerate(dict.fromkeys(call.scaler for call in self.calls), start=1)}
@@ -138,7 +138,7 @@ class TrainingLoop:
 
 
 def _written_by(after: Sequence[LoopCall], places: dict[str, int]) -> tuple[int, ...]:
-    """The optimizers whose gradients a backward pass writes: those that come before the next one."""
+    """Return the optimizers that a backward pass writes gradients of: those used before the next backward pass."""
     if len(places) < 2:
         return tuple(places.values())
     until = list(itertools.takewhile(lambda call: call.kind != "backward", after))
@@ -149,7 +149,7 @@ def _written_by(after: Sequence[LoopCall], places: dict[str, int]) -> tuple[int,
 def _with_amp(
     pairs: Sequence[tuple[Values, Way[LoopCall], Way[LoopCall]]],
 ) -> Iterator[list[tuple[Way[LoopCall], Way[LoopCall]]]]:
-    """The pairs by what stays as it is in the loop, where that calls the scalers most: with AMP switched on."""
+    """Group the pairs by conditions that last through the loop; yield the groups with most scaler calls: AMP is on."""
     groups: dict[tuple[tuple[str, bool], ...], list[tuple[Way[LoopCall], Way[LoopCall]]]] = {}
     for values, first, second in pairs:
         groups.setdefault(tuple(sorted(values.items())), []).append((first, second))
@@ -163,7 +163,7 @@ def _with_amp(
 
 
 def training_loops(facts: Facts) -> Iterator[TrainingLoop]:
-    """Every function, and the module, that goes backward and steps with a scaler; none that hides some of it."""
+    """Yield every function, and the module, with a scaler's backward pass and step, unless it hides some calls."""
     document = facts.document
     by_unit: dict[ast.AST, list[LoopCall]] = {}
     for node in document.calls:
@@ -183,7 +183,8 @@ def training_loops(facts: Facts) -> Iterator[TrainingLoop]:
 
 
 def _helpers(document: Document, by_unit: Mapping[ast.AST, Sequence[LoopCall]]) -> set[str]:
-    """The names of the file's functions that call such a thing, write ``.grad``, or call one that does."""
+    """Return the names of the file's functions that call a scaler or optimizer, write ``.grad``, or call one that
+    does."""
     known = {unit for unit, calls in by_unit.items() if any(call.kind is not None or call.clears for call in calls)}
     found = {made.name for made in document.definitions if made in known or _WRITTEN.search(ast.unparse(made))}
     called = [(document.function(call), _name(call)) for call in document.calls]
@@ -196,7 +197,7 @@ _WRITTEN = re.compile(r"\.grad(\.\w+)*(_\(| = )")
 
 
 def _smallest(document: Document, unit: ast.AST, calls: Sequence[LoopCall]) -> ast.AST:
-    """The innermost loop around every backward pass and step, else the unit."""
+    """Return the innermost loop around every backward pass and step, else the unit."""
     held = [call.node for call in calls if call.kind in ("backward", *STEPS)]
     around = [[one for one in document.around(node) if isinstance(one, LOOPS)] for node in held]
     inside = [[one for one in loops if unit in document.around(one)] for loops in around]
@@ -204,9 +205,9 @@ def _smallest(document: Document, unit: ast.AST, calls: Sequence[LoopCall]) -> a
 
 
 def _touches_gradients(unit: ast.AST) -> bool:
-    """Code reads or writes ``.grad`` by hand, other than to clear it: it may unscale by hand.
+    """True if code reads or writes ``.grad`` by hand, other than to clear it: it may unscale by hand.
 
-    torch.autograd.grad is no gradient of a parameter's.
+    torch.autograd.grad is not the gradient of a parameter.
     """
     nodes = list(ast.walk(unit))
     clearing = (node for node in nodes if isinstance(node, ast.Assign) and is_none(node.value))
@@ -216,7 +217,7 @@ def _touches_gradients(unit: ast.AST) -> bool:
 
 
 def _call(facts: Facts, node: ast.Call) -> LoopCall | None:
-    """What a call means to the order of calls; None for any other call."""
+    """Return the meaning of a call in the call order; None for any other call."""
     match node.func:
         case ast.Attribute(value=scaler, attr=name) if facts.is_scaler(scaler):
             return _scalers(node, name, ast.unparse(scaler))
@@ -239,17 +240,17 @@ def _scalers(node: ast.Call, name: str, scaler: str) -> LoopCall | None:
 
 
 def _lists(facts: Facts, calls: Sequence[LoopCall]) -> set[ast.AST]:
-    """What makes the parameters that are clipped, there or by a name: ``amp.master_params(optimizer)``."""
+    """Return the nodes that list the clipped parameters, directly or by a name: ``amp.master_params(optimizer)``."""
     clipped = [argument(call.node, "parameters", 0) for call in calls if call.kind == "clip"]
     made = [value for one in clipped for value in (facts.document.values(one) if isinstance(one, ast.Name) else [one])]
     return {node for value in made if value is not None for node in ast.walk(value)}
 
 
 def _hides(facts: Facts, node: ast.Call, helpers: set[str], lists: set[ast.AST], calls: Sequence[LoopCall]) -> bool:
-    """A call may do something unseen with scaler, optimizer or gradients.
+    """True if a call may change the scaler, an optimizer or gradients in code that is not visible.
 
-    One that lists parameters does nothing to their gradients, unless it takes the scaler too. One that the file does
-    not define may: a method of an optimizer, one of its holder whose result nobody takes, and one about gradients.
+    A call that lists parameters does not change their gradients, unless it takes the scaler too. A call that the file
+    does not define may: a method of an optimizer, of its holder if the result is dropped, or with "grad" in its name.
     """
     name = _name(node)
     if name in helpers or any("zero_grad" in (keyword.arg or "") for keyword in node.keywords):
@@ -262,7 +263,7 @@ def _hides(facts: Facts, node: ast.Call, helpers: set[str], lists: set[ast.AST],
     if node in lists or any(name == made.name for made in facts.document.definitions):
         return False
     held = {text for call in calls for text in call.about}
-    is_discarded = isinstance(facts.document.parents[node], ast.Expr)  # done for what it does
+    is_discarded = isinstance(facts.document.parents[node], ast.Expr)  # called for its effect
     holders = {text.rpartition(".")[0] for text in held if is_discarded and "." in text}
     return "grad" in name or ast.unparse(node.func).rpartition(".")[0] in held | holders
 

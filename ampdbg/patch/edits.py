@@ -136,8 +136,9 @@ class _Rewriter(cst.CSTTransformer):
         names = self.names.on(located.span, Bindings(self.source.module, located.function))
         new = PinnedLine(number, names, callees, operations=not pin.callee, is_lifted=pin.is_lifted)
         old = self.lines.setdefault(id(located.line), new)
-        operations = old.operations or new.operations
-        self.lines[id(located.line)] = replace(old, callees=old.callees | callees, operations=operations)
+        operations, is_lifted = old.operations or new.operations, old.is_lifted or new.is_lifted
+        merged = replace(old, callees=old.callees | callees, operations=operations, is_lifted=is_lifted)
+        self.lines[id(located.line)] = merged
 
     def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:  # noqa: N802
         body = self._suite(original_node, None).rewritten(original_node.body, updated_node.body)

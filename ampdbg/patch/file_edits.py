@@ -140,20 +140,21 @@ def write_edits(edits: Sequence[FileEdit], *, force: bool = False) -> None:
         _check_content(edit)
     if not force:
         _check_committed([edit.path for edit in edits])
-    done: list[FileEdit] = []
     try:
-        with contextlib.ExitStack() as stack:
+        # If one file cannot be restored, the stack still restores the others.
+        with contextlib.ExitStack() as stack, contextlib.ExitStack() as restoring:
             staged = [(edit, stack.enter_context(staged_file(edit.path, edit.after))) for edit in edits]
             for edit, temporary in staged:
                 put(temporary, edit.path)
-                done.append(edit)
-    except BaseException as error:
-        for edit in done:
-            with staged_file(edit.path, edit.before) as temporary:
-                put(temporary, edit.path)
-        if isinstance(error, OSError):
-            raise PatchError(f"{error.filename or 'a file'}: cannot be written: {reason_of(error)}") from None
-        raise
+                restoring.callback(_restore, edit)
+            restoring.pop_all()
+    except OSError as error:
+        raise PatchError(f"{error.filename or 'a file'}: cannot be written: {reason_of(error)}") from None
+
+
+def _restore(edit: FileEdit) -> None:
+    with staged_file(edit.path, edit.before) as temporary:
+        put(temporary, edit.path)
 
 
 def check_writable(path: Path) -> None:

@@ -44,9 +44,10 @@ has run so far."""
 NEAR = 2.0**-6
 """Upper bound of the relative error when a parameter is rounded to half on the way to its average."""
 
-WHOLE, SAMPLE = 4096, 1024
-"""Tensors of at most ``WHOLE`` entries are compared in full, larger tensors in about ``SAMPLE`` entries. The update
-ledger also compares 1-D parameters in full."""
+WHOLE, WHOLE_VECTOR, SAMPLE = 4096, 65_536, 1024
+"""Tensors of at most ``WHOLE`` entries are compared in full, and so are 1-D tensors of at most ``WHOLE_VECTOR``: the
+gains of a norm, but not the flat parameter of a sharded model. Of larger tensors about ``SAMPLE`` entries are compared.
+"""
 
 MemoryPlace = tuple[int, int, int]
 """Storage address, offset and number of entries: equal for all views of the whole tensor."""
@@ -143,10 +144,14 @@ def place_of(tensor: torch.Tensor) -> MemoryPlace:
     return storage, int(tensor.storage_offset()) if storage else 0, tensor.numel()
 
 
+def sampling_stride(dimensions: int, entries: int) -> int:
+    """Return the distance between the sampled entries of a flattened tensor. It is odd, so that no column is missed."""
+    return 1 if entries <= (WHOLE_VECTOR if dimensions < 2 else WHOLE) else entries // SAMPLE | 1
+
+
 def sampled(tensor: torch.Tensor) -> torch.Tensor:
     """Return values at fixed positions of a tensor, in float64."""
-    size = tensor.numel()
-    return tensor.detach().flatten()[:: 1 if size <= WHOLE else size // SAMPLE | 1].double()
+    return tensor.detach().flatten()[:: sampling_stride(tensor.ndim, tensor.numel())].double()
 
 
 class FoundAverage(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ampdbg.probes.averages import SAMPLE, WHOLE
+from ampdbg.probes.averages import sampling_stride
 from ampdbg.probes.dtype_contract import MASTERS, OTHERS
 from ampdbg.probes.tensors import HALVES, stored
 from ampdbg.record.run import StillParameter
@@ -136,4 +136,4 @@ def has_dense_gradient(parameter: torch.Tensor) -> bool:
 def sample_of(tensor: Any) -> torch.Tensor:
     """Return some values of a tensor, always at the same positions."""
     values = stored(tensor.detach()).flatten()
-    return values[:: 1 if tensor.ndim < 2 or len(values) <= WHOLE else len(values) // SAMPLE | 1]
+    return values[:: sampling_stride(tensor.ndim, len(values))]

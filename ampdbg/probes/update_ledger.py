@@ -24,7 +24,7 @@ import torch
 from torch.optim import Optimizer
 
 from ampdbg.errors import named_error
-from ampdbg.probes.averages import SAMPLE, WHOLE, Averages
+from ampdbg.probes.averages import Averages, sampling_stride
 from ampdbg.probes.dtype_contract import OTHERS, names_and_kinds, names_of
 from ampdbg.probes.models import Models
 from ampdbg.probes.seams import is_captured
@@ -620,13 +620,13 @@ class UpdateLedger:
     def notes(self) -> tuple[str, ...]:
         """Remarks on the updates that are not sampled or not judged, with the reason. On a GPU this syncs."""
         left_out = {
-            f"updates by {book.name.replace('__main__.', '')}": book.why_not
+            (f"updates by {book.name.replace('__main__.', '')}", book.why_not)
             for book in self._books.values()
             if book.why_not
         }
         foreign = [name for name, one in self._known()[1].items() if one.sums.foreign]
-        left_out |= {f"updates of {listed(foreign)}": FOREIGN} if foreign else {}
-        return tuple(f"ampdbg does not compare {what} with float32's: {why}" for what, why in left_out.items())
+        left_out |= {(f"updates of {listed(foreign)}", FOREIGN)} if foreign else set()
+        return tuple(f"ampdbg does not compare {what} with float32's: {why}" for what, why in sorted(left_out))
 
     def _known(self) -> tuple[dict[str, SampledParameter], dict[str, SampledParameter]]:
         """Return the results of later windows, or else of the first, by parameter; and the results of all windows."""
@@ -740,7 +740,7 @@ def _rows(optimizer: Optimizer, names: Mapping[int, tuple[str, str]]) -> Iterato
             gradient, state = parameter.grad, optimizer.state.get(parameter, {})
             size = 0 if gradient is None or gradient.layout is not torch.strided else stored(parameter.detach()).numel()
             if size and parameter.dtype in HALVES and not parameter.is_meta:
-                stride = 1 if parameter.ndim < 2 or size <= WHOLE else size // SAMPLE | 1
+                stride = sampling_stride(parameter.ndim, size)
                 name, kind = names.get(id(parameter), (f"group {index}, parameter {place}", OTHERS))
                 key = (parameter.device, parameter.dtype, tuple(state), float(state.get("step", 0)))
                 alike.setdefault(key, []).append((Sample(name, kind, stride, -(-size // stride), size), parameter))

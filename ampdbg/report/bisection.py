@@ -1,4 +1,4 @@
-"""The page of a search for pins: how it ended, the set and why, what it costs, the trials, the lines for the config."""
+"""The page of a search for pins: its outcome, the set and the reasons, the cost, the trials, the lines to paste."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from . import pins, scan, view
 from .view import line, lines, ran_on, with_option
 
 MOST_FACTS, MOST_TO_PASTE = 1, 3
-"""So many facts of the set, and lines for the config, are in a story."""
+"""The most facts about the set, and lines for the config, in a story (the brief form of a page)."""
 
 RAN_AS = {"float16": "as it ran", "float32": "in FP32", "pinned": "with the set"}
 
 FURTHER = "further batch "
-"""How the stage of a trial on another batch than the failing step's begins."""
+"""The prefix of a trial's stage on another batch than the failing step's."""
 
 
 @dataclass(frozen=True)
 class EndedSearch:
-    """A record whose search has ended, ``search`` being the record's own, and what was typed."""
+    """A record with an ended search, that search, and what was typed."""
 
     record: Record
     search: Search
@@ -35,7 +35,7 @@ class EndedSearch:
 
     @property
     def again(self) -> str:
-        """The command that searches once more."""
+        """The command that repeats the search."""
         name = self.record.command if self.record.command in scan.SEARCHES else "bisect"
         return f"ampdbg {name} {self.typed.config}{chosen_strategy(self.search)}"
 
@@ -45,7 +45,7 @@ class EndedSearch:
 
     @property
     def some(self) -> str:
-        """How many of the modules are in the set."""
+        """The number of modules in the set, and of all modules."""
         return f"{len(self.names)} of {counted(self.search.modules, 'module')}"
 
     @property
@@ -62,19 +62,19 @@ class EndedSearch:
 
     @property
     def holds(self) -> bool:
-        """The last trial of the whole set, on the failing step itself, was healthy."""
+        """True unless the last trial of the whole set on the failing step itself failed."""
         own = (trial for trial in reversed(self.record.trials) if not trial.stage.startswith(FURTHER))
         last = next((trial for trial in own if set(trial.pins) == set(self.names)), None)
         return last is None or last.healthy
 
 
 def chosen_strategy(search: Search | None) -> str:
-    """The option that searches once more as it was, behind a command."""
+    """Return the option that repeats the search with its strategy, to append to a command."""
     return f" --strategy {search.strategy}" if search is not None and search.strategy != "guided" else ""
 
 
 def page(record: Record, typed: view.Typed) -> view.Page:
-    """What ``ampdbg bisect`` says; a run that ended before its search has the page of a scan."""
+    """Return the page of ``ampdbg bisect``; a run that ended before its search has the page of a scan."""
     if record.search is None:
         return scan.page(record, typed)
     ended = EndedSearch(record, record.search, typed)
@@ -103,7 +103,7 @@ def page(record: Record, typed: view.Typed) -> view.Page:
 
 
 def _to_paste(ended: EndedSearch) -> view.Snippet:
-    """The lines that pin the set, in the script or in the config; none of a set that does not hold."""
+    """Return the lines that pin the set, in the script or in the config; none if the set does not hold."""
     if not (ended.names and ended.holds):
         return view.Snippet("", ())
     if ended.record.script is None:
@@ -120,9 +120,9 @@ def _pinning(model: str, names: Sequence[str]) -> str:
 
 
 def _message(ended: EndedSearch) -> Iterator[str]:
-    """What the search says of its end, as a sentence with a capital, unless a module's name stands first.
+    """Yield the message of the search as a sentence, with a capital unless it begins with a module's name.
 
-    Nothing where the headline says it, or a finding does; findings are listed where there is no set.
+    Yield nothing if the headline or a finding says the same. Findings are listed only without a set.
     """
     message, outcome, findings = ended.search.message, ended.search.outcome, ended.record.findings
     by_headline = outcome in ("nothing-to-pin", "not-in-a-module") or (
@@ -159,7 +159,7 @@ def _about_the_set(ended: EndedSearch) -> Iterator[view.StyledLine]:
 
 
 def _loss_table(ended: EndedSearch) -> view.Table:
-    """The loss of the failing step as it was, in FP32 and with the set, or its substitute."""
+    """Return the loss of the failing step, or its substitute: as it ran, in FP32 and with the set."""
     losses, what = dict(ended.search.losses), "loss"
     for step in ended.record.steps:
         if step.step == ended.search.step and scan.is_own_loss(step, ended.record):
@@ -172,7 +172,7 @@ def _loss_table(ended: EndedSearch) -> view.Table:
 
 
 def headline(ended: EndedSearch) -> view.Headline:
-    """How the search ended, in a sentence or two."""
+    """Return how the search ended, in one or two sentences."""
     ending, is_found = ENDINGS[ended.search.outcome], ended.search.outcome == "found"
     sentence, trials = ending.sentence(ended), counted(len(ended.record.trials), "trial")
     return view.first(
@@ -242,13 +242,13 @@ def _out_of_trials(ended: EndedSearch) -> str:
 
 
 def next_command(ended: EndedSearch) -> view.NextCommand | None:
-    """What to type next; None where no command helps."""
+    """Return what to type next; None if no command helps."""
     record, typed, ending = ended.record, ended.typed, ENDINGS[ended.search.outcome]
     # Lines outside of the modules have no names, and no trial pinned them.
     is_set = ending.has_patch and record.pins and (ended.holds or not ended.names)
     longer = with_option(ended.again, "--steps", 10 * max(record.planned_steps, 1))
     trials = f"ampdbg report {typed.record_path} --format json"
-    # From the record, or where none was written from the config; a module file is not taken.
+    # From the record, or from the config if none was written; suggest-fp32 does not take a module file.
     given, them = typed.record_path or typed.config, "it" if len(record.pins) == 1 else "them"
     make = f"make the patch that pins {them}, proven on the failing step" * (not given.startswith("--module"))
     return view.next_of(
@@ -262,10 +262,10 @@ def next_command(ended: EndedSearch) -> view.NextCommand | None:
 
 @dataclass(frozen=True)
 class Ending:
-    """How an outcome is reported: the tone of its headline, its sentence, and what to do next.
+    """The report of an outcome: the tone of its headline, its sentence, and what to do next.
 
-    ``why`` is why to search again, with more steps where ``has_longer_run``; where it is empty the trials say most.
-    ``has_patch`` says that a set, where there is one, is what comes next.
+    ``why`` is the reason to search again, with more steps if ``has_longer_run``. If it is empty, the trials explain
+    most. ``has_patch`` means that the next command makes the patch, if there is a set.
     """
 
     tone: view.Tone

@@ -20,13 +20,13 @@ from .view import line, more
 FORMAT, VERSION = "ampdbg.comparison", 1
 
 SHOWN = 4
-"""So many rows of a table are in the story."""
+"""The most rows of a table in a story (the brief form of a page)."""
 
 THEN_AND_NOW = (view.Column("then", "number"), view.Column("now", "number"))
 
 
 def page(compared: Comparison, then: str, now: str) -> view.Page:
-    """What ``ampdbg compare`` says of two records, which are named as they were typed."""
+    """Return the page of ``ampdbg compare``; the two records are named as they were typed."""
     return view.Page(
         _headline(compared),
         _sections(compared),
@@ -36,7 +36,7 @@ def page(compared: Comparison, then: str, now: str) -> view.Page:
 
 
 def data(compared: Comparison, then: str, now: str) -> dict[str, Any]:
-    """The comparison as plain data."""
+    """Return the comparison as plain data."""
 
     def fields(one: object, *names: str) -> dict[str, object]:
         return {name: getattr(one, name) for name in names}
@@ -73,7 +73,7 @@ def _headline(compared: Comparison) -> view.Headline:
 
 
 def counted_bits(bits: float) -> str:
-    """``1 bit``, ``2.5 bits``."""
+    """Return ``1 bit`` or ``2.5 bits``."""
     return "1 bit" if bits == 1 else f"{number(bits)} bits"
 
 
@@ -105,7 +105,7 @@ def _listed(findings: Sequence[Finding], what: str) -> list[str]:
 
 
 def _sections(compared: Comparison, most: int | None = None) -> tuple[view.Section, ...]:
-    """All, or where ``most`` is given the first rows of what changed."""
+    """Return all sections; with ``most`` only the first rows of what changed."""
     within, is_whole = compared.within, most is None
     error = compared.now.error.splitlines()[: not compared.then.error]
     headrooms = (one for one in compared.headrooms if is_whole or abs(one.lost) > within)
@@ -173,11 +173,11 @@ def _ran_on(record: Record) -> str:
 
 
 MACHINE = ("device", "policy", "emulated")
-"""What of an environment changes numbers."""
+"""The fields of an environment that change numbers."""
 
 
 def _notes(compared: Comparison) -> Iterator[str]:
-    """What makes the two differ for another reason than their code."""
+    """Yield why the two records may differ for another reason than their code."""
     then, now = compared.then, compared.now
     measured, ran = [bool(record.sites) for record in (then, now)], (then.environment, now.environment)
     which = ["now", "then"][measured[1]]

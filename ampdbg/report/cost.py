@@ -1,4 +1,4 @@
-"""The page of a comparison of levels: which of them train, what a step holds, and how large a batch fits."""
+"""The page of a comparison of levels: how each trains, the memory of a step, and the largest batch that fits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from . import view
 from .view import line, lines, ran_on, with_option
 
 Columns = Sequence[tuple[view.Column, Callable[[LevelCost, Costs], view.Cell]]]
-"""The columns of a table behind the level's name, and what each shows of a level among all of them."""
+"""The columns of a table after the level's name, each with the function that returns its cell for a level."""
 
 BAR_WIDTH = 40
 HELD, KEPT = "━", "─"
@@ -32,7 +32,7 @@ CASTS = "Casts: copies of weights that autocast keeps. Casts and activations are
 
 
 def page(record: Record, typed: view.Typed) -> view.Page:
-    """What ``ampdbg cost`` says of the levels; its story has a line for each: whether it trains, and what it takes."""
+    """Return the page of ``ampdbg cost``; its story has a line for each level: its verdict and its cost."""
     costs = record.costs or Costs()
     levels = [one for one in costs.levels if one.memory is not None]
     errors = [f"{one.name} could not run: {one.error}" for one in costs.levels if one.error]
@@ -113,7 +113,7 @@ def _apart(one: LevelCost, costs: Costs) -> str:
 
 
 def _fp32(costs: Costs) -> LevelCost:
-    """The level that the others are compared with; one that takes nothing where it could not run."""
+    """Return the FP32 level, the base of the comparison; an empty level if it is missing."""
     return next((one for one in costs.levels if one.level == "O0"), LevelCost("", "", ""))
 
 
@@ -148,12 +148,11 @@ def _part(name: str) -> Callable[[LevelCost, Costs], str]:
 
 
 def _batch(one: LevelCost, costs: Costs) -> str:
-    """The largest batch that fits."""
     return f"{costs.batch * one.fit.times:,}" if costs.batch and one.fit else "-"
 
 
 def _measured(one: LevelCost, costs: Costs) -> str:
-    """How it is known that the batch fits."""
+    """Return how ampdbg knows that the batch fits."""
     fit = one.fit or BatchFit(0)
     reckoned = f"estimated in proportion from {counted(len(fit.measured) - 1, 'doubling')}"
     return view.first((fit.why, fit.why), (fit.is_reckoned, reckoned), (fit.times, "measured"), (True, "does not fit"))

@@ -1,4 +1,4 @@
-"""The page of ``ampdbg doctor``: a line for each fact, with what it means and what to do."""
+"""The page of ``ampdbg doctor``: a line for each fact, with its meaning and the advice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIGNS = {
 
 
 def page(machine: Machine) -> Page:
-    """All that is known of the machine."""
+    """Return the page with all facts about the machine."""
     columns = (Column(kind="sign"), Column(kind="sign"), Column())
     rows = []
     for one in judged(machine):

@@ -1,4 +1,4 @@
-"""What ``ampdbg explain`` says of the codes: the Markdown files of ``ampdbg/record/explanations/``, and their pages."""
+"""The explanations of codes, read from the Markdown files of ``ampdbg/record/explanations/``, and their pages."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ SECTIONS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Explanation:
-    """What there is to know about one code; the sections are Markdown: paragraphs, lists with ``-``, fenced code.
+    """The explanation of one code; the sections are Markdown: paragraphs, lists with ``-``, fenced code.
 
-    The decision begins with the conditions of the table that the diagnosis itself goes by.
+    The decision begins with the conditions of the table that the diagnosis itself uses.
     """
 
     code: str
@@ -40,12 +40,12 @@ class Explanation:
 
 
 def explanation(code: str) -> Explanation:
-    """Reads what there is to know about ``code``; raises AmpdbgError, which suggests codes near it."""
+    """Read the explanation of ``code``; raise AmpdbgError, which suggests similar codes, if there is none."""
     if code not in CODES:
         raise AmpdbgError(f"{code!r} is not a code; {_suggestion(code)}")
-    from importlib import resources  # 5 ms that `ampdbg --help` need not wait for
+    from importlib import resources  # 5 ms that `ampdbg --help` does not need
 
-    from ampdbg.diagnosis.diagnose import conditions_of  # and as many of the table
+    from ampdbg.diagnosis.diagnose import conditions_of  # 5 ms more, for the table
 
     file = resources.files("ampdbg") / "record" / "explanations" / f"{code}.md"
     title, *parts = file.read_text(encoding="utf-8").removeprefix("# ").split("\n## ")
@@ -57,7 +57,7 @@ def explanation(code: str) -> Explanation:
 
 
 def explanations() -> tuple[Explanation, ...]:
-    """All of them, in the order of the catalogue."""
+    """Return all explanations, in the order of the catalog."""
     return tuple(map(explanation, CODES))
 
 
@@ -72,7 +72,7 @@ def _suggestion(given: str) -> str:
 
 
 def listing_page(entries: Sequence[Explanation]) -> Page:
-    """The codes by family, each with its title, and how to read more."""
+    """Return a page of the codes by family, each with its title, and how to read more."""
     longest = max(len(entry.code) for entry in entries)
     tables = (
         Table(
@@ -88,6 +88,6 @@ def listing_page(entries: Sequence[Explanation]) -> Page:
 
 
 def explanation_page(entry: Explanation) -> Page:
-    """One code: what it means, how it is decided, what fixes it."""
+    """Return the page of one code: its meaning, its decision and its remedy."""
     head = Paragraph((line(Words(entry.code, "name"), f" · {entry.family}"), line(entry.title, tone="strong")))
     return Page(None, (head, *(Prose(title, getattr(entry, field)) for field, title in SECTIONS.items())))

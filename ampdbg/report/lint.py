@@ -1,4 +1,4 @@
-"""What ampdbg lint found: as a page, as JSON, as GitHub's annotations and as SARIF."""
+"""The findings of ampdbg lint as a page, as JSON, as GitHub's annotations and as SARIF."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ampdbg.record.findings import Severity
 from .view import TONES, Headline, Page, Paragraph, StyledLine, Words, filled, first, line, next_of
 
 ANNOTATIONS: Mapping[Severity, str] = {"error": "error", "warning": "warning", "info": "notice"}
-"""What GitHub calls a severity."""
+"""GitHub's name for each severity."""
 
 
 def page(linted: Linted, given: str, fixed: int = 0) -> Page:
-    """All findings, and the files that could not be looked at; ``given`` are the paths as they were typed."""
+    """Return the page of all findings and of files that could not be read; ``given`` are the paths as typed."""
     unread = tuple(line(f"{file.path}: {file.problem}", tone="doubtful") for file in linted.problems)
     sections = filled(*(Paragraph(tuple(_lines(one))) for one in linted.findings), Paragraph(unread, "Not read"))
     codes = [finding.code for finding in linted.findings[:1]]
@@ -53,13 +53,13 @@ def _lines(finding: LintFinding) -> Iterator[StyledLine]:
 
 
 def place(finding: LintFinding) -> str:
-    """``train.py:12:9``; of a notebook with its cell."""
+    """Return ``train.py:12:9``; in a notebook with the cell."""
     cell = f":cell {finding.cell}" if finding.cell else ""
     return f"{finding.path}{cell}:{finding.line}:{finding.column}"
 
 
 def as_json(linted: Linted) -> str:
-    """All of it as one object."""
+    """Return everything as one JSON object."""
     data = {
         "format": "ampdbg.lint",
         "version": 1,
@@ -71,7 +71,7 @@ def as_json(linted: Linted) -> str:
 
 
 def as_annotations(linted: Linted) -> str:
-    """One workflow command a finding, which GitHub shows at its line of a pull request."""
+    """Return one workflow command for each finding, which GitHub shows at its line of a pull request."""
     text = ""
     for finding in linted.findings:
         where = {"file": finding.path, "line": finding.line, "col": finding.column, "title": finding.code}
@@ -84,19 +84,19 @@ def as_annotations(linted: Linted) -> str:
 
 
 def _escaped(text: str, more: str = "") -> str:
-    """As GitHub's toolkit escapes the data and the properties of its commands."""
+    """Escape text as GitHub's toolkit escapes the data and the properties of its commands."""
     for character in ("%", "\r", "\n", *more):
         text = text.replace(character, f"%{ord(character):02X}")
     return printable(text)
 
 
 def as_sarif(linted: Linted, folder: str) -> str:
-    """A SARIF log; files below ``folder`` are named from there."""
+    """Return a SARIF log; files below ``folder`` are named relative to it."""
     from .formats import sarif
 
     found = []
     for one in linted.findings:
         said = f"{one.message}\nRemedy: {one.remedy}"
-        at = (0, 0) if one.cell else (one.line, one.column)  # those of a notebook's cell are none of its file
+        at = (0, 0) if one.cell else (one.line, one.column)  # a cell's lines are not lines of the notebook's file
         found.append(sarif.Alert(one.code, one.severity, said, one.path, *at, one.text))
     return sarif.to_json(sarif.log(found, folder))

@@ -20,7 +20,7 @@ from . import view
 from .view import Column, Paragraph, StyledLine, Table, Words, line, lines, more
 
 MAX_PINS = 16
-"""So many are explained; all are among the lines for the config."""
+"""The most pins that are explained; all pins are among the lines for the config."""
 
 PIN_COLUMNS = (
     Column("pin", most=28),
@@ -30,11 +30,11 @@ PIN_COLUMNS = (
 )
 
 MOST_IN_BRIEF = 4
-"""So many have a line in a story."""
+"""The most pins with a line in a story (the brief form of a page)."""
 
 PLAIN_YAML = re.compile(r"[A-Za-z_][\w.]*(:own)?|:own", re.ASCII)
-"""Names that YAML reads as they stand; ``"*"`` and numbers it does not. A config reads more as numbers (``1e5``) than
-PyYAML, which reads YAML 1.1, would quote."""
+"""Names that YAML reads unquoted, unlike ``"*"`` and numbers. PyYAML reads YAML 1.1 and would leave some text unquoted
+that a config reads as a number (``1e5``)."""
 
 YAML_WORDS = frozenset("y n yes no on off true false null".split())
 
@@ -42,11 +42,11 @@ PROOF_COLUMNS = (Column(kind="sign"), Column(), Column())
 
 
 def pin_table(record: Record) -> Table:
-    """The set, at least one pin."""
+    """Return the table of the set, which has at least one pin."""
     rows = []
     shown: set[object] = set()
     for pin in record.pins[:MAX_PINS]:
-        # An op on a line goes wrong in many instances of a class alike.
+        # The same op of a line fails alike in many instances of a class.
         places = {(pin.reason, site.phase, site.op, site.source) for site in pin.sites[:1]}
         costs = (share(pin.cost.flops), share(pin.cost.activations)) if pin.cost is not None else ("-", "-")
         rows.append((_pin(pin), _why(pin, record, is_repeated=bool(places & shown)), *costs))
@@ -55,7 +55,7 @@ def pin_table(record: Record) -> Table:
 
 
 def pin_lines(record: Record) -> Paragraph:
-    """The set in a line a pin: what it is, and the first op that it cures."""
+    """Return a line for each pin: its name, and the first op that it cures."""
     low = format_of_config(record.config)
     briefs: list[StyledLine] = []
     for pin in record.pins[:MOST_IN_BRIEF]:
@@ -67,7 +67,7 @@ def pin_lines(record: Record) -> Paragraph:
 
 
 def _what_goes_wrong(pin: Pin, record: Record) -> str:
-    """The code of the finding that the pin is for; where its own op fails in the other pass, that pass."""
+    """Return the code of the pin's finding; if the pin's own op fails in the other pass, name that pass."""
     if pin.reason is None or pin.reason >= len(record.findings):
         return ""
     finding = record.findings[pin.reason]
@@ -121,9 +121,9 @@ def _without(what: str) -> tuple[StyledLine, ...]:
 
 
 def _against_half(site: PinSite, low: FloatFormat) -> tuple[str, ...]:
-    """A value in FP32, and the limit of the run's format that it breaks, if it does.
+    """Return a value in FP32, and the limit of the run's format that it breaks, if it does.
 
-    Nothing where it is not why the op fails: that of a division by what half rounds to zero says nothing.
+    Return nothing if the value is not why the op fails: a division by a value that half rounds to zero is an example.
     """
     size, said = abs(site.value or 0.0), f"{number(site.value)} in FP32"
     return view.first(
@@ -135,7 +135,7 @@ def _against_half(site: PinSite, low: FloatFormat) -> tuple[str, ...]:
 
 
 def cost_sentence(cost: PinCost, low: FloatFormat, of: str = "The set") -> str:
-    """What the whole set takes out of the run's format."""
+    """Return what share of the run's format the whole set moves to FP32."""
     return (
         f"{of} moves {share(cost.flops)} of the forward pass's FLOPs and {share(cost.activations)} of its "
         f"{low.short} activations ({byte_size(cost.activation_bytes)}) to FP32."
@@ -143,16 +143,16 @@ def cost_sentence(cost: PinCost, low: FloatFormat, of: str = "The set") -> str:
 
 
 def about_roots(record: Record) -> Iterator[str]:
-    """What the names of the set begin with, where the script has several models."""
+    """Yield what the names of the set begin with, if the script has several models."""
     if record.roots:
         said = "; ".join(f"{root.name} is {root.what}" for root in record.roots)
         yield f"The script has several models; a module's name starts with that of its model: {said}."
 
 
 def pins_yaml(names: Sequence[str], config: Mapping[str, object]) -> list[str]:
-    """The lines of a config that pin ``names``, beside the pins that ``config`` has already.
+    """Return the lines of a config that pin ``names``, together with the pins that ``config`` already has.
 
-    The whole model, which has no name, is the pattern that every name matches.
+    The whole model has no name, so it is the pattern that matches every name.
     """
     already = precision_of(config).get("pins")
     given = [str(name) for name in already] if isinstance(already, (list, tuple)) else []
@@ -162,7 +162,7 @@ def pins_yaml(names: Sequence[str], config: Mapping[str, object]) -> list[str]:
 
 
 def proof_in_brief(proof: Proof) -> tuple[StyledLine, ...]:
-    """The proof in a line; where it failed, what did. Behind it a line for each check that warns."""
+    """Return the proof in a line, with the failed checks if any, and a line for each check that warns."""
     warned = (line(_sign_of(step), f" {step.name}: {step.detail}") for step in proof.steps if step.warns)
     ran = [step for step in proof.steps if step.ran]
     failed = [step for step in ran if not step.passed]
@@ -180,7 +180,7 @@ def proof_in_brief(proof: Proof) -> tuple[StyledLine, ...]:
 
 
 def proof_table(proof: Proof | None) -> Table:
-    """Each thing that was run, and how it came out; no row where nothing was to be proven."""
+    """Return each check of the proof and its result; no rows if there was nothing to prove."""
     rows = tuple((line(_sign_of(step)), step.name, step.detail) for step in (proof.steps if proof else ()))
     return Table("The proof", PROOF_COLUMNS, rows)
 
@@ -195,7 +195,7 @@ def _sign_of(step: ProofStep) -> Words:
 
 
 FIRST_TRIALS, LAST_TRIALS = 10, 8
-"""Of a long search so many trials are listed."""
+"""The most trials listed from the beginning and from the end of a long search."""
 
 SHOWN_PINS = 2
 LONG_NAME = 24
@@ -209,19 +209,19 @@ TRIAL_COLUMNS = (
 
 
 def pins_text(pins: Sequence[str], most: int = 3) -> str:
-    """``blocks.2.attn and head``; above ``most`` names the rest is counted."""
+    """Return ``blocks.2.attn and head``; beyond ``most`` names the rest is counted."""
     return listed([in_words(OWN) if name == OWN else name or "the whole model" for name in pins], most) or "nothing"
 
 
 def result_text(trial: Trial) -> str:
-    """``healthy``, ``fails: the loss is NaN``, or of how many runs it was healthy where it ran several times."""
+    """Return ``healthy`` or ``fails: the loss is NaN``, with the count of runs if the trial ran several times."""
     is_several, bad = trial.runs > 1, trial.runs - trial.healthy_runs
     failed = f"fails{f', {bad} of {trial.runs} runs' * is_several}{f': {trial.why}' * bool(trial.why)}"
     return f"healthy{f', {trial.runs} of {trial.runs} runs' * is_several}" if trial.healthy else failed
 
 
 def trial_table(record: Record, first: int = FIRST_TRIALS) -> view.Table:
-    """The trials: ``first`` of them and the last; in a narrow terminal what each was for is left to the record."""
+    """Return the table of the ``first`` and the last trials. A narrow terminal leaves out what each was for."""
     trials, names = record.trials, record.pin_names
     rows: list[tuple[view.Cell, ...]] = []
     for trial in trials:
@@ -236,7 +236,7 @@ def trial_table(record: Record, first: int = FIRST_TRIALS) -> view.Table:
 
 
 def _pinned(pins: tuple[str, ...], names: tuple[str, ...]) -> str:
-    """The pins, or how they differ from the set that was found, whichever is shorter."""
+    """Return the pins, or their difference from the set that was found if that is shorter."""
     dropped, added = set(names) - set(pins), set(pins) - set(names)
     without = f"the set without {_short(min(dropped, default=''))}"
     return view.first(
@@ -247,5 +247,4 @@ def _pinned(pins: tuple[str, ...], names: tuple[str, ...]) -> str:
 
 
 def _short(name: str) -> str:
-    """The last two parts of a long name."""
     return name if len(name) <= LONG_NAME else "…" + ".".join(name.split(".")[-2:])

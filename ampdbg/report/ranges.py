@@ -1,4 +1,4 @@
-"""The page of a range profile: the tightest places, the loss scales that work, and what bounds them."""
+"""The page of a range profile: the tightest sites, the loss scales that work, and what bounds them."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from .scan import REPAIRED, TONES, raised, stopped
 from .view import line, lines, more, ran_on, with_option
 
 NEAR_BITS = 2.0
-"""Closer to the limit than this many doublings is worth a mark."""
+"""A site closer to the limit than this many doublings gets a mark."""
 
 SHOWN = 10
-"""So many sites and modules are listed."""
+"""The most sites and modules in a list."""
 
 BRIEF_SITES, BRIEF_MODULES, BESIDE_FINDINGS = 5, 2, 3
-"""So many sites and modules are in a story, and so many sites in one that has findings."""
+"""The most sites and modules in a story (the brief form of a page), and the most sites beside findings."""
 
 SHOWN_LINES = 5
-"""So many of the tightest sites show the text of their line."""
+"""This many of the tightest sites show the text of their line."""
 
 SITE_COLUMNS = (
     view.Column("", "sign"),
@@ -65,7 +65,7 @@ WINDOW_COLUMNS = (
 
 
 def page(record: Record, typed: view.Typed) -> view.Page:
-    """What ``ampdbg ranges`` says of its step."""
+    """Return the page of ``ampdbg ranges``."""
     facts = [_step(record), counted(len(record.sites), "site")]
     if record.readiness is not None:
         scales = listed(dict.fromkeys(_scale(check.scale) for check in record.checks if check.dtype == FLOAT16.name))
@@ -85,7 +85,7 @@ def page(record: Record, typed: view.Typed) -> view.Page:
         error,
         view.Findings(others * (not is_led_by_table), is_brief=True),
         _site_table(sites, typed, BESIDE_FINDINGS if others else BRIEF_SITES, is_brief=True),
-        replace(narrowest, below=()),  # a finding says what bounds the windows
+        replace(narrowest, below=()),  # a finding names what bounds the windows
         view.Paragraph(tuple(below)),
     )
     return view.Page(
@@ -109,7 +109,7 @@ def _next_command(record: Record, typed: view.Typed) -> view.NextCommand | None:
     suggest, scan = (with_option(command, "--set", "precision.dtype=float16") for command in (suggest, again))
     is_pinned = ready is not None and (ready.pins or ready.trains is False)
     return view.next_of(
-        (ready and not is_config, "", ""),  # a capture is replayed in the format that it has
+        (ready and not is_config, "", ""),  # a capture is replayed in its own format
         (record.error, REPAIRED, measure),
         (is_pinned, "find the smallest set of pins, and prove it", suggest),
         (ready, CONFIRM, scan),
@@ -124,14 +124,14 @@ def _step(record: Record) -> str:
 
 
 def _tone(record: Record) -> view.Tone:
-    """An overflow that no FP16 run has shown yet is a warning, and no open question."""
+    """Return the tone; an overflow that no FP16 run has shown yet is a warning, not an open question."""
     is_measured = refuted_by(record) is None and record.autocast_error is None and record.verdict == "inconclusive"
     is_warning = stopped(record) or (is_measured and (_starting(record) or record.findings))
     return "warning" if is_warning else TONES[record.verdict]
 
 
 def _ready(record: Record, ready: Readiness) -> str:
-    """What is said of a step that runs in bfloat16."""
+    """Return the sentence about a step that runs in bfloat16."""
     first, starts = check_in(record, FLOAT16.name), _starting(record)
     fails = what_fails(first) if first else ""
     overflows = f", though FP16 overflows at {counted(starts, 'place')}" * bool(starts)
@@ -152,11 +152,11 @@ READY: Mapping[bool | None, str] = {
     "and ampdbg found no pin that helps.",
     None: "It is open whether this would train in FP16. {half}",
 }
-"""By whether it would train in it."""
+"""The sentences, by whether the workload would train in FP16 (None: unknown)."""
 
 
 def _starting(record: Record) -> int:
-    """At how many sites an overflow of the forward pass starts."""
+    """Return the number of sites where an overflow of the forward pass starts."""
     return sum(site.phase == "forward" and site.overflow == "starts" for site in record.sites)
 
 
@@ -167,7 +167,7 @@ def _overflowing(record: Record, starts: int) -> str:
 
 
 def _refuted(record: Record, bad: Replay) -> str:
-    """What is said of a step that is not finite where the ranges alone would have had it fit."""
+    """Return the sentence about a step that is not finite although its ranges alone would fit."""
     where, fails, failure = _step(record).capitalize(), fails_in_fp32(record), what_fails(bad)
     fp32 = check_in(record, "float32") or bad
     scale_tried = f", at a loss scale of {_scale(bad.scale)} that the ranges allow" * math.isfinite(bad.loss)
@@ -183,12 +183,12 @@ def _refuted(record: Record, bad: Replay) -> str:
 
 def _fitting(record: Record, _: object) -> str:
     whole = window(record.sites)
-    # Of a captured step its own scale, where it is none of those that work.
+    # For a captured step its own scale, if that is not one that works.
     own = record.steps[-1].scale if record.script is not None and record.steps else whole.floor
     side = "below" if own < whole.floor else "above"
     is_outside = whole.is_open and not whole.floor <= own <= whole.ceiling
     of_own = f"; the step's own scale, {_scale(own)}, is {side} them" * is_outside
-    # The ops that the ranges leave out, and what a replay in FP16 shows of them.
+    # The ops without ranges, and the result of a replay in FP16 with them.
     names, half = listed(record.unseen.unmeasured), check_in(record, "float16")
     tried = f"; a replay with them is finite in FP16 at a loss scale of {_scale(half.scale)}" if half else ""
     unmeasured = f" for what was measured. Not measured: {names}{tried}" * bool(names)
@@ -196,7 +196,7 @@ def _fitting(record: Record, _: object) -> str:
 
 
 Sentences = tuple[tuple[Callable[[Record], Any], Callable[[Record, Any], str]], ...]
-"""What a record must have for a sentence, and the sentence of the record and that."""
+"""Rows of a condition of a record, and the sentence made from the record and the value of the condition."""
 
 NO_SCALE = "The forward pass fits FP16, but no single loss scale fits its gradients."
 AUTOCAST_RAISES = "Autocast made the step raise an error, so its ranges could not be measured."
@@ -220,7 +220,7 @@ def _first_of(rows: Sentences, record: Record) -> str:
 
 
 def _measured(record: Record) -> str:
-    """What the forward pass has shown, where no overflow starts in it."""
+    """Return what the forward pass shows, if no overflow starts in it."""
     of_what = " that was measured" * bool(record.unseen.unmeasured)
     forward = [site for site in record.sites if site.phase == "forward"]
     beyond = sum(site.headroom_bits < 0.0 for site in forward)
@@ -245,8 +245,8 @@ def _scales(whole: Window) -> str:
 
 
 def _site_table(sites: Sequence[Site], typed: view.Typed, top: int, *, is_brief: bool = False) -> view.Table:
-    """The tightest sites; in brief in a line each, without their exponents."""
-    # What is carried on, the masks of thirty layers say, is not to take the room of what starts.
+    """Return the tightest sites; in brief one line each, without their exponents."""
+    # Carried overflows, such as the masks of thirty layers, must not displace the sites where one starts.
     places = sorted(sites, key=lambda site: (site.overflow != "starts", is_mask(site), site.headroom_bits, site.order))
     tightest = places[: typed.top or top]
     is_ordered = typed.order == "execution"
@@ -274,7 +274,7 @@ MARKS: tuple[tuple[view.Words, Callable[[Site], bool], str], ...] = (
     ),
     (view.Words(""), lambda site: True, ""),
 )
-"""What stands before a site: the first that applies, and what it says."""
+"""The mark before a site, its condition and its meaning; the first that applies is shown."""
 
 
 def _site_row(site: Site, with_text: bool, is_brief: bool) -> tuple[view.Cell, ...]:
@@ -300,7 +300,7 @@ NO_WINDOWS = view.Table("", WINDOW_COLUMNS, ())
 
 
 def _window_table(record: Record, top: int) -> view.Table:
-    """The narrowest windows; nothing where no gradient was in half."""
+    """Return the narrowest windows; no rows if no gradient was in half."""
     whole, modules = window(in_half(record)), sorted(module_windows(in_half(record)), key=_width)
     if not modules:
         return NO_WINDOWS
@@ -318,7 +318,7 @@ def _window_table(record: Record, top: int) -> view.Table:
 
 
 def _width(one: Window) -> float:
-    """How many times the scale can double inside the window; negative when it is empty."""
+    """Return how many times the scale can double inside the window; negative if it is empty."""
     is_bounded = 0.0 < one.floor < math.inf and 0.0 < one.ceiling < math.inf
     return math.log2(one.ceiling) - math.log2(one.floor) if is_bounded else math.inf
 

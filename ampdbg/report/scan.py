@@ -1,4 +1,4 @@
-"""The page of a scan, and of a watched script: headline, findings, loss scale, what is not finite, captures."""
+"""The page of a scan, and of a watched script: headline, findings, loss scale, non-finite tensors, captures."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ from .weights import averages, contract, ledger, short_of, weights_in_brief
 MAX_TENSORS = 8
 
 MAX_OPTIMIZERS = 3
-"""So many have their own numbers on the page: those that were skipped most."""
+"""The most optimizers with their own numbers on the page: the most skipped optimizers."""
 
 TONES: Mapping[str, view.Tone] = {"healthy": "good", "precision": "bad", "other": "bad", "inconclusive": "doubtful"}
 """The tone of a headline by the record's verdict."""
 
 SEARCHES = ("bisect", "suggest-fp32")
-"""They take what a scan does not: a record, or a module file; the same command can be typed again."""
+"""Commands that also take a record or a module file, unlike a scan. The same command can be typed again."""
 
 COUNTS = tuple(view.Column(heading, "number") for heading in ("steps", "first", "inf", "NaN"))
 GROUP_COLUMNS = (view.Column("group"), *COUNTS, view.Column("worst share", "number"))
@@ -56,7 +56,7 @@ TENSOR_COLUMNS = (view.Column("tensor"), *COUNTS, view.Column("of", "number"), v
 
 
 def page(record: Record, typed: view.Typed) -> view.Page:
-    """What a scan says of its run."""
+    """Return the page of a scan."""
     error, sound = raised(record), sound_step(record)
     charted = record.scaled_steps * any(step.skipped or _is_lost(step, record) for step in record.scaled_steps)
     sections = view.filled(
@@ -79,14 +79,14 @@ def page(record: Record, typed: view.Typed) -> view.Page:
 
 
 def raised(record: Record) -> view.Paragraph:
-    """The error that stopped the run, if one did."""
+    """Return the error that stopped the run, if one did."""
     obstacle = obstacle_in(record.error)
     said = (line(text, tone="bad", depth=min(at, 1)) for at, text in enumerate(record.error.splitlines()))
     return view.Paragraph((*said, *lines(obstacle.says if obstacle else "")))
 
 
 def headline(record: Record) -> view.Headline:
-    """One sentence made from the first finding and the verdict; a run that was stopped says so first."""
+    """Return one sentence from the first finding and the verdict; a run that was stopped says so first."""
     early, sentence = stopped(record), _sentence(record).removesuffix(".") + f"{unjudged(record)}."
     is_error = record.verdict == "inconclusive" and "error" in [one.severity for one in record.findings[:1]]
     return view.first(
@@ -97,8 +97,8 @@ def headline(record: Record) -> view.Headline:
 
 
 def unjudged(record: Record) -> str:
-    """What of a healthy run was not looked at: half weights that nobody has compared, and of which no masters were
-    found; "" where there are none."""
+    """Return what a healthy run did not check: half weights that were not compared with FP32 and have no masters found;
+    "" if there are none."""
     seen = record.ledger
     count = seen.half - seen.judged
     if count == 0 or record.verdict != "healthy" or record.has_masters:
@@ -108,7 +108,7 @@ def unjudged(record: Record) -> str:
 
 
 def stopped(record: Record) -> str:
-    """What stopped the run, or the watching, before its end, and when; "" where nothing did."""
+    """Return what stopped the run, or the watching, before its end, and when; "" if nothing did."""
     done, planned = record.steps_run, record.planned_steps
     count = f"{done:,} of {counted(planned, 'step')}" if planned else counted(done, "step")
     searching = ", in the search that follows" * (done == planned and record.command in SEARCHES)
@@ -139,14 +139,14 @@ def _sentence(record: Record) -> str:
 
 
 def _verdict(record: Record) -> str:
-    """Where nothing is wrong; a run whose every step was skipped has not shown that it is healthy."""
+    """Return "Healthy", or "Inconclusive" for a run that has not shown it, such as one that skipped every step."""
     return "Healthy" if record.verdict == "healthy" else "Inconclusive"
 
 
 def _headline_facts(finding: Finding, record: Record) -> dict[str, str]:
-    """What a headline may name (:data:`ampdbg.record.codes.FACTS`)."""
+    """Return the facts that a headline may name (:data:`ampdbg.record.codes.FACTS`)."""
     with_it = (one for one in record.timelines if any(step.step == finding.step for step in one.steps))
-    timeline = next(with_it, record.timelines[0])  # where none has its step, the one that was skipped most
+    timeline = next(with_it, record.timelines[0])  # if none has its step, the optimizer that was skipped most
     steps = timeline.scaled_steps
     facts = dict.fromkeys(FACTS, "") | {
         "step": str(finding.step),
@@ -186,15 +186,15 @@ def _skips(timeline: Record, record: Record) -> str:
 
 
 def _how_it_ends(record: Record) -> str:
-    """What ended the run in its last step; "" where it ended as it should."""
+    """Return what ended the run in its last step; "" if it ended normally."""
     by_script = f"the script ends with exit code {record.exit_code}" * bool(record.exit_code)
     return "an error ends the run" if record.error else by_script
 
 
 def is_own_loss(step: Step, record: Record) -> bool:
-    """The step computed its loss itself; a replay of its modules gave that of a step which ended before its loss.
+    """True if the step computed its loss itself; if it ended before that, a replay of its modules supplied one.
 
-    In the middle of a run the loop itself computed one from the module outputs.
+    In the middle of a run the loop itself computed a loss from the module outputs.
     """
     is_last = step.step == record.steps[-1].step and bool(_how_it_ends(record))
     is_replayed = record.command != "run" or is_last
@@ -206,7 +206,7 @@ def _is_lost(step: Step, record: Record) -> bool:
 
 
 def _losses(finding: Finding, timeline: Record, record: Record) -> str:
-    """The loss of the step, and how many losses of its optimizer are not finite."""
+    """Return the loss of the step, and how many losses of its optimizer are not finite."""
     bad = [step for step in timeline.steps if _is_lost(step, record)]
     here = next((step for step in timeline.steps if step.step == finding.step and not math.isfinite(step.loss)), None)
     if here is None:
@@ -230,17 +230,17 @@ AMONG = ", among the {:,} recorded steps"
 
 
 def group_table(record: Record) -> view.Table:
-    """The groups whose gradients were non-finite, the step with the fewest above them, and below what hit all at once.
+    """Return the groups with non-finite gradients, with the step that hit fewest above, and steps that hit all below.
 
-    A step that hits (almost) every group says nothing about where, and its groups are not listed. A row counts the
-    elements of the group's worst step. The rows are sorted by first step, then the most often, then their order in the
-    model.
+    A step that hits (almost) every group does not show where the fault is, so its groups are not listed. A row counts
+    the elements of the group's worst step. The rows are sorted by first step, then by how often, then by their order in
+    the model.
     """
     hit = [step for step in record.steps if _hit(step)]
     total = max(len(record.groups), max(map(_hit, hit), default=0))
     untrained = set(record.unseen.parameters_without_gradient)
     reachable = total - sum(name in untrained for name in record.groups)
-    # The groups of a model that has few are always named one by one.
+    # A model with few groups always has them named one by one.
     nearly_all = reachable - total // 10 if total > FEW_GROUPS else math.inf
     listing = [step for step in hit if 0 < len(step.groups) < nearly_all]
     everywhere = [step for step in hit if _hit(step) >= nearly_all]
@@ -261,12 +261,12 @@ def group_table(record: Record) -> view.Table:
 
 
 def _hit(step: Step) -> int:
-    """How many groups had a non-finite gradient in this step, listed or not."""
+    """Return how many groups had a non-finite gradient in this step, listed or not."""
     return len(step.groups) or step.groups_hit
 
 
 def _narrowest(listing: Sequence[Step], groups: int, total: int) -> Iterator[view.StyledLine]:
-    """The step that localises best: few groups at once are near the cause, many are its wake."""
+    """Yield the step that localizes best: a step with few groups is near the cause, one with many comes after it."""
     for step in sorted(listing, key=lambda step: len(step.groups))[:1]:
         if len(step.groups) < min(MAX_GROUPS, groups):
             names = listed([group.name for group in step.groups])
@@ -275,7 +275,7 @@ def _narrowest(listing: Sequence[Step], groups: int, total: int) -> Iterator[vie
 
 
 def _group_row(events: Sequence[tuple[int, GroupOverflow]], listing: int) -> tuple[str, ...]:
-    """A group, with the worst of its parameters unless that is the group's own name; in how many of ``listing``."""
+    """Return the row of a group: its worst parameter if that has another name, and its share of ``listing`` steps."""
     first, group = events[0]
     parameters = max((event.parameters for _, event in events), key=_bad_share)
     worst = max(parameters, key=lambda one: _bad_share((one,)), default=None)
@@ -304,11 +304,11 @@ def _everywhere(steps: Sequence[Step], total: int) -> Iterator[view.StyledLine]:
 
 
 def _tensor_table(record: Record) -> view.Table:
-    """Each tensor once, the earliest first, with its counts in the first step that shows it."""
+    """Return each tensor once, the earliest first, with its counts in the first step that shows it."""
     tensors: dict[tuple[str, str], list[tuple[int, TensorCounts]]] = {}
     for at, step in enumerate(record.steps):
         for counts in step.nonfinite:
-            # Infinities that a buffer, or a frozen parameter, had before the first step: masks have them.
+            # Infinities that a buffer or a frozen parameter had before the first step: masks have them.
             may_be_mask = counts.kind == "buffer" or counts.frozen
             if not (may_be_mask and at == 0 and counts.when == "before" and not counts.nan):
                 tensors.setdefault((counts.kind, counts.name), []).append((step.step, counts))
@@ -338,7 +338,7 @@ def _facts(record: Record) -> Iterator[str]:
 
 
 def _compared(record: Record) -> Iterator[str]:
-    """Whether no healthy step of any optimizer was compared with FP32."""
+    """Yield a fact if no healthy step of any optimizer was compared with FP32."""
     is_half = record.environment.policy != "none" and format_of_config(record.config) is not FLOAT32
     is_compared = any(made.why == "end" for made in record.investigations)
     if not is_compared and record.command == "run" and record.verdict == "healthy" and is_half:
@@ -352,7 +352,7 @@ def _distance(made: Investigation) -> str:
     low, fp32, distance = made.low, made.reference, made.low.gradient_distance
     if distance is None or distance <= AGREEMENT:
         loss_apart = abs(low.loss - fp32.loss) / abs(fp32.loss) if fp32.loss else 0.0
-        is_near_zero = loss_apart > AGREEMENT  # as of advantages that sum to 0: a share of it says nothing
+        is_near_zero = loss_apart > AGREEMENT  # as with advantages that sum to 0: a share of the loss shows nothing
         of_loss = SAME_RUN < loss_apart <= AGREEMENT, f"loss {share(loss_apart)}"
         apart = list(view.every(of_loss, (distance, f"gradients {share(distance or 0.0)}")))
         losses = f"; its loss is {number(low.loss)}, and {number(fp32.loss)} in FP32" * is_near_zero
@@ -363,12 +363,12 @@ def _distance(made: Investigation) -> str:
 
 
 def _facts_of(timeline: Record, record: Record) -> Iterator[str]:
-    """What is to be known of the steps of one optimizer."""
+    """Yield the facts about the steps of one optimizer."""
     if timeline.steps:
         last, scaled = timeline.steps[-1], timeline.scaled_steps
         yield f"{timeline.steps_skipped:,} skipped"
         with_loss = [step for step in timeline.steps if is_own_loss(step, record)]
-        if any(step.loss for step in with_loss):  # an optimizer that steps on the losses of another has none
+        if any(step.loss for step in with_loss):  # an optimizer that steps on another's losses has none
             one, other = with_loss[0], with_loss[-1]
             sums = f" (sums over {one.passes:,} and {other.passes:,} passes)" * (
                 one.passes != other.passes and math.isfinite(other.loss)
@@ -384,7 +384,7 @@ def _facts_of(timeline: Record, record: Record) -> Iterator[str]:
 
 
 def _loss_scale(timeline: Record, scaled: Sequence[Step]) -> str:
-    """The loss scale; of a script in which no scaler scales, that of its own."""
+    """Return the loss scale; if no scaler is used, the script's own loss scale."""
     if timeline.script is None or any(step.scaler for step in scaled):
         return f"loss scale {_change(scale(scaled[0].scale), scale(scaled[-1].scale))}"
     is_own = any(step.scale != 1.0 for step in scaled)
@@ -399,7 +399,7 @@ def _change(first: str, last: str) -> str:
 
 
 def next_command(record: Record, typed: view.Typed) -> view.NextCommand | None:
-    """What to type next: a longer run when healthy, the same run in FP32 where it is suspected, else the counts."""
+    """Return what to type next: a longer run, a rerun, a search for pins, the counts, or the same run in FP32."""
     if record.script is not None:
         return _after_script(record, record.script, typed)
     again = f"ampdbg {record.command if record.command in SEARCHES else 'scan'} {typed.config}"
@@ -431,8 +431,8 @@ REPLAY_COLUMNS = (
 
 
 def sound_step(record: Record) -> view.Table:
-    """A step that did not fail, in each precision, which no finding shows: a captured one, or one that raises in a
-    precision, so that it could not be compared."""
+    """Return a table of a step that did not fail, in each precision, if no finding shows it. The step was captured, or
+    could not be compared because it raises an error in one precision."""
     made = next((made for made in record.investigations if made.why == "end"), None)
     rows, errors = [], []
     for replay in made.replays if made else ():
@@ -451,12 +451,12 @@ def sound_step(record: Record) -> view.Table:
 
 
 def pin_may_help(record: Record) -> bool:
-    """FP32 cures the first finding."""
+    """True if FP32 cures the first finding."""
     return record.verdict == "precision" and any(catalogued(one.code).pin_helps for one in record.findings[:1])
 
 
 def may_be_tried(record: Record) -> bool:
-    """FP32 is finite in the whole step of the first finding, though no op explains why half is not."""
+    """True if FP32 is finite in the first finding's whole step, though no op explains why half is not."""
     root = record.faults[0] if record.faults else None
     if root is None or root.code != UNKNOWN or WEIGHTS_GREW in root.evidence:
         return False
@@ -465,12 +465,12 @@ def may_be_tried(record: Record) -> bool:
 
 
 def only_settles(record: Record) -> bool:
-    """Nothing is wrong, but no step was taken yet: a longer run shows more."""
+    """True if nothing is wrong, but no step was taken yet: a longer run shows more."""
     return record.took_no_step and all(finding.severity == "info" for finding in record.findings)
 
 
 def _after_script(record: Record, script: ScriptRun, typed: view.Typed) -> view.NextCommand | None:
-    """What to type: with a GPU that is emulated, of its capture, or what the finding means."""
+    """Return what to type: a run with an emulated GPU, a command for a capture, or one that explains the finding."""
     obstacle, captures = obstacle_in(record.error), record.captures
     install = obstacle.install if obstacle else ""
     has_no_gpu = not record.environment.emulated and record.environment.device == "cpu"
@@ -507,8 +507,8 @@ def _after_script(record: Record, script: ScriptRun, typed: view.Typed) -> view.
 
 
 def _capturing_again(record: Record, script: ScriptRun) -> str:
-    """What starts the script again and captures a failing step; "" where there is a capture, or the run has said why
-    there is none."""
+    """Return the command that restarts the script and captures a failing step. Return "" if there is a capture, or if
+    the run has said why there is none."""
     was_refused = any(NOT_CAPTURED in note for note in record.unseen.notes)
     if script.captures or script.processes > 1 or was_refused:
         return ""
@@ -516,7 +516,7 @@ def _capturing_again(record: Record, script: ScriptRun) -> str:
 
 
 def _of_root(captures: Sequence[str], record: Record) -> str:
-    """The capture of the step that the first finding is about, or the first behind it; one before it is of another."""
+    """Return the capture of the first finding's step, or the first after it; an earlier capture has another fault."""
     root = record.findings[0]
     steps = {int(found[1]): path for path in captures if (found := re.search(r"-step-(\d+)\.[a-z]+$", path))}
     later = (path for step, path in sorted(steps.items()) if step >= root.step)
@@ -524,7 +524,7 @@ def _of_root(captures: Sequence[str], record: Record) -> str:
 
 
 def _capture_to_type(path: str, script: ScriptRun, folder: str) -> str:
-    """A capture with its script, where that does not stand in the folder: what a capture starts has to be said then."""
+    """Return a capture to type, with its script if that is outside of the folder: the capture cannot find it there."""
     typed, at = _to_type(path, folder), PurePath(os.path.normpath(os.path.join(folder, script.name)))
     if script.is_module or not folder or at.is_relative_to(folder):
         return typed
@@ -532,6 +532,6 @@ def _capture_to_type(path: str, script: ScriptRun, folder: str) -> str:
 
 
 def _to_type(path: str, folder: str) -> str:
-    """A path as a shell takes it, from the folder where it lies below that."""
+    """Return a path quoted for a shell, relative to the folder if it is below it."""
     below = PurePath(path)
     return shlex.quote(str(below.relative_to(folder) if folder and below.is_relative_to(folder) else below))

@@ -1,4 +1,4 @@
-"""A suggestion: its page, and what is handed over: a diff, a Python file of pins, lines of a config, JSON."""
+"""A suggestion: its page, and the files it hands over: a diff, a Python file of pins, lines of a config, JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FORMAT, VERSION = "ampdbg.patch", 1
 OF_THE_PATCH = "ampdbg did not measure the cost of the patch itself, which may be more or less."
 
 MOST_IN_BRIEF = 3
-"""So many of the patch's places, and of other remedies, are in a story."""
+"""The most places of the patch, and other remedies, in a story (the brief form of a page)."""
 
 BY_HAND = (
     "By hand: put {} and the lines that make its inputs under torch.autocast(device_type=..., enabled=False). Cast "
@@ -45,11 +45,11 @@ FAILED = "Patches that failed their proofs"
 REFUSED = "Why ampdbg edits no code"
 
 MANY = 6
-"""Beyond so many pins the comments count them."""
+"""With more pins than this the comments only count them."""
 
 
 def page(record: Record, typed: view.Typed) -> view.Page:
-    """What ``ampdbg suggest-fp32`` says beside the patch itself; without pins, how the search ended."""
+    """Return the page of ``ampdbg suggest-fp32``, without the patch itself; without pins, how the search ended."""
     handed = record.handover
     if handed is None:
         ended = bisection.page(record, typed)
@@ -64,11 +64,11 @@ def page(record: Record, typed: view.Typed) -> view.Page:
 
 
 def _without_patch(record: Record, handed: Handover, typed: view.Typed) -> view.Page:
-    """How the search ended, and what was made of it so far."""
+    """Return the page of a search that was interrupted, or found no patch: how it ended, and its results so far."""
     ended = bisection.page(record, typed)
-    # A remedy that a finding shows already is not said twice.
+    # A remedy that a finding already shows is not repeated.
     notes = tuple(note for note in handed.notes if not any(f.remedy and f.remedy in note for f in record.findings))
-    # The patch of a proof that was interrupted, to be read: what is handed over, is proven.
+    # The patch of an interrupted proof is only shown: a patch that is handed over is proven.
     unproven = (view.Snippet("The patch, not proven", tuple(file.diff.splitlines())) for file in handed.files)
     head = replace(sentence := headline(record, handed), sentence=f"Interrupted during the proof. {sentence.sentence}")
     return replace(
@@ -80,7 +80,7 @@ def _without_patch(record: Record, handed: Handover, typed: view.Typed) -> view.
 
 
 def _sections(record: Record, handed: Handover) -> tuple[view.Section, ...]:
-    """All that there is to say of the patch; each of its places with its notes."""
+    """Return everything about the patch: each of its places with its notes."""
     edits = []
     for unit in handed.units:
         edits += [line(unit.title), *(line(note, tone="faint", depth=1) for note in unit.notes)]
@@ -100,7 +100,7 @@ def _sections(record: Record, handed: Handover) -> tuple[view.Section, ...]:
 
 
 def _story(record: Record, handed: Handover) -> tuple[view.Section, ...]:
-    """What there is room for: the first places of the patch, without their notes, and the first other remedies."""
+    """Return the brief form: the first places of the patch, without their notes, and the first other remedies."""
     proof, units = record.verification, handed.units
     edits = (line(unit.title) for unit in units[:MOST_IN_BRIEF])
     return filled(
@@ -118,12 +118,12 @@ def _of_edits(handed: Handover) -> str:
 
 
 def _refused(record: Record, handed: Handover) -> tuple[str, ...]:
-    """Why no code could be edited, where nothing else was made of the set."""
+    """Return why no code could be edited, unless there is a patch, a proof or a list of pins."""
     return handed.refused * (not (handed.units or record.verification or _is_by_name(record, handed)))
 
 
 def _cost(record: Record, handed: Handover) -> str:
-    """What the set takes; "" where it was not measured."""
+    """Return the cost of the set; "" if it was not measured."""
     if record.search is None or record.search.cost is None:
         return ""
     cost, low = record.search.cost, format_of_config(record.config)
@@ -133,7 +133,7 @@ def _cost(record: Record, handed: Handover) -> str:
 
 
 def _together(record: Record) -> tuple[str, ...]:
-    """What is left where neither pins of modules nor an edit of the lines outside of them is enough."""
+    """Return the remaining advice if neither pins of modules nor edits of the lines outside of them suffice."""
     root = next(iter(record.findings), None)
     place = place_of(root.source) if root is not None else ""
     if not _is_past_search(record):
@@ -143,12 +143,12 @@ def _together(record: Record) -> tuple[str, ...]:
 
 
 def has_failed(record: Record) -> bool:
-    """There is a patch, and it does not hold."""
+    """True if there is a patch, and its proof failed."""
     return record.verification is not None and not record.verification.passed
 
 
 def _is_past_search(record: Record) -> bool:
-    """Every known way was tried: no set of modules cures the step, nor does the patch of other lines."""
+    """True if every known way has failed: neither a set of modules nor the patch of other lines cures the step."""
     outcome = record.search.outcome if record.search is not None else ""
     return has_failed(record) and outcome in ("not-in-a-module", "no-set-helps")
 
@@ -166,7 +166,7 @@ def _remedies(notes: tuple[str, ...], title: str = "Other remedies") -> view.Par
 
 
 def headline(record: Record, handed: Handover) -> view.Headline:
-    """What came of it, in a sentence."""
+    """Return the result in a sentence."""
     proof, count = record.verification, len(record.pins)
     need, them = ("needs", "it") if count == 1 else ("need", "them")
     pinned, patched = f"{counted(count, 'place')} {need} FP32", f"the patch for {them}"
@@ -195,7 +195,7 @@ def headline(record: Record, handed: Handover) -> view.Headline:
 
 
 def _about_weights(record: Record) -> str:
-    """What is wrong with them, as far as it was measured."""
+    """Return what is wrong with the weights, as far as it was measured."""
     stored = f"The weights are stored in {' and '.join(record.half_weights)}"
     return stored + (" and do not get the optimizer's updates" if record.updates is not None else "")
 
@@ -213,19 +213,19 @@ def _harmless(record: Record, seen: Updates) -> view.Headline:
 
 
 def _where(record: Record) -> str:
-    """What the patch was proven on: of a step that ended before its loss, nothing shows what becomes of that."""
+    """Return what the patch was proven on; if the step ended before its loss, its modules alone."""
     are_modules = any(made.reach == "modules" for made in record.investigations)
     return "the modules of the failing step, without its loss" if are_modules else "the failing step"
 
 
 def next_command(record: Record, handover: Handover, typed: view.Typed) -> view.NextCommand | None:
-    """What to type next."""
+    """Return what to type next."""
     script, form, roots = record.script, handover.form, record.roots
     again = f"ampdbg suggest-fp32 {typed.config}{bisection.chosen_strategy(record.search)}"
     by_name, scan = f"{again} --format module", f"ampdbg scan {typed.config}"
     codes = [one.code for one in record.findings[:1] if _is_past_search(record) or record.search is None]
     if has_failed(record):
-        is_refused = form == "diff" and handover.names and handover.refused  # the set may do, with all of its edits
+        is_refused = form == "diff" and handover.names and handover.refused  # the set may suffice with all of its edits
         return next_of(
             (is_refused, "pin the same modules by name", by_name),
             (codes, "read what it means, and what cures it", f"ampdbg explain {''.join(codes)}"),
@@ -247,13 +247,13 @@ def next_command(record: Record, handover: Handover, typed: view.Typed) -> view.
         (form == "json", "make a patch of it", again),
         (script, "a script has no config: write the pins into a file that it can call", by_name),
         (roots, "put these lines into a config whose model contains these models", ""),
-        (typed.is_record, "put these lines into the config of that run", ""),  # whose file's name it does not know
+        (typed.is_record, "put these lines into the config of that run", ""),  # its file name is not known
         (True, "put these lines into the config, and rerun", scan),
     )
 
 
 def content(record: Record) -> bytes | None:
-    """The suggestion in its form; None where there is none: of a patch that failed its proof there is no form."""
+    """Return the suggestion in its form; None if there is none. A patch that failed its proof has no form."""
     handover = record.handover
     if handover is None or record.interrupted or has_failed(record):
         return None
@@ -265,12 +265,12 @@ def content(record: Record) -> bytes | None:
 
 
 def applying(handover: Handover, file: str = "") -> str:
-    """The command that applies a diff from here: the patch of that name, else what is piped into it.
+    """Return the command that applies a diff from here: the patch in ``file``, else the patch piped into it.
 
-    git, typed below the root of a repository, silently passes over files outside of this folder.
+    Below the root of a repository, git silently skips files outside of the working folder.
     """
     here, quoted = Path.cwd().resolve(), shlex.quote(file)
-    folder = Path(handover.folder)  # one that is not named is the one here
+    folder = Path(handover.folder)  # an unnamed folder is the working folder
     elsewhere = "" if here == folder.resolve() else shlex.quote(os.path.relpath(folder, here))
     if not handover.is_git:
         return f"patch -p1{f' -d {elsewhere}' * bool(elsewhere)}{f' < {quoted}' * bool(file)}"
@@ -279,39 +279,39 @@ def applying(handover: Handover, file: str = "") -> str:
 
 
 def warning_of_piping(handover: Handover | None) -> str | None:
-    """That ``git apply`` in this folder may leave files as they are, with the diff piped into it; None where not."""
+    """Return a warning if the diff, piped into ``git apply`` in this folder, may silently change nothing; else None."""
     if handover is None or handover.form != "diff" or Path(handover.folder) == Path.cwd().resolve():
         return None
     return f"warning: the paths of this diff start at {handover.folder}; type ... | {applying(handover)}"
 
 
 def diff(record: Record, handover: Handover) -> bytes:
-    """A unified diff with the proof as comments above it, as ``git apply`` and ``patch -p1`` take the whole of it."""
+    """Return a unified diff with the proof as comments above it; ``git apply`` and ``patch -p1`` take it whole."""
     comments = [*_kept_in_fp32(record, handover)]
     comments += [
         part for unit in handover.units for part in (f"  - {unit.title}", *(f"    {note}" for note in unit.notes))
     ]
     comments += _proof(record)
-    if record.search is None:  # what float32 weights take, and what else there is
+    if record.search is None:  # the cost of float32 weights, and the other remedies
         comments += [f"{_about_notes(record)}:", *(f"  - {note}" for note in handover.notes)]
     return _commented(comments).encode() + b"".join(file.diff.encode(file.encoding) for file in handover.files)
 
 
 def module(record: Record, handover: Handover) -> bytes:
-    """A Python file of its own, with ``pin_fp32(model)``, for code that cannot be edited."""
+    """Return a separate Python file with ``pin_fp32(model)``, for code that cannot be edited."""
     comments = _commented([*_kept_in_fp32(record, handover), *_proof(record)])
     return f"{comments}\n{handover.helper}".encode()
 
 
 def config_lines(record: Record, handover: Handover) -> bytes:
-    """The pins as the config takes them, in YAML."""
+    """Return the pins as the config takes them, in YAML."""
     comments = _commented([*_kept_in_fp32(record, handover), *_proof(record), *pins.about_roots(record)])
     text = "\n".join(pins.pins_yaml(handover.names, record.config))
     return f"{comments}{text}\n".encode()
 
 
 def as_json(record: Record, handover: Handover) -> bytes:
-    """One JSON object: pins, files with their diffs, proof and notes, as the record has them."""
+    """Return one JSON object: pins, files with their diffs, proof and notes, as the record has them."""
     of_record = json.loads(to_json(record))
     handed = of_record["handover"]
     keys = ("folder", "names", "files", "units", "notes", "refused")
@@ -322,12 +322,12 @@ def as_json(record: Record, handover: Handover) -> bytes:
 
 
 def _commented(lines: Sequence[str]) -> str:
-    """Each line behind a ``#``: neither git nor patch takes such a line for a part of the diff."""
+    """Put each line after a ``#``: neither git nor patch takes such a line as part of the diff."""
     return "".join(f"# {printable(part)}".rstrip() + "\n" for line in lines for part in line.splitlines() or [""])
 
 
 def _kept_in_fp32(record: Record, handover: Handover) -> Iterator[str]:
-    """The pins that the patch covers: what is only tied to one of them it may leave as it is."""
+    """Yield the pins that the patch covers; it may leave out a pin that is only tied to another."""
     covered = {name for unit in handover.units for name in unit.pins} if handover.files else handover.names
     root = next((pin.class_name for pin in record.pins if pin.class_name and not pin.module), "the model")
     names = [in_words(name, root) for name in handover.names if name in covered]
@@ -353,7 +353,7 @@ def _proof(record: Record) -> Iterator[str]:
 
 
 class FormOfSuggestion(NamedTuple):
-    """The end of the name of a file in a form, what the form is called, and what makes its text."""
+    """A form's file suffix, its name, and the function that makes its text."""
 
     suffix: str
     called: str

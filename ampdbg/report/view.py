@@ -14,13 +14,13 @@ from ampdbg.record.findings import CodeLine, Finding, Severity
 from ampdbg.record.run import Environment, Record, Step
 
 Tone = Literal["plain", "good", "bad", "doubtful", "warning", "strong", "faint", "name", "chart"]
-"""What a piece of text says by its colour."""
+"""The meaning of a piece of text, which its color shows."""
 
 TONES: Mapping[Severity, Tone] = {"error": "bad", "warning": "doubtful", "info": "name"}
 """The tone of a finding by its severity."""
 
 Order = Literal["tightest", "execution"]
-"""How a range profile lists its sites."""
+"""The order in which a range profile lists its sites."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Words:
 
 @dataclass(frozen=True)
 class StyledLine:
-    """A line of text, which is wrapped where it is too long. ``is_code`` cuts it instead; ``depth`` indents it."""
+    """A line of text, which is wrapped if it is too long. ``is_code`` cuts it instead; ``depth`` indents it."""
 
     words: tuple[Words, ...]
     depth: int = 0
@@ -45,10 +45,10 @@ Cell = str | StyledLine | tuple[StyledLine, ...] | Exponents
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: ``names`` are wrapped where there is no room, at ``most`` characters if that is given.
+    """A column of a table: ``names`` are wrapped if space is short, at ``most`` characters if that is given.
 
-    Numbers and shares stand to the right, signs to the left; a share is a percentage, and a bar where one can be drawn.
-    ``is_spare`` columns are left out where there is no room.
+    Numbers and shares are aligned to the right, signs to the left. A share is a percentage, with a bar if the format
+    can draw one. ``is_spare`` columns are left out if space is short.
     """
 
     heading: str = ""
@@ -58,7 +58,7 @@ class Column:
 
 
 RIGHT = ("number", "share")
-"""The kinds of column that stand to the right."""
+"""The kinds of column that are aligned to the right."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class Snippet:
-    """Lines to copy as they stand."""
+    """Lines to copy unchanged."""
 
     title: str
     lines: tuple[str, ...]
@@ -98,7 +98,7 @@ class Prose:
 
 @dataclass(frozen=True)
 class Findings:
-    """What the diagnosis found; ``is_brief`` gives each finding without a root a line, but for the first."""
+    """The findings of the diagnosis. With ``is_brief`` the first is whole, and each later root has a line."""
 
     findings: tuple[Finding, ...]
     is_brief: bool = False
@@ -107,7 +107,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class ScaleChart:
-    """The loss scale over ``steps``, at least one, with the skipped ones and the non-finite losses marked."""
+    """The loss scale over ``steps``, at least one, with skipped steps and non-finite losses marked."""
 
     title: str
     steps: tuple[Step, ...]
@@ -117,11 +117,11 @@ Section = Table | Paragraph | Snippet | Prose | Findings | ScaleChart
 
 
 CONTENTS = ("rows", "above", "below", "lines", "markdown", "findings", "steps")
-"""The fields of sections that hold what they show."""
+"""The fields of sections that hold their content."""
 
 
 def filled(*sections: Section) -> tuple[Section, ...]:
-    """The sections in which something stands, in order."""
+    """Return the sections that have content, in order."""
     return tuple(one for one in sections if any(getattr(one, field, ()) for field in CONTENTS))
 
 
@@ -135,7 +135,7 @@ class Headline:
 
 @dataclass(frozen=True)
 class NextCommand:
-    """What to do next and the command for it."""
+    """The next step for the user, and the command for it."""
 
     why: str
     command: str
@@ -143,10 +143,10 @@ class NextCommand:
 
 @dataclass(frozen=True)
 class Page:
-    """All that a report shows of a record, in order; ``footer`` says what ran, where, and where its record is.
+    """The whole report of a record, in order; ``footer`` names what ran, on which machine, and the record's file.
 
-    The ``story`` replaces the sections where one screen of 80 × 24 has to do; where there is
-    none, the sections are short enough.
+    The ``story`` is a brief form, which replaces the sections if one screen of 80 × 24 must suffice. If it is empty,
+    the sections are short enough.
     """
 
     headline: Headline | None
@@ -159,12 +159,12 @@ class Page:
 
 @dataclass(frozen=True)
 class Typed:
-    """What the record does not know: how the ``config`` and the options were typed, and where the record was written.
+    """What the record does not know: the ``config`` and the options as typed, and where the record was written.
 
-    Both are quoted for a shell. ``folder`` is where the command was typed: files below it are named from there.
-    ``order`` and ``top``, where it was given, are those of the sites and modules that a range profile lists. What
-    ``suggest-fp32`` hands over is in the file ``handed_over`` and, if ``is_applied``, in the user's files.
-    ``is_record`` says that a record was given for a config. ``verbose`` asks for all sections, not the story alone.
+    Both are quoted for a shell. ``folder`` is the working folder of the command: files below it are named relative to
+    it. ``order`` and ``top``, if given, apply to the sites and modules of a range profile. The result of
+    ``suggest-fp32`` is in the file ``handed_over`` and, if ``is_applied``, in the user's files. ``is_record`` is True
+    if a record was given for a config. ``verbose`` asks for all sections, not only the story.
     """
 
     config: str = "CONFIG"
@@ -180,7 +180,7 @@ class Typed:
 
 @dataclass(frozen=True)
 class Look:
-    """What a stream can show: its width in columns, ANSI colours, and characters beyond ASCII."""
+    """The abilities of a stream: its width in columns, ANSI colors, and characters beyond ASCII."""
 
     width: int
     color: bool
@@ -188,28 +188,28 @@ class Look:
 
 
 def line(*parts: str | Words, tone: Tone = "plain", depth: int = 0, is_code: bool = False) -> StyledLine:
-    """A line of ``parts``; ``tone`` is that of parts which have none of their own."""
+    """Return a line of ``parts``; ``tone`` applies to parts without a tone."""
     return StyledLine(tuple(Words(part, tone) if isinstance(part, str) else part for part in parts), depth, is_code)
 
 
 def lines(*texts: str, tone: Tone = "plain", is_code: bool = False) -> tuple[StyledLine, ...]:
-    """A line for each text in which something stands."""
+    """Return a line for each text that is not empty."""
     return tuple(line(text, tone=tone, is_code=is_code) for text in texts if text)
 
 
 def table(title: str, columns: Sequence[Column], rows: Sequence[tuple[Cell, ...]], *below: StyledLine) -> Table:
-    """A table without the columns in which nothing stands."""
+    """Return a table without its empty columns."""
     used = [any(row[at] for row in rows) for at in range(len(columns))]
     return Table(title, tuple(compress(columns, used)), tuple(tuple(compress(row, used)) for row in rows), below=below)
 
 
 def module(name: str) -> str:
-    """A module by its name; the root has none."""
+    """Return a module's name as shown: ``(root)`` for the root, which has no name."""
     return name or "(root)"
 
 
 def ran_on(record: Record) -> Iterator[str]:
-    """What the run ran on, and what its record has to say about that."""
+    """Yield what the run ran on, and the notes of its record about that."""
     ran = record.environment
     policy = "in FP32" if ran.policy == "none" else f"{ran.policy} autocast policy"
     yield f"torch {ran.torch} · {device(ran)} · {policy}{', emulated' * ran.emulated}"
@@ -217,12 +217,12 @@ def ran_on(record: Record) -> Iterator[str]:
 
 
 def device(ran: Environment) -> str:
-    """The device, with its name where it has one."""
+    """Return the device, with its name if it has one."""
     return f"{ran.device} ({ran.device_name})" if ran.device_name else ran.device
 
 
 def root_of(findings: Sequence[Finding], index: int) -> int:
-    """The index at the end of the chain of ``root``; a damaged chain, one in a circle, ends at its lowest index."""
+    """Return the index at the end of the chain of ``root``; a damaged chain in a circle ends at its lowest index."""
     path = {index}
     while True:
         root = findings[index].root
@@ -235,7 +235,7 @@ def root_of(findings: Sequence[Finding], index: int) -> int:
 
 
 def with_effects(findings: Sequence[Finding]) -> Iterator[tuple[Finding, tuple[Finding, ...]]]:
-    """Every finding without a root, with those that it explains."""
+    """Yield every finding without a root, with the findings that it explains."""
     roots = [root_of(findings, index) for index in range(len(findings))]
     for index, finding in enumerate(findings):
         if roots[index] == index:
@@ -243,7 +243,7 @@ def with_effects(findings: Sequence[Finding]) -> Iterator[tuple[Finding, tuple[F
 
 
 def places(finding: Finding) -> Iterator[tuple[str, CodeLine]]:
-    """The line of a finding, and of a library's below it the user's that led there, each with what comes before it."""
+    """Yield the finding's line, and for a library's line the user's line that called it, each with a prefix."""
     if finding.source is not None:
         yield "", finding.source
         if finding.source.called_from is not None:
@@ -251,12 +251,12 @@ def places(finding: Finding) -> Iterator[tuple[str, CodeLine]]:
 
 
 def conjunction(finding: Finding, effect: Finding) -> str:
-    """The word before an effect of a finding: "then", or "and" where it began before the replayed step."""
+    """Return the word before an effect of a finding: "then", or "and" if it began before the replayed step."""
     return "then" if effect.step >= finding.step else "and"
 
 
 def more(count: int, noun: str = "") -> tuple[StyledLine, ...]:
-    """The line below a table that leaves ``count`` rows to the record."""
+    """Return the line below a table that leaves ``count`` rows to the record."""
     rest = counted(count, f"more {noun}") if noun else f"{count:,} more"
     return (line(f"… and {rest} (all in the record)", tone="faint"),) if count > 0 else ()
 
@@ -265,23 +265,23 @@ Value = TypeVar("Value")
 
 
 def every(*rows: tuple[object, Value]) -> Iterator[Value]:
-    """What stands beside each condition that holds."""
+    """Yield the value beside each condition that holds."""
     return (value for holds, value in rows if holds)
 
 
 def first(*rows: tuple[object, Value]) -> Value:
-    """What stands beside the first of conditions that holds."""
+    """Return the value beside the first condition that holds."""
     return next(every(*rows))
 
 
 def next_of(*rows: tuple[object, str, str]) -> NextCommand | None:
-    """Of why and what to type, those beside the first condition that holds; None where none does, or why is empty."""
+    """Return why and what to type, for the first condition that holds; None if none does, or if the why is empty."""
     why, command = first(*((holds, (why, command)) for holds, why, command in rows), (True, ("", "")))
     return NextCommand(why, command) if why else None
 
 
 def with_option(command: str, option: str, value: object) -> str:
-    """``command`` with ``option`` at its end, instead of the same option; of ``--set``, of the same key."""
+    """Return ``command`` with ``option`` at its end, replacing the same option, or for ``--set`` the same key."""
     words, new = shlex.split(command), str(value)
     for at in reversed(range(len(words) - 1)):
         if words[at] == option and (option != "--set" or _key(words[at + 1]) == _key(new)):

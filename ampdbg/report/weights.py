@@ -1,4 +1,4 @@
-"""Weights on a page: in which dtypes they were stored, computed and stepped, and what of their updates half loses."""
+"""Weights on a page: the dtypes in which they were stored, computed and stepped, and the updates that half loses."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ PLACES: Mapping[str, str] = {
     "masters": "masters",
     "averages": "averages",
 }
-"""The columns by the fields of :class:`KindDtypes`, those left out in which nothing stands."""
+"""The columns by the fields of :class:`KindDtypes`; empty columns are left out."""
 
 
 def short_of(dtype: str) -> str:
-    """A dtype as it is called in short, where it has a short name."""
+    """Return the short name of a dtype, if it has one."""
     return FORMATS[dtype].short if dtype in FORMATS else dtype
 
 
 def contract(record: Record) -> view.Table:
-    """A row for each kind of parameter, and below them what was asked for; nothing of FP32 weights."""
+    """Return a row for each kind of parameter, and the requested dtypes below; no rows for FP32 weights."""
     kinds = record.dtypes * bool(record.half_weights)
     rows = dict.fromkeys((one.kind, *("/".join(_names(one, field)) for field in PLACES)) for one in kinds)
     columns = [view.Column(heading) for heading in ("kind", *PLACES.values())]
@@ -40,7 +40,7 @@ def contract(record: Record) -> view.Table:
 
 
 def weights_in_brief(record: Record, typed: view.Typed) -> Iterator[str]:
-    """All kinds of parameter in one line; of FP32 weights where all was asked for."""
+    """Yield all kinds of parameter in one line; of FP32 weights only if ``verbose``."""
     alike: dict[str, list[str]] = {}
     for field, heading in PLACES.items():
         names = sorted({name for one in record.dtypes for name in _names(one, field)})
@@ -51,7 +51,7 @@ def weights_in_brief(record: Record, typed: view.Typed) -> Iterator[str]:
 
 
 def _names(one: KindDtypes, field: str) -> list[str]:
-    """What stands in a column; that gradients are added up in their own dtype goes without saying."""
+    """Return the dtypes in a column; gradients accumulated in their own dtype are left out."""
     names = getattr(one, field)
     return [] if field == "accumulated" and names == one.gradients else list(map(short_of, names))
 
@@ -63,7 +63,7 @@ COLUMNS: Mapping[str, tuple[str, Literal["share", "number"], Callable[[float], s
     "unmoved": ("still a step", "share", share),
     "freezes_below": ("still below lr", "number", number),
 }
-"""What is shown of a kind of weights, by the fields of :class:`KindUpdates`."""
+"""The columns about a kind of weights, by the fields of :class:`KindUpdates`."""
 
 MEASURED = "Measured in these steps alone: others may lose more or less."
 
@@ -74,7 +74,7 @@ OF_AVERAGES = "The share of the way of averages in float32 that those in half do
 
 
 def ledger(updates: Updates) -> view.Table:
-    """A row for each kind of parameter, none where none was measured."""
+    """Return a row for each kind of parameter that was measured."""
     columns = [view.Column("kind"), *(view.Column(head, kind) for head, kind, _ in COLUMNS.values())]
     rows = []
     for one in updates.kinds:
@@ -87,7 +87,7 @@ def ledger(updates: Updates) -> view.Table:
 
 
 def averages(updates: Updates) -> view.Table:
-    """What averages that are kept in half lose of their way, by kind of parameter."""
+    """Return the share of their movement that averages kept in half lose, by kind of parameter."""
     of_kinds: dict[str, list[KeptAverage]] = {}
     for one in updates.averages:
         of_kinds.setdefault(one.kind, []).append(one)

@@ -1,4 +1,4 @@
-"""The rules: one file for each, or for a close family, each with the examples that it is tested on."""
+"""The rules: one file for each rule or family of rules, with the examples that test it."""
 
 from __future__ import annotations
 

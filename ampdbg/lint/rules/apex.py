@@ -1,4 +1,4 @@
-"""apex: its amp, and its classes that torch has too."""
+"""Uses of apex: its amp, and its classes that torch has too."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEPS: Mapping[str, str] = {
     **dict.fromkeys(("amp.float_function", "amp.register_float_function"), _WIDENED),
     **dict.fromkeys(("amp.promote_function", "amp.register_promote_function"), _PROMOTED),
 }
-"""What to do about each of amp's functions."""
+"""The remedy for each function of amp."""
 LEVELS: Mapping[object, str] = {
     "O0": "; O0 is FP32: leave autocast and the scaler out, or make them with enabled=False",
     "O1": "; O1 is torch.autocast",
@@ -48,7 +48,7 @@ TWINS: Mapping[str, str] = {
     "parallel.convert_syncbn_model": "torch.nn.SyncBatchNorm.convert_sync_batchnorm",
     "fp16_utils.to_python_float": "loss.item()",
 }
-"""What torch has."""
+"""The equivalents in torch."""
 _AUTOCAST = "torch.autocast, torch.amp.GradScaler and a float32 model replace it"
 NO_TWIN: Mapping[str, str] = {
     "optimizers.FusedLAMB": "torch has no LAMB: keep apex for it alone, or use AdamW",
@@ -56,17 +56,17 @@ NO_TWIN: Mapping[str, str] = {
     "fp16_utils.FP16_Optimizer": _AUTOCAST,
     "fp16_utils.network_to_half": _AUTOCAST,
 }
-"""What torch has no class for, and what to do."""
+"""Classes and functions without an equivalent in torch, and the remedy."""
 SAME_CALL: Mapping[str, str] = {
     "optimizers.FusedSGD": "params lr momentum dampening weight_decay nesterov",
     "normalization.FusedLayerNorm": "normalized_shape eps elementwise_affine",
     "parallel.SyncBatchNorm": "num_features eps momentum affine track_running_stats process_group",
 }
-"""The classes whose twin is called alike: the arguments that it has at the same places, with the same defaults."""
+"""Classes with an equivalent that takes the same call: these arguments have the same places and defaults."""
 
 
 def check(facts: Facts) -> Iterator[RuleHit]:
-    """Every use, by the longest name that it has, in files that need apex."""
+    """Yield a hit for every use, by its longest name, in files that need apex."""
     document = facts.document
     origins = {node: re.sub(r"\.fused_\w+\.", ".", document.origin(node)) for node in document.loads()}
     apex = {node: origin.removeprefix("apex.") for node, origin in origins.items() if origin.startswith("apex.")}
@@ -86,7 +86,7 @@ def check(facts: Facts) -> Iterator[RuleHit]:
 
 
 def _is_optional(document: Document) -> bool:
-    """The file also runs without apex: it imports apex in a ``try`` that continues."""
+    """True if the file also runs without apex: it imports apex in a ``try`` that continues."""
     lines = [one for one in document.imports if re.match(r"from apex\b|import (.*, )?apex\b", ast.unparse(one))]
     tries = [one for line in lines for one in document.around(line) if isinstance(one, ast.Try)]
     ends = [handler.body[-1] for one in tries for handler in one.handlers]
@@ -94,7 +94,7 @@ def _is_optional(document: Document) -> bool:
 
 
 def _renamed(document: Document, uses: list[ast.expr], name: str) -> Fix | None:
-    """Torch's name and no import: where one import alone binds it, and each use is a call that torch takes."""
+    """Return a fix to torch's name, dropping the import, if one import binds it and torch accepts every use."""
     names = [use for use in uses if isinstance(use, ast.Name) and _is_taken(document.parents[use], use, name)]
     lines = {document.statement(binder) for use in names for binder in document.binders(use)}
     line = lines.pop() if len(lines) == 1 and len(names) == len(uses) else None

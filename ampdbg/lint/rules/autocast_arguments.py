@@ -1,4 +1,4 @@
-"""AutocastUse made with what does not work: FP32 as its dtype, another device than the tensors', a wrong decorator."""
+"""Autocast with arguments that do not work: FP32 as its dtype, another device than the tensors', a wrong decorator."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OWN_DEVICE = "torch.cuda.amp.autocast"
 
 
 def check(facts: Facts) -> Iterator[RuleHit]:
-    """Every autocast of the file, and every decorator that is one."""
+    """Check every autocast of the file, and every decorator."""
     for made in facts.autocasts:
         if made.dtype == "float32" and made.enabled is not False:
             yield RuleHit(DTYPE, made.call)
@@ -27,7 +27,7 @@ def check(facts: Facts) -> Iterator[RuleHit]:
 
 
 def _other_device(facts: Facts, made: AutocastUse) -> Iterator[RuleHit]:
-    """A region whose function moves tensors to one device alone, which is another."""
+    """Yield a hit for a region in a function that moves tensors only to another device."""
     document = facts.document
     region = document.nearest(made.call, ast.With)
     function = document.function(made.call)
@@ -41,13 +41,13 @@ def _other_device(facts: Facts, made: AutocastUse) -> Iterator[RuleHit]:
 
 
 def _device(facts: Facts, node: ast.AST) -> str | None:
-    """The device that a call names: of ``x.cuda()``, ``x.to("cuda:0")``; "?" where it cannot be read."""
+    """Return the device of ``x.cuda()`` or ``x.to("cuda:0")``; "?" if it cannot be read, None for any other node."""
     if not isinstance(node, ast.Call) or facts.autocast(node) is not None:
         return None
     if method(node, "cuda") is not None:
         return None if facts.document.origin(node.func) else "cuda"
     if method(node, "to") is None:
-        return None  # by cpu() results are brought back
+        return None  # cpu() brings results back
     given = [*node.args[:1], *(word.value for word in node.keywords if word.arg == "device")]
     texts = [text.partition(":")[0] for text in map(constant, given) if isinstance(text, str)]
     unread = ["?" for one in node.args[:1] if not facts.dtype(one)]
@@ -55,7 +55,7 @@ def _device(facts: Facts, node: ast.AST) -> str | None:
 
 
 def _moves_inputs(facts: Facts, function: ast.AST, region: ast.With) -> bool:
-    """The function moves something there that the region reads."""
+    """True if the region reads a value that the function moves to a device."""
     moved = {
         ast.unparse(target)
         for node in ast.walk(function)

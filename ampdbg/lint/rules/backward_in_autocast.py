@@ -1,4 +1,4 @@
-"""A backward pass inside the block of autocast, which belongs around the forward pass and the loss alone."""
+"""A backward pass inside the block of autocast, which belongs around the forward pass and the loss only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CODE = "misuse-backward-in-autocast"
 
 
 def check(facts: Facts) -> Iterator[RuleHit]:
-    """Every ``loss.backward()`` in a ``with`` of autocast that is on."""
+    """Check every ``loss.backward()`` in a ``with`` of enabled autocast."""
     document = facts.document
     for call in document.calls:
         loss = method(call, "backward")
@@ -26,7 +26,7 @@ def check(facts: Facts) -> Iterator[RuleHit]:
 
 
 def _is_in_function(facts: Facts, call: ast.Call) -> bool:
-    """It is the backward of an autograd.Function, or a module's own method."""
+    """True for the backward of an autograd.Function, or a module's own method."""
     bases = map(facts.document.origin, getattr(facts.document.class_of(call), "bases", ()))
     is_self = ast.unparse(call.func) in ("self.backward", "super().backward", "self.model.backward")
     return is_self or any(base.startswith("torch.autograd") for base in bases)
@@ -36,7 +36,7 @@ _COMPUTES = re.compile(r"(model|net|forward|loss_fn|criterion)$")
 
 
 def _fix(facts: Facts, call: ast.Call) -> Fix | None:
-    """Where all that follows in the block can leave it: the backward pass and what comes after it."""
+    """Return a fix that moves the backward pass and the rest of its block out, if all can leave."""
     document = facts.document
     statement = document.statement(call)
     match document.parents[statement]:
@@ -44,7 +44,7 @@ def _fix(facts: Facts, call: ast.Call) -> Fix | None:
             moved = document.block(statement)[document.block(statement).index(statement) :]
         case _:
             return None
-    # A later forward pass has to stay in the region.
+    # A later forward pass must stay in the region.
     calls = [ast.unparse(node.func) for one in moved for node in ast.walk(one) if isinstance(node, ast.Call)]
     stays = facts.autocast_of(item.context_expr) is None or any(map(_COMPUTES.search, calls))
     if stays or document.nearest(block, ast.With) is not None or not is_movable(document, moved):

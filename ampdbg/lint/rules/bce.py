@@ -1,4 +1,4 @@
-"""Probabilities in binary cross-entropy under autocast, which refuses them; and a sigmoid that logits make needless."""
+"""Binary cross-entropy of probabilities, which autocast refuses; a fix takes logits and drops the sigmoid."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIGMOIDS = ("torch.sigmoid", "torch.nn.functional.sigmoid", "torch.special.expit
 
 
 def check(facts: Facts) -> Iterator[RuleHit]:
-    """Every call that surely runs under half's autocast: ``criterion(p, y)``, ``nn.BCELoss()(p, y)``."""
+    """Check every call that certainly runs under half's autocast: ``criterion(p, y)``, ``nn.BCELoss()(p, y)``."""
     document = facts.document
     for call in document.calls:
         made = map(unmoved, document.values(call.func) or [call.func])
@@ -33,10 +33,10 @@ def check(facts: Facts) -> Iterator[RuleHit]:
 
 
 def _fix(facts: Facts, call: ast.Call, *, is_module: bool) -> Fix | None:
-    """Of the function, where the sigmoid stands in the call itself: a criterion may be used elsewhere too."""
+    """Return a fix for the function if the sigmoid is in the call itself: a criterion may be used elsewhere too."""
     document, given = facts.document, argument(call, "input", 0)
     logits = _of_sigmoid(facts, given) if given is not None and not takes_stars(call) else None
-    # A function that was imported by its name would need another import.
+    # A function imported by its name would need another import.
     if given is None or logits is None or is_module or not isinstance(call.func, ast.Attribute):
         return None
     function = replaced(document, call.func, f"{document.source(call.func)}_with_logits")
@@ -44,7 +44,7 @@ def _fix(facts: Facts, call: ast.Call, *, is_module: bool) -> Fix | None:
 
 
 def _of_sigmoid(facts: Facts, node: ast.AST) -> ast.expr | None:
-    """``x`` of ``torch.sigmoid(x)`` and ``x.sigmoid()``."""
+    """Return ``x`` of ``torch.sigmoid(x)`` and ``x.sigmoid()``."""
     match node:
         case ast.Call(args=[inner], keywords=[]) if facts.document.call_origin(node) in SIGMOIDS:
             return inner

@@ -1,4 +1,4 @@
-"""Scaler and optimizer called in the wrong order: what the order of calls judges in a run, on every way of a loop."""
+"""Scaler and optimizer called in the wrong order: :mod:`ampdbg.call_order` checks every path through a loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CODES = (CLIP, TWICE, WINDOW, BARE, "misuse-many-updates")
 
 
 def check(facts: Facts) -> Iterator[RuleHit]:
-    """Every loop's."""
+    """Check every training loop."""
     for loop in training_loops(facts):
         for hit in loop.hits(WINDOW):
             if hit.code in CODES:
@@ -134,11 +134,11 @@ def train_one_epoch(model, loader, optimizer, scaler, use_amp):
         _WITH_AMP,
         f"{_WINDOWS}        if (number + 1) % every != 0:\n            continue\n{_UNSCALE}\n{_CLIP}\n{_TAKEN}",
         _TWO.replace("        scaler.update()  # <- misuse-many-updates\n", ""),
-        # The second step is of another backward pass, as that of sharpness-aware training.
+        # The second step belongs to another backward pass, as in sharpness-aware training.
         f"{_LOOP}{STEP}        optimizer.zero_grad()\n        model(x).backward()\n        optimizer.step()\n",
-        # The function that lists what is clipped may unscale it by the scaler that it is handed.
+        # The function that lists the clipped parameters may unscale them with the scaler that it takes.
         f"{_LOOP}{_CLIP.replace('model.parameters()', 'unscaled(scaler, optimizer)')}\n{STEP}",
-        # The scale is divided out by hand.
+        # The code divides by the scale by hand.
         f"{_LOOP}        for p in model.parameters():\n            p.grad.div_(scaler.get_scale())\n{_CLIP}\n{STEP}",
     ),
 )

@@ -17,12 +17,12 @@ CODE = "misuse-custom-function"
 
 FUNCTION = ("torch.autograd.Function", "torch.autograd.function.Function")
 MULTIPLIES = frozenset("mm matmul bmm addmm baddbmm einsum linear bilinear conv1d conv2d conv3d addmv mv dot".split())
-"""What wants operands of one dtype, and what autocast lowers: the backward pass runs without it."""
+"""Ops that need operands of one dtype, and that autocast casts. The backward pass runs without autocast."""
 DECORATORS = {"forward": 'custom_fwd(device_type="cuda")', "backward": 'custom_bwd(device_type="cuda")'}
 
 
 def check(facts: Facts) -> Iterator[RuleHit]:
-    """Functions of the file whose backward multiplies what forward has saved, applied under float16's autocast."""
+    """Check functions that multiply in both passes, applied under float16's autocast."""
     document = facts.document
     for function in document.find(ast.ClassDef):
         if not any(document.origin(base) in FUNCTION for base in function.bases):
@@ -36,14 +36,14 @@ def check(facts: Facts) -> Iterator[RuleHit]:
 
 
 def _mixes_dtypes(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """It multiplies, and no decorator says in which dtype."""
+    """True if the pass multiplies matrices, and no decorator sets the dtype."""
     if any(re.search("custom_|autocast", ast.unparse(one)) for one in function.decorator_list):
         return False
     return any(isinstance(node, ast.MatMult) or method(node, *MULTIPLIES) is not None for node in ast.walk(function))
 
 
 def _decorated(facts: Facts, function: ast.FunctionDef | ast.AsyncFunctionDef) -> Edit:
-    """The decorator nearest to the function: below @staticmethod."""
+    """Return an edit that adds the decorator right above the function, below @staticmethod."""
     start, decorator = facts.document.offset(function.lineno, 0), DECORATORS[function.name]
     return replace(above(facts.document, function, f"@torch.amp.{decorator}"), start=start, end=start)
 
@@ -81,7 +81,7 @@ RULE = Rule(
         .replace("def forward", '@torch.amp.custom_fwd(device_type="cuda")\n    def forward')
         .replace("def backward", '@torch.amp.custom_bwd(device_type="cuda")\n    def backward')
         + _USE,
-        # What only passes on its gradient has nothing to mix.
+        # A function that only returns its gradient has nothing to mix.
         """
 import torch
 

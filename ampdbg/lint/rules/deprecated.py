@@ -1,4 +1,4 @@
-"""torch.cuda.amp, which torch has given up for torch.amp, and its new spelling."""
+"""torch.cuda.amp, which torch has deprecated in favor of torch.amp, and its new spelling."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ MOVED: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "custom_fwd": ("device_type=", ()),
     "custom_bwd": ("device_type=", ()),
 }
-"""What torch.amp has of them: how the device is given, and the names of arguments that were given by their place."""
+"""How torch.amp takes the device, and the names of arguments that were positional."""
 
 
 OLD = {f"{home}.{name}" for home in HOMES for name in MOVED}
 
 
 def check(facts: Facts) -> Iterator[RuleHit]:
-    """Every use of one; a file that is there for several torches, by ``try`` or ``hasattr``, is left alone."""
+    """Check every use. A file that supports several torch versions, by ``try`` or ``hasattr``, is skipped."""
     document = facts.document
     origins = ((node, document.origin(node)) for node in document.loads())
     moved = [(node, origin) for node, origin in origins if origin in OLD]
     uses = [one for one in moved if not isinstance(document.parents[one[0]], ast.Attribute)]
-    # A name that is only passed on does not warn here.
+    # A name that is only an argument does not warn here.
     decorators = (node for made in document.definitions for node in made.decorator_list)
     called = {*(call.func for call in document.calls), *decorators}
     calls = [one for one in uses if one[0] in called]
@@ -51,7 +51,7 @@ _ASKS = ("torch.__version__", 'hasattr(torch, "amp', "hasattr(torch.amp", "TORCH
 
 
 def _is_for_several(document: Document, uses: Sequence[ast.expr]) -> bool:
-    """A ``try`` or an ``if`` imports it or has torch.amp's beside it, or the file asks torch for its version."""
+    """True if ``try`` or ``if`` guards the import or surrounds torch.amp, or the file checks torch's version."""
     texts = ((node, ast.unparse(node)) for node in document.imports)
     imports = [node for node, text in texts if "amp" in text and "torch" in text]
     choices = (one for node in uses for one in document.around(node) if isinstance(one, (ast.Try, ast.If, ast.IfExp)))
@@ -61,14 +61,14 @@ def _is_for_several(document: Document, uses: Sequence[ast.expr]) -> bool:
 
 
 def _fix(document: Document, uses: Sequence[ast.expr]) -> Fix | None:
-    """Every use and every import of the file, or nothing."""
+    """Return a fix for every use and every import of the file, or None."""
     made = [*(_use(document, node) for node in uses), *(_import(document, line) for line in document.imports)]
     edits = dict.fromkeys(edit for each in made for edit in each or ())
     return None if None in made else Fix(tuple(edits))
 
 
 def _use(document: Document, node: ast.expr) -> list[Edit] | None:
-    """A call with its device, and its name where that has torch.cuda.amp in it."""
+    """Return edits that add the device to a call, and rename it if torch.cuda.amp is in its name."""
     parent, origin = document.parents[node], document.origin(node)
     home, _, name = origin.rpartition(".")
     device = f'{MOVED[name][0]}"{home.split(".")[1]}"'
@@ -89,7 +89,7 @@ def _use(document: Document, node: ast.expr) -> list[Edit] | None:
 
 
 def _import(document: Document, line: ast.ImportFrom | ast.Import) -> list[Edit] | None:
-    """``from torch.cuda.amp import autocast`` and its like; None where one cannot be kept."""
+    """Return the edits of ``from torch.cuda.amp import autocast`` and similar; None if an import cannot be kept."""
     if isinstance(line, ast.Import):
         return None if any(alias.name in HOMES for alias in line.names) else []
     homes = {**dict.fromkeys(MODULES, "torch.amp"), "torch.cuda": "torch", "torch.cpu": "torch"}

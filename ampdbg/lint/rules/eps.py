@@ -1,4 +1,4 @@
-"""An eps that float16 rounds to zero, added to what is half for certain, in a divisor, a logarithm or a root."""
+"""An eps that float16 rounds to zero, added to a certainly half tensor, in a divisor, logarithm or root."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PRODUCTS = frozenset(
     f"torch.{name}" for name in "matmul mm bmm einsum addmm baddbmm nn.functional.linear nn.functional.conv1d "
     "nn.functional.conv2d nn.functional.conv3d".split()
 )  # fmt: skip
-"""What float16's autocast computes in half, whatever it is given."""
+"""Functions that float16's autocast always computes in half."""
 PRODUCT_MODULES = frozenset(f"torch.nn.{name}" for name in ("Linear", "Conv1d", "Conv2d", "Conv3d"))
 KEEPS_DTYPE = frozenset("relu sigmoid tanh abs neg view reshape transpose permute squeeze unsqueeze contiguous t clone "
                         "flatten chunk detach mul div add sub amax amin max min".split())  # fmt: skip
-"""Methods whose result is as wide as what they are called on, under autocast too."""
+"""Methods that keep the dtype of the tensor that they are called on, under autocast too."""
 OF_A_DIVISOR = {"log": "logarithm's argument", "log2": "logarithm's argument", "log10": "logarithm's argument"} | {
     "rsqrt": "root's argument",
     "reciprocal": "divisor",
@@ -29,7 +29,7 @@ OF_A_DIVISOR = {"log": "logarithm's argument", "log2": "logarithm's argument", "
 
 
 def check(facts: Facts) -> Iterator[RuleHit]:
-    """``a / (x + 1e-8)``, ``torch.log(x + 1e-8)``, ``x.clamp(min=1e-8).log()`` of a half ``x``."""
+    """Check ``a / (x + 1e-8)``, ``torch.log(x + 1e-8)``, ``x.clamp(min=1e-8).log()`` of a half ``x``."""
     document = facts.document
     for sum_ in document.find(ast.BinOp):
         if isinstance(sum_.op, ast.Add):
@@ -49,7 +49,7 @@ def _hit(facts: Facts, node: ast.expr, tensor: ast.expr, eps: ast.expr) -> Itera
 
 
 def _use(facts: Facts, node: ast.expr) -> str:
-    """What the sum is there for: the right side of a division, or the argument of a logarithm or root."""
+    """Return the use of the sum: the right side of a division, or the argument of a logarithm or root; else ""."""
     match facts.document.parents[node]:
         case ast.BinOp(op=ast.Div(), right=divisor) if divisor is node:
             return "divisor"
@@ -62,7 +62,7 @@ def _use(facts: Facts, node: ast.expr) -> str:
 
 
 def is_half(facts: Facts, node: ast.AST | None, depth: int = 4) -> bool:
-    """An expression is certainly a float16 tensor: cast to it, or a product under its autocast."""
+    """True if an expression is certainly a float16 tensor: cast to it, or a product under its autocast."""
     document = facts.document
     if not depth:
         return False

@@ -1,4 +1,4 @@
-"""A penalty on gradients of the scaled loss, in a function that never asks for the scale."""
+"""A penalty on gradients of the scaled loss, in a function that never reads the scale."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CODE = "misuse-gradient-penalty"
 
 
 def check(facts: Facts) -> Iterator[RuleHit]:
-    """``torch.autograd.grad(scaler.scale(loss), …, create_graph=True)``."""
+    """Check ``torch.autograd.grad(scaler.scale(loss), …, create_graph=True)``."""
     document = facts.document
     for call in document.calls:
         outputs = argument(call, "outputs", 0) if document.call_origin(call) == "torch.autograd.grad" else None
@@ -23,7 +23,7 @@ def check(facts: Facts) -> Iterator[RuleHit]:
             unit = document.unit(call)
             handed = (one for other in document.calls if document.unit(other) is unit for one in given(other))
             asks = any(word in ast.unparse(unit) for word in ("get_scale", "._scale", "inv_scale"))
-            if not asks and not any(map(facts.is_scaler, handed)):  # who gets the scaler may divide by its scale
+            if not asks and not any(map(facts.is_scaler, handed)):  # code that takes the scaler may divide by its scale
                 yield RuleHit(CODE, call)
 
 

@@ -1,4 +1,4 @@
-"""Parameters in float16 beside a GradScaler, or beside an Adam whose eps is zero in float16."""
+"""Parameters in float16 with a GradScaler, or with an Adam whose eps is zero in float16."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ampdbg.lint.rule import Rule, RuleHit
 
 SCALED, EPS = "misuse-half-parameters", "optimizer-underflow"
 ADAMS = frozenset(f"torch.optim.{name}" for name in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax"))
-"""Those of torch's optimizers that divide by a root and an eps, which is the fourth of their arguments."""
+"""The torch optimizers that divide by a root and an eps, which is their fourth argument."""
 DEFAULT_EPS = 1e-8
 
 
 def check(facts: Facts) -> Iterator[RuleHit]:
-    """Optimizers over the parameters of a model that the same function has made half before."""
+    """Check optimizers over the parameters of a model that the same function has made half before."""
     document = facts.document
     for call in document.calls:
         origin = document.call_origin(call)
@@ -35,7 +35,7 @@ def check(facts: Facts) -> Iterator[RuleHit]:
 
 
 def _made_half(facts: Facts, model: ast.expr, before: ast.Call) -> ast.AST | None:
-    """Where the model becomes half for certain, before the optimizer is made and not back in between."""
+    """Return the call that certainly makes the model half before the optimizer; None if a later call undoes it."""
     document = facts.document
     unit, key = document.unit(before), document.key(model)
     found: ast.AST | None = None
@@ -52,7 +52,7 @@ def _made_half(facts: Facts, model: ast.expr, before: ast.Call) -> ast.AST | Non
 
 
 def _is_of(facts: Facts, owner: ast.AST, key: tuple[object, str], call: ast.Call) -> bool:
-    """``model.half()``, ``model = model.cuda().half()``, ``model = Net().half()``."""
+    """True for ``model.half()``, ``model = model.cuda().half()``, ``model = Net().half()``."""
     document, owner = facts.document, unmoved(owner)
     if isinstance(owner, (ast.Name, ast.Attribute)) and document.key(owner) == key:
         return True
@@ -63,7 +63,7 @@ def _is_of(facts: Facts, owner: ast.AST, key: tuple[object, str], call: ast.Call
 
 
 def _moves(whole: ast.AST) -> Iterator[ast.AST]:
-    """The value, and what it moves or sets to training: ``Net().half()`` of ``Net().half().cuda()``."""
+    """Yield the value, and what it moves or sets to training: ``Net().half()`` of ``Net().half().cuda()``."""
     inner: ast.AST | None = whole
     while inner is not None:
         yield inner
@@ -71,7 +71,7 @@ def _moves(whole: ast.AST) -> Iterator[ast.AST]:
 
 
 def _is_scaled(facts: Facts, optimizer: ast.Call) -> bool:
-    """An enabled scaler steps or unscales the optimizer."""
+    """True if an enabled scaler steps or unscales the optimizer."""
     document, target = facts.document, facts.document.target(optimizer)
     key = document.key(target) if target is not None else None
     by = (scaler for call, scaler in facts.scaler_calls("step", "unscale_") if document.key(call.args[0]) == key)
@@ -80,7 +80,7 @@ def _is_scaled(facts: Facts, optimizer: ast.Call) -> bool:
 
 
 def _is_lost(eps: ast.expr | None) -> bool:
-    """It is zero in float16; so is the one that an optimizer has where none is given."""
+    """True if the eps, or the default if none is given, is zero in float16."""
     value = number(eps) if eps is not None else DEFAULT_EPS
     return value is not None and value < FLOAT16.underflow_threshold
 

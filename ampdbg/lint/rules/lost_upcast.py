@@ -1,4 +1,4 @@
-"""A cast of a model's parameters that binds a name of a loop, and nothing else."""
+"""A cast of a model's parameters that only rebinds the variable of a loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CASTS = (*CAST_METHODS, "to", "type")
 
 
 def check(facts: Facts) -> Iterator[RuleHit]:
-    """Every ``p = p.float()`` in a loop over parameters in whose body that name is not read any more."""
+    """Check every ``p = p.float()`` in a loop over parameters that does not read ``p`` afterwards."""
     for loop in facts.document.find(ast.For):
         of_loop = loop.target.elts[-1] if isinstance(loop.target, ast.Tuple) else loop.target
         if method(loop.iter, "parameters", "named_parameters") is None or not isinstance(of_loop, ast.Name):
@@ -28,7 +28,7 @@ def check(facts: Facts) -> Iterator[RuleHit]:
 
 
 def _is_cast_of(node: ast.AST, name: str) -> TypeGuard[ast.Assign]:
-    """``p = p.float()``."""
+    """True for ``p = p.float()``."""
     match node:
         case ast.Assign(targets=[ast.Name(id=bound)], value=cast):
             of = method(cast, *CASTS)

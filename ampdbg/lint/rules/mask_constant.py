@@ -1,4 +1,4 @@
-"""Mask constants that half cannot hold, written into scores."""
+"""Mask constants that float16 cannot hold, written into scores."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _SOFTMAX = re.compile(r"softmax|logsumexp")
 
 
 def check(facts: Facts) -> Iterator[RuleHit]:
-    """``scores.masked_fill(mask, -1e9)``, where a softmax of the same function reads the scores.
+    """Check ``scores.masked_fill(mask, -1e9)`` if a softmax of the same function reads the scores.
 
-    Whether they are half is not to be seen, unless the call stands in a region: elsewhere it counts in a project that
-    trains in half.
+    The source shows half scores only if the call is in a region. Elsewhere the hit counts in a project that trains in
+    half.
     """
     document = facts.document
     for call in document.calls:
@@ -39,13 +39,13 @@ def check(facts: Facts) -> Iterator[RuleHit]:
             continue
         message = MESSAGE.format(value=document.source(value))
         instead = replaced(document, value, f"torch.finfo({ast.unparse(owner)}.dtype).min")
-        # Only scores that have a name can be asked for their dtype.
+        # Only scores that have a name can be queried for their dtype.
         fix = Fix((instead,), ("torch",)) if isinstance(owner, (ast.Name, ast.Attribute)) else None
         yield RuleHit(CODE, call, message, fix=fix, in_half_only=not facts.runs_in_half(call))
 
 
 def _is_wide(facts: Facts, owner: ast.expr) -> bool:
-    """The scores are cast to FP32 before: in the expression, or in the name's last assignment."""
+    """True if the scores are cast to FP32 before: in the expression, or in the name's last assignment."""
     last = facts.document.last_value(owner) if isinstance(owner, ast.Name) else None
     return any(
         method(node, "float", "double") is not None
@@ -56,7 +56,7 @@ def _is_wide(facts: Facts, owner: ast.expr) -> bool:
 
 
 def _goes_into_softmax(facts: Facts, call: ast.Call) -> bool:
-    """A softmax takes the result: around the call, by the name that it is given, or in place."""
+    """True if a softmax takes the result: around the call, by the name of the result, or in place."""
     document = facts.document
     statement = document.statement(call)
     around = itertools.takewhile(lambda one: one is not statement, document.around(call))

@@ -1,4 +1,4 @@
-"""float16's autocast around a loss that goes backward unscaled, in a file without any scaler."""
+"""Float16's autocast around a loss with an unscaled backward pass, in a file without any scaler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CODE = "misuse-no-scaler"
 
 
 def check(facts: Facts) -> Iterator[RuleHit]:
-    """A loss that a float16 region has assigned, in the function that steps the optimizer."""
+    """Check losses that a float16 region assigns, in the function that steps the optimizer."""
     if facts.mentions_scaler:
         return
     document = facts.document

@@ -1,4 +1,4 @@
-"""A scaler that steps, and whose scale no line updates."""
+"""A scaler that steps in a file that never updates its scale."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _ASKING = (ast.Attribute, ast.If, ast.Compare, ast.BoolOp, ast.UnaryOp, ast.IfEx
 
 
 def check(facts: Facts) -> Iterator[RuleHit]:
-    """The last step of each scaler that the file keeps to itself and never updates."""
+    """Check the last step of each scaler that only this file uses and never updates."""
     document = facts.document
     steps: dict[tuple[object, str], list[ast.Call]] = {}
     for call, scaler in facts.scaler_calls("step"):
         steps.setdefault(document.key(scaler), []).append(call)
     updated = {ast.unparse(name).rpartition(".")[2] for name in document.owners("update")}
     for key, calls in steps.items():
-        # By this name, or another that ends alike.
+        # By this name, or by another name with the same ending.
         if key[1].rpartition(".")[2] not in updated and not _leaves(facts, key):
             yield RuleHit(CODE, calls[-1], fix=_fix(facts, calls))
 
 
 def _leaves(facts: Facts, key: tuple[object, str]) -> bool:
-    """Other code may hold the scaler: it is a parameter, an argument, returned, kept elsewhere, or an inherited one."""
+    """True if other code may hold the scaler: a parameter, an argument, a returned, stored or inherited object."""
     document, home = facts.document, key[0]
     own = {"object", *(made.name for made in document.find(ast.ClassDef))}
     bases = home.bases if isinstance(home, ast.ClassDef) else []
@@ -40,7 +40,7 @@ def _leaves(facts: Facts, key: tuple[object, str]) -> bool:
 
 
 def _fix(facts: Facts, calls: list[ast.Call]) -> Fix | None:
-    """Below the last step, where all of them stand in one block."""
+    """Return a fix that adds the update below the last step, if all steps are in one block."""
     document = facts.document
     statements = [document.statement(call) for call in calls]
     last = statements[-1]

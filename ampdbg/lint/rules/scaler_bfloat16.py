@@ -1,4 +1,4 @@
-"""A scaler that is on, in a file whose every autocast lowers to bfloat16."""
+"""An enabled scaler in a file in which every autocast uses bfloat16."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CODE = "misuse-scaler-bfloat16"
 
 
 def check(facts: Facts) -> Iterator[RuleHit]:
-    """Each such scaler, where nothing of the file can be in float16."""
+    """Check each such scaler if nothing of the file can be in float16."""
     dtypes = {one.dtype for one in facts.autocasts if one.enabled is not False}
     text = facts.document.text
     others = ("torch.float16", "fp16", "torch.half", ".half()", '"float16')

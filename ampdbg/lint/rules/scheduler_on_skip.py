@@ -1,4 +1,4 @@
-"""A learning-rate scheduler that moves in every iteration, whether the scaler has skipped the step or not."""
+"""A learning-rate scheduler that moves in every iteration, even if the scaler has skipped the step."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ MESSAGE = "the scheduler also steps when the scaler skips the optimizer's step; 
 
 
 def check(facts: Facts) -> Iterator[RuleHit]:
-    """In the block of a scaler's step, where nothing of the function asks whether it was skipped.
+    """Check the block of a scaler's step, if the function never checks for a skipped step.
 
-    Only information: no source shows how many steps are skipped.
+    The severity is info: no source shows how many steps are skipped.
     """
     document = facts.document
 
@@ -35,7 +35,7 @@ def check(facts: Facts) -> Iterator[RuleHit]:
         block = document.block(first)
         for statement in block[block.index(first) + 1 :]:
             moved = statement.value if isinstance(statement, ast.Expr) else None
-            # One that takes a score, or its new place, counts no steps.
+            # A scheduler that takes a score or a position does not count steps.
             is_placed = isinstance(moved, ast.Call) and not all(map(is_none, given(moved)))
             if facts.is_scheduler(method(moved, "step")) and not is_placed:
                 yield RuleHit(CODE, statement, MESSAGE, severity="info")

@@ -1,4 +1,4 @@
-"""Gradients of a step that was not taken, which a loop keeps: cleared after taken steps alone, or left behind."""
+"""Gradients of a skipped step that a loop keeps: it clears them only after taken steps, or leaves before it does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NOT_FINITE = re.compile(r"isnan|isinf|isfinite|is_nan|!= loss")
 
 
 def check(facts: Facts) -> Iterator[RuleHit]:
-    """In every loop that goes backward by a scaler, and calls nothing that may clear unseen."""
+    """Check every loop with a scaler's backward pass, and no call that may clear gradients unseen."""
     every = (call for loop in training_loops(facts) for call in loop.calls)
     unseen = {call.node for call in every if call.kind is None and not call.clears}
     for loop in facts.document.find(*LOOPS):
@@ -38,15 +38,15 @@ def check(facts: Facts) -> Iterator[RuleHit]:
 
 
 def _after_taken_step(facts: Facts, node: ast.AST, loop: ast.AST) -> bool:
-    """The node stands under a condition on the scale: not where that fell."""
+    """True if a condition on the scale, false after a skipped step, guards the node."""
     inside = list(itertools.takewhile(lambda one: one is not loop, facts.document.around(node)))
     choices = ((one, below) for below, one in zip([node, *inside], inside, strict=False) if isinstance(one, ast.If))
     return any(below in one.body and _asks_for_no_skip(facts, one.test) for one, below in choices)
 
 
 def _asks_for_no_skip(facts: Facts, test: ast.expr) -> bool:
-    """``scaler.get_scale() >= before``: True where the step was taken, and not otherwise."""
-    # get_scale() before update() is the old scale, after it the new one: the names say which is which.
+    """True for ``scaler.get_scale() >= before``, which is true if the step was taken, and not otherwise."""
+    # get_scale() is the old scale before update(), and the new scale after it: the names say which is which.
     match test:
         case ast.Compare(left=new, ops=[ast.GtE() | ast.Eq()]) if facts.is_scaler(method(new, "get_scale")):
             return True
@@ -56,14 +56,14 @@ def _asks_for_no_skip(facts: Facts, test: ast.expr) -> bool:
 
 
 def _left_behind(facts: Facts, loop: ast.AST, backward: ast.AST, clears: Sequence[ast.AST]) -> Iterator[RuleHit]:
-    """``if loss.isnan(): continue`` behind the backward pass, while gradients are cleared only further down."""
+    """Check ``if loss.isnan(): continue`` after the backward pass, if gradients are cleared only further down."""
     document = facts.document
     body: Sequence[ast.stmt] = loop.body  # type: ignore[attr-defined]
     statement = document.statement(backward)
     if statement not in body:
         return
     before, behind = body[: body.index(statement)], body[body.index(statement) + 1 :]
-    # What is cleared in the branch that leaves is not kept.
+    # Gradients that are cleared in the branch that leaves are not kept.
     ends = (one for one in behind if _holds(one, clears) or _leaves(one))
     end = next(ends, None)
     if end is None or any(_holds(one, clears) for one in (*before, end)):
@@ -75,7 +75,7 @@ def _left_behind(facts: Facts, loop: ast.AST, backward: ast.AST, clears: Sequenc
 
 
 def _leaves(statement: ast.stmt) -> bool:
-    """``if loss.isnan(): continue``."""
+    """True for ``if loss.isnan(): continue``."""
     is_asked = isinstance(statement, ast.If) and _NOT_FINITE.search(ast.unparse(statement.test)) is not None
     return is_asked and isinstance(statement.body[-1], ast.Continue)  # type: ignore[attr-defined]
 

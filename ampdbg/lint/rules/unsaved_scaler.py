@@ -1,4 +1,4 @@
-"""A checkpoint that holds the optimizer's state and not the scaler's, of an optimizer that a scaler steps."""
+"""A checkpoint that has the optimizer's state and not the scaler's, of an optimizer that a scaler steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CODE = "misuse-unsaved-scaler"
 
 
 def check(facts: Facts) -> Iterator[RuleHit]:
-    """Every ``torch.save`` of an optimizer's state beside a scaler, in files that never take the scaler's."""
+    """Check every ``torch.save`` of an optimizer's state beside a scaler, in files that never read its state."""
     document = facts.document
     if any(facts.is_scaler(one) or "scaler" in ast.unparse(one).lower() for one in document.owners("state_dict")):
         return
@@ -30,7 +30,7 @@ def check(facts: Facts) -> Iterator[RuleHit]:
 
 
 def _pieces(document: Document, node: ast.expr | None) -> list[ast.AST]:
-    """What is saved, and of a name what is put into it: ``state["optimizer"] = optimizer.state_dict()``."""
+    """Return the saved value, and the items added to a saved name: ``state["optimizer"] = optimizer.state_dict()``."""
     if not isinstance(node, ast.Name):
         return [node] if node is not None else []
     items = [(target.value, value) for target, value in document.assigned() if isinstance(target, ast.Subscript)]
@@ -40,7 +40,7 @@ def _pieces(document: Document, node: ast.expr | None) -> list[ast.AST]:
 
 
 def _may_hold(facts: Facts, node: ast.AST) -> bool:
-    """It is the scaler, or a dict of unknown keys."""
+    """True for the scaler, or a dict of unknown keys."""
     match node:
         case ast.Dict(keys=keys):
             return None in keys

@@ -1,4 +1,4 @@
-"""What a record is written as: one page a command, and a module of this folder for each format, with its ``write``."""
+"""The output formats of a record: a page for each command, and a module of this folder for each format."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from ampdbg.record.run import Record
 from ampdbg.report.view import Look, Page, Typed
 
 FORMATS = tuple(module.name for module in pkgutil.iter_modules(__path__))
-"""What ``ampdbg report --format`` takes: the modules of this folder."""
+"""The values of ``ampdbg report --format``: the modules of this folder, each with a function ``write``."""
 
 
 def written(record: Record, typed: Typed, look: Look, format_: str) -> str:
-    """The record in one of :data:`FORMATS`."""
+    """Return the record in one of :data:`FORMATS`."""
     text: str = importlib.import_module(f".{format_}", __name__).write(record, typed, look)
     return text
 
 
 def page_of(record: Record, typed: Typed) -> Page:
-    """The page of a record, by the command that made it.
+    """Return the page of a record, by the command that made it.
 
-    All text of the user's world is harmless; only a command to copy keeps its paths as they are.
+    All text from the user is made harmless; only a command to copy keeps its paths.
     """
     from ampdbg.report import bisection, cost, ranges, scan, suggestion
 

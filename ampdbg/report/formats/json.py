@@ -8,5 +8,5 @@ from ampdbg.report.view import Look, Typed
 
 
 def write(record: Record, typed: Typed, look: Look) -> str:
-    """The record itself, however it is looked at."""
+    """Return the record itself; ``typed`` and ``look`` change nothing."""
     return to_json(record)

@@ -22,24 +22,24 @@ MOST_CHARACTERS = 64_000
 """GitHub takes an issue of 65,536 characters."""
 
 MOST_IN_A_LINE = 1_000
-"""A name or a message that is longer is cut."""
+"""A longer name or message is cut."""
 
 CHART_WIDTH = 80
 
 SPECIAL = re.compile(r"[\\`*_\[\]<>|~&]")
-"""What Markdown takes for its own anywhere in a line; outside of ASCII it has nothing."""
+"""Characters that are markup anywhere in a line of Markdown; outside of ASCII there are none."""
 
 AT_THE_START = re.compile(r"^(?:([#+=-])(?=[\s#+=-]|$)|(\d{1,9})([.)])(?=\s|$))")
-"""What begins a heading, a quotation, an item of a list or a rule."""
+"""Text that begins a heading, a quotation, an item of a list or a rule."""
 
-# What GitHub reads once a text is rendered, so that no backslash keeps it from doing so: names of people, numbers of
-# issues, emoji and formulas. A space of no width does, as tools that quote release notes have it.
+# GitHub reads these after it has rendered a text, so a backslash does not stop it: names of people, numbers of issues,
+# emoji and formulas. A space of zero width does, as in tools that quote release notes.
 MENTIONS = re.compile(r"@(?=\w)|#(?=\d)|(?<=GH-)(?=\d)|:(?=[\w+-]*[a-zA-Z+-][\w+-]*:)")
 LINKS = (("://", ":\\//"), ("www.", "www\\."), ("$", "<span>$</span>"))
 
 
 def write(record: Record, typed: view.Typed, look: view.Look) -> str:
-    """The record's page, and its patch where there is one; the same however wide a terminal is."""
+    """Return the record's page, and its patch if there is one; the same for any width of the terminal."""
     patch = content(record)
     if patch is None or record.handover is None:
         return draw(page_of(record, typed))
@@ -48,7 +48,7 @@ def write(record: Record, typed: view.Typed, look: view.Look) -> str:
 
 
 def draw(page: view.Page, details: Sequence[view.Snippet] = ()) -> str:
-    """The page, and after its story further ``details``, in less than :data:`MOST_CHARACTERS`."""
+    """Return the page, with further ``details`` after its story, in less than :data:`MOST_CHARACTERS`."""
     parts: Any = _templates().get_template("markdown.jinja").module
     head = f"### {text.SIGNS[page.headline.tone]} {escaped(page.headline.sentence)}" if page.headline else ""
     drawn, left_out = [head], []
@@ -82,7 +82,7 @@ def _templates() -> Environment:
         "escaped": escaped,
         "fenced": _fenced,
         "kind": lambda one: type(one).__name__,
-        # The tags' line is no Markdown: a backslash there would be shown.
+        # The line of a tag is not Markdown: a backslash there would be shown.
         "summary": lambda said: MENTIONS.sub(_apart, html.escape(said)),
         "without_end": lambda said: said.rstrip("\n"),
         "words": _words,
@@ -96,7 +96,7 @@ def _templates() -> Environment:
 
 def _words(words: view.Words) -> str:
     inner = words.text.strip()
-    if inner and inner != words.text:  # what stands between words is no part of a name
+    if inner and inner != words.text:  # the space around words is not part of a name
         first, last = (" " if char.isspace() else "" for char in (words.text[0], words.text[-1]))
         return f"{first}{_words(view.Words(inner, words.tone))}{last}"
     said = escaped(words.text)
@@ -106,7 +106,7 @@ def _words(words: view.Words) -> str:
 
 
 def _fenced(lines: Sequence[str], language: str = "") -> str:
-    """Lines as they stand; the fence is longer than any that they hold."""
+    """Return lines unchanged, in a fence that is longer than any fence in them."""
     shown = [printable(one, but="\t") for one in lines]
     longest = max((len(run) for one in shown for run in re.findall(r"`+", one)), default=0)
     fence = "`" * max(3, longest + 1)
@@ -114,7 +114,7 @@ def _fenced(lines: Sequence[str], language: str = "") -> str:
 
 
 def escaped(said: str) -> str:
-    """A text that a reader of Markdown shows as it is: no markup, no link, nobody mentioned."""
+    """Escape a text so that Markdown shows it as it is: no markup, no link, no mention."""
     cut = said if len(said) <= MOST_IN_A_LINE else said[: MOST_IN_A_LINE - 1] + "…"
     shown = SPECIAL.sub(r"\\\g<0>", " ".join(cut.splitlines()))
     shown = AT_THE_START.sub(lambda found: f"{found[2] or ''}\\{found[1] or found[3]}", shown.lstrip())

@@ -21,18 +21,18 @@ from ampdbg.report.view import Look, Typed, with_effects
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 
 LEVELS: Mapping[Severity, str] = {"error": "error", "warning": "warning", "info": "note"}
-"""What SARIF calls a severity."""
+"""SARIF's name for each severity."""
 
 ROOT = "SRCROOT"
-"""The name by which SARIF knows the folder that files are named from."""
+"""SARIF's name for the folder that paths are relative to."""
 
 
 @dataclass(frozen=True)
 class Alert:
     """One finding at one place.
 
-    ``path`` is as it was given, relative to the working folder or absolute; "" where no file is to blame. ``line`` and
-    ``column`` count from 1; 0 says that it is not known. ``module`` is the qualified name of the model's module.
+    ``path`` is as it was given, relative to the working folder or absolute; "" if no file is to blame. ``line`` and
+    ``column`` count from 1; 0 is unknown. ``module`` is the qualified name of the model's module.
     """
 
     code: str
@@ -46,17 +46,17 @@ class Alert:
 
 
 def write(record: Record, typed: Typed, look: Look) -> str:
-    """The findings of the record without a root, each with what follows from it in its message."""
+    """Return the findings of the record without a root; the message of each also has its effects."""
     return to_json(log(list(alerts(record)), typed.folder))
 
 
 def to_json(log: Mapping[str, Any]) -> str:
-    """A log as text, in ASCII: what would command a terminal is an escape."""
+    """Return a log as ASCII text, in which commands to a terminal are escaped."""
     return json.dumps(log, indent=1, allow_nan=False) + "\n"
 
 
 def log(found: Sequence[Alert], folder: str) -> dict[str, Any]:
-    """The alerts as one SARIF log; files below ``folder`` are named from there, as code scanning needs them."""
+    """Return the alerts as one SARIF log; files below ``folder`` are named relative to it, for code scanning."""
     codes = sorted({alert.code for alert in found})
     driver = {"name": "ampdbg", "version": __version__, "rules": [_rule(code) for code in codes]}
     run: dict[str, Any] = {
@@ -70,7 +70,7 @@ def log(found: Sequence[Alert], folder: str) -> dict[str, Any]:
 
 
 def alerts(record: Record) -> Iterator[Alert]:
-    """The findings without a root. One without a line of code is put on the first of what was run."""
+    """Yield the findings without a root. A finding without a line of code is put on line 1 of what was run."""
     for finding, effects in with_effects(record.findings):
         at = finding.source or CodeLine(_what_ran(record), 1, function="", text="")
         lines = [f"{finding.message} ({finding.at_step}, {finding.phase})"]
@@ -81,7 +81,7 @@ def alerts(record: Record) -> Iterator[Alert]:
 
 
 def _what_ran(record: Record) -> str:
-    """The script, or the file of the config that builds the model, as it is named from where the run was started."""
+    """Return the script, or the config's file that builds the model, as named from where the run was started."""
     if record.script is not None:
         return "" if record.script.is_module else record.script.name
     model = record.config.get("model")
@@ -109,7 +109,7 @@ def _result(alert: Alert, rule: int, folder: str) -> dict[str, Any]:
 
 
 def _artifact(path: str, folder: str) -> dict[str, str]:
-    """Below the folder a relative reference, elsewhere the whole address of the file."""
+    """Return a relative reference below the folder, elsewhere the whole address of the file."""
     full = os.path.normpath(os.path.join(folder, path)) if folder else path
     if folder and Path(full).is_relative_to(folder):
         return {"uri": _quoted(Path(full).relative_to(folder).as_posix()), "uriBaseId": ROOT}
@@ -117,24 +117,24 @@ def _artifact(path: str, folder: str) -> dict[str, str]:
 
 
 def _file_uri(path: str) -> str:
-    """As :meth:`pathlib.Path.as_uri`, also of halves of characters."""
+    """Return the same as :meth:`pathlib.Path.as_uri`, also for a path with lone surrogates."""
     posix = Path(path).as_posix()
     return f"file://{'' if posix.startswith('/') else '/'}{_quoted(posix, but='/:')}"
 
 
 def _quoted(path: str, but: str = "/") -> str:
-    """A reference; in a relative one the name before a colon would be a scheme."""
+    """Return a quoted reference; in a relative one, an unquoted colon would end a scheme."""
     return quote(path.encode("utf-8", "surrogatepass"), safe=but)
 
 
 def _text(message: str) -> str:
-    """A message in which readers find neither a placeholder nor a link (SARIF 2.1.0, sections 3.11.5 and 3.11.6)."""
+    """Return a message without a placeholder or a link for its readers (SARIF 2.1.0, sections 3.11.5 and 3.11.6)."""
     shown = harmless(message, but="\n").replace("{", "{{").replace("}", "}}")
     return shown.replace("](", "] (")
 
 
 def _rule(code: str) -> dict[str, Any]:
-    """What is known of a code; of one that another version has added, its name."""
+    """Return the rule of a code; only its name if another version has added the code."""
     if code not in CODES:
         return {"id": code}
     entry = explanation(code)

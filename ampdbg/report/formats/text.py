@@ -45,26 +45,26 @@ STYLES: Mapping[view.Tone, str] = {
 
 INDENT = 2
 NARROW = 70
-"""In fewer columns a table leaves its spare columns out, so that words are not broken."""
+"""With fewer columns a table leaves its spare columns out, so that words are not broken."""
 
 CODE_SPAN = r"`[^`]+`"
 
 MOST_IN_BRIEF = 3
-"""So many findings but the first have a line in a story."""
+"""The most findings after the first that have a line in a story (the brief form of a page)."""
 
 MOST_NOTES_IN_FULL = 2
-"""Of more notes a story has the beginning of each: it is to fit a screen."""
+"""With more notes than this, a story cuts each to one line: it must fit a screen."""
 
 
 def write(record: Record, typed: view.Typed, look: view.Look) -> str:
-    """The record's page: its story, or where that was asked for all of it."""
+    """Return the record's page: its story, or the whole page if ``verbose``."""
     return draw(page_of(record, typed), look, is_brief=not typed.verbose)
 
 
 def draw(page: view.Page, look: view.Look, *, is_brief: bool = False) -> str:
-    """The page in ``look.width`` columns, with an empty line between sections; ``is_brief`` draws its story alone.
+    """Return the page in ``look.width`` columns, an empty line between sections; ``is_brief`` draws only its story.
 
-    Only what is there to be copied is wider. ``unicode=False`` draws with ASCII alone.
+    Only text to copy is wider. ``unicode=False`` draws with ASCII alone.
     """
     console = Console(
         file=io.StringIO(),
@@ -99,7 +99,7 @@ def draw(page: view.Page, look: view.Look, *, is_brief: bool = False) -> str:
 
 
 def _leaves_out(page: view.Page) -> bool:
-    """The story says less than the sections; a brief list of the findings may leave none out."""
+    """True if the story shows less than the sections; a brief list of the findings may leave none out."""
     brief = [one for one in page.story if isinstance(one, view.Findings)]
     groups = [list(view.with_effects(one.findings)) for one in brief]
     is_cut = any(len(every) != 1 or len(every[0][1]) > 1 for every in groups)
@@ -121,7 +121,7 @@ def _end(page: view.Page, *, is_brief: bool) -> Iterator[RenderableType]:
 
 
 def _verbatim(text: str, style: str, by: int = 0) -> Text:
-    """A chart row, or a command to copy: never wrapped, nor cut at the edge as in a padding; ``by`` moves it right."""
+    """Return a chart row or a command to copy, moved right by ``by``; unlike a padding it is never wrapped or cut."""
     return Text(" " * by + text, style=style, no_wrap=True, overflow="ignore")
 
 
@@ -182,11 +182,11 @@ def _cell(cell: view.Cell) -> RenderableType:
 
 
 def _findings(section: view.Findings) -> Iterator[RenderableType]:
-    """Every finding without a root, each with what follows from it in a line below."""
+    """Yield every finding without a root, each with its effects in lines below."""
     groups = list(view.with_effects(section.findings))
     for finding, effects in groups[: 1 if section.is_brief else None]:
         yield from _finding(finding)
-        is_cut = section.is_brief and len(effects) > 1  # of several that have to share a screen the beginning of each
+        is_cut = section.is_brief and len(effects) > 1  # several that must share a screen are cut to a line each
         for effect in effects:
             said = f"└ {view.conjunction(finding, effect)} {effect.code} at {effect.at_step}: {effect.message}"
             yield _indented(Text(said, "dim", no_wrap=is_cut, overflow="ellipsis" if is_cut else "fold"))
@@ -216,7 +216,7 @@ def _finding(finding: Finding) -> Iterator[RenderableType]:
 
 
 def _prose(markdown: str) -> Iterator[RenderableType]:
-    """Its blocks with an empty line between them, but none between items."""
+    """Yield the blocks with an empty line between them, except between items."""
     previous = ""
     for kind, text in blocks(markdown):
         if previous and not previous == kind == "item":
@@ -231,7 +231,7 @@ def _prose(markdown: str) -> Iterator[RenderableType]:
 
 
 def blocks(markdown: str) -> Iterator[tuple[str, str]]:
-    """The kind and the text of each block: a paragraph in one line, an item of a list, or code as it stands."""
+    """Yield the kind and the text of each block: a paragraph in one line, an item of a list, or code unchanged."""
     for number, part in enumerate(re.split(r"^```.*\n?", markdown, flags=re.MULTILINE)):
         if number % 2:
             yield "code", part.rstrip()
@@ -249,12 +249,12 @@ MAX_STRETCH = 3
 MARGIN = 2
 STEP_AXIS = "step"
 
-# Float32, in which the scaler keeps its scale, ends here; a scale of 0 is drawn at the bottom.
+# The range of float32, in which the scaler keeps its scale; a scale of 0 is drawn at the bottom.
 LOWEST_LEVEL, HIGHEST_LEVEL = -150, 128
 
 
 ChartMark = tuple[view.Tone, str, str, Callable[[Step], bool]]
-"""Something that is marked under the axis: its tone, name and glyph, and whether it is at a step."""
+"""A mark under the axis: its tone, name and glyph, and a predicate for the steps that it marks."""
 
 CHART_MARKS: tuple[ChartMark, ...] = (
     ("doubtful", "skipped", "×", lambda step: step.skipped),
@@ -263,7 +263,7 @@ CHART_MARKS: tuple[ChartMark, ...] = (
 
 
 def scale_chart(steps: Sequence[Step], width: int) -> list[view.Words]:
-    """Draws ``steps`` (at least one) within ``width`` characters; long runs share columns, short ones are stretched."""
+    """Draw ``steps`` (at least one) within ``width`` characters; long runs share columns, short runs are stretched."""
     levels = [_level(step.scale) for step in steps]
     height = math.ceil((max(levels) - min(levels) + 1) / MAX_ROWS)
     tops = range(max(levels), min(levels) - 1, -height)
@@ -287,7 +287,7 @@ def scale_chart(steps: Sequence[Step], width: int) -> list[view.Words]:
 
 
 def _columns(steps: Sequence[Step], most: int) -> list[list[Step]]:
-    """The steps by time; for those that a long run has left out stands the one before them, which was healthy."""
+    """Return the steps by time. Steps that a long run has left out are shown as the healthy step before them."""
     first, ran = steps[0].step, max(1, steps[-1].step - steps[0].step + 1)
     size = math.ceil(ran / most)
     columns: list[list[Step]] = [[] for _ in range(math.ceil(ran / size))]
@@ -297,7 +297,7 @@ def _columns(steps: Sequence[Step], most: int) -> list[list[Step]]:
 
 
 def _level(scale: float) -> int:
-    """log2 of the scale, rounded, within float32's range."""
+    """Return log2 of the scale, rounded, within float32's range."""
     largest = math.ldexp(1.0, HIGHEST_LEVEL)
     return max(LOWEST_LEVEL, round(math.log2(min(scale, largest)))) if scale > 0.0 else LOWEST_LEVEL
 
@@ -310,7 +310,7 @@ def _level_cell(steps: Sequence[Step], top: int, bottom: int) -> str:
 
 
 def _ticks(steps: Sequence[Step], width: int) -> str:
-    """The first, middle and last step under the axis, as far as they fit."""
+    """Return the first, middle and last step under the axis, as far as they fit."""
     first, middle, last = str(steps[0].step), str((steps[0].step + steps[-1].step + 1) // 2), str(steps[-1].step)
     if len(steps) == 1 or width < len(first) + len(last) + 1:
         return first
@@ -327,17 +327,17 @@ LOWEST = FLOAT16.min_exponent - FLOAT16.precision + 1
 """The exponent of the smallest subnormal; values below it are lost."""
 
 PER_CELL = 4
-"""So many exponents share a character."""
+"""The number of exponents that share a character."""
 
 LEVELS = "▁▂▃▄▅▆▇█"
 DECADES = 6.0
-"""The lowest level means a millionth of the values or less."""
+"""The lowest bar level means a millionth of the values or less."""
 
 BAR_WIDTH = 2 + 2 + (FLOAT16.max_exponent - LOWEST + 1) // PER_CELL
 
 
 def exponent_bar(histogram: Exponents) -> str:
-    """``lost│subnormal … largest│overflow``: higher is more values, by orders of magnitude."""
+    """Draw ``lost│subnormal … largest│overflow``: higher is more values, by orders of magnitude."""
     cells = [0] * (BAR_WIDTH - 2)
     for exponent, count in enumerate(histogram.counts, start=histogram.lowest):
         cells[min(max(0, (exponent - LOWEST) // PER_CELL + 1), len(cells) - 1)] += count

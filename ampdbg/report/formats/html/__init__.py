@@ -1,8 +1,7 @@
-"""A record as one HTML page that opens offline: what the terminal says, and what only a picture shows.
+"""A record as one HTML page that opens offline: the report of the terminal, with charts.
 
-The page is made of ``page.html``, ``page.css`` and the scripts of this folder, and holds all of them; its
-content-security policy lets it load nothing and run nothing else. Data is compressed; of large records less detail is
-kept, and the page says so.
+The page contains ``page.html``, ``page.css`` and the scripts of this folder. Its content-security policy lets it load
+and run nothing else. Data is compressed; a large record has less detail, and the page says so.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 MOST_LINES = 8_000
-"""Of a patch."""
+"""The most lines of a patch."""
 
 SCRIPTS = ("page.js", "timeline.js", "range_map.js", "sites.js", "modules.js", "source.js")
-"""In the order of the page."""
+"""The scripts in the order of the page."""
 
 
 def write(record: Record, typed: view.Typed, look: view.Look) -> str:
-    """The record as a page; of a large one in less detail."""
+    """Return the record as a page; a large one in less detail."""
     names, page = TextTable(), page_of(record, typed)
     sites, levels = range_map(record, names)
     findings = harmless(record.findings[:MOST_FINDINGS], typed.folder)
@@ -52,7 +51,7 @@ def write(record: Record, typed: view.Typed, look: view.Look) -> str:
         "findings": [_at_line(at, one, record, names) for at, one in enumerate(findings)],
     }
     tree, steps = data["modules"], data["timeline"] or {"shown": 0, "ran": 0}
-    left_out = {  # for each part how much of it the page shows, and how much there is
+    left_out = {  # for each part: the shown number, and the total
         "sites": (len(sites["line"]), len(record.sites)),
         "modules": (len(tree["name"]), tree["every"]),
         "steps": (steps["shown"], steps["ran"]),
@@ -89,14 +88,14 @@ def write(record: Record, typed: view.Typed, look: view.Look) -> str:
 
 
 def _at_line(at: int, finding: Finding, record: Record, names: TextTable) -> dict[str, Any]:
-    """A finding for the script; its file is named as the record names it, and so found among the files."""
+    """Return a finding for the script; its file has the record's name for it, which is also in the list of files."""
     said = {name: clipped(getattr(finding, name)) for name in ("code", "severity", "module", "message")}
     file, line = line_at(record.findings[at].source, names)
     return {"file": file, "line": line, "step": finding.step} | said
 
 
 Root = tuple[int, Finding, list[tuple[int, Finding]]]
-"""The place in the record of a finding without a root, the finding, and each that follows from it with its place."""
+"""The record index of a finding without a root, the finding, and its effects, each with its index."""
 
 
 def _roots(findings: Sequence[Finding]) -> Iterator[Root]:
@@ -106,7 +105,7 @@ def _roots(findings: Sequence[Finding]) -> Iterator[Root]:
 
 
 def _sections(record: Record, typed: view.Typed, page: view.Page) -> Iterator[view.Section]:
-    """The terminal's, but for what the page draws itself; with all of the trials."""
+    """Yield the terminal's sections that the page does not draw itself, with more of the trials."""
     for section in page.sections:
         match section:
             case view.Table(columns=columns, rows=rows, below=below) if columns != TRIAL_COLUMNS:
@@ -123,9 +122,9 @@ def _sections(record: Record, typed: view.Typed, page: view.Page) -> Iterator[vi
 
 @dataclass(frozen=True)
 class ShownPatch:
-    """What a suggestion hands over, as it is shown.
+    """The patch of a suggestion, as it is shown.
 
-    ``why_not_copied`` is empty where the shown text is the patch, byte for byte.
+    ``why_not_copied`` is empty if the shown text is the patch, byte for byte.
     """
 
     lines: tuple[str, ...]
@@ -150,7 +149,6 @@ def _patch(record: Record) -> ShownPatch | None:
 
 
 def _config(record: Record, typed: view.Typed) -> list[str]:
-    """The resolved config in lines of YAML."""
     import yaml
 
     plain = json.loads(json.dumps(record.config, default=str))
@@ -186,5 +184,5 @@ def _hash(text: str) -> str:
 
 
 def _packed(data: bytes) -> str:
-    """Compressed, the same bytes for the same data."""
+    """Return compressed data: the same bytes for the same data."""
     return base64.b64encode(gzip.compress(data, mtime=0)).decode()

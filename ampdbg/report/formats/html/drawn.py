@@ -1,4 +1,4 @@
-"""What the page's script draws, as plain data: a timeline, a range map, a tree of modules, the code."""
+"""Plain data for the page's script to draw: a timeline, a range map, a tree of modules, the code."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ Data = dict[str, Any]
 
 MOST_SITES, MOST_MODULES, MOST_STEPS = 20_000, 4_000, 4_000
 MOST_FINDINGS, MOST_ROWS, MOST_CHARACTERS = 100, 300, 1_000
-"""So much of a record is shown: a page is at most 12 MB, what browsers open at once, and issue trackers take."""
+"""The most of a record that is shown. A page has at most 12 MB, which browsers open at once and issue trackers take."""
 
 BELOW_ALL, ABOVE_ALL = -9999, 9999
-"""A floor or ceiling below every loss scale that can be tried, and one above all of them."""
+"""A floor below, and a ceiling above, every loss scale that can be tried."""
 
 LEVELS_PER_BIT = 12
-"""A share of a site's values is one byte: 255 is all of them, each level less a twelfth of a halving, 0 is none."""
+"""The resolution of a share of a site's values in one byte: 255 is all, 0 is none, 12 levels are a halving."""
 
 LOWEST_SCALE, HIGHEST_SCALE = -40, 60
-"""The loss scales that can be tried, as powers of two; as many of them as are of use."""
+"""The lowest and highest loss scale that the page can try, as powers of two; others are of no use."""
 
 FIRST_SCALE = 16
-"""Where a record does not hold the run's: GradScaler begins with 2**16."""
+"""The loss scale if the record does not have the run's: GradScaler begins with 2**16."""
 
 
 class TextTable(dict[str, int]):
-    """The texts of the user's world, each kept once; data refers to them by number."""
+    """The texts from the user, each kept once; data refers to them by number."""
 
     def __missing__(self, text: str) -> int:
         self[text] = len(self)
@@ -47,20 +47,20 @@ class TextTable(dict[str, int]):
 
 
 def line_at(source: Source | None, names: TextTable) -> tuple[int, int]:
-    """The number of a line's file, and the line; -1 and 0 where none is known."""
+    """Return the number of a line's file, and the line; -1 and 0 if none is known."""
     return (names[source.file], source.line) if source is not None else (-1, 0)
 
 
 def clipped(text: str) -> str:
-    """The text, or its beginning and how much of it is left out."""
+    """Return the text, or its beginning and the number of characters left out."""
     left = len(text) - MOST_CHARACTERS
     return text if left <= 0 else f"{text[:MOST_CHARACTERS]}… ({left:,} more characters in the record)"
 
 
 def timeline(record: Record) -> Data | None:
-    """Loss, loss scale and gradient norm by step; None where no step has ended.
+    """Return loss, loss scale and gradient norm by step; None if no step has ended.
 
-    The loss scale is that of the optimizers which a scaler serves, and is left out where there is none.
+    If any step has a scaler, only such steps show a loss scale. A scale of 1 without a scaler is left out.
     """
     steps, has_scaler = _thinned(record.steps), any(step.scaler for step in record.steps)
     if not steps:
@@ -95,7 +95,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def _thinned(steps: Sequence[Step]) -> list[Step]:
-    """Of more steps than there is room for, each stretch keeps the first of each of :data:`RANKS`."""
+    """Return the steps; if there are too many, each stretch keeps the first by each of :data:`RANKS`."""
     size = math.ceil(len(steps) * len(RANKS) / MOST_STEPS) if len(steps) > MOST_STEPS else 1
     stretches = (steps[start : start + size] for start in range(0, len(steps), size))
     kept = {id(min(stretch, key=rank)) for stretch in stretches for rank in RANKS}
@@ -103,7 +103,7 @@ def _thinned(steps: Sequence[Step]) -> list[Step]:
 
 
 def _extreme(value: float | None, sign: int) -> tuple[bool, float]:
-    """The least of them is the least finite value, or by a sign of -1 the largest."""
+    """Return a sort key whose minimum is the least finite value, or with a sign of -1 the largest."""
     finite = _finite(value)
     return finite is None, sign * (finite or 0.0)
 
@@ -118,13 +118,13 @@ RANKS: tuple[Callable[[Step], Any], ...] = (
     lambda step: _extreme(step.grad_norm, 1),
     lambda step: _extreme(step.grad_norm, -1),
 )
-"""By what a step stands out in a stretch: its ends, its extremes, and the first that was skipped or lost its loss."""
+"""The ways a step stands out in a stretch: its ends, its extremes, the first skipped, the first non-finite loss."""
 
 
 def range_map(record: Record, names: TextTable) -> tuple[Data, bytes]:
-    """The sites in order of execution as columns, and how each's values are spread, a byte for each exponent.
+    """Return the sites in order of execution as columns, and their values' exponents, a byte for each.
 
-    Of too many sites those are shown that are nearest to a limit.
+    Of too many sites those nearest to a limit are shown.
     """
     whole, of_run = window(record.sites), _scale_of_run(record)
     bounds = {id(whole.highest_floor), id(whole.lowest_ceiling)}
@@ -170,7 +170,7 @@ def range_map(record: Record, names: TextTable) -> tuple[Data, bytes]:
 
 
 def _scales(record: Record, whole: Window, of_run: int) -> Data:
-    """What every loss scale that can be tried does to the gradients: how many sites overflow, and how many are lost."""
+    """Return how many gradient sites overflow, and how many are lost, at each loss scale that can be tried."""
     gradients = [site for site in record.sites if site.phase == "backward"]
     ends = [end for end in (power_of(whole.floor), power_of(whole.ceiling)) if abs(end) < ABOVE_ALL]
     low = max(LOWEST_SCALE, min(0, *(end - 4 for end in ends), of_run))
@@ -188,7 +188,7 @@ def _scales(record: Record, whole: Window, of_run: int) -> Data:
 
 
 def _scale_of_run(record: Record) -> int:
-    """The exponent of the loss scale that the run ended with, else of the one that its config begins with."""
+    """Return the exponent of the loss scale that the run ended with, else of the first scale in its config."""
     given = precision_of(record.config).get("loss_scale")
     first = given.get("init") if isinstance(given, Mapping) else given
     last = record.scaled_steps[-1].scale if record.steps else first
@@ -197,32 +197,32 @@ def _scale_of_run(record: Record) -> int:
 
 
 def _room(site: Site, at: int) -> float:
-    """The powers of two up to FP16's limit; of a gradient to either limit, at a loss scale of so many."""
+    """Return the powers of two up to FP16's limit; for a gradient to the nearer limit, at a loss scale of 2**``at``."""
     if site.phase == "backward":
         return min(ceiling_of(site) - at, at - floor_of(site))
     return math.inf if (bits := headroom_of(site)) is None else bits
 
 
 def ceiling_of(site: Site) -> int:
-    """The highest exponent of a loss scale at which nothing overflows."""
+    """Return the highest exponent of a loss scale at which nothing overflows."""
     return ABOVE_ALL if site.scale_ceiling is None else power_of(site.scale_ceiling)
 
 
 def floor_of(site: Site) -> int:
-    """The lowest exponent of a loss scale that keeps the gradient; one that is noise may be lost."""
+    """Return the lowest exponent of a loss scale that keeps the gradient; a gradient of noise may be lost."""
     lost = site.scale_floor if not site.is_noise else None
     return BELOW_ALL if lost is None else power_of(lost)
 
 
 def power_of(value: float) -> int:
-    """The exponent of a loss scale, a power of two; 0 is below and inf above all that can be tried."""
+    """Return the exponent of a loss scale, a power of two; 0 is below and inf above all that can be tried."""
     if math.isnan(value) or value <= 0.0:
         return BELOW_ALL
     return ABOVE_ALL if math.isinf(value) else math.frexp(value)[1] - 1
 
 
 def headroom_of(site: Site) -> float | None:
-    """Its headroom in bits: None where there is no end to it, and far below zero for inf and NaN."""
+    """Return the headroom in bits: None if it is unlimited, and far below zero for inf and NaN."""
     bits = site.headroom_bits
     if math.isnan(bits) or bits == -math.inf:
         return float(BELOW_ALL)
@@ -238,17 +238,17 @@ def _levels(site: Site) -> bytes:
 
 
 MOST_DEPTH = 32
-"""Modules are not nested any deeper in the tree, whatever dots their names have."""
+"""The deepest level of the tree of modules, for any number of dots in their names."""
 
 TAB = 4
 
 LineHeadroom = tuple[int, float, str]
-"""A line, the headroom of what ran there in FP32, and that in words."""
+"""A line, the headroom of the FP32 value there, and the value in words."""
 
 
 @dataclass
 class Node:
-    """A module with all below it: the worst headroom of its forward pass, the loss scales that suit its gradients."""
+    """A module with everything below it: its worst forward headroom, and the loss scales that suit its gradients."""
 
     name: str
     depth: int
@@ -268,10 +268,10 @@ class Node:
 
 
 class Modules(dict[str, Node]):
-    """The modules that a record names, and those that hold them."""
+    """The modules that a record names, and the modules around them."""
 
     def around(self, name: str) -> list[Node]:
-        """The module and those that hold it, the outermost first."""
+        """Return the module and the modules around it, the outermost first."""
         parts = name.split(".")
         holders = (".".join(parts[:count]) for count in range(1, min(len(parts), MOST_DEPTH)))
         line = dict.fromkeys(("", *holders, name))
@@ -279,7 +279,7 @@ class Modules(dict[str, Node]):
 
 
 def module_tree(record: Record, names: TextTable) -> Data:
-    """The modules as columns, each behind the one that holds it; of too many the outermost are kept."""
+    """Return the modules as columns, each after the module around it; of too many the outermost are kept."""
     modules = Modules()
     modules.around("")
     for site in record.sites:
@@ -322,7 +322,7 @@ def _pinned(pin: Pin) -> str:
 
 
 def listings(record: Record, names: TextTable, folder: str) -> list[Data]:
-    """The files that the record names, each in the pieces that it has: of records without listings single lines.
+    """Return the files that the record names, each in the pieces that it has; without listings single lines.
 
     ``seen`` is what the replays saw on their lines.
     """
@@ -350,7 +350,7 @@ def _texts(lines: Iterable[str], folder: str) -> list[str]:
 
 
 def _seen(record: Record) -> dict[str, list[LineHeadroom]]:
-    """What the replays saw overflow, by file: each op of a line once, with the least room."""
+    """Return the overflows that the replays saw, by file: each op of a line once, with the least room."""
     producers = (one for made in record.investigations for replay in made.replays for one in replay.producers)
     largest: dict[tuple[str, int, str], tuple[float, Producer]] = {}
     for one in producers:
