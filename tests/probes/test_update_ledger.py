@@ -117,6 +117,19 @@ def test_gains_of_ones_that_stand_still_in_bfloat16_are_named_and_those_in_float
     assert (codes(twin), twin.updates, twin.unseen.notes) == ([], None, ())
 
 
+def test_a_flat_parameter_is_compared_in_a_part_of_its_values_and_a_norm_in_all() -> None:
+    flat, gains = nn.Parameter(torch.ones(1_000_000, dtype=HALF)), nn.Parameter(torch.ones(65_536, dtype=HALF))
+    optimizer = torch.optim.AdamW([flat, gains], lr=1e-4)
+    with watch(nn.ParameterList([flat, gains]), optimizer) as watched:
+        for _ in range(update_ledger.WINDOW + 2):
+            optimizer.zero_grad()
+            (flat.sum() + gains.sum()).backward()
+            optimizer.step()
+    updates = watched.record().updates
+    assert updates is not None
+    assert {one.name: one.entries for one in updates.frozen} == {"0": 1024, "1": 65_536}
+
+
 def test_a_step_with_a_closure_is_sampled_like_one_without(always: None) -> None:
     (expected, twin), (net, steps) = trained(steps=20), (Net().to(HALF), list[int]())
     optimizer = adamw(net)
