@@ -47,7 +47,7 @@ _one_run = threading.RLock()
 def scan(
     config: str | Path | Given, *, replays: int = 2, observer: Observer = UNOBSERVED, **changes: Unpack[Changes]
 ) -> Record:
-    """Trains the workload, watches every step and explains what fails.
+    """Train the workload, watch every step and explain the failure.
 
     It replays at most ``replays`` failing steps of each kind. An interrupt ends the run early: the record holds
     the steps before it, with ``interrupted`` set.
@@ -72,7 +72,7 @@ def run(
     observer: Observer = UNOBSERVED,
     ends_process: bool = False,
 ) -> Record:
-    """Runs an unchanged training script and watches every optimizer and loss scaler that it makes.
+    """Run an unchanged training script and watch every optimizer and loss scaler that it makes.
 
     The script ends as it would without ampdbg. The record's ``script`` has its exit code, and what it raises is shown
     as Python shows it.
@@ -122,7 +122,7 @@ def run(
 
 
 def capture() -> bool:
-    """Captures the next whole step of a script that ``ampdbg run`` has started.
+    """Capture the next whole step of a script that ``ampdbg run`` has started.
 
     Returns True if the step will be captured. Without ``ampdbg run`` it does nothing.
     """
@@ -131,7 +131,7 @@ def capture() -> bool:
 
 
 def read(path: str | Path) -> Record:
-    """Returns the record in a file or in a log, diagnosed as at the end of its run.
+    """Return the record in a file or in a log, diagnosed as at the end of its run.
 
     Raises:
         RecordError: the file is neither a record nor a log, or is damaged.
@@ -145,7 +145,7 @@ def read(path: str | Path) -> Record:
 
 
 def run_unwatched(script: str | Path, arguments: Sequence[str] = (), *, is_module: bool = False, emulate: bool) -> int:
-    """Runs a script as :func:`run` does, but only emulates, for comparison with a watched run. Returns its exit code.
+    """Run a script as :func:`run` does, but only emulate, for comparison with a watched run. Return its exit code.
 
     The process must end right after it.
     """
@@ -159,7 +159,7 @@ def run_unwatched(script: str | Path, arguments: Sequence[str] = (), *, is_modul
 
 
 def replay(capture: str | Path | Given, *, script: str = "", observer: Observer = UNOBSERVED) -> Record:
-    """Replays a captured step in its own script, and explains what fails and how often.
+    """Replay a captured step in its own script, and explain what fails and how often.
 
     The script restarts in a separate process, which ends in the middle of its second step or a later one.
 
@@ -185,7 +185,7 @@ def _with_capture(given: Given, observer: Observer, command: CaptureCommand, **o
 
 
 def ranges(config: str | Path | Given, *, observer: Observer = UNOBSERVED, **changes: Unpack[Changes]) -> Record:
-    """Measures the ranges of one step, by default the first; ``steps`` names another one, counted from 1.
+    """Measure the ranges of one step, by default the first; ``steps`` selects another, counted from 1.
 
     The steps before it train as configured. The step itself runs in bfloat16, so that one overflow does not hide
     another; the weights do not change.
@@ -213,7 +213,7 @@ def bisect(
     observer: Observer = UNOBSERVED,
     **changes: Unpack[Changes],
 ) -> Record:
-    """Finds the smallest set of modules that makes the failing step healthy.
+    """Find the smallest set of modules that makes the failing step healthy.
 
     Trains as :func:`scan` does until a step fails, and replays that step with sets of modules in FP32. The
     record has the set in ``pins``, every trial in ``trials``, and the outcome in ``search``. An interrupt
@@ -245,7 +245,7 @@ def cost(
     observer: Observer = UNOBSERVED,
     **changes: Unpack[Changes],
 ) -> Record:
-    """Trains at each level of precision in turn, and compares how they train and what a step costs.
+    """Train at each level of precision in turn, and compare how they train and what a step costs.
 
     The record holds the comparison in ``costs``. The levels are FP32, O1, O1 with pins, O2, O3, and autocast in
     bfloat16. The pins come from the config and a given record.
@@ -276,7 +276,7 @@ def suggest_fp32(
     observer: Observer = UNOBSERVED,
     **changes: Unpack[Changes],
 ) -> Record:
-    """Finds what must run in FP32 and the patch that does it, and proves the patch.
+    """Find the code that must run in FP32, write the patch, and prove it.
 
     The record has the set in ``pins``, the patch in ``handover`` and its proof in ``verification``.
 

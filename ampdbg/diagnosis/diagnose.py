@@ -75,7 +75,7 @@ def conditions_of(code: str) -> tuple[str, ...]:
 
 
 def diagnose(record: Record) -> Record:
-    """The record with its findings, the root cause first, and its verdict; nothing is run.
+    """Return the record with its findings, the root cause first, and its verdict. Nothing runs.
 
     Raises:
         TypeError: the argument is not a record.

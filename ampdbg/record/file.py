@@ -120,7 +120,7 @@ def check_record(given: object, call: str) -> None:
 
 
 def write_record(record: Record, path: Path | str) -> None:
-    """Writes the record to ``path`` atomically: a reader sees the old file or the whole new one.
+    """Write the record to ``path`` atomically: a reader sees the old file or the whole new one.
 
     Raises:
         RecordError: the folder is not writable or the disk is full; no partial file is left.
