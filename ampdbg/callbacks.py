@@ -49,7 +49,7 @@ class Watched:
 
 
 def lightning_callback(captures: str | Path | None = CAPTURES) -> Any:
-    """Return a callback for ``lightning.Trainer(callbacks=[...])``; ``captures`` is the folder for failing steps, or None."""
+    """Return a callback for ``lightning.Trainer(callbacks=[...])``; ``captures`` is where failing steps go."""
     has_new_name = importlib.util.find_spec("lightning") is not None
     base: Any = importlib.import_module("lightning" if has_new_name else "pytorch_lightning").Callback
 
@@ -72,7 +72,7 @@ def lightning_callback(captures: str | Path | None = CAPTURES) -> Any:
 
 
 def transformers_callback(captures: str | Path | None = CAPTURES) -> Any:
-    """Return a callback for ``transformers.Trainer(callbacks=[...])``; ``captures`` as in :func:`lightning_callback`."""
+    """Return a callback for ``transformers.Trainer(callbacks=[...])``, as :func:`lightning_callback` does."""
     base: Any = importlib.import_module("transformers").TrainerCallback
 
     class TrainerWatch(base):  # type: ignore[misc]
